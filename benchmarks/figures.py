@@ -19,8 +19,8 @@ from typing import Any
 
 import streamfx
 from benchmarks import measured
-from streamfx.cli import main as streamfx_command
-from streamfx.report.verdict import CHUNKED
+from streamfx.tools.cli import main as streamfx_command
+from streamfx.tools.report.verdict import CHUNKED
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "figures.json"

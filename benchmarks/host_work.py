@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from streamfx.passes.codegen.lower import split
+from streamfx.passes.lowering.compile_bodies import split
 from streamfx.runtime.compiled import CompiledBody
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterGraph
@@ -89,11 +89,14 @@ def runs_of(step: Callable[[], object]) -> list[Run]:
 @contextmanager
 def uncompiled_stretches() -> Iterator[None]:
     """The code that torch.fx writes in the place of Inductor's: the same operators on both sides."""
-    one, several = "streamfx.runtime.segments.compile_for_one_size", "streamfx.runtime.segments.compile_for_sizes"
+    one, several = (
+        "streamfx.runtime.compiled_segments.compile_for_one_size",
+        "streamfx.runtime.compiled_segments.compile_for_sizes",
+    )
     with (
         mock.patch(one, lambda module, inputs: module),
         mock.patch(several, lambda module, like, shapes: (module, lambda n: True)),
-        mock.patch("streamfx.runtime.segments._forms", {}),
+        mock.patch("streamfx.runtime.compiled_segments._forms", {}),
     ):
         yield
 

@@ -21,7 +21,7 @@ def answer(training: Training, question: str) -> dict[str, Any]:
 
 def warm(training: Training) -> dict[str, Any]:
     """Load the compiler's modules, so that what comes next is this training's own."""
-    import streamfx.backend  # noqa: F401
+    import streamfx.frontend.backend  # noqa: F401
 
     torch.compile(lambda x: (x * 2).sum(), backend="aot_eager")(torch.ones(2, requires_grad=True)).backward()
     return {}
@@ -36,7 +36,7 @@ def compile_seconds(training: Training) -> dict[str, Any]:
 
 def analysis_seconds(training: Training) -> dict[str, Any]:
     """Processor seconds of the passes, and of AOTAutograd until it hands over its joint graph; the operators of that."""
-    from streamfx.backend import Compilation
+    from streamfx.frontend.backend import Compilation
     from streamfx.passes import run_pipeline as passes
 
     found: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def analysis_seconds(training: Training) -> dict[str, Any]:
         finally:
             found["passes"] = time.process_time() - start
 
-    with mock.patch.object(Compilation, "compile", compile_), mock.patch("streamfx.backend.run_pipeline", run_pipeline):
+    with mock.patch.object(Compilation, "compile", compile_), mock.patch("streamfx.frontend.backend.run_pipeline", run_pipeline):
         training.prepare()
         training.step()
     return {name: found[name] for name in ("tracing", "passes", "nodes")}

@@ -77,7 +77,7 @@ class Decoder(Workload):
 
     @property
     def config(self) -> Any:
-        from streamfx.planner.models import configuration
+        from streamfx.tools.planner.models import configuration
 
         changes = {name: value for name, value in self.sizes.items() if name != "model"}
         if "model" not in self.sizes:
@@ -121,7 +121,7 @@ class Preferences(Decoder):
 
     @property
     def objective(self) -> Any:
-        from streamfx.planner.objectives import objective_called
+        from streamfx.tools.planner.objectives import objective_called
 
         return objective_called(self.feed, group=2)
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from peak_memory import PeakMemory
 
-from streamfx.inspection.verify import TOLERANCES
+from streamfx.tools.inspect.verify import TOLERANCES
 
 INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 METHODS = {"eager": "eager", "checkpointing": "gradient checkpointing", "streambp": "streambp"}

@@ -7,35 +7,35 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from streamfx.errors import OverBudget
+from streamfx.errors import OverBudgetError
 from streamfx.ir.facts import Facts
 from streamfx.options import Options
+from streamfx.passes.analysis.access_roles import AccessRoles
 from streamfx.passes.analysis.axes import Axes
-from streamfx.passes.analysis.causality import Causality
-from streamfx.passes.analysis.demand import Demand
-from streamfx.passes.analysis.own_keys import own_keys
-from streamfx.passes.canonicalization.along_sequence import SumsAlongSequence
-from streamfx.passes.canonicalization.canonicalize import Canonicalize
-from streamfx.passes.canonicalization.joined_keys import JoinedKeys
-from streamfx.passes.canonicalization.keys_in_blocks import KeysInBlocks
-from streamfx.passes.canonicalization.over_ranks import SumsOverRanks
-from streamfx.passes.canonicalization.unshard import Unshard
-from streamfx.passes.codegen import emitters as _emitters  # noqa: F401  (fills the table of emitters)
-from streamfx.passes.codegen import running as _running  # noqa: F401  (so does this)
-from streamfx.passes.codegen.buckets import Buckets
-from streamfx.passes.codegen.lower import Lower
-from streamfx.passes.codegen.put_back import PutBack
-from streamfx.passes.codegen.rewrite import Rewrite
-from streamfx.passes.codegen.visibility import Visibility
-from streamfx.passes.faults import Failed, Remedies, guarded
-from streamfx.passes.operators.whole import RunsWhole
-from streamfx.passes.partition.fit import Fit
+from streamfx.passes.analysis.diagonal_visible import own_keys
+from streamfx.passes.analysis.key_spans import KeySpans
+from streamfx.passes.faults import PassFailedError, Remedies, guarded
+from streamfx.passes.lowering import lowerings as _emitters  # noqa: F401  (fills the table of emitters)
+from streamfx.passes.lowering import running_lowerings as _running  # noqa: F401  (so does this)
+from streamfx.passes.lowering.buckets import Buckets
+from streamfx.passes.lowering.build_program import BuildProgram
+from streamfx.passes.lowering.compile_bodies import CompileBodies
+from streamfx.passes.lowering.hoist_masks import Visibility
+from streamfx.passes.lowering.reinsert_collectives import ReinsertCollectives
+from streamfx.passes.ops.fallback import FallbackError
+from streamfx.passes.partition.budget_search import BudgetSearch
+from streamfx.passes.partition.chunk_plan import Plan
 from streamfx.passes.partition.loss_gradient import LossGradient
-from streamfx.passes.partition.plan import Plan
-from streamfx.passes.partition.stages import Stages
-from streamfx.passes.recurrences.detection import Recurrences
-from streamfx.passes.recurrences.own_tables import OwnTables
-from streamfx.passes.recurrences.truncations import Truncations
+from streamfx.passes.partition.stages import StagesPass
+from streamfx.passes.rewrite.attention.compressed_kv import KeysInBlocks
+from streamfx.passes.rewrite.attention.split_concat_kv import JoinedKeys
+from streamfx.passes.rewrite.canonicalize import Canonicalize
+from streamfx.passes.rewrite.collectives.reduced_products import SumsOverRanks
+from streamfx.passes.rewrite.collectives.unshard import Unshard
+from streamfx.passes.rewrite.views.decompose_on_sequence import SumsAlongSequence
+from streamfx.passes.scan.detection import Recurrences
+from streamfx.passes.scan.split_shared import OwnTables
+from streamfx.passes.scan.truncated_bptt import Truncations
 from streamfx.passes.verifier import Verifier
 
 
@@ -82,26 +82,28 @@ def analyses(options: Options) -> tuple[Pass, ...]:
         Fixpoint(
             Axes(), (JoinedKeys(own_keys), KeysInBlocks(), SumsAlongSequence(), OwnTables(), SumsOverRanks())
         ),  # which dimension of which value is the sequence?
-        Demand(),  # which rows of its operands does each operator need?
+        AccessRoles(),  # which rows of its operands does each operator need?
         Truncations(options),  # which gradients of states reach back few rows alone, where that was asked for?
-        Causality(),  # which keys can a chunk's rows see?
+        KeySpans(),  # which keys can a chunk's rows see?
     )
 
 
 def pipeline(options: Options) -> tuple[Pass, ...]:
     """All passes, in order."""
-    put_back = PutBack(options)
+    put_back = ReinsertCollectives(options)
     return (
         *analyses(options),
-        Stages(),  # where is it cheapest to cut?
+        StagesPass(),  # where is it cheapest to cut?
         LossGradient(),  # can the loss stage find its gradient along with the loss? (the one rewrite that needs the stages)
         Plan(options),  # how large is a chunk, what is kept?
-        Rewrite(),  # what runs instead of the joint graph?
+        BuildProgram(),  # what runs instead of the joint graph?
         put_back,  # where do collectives on weights run?
-        Fit(options, lambda facts: put_back.apply(Rewrite().apply(facts))),  # which plan is the fastest within the memory budget?
+        BudgetSearch(
+            options, lambda facts: put_back.apply(BuildProgram().apply(facts))
+        ),  # which plan is the fastest within the memory budget?
         Buckets(),  # which collectives run as one?
         Visibility(),  # which masks are looked at once per step?
-        Lower(options),  # who runs a loop's body?
+        CompileBodies(options),  # who runs a loop's body?
     )
 
 
@@ -123,10 +125,10 @@ def run_pipeline(
             if analysed is not None:
                 return _within_budget(analysed, options, after)
             return _within_budget(lambda: remedies.applied(capture()), options, after, remedies.left_out)
-        except (RunsWhole, Failed) as found:
+        except (FallbackError, PassFailedError) as found:
             if analysed is not None:
                 analysed = None
-            elif isinstance(found, RunsWhole):
+            elif isinstance(found, FallbackError):
                 if not remedies.help_with_refusal(found):
                     raise
             elif options.strict:
@@ -147,11 +149,11 @@ def _within_budget(
         return _run(capture(), steps, options, after)
     try:
         return _run(capture(), steps, options, after)
-    except OverBudget as error:
+    except OverBudgetError as error:
         try:
             without = [LossGradient(False) if isinstance(step, LossGradient) else step for step in steps]
             return _run(capture(), without, options, after)
-        except OverBudget as other:
+        except OverBudgetError as other:
             raise min(error, other, key=lambda item: item.smallest) from None
 
 
@@ -166,7 +168,7 @@ def run_analyses(facts: Facts, options: Options) -> Facts:
 
 def _run(facts: Facts, steps: Iterable[Pass], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
     if facts.found_causality is not None:
-        known = {*(step.name for step in analyses(options)), Lower.name}
+        known = {*(step.name for step in analyses(options)), CompileBodies.name}
         steps = [step for step in steps if step.name not in known]
     verifier = Verifier.of(facts.joint.graph) if options.check_passes else None
     for step in steps:

@@ -20,19 +20,17 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.errors import NotStreamed, StreamFXError, told
+from streamfx.errors import NotStreamedError, StreamFXError, told
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import JointGraph, is_assertion, is_size, is_tensor, joint_graph
-from streamfx.ir.writer import ORIGIN
 from streamfx.log import log
-from streamfx.passes.canonicalization.opaque import shown_by
-from streamfx.passes.codegen.outer import TRACED
-from streamfx.passes.operators.aliasing import is_view
-from streamfx.passes.operators.collectives import is_collective
-from streamfx.passes.operators.rules.registry import WHY_WHOLE
-from streamfx.passes.operators.traits import READS_STRIDES, is_random, producer_of
-from streamfx.passes.operators.whole import RunsWhole
-from streamfx.runtime.as_traced import Untouched
+from streamfx.node_meta import JOINT, ORIGIN, TRACED, WHY_WHOLE
+from streamfx.passes.ops.aliasing import is_view
+from streamfx.passes.ops.collectives import is_collective
+from streamfx.passes.ops.fallback import FallbackError
+from streamfx.passes.ops.traits import READS_STRIDES, is_random, producer_of
+from streamfx.passes.rewrite.views.strided_access import shown_by
+from streamfx.runtime.restride import RestridedOperator
 from streamfx.torch_private import OpOverload
 from streamfx.torch_private.lines import source_line
 
@@ -48,7 +46,7 @@ LEFT_OUT = "the pass '{step}' is left out, as {failed} failed ({error})"
 EXACT = "%s. The result is exact; strict=True raises an error instead"
 
 
-class Failed(Exception):
+class PassFailedError(Exception):
     """A pass has raised an exception that it did not mean to raise."""
 
     def __init__(self, step: str, facts: Facts, error: Exception) -> None:
@@ -61,15 +59,15 @@ class Failed(Exception):
         frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
         for value in (value for frame in reversed(frames) for value in frame.f_locals.values()):
             if isinstance(value, fx.Node):
-                own = by_name.get(value.meta.get(TRACED) or value.meta.get("joint", value.name))  # it may be one of a program
+                own = by_name.get(value.meta.get(TRACED) or value.meta.get(JOINT, value.name))  # it may be one of a program
                 if own is not None and own.op == "call_function":
                     yield producer_of(own)
 
-    def refused(self) -> NotStreamed:
+    def refused(self) -> NotStreamedError:
         """The error in its place, where everything is to stream."""
         node = next(self.operators(), None)
         at = "" if node is None else f" at {node.target}"
-        return NotStreamed(
+        return NotStreamedError(
             "strict=True asks that every stage streams",
             found=f"the pass '{self.step}' failed{at} ({told(self.error)})",
             where="" if node is None else source_line(node),
@@ -78,13 +76,13 @@ class Failed(Exception):
 
 
 def guarded(step: str, facts: Facts, apply: Callable[[Facts], Facts]) -> Facts:
-    """What a pass makes of facts; an exception that it did not mean to raise becomes `Failed`."""
+    """What a pass makes of facts; an exception that it did not mean to raise becomes `PassFailedError`."""
     try:
         return apply(facts)
-    except (Failed, RunsWhole, StreamFXError):
+    except (PassFailedError, FallbackError, StreamFXError):
         raise
     except Exception as error:
-        raise Failed(step, facts, error) from error
+        raise PassFailedError(step, facts, error) from error
 
 
 @dataclass
@@ -113,14 +111,14 @@ class Remedies:
             facts = replace(facts, joint=joint_graph(facts.joint.graph, len(facts.joint.primals), len(facts.joint.outputs)))
         return replace(facts, whole=dict(self.whole), faults=tuple(self.faults))
 
-    def help_with_refusal(self, refused: RunsWhole) -> bool:
+    def help_with_refusal(self, refused: FallbackError) -> bool:
         """Whether there is a remedy where a pass says that an operator has to run whole."""
         if refused.name not in self.whole:
             self.whole[refused.name] = refused.why
             return True
         return refused.name in self.traced and self._make_unknown(self.traced[refused.name], refused.why)
 
-    def help_with(self, failed: Failed) -> bool:
+    def help_with(self, failed: PassFailedError) -> bool:
         """Whether there is a remedy for an exception that a pass did not mean to raise."""
         if failed.step in COSTS_LITTLE:
             return self._leave_out(failed)
@@ -129,7 +127,7 @@ class Remedies:
             return True
         return self._leave_out(failed) or any(self._leave_out(failed, step) for step in WRITE_OPERATORS)
 
-    def _leave_out(self, failed: Failed, step: str = "") -> bool:
+    def _leave_out(self, failed: PassFailedError, step: str = "") -> bool:
         """Whether the pass that failed, or another one, can be left out, and is not yet."""
         step = step or failed.step
         if step not in MAY_BE_LEFT_OUT or step in self.left_out:
@@ -140,7 +138,7 @@ class Remedies:
         self._tell(why, failed.error)
         return True
 
-    def _help_at(self, node: fx.Node, failed: Failed) -> bool:
+    def _help_at(self, node: fx.Node, failed: PassFailedError) -> bool:
         """Whether there is one more remedy at an operator. Where a pass fails in the same way at a second one like it, those of
         the same line of code get it, in all layers; at a third one, all that are like it.
         """
@@ -181,7 +179,7 @@ def _write_untouched(node: fx.Node, why: str) -> None:
     """Write an operator that no pass knows in the place of a traced one."""
     target: Any = node.target
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(Untouched(target, is_view(target)), node.args, node.kwargs)
+        made = node.graph.call_function(RestridedOperator(target, is_view(target)), node.args, node.kwargs)
     made.meta = {**node.meta, WHY_WHOLE: why}
     node.replace_all_uses_with(made, propagate_meta=False)
     node.graph.erase_node(node)

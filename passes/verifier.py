@@ -17,13 +17,14 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, results_of
 from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
-from streamfx.passes.operators.opaque import is_opaque
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.opaque import is_opaque
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.torch_private import OpOverload, fake_mode_of
-from streamfx.torch_private.sizes import without_guards
+from streamfx.torch_private.symbolic_sizes import without_guards
 
 
-class BrokenProduct(Exception):
+class BrokenProductError(Exception):
     """What a pass has made is not what it says: a fault of that pass."""
 
 
@@ -39,14 +40,14 @@ class Verifier:
         return cls({node: _call(node) for node in traced.nodes})
 
     def check(self, name: str, facts: Facts) -> None:
-        """Raises `BrokenProduct` if the pass called `name` has left something wrong."""
+        """Raises `BrokenProductError` if the pass called `name` has left something wrong."""
         try:
             facts.joint.graph.lint()
         except RuntimeError as error:
-            raise BrokenProduct(f"after {name}: {error}") from error
+            raise BrokenProductError(f"after {name}: {error}") from error
         wrong = [*self._results(facts.joint.graph), *_strangers(facts)]
         if wrong:
-            raise BrokenProduct(f"after {name}: {'; '.join(wrong[:5])}")
+            raise BrokenProductError(f"after {name}: {'; '.join(wrong[:5])}")
 
     def _results(self, graph: fx.Graph) -> Iterator[str]:
         for node in graph.nodes:
@@ -61,12 +62,12 @@ def _call(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _wrong_result(node: fx.Node) -> Iterator[str]:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-    mode, function = fake_mode_of([node.meta["val"]]), COPIES_WHERE_NEEDED.get(node.target, node.target)
-    operands = [value for operand in node.all_input_nodes for value in (*results_of(operand), operand.meta["val"])]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta[VALUE])
+    mode, function = fake_mode_of([node.meta[VALUE]]), COPIES_WHERE_NEEDED.get(node.target, node.target)
+    operands = [value for operand in node.all_input_nodes for value in (*results_of(operand), operand.meta[VALUE])]
     given = free_symbols(size for value in operands for size in _sizes(value))
     with torch.no_grad(), mode, without_guards(mode):
-        said, made = _plain(node.meta["val"], given), _plain(function(*args, **kwargs), given)
+        said, made = _plain(node.meta[VALUE], given), _plain(function(*args, **kwargs), given)
     if made != said:
         yield f"{node.name} gives {made}, not {said}"
 

@@ -3,65 +3,66 @@
 What compiles, traces or plans is imported when it is first asked for: `import streamfx` does not even import torch.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from streamfx.errors import (
     IntegrationError,
-    NoRoom,
-    NotComparable,
-    NotStreamed,
-    NotTraced,
+    NotComparableError,
+    NotStreamedError,
+    NotTracedError,
+    OffloadSpaceError,
     OptionError,
-    OverBudget,
+    OverBudgetError,
     PlanError,
     ProfileError,
-    RanksDiffer,
+    RanksDifferError,
     ReportError,
     RuleError,
-    StaleGraph,
-    StaleOutput,
+    StaleGraphError,
+    StaleOutputError,
     StreamFXError,
-    TurnedOutput,
+    TransposedOutputError,
 )
 from streamfx.options import Options, configure
 
 if TYPE_CHECKING:
-    from streamfx.backend import streambp
-    from streamfx.inspection.explain import Explanation, explain
-    from streamfx.inspection.profile import Profile, profile
-    from streamfx.inspection.verify import Verification, verify
-    from streamfx.integrations import Enabled, disable, enable
-    from streamfx.planner.plan import plan
-    from streamfx.planner.report import PlanReport
-    from streamfx.recurrence_laws import check_recurrence
-    from streamfx.user_recurrences import register_recurrence
-    from streamfx.user_rules import register_rule
+    from streamfx.frontend.backend import streambp
+    from streamfx.frontend.check_recurrence import check_recurrence
+    from streamfx.frontend.register_recurrences import register_recurrence
+    from streamfx.frontend.register_rules import register_rule
+    from streamfx.integrations import EnabledModules, disable, enable
+    from streamfx.tools.inspect.explain import Explanation, explain
+    from streamfx.tools.inspect.profile import Profile, profile
+    from streamfx.tools.inspect.verify import Verification, verify
+    from streamfx.tools.planner.plan import plan
+    from streamfx.tools.planner.report import PlanReport
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Enabled",
+    "EnabledModules",
     "Explanation",
     "IntegrationError",
-    "NoRoom",
-    "NotComparable",
-    "NotStreamed",
-    "NotTraced",
+    "NotComparableError",
+    "NotStreamedError",
+    "NotTracedError",
+    "OffloadSpaceError",
     "OptionError",
     "Options",
-    "OverBudget",
+    "OverBudgetError",
     "PlanError",
     "PlanReport",
     "Profile",
     "ProfileError",
-    "RanksDiffer",
+    "RanksDifferError",
     "ReportError",
     "RuleError",
-    "StaleGraph",
-    "StaleOutput",
+    "StaleGraphError",
+    "StaleOutputError",
     "StreamFXError",
-    "TurnedOutput",
+    "TransposedOutputError",
     "Verification",
     "check_recurrence",
     "configure",
@@ -77,26 +78,43 @@ __all__ = [
 ]
 
 _LAZY = {
-    "streambp": "streamfx.backend",
-    "Explanation": "streamfx.inspection.explain",
-    "explain": "streamfx.inspection.explain",
-    "Profile": "streamfx.inspection.profile",
-    "profile": "streamfx.inspection.profile",
-    "Verification": "streamfx.inspection.verify",
-    "verify": "streamfx.inspection.verify",
-    "Enabled": "streamfx.integrations",
+    "streambp": "streamfx.frontend.backend",
+    "Explanation": "streamfx.tools.inspect.explain",
+    "explain": "streamfx.tools.inspect.explain",
+    "Profile": "streamfx.tools.inspect.profile",
+    "profile": "streamfx.tools.inspect.profile",
+    "Verification": "streamfx.tools.inspect.verify",
+    "verify": "streamfx.tools.inspect.verify",
+    "EnabledModules": "streamfx.integrations",
     "disable": "streamfx.integrations",
     "enable": "streamfx.integrations",
-    "plan": "streamfx.planner.plan",
-    "PlanReport": "streamfx.planner.report",
-    "check_recurrence": "streamfx.recurrence_laws",
-    "register_recurrence": "streamfx.user_recurrences",
-    "register_rule": "streamfx.user_rules",
+    "plan": "streamfx.tools.planner.plan",
+    "PlanReport": "streamfx.tools.planner.report",
+    "check_recurrence": "streamfx.frontend.check_recurrence",
+    "register_recurrence": "streamfx.frontend.register_recurrences",
+    "register_rule": "streamfx.frontend.register_rules",
+}
+
+
+_RENAMED = {
+    "Enabled": "EnabledModules",
+    "NoRoom": "OffloadSpaceError",
+    "NotComparable": "NotComparableError",
+    "NotStreamed": "NotStreamedError",
+    "NotTraced": "NotTracedError",
+    "OverBudget": "OverBudgetError",
+    "RanksDiffer": "RanksDifferError",
+    "StaleGraph": "StaleGraphError",
+    "StaleOutput": "StaleOutputError",
+    "TurnedOutput": "TransposedOutputError",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """What is public and heavy, imported at its first use (PEP 562)."""
+    """Import public names that are heavy at their first use (PEP 562); old names warn and return the new ones."""
+    if name in _RENAMED:
+        warnings.warn(f"streamfx.{name} is now streamfx.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(__name__), _RENAMED[name])
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found = getattr(import_module(_LAZY[name]), name)

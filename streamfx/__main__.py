@@ -2,7 +2,7 @@
 
 import sys
 
-from streamfx.cli import command
+from streamfx.tools.cli import command
 
 if __name__ == "__main__":
     sys.exit(command())

@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamfx.arguments import plain
+from streamfx.argument_checks import plain
 
 if TYPE_CHECKING:
     import torch

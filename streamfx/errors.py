@@ -89,7 +89,7 @@ class RuleError(StreamFXError, ValueError):
     """
 
 
-class NotStreamed(StreamFXError, RuntimeError):
+class NotStreamedError(StreamFXError, RuntimeError):
     """`strict=True` was asked for, and a stage cannot stream.
 
     Without `strict` such a stage runs whole, exactly as it stood, and `streamfx.explain` shows the reason.
@@ -102,24 +102,24 @@ class NotStreamed(StreamFXError, RuntimeError):
         >>> compiled = torch.compile(sort_of_rows, backend="streambp", options={"strict": True})
         >>> try:
         ...     compiled(torch.randn(1, 64, 8, requires_grad=True))
-        ... except streamfx.NotStreamed as error:
+        ... except streamfx.NotStreamedError as error:
         ...     print(error.asked)
         strict=True asks that every stage streams
     """
 
 
-class StaleGraph(StreamFXError, RuntimeError):
+class StaleGraphError(StreamFXError, RuntimeError):
     """Something that the compiled graph relies on has changed since it was compiled.
 
     Example:
         >>> import streamfx
-        >>> error = streamfx.StaleGraph("a parameter asks for a gradient that the compiled graph does not compute")
+        >>> error = streamfx.StaleGraphError("a parameter asks for a gradient that the compiled graph does not compute")
         >>> isinstance(error, RuntimeError), error.asked.split()[:2]
         (True, ['a', 'parameter'])
     """
 
 
-class StaleOutput(StreamFXError, RuntimeError):
+class StaleOutputError(StreamFXError, RuntimeError):
     """A deferred output was touched after the parameters that it is computed from had changed.
 
     Deferred outputs (the logits beside a loss) are computed when they are first used. Use them before the optimizer's step, or
@@ -135,13 +135,13 @@ class StaleOutput(StreamFXError, RuntimeError):
         >>> _ = torch.nn.init.zeros_(head.weight)
         >>> try:
         ...     logits.sum()
-        ... except streamfx.StaleOutput as error:
+        ... except streamfx.StaleOutputError as error:
         ...     print(error.found)
         head.weight was changed in place since the call (1 time)
     """
 
 
-class TurnedOutput(StreamFXError, RuntimeError):
+class TransposedOutputError(StreamFXError, RuntimeError):
     """A deferred output that was turned in place (`transpose_`, `squeeze_` ...) was written to where its gradient is followed.
 
     Autograd would find the gradients of views that were taken before by the shape that it has now. Turn a copy (`transpose`), or
@@ -158,13 +158,13 @@ class TurnedOutput(StreamFXError, RuntimeError):
         >>> turned = logits.transpose_(0, 1)
         >>> try:
         ...     part.mul_(0.5)
-        ... except streamfx.TurnedOutput as error:
+        ... except streamfx.TransposedOutputError as error:
         ...     print(error.do)
         turn a copy (`transpose`, `squeeze`), or compile with outputs="dense"
     """
 
 
-class RanksDiffer(StreamFXError, RuntimeError):
+class RanksDifferError(StreamFXError, RuntimeError):
     """A graph with collectives could not be analysed on a rank, or not all ranks have compiled it.
 
     Without collectives it would run whole. But ranks that stream gather and reduce in another order: they would wait for this
@@ -172,14 +172,14 @@ class RanksDiffer(StreamFXError, RuntimeError):
 
     Example:
         >>> import streamfx
-        >>> error = streamfx.RanksDiffer("all ranks have to run the same collectives", where="rank 1")
+        >>> error = streamfx.RanksDifferError("all ranks have to run the same collectives", where="rank 1")
         >>> print(error)
         all ranks have to run the same collectives
           where rank 1
     """
 
 
-class NotTraced(StreamFXError, RuntimeError):
+class NotTracedError(StreamFXError, RuntimeError):
     """`streamfx.explain` could not follow the call: nothing of it arrived at the backend.
 
     The call fails, or Dynamo is switched off for it, or it computes nothing with tensors.
@@ -188,13 +188,13 @@ class NotTraced(StreamFXError, RuntimeError):
         >>> import streamfx
         >>> try:
         ...     streamfx.explain(lambda number: number + 1, 2)
-        ... except streamfx.NotTraced as error:
+        ... except streamfx.NotTracedError as error:
         ...     print(error.asked)
         explain and plan follow calls that torch.compile can trace
     """
 
 
-class NotComparable(StreamFXError, RuntimeError):
+class NotComparableError(StreamFXError, RuntimeError):
     """`streamfx.verify` cannot compare two runs of the model.
 
     It draws random numbers, has no loss, or its tensors hold no data.
@@ -203,13 +203,13 @@ class NotComparable(StreamFXError, RuntimeError):
         >>> import torch, streamfx
         >>> try:
         ...     streamfx.verify(torch.nn.Dropout(0.5), torch.randn(4, 4))
-        ... except streamfx.NotComparable as error:
+        ... except streamfx.NotComparableError as error:
         ...     print(error.do)
         call model.eval(), or set the probabilities of dropout to 0
     """
 
 
-class OverBudget(StreamFXError, MemoryError):
+class OverBudgetError(StreamFXError, MemoryError):
     """`memory_budget` is less than the smallest plan takes.
 
     The step would not fit into the memory that was said to be there, whatever is made again or cut into chunks. `smallest` are
@@ -220,7 +220,7 @@ class OverBudget(StreamFXError, MemoryError):
         >>> weight = torch.randn(64, 64, requires_grad=True)
         >>> try:
         ...     streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(1, 4096, 64), memory_budget=1000)
-        ... except streamfx.OverBudget as error:
+        ... except streamfx.OverBudgetError as error:
         ...     print(error.smallest > 1000, list(error.terms)[:1])
         True ['parameters']
     """
@@ -229,7 +229,7 @@ class OverBudget(StreamFXError, MemoryError):
     terms: Mapping[str, int] = MappingProxyType({})
 
 
-class NoRoom(StreamFXError, OSError):
+class OffloadSpaceError(StreamFXError, OSError):
     """Offloaded values (`offload="inputs"` or `"attention"`) do not fit into the host's memory, or onto the disk.
 
     With a GPU they wait in pinned memory of the host; on a CPU they wait in files in `folder`, which is empty otherwise. `needed`
@@ -237,7 +237,7 @@ class NoRoom(StreamFXError, OSError):
 
     Example:
         >>> import streamfx
-        >>> error = streamfx.NoRoom("the input of a stage was to wait in a file", do="let TMPDIR name a larger disk")
+        >>> error = streamfx.OffloadSpaceError("the input of a stage was to wait in a file", do="let TMPDIR name a larger disk")
         >>> isinstance(error, OSError), error.needed, error.free
         (True, 0, None)
     """
@@ -302,7 +302,7 @@ class ReportError(StreamFXError, OSError):
     """
 
 
-class NotCopied(StreamFXError, TypeError):
+class NotCopyableError(StreamFXError, TypeError):
     """What `explain`, `profile` or `enable` has returned was to be pickled or copied, and holds graphs of its process."""
 
 

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from streamfx.arguments import BY_NAME, described, did_you_mean, plain, refusing
+from streamfx.argument_checks import BY_NAME, described, did_you_mean, plain, refusing
 from streamfx.budget import FORMS, is_budget
 from streamfx.errors import OptionError
 

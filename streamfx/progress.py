@@ -20,23 +20,23 @@ WIDTH = 78  # of a text: a longer one would take two lines, and only one is eras
 ERASE = "\r\x1b[K"
 
 
-class _Doing:
+class _Activity:
     """One thing that is being done, since a moment."""
 
     def __init__(self, text: str, since: float) -> None:
         self.text, self.since = text, since
 
 
-class _Line:
+class _StatusLine:
     """The line, and what it tells of: things that are parts of one another, the outermost first."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._doing: list[_Doing] = []
+        self._doing: list[_Activity] = []
         self._timer: threading.Timer | None = None
         self._told = ""
 
-    def begin(self, doing: _Doing) -> None:
+    def begin(self, doing: _Activity) -> None:
         with self._lock:
             self._doing.append(doing)
             if len(self._doing) == 1:
@@ -46,7 +46,7 @@ class _Line:
                 self._timer.start()
             self.tell()
 
-    def end(self, doing: _Doing) -> None:
+    def end(self, doing: _Activity) -> None:
         with self._lock:
             self._doing = [other for other in self._doing if other is not doing]
             if self._doing:
@@ -71,7 +71,7 @@ class _Line:
             _write(f"{ERASE}{text}" if _is_terminal() else f"{text}\n")
 
 
-_line = _Line()
+_line = _StatusLine()
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def doing(text: str, asked: Asked = "auto", since: float | None = None) -> Itera
     if not is_shown(asked):
         yield lambda text: None
         return
-    own = _Doing(text, time.monotonic() if since is None else since)
+    own = _Activity(text, time.monotonic() if since is None else since)
 
     def now(text: str) -> None:
         own.text = text

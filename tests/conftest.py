@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import streamfx
+from streamfx.kernels import mask_tiles
 from streamfx.lazy import rewrite
-from streamfx.passes.operators.rules import RULES
-from streamfx.passes.operators.rules.stateful import BACKWARDS, STATEFUL
-from streamfx.runtime import visible
+from streamfx.passes.ops.rules import RULES
+from streamfx.passes.ops.rules.stateful import BACKWARDS, STATEFUL
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private import FakeTensor
 from tests.support.goldens import golden, recorded
@@ -108,7 +108,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of a few rows are taken apart as those of long chunks are."""
-    monkeypatch.setattr(visible, "LEAST_ROWS", 2)
+    monkeypatch.setattr(mask_tiles, "LEAST_ROWS", 2)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -135,7 +135,7 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of steps that are too short look for no length that gains: `tests/test_plan_verdict.py` sees that they do."""
-    monkeypatch.setattr("streamfx.planner.step.gains_from", lambda *_: None)
+    monkeypatch.setattr("streamfx.tools.planner.step.gains_from", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

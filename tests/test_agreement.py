@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from streamfx.lazy import in_chunks, steps
+from streamfx.lazy import steps, streamed
 from streamfx.lazy.deferred import DeferredTensor
 
 VOCABULARY, WIDTH, LENGTH = 1500, 16, 37
@@ -24,7 +24,7 @@ CHUNKS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 5}
 @pytest.fixture(autouse=True)
 def small_values_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "LEAST", 50_000)
-    monkeypatch.setattr(in_chunks, "_forms", {})
+    monkeypatch.setattr(streamed, "_forms", {})
 
 
 class Model(nn.Module):

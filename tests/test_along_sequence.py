@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.passes.canonicalization.along_sequence import MOST
+from streamfx.passes.rewrite.views.decompose_on_sequence import MOST
 from tests.support.decoders import HEAD, HEADS, VOCABULARY, WIDTH, Decoder, Heads
 from tests.support.exactness import compare, recorder
 from tests.support.spread import only

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from streamfx.inspection import analysed, tracing
-from streamfx.inspection.analysed import facts_of_all_layers
-from streamfx.inspection.segments import Unlike
-from streamfx.ir.axes import Dim
+from streamfx.ir.axis_table import Dim
 from streamfx.ir.facts import Facts
 from streamfx.ir.span import Span
 from streamfx.passes import run_analyses
-from streamfx.planner.models import built
-from streamfx.planner.predict import predict
+from streamfx.tools.inspect import repeated_analysis, tracing
+from streamfx.tools.inspect.layer_segments import LayersDifferError
+from streamfx.tools.inspect.repeated_analysis import facts_of_all_layers
+from streamfx.tools.planner.models import built
+from streamfx.tools.planner.predict import predict
 from tests.test_plans_of_few_layers import LENGTH, Layer, Stack, with_frozen
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 500}
@@ -35,14 +35,14 @@ class Both:
             def found(call: Any, capture: Callable[[], Facts]) -> Facts:
                 try:
                     self.told = facts_of_all_layers(call.found_of_few, call.few)
-                except Unlike as error:
+                except LayersDifferError as error:
                     self.refused = str(error)
                 self.every = run_analyses(capture(), call.options)
                 return run(call, capture)
 
             return found
 
-        monkeypatch.setattr(tracing._OfFew, "found_by_passes", watched(tracing._OfFew.found_by_passes))
+        monkeypatch.setattr(tracing._SubsetCompilation, "found_by_passes", watched(tracing._SubsetCompilation.found_by_passes))
 
     def of(self, model: nn.Module, name: str = "ids") -> tuple[Facts, Facts]:
         predict(model, {name: torch.empty(2, LENGTH, dtype=torch.int64, device="meta")}, LENGTH, {"chunk_size": 32})
@@ -148,12 +148,12 @@ def test_what_belongs_to_a_graph_as_a_whole_is_looked_for_in_all(layer: type[Lay
 
 def test_periods_of_which_something_else_is_found_tell_nothing(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[fx.Node] = []
-    own = analysed._found_of
+    own = repeated_analysis._found_of
 
     def found(node: fx.Node, facts: Facts) -> Any:
         seen.append(node)
         return (*own(node, facts), node if len(seen) == 7 else None)
 
-    monkeypatch.setattr(analysed, "_found_of", found)
+    monkeypatch.setattr(repeated_analysis, "_found_of", found)
     both.of(Stack([None] * 9))
     assert both.told is None and "what is found of" in both.refused

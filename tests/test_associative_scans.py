@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch.utils.checkpoint import checkpoint
 
-from streamfx.backend import Compilation
-from streamfx.ir.facts import Form
+from streamfx.frontend.backend import Compilation
+from streamfx.ir.facts import StorageClass
 from streamfx.options import Options
 from streamfx.runtime.associative import Associative, AssociativeBackward
 from tests.support import decoders, layouts
@@ -169,7 +169,7 @@ def test_rows_are_combined_chunk_by_chunk(mixer: Mixer) -> None:
     (facts,) = report.facts
     both = scans(report) + scans(report, AssociativeBackward)
     assert scans(report) and scans(report, AssociativeBackward)
-    assert all(Form.ROWS in facts.demand.forms[node] for node in both)
+    assert all(StorageClass.ROWS in facts.demand.forms[node] for node in both)
 
 
 def test_layers_and_as_many_sequences_as_rows() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 import streamfx
 from streamfx.budget import in_bytes
 from streamfx.cost.memory import bytes_like, cost_of
-from streamfx.inspection.at_peak import most_alive
-from streamfx.inspection.tracing import traced
-from streamfx.report.text import CHUNK_WORK
+from streamfx.tools.inspect.at_peak import most_alive
+from streamfx.tools.inspect.tracing import traced
+from streamfx.tools.report.text import CHUNK_WORK
 
 WIDTH, VOCABULARY = 16, 30
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.runtime import kernels
-from streamfx.runtime import plain_attention as plain
-from streamfx.runtime.device_kinds import DeviceKind, supposed
+from streamfx.kernels import plain_attention as plain
+from streamfx.kernels import sdpa
+from streamfx.kernels.device_kinds import DeviceKind, supposed
 from tests.support.cuda_kernels import in_their_place
 from tests.support.exactness import TOLERANCE, relative_error
 from tests.support.tracing import compare_function
@@ -103,10 +103,10 @@ def drawn(seed: int) -> Drawn:
 
 
 def check(case: Drawn, hint: str) -> None:
-    out, lse = kernels.forward(*case.heads, *case.how)
+    out, lse = sdpa.forward(*case.heads, *case.how)
     right, right_lse = plain.forward(*case.heads, *case.how)
     kept, kept_lse = case.layouts[0](right), case.layouts[1](right_lse[..., None])[..., 0]
-    found = kernels.backward(case.gradient, *case.heads, kept, kept_lse, *case.how)
+    found = sdpa.backward(case.gradient, *case.heads, kept, kept_lse, *case.how)
     wanted = plain.backward(case.gradient, *case.heads, right, right_lse, *case.how)
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), (right, right_lse, *wanted), strict=True):
         assert a.shape == b.shape, (hint, name, a.shape)
@@ -129,8 +129,8 @@ def test_real_types(dtype: torch.dtype, tolerance: float) -> None:
             right, right_lse = plain.forward(*case.heads, *case.how)
             wanted = plain.backward(case.gradient, *case.heads, right, right_lse, *case.how)
             heads = [item.to(dtype) for item in case.heads]
-            out, lse = kernels.forward(heads[0], heads[1], heads[2], *case.how)
-            found = kernels.backward(case.gradient.to(dtype), heads[0], heads[1], heads[2], out, lse, *case.how)
+            out, lse = sdpa.forward(heads[0], heads[1], heads[2], *case.how)
+            found = sdpa.backward(case.gradient.to(dtype), heads[0], heads[1], heads[2], out, lse, *case.how)
             assert lse.dtype == torch.float32 and {item.dtype for item in (out, *found)} == {dtype}
             for a, b in zip((out, *found), (right, *wanted), strict=True):
                 assert relative_error(a.double(), b, floor=1.0) < tolerance, (seed, case)
@@ -174,14 +174,14 @@ def test_plain_attention_of_half_types(dtype: torch.dtype) -> None:
 def test_bfloat16_before_ampere(capability: tuple[int, int], is_plain: bool) -> None:
     """Turing's kernels know float16 and float32 alone, and refuse."""
     with supposed(DeviceKind("cuda", capability, True)):
-        chosen = [kernels._kernels(torch.empty(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-    assert [one is kernels.PLAIN for one in chosen] == [is_plain, False, False]
+        chosen = [sdpa._kernels(torch.empty(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    assert [one is sdpa.PLAIN for one in chosen] == [is_plain, False, False]
 
 
 @pytest.mark.parametrize("rows", [1, 20])
 def test_types_without_a_kernel(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's kernels know no double precision (`flex_attention` does)."""
-    monkeypatch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cuda"])
+    monkeypatch.setitem(sdpa.KERNELS, "cpu", sdpa.KERNELS["cuda"])
     check(drawn(rows), "float64")
 
 

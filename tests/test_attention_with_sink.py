@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import streamfx
-from streamfx.runtime.kernels import ATTENTION
+from streamfx.kernels.sdpa import ATTENTION
 from tests.support.canonical import INF, NAN, Case, graphs, plain, targets
 from tests.support.tracing import compare_function
 

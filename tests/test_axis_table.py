@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamfx.ir.axes import AxisTable, Dim
+from streamfx.ir.axis_table import AxisTable, Dim
 
 factors = st.lists(st.sampled_from([1, 2, 2, 3, 3, 4, 5]), min_size=1, max_size=5)
 

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx import IntegrationError, NotComparable, NotTraced, OptionError, Options, PlanError, ProfileError, RuleError
+from streamfx import (
+    IntegrationError,
+    NotComparableError,
+    NotTracedError,
+    OptionError,
+    Options,
+    PlanError,
+    ProfileError,
+    RuleError,
+)
 from tests.support.small import Causal, tokens
 from tests.support.stateful.averages import averages
 
@@ -75,8 +84,8 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "explain, swallowed": (OptionError, "did you mean 'chunk_size'", lambda: ANY.explain(Swallowing(), IDS, IDS, chunk_sise=4)),
     "verify, swallowed": (OptionError, "did you mean 'keep_every'", lambda: ANY.verify(Swallowing(), IDS, IDS, keep_evry=4)),
     "verify, unknown": (OptionError, "the model takes ids, labels", lambda: ANY.verify(Causal(), IDS, IDS, foo=4)),
-    "explain of nothing": (NotTraced, "missing a required argument: 'model'", lambda: ANY.explain()),
-    "verify of nothing": (NotComparable, "missing a required argument: 'model'", lambda: ANY.verify()),
+    "explain of nothing": (NotTracedError, "missing a required argument: 'model'", lambda: ANY.explain()),
+    "verify of nothing": (NotComparableError, "missing a required argument: 'model'", lambda: ANY.verify()),
     "profile of a model": (ProfileError, "it takes nothing", lambda: ANY.profile(Causal())),
     "a profile that was not entered": (ProfileError, "its block was not entered", lambda: ANY.profile().summary()),
     "its text": (ProfileError, "its block was not entered", lambda: str(ANY.profile())),
@@ -141,22 +150,22 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         lambda: ANY.plan(Own(), inputs=lambda b, t: {"x": np.zeros((b, t, 4), np.float32)}),
     ),
     "an array, explained": (
-        NotTraced,
+        NotTracedError,
         r"arrays of numpy: input \['input'\] of shape \(2, 8, 4\)(?s:.*)torch.as_tensor\(array\)",
         lambda: ANY.explain(nn.Linear(4, 4), input=np.zeros((2, 8, 4), np.float32)),
     ),
     "an array, verified": (
-        NotComparable,
+        NotComparableError,
         r"do +input \[0\] of shape \(2, 4\) is an array of numpy: give tensors",
         lambda: ANY.verify(nn.Linear(4, 4), np.zeros((2, 4), np.float32)),
     ),
     "a row without a batch, explained": (
-        NotTraced,
+        NotTracedError,
         r"do +input \[0\] of shape \(12,\), input \[1\] of shape \(12,\) has no dimension for the batch(?s:.*)tensor\[None\]",
         lambda: ANY.explain(Causal(), IDS[0], IDS[0]),
     ),
     "a row without a batch, verified": (
-        NotComparable,
+        NotComparableError,
         "has no dimension for the batch",
         lambda: ANY.verify(Causal(), IDS[0], IDS[0]),
     ),

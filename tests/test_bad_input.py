@@ -206,7 +206,7 @@ def test_the_place_in_the_model_is_said() -> None:
 def test_refusals_of_the_backend_arrive_as_they_are() -> None:
     trained = Trained()
     before = trained.state()
-    with enable(trained.model, memory_budget=100), pytest.raises(streamfx.OverBudget, match="less than any plan"):
+    with enable(trained.model, memory_budget=100), pytest.raises(streamfx.OverBudgetError, match="less than any plan"):
         trained.step(IDS, IDS)
     with enable(trained.model, memory_budget=1 << 30, bodies="eager"):
         assert trained.step(IDS, IDS) > 0

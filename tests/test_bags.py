@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx import explain
-from streamfx.passes.canonicalization.bags import END, FREQUENCY, LARGEST, LENGTHS
+from streamfx.passes.rewrite.views.embedding_bag import END, FREQUENCY, LARGEST, LENGTHS
 from tests.support.canonical import Case, graphs, plain, same, targets
 from tests.support.exactness import compare
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import streamfx
 from streamfx.options import SAVE_LEVELS
-from streamfx.passes.codegen.collective_order import order_between_loops
-from streamfx.passes.operators.collectives import groups_of
+from streamfx.passes.lowering.collective_order import order_between_loops
+from streamfx.passes.ops.collectives import groups_of
 from tests.support.collectives import data_of
 from tests.support.over_ranks import facts_of, one_of_many
 from tests.support.sharded import Decoder, Layer

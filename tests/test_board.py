@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from streamfx.torch_private.ranks import Missing, _Board
+from streamfx.torch_private.ranks import RanksMissingError, _Board
 
 SOON = mock.patch("streamfx.torch_private.ranks.LIMIT", timedelta(seconds=0.3))
 ALL, FAILS_ALONE, FAILS = "all", "fails alone", "fails"
@@ -59,7 +59,7 @@ def test_texts_of_one_graph_meet(world: int, graphs: list[tuple[str, int]]) -> N
 def test_a_rank_that_nobody_answers_says_whom_it_waited_for() -> None:
     store = HashStore()
     board(store, 1, "other", 3).leave("failed")
-    with SOON, pytest.raises(Missing, match="nothing from rank 1, 2 within"):
+    with SOON, pytest.raises(RanksMissingError, match="nothing from rank 1, 2 within"):
         board(store, 0, "graph", 3).exchanged("an order")
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from streamfx.runtime import scans, segments
-from streamfx.runtime.forms import Family, Form, any_size, single
+from streamfx.runtime import chunked_scans, compiled_segments
+from streamfx.runtime.shape_families import Family, FamilyCode, any_size, single
 from streamfx.torch_private import FakeTensorMode
-from streamfx.torch_private.inductor import InductorFailed, InductorMemoryError, inductor_runs
-from streamfx.torch_private.sizes import with_sizes
+from streamfx.torch_private.inductor import InductorFailedError, InductorMemoryError, inductor_runs
+from streamfx.torch_private.symbolic_sizes import with_sizes
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
 from tests.support.hf import LossOf, deep
@@ -33,15 +33,15 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "cl
 
 
 @pytest.fixture
-def forms(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[Form]]:
+def forms(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[FamilyCode]]:
     """What a test compiles."""
-    found: dict[Any, list[Form]] = {}
-    monkeypatch.setattr(segments, "_forms", found)
+    found: dict[Any, list[FamilyCode]] = {}
+    monkeypatch.setattr(compiled_segments, "_forms", found)
     return found
 
 
 @pytest.fixture
-def interpreted_forms() -> Iterator[dict[Any, list[Form]]]:
+def interpreted_forms() -> Iterator[dict[Any, list[FamilyCode]]]:
     """What a test would compile, with the interpreter in the place of compiled code."""
     with interpreted() as found:
         yield found
@@ -52,7 +52,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @needs_compiler
-def test_small_decoder(forms: dict[Any, list[Form]], caplog: pytest.LogCaptureFixture) -> None:
+def test_small_decoder(forms: dict[Any, list[FamilyCode]], caplog: pytest.LogCaptureFixture) -> None:
     """Chunks of two sizes: the last one is shorter, and there is one form of each stretch for both."""
     model, ids = Causal().double(), tokens(2, 11)
     compare(model, (ids, ids), chunk_size=4, bodies="inductor", attention={"causal"}, streams=True)
@@ -62,7 +62,7 @@ def test_small_decoder(forms: dict[Any, list[Form]], caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("length", only([29], [32, 29]))
-def test_layers_and_chunks_share_what_is_compiled(length: int, interpreted_forms: dict[Any, list[Form]]) -> None:
+def test_layers_and_chunks_share_what_is_compiled(length: int, interpreted_forms: dict[Any, list[FamilyCode]]) -> None:
     """Four bodies at any depth (a layer, its keys and values again, its gradient, the head), which are six stretches; equal loops
     have the same ones.
     """
@@ -80,7 +80,7 @@ def test_layers_and_chunks_share_what_is_compiled(length: int, interpreted_forms
     assert compiled == [6, 6]
 
 
-def test_sequences_of_any_length_share_what_is_compiled(interpreted_forms: dict[Any, list[Form]]) -> None:
+def test_sequences_of_any_length_share_what_is_compiled(interpreted_forms: dict[Any, list[FamilyCode]]) -> None:
     """One chunk each: a form for the first length, and one for all from the second on."""
     model = Causal().double()
     run = torch.compile(model, backend="streambp", dynamic=True, options={"chunk_size": 64, "bodies": "inductor"})
@@ -90,26 +90,26 @@ def test_sequences_of_any_length_share_what_is_compiled(interpreted_forms: dict[
 
 
 def test_what_does_not_compile_is_interpreted(
-    forms: dict[Any, list[Form]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    forms: dict[Any, list[FamilyCode]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(segments, "compile_for_sizes", fails)
-    monkeypatch.setattr(segments, "_told", set())
+    monkeypatch.setattr(compiled_segments, "compile_for_sizes", fails)
+    monkeypatch.setattr(compiled_segments, "_told", set())
     model, ids = Causal().double(), tokens(2, 11)
     compare(model, (ids, ids), chunk_size=4, bodies="inductor")
     assert ["no compiler here" in text for text in said(caplog)] == [True]
 
 
 def test_a_failure_of_ours_is_not_called_inductors(
-    forms: dict[Any, list[Form]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    forms: dict[Any, list[FamilyCode]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any) -> Any:
         raise KeyError(1024)
 
-    monkeypatch.setattr(segments, "shapes_for", fails)
-    monkeypatch.setattr(segments, "_told", set())
+    monkeypatch.setattr(compiled_segments, "shapes_for", fails)
+    monkeypatch.setattr(compiled_segments, "_told", set())
     model, ids = Causal().double(), tokens(2, 11)
     compare(model, (ids, ids), chunk_size=4, bodies="inductor")
     assert "streamfx failed (KeyError: 1024; please report this)" in said(caplog)[0]
@@ -127,7 +127,7 @@ OTHERS = (RuntimeError("out of resource: shared memory, Required: 262144, Hardwa
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, *OTHERS], ids=repr)
 def test_errors_that_say_that_memory_ran_out(error: Exception) -> None:
     """Inductor's own errors wrap them."""
-    with pytest.raises(InductorFailed) as raised, inductor_runs():
+    with pytest.raises(InductorFailedError) as raised, inductor_runs():
         raise RuntimeError("backend='inductor' raised") from error
     assert isinstance(raised.value, InductorMemoryError) == (error in OUT_OF_MEMORY)
 
@@ -136,7 +136,7 @@ def test_errors_that_say_that_memory_ran_out(error: Exception) -> None:
 def test_a_body_is_compiled_when_memory_is_free_again(
     failures: int,
     attempts: list[int],
-    forms: dict[Any, list[Form]],
+    forms: dict[Any, list[FamilyCode]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -151,9 +151,9 @@ def test_a_body_is_compiled_when_memory_is_free_again(
         return module.forward
 
     monkeypatch.setattr("torch._inductor.standalone_compile", compiles_if_there_is_room)
-    monkeypatch.setattr(segments, "_told", set())
-    segment, x, found = segments.Segment(fx.symbolic_trace(lambda x: (x + 1,))), torch.randn(4, 3), []
-    segment._pause = segments.Pause(length=2)
+    monkeypatch.setattr(compiled_segments, "_told", set())
+    segment, x, found = compiled_segments.Segment(fx.symbolic_trace(lambda x: (x + 1,))), torch.randn(4, 3), []
+    segment._pause = compiled_segments.CompilePause(length=2)
     for call in range(1, 70):
         before = tries
         assert torch.equal(segment(x)[0], x + 1)
@@ -164,7 +164,7 @@ def test_a_body_is_compiled_when_memory_is_free_again(
 
 
 def test_memory_that_runs_out_in_a_first_call_is_an_error_of_that_step(
-    forms: dict[Any, list[Form]], monkeypatch: pytest.MonkeyPatch
+    forms: dict[Any, list[FamilyCode]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next step runs the compiled body: nothing is left of the first one."""
     is_short = [True]
@@ -178,7 +178,7 @@ def test_memory_that_runs_out_in_a_first_call_is_an_error_of_that_step(
 
         return run, any_size
 
-    monkeypatch.setattr(segments, "compile_for_sizes", runs_if_there_is_room)
+    monkeypatch.setattr(compiled_segments, "compile_for_sizes", runs_if_there_is_room)
     model, ids = Causal().double(), tokens(2, 11)
     with pytest.raises(torch.OutOfMemoryError):
         torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": "inductor"})(ids, ids).backward()
@@ -210,7 +210,7 @@ def test_settings_of_bodies() -> None:
     x, family = torch.randn(4, 3), Family((1, 0, 0, 0), (0, 3, 3, 1), 0)
     with inductor_config.patch(user):
         for own in (family, single((4, 3, 3, 1))):
-            form = segments.compiled(fx.symbolic_trace(lambda x: (x + 1,)), own, (4, 3, 3, 1), [x])
+            form = compiled_segments.compiled(fx.symbolic_trace(lambda x: (x + 1,)), own, (4, 3, 3, 1), [x])
             assert not isinstance(form.run, fx.GraphModule)
     assert noted.found == [(False, None, False)] * 2
 
@@ -267,14 +267,14 @@ def test_inductor_settles_a_size(caplog: pytest.LogCaptureFixture) -> None:
 
     x = torch.randn(32, 4)
     numbers = (32, 4, 4, 1)
-    form = segments.compiled(fx.symbolic_trace(add), Family((1, 0, 0, 0), (0, 4, 4, 1), 0), numbers, [x])
+    form = compiled_segments.compiled(fx.symbolic_trace(add), Family((1, 0, 0, 0), (0, 4, 4, 1), 0), numbers, [x])
     assert not said(caplog)
     assert not isinstance(form.run, fx.GraphModule)
     assert (form.fits(numbers), form.fits((33, 4, 4, 1))) == (True, False)
     assert torch.equal(form.call(numbers, [x])[0], x + 2)
 
 
-@pytest.mark.parametrize("kind", scans.WITHIN)
+@pytest.mark.parametrize("kind", chunked_scans.WITHIN)
 def test_the_fake_result_of_a_reverse_scan_lies_in_memory_as_the_real_one_does(kind: str) -> None:
     """Compiled code asserts the strides of the fake result."""
     rows = torch.ones(2, 5, 3).transpose(1, 2)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.report.bodies import python_of
 from streamfx.runtime.loop import Loop
+from streamfx.tools.report.loop_bodies import python_of
 from tests.support.small import EXAMPLES, Mixing, tokens
 from tests.test_explain import rows
 from tests.test_timeline import Small

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor, fx
 
-from streamfx.passes.codegen.buckets import put_together
-from streamfx.passes.codegen.outer import RUN
+from streamfx.node_meta import RUN
+from streamfx.passes.lowering.buckets import put_together
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Build = Callable[..., Sequence[fx.Node]]

@@ -11,16 +11,16 @@ import torch
 from torch import fx, nn
 
 import streamfx
-import streamfx.in_parts
+import streamfx.frontend.split_graphs
 from streamfx import budget
 from streamfx.budget import STATE, bytes_of, free_on, is_budget, memory_of
 from streamfx.cost.memory import cost_of
 from streamfx.cost.meter import Meter
-from streamfx.errors import OverBudget
+from streamfx.errors import OverBudgetError
 from streamfx.ir.facts import Facts
 from streamfx.ir.program import Program
 from streamfx.options import SAVE_LEVELS, resolved
-from streamfx.passes.partition.fit import held_bytes
+from streamfx.passes.partition.budget_search import held_bytes
 from streamfx.passes.partition.two_sequences import where_to_split
 from streamfx.runtime.outer import OuterRunner
 from tests.support import hf
@@ -111,7 +111,7 @@ def test_what_fits_is_left_as_it_stands() -> None:
 
 def handed_over(monkeypatch: pytest.MonkeyPatch, compiler: Any, **options: Any) -> tuple[float, str]:
     """The error of gradients with a budget in which everything fits and `compiler` in Inductor's place; what explain says."""
-    monkeypatch.setattr("streamfx.backend.compile_whole", compiler)
+    monkeypatch.setattr("streamfx.frontend.backend.compile_whole", compiler)
     model, ids = Causal().double(), tokens(2, 11)
     options = {"memory_budget": "1GiB", "bodies": "inductor", **options}
     compiled = torch.compile(model, backend="streambp", options=options)
@@ -158,11 +158,11 @@ def test_inductor_makes_of_it_what_it_makes_without_us() -> None:
 
 def test_what_does_not_fit_says_how_much_it_takes() -> None:
     model, ids = model_of(layers=1), torch.randint(1, hf.VOCABULARY, (1, LENGTH // 8))
-    with pytest.raises(streamfx.OverBudget, match="smallest possible peak is") as caught:
+    with pytest.raises(streamfx.OverBudgetError, match="smallest possible peak is") as caught:
         streamfx.explain(model, input_ids=ids, labels=ids, options={"memory_budget": "300KiB", "keep_every": 1, "save": "inputs"})
     assert "parameters" in str(caught.value)
     assert caught.value.smallest > 300 << 10
-    with pytest.raises(streamfx.OverBudget, match="smallest possible peak is"):
+    with pytest.raises(streamfx.OverBudgetError, match="smallest possible peak is"):
         Step(model, memory_budget="300KiB", keep_every=1, save="inputs").peak()
 
 
@@ -239,7 +239,7 @@ def test_that_no_split_is_tried_is_said_where_it_could_help(lengths: tuple[int, 
     encoder, decoder = lengths
     model = Translator(layers=1) if decoder else Causal()
     inputs = batch(encoder, decoder) if decoder else (tokens(1, encoder), tokens(1, encoder))
-    with pytest.raises(OverBudget) as caught, however_small():
+    with pytest.raises(OverBudgetError) as caught, however_small():
         streamfx.explain(model, *inputs, memory_budget=1000, chunk_size=5)
     assert ("within one that is not tried" in str(caught.value)) == bool(decoder)
     assert caught.value.smallest > 1000 and "parameters" in caught.value.terms and "raise the budget" in caught.value.do
@@ -253,7 +253,7 @@ def test_a_split_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         looked.append(graph)
         return where_to_split(facts, graph, peak)
 
-    monkeypatch.setattr(streamfx.in_parts, "where_to_split", where)
+    monkeypatch.setattr(streamfx.frontend.split_graphs, "where_to_split", where)
     torch._dynamo.reset()
     run = torch.compile(Translator(layers=1), backend="streambp", options={"bodies": "eager", "chunk_size": 5, "strict": True})
     with however_small():
@@ -279,7 +279,7 @@ def test_ten_models_within_four_budgets(make: Any) -> None:
     chunks = {"chunk_size": 128, "loss_chunk_size": 128}
     for save in SAVE_LEVELS:
         assert_peak_is_predicted(recorded, recorded.facts_for(resolved({**chunks, "save": save})).program)
-    with pytest.raises(OverBudget) as caught:
+    with pytest.raises(OverBudgetError) as caught:
         recorded.facts_for(resolved({"memory_budget": 1}))
     least, free = caught.value.smallest, step.held() + step.predicted()
     for amount in (least + 4096, (least + free) // 2, int(1.2 * free), 2 * free):

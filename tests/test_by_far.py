@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 
 import streamfx
 from streamfx.cost.meter import Meter
-from streamfx.ir.lengths import Lengths
-from streamfx.passes.partition.by_far import bytes_at_most, fits_by_far
-from streamfx.report.reasons import FITS
+from streamfx.frontend.quick_bound import bytes_at_most, fits_by_far
+from streamfx.ir.dynamic_lengths import Lengths
+from streamfx.tools.report.fallback_reasons import FITS
 from tests.random_decoders.checking import executed
 from tests.random_decoders.kinds import numbered
 from tests.support import hf
@@ -146,7 +146,7 @@ def compiled_by(
         given.append(module)
         return module
 
-    monkeypatch.setattr("streamfx.backend.compile_whole", compiler)
+    monkeypatch.setattr("streamfx.frontend.backend.compile_whole", compiler)
     model = model or Causal().double()
     truth = outcome(model, model, (IDS, IDS)).gradients
     done = streamfx.enable(model, memory_budget=budget, **options)
@@ -157,7 +157,7 @@ def compiled_by(
 
 
 def test_a_short_step_is_not_analysed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamfx.backend.aot_autograd", None)
+    monkeypatch.setattr("streamfx.frontend.backend.aot_autograd", None)
     given, line = compiled_by(monkeypatch, "1GiB")
     assert len(given) == 1 and FITS in line and "Inductor compiles it" in line
 
@@ -188,7 +188,7 @@ def test_evaluation_within_a_budget_is_compiled_as_it_stands(monkeypatch: pytest
         given.append(module)
         return module
 
-    monkeypatch.setattr("streamfx.backend.compile_whole", compiler)
+    monkeypatch.setattr("streamfx.frontend.backend.compile_whole", compiler)
     step = torch.compile(Causal(), backend="streambp", options={"memory_budget": "1GiB"})
     with torch.no_grad():
         step(IDS, IDS)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.meter import Meter
-from streamfx.runtime import experts
-from streamfx.runtime.device_kinds import DeviceKind, supposed
-from streamfx.runtime.experts import ADD_ARRANGED_OUTER, ARRANGED_MM, GROUPED_MM, GROUPED_OUTER, arrange
+from streamfx.kernels import grouped_mm
+from streamfx.kernels.device_kinds import DeviceKind, supposed
+from streamfx.kernels.grouped_mm import ADD_ARRANGED_OUTER, ARRANGED_MM, GROUPED_MM, GROUPED_OUTER, arrange
 from streamfx.torch_private import FakeTensorMode, TorchDispatchMode
 from tests.support.by_group import A100, H100, in_their_place
 from tests.support.decoders.parts import VOCABULARY, made
@@ -96,7 +96,7 @@ def test_groups_without_rows_are_left_alone(total_type: torch.dtype) -> None:
     total[[1, 4]] = 1
     order, ends = arrange(group, GROUPS)
     with Calls() as calls:
-        experts.add_arranged_outer(total, x, y, order, ends)
+        grouped_mm.add_arranged_outer(total, x, y, order, ends)
     assert calls.count[torch.ops.aten.addmm.out] == 2 and not calls.count[torch.ops.aten.add_.Tensor]
     assert total[[0, 2, 3, 5]].isnan().all()
     for own in (1, 4):
@@ -145,33 +145,35 @@ def test_a_kernel_that_is_not_right_is_not_used(
         tried.append(None)
         return TRIED[reason]()
 
-    experts._adds_right.cache_clear()
-    monkeypatch.setattr(experts, "kind_of", lambda _: A100)
-    monkeypatch.setattr(experts, "_triton", module)
-    monkeypatch.setattr(experts, "_is_planned", lambda _: False)
+    grouped_mm._adds_right.cache_clear()
+    monkeypatch.setattr(grouped_mm, "kind_of", lambda _: A100)
+    monkeypatch.setattr(grouped_mm, "_triton", module)
+    monkeypatch.setattr(grouped_mm, "_is_planned", lambda _: False)
     x, y, group = case(HALF)
     total = torch.zeros(GROUPS, 5, 7)
     with caplog.at_level(logging.WARNING, "streamfx"):
         for _ in range(2):
-            experts.add_arranged_outer(total, x, y, *arrange(group, GROUPS))
+            grouped_mm.add_arranged_outer(total, x, y, *arrange(group, GROUPS))
     assert len(tried) == 1
     (record,) = caplog.records
     assert reason in record.getMessage() and "take their place" in record.getMessage()
     torch.testing.assert_close(total[4], 2 * x[group == 4].float().t() @ y[group == 4].float())
-    experts._adds_right.cache_clear()
+    grouped_mm._adds_right.cache_clear()
 
 
 def test_types_and_devices_that_have_a_kernel() -> None:
     with FakeTensorMode():
         x, total = torch.zeros(4, 8, dtype=HALF), torch.zeros(3, 8, 8)
-        assert not experts.adds_by_group(total, x, x)  # a CPU
+        assert not grouped_mm.adds_by_group(total, x, x)  # a CPU
         with supposed(DeviceKind("cuda", (7, 5))):
-            assert not experts.adds_by_group(total, x, x)
+            assert not grouped_mm.adds_by_group(total, x, x)
         with supposed(A100):
-            assert experts.adds_by_group(total, x, x) and experts.adds_by_group(total.to(HALF), x, x)
-            assert experts.multiplies_by_group(x, total.to(HALF)) and not experts.multiplies_by_group(x, total)
-            assert not experts.adds_by_group(total, x.float(), x.float())  # where TF32 would be less than eager's
-            assert not experts.adds_by_group(total.double(), x, x) and not experts.adds_by_group(total, x, x.to(torch.float16))
+            assert grouped_mm.adds_by_group(total, x, x) and grouped_mm.adds_by_group(total.to(HALF), x, x)
+            assert grouped_mm.multiplies_by_group(x, total.to(HALF)) and not grouped_mm.multiplies_by_group(x, total)
+            assert not grouped_mm.adds_by_group(total, x.float(), x.float())  # where TF32 would be less than eager's
+            assert not grouped_mm.adds_by_group(total.double(), x, x) and not grouped_mm.adds_by_group(
+                total, x, x.to(torch.float16)
+            )
 
 
 # -- what it costs

@@ -11,10 +11,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.canonicalization.along_sequence import _root_of_sum, _sum_of_paddings
-from streamfx.passes.canonicalization.constant_writes import constants_that_were_written
-from streamfx.passes.canonicalization.driver import simplify
-from streamfx.passes.canonicalization.equation import equation
+from streamfx.passes.rewrite.driver import simplify
+from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.views.constant_writes import constants_that_were_written
+from streamfx.passes.rewrite.views.decompose_on_sequence import _root_of_sum, _sum_of_paddings
 from tests.support.canonical import INF, NAN, Case, Function, check, graphs, plain, same, scores, special
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.canonicalization.row_numbers import counts_up, looked_up_by_number, repeats
+from streamfx.passes.rewrite.views.iota_index import counts_up, looked_up_by_number, repeats
 from tests.support.masks import qkv
 from tests.support.sorted_experts import EXPERTS, SortedExperts, Spelling
 from tests.support.spread import spread

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import streamfx
-from streamfx.runtime import causal_convolutions
-from streamfx.runtime.stateful import Backward, Forward
+from streamfx.kernels import causal_conv
+from streamfx.runtime.custom_scan import Backward, Forward
 from tests.support import decoders, layouts
 from tests.support.causal_conv_package import IS_STAND_IN, causal_conv1d_fn
 from tests.test_recurrences import WIDTH, Mixed
@@ -84,6 +84,6 @@ def test_joined_rows_are_the_packages_own_state(length: int, silu: bool) -> None
     own = [item.detach().clone(memory_format=torch.preserve_format).requires_grad_() for item in (x, weight, bias, first)]
     out, last = causal_conv1d_fn(*own[:3], initial_states=own[3], return_final_states=True, activation="silu" if silu else None)
     torch.autograd.backward((out, last), (dy, dlast))
-    made = causal_convolutions.forward(x, weight, bias, silu, first)
-    gradients = causal_convolutions.backward(dy, dlast, x, weight, bias, silu, first)
+    made = causal_conv.forward(x, weight, bias, silu, first)
+    gradients = causal_conv.backward(dy, dlast, x, weight, bias, silu, first)
     torch.testing.assert_close([*made, *gradients], [out.detach(), last.detach(), *(item.grad for item in own)])

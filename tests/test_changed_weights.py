@@ -1,4 +1,4 @@
-"""Deferred outputs after a weight has changed, in every way that torch has: they are what they were, or raise `StaleOutput`."""
+"""Deferred outputs after a weight has changed, in every way that torch has: they are what they were, or raise `StaleOutputError`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamfx import StaleOutput
+from streamfx import StaleOutputError
 from tests.support.deferred import Compiled, assert_same
 from tests.support.heads import Decoder, capped_head, decoder
 
@@ -112,9 +112,9 @@ def test_a_change_is_noticed(compiled: Compiled, name: str) -> None:
     logits, loss = compiled.deferred(), compiled.deferred().sum()
     STALE[name](compiled.model)
     for use in (lambda: logits.argmax(-1), lambda: logits[:, -1] * 1, lambda: logits.sum().backward()):
-        with pytest.raises(StaleOutput):
+        with pytest.raises(StaleOutputError):
             use()
-    with pytest.raises((StaleOutput, RuntimeError)):  # torch's own error, where a counter shows it
+    with pytest.raises((StaleOutputError, RuntimeError)):  # torch's own error, where a counter shows it
         loss.backward()
 
 

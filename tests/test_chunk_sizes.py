@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from streamfx.cost.flops import flops_of_call
 from streamfx.cost.rates import CPU, CUDA, rates_of
-from streamfx.ir.facts import Facts, Form
-from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET, NEAR, SHARE, SINGLE, TILE, AutoChunk
+from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.stage import Stage
+from streamfx.ir.stage_plan import LEAST_ROWS, LEAST_WORKING_SET, NEAR, SHARE, SINGLE, TILE, AutoChunk
 from streamfx.options import resolved
-from streamfx.passes.operators.traits import is_expensive
+from streamfx.passes.ops.traits import is_expensive
 from streamfx.passes.partition.chunk_sizes import OVERHEAD, chunk_sizes, worthwhile_rows
 from tests.support import hf
 from tests.support.exactness import compare
@@ -96,7 +96,7 @@ def test_chunks_are_equal_and_whole_tiles(tiles: int, most: int) -> None:
 def test_totals_are_worth_rows(trained: Facts) -> None:
     """At that many rows, totals are read and written in a small share of the time of products."""
     stage = layer(trained)
-    totals = [node for node in stage.backward if trained.demand.forms.get(node, (None,))[0] is Form.SUM]
+    totals = [node for node in stage.backward if trained.demand.forms.get(node, (None,))[0] is StorageClass.SUM]
     moved = sum(8 * node.meta["val"].numel() for node in totals)
     nodes = (*stage.forward, *stage.forward, *stage.backward)
     flops = sum(flops_of_call(node.target, node.args, node.kwargs, node) for node in nodes if is_expensive(node))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streamfx.cli import main
+from streamfx.tools.cli import main
 
 pytest.importorskip("transformers")
 
@@ -227,14 +227,14 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor_names_libraries_that_are_too_old(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("streamfx.cli.doctor._version", lambda name: "1.14.2" if name == "trl" else None)
-    monkeypatch.setattr("streamfx.cli.doctor.self_test", lambda: {"ok": True, "max_error": 0.0, "seconds": 0.0})
+    monkeypatch.setattr("streamfx.tools.cli.doctor._version", lambda name: "1.14.2" if name == "trl" else None)
+    monkeypatch.setattr("streamfx.tools.cli.doctor.self_test", lambda: {"ok": True, "max_error": 0.0, "seconds": 0.0})
     assert main(["doctor"]) == 0
     assert "trl 1.14.2 (streamfx.enable needs 1.15)" in capsys.readouterr().out
 
 
 def test_a_fault_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("streamfx.cli.doctor.self_test", lambda: {"ok": False, "error": "broken", "seconds": 0.0})
+    monkeypatch.setattr("streamfx.tools.cli.doctor.self_test", lambda: {"ok": False, "error": "broken", "seconds": 0.0})
     assert main(["doctor"]) == 3
     assert "FAILED" in capsys.readouterr().out
 
@@ -310,6 +310,6 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
     def interrupted(_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("streamfx.cli.doctor.run", interrupted)
+    monkeypatch.setattr("streamfx.tools.cli.doctor.run", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"

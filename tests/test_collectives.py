@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import streamfx
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import trained_sources
-from streamfx.report.printer import text_of
+from streamfx.tools.report.printer import text_of
 from tests.support.collectives import data_of
 from tests.support.sharded import sharded
 
@@ -63,7 +63,7 @@ def texts_of(model: nn.Module, length: int = 12, **options: Any) -> dict[str, st
 
     given = {"chunk_size": 4, "loss_chunk_size": 4, "strict": True, "check_passes": True, **options}
     torch._dynamo.reset()
-    with mock.patch("streamfx.backend.show_product", noted):
+    with mock.patch("streamfx.frontend.backend.show_product", noted):
         torch.compile(model, backend="streambp", options=given)(*data_of(0, length, 11)).backward()
     return found
 
@@ -225,7 +225,7 @@ def test_a_failed_analysis_is_an_error_where_other_ranks_wait(ranks: DeviceMesh)
     model = sharded(Two(), ranks)
     with (
         mock.patch("streamfx.passes.Stages.apply", side_effect=ZeroDivisionError("injected")),
-        pytest.raises(streamfx.RanksDiffer, match="injected"),
+        pytest.raises(streamfx.RanksDifferError, match="injected"),
     ):
         torch.compile(model, backend="streambp")(*data_of(0, 12, 11))
 

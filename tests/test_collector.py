@@ -2,7 +2,7 @@
 
 import gc
 
-from streamfx.collector import collected, uncollected
+from streamfx.frontend.gc_pause import collected, uncollected
 
 
 def test_the_collector_goes_on_as_before() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.report.verdict import GAIN, LITTLE
+from streamfx.tools.report.verdict import GAIN, LITTLE
 from tests.support.small import WIDTH, Causal, Mixing, tokens
 from tests.test_explain import Layer, rows, summary_of
 
@@ -101,16 +101,16 @@ def test_compute_without_gradients_is_compared_with_that_of_eager(mode: Callable
 
 @pytest.mark.parametrize("ids", [IDS[:, :0], IDS[:0]], ids=["length", "batch"])
 def test_of_nothing_there_is_nothing_to_say(ids: Tensor) -> None:
-    with pytest.raises(streamfx.NotTraced, match=r"(?s)input \[0\] of shape .*, and no products.*at least one"):
+    with pytest.raises(streamfx.NotTracedError, match=r"(?s)input \[0\] of shape .*, and no products.*at least one"):
         streamfx.explain(Causal(), ids, ids)
-    with pytest.raises(streamfx.NotComparable, match=r"(?s)input \[0\] of shape .*nothing was compared.*at least one"):
+    with pytest.raises(streamfx.NotComparableError, match=r"(?s)input \[0\] of shape .*nothing was compared.*at least one"):
         streamfx.verify(Causal(), ids, ids)
 
 
 @pytest.mark.parametrize("factor", [0.0, math.nan])
 def test_numbers_that_say_nothing_are_no_verdict(factor: float) -> None:
     model = Causal()
-    with pytest.raises(streamfx.NotComparable, match=r"zero or not a number: nothing was compared"):
+    with pytest.raises(streamfx.NotComparableError, match=r"zero or not a number: nothing was compared"):
         streamfx.verify(lambda ids: model(ids, ids) * factor, IDS)
 
 
@@ -118,7 +118,7 @@ SEVERAL = """
 import threading
 import torch
 import streamfx
-from streamfx.report.verdict import GAIN, LITTLE
+from streamfx.tools.report.verdict import GAIN, LITTLE
 from tests.support.small import Causal
 
 ids = torch.arange(24).reshape(2, 12) % 10

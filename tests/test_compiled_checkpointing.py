@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streamfx.inspection.eager import checkpointed, eager_cost
-from streamfx.planner.devices import device_called
-from streamfx.planner.models import configuration, language_model, loss_of
-from streamfx.runtime.device_kinds import supposed
+from streamfx.kernels.device_kinds import supposed
+from streamfx.tools.inspect.eager import checkpointed, eager_cost
+from streamfx.tools.planner.devices import device_called
+from streamfx.tools.planner.models import configuration, language_model, loss_of
 from tests.support.compiled_checkpointing import compiled_cost
 
 LENGTH = 2048

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx import explain
-from streamfx.passes.canonicalization.canonicalize import canonicalize
+from streamfx.passes.rewrite.canonicalize import canonicalize
 from tests.support.canonical import Case, graphs, same, special, targets
 from tests.support.exactness import compare
 from tests.test_constant_places import WIDTH, Attention, batch

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamfx.ir.facts import known
 from streamfx.ir.program import Program
-from streamfx.planner.host import bytes_on_host
+from streamfx.tools.planner.host_memory import bytes_on_host
 from tests.support.exactness import compare
 from tests.support.planned import Traced
 from tests.support.stages import Layers, batch

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from streamfx.backend import Compilation
-from streamfx.runtime import attention, cuda_attention, cuda_cudnn, cuda_windows, kernels, plain_attention
-from streamfx.runtime.plain_attention import LAST, Last
+from streamfx.frontend.backend import Compilation
+from streamfx.kernels import attention, cuda_attention, cuda_cudnn, flash_window, plain_attention, sdpa
+from streamfx.kernels.plain_attention import LAST, BottomRightCausal
 from streamfx.torch_private import NoMaskForCudnn
 from tests.support import cuda_kernels
 from tests.support.cuda_kernels import in_their_place
@@ -59,7 +59,7 @@ def drawn(batch: int, rows: int, keys: int, width: int = WIDTH) -> tuple[Tensor,
 
 def checked(q: Tensor, k: Tensor, v: Tensor, first: int) -> None:
     """A chunk's result and gradients against those of plain operators."""
-    wanted = plain_attention.forward(q, k, v, None, Last(), None)
+    wanted = plain_attention.forward(q, k, v, None, BottomRightCausal(), None)
     found = attention.forward(q, k, v, None, first, (None, 0))
     torch.testing.assert_close(found, wanted)
     gradient = torch.randn_like(found[0])
@@ -95,7 +95,7 @@ def test_masks_and_windows_are_left_to_other_kernels(hopper: list[Any]) -> None:
     bias = torch.zeros(1, 1, 8, KEYS, dtype=torch.float64).masked_fill(torch.arange(KEYS) % 3 == 1, float("-inf"))
     torch.testing.assert_close(attention.forward(q, k, v, bias, None, None), plain_attention.forward(q, k, v, bias, False, None))
     windowed = attention.forward(q, k, v, None, 16, (-5, 0))
-    torch.testing.assert_close(windowed, plain_attention.forward(q, k, v, None, Last(5), None))
+    torch.testing.assert_close(windowed, plain_attention.forward(q, k, v, None, BottomRightCausal(5), None))
     assert not hopper
 
 
@@ -202,7 +202,7 @@ def test_kernels_that_are_wrong_are_not_called(fault: str, monkeypatch: pytest.M
         monkeypatch.setattr(cuda_cudnn, "backward", backward)
         assert not cuda_cudnn.agrees(torch.device("cpu"), torch.float64, WIDTH, WIDTH)
         assert not cuda_cudnn.takes(*drawn(1, 8, 8), None, True, None)
-        assert kernels.aligns_last(*drawn(1, 8, KEYS), None, LAST)
+        assert sdpa.aligns_last(*drawn(1, 8, KEYS), None, LAST)
     cuda_cudnn.agrees.cache_clear()
 
 
@@ -223,14 +223,14 @@ def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatc
     monkeypatch.setattr(cuda_attention, "_flash_block", noted)
     attention_of = torch.nn.attention
     attention_of.register_flash_attention_impl("stand-in", register_fn=Handle)
-    tried = len(cuda_windows.hides._known)
+    tried = len(flash_window.hides._known)
     attention_of.activate_flash_attention_impl("stand-in")
     try:
         q, k, v = drawn(1, 8, KEYS)
         checked(q, k, v, 16)
         assert not hopper and calls == [(8, KEYS)]
         attention.forward(q, k, v, None, 16, (-5, 0))
-        assert len(cuda_windows.hides._known) == tried + 1
+        assert len(flash_window.hides._known) == tried + 1
     finally:
         attention_of.restore_flash_attention_impl()
     checked(q, k, v, 16)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamfx.runtime import attention, cuda_attention, cuda_documents, cuda_windows, kernels, plain_attention
-from streamfx.runtime.mask_programs import Mask
-from streamfx.runtime.plain_attention import Documents
-from streamfx.runtime.visible import Kind, pieces_of
+from streamfx.kernels import attention, cuda_attention, flash_varlen, flash_window, plain_attention, sdpa
+from streamfx.kernels.mask_programs import Mask
+from streamfx.kernels.mask_tiles import TileKind, pieces_of
+from streamfx.kernels.plain_attention import Varlen
 from tests.support import cuda_documents as stand_in
 from tests.support.cuda_kernels import in_their_place
 from tests.support.exactness import compare
@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
         return flash(q, k, v, rows, *others)
 
     with in_their_place(half=True):
-        cuda_documents.keeps_apart(torch.device("cpu"), torch.float64, HEAD)
+        flash_varlen.keeps_apart(torch.device("cpu"), torch.float64, HEAD)
         monkeypatch.setattr(stand_in, "flash", noted)
         yield made
 
@@ -161,7 +161,7 @@ def test_what_would_take_much_memory_takes_several_calls(limit: str, calls: list
     seen = torch.cat((torch.zeros(60, 30, dtype=torch.bool), seen), 1)
     seen[:4, :30] = True  # the first document has many keys
     if limit == "documents":
-        monkeypatch.setattr(cuda_documents, "FEW", 3)
+        monkeypatch.setattr(flash_varlen, "FEW", 3)
     else:
         monkeypatch.setattr(cuda_attention, "EXPANDED", 60 * 2 * 4 * HEAD * 8)
     check(bias_of(seen))
@@ -191,12 +191,12 @@ def test_kernels_that_differ_are_not_called(fault: str, calls: list[Call], monke
 
     monkeypatch.setattr(stand_in, "flash", forward)
     monkeypatch.setattr(stand_in, "flash_backward", backward)
-    cuda_documents.keeps_apart.cache_clear()
+    flash_varlen.keeps_apart.cache_clear()
     try:
         check(bias_of(seen_by(STARTS, LENGTH)))
-        assert not cuda_documents.keeps_apart(torch.device("cpu"), torch.float64, HEAD)
+        assert not flash_varlen.keeps_apart(torch.device("cpu"), torch.float64, HEAD)
     finally:
-        cuda_documents.keeps_apart.cache_clear()
+        flash_varlen.keeps_apart.cache_clear()
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.4])
@@ -211,17 +211,17 @@ def test_a_scale_that_turns_scores_around_takes_them_apart(scale: float, calls: 
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_without_a_kernel(causal: bool) -> None:
     """What plain operators make of them is what their mask says."""
-    documents = Documents((0, 3, 4, 9), (0, 5, 6, 11), causal, 2 if causal else None)
+    documents = Varlen((0, 3, 4, 9), (0, 5, 6, 11), causal, 2 if causal else None)
     (q, k, v, gradient), _ = drawn(torch.zeros(1, 1, 9, 11, dtype=torch.float64))
     seen = torch.zeros(9, 11, dtype=torch.bool)
     for (start, stop), (first, end) in (((0, 3), (0, 5)), ((3, 4), (5, 6)), ((4, 9), (6, 11))):
         rows, keys = torch.arange(stop - start)[:, None] - (stop - start), torch.arange(end - first) - (end - first)
         seen[start:stop, first:end] = (keys <= rows) & (keys >= rows - 2) if causal else torch.tensor(True)
     mask = bias_of(seen)
-    found = kernels.PLAIN.forward(q, k, v, None, documents, None)
-    torch.testing.assert_close(found, kernels.PLAIN.forward(q, k, v, mask, False, None))
-    made = kernels.PLAIN.backward(gradient, q, k, v, *found, None, documents, None)
-    torch.testing.assert_close(made, kernels.PLAIN.backward(gradient, q, k, v, *found, mask, False, None))
+    found = sdpa.PLAIN.forward(q, k, v, None, documents, None)
+    torch.testing.assert_close(found, sdpa.PLAIN.forward(q, k, v, mask, False, None))
+    made = sdpa.PLAIN.backward(gradient, q, k, v, *found, None, documents, None)
+    torch.testing.assert_close(made, sdpa.PLAIN.backward(gradient, q, k, v, *found, mask, False, None))
 
 
 @given(masks(), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
@@ -245,20 +245,20 @@ def test_a_packed_decoder_streams(name: str, calls: list[Call]) -> None:
 # -- which masks are documents
 
 
-def kinds(seen: Tensor) -> list[tuple[Kind, int | None]]:
+def kinds(seen: Tensor) -> list[tuple[TileKind, int | None]]:
     pieces = pieces_of(bias_of(seen)[:, 0], 1, packs=True)
     return [(piece.kind, None if piece.documents is None else len(piece.documents.rows) - 1) for piece in pieces]
 
 
 def test_what_is_documents() -> None:
-    assert kinds(seen_by(STARTS, LENGTH)) == [(Kind.PACKED, 6)]
-    assert kinds(seen_by(STARTS, LENGTH, causal=False)) == [(Kind.PACKED, 6)]
-    assert kinds(seen_by(STARTS, LENGTH)[30:62]) == [(Kind.PACKED, 2)]
-    assert kinds(seen_by([0], LENGTH)) == [(Kind.CAUSAL, None)], "one document has a kernel of its own"
-    assert kinds(seen_by([0], LENGTH, left=3)) == [(Kind.PACKED, 1)]
+    assert kinds(seen_by(STARTS, LENGTH)) == [(TileKind.PACKED, 6)]
+    assert kinds(seen_by(STARTS, LENGTH, causal=False)) == [(TileKind.PACKED, 6)]
+    assert kinds(seen_by(STARTS, LENGTH)[30:62]) == [(TileKind.PACKED, 2)]
+    assert kinds(seen_by([0], LENGTH)) == [(TileKind.CAUSAL, None)], "one document has a kernel of its own"
+    assert kinds(seen_by([0], LENGTH, left=3)) == [(TileKind.PACKED, 1)]
     gap = seen_by(STARTS, LENGTH)
     gap[22:30, 22] = False  # a key that no row sees, and a row that sees nothing
-    assert kinds(gap) == [(Kind.PACKED, 3), (Kind.MIXED, None), (Kind.PACKED, 3)]
+    assert kinds(gap) == [(TileKind.PACKED, 3), (TileKind.MIXED, None), (TileKind.PACKED, 3)]
 
 
 def two_windows() -> Tensor:
@@ -302,12 +302,12 @@ def test_the_stand_in_sees_ends_that_the_kernel_misreads(form: str, calls: list[
 def test_a_window_of_one_document_goes_back_as_a_window(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many keys of one document are taken in blocks there, which a call of documents does not do."""
     noted: list[int] = []
-    backward = cuda_windows.backward
+    backward = flash_window.backward
 
     def spy(*items: Any) -> Any:
         noted.append(items[2].shape[2])
         return backward(*items)
 
-    monkeypatch.setattr(cuda_windows, "backward", spy)
+    monkeypatch.setattr(flash_window, "backward", spy)
     check(bias_of(seen_by([0], 40, left=6)))
     assert noted == [40] and not calls

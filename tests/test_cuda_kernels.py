@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.runtime import attention, cuda_attention, cuda_last, cuda_windows, kernels, plain_attention
-from streamfx.runtime.plain_attention import LAST
+from streamfx.kernels import attention, cuda_attention, efficient_bottom_right, flash_window, plain_attention, sdpa
+from streamfx.kernels.plain_attention import LAST
 from tests.support.cuda_kernels import in_their_place
 from tests.support.cuda_reading import plain
 from tests.support.spread import spread
@@ -144,14 +144,14 @@ def test_a_chunk_takes_one_call(width: int, half: bool, monkeypatch: pytest.Monk
 
     def noted(query: Tensor, key: Tensor, *others: Any) -> Any:
         calls.append((query.shape[2], key.shape[2]))
-        return cuda_windows.forward(query, key, *others)
+        return flash_window.forward(query, key, *others)
 
     monkeypatch.setattr(attention, "_merge", None)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 21, width, dtype=torch.float64) for heads in (4, 2, 2))
     wanted, lse = plain(q, k, v, None, True, None)
     with in_their_place(half):
-        kernels.KERNELS["cpu"] = kernels.KERNELS["cpu"]._replace(forward=noted)
+        sdpa.KERNELS["cpu"] = sdpa.KERNELS["cpu"]._replace(forward=noted)
         for start, stop in ((0, 8), (8, 16), (16, 21), (20, 21)):
             seen = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
             found = attention.forward(*seen, None, start, (None, 0))
@@ -320,7 +320,7 @@ def test_kernels_that_end_elsewhere_are_not_called(
     fault: str, window: tuple[int | None, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The past and the diagonal are then two calls, and a window is a bias."""
-    real, real_backward = cuda_last.forward, cuda_last.backward
+    real, real_backward = efficient_bottom_right.forward, efficient_bottom_right.backward
 
     def forward(q: Tensor, k: Tensor, v: Tensor, left: int, scale: float | None) -> Any:
         if fault == "refuses":
@@ -333,22 +333,22 @@ def test_kernels_that_end_elsewhere_are_not_called(
         dq, dk, dv = real_backward(*given)
         return dq, dk * (1.1 if fault == "another gradient" else 1), dv
 
-    monkeypatch.setattr(cuda_last, "forward", forward)
-    monkeypatch.setattr(cuda_last, "backward", backward)
+    monkeypatch.setattr(efficient_bottom_right, "forward", forward)
+    monkeypatch.setattr(efficient_bottom_right, "backward", backward)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, size, HEAD, dtype=torch.float64) for size in (5, 9, 9))
     bias = bands(5, 9, 9 if window[0] is None else -window[0])
-    cuda_last.hides.cache_clear()
+    efficient_bottom_right.hides.cache_clear()
     try:
         with in_their_place(half=False):
             has_window = window[0] is not None
             right = fault == "another window" and not has_window
-            assert cuda_last.hides(q.device, q.dtype, HEAD, has_window) == right
+            assert efficient_bottom_right.hides(q.device, q.dtype, HEAD, has_window) == right
             found = attention.forward(q, k, v, None, 4, window)
             gradient = torch.randn_like(found[0])
             made = attention.backward(gradient, q, k, v, *found, None, 4, window)
     finally:
-        cuda_last.hides.cache_clear()
+        efficient_bottom_right.hides.cache_clear()
     wanted = plain_attention.forward(q, k, v, bias, False, None)
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *wanted, bias, False, None))
@@ -368,7 +368,7 @@ def test_a_window_that_ends_elsewhere_is_a_bias(window: tuple[int | None, int], 
 @pytest.mark.parametrize("fault", ["refuses", "shows too much", "another gradient"])
 def test_kernels_that_do_not_hide_are_not_called(fault: str, half: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window is then a bias: what a device's kernels do is tried on a few rows, once."""
-    real = cuda_windows._flash, cuda_windows._flash_backward
+    real = flash_window._flash, flash_window._flash_backward
 
     def forward(q: Tensor, k: Tensor, v: Tensor, left: int, scale: float | None) -> Any:
         if fault == "refuses":
@@ -379,18 +379,18 @@ def test_kernels_that_do_not_hide_are_not_called(fault: str, half: None, monkeyp
         made = real[1](*given)
         return (made[0], made[1].mul(1.1), made[2]) if fault == "another gradient" else made
 
-    monkeypatch.setattr(cuda_windows, "_flash", forward)
-    monkeypatch.setattr(cuda_windows, "_flash_backward", backward)
+    monkeypatch.setattr(flash_window, "_flash", forward)
+    monkeypatch.setattr(flash_window, "_flash_backward", backward)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, size, HEAD, dtype=torch.float64) for size in (5, 9, 9))
-    cuda_windows.hides.cache_clear()
+    flash_window.hides.cache_clear()
     try:
-        assert not cuda_windows.hides(q.device, q.dtype, HEAD)
+        assert not flash_window.hides(q.device, q.dtype, HEAD)
         found = attention.forward(q, k, v, None, 4, (-2, 0))
         gradient = torch.randn_like(found[0])
         made = attention.backward(gradient, q, k, v, *found, None, 4, (-2, 0))
     finally:
-        cuda_windows.hides.cache_clear()
+        flash_window.hides.cache_clear()
     wanted = plain_attention.forward(q, k, v, bands(5, 9, 2), False, None)
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *wanted, bands(5, 9, 2), False, None))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.meter import Meter
-from streamfx.runtime import cuda_products
-from streamfx.runtime.cuda_products import ADD_PRODUCT
+from streamfx.kernels import cuda_products
+from streamfx.kernels.cuda_products import ADD_PRODUCT
 from streamfx.torch_private import FakeTensorMode
 
 HALF = torch.bfloat16

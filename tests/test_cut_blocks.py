@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from streamfx.ir.joint import joint_graph
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.analysis.members import MOST_PARTS
-from streamfx.passes.recurrences.cut_blocks import cut_blocks, put_back
-from streamfx.report.listing import call_text
-from streamfx.runtime.recurrences import Recurrence
+from streamfx.passes.analysis.derived_axes import MOST_PARTS
+from streamfx.passes.scan.strip_mine import cut_blocks, put_back
+from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.tools.report.listing import call_text
 from tests.support.canonical import same, special
 from tests.support.decoders import VOCABULARY, Decoder, Heads
 from tests.support.exactness import Report, compare

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streamfx.passes.recurrences.unrolled import rows_of
-from streamfx.report.listing import call_text
+from streamfx.passes.scan.row_access import rows_of
+from streamfx.tools.report.listing import call_text
 from tests.support.canonical import same, special
 
 aten = torch.ops.aten

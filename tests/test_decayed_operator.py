@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from streamfx.runtime.decayed_sums import DECAYED_SUMS, SUMS_BEHIND
+from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_BEHIND
 from tests.test_decayed_sums import segment_sums
 
 

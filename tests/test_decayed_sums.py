@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from streamfx.backend import Compilation
-from streamfx.ir.facts import Form
+from streamfx.frontend.backend import Compilation
+from streamfx.ir.facts import StorageClass
 from streamfx.options import Options
-from streamfx.runtime.decayed_sums import DECAYED_SUMS
-from streamfx.runtime.stateful import Backward, Forward
+from streamfx.runtime.custom_scan import Backward, Forward
+from streamfx.runtime.segment_sum import DECAYED_SUMS
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
 from tests.support.later_sizes import compare_sizes
@@ -144,7 +144,7 @@ def test_blocks_hand_on_what_is_left(mixer: Mixer) -> None:
     report = compared(mixer, chunk_size=6, also=(1, 7, 64), streams=None if mixer is with_the_last_state else True)
     (facts,) = report.facts
     assert found(report, Forward) and found(report, Backward)
-    assert all(Form.ROWS in facts.demand.forms[node] for node in found(report))
+    assert all(StorageClass.ROWS in facts.demand.forms[node] for node in found(report))
 
 
 def test_the_end_is_padded_and_layers_follow() -> None:

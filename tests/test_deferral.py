@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from streamfx.backend import Compilation
-from streamfx.errors import NotStreamed
+from streamfx.errors import NotStreamedError
+from streamfx.frontend.backend import Compilation
 from streamfx.lazy import defer_outputs
 from streamfx.options import resolved
 from tests.support.heads import HEADS, Decoder, decoder, some_ids
@@ -122,8 +122,8 @@ def test_an_error_in_the_search_leaves_outputs_dense(monkeypatch: pytest.MonkeyP
     def broken(module: fx.GraphModule) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("streamfx.backend.defer_outputs", broken)
+    monkeypatch.setattr("streamfx.frontend.backend.defer_outputs", broken)
     module = dynamo_graph(decoder(), some_ids())
     assert Compilation(module, resolved()).deferral() is None
-    with pytest.raises(NotStreamed, match="KeyError: 'lost'"):
+    with pytest.raises(NotStreamedError, match="KeyError: 'lost'"):
         Compilation(module, resolved({"strict": True})).deferral()

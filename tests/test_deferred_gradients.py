@@ -159,7 +159,7 @@ def test_what_was_turned_in_place_is_not_written_to(compiled: Compiled, name: st
     logits = compiled.deferred()
     part = logits[:, 1:]
     TURNED[name](logits)
-    with pytest.raises(streamfx.TurnedOutput, match="turned in place"):
+    with pytest.raises(streamfx.TransposedOutputError, match="turned in place"):
         (part if writes_to_view else logits).mul_(0.5)
     (logits * 2.0).sum().backward()
 

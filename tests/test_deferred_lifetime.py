@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from streamfx import StaleOutput
-from streamfx.lazy import rebuild, steps
+from streamfx import StaleOutputError
+from streamfx.lazy import recompute, steps
 from streamfx.lazy.deferred import DeferredTensor
-from streamfx.lazy.rebuild import Source
+from streamfx.lazy.recompute import RecomputeSource
 from streamfx.runtime.outer import OuterRunner
 from tests.support.deferred import OPTIONS, WEIGHTS, Compiled, assert_same, gradients, own_loss
 from tests.support.heads import BATCH, LENGTH, VOCABULARY, capped_head, decoder, plain_head, some_ids
 
 
 def test_it_is_computed_once_and_only_when_its_values_are_needed(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = count_calls(monkeypatch, Source, "_recorded")
+    computed = count_calls(monkeypatch, RecomputeSource, "_recorded")
     logits = compiled.deferred()
     pytree.tree_map(lambda x: x.detach(), {"logits": [logits]})
     lazy = [logits.detach(), logits.float(), logits[:, -1], logits[0, :3].bfloat16()]
@@ -38,8 +38,8 @@ def test_it_is_computed_once_and_only_when_its_values_are_needed(compiled: Compi
 
 def test_few_rows_are_computed_by_themselves(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "LEAST", BATCH * LENGTH * VOCABULARY)  # the logits are large, and parts of them are not
-    whole = count_calls(monkeypatch, Source, "rebuild")
-    rows = count_calls(monkeypatch, Source, "rebuild_rows")
+    whole = count_calls(monkeypatch, RecomputeSource, "rebuild")
+    rows = count_calls(monkeypatch, RecomputeSource, "rebuild_rows")
     logits, dense = compiled.deferred(), compiled.dense().detach()
     assert_same(logits[:, -2:].exp().detach(), dense[:, -2:].exp())
     assert_same(logits.float()[:, 1:7:2].exp().detach(), dense.float()[:, 1:7:2].exp(), 1e-6)
@@ -119,7 +119,7 @@ def test_dense_outputs_are_plain() -> None:
 
 def test_what_is_small_beside_its_weights_is_made_in_the_call(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token of a text that is generated: to read the weight again for a check would take as long as to make it."""
-    monkeypatch.setattr(rebuild, "SMALL", 0)
+    monkeypatch.setattr(recompute, "SMALL", 0)
     logits, dense = compiled.deferred(), compiled.dense()
     with torch.no_grad():
         compiled.model.weight.mul_(1.0)
@@ -133,7 +133,7 @@ def test_a_changed_parameter_is_noticed(compiled: Compiled) -> None:
     logits = compiled.deferred()
     with torch.no_grad():
         compiled.model.weight.mul_(1.0)
-    with pytest.raises(StaleOutput) as raised:
+    with pytest.raises(StaleOutputError) as raised:
         logits.argmax(-1)
     text = str(raised.value)
     assert "is computed when it is first used" in text

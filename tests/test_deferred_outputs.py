@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from streamfx.backend import streambp
+from streamfx.frontend.backend import streambp
 from streamfx.lazy import steps
 from streamfx.lazy.deferred import DeferredTensor
 from tests.support.deferred import OPTIONS, assert_same, gradients, own_loss

@@ -10,7 +10,7 @@ import torch
 import torch.distributed._functional_collectives
 from torch import fx
 
-from streamfx.passes.codegen.deliveries import deliveries, inputs_saved
+from streamfx.passes.lowering.gradient_release import deliveries, inputs_saved
 from streamfx.runtime.in_place import scaled_once
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import streamfx
-from streamfx.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
+from streamfx.tools.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
 from tests.support.small import tokens
 from tests.test_explain import Broken, TokenNorm, rows
 from tests.test_timeline import Small

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from streamfx.errors import RanksDiffer
+from streamfx.errors import RanksDifferError
 from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, data_of, of_any_length, step, worst
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
@@ -61,7 +61,9 @@ def plans_of_ranks(rank: int) -> list[str]:
 
 
 def failure_of_a_rank(rank: int) -> str:
-    fault = mock.patch("streamfx.backend.run_pipeline", side_effect=ValueError("no such axis")) if rank else nullcontext()
+    fault = (
+        mock.patch("streamfx.frontend.backend.run_pipeline", side_effect=ValueError("no such axis")) if rank else nullcontext()
+    )
     with fault:
         return said_by(DeviceMesh.from_group(dist.new_group(), "cpu"))
 
@@ -71,7 +73,7 @@ def said_by(mesh: DeviceMesh, layers: int = 1, **options: Any) -> str:
     model, _ = twins(layers=layers)
     try:
         compiled(sharded(model, mesh), **options)(*data_of(0, 4 * CHUNK)).backward()
-    except RanksDiffer as error:
+    except RanksDifferError as error:
         return str(error)
     return "no error"
 

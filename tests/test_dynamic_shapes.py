@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.ir.joint import is_size
-from streamfx.passes.codegen.adders import ADDERS
-from streamfx.passes.codegen.bodies import EMITTERS
-from streamfx.runtime.experts import GROUPED_OUTER
-from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
-from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from streamfx.kernels.grouped_mm import GROUPED_OUTER
+from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
+from streamfx.passes.lowering.accumulating_lowerings import ADDERS
+from streamfx.passes.lowering.bodies import EMITTERS
+from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import TOLERANCE, assert_small, check_streamed, errors, outcome, recorder
 from tests.support.small import Causal, tokens

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import streamfx
-from streamfx.passes.partition.early_sums import early_sums
+from streamfx.passes.partition.hoisted_reductions import early_sums
 from tests.support import decoders, layouts
 from tests.support.exactness import compare
 from tests.support.recurrent import BATCH

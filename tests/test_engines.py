@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import streamfx
-from streamfx import IntegrationError, StaleOutput
-from streamfx.integrations import Enabled, enable
+from streamfx import IntegrationError, StaleOutputError
+from streamfx.integrations import EnabledModules, enable
 from streamfx.lazy import steps
 from tests.support.allocations import Allocations
 from tests.support.collectives import data_of, worst
@@ -48,7 +48,7 @@ LONG = 32 * CHUNK
 LARGE = {"width": 16, "vocabulary": 1031}  # logits are by far the largest tensor
 
 
-def enabled(given: Any, **options: Any) -> Enabled:
+def enabled(given: Any, **options: Any) -> EnabledModules:
     return enable(given, **{"chunk_size": CHUNK, "loss_chunk_size": CHUNK, "check_passes": True, **options})
 
 
@@ -106,11 +106,11 @@ def labels_outside(rank: int, reshard: bool | None) -> list[tuple[float, str]]:
         logits = model(ids)
         try:
             (loss_of(logits, labels) * (rank + 1)).backward()
-        except StaleOutput:
+        except StaleOutputError:
             return [(math.inf, "stale")]
         found.append((worst(model, truth), type(logits).__name__))
     if reshard is None:
-        with pytest.raises(StaleOutput, match="was freed"):
+        with pytest.raises(StaleOutputError, match="was freed"):
             logits.sum().item()
     return found
 

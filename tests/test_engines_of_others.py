@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from streamfx import IntegrationError
-from streamfx.integrations import Enabled, enable
+from streamfx.integrations import EnabledModules, enable
 from tests.support.collectives import data_of, worst
 from tests.support.engines import LENGTH, collectives, graphs_seen, layers_of, one_process, twins
 from tests.support.ranks import on_ranks
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.long
 CHUNK, TOLERANCE = 8, 1e-12
 
 
-def enabled(given: Any) -> Enabled:
+def enabled(given: Any) -> EnabledModules:
     return enable(given, chunk_size=CHUNK, loss_chunk_size=CHUNK, check_passes=True)
 
 
@@ -158,7 +158,7 @@ def accelerated(rank: int, engine: str, before: bool) -> None:
     assert {"ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}[engine] in str(done)
 
 
-def generates(model: Any, done: Enabled) -> None:
+def generates(model: Any, done: EnabledModules) -> None:
     """Generation runs as it was, the parts of a model as well."""
     compiled = [calls.counts.compiled for calls in done.calls.values()]
     with torch.no_grad():

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.joint import is_tensor
-from streamfx.passes.canonicalization.canonicalize import TABLE, WHERE_NOTHING_ELSE_DOES
-from streamfx.passes.canonicalization.driver import simplify
-from streamfx.passes.canonicalization.equation import Equation
-from streamfx.report.listing import call_text, dtype_text, shape_text
+from streamfx.passes.rewrite.canonicalize import TABLE, WHERE_NOTHING_ELSE_DOES
+from streamfx.passes.rewrite.driver import simplify
+from streamfx.passes.rewrite.pattern import Equation
 from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN
-from streamfx.runtime.decayed_sums import BACKWARD, DECAYED_SUMS
-from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from streamfx.runtime.segment_sum import BACKWARD, DECAYED_SUMS
+from streamfx.tools.report.listing import call_text, dtype_text, shape_text
 from tests import (
     test_attention_with_sink,
     test_bags,

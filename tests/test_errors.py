@@ -58,7 +58,7 @@ def frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def test_code_between_graphs_may_catch_it() -> None:
     """After a graph break, the error passes through the user's own frames before it reaches the compiled call."""
-    _, backend = refusing(errors.OverBudget)
+    _, backend = refusing(errors.OverBudgetError)
 
     def inner(x: Tensor) -> Tensor:
         return x * 2
@@ -67,7 +67,7 @@ def test_code_between_graphs_may_catch_it() -> None:
         try:
             torch._dynamo.graph_break()
             return inner(x)
-        except streamfx.OverBudget as error:
+        except streamfx.OverBudgetError as error:
             return x + error.smallest
 
     assert torch.compile(outer, backend=backend)(torch.ones(2)).sum() == 2
@@ -77,8 +77,8 @@ def test_code_between_graphs_may_catch_it() -> None:
     ("options", "kind"),
     [
         ({"chunk_sise": 8}, streamfx.OptionError),
-        ({"memory_budget": "1KiB"}, streamfx.OverBudget),
-        ({"strict": True}, streamfx.NotStreamed),
+        ({"memory_budget": "1KiB"}, streamfx.OverBudgetError),
+        ({"strict": True}, streamfx.NotStreamedError),
     ],
 )
 def test_errors_of_a_compilation(options: dict[str, Any], kind: type[Exception]) -> None:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.canonicalization.score_functions import CannotWriteOut, Lifted, written_out
+from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, written_out
 
 aten = torch.ops.aten
 Function = Callable[..., Tensor]  # of a score, four indices, a vector of heads [3], a table [3 9] and documents [2 5]
@@ -63,9 +63,9 @@ def everywhere(function: Function, scores: Tensor, *captured: Tensor) -> Tensor:
     indices = []
     for dim, size in enumerate(scores.shape):
         numbers = writer.call(aten.arange.default, size)
-        indices.append(Lifted(writer.call(aten.reshape.default, numbers, [size if i == dim else 1 for i in range(4)])))
-    made = written_out(inner, [Lifted(places[0]), *indices, *places[1:]], writer)
-    output.args = (made.node if isinstance(made, Lifted) else made,)
+        indices.append(ScoreValue(writer.call(aten.reshape.default, numbers, [size if i == dim else 1 for i in range(4)])))
+    made = written_out(inner, [ScoreValue(places[0]), *indices, *places[1:]], writer)
+    output.args = (made.node if isinstance(made, ScoreValue) else made,)
     result: Tensor = fx.GraphModule(torch.nn.Module(), graph)(scores, *captured)
     return result.expand(scores.shape)
 
@@ -84,5 +84,5 @@ def test_law(name: str, seed: int) -> None:
 
 def test_what_has_no_form() -> None:
     scores, heads = torch.randn(SIZES), torch.randn(3, 4)
-    with pytest.raises(CannotWriteOut, match="sum"):
+    with pytest.raises(NotElementwiseError, match="sum"):
         everywhere(lambda score, b, h, m, n, heads: score + heads[h].sum(), scores, heads)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamfx.runtime.experts import GROUPED_MM
+from streamfx.kernels.grouped_mm import GROUPED_MM
 from tests.support.decoders.parts import VOCABULARY, made
 from tests.support.exactness import Report, check_streamed, compare
 from tests.support.sorted_experts import SPELLINGS, SortedExperts, SparseDecoder, Spelling

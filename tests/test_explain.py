@@ -156,7 +156,7 @@ def test_a_graph_without_a_sequence_is_whole() -> None:
 
 def test_much_work_without_a_sequence_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A graph that nothing streams of says so when it is compiled, with what nothing is known of and the line of the code."""
-    monkeypatch.setattr("streamfx.report.no_gain.MUCH_WORK", 1000)
+    monkeypatch.setattr("streamfx.tools.report.no_gain_notice.MUCH_WORK", 1000)
 
     class Squared(nn.Module):
         def __init__(self) -> None:
@@ -176,7 +176,7 @@ def test_much_work_without_a_sequence_is_told_once(monkeypatch: pytest.MonkeyPat
     assert "please report" not in told
     (stage,) = summary_of(Squared())["stages"]
     assert "no rule for streamfx_tests.twice" in stage["reason"]
-    monkeypatch.setattr("streamfx.report.no_gain.MUCH_WORK", 10**9)
+    monkeypatch.setattr("streamfx.tools.report.no_gain_notice.MUCH_WORK", 10**9)
     caplog.clear()
     torch.compile(Squared(), backend="streambp")().backward()
     assert not caplog.records
@@ -227,7 +227,7 @@ def test_a_recurrent_layer_is_given_advice_that_helps() -> None:
     assert "every traced stage streams" in text
     assert "the rest of this function is not traced" in text
     assert "torch.nn.LSTMCell" in text
-    with pytest.raises(streamfx.NotTraced, match=r"(?s)test_explain.py:\d+: return self.layer.*torch.nn.LSTMCell"):
+    with pytest.raises(streamfx.NotTracedError, match=r"(?s)test_explain.py:\d+: return self.layer.*torch.nn.LSTMCell"):
         streamfx.explain(Alone(), rows())
     with torch._dynamo.config.patch(allow_rnn=True):
         assert all(stage["kind"] == "streamed" for stage in summary_of(Recurrent(), rows())["stages"])
@@ -322,12 +322,12 @@ def test_functions_and_compiled_models() -> None:
 
 def test_strict_is_explained_not_raised() -> None:
     found = streamfx.explain(Mixing(), rows(), strict=True)
-    assert found.stages[0].kind == "whole" and str(found).endswith("the backend raises NotStreamed for what runs whole")
+    assert found.stages[0].kind == "whole" and str(found).endswith("the backend raises NotStreamedError for what runs whole")
     assert "strict" not in str(streamfx.explain(Mixing(), rows())) + str(streamfx.explain(Causal(), IDS, IDS, strict=True))
 
 
 def test_a_call_that_fails_is_an_error_with_the_cause() -> None:
-    with pytest.raises(streamfx.NotTraced, match=r"follow calls that torch\.compile can trace"):
+    with pytest.raises(streamfx.NotTracedError, match=r"follow calls that torch\.compile can trace"):
         streamfx.explain(Causal(), IDS)
 
 

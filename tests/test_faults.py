@@ -23,15 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import streamfx.passes
-from streamfx.capture import captured
-from streamfx.errors import NotStreamed, OverBudget
-from streamfx.ir.facts import Facts, Form, known
+from streamfx.errors import NotStreamedError, OverBudgetError
+from streamfx.frontend.capture import captured
+from streamfx.ir.facts import Facts, StorageClass, known
 from streamfx.passes import run_pipeline
-from streamfx.passes.codegen import bodies, in_place
-from streamfx.passes.operators.traits import producer_of
-from streamfx.passes.partition import saving
-from streamfx.report.reasons import obstacles
-from streamfx.runtime.as_traced import Untouched
+from streamfx.passes.lowering import bodies, donated_bodies
+from streamfx.passes.ops.traits import producer_of
+from streamfx.passes.partition import checkpoint_policy
+from streamfx.runtime.restride import RestridedOperator
+from streamfx.tools.report.fallback_reasons import obstacles
 from tests.support.decoders.parts import VOCABULARY, WIDTH, SwiGLU
 from tests.support.exactness import Recorded, assert_small, compare, value_errors
 from tests.support.sorted_experts import SPELLINGS, SortedExperts, SparseDecoder
@@ -130,7 +130,7 @@ class Thrown:
     def _is_there(self, node: fx.Node) -> bool:
         if self.how == "once":
             return self.times == 0
-        return self.how == "always" or not isinstance(node.target, Untouched)
+        return self.how == "always" or not isinstance(node.target, RestridedOperator)
 
 
 def _is_of_passes(code: CodeType) -> bool:
@@ -221,7 +221,7 @@ def test_a_pass_that_fails_costs_what_it_looked_at(name: str, caplog: pytest.Log
 def test_an_operator_that_a_pass_has_written_costs_that_pass() -> None:
     """What scales the head's gradient is no traced operator: without the pass that wrote it the rest streams."""
     traced = Traced.of("spelled attention")
-    code = in_place._rewrite.__code__
+    code = donated_bodies._rewrite.__code__
     thrown = Thrown(place=next(place for place in traced.places if place == (code, "mul_tensor_1")), how="always")
     facts = traced.planned(thrown)
     assert thrown.times
@@ -231,7 +231,7 @@ def test_an_operator_that_a_pass_has_written_costs_that_pass() -> None:
 
 def test_a_recurrence_that_no_plan_can_look_at_is_a_loop_again() -> None:
     traced = Traced.of("recurrence")
-    place = next(place for place in traced.places if place == (saving._Saving.is_attention.__code__, "recurrence"))
+    place = next(place for place in traced.places if place == (checkpoint_policy._Saving.is_attention.__code__, "recurrence"))
     thrown = Thrown(place=place, how="always")
     traced.check(traced.planned(thrown))
     assert thrown.times
@@ -268,7 +268,7 @@ def test_what_failed_is_told_with_its_line(monkeypatch: pytest.MonkeyPatch, capl
     assert f"{why}, in {obstacle.where}. The result is exact" in caplog.text
     assert len(known(facts.program).loops) > len(facts.demand.reasons)
     others = [other for other in facts.joint.nodes if other.target == node.target and other is not node]
-    assert others and all(facts.demand.form(other) is Form.ROWS for other in others)
+    assert others and all(facts.demand.form(other) is StorageClass.ROWS for other in others)
 
 
 def test_layers_are_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -279,7 +279,7 @@ def test_layers_are_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 def test_strict_refuses_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotStreamed) as refused:
+    with pytest.raises(NotStreamedError) as refused:
         a_step(monkeypatch, strict=True)
     assert "the pass 'rewrite' failed at aten.cumsum.default (TypeError: no such argument)" in refused.value.found
     assert "mixed.cumsum(1)" in refused.value.where
@@ -288,14 +288,14 @@ def test_strict_refuses_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("budget", ["10GiB", "auto"])
 def test_a_budget_is_not_forgotten(budget: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Where no plan can be made, an amount that was asked for is refused; what is free is asked for by nobody."""
-    monkeypatch.setattr("streamfx.backend.may_fit_whole", lambda joint, budget: False)
-    monkeypatch.setattr("streamfx.backend.fits_by_far", lambda graph, inputs, budget: None)
-    monkeypatch.setattr("streamfx.backend.run_pipeline", mock.Mock(side_effect=ValueError("no such axis")))
+    monkeypatch.setattr("streamfx.frontend.backend.may_fit_whole", lambda joint, budget: False)
+    monkeypatch.setattr("streamfx.frontend.backend.fits_by_far", lambda graph, inputs, budget: None)
+    monkeypatch.setattr("streamfx.frontend.backend.run_pipeline", mock.Mock(side_effect=ValueError("no such axis")))
     model, ids = SparseDecoder(SwiGLU), torch.randint(0, VOCABULARY, (2, LENGTH))
     compiled = torch.compile(model, backend="streambp", options={"memory_budget": budget, "bodies": "eager"})
     if budget == "auto":
         compiled(ids, ids).backward()
         assert "no such axis" in caplog.text
         return
-    with pytest.raises(OverBudget, match="no such axis"):
+    with pytest.raises(OverBudgetError, match="no such axis"):
         compiled(ids, ids)

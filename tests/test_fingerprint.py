@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamfx.fingerprint import Fingerprint
+from streamfx.ir.fingerprint import Fingerprint
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -57,7 +57,7 @@ def test_what_cannot_be_described_runs_all_the_same(monkeypatch: pytest.MonkeyPa
     def broken(*args: object) -> None:
         raise ZeroDivisionError("no")
 
-    monkeypatch.setattr("streamfx.report.brief.cost_of", broken)
+    monkeypatch.setattr("streamfx.tools.report.notices.cost_of", broken)
     model = Causal()
     done = streamfx.enable(model, chunk_size=16)
     model(IDS, IDS).backward()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.runtime import kernels
+from streamfx.kernels import sdpa
 from tests.support.exactness import compare, recorder
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
 
@@ -151,8 +151,8 @@ def test_documents_are_taken_apart(apart: bool, monkeypatch: pytest.MonkeyPatch)
         seen.append((bias is None, key.shape[2]))
         return forward(query, key, value, bias, *others)
 
-    forward, ends = kernels.forward, [0, 9, LENGTH]
-    monkeypatch.setattr(kernels, "forward", noted)
+    forward, ends = sdpa.forward, [0, 9, LENGTH]
+    monkeypatch.setattr(sdpa, "forward", noted)
     model, given = PackedDecoder({"causal": True}, 2).double(), packed(ends, ends) if apart else packed(ends)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, backend=recorder(chunk_size=6))(**given), model(**given))

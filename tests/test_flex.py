@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
-from streamfx.passes.canonicalization.canonicalize import TABLE
-from streamfx.passes.canonicalization.driver import simplify
-from streamfx.runtime.kernels import ATTENTION
+from streamfx.kernels.sdpa import ATTENTION
+from streamfx.passes.rewrite.canonicalize import TABLE
+from streamfx.passes.rewrite.driver import simplify
 from tests.support.exactness import TOLERANCE, assert_small, compare, errors, outcome, recorder
 from tests.support.spread import only
 

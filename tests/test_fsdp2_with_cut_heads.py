@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 import streamfx
-from streamfx.backend import streambp
+from streamfx.frontend.backend import streambp
 from tests.support.collectives import data_of, worst
 from tests.support.engines import Nested, layers_of, twins
 from tests.support.over_ranks import one_of_many
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_one_process(way: str) -> None:
 
 
 def test_parts_of_sharded_tensors_ask_for_nothing() -> None:
-    """`DTensor.from_local` marks the part as it marks the whole, which a graph for the whole knows of; this raised StaleGraph."""
+    """`DTensor.from_local` marks the part as it marks the whole, which a graph for the whole knows of; this raised StaleGraphError."""
     with one_of_many(2):
         mesh = init_device_mesh("cpu", (2,))
         x = torch.randn(1, 24, 8, requires_grad=True)
@@ -94,5 +94,5 @@ def test_a_parameter_that_begins_to_train_is_noticed() -> None:
     frozen, trained = (torch.randn(8, 8, requires_grad=asks) for asks in (False, True))
     run = kept_graph(lambda x, y: (x @ y).square().sum(), frozen, trained)
     run(frozen, trained)
-    with pytest.raises(streamfx.StaleGraph, match="requires_grad was switched on after compilation"):
+    with pytest.raises(streamfx.StaleGraphError, match="requires_grad was switched on after compilation"):
         run(frozen.requires_grad_(), trained)

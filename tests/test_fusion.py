@@ -13,8 +13,8 @@ from torch import Tensor
 from streamfx.cost.kernels import kernel_of
 from streamfx.cost.meter import Meter
 from streamfx.cost.work import ATTENTION, Work, summed
-from streamfx.planner.devices import device_called
-from streamfx.runtime.device_kinds import supposed
+from streamfx.kernels.device_kinds import supposed
+from streamfx.tools.planner.devices import device_called
 from streamfx.torch_private import FakeTensorMode
 
 ROWS, WIDTH, INNER = 64, 8, 32

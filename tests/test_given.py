@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.backend import streambp
+from streamfx.frontend.backend import streambp
 from tests.support.small import Causal, tokens
 from tests.test_explain import summary_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from streamfx.options import Options
 from streamfx.passes import pipeline
-from streamfx.report.printer import PRODUCTS
+from streamfx.tools.report.printer import PRODUCTS
 from tests.support.goldens import BASE, FOLDER, OF_VERSION, file_name, file_of, orphans, own_file, write
 from tests.support.small import EXAMPLES
 

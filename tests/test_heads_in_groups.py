@@ -16,8 +16,8 @@ from torch import Tensor, fx
 
 import streamfx
 from streamfx.ir.joint import node_argument, shape_of_node
-from streamfx.passes.canonicalization import heads_in_groups
-from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
+from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
+from streamfx.passes.rewrite.attention import head_groups
 from streamfx.torch_private.allocations import allocations
 from tests.support.collectives import data_of, worst
 from tests.support.over_ranks import WORLD, facts_of, one_of_many
@@ -166,8 +166,8 @@ def test_less_is_there_at_once(ranks: None, keys: int, monkeypatch: pytest.Monke
     model, data = decoder(FewByHeads, WORLD * 8 * HEAD, WORLD * keys), data_of(0, 1024)
     options = {"chunk_size": 32, "loss_chunk_size": 32, "save": "inputs"}
     peaks = []
-    for groups in (heads_in_groups._groups, lambda _: 1):
-        monkeypatch.setattr(heads_in_groups, "_groups", groups)
+    for groups in (head_groups._groups, lambda _: 1):
+        monkeypatch.setattr(head_groups, "_groups", groups)
         peaks.append(streamfx.explain(model, *data, options=options).summary()["peak_bytes"])
     assert peaks[0] < 0.98 * peaks[1]
 

@@ -23,12 +23,12 @@ from torch import Tensor, fx, nn
 
 from streamfx.ir.program import START, STOP
 from streamfx.ir.sizes import Real, Truth
-from streamfx.runtime import sizes
+from streamfx.runtime import runtime_sizes
 from streamfx.runtime.chunks import Chunks, blocks_of, in_turn
-from streamfx.runtime.loop_code import LoopWriter
+from streamfx.runtime.compiled_segments import Segment
+from streamfx.runtime.expanded_code import CodeCall, function_of
+from streamfx.runtime.loop_codegen import LoopWriter
 from streamfx.runtime.outer import OuterGraph
-from streamfx.runtime.segments import Segment
-from streamfx.runtime.written import Call, function_of
 from streamfx.torch_private import TorchDispatchMode
 from tests.support.small import Causal, Padded, tokens
 from tests.support.stretches import interpreted
@@ -146,10 +146,18 @@ def drawn_size(random: Random) -> Any:
     """A size that follows from what a chunk's rows are, or see, in an axis that may be the sequence or another one."""
     lengths = (ROWS, OTHER, ROWS - 1, OTHER + 2, 2 * OTHER)
     whole: tuple[Any, ...] = random.choice(((0, ROWS), (random.choice((-1, 0, 2)), random.choice(lengths))))
-    kind = random.choice((sizes.member_count, sizes.member_start, sizes.span_count, sizes.span_start, sizes.shifted_count))
-    if kind in (sizes.span_count, sizes.span_start):
+    kind = random.choice(
+        (
+            runtime_sizes.member_count,
+            runtime_sizes.member_start,
+            runtime_sizes.span_count,
+            runtime_sizes.span_start,
+            runtime_sizes.shifted_count,
+        )
+    )
+    if kind in (runtime_sizes.span_count, runtime_sizes.span_start):
         whole = (random.choice((-sympy.oo, -sympy.oo, -3, 0)), random.choice((sympy.oo, sympy.oo, -1, 0)), *whole)
-    if kind is sizes.shifted_count:
+    if kind is runtime_sizes.shifted_count:
         whole = (*whole, random.choice((-1, 0, 2, OTHER - 3)), random.choice(lengths))
     made = kind(START, STOP, ROWS, *whole)
     return random.choice((made, 2 * made, made * OTHER + 1, (made - 1) * (made + OTHER), -made, 3 - 2 * made + STOP - START))
@@ -166,17 +174,19 @@ def test_sizes_are_written_as_they_are_computed(seed: int) -> None:
     lines += [f"    {line}" for line in (*writer.each, f"found.append([{', '.join(texts)}])")]
     length, step = random.choice(((13, 5), (12, 4), (3, 8), (1, 1))), random.choice((7, 20))
     bounds = list(Chunks(*length))
-    space: dict[str, Any] = {**sizes.FUNCTIONS, "s0": length[0], "s1": step, "bounds": bounds}
+    space: dict[str, Any] = {**runtime_sizes.FUNCTIONS, "s0": length[0], "s1": step, "bounds": bounds}
     exec("\n".join(lines), space)
     env = {"s0": length[0], "s1": step}
-    computed = [[sizes.compiled_size(size)({**env, "start": one, "stop": other}) for size in wanted] for one, other in bounds]
+    computed = [
+        [runtime_sizes.compiled_size(size)({**env, "start": one, "stop": other}) for size in wanted] for one, other in bounds
+    ]
     assert space["found"] == computed, lines
 
 
 def test_numbers_that_follow_from_sizes_need_not_be_whole() -> None:
     n = sympy.Symbol("n", integer=True, positive=True)
-    assert sizes.compiled_size(Real(n * sympy.Float(0.25)))({"n": 5}) == 1.25
-    assert sizes.compiled_size(Truth(n > 3))({"n": 4}) is True
+    assert runtime_sizes.compiled_size(Real(n * sympy.Float(0.25)))({"n": 5}) == 1.25
+    assert runtime_sizes.compiled_size(Truth(n > 3))({"n": 4}) is True
 
 
 def test_a_written_function_keeps_nothing() -> None:
@@ -199,7 +209,7 @@ def test_a_written_function_keeps_nothing() -> None:
     third = graph.call_function(looked, (second,), {"from": [1, math.inf], "dim": None})
     targets: tuple[Any, ...] = doubled, torch.neg, looked
     nodes = (first, second, third)
-    calls = [Call(run, node.args, dict(node.kwargs), node, (node,)) for run, node in zip(targets, nodes, strict=True)]
+    calls = [CodeCall(run, node.args, dict(node.kwargs), node, (node,)) for run, node in zip(targets, nodes, strict=True)]
     run = function_of("outer", (arguments, unused, error), calls, (third, error, -math.inf), boxed=True)
     given: list[Any] = [torch.ones(2), torch.ones(1), 7]
     made = run(given)

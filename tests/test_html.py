@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import streamfx
 from streamfx.budget import in_bytes
-from streamfx.cli import main
-from streamfx.report.chart import beside_chart, colour_of, stacked_chart
-from streamfx.report.html import SIDE, html_of, stairs_of
-from streamfx.report.page import Span
+from streamfx.tools.cli import main
+from streamfx.tools.report.chart import beside_chart, colour_of, stacked_chart
+from streamfx.tools.report.html import SIDE, html_of, stairs_of
+from streamfx.tools.report.page import SpanFigure
 from tests.support.pages import Read, in_browser, picture_of, size_and_content
 from tests.support.small import Mixing, tokens
 from tests.test_explain import Broken, TokenNorm, rows
@@ -209,19 +209,19 @@ def test_a_module_with_a_hostile_name(tmp_path: Path) -> None:
 
 
 def test_stairs_show_which_keys_are_seen() -> None:
-    causal = stairs_of(Span("causal", [None, 0]), 64, 16)
+    causal = stairs_of(SpanFigure("causal", [None, 0]), 64, 16)
     assert [round(width / SIDE, 3) for _, _, width, _ in causal] == [0.25, 0.5, 0.75, 1.0]
     assert all(x == 0 for x, *_ in causal)
-    window = stairs_of(Span("window(8)", [-8, 0]), 64, 16)
+    window = stairs_of(SpanFigure("window(8)", [-8, 0]), 64, 16)
     assert [(round(64 * x / SIDE), round(64 * width / SIDE)) for x, _, width, _ in window] == [
         (0, 16),
         (8, 24),
         (24, 24),
         (40, 24),
     ]
-    assert stairs_of(Span("masked", [None, None]), 64, 32) == [(0, 0, SIDE, SIDE / 2), (0, SIDE / 2, SIDE, SIDE / 2)]
-    assert stairs_of(Span("whole", None), 64, 16) == [(0, 0, SIDE, SIDE)]
-    assert len(stairs_of(Span("causal", [None, 0]), 1 << 20, 16)) == 12
+    assert stairs_of(SpanFigure("masked", [None, None]), 64, 32) == [(0, 0, SIDE, SIDE / 2), (0, SIDE / 2, SIDE, SIDE / 2)]
+    assert stairs_of(SpanFigure("whole", None), 64, 16) == [(0, 0, SIDE, SIDE)]
+    assert len(stairs_of(SpanFigure("causal", [None, 0]), 1 << 20, 16)) == 12
 
 
 def test_a_picture(explanation: streamfx.Explanation, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_paths_are_refused_before_anything_is_traced(
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("traced")
 
-    monkeypatch.setattr("streamfx.inspection.tracing._trace", never)
+    monkeypatch.setattr("streamfx.tools.inspect.tracing._trace", never)
     for command in ("explain", "plan"):
         assert main([command, "Qwen3-4B", "--html", path]) == 1
         assert found in capsys.readouterr().err

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.passes.operators.hub_kernels import is_attention, name_of
-from streamfx.report.reasons import ATTENTION, NO_SHAPES
+from streamfx.passes.ops.hub_kernels import is_attention, name_of
+from streamfx.tools.report.fallback_reasons import ATTENTION, NO_SHAPES
 from tests.support import hf, hub_kernels, layouts
 from tests.support.exactness import compare, recorder
 from tests.support.flash_package import IS_STAND_IN

@@ -51,7 +51,7 @@ def test_each_public_name_is_what_it_says() -> None:
 
 
 def test_importing_imports_no_torch_and_the_first_use_does() -> None:
-    code = f"import sys, streamfx, streamfx.cli\nstreamfx.Options(memory_budget='24G')\n{HEAVY}assert not heavy, heavy\n"
+    code = f"import sys, streamfx, streamfx.tools.cli\nstreamfx.Options(memory_budget='24G')\n{HEAVY}assert not heavy, heavy\n"
     run(code + "streamfx.enable\nassert 'torch' in sys.modules")
 
 
@@ -59,7 +59,7 @@ def test_importing_imports_no_torch_and_the_first_use_does() -> None:
     "given", [["--help"], ["plan", "--help"], ["explain", "--help"], ["verify", "--help"], ["doctor", "--help"]], ids=" ".join
 )
 def test_help_is_printed_before_torch_is_imported(given: list[str]) -> None:
-    code = f"import sys\nfrom streamfx.cli import main\ntry: main({given})\nexcept SystemExit as end: assert not end.code\n"
+    code = f"import sys\nfrom streamfx.tools.cli import main\ntry: main({given})\nexcept SystemExit as end: assert not end.code\n"
     assert "usage: streamfx" in run(f"{code}{HEAVY}assert not heavy, heavy")
 
 
@@ -70,7 +70,7 @@ def test_the_package_is_the_command() -> None:
 
 @pytest.mark.parametrize("given", [["plan", "Qwen3-9B"], ["explain", "no/such"], ["verify", "Lama-3.1-8B"]], ids=" ".join)
 def test_a_wrong_name_is_refused_before_torch_is_imported(given: list[str]) -> None:
-    code = f"import sys\nfrom streamfx.cli import main\nassert main({given}) == 1\n"
+    code = f"import sys\nfrom streamfx.tools.cli import main\nassert main({given}) == 1\n"
     run(f"{code}{HEAVY}assert not heavy, heavy")
 
 

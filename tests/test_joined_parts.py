@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamfx.ir.facts import known
-from streamfx.passes.analysis.members import stands_in_place
+from streamfx.passes.analysis.derived_axes import stands_in_place
 from tests.support.decoders import VOCABULARY, Decoder, Heads
 from tests.support.decoders.fused import CausalHeads
 from tests.support.exactness import compare

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from streamfx.ir.facts import Facts
-from streamfx.passes.operators.rules.registry import COLLECTED
-from streamfx.report.printer import text_of
-from streamfx.runtime.kernels import ATTENTION
+from streamfx.kernels.sdpa import ATTENTION
+from streamfx.node_meta import COLLECTED
+from streamfx.tools.report.printer import text_of
 from tests.support import compressed
 from tests.support.compressed import BLOCK, VOCABULARY, WINDOW, Attend, Compressed, Pool
 from tests.support.exactness import Report, compare

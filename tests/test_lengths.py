@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.cost.memory import cost_of
-from streamfx.errors import OverBudget
+from streamfx.errors import OverBudgetError
+from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts, known
-from streamfx.ir.lengths import Lengths
-from streamfx.ir.plan import AutoChunk
-from streamfx.passes.partition.fit import held_bytes
+from streamfx.ir.stage_plan import AutoChunk
+from streamfx.passes.partition.budget_search import held_bytes
 from tests.support.exactness import recorder
 from tests.support.small import VOCABULARY, WIDTH, Causal, tokens
 
@@ -69,7 +69,7 @@ def most(facts: Facts | None) -> int:
 
 @pytest.fixture
 def few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamfx.ir.lengths.DOUBLINGS", 2)
+    monkeypatch.setattr("streamfx.ir.dynamic_lengths.DOUBLINGS", 2)
 
 
 def test_what_fits_whole_for_one_length_does_not_for_all(few_simulations: None, request: pytest.FixtureRequest) -> None:
@@ -92,7 +92,7 @@ def test_what_fits_whole_for_one_length_does_not_for_all(few_simulations: None, 
 def test_what_fits_no_length_is_refused_when_it_comes(few_simulations: None) -> None:
     calls = Calls(memory_budget=100 << 10, chunk_size=8, loss_chunk_size=8, **CHEAP)
     calls.step(16)
-    with pytest.raises(OverBudget, match="smallest possible peak is"):
+    with pytest.raises(OverBudgetError, match="smallest possible peak is"):
         calls.step(4000)
     assert calls.step(20) is None
 
@@ -137,8 +137,8 @@ def test_static_lengths_have_a_plan_each() -> None:
 @pytest.fixture(autouse=True)
 def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of few rows, as those of long sequences are."""
-    monkeypatch.setattr("streamfx.passes.partition.fit.LEAST_ROWS", 16)
-    monkeypatch.setattr("streamfx.passes.partition.fit.EFFICIENT_TOKENS", 128)
+    monkeypatch.setattr("streamfx.passes.partition.budget_search.LEAST_ROWS", 16)
+    monkeypatch.setattr("streamfx.passes.partition.budget_search.EFFICIENT_TOKENS", 128)
 
 
 def test_parts_of_a_plan_hold_for_the_lengths_that_both_hold_for() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
 
-from streamfx.passes.operators.linearity import LINEAR, Linear, carries, is_linear
+from streamfx.passes.ops.linearity import LINEAR, Linear, carries, is_linear
 from tests.support.laws import Call
 from tests.support.samples import SAMPLES, Sizes, calls
 from tests.support.tracing import take_gradients, traced

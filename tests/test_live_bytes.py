@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 pytest.importorskip("transformers")
 
 from streamfx import explain
-from streamfx.backend import streambp
+from streamfx.frontend.backend import streambp
 from tests.support.spread import only
 from tests.zoo.configs import INNER, VOCABULARY
 from tests.zoo.models import BATCH, WITHOUT_LABELS, built, grouped_products_in_float64

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.ir.facts import known
-from streamfx.runtime.recurrences import Recurrence
+from streamfx.runtime.chunked_recurrences import Recurrence
 from tests.support.decoders import VOCABULARY, Decoder, Heads
 from tests.support.exactness import Report, compare
 from tests.support.spread import only

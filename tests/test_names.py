@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 import streamfx
-from streamfx.cli import main
-from streamfx.planner import devices, models, names, objectives, optimizers, quantized, shards
-from streamfx.planner.names import config_file
+from streamfx.tools.cli import main
+from streamfx.tools.planner import devices, model_names, models, objectives, optimizers, quantized, shards
+from streamfx.tools.planner.model_names import config_file
 
 
 def test_names_are_those_of_the_tables() -> None:
-    assert tuple(models.TYPES) == names.TYPES
-    assert objectives.OBJECTIVES == names.OBJECTIVES
-    assert tuple(optimizers.STATES) == names.OPTIMIZERS
-    assert tuple(quantized.SCHEMES) == names.SCHEMES
-    assert shards.SHARDS == names.SHARDS
-    assert tuple(devices.PUBLISHED) == names.DEVICES
+    assert tuple(models.TYPES) == model_names.TYPES
+    assert objectives.OBJECTIVES == model_names.OBJECTIVES
+    assert tuple(optimizers.STATES) == model_names.OPTIMIZERS
+    assert tuple(quantized.SCHEMES) == model_names.SCHEMES
+    assert shards.SHARDS == model_names.SHARDS
+    assert tuple(devices.PUBLISHED) == model_names.DEVICES
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_configuration_has_many_names(cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = names.FOLDER / "Qwen3-8B.json"
+    shipped = model_names.FOLDER / "Qwen3-8B.json"
     assert config_file("Qwen3-8B") == config_file("qwen3-8b") == config_file("Qwen/Qwen3-8B") == config_file(shipped) == shipped
     assert config_file("some-org/some-model") == config_file(cached.parent) == cached
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,7 @@ import streamfx
 from streamfx.cost.meter import Meter
 from streamfx.ir.joint import joint_graph
 from streamfx.lazy import defer_outputs, rewrite
-from streamfx.passes.partition.in_one_piece import bytes_at_least
+from streamfx.passes.partition.unchunked import bytes_at_least
 from tests.never_more import of_random_decoder
 from tests.random_decoders.found import FOUND
 from tests.support.exactness import gradient_errors, outcome, recorder

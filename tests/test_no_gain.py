@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.report import no_gain
-from streamfx.report.no_gain import checkpointing_bytes
+from streamfx.tools.report import no_gain_notice
+from streamfx.tools.report.no_gain_notice import checkpointing_bytes
 from tests.test_peaks import Decoder, tokens
 
 
@@ -20,8 +20,8 @@ from tests.test_peaks import Decoder, tokens
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
     """The warnings, of graphs with any work at all."""
     torch._dynamo.reset()
-    no_gain._told.clear()
-    monkeypatch.setattr(no_gain, "MUCH_WORK", 1)
+    no_gain_notice._told.clear()
+    monkeypatch.setattr(no_gain_notice, "MUCH_WORK", 1)
 
     def warnings() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelname == "WARNING" and record.name == "streamfx"]
@@ -107,7 +107,7 @@ def test_who_asks_what_streams_is_told_there(told: Any) -> None:
 
 
 def test_little_work_is_silent(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(no_gain, "MUCH_WORK", 10**11)
+    monkeypatch.setattr(no_gain_notice, "MUCH_WORK", 10**11)
     step(Decoder(), tokens(256), chunk_size=256, loss_chunk_size=256)
     step(Mixing(), torch.randn(8, 8))
     assert told() == []
@@ -117,7 +117,7 @@ def test_what_cannot_be_told_is_compiled_all_the_same(told: Any, monkeypatch: py
     def broken(*args: object) -> None:
         raise ZeroDivisionError("no")
 
-    monkeypatch.setattr(no_gain, "checkpointing_bytes", broken)
+    monkeypatch.setattr(no_gain_notice, "checkpointing_bytes", broken)
     step(Decoder(), tokens(64), chunk_size=32)
     assert told() == []
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import streamfx
-from streamfx.errors import NotCopied
+from streamfx.errors import NotCopyableError
 from tests.support.small import Causal, tokens
 
 IDS = tokens(2, 12)
@@ -42,7 +42,7 @@ MADE: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("kept", [pickle.dumps, copy.deepcopy])
 def test_what_to_keep_instead_is_said(name: str, kept: Callable[[Any], Any]) -> None:
     make, keep = MADE[name]
-    with pytest.raises(NotCopied) as refused:
+    with pytest.raises(NotCopyableError) as refused:
         kept(make())
     assert (
         refused.value.asked == f"{'a' if name == 'Profile' else 'an'} {name} is neither pickled nor copied"

@@ -57,7 +57,7 @@ def test_a_limit_on_files(folder: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
     try:
-        with pytest.raises(streamfx.NoRoom) as found:
+        with pytest.raises(streamfx.OffloadSpaceError) as found:
             mapped(torch.ones(1 << 12))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -79,7 +79,9 @@ def test_a_full_disk(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delattr(os, "posix_fallocate", raising=False)
         assert torch.equal(mapped(torch.ones(1 << 19)), torch.ones(1 << 19))
     monkeypatch.setattr(os, name, full, raising=False)
-    with pytest.raises(streamfx.NoRoom, match=r"no room for 32 bytes: No space left on device; [\d.]+ \w+ are free") as found:
+    with pytest.raises(
+        streamfx.OffloadSpaceError, match=r"no room for 32 bytes: No space left on device; [\d.]+ \w+ are free"
+    ) as found:
         mapped(torch.ones(8))
     assert found.value.free == pytest.approx(shutil.disk_usage(folder).free, rel=0.5)
     assert not list(folder.iterdir())
@@ -90,7 +92,7 @@ def test_no_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/a', '/b']")
 
     monkeypatch.setattr(tempfile, "gettempdir", none)
-    with pytest.raises(streamfx.NoRoom, match="No usable temporary directory"):
+    with pytest.raises(streamfx.OffloadSpaceError, match="No usable temporary directory"):
         mapped(torch.ones(8))
 
 
@@ -123,7 +125,7 @@ from tests.support.small import Padded
 x, keep = torch.randn(2, 4096, 4), torch.ones(2, 4096, dtype=torch.bool)
 try:
     torch.compile(Padded(3), backend="streambp", options={"chunk_size": 1024, "offload": "inputs"})(x, keep).sum().backward()
-except streamfx.NoRoom as error:
+except streamfx.OffloadSpaceError as error:
     print(error)
 """
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from streamfx.errors import OverBudget
+from streamfx.errors import OverBudgetError
 from tests.support.counting import Counting
 from tests.support.exactness import Recorder, assert_small, check_streamed, errors, outcome, recorder
 from tests.support.objectives import OBJECTIVES, Step, batch_of
@@ -218,7 +218,7 @@ def test_the_smallest_plan_that_is_named_is_taken() -> None:
     own = Small()
     eager = deepcopy(own)
     given = some_ids(rows=256)
-    with pytest.raises(OverBudget) as found:
+    with pytest.raises(OverBudgetError) as found:
         torch.compile(own, backend=recorder(memory_budget=1))(given)
     torch._dynamo.reset()
     budget = int(found.value.smallest * 1.01)

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from streamfx.cost.categories import GRADIENTS, OTHER
 from streamfx.cost.meter import Meter
-from streamfx.cost.terms import GRADIENTS, OTHER
 from streamfx.integrations import enable
 from tests.support.collectives import data_of
 from tests.support.engines import Nested

@@ -22,7 +22,7 @@ for name in ("streambp", "streamfx"):
     x = torch.ones(3, requires_grad=True)
     double(x).backward()
     assert x.grad.tolist() == [2.0, 2.0, 2.0]
-import streamfx, streamfx.passes.operators.rules
+import streamfx, streamfx.passes.ops.rules
 where = pathlib.Path(streamfx.__file__).parents[1]
 assert pathlib.Path(importlib.metadata.distribution("streamfx").locate_file("streamfx")).parent == where
 print(where)

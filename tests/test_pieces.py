@@ -8,7 +8,7 @@ import operator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamfx.ir.pieces import Fact, Pieces, Slope, absolute, combined, compare_slope, everywhere, hull_of, joined
+from streamfx.ir.piecewise import Fact, Pieces, Slope, absolute, combined, compare_slope, everywhere, hull_of, joined
 from streamfx.ir.ranges import Range, constant
 
 DELTAS = range(-40, 41)

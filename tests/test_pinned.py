@@ -165,7 +165,7 @@ def test_a_full_host(blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch, devi
     kept = held(blocks, 10)
     assert taken(device) == 10 * PAGE
     with pytest.raises(
-        streamfx.NoRoom, match=r"no room for 48.0 KiB: 44.0 KiB of the host's memory are free(?s:.*)limit"
+        streamfx.OffloadSpaceError, match=r"no room for 48.0 KiB: 44.0 KiB of the host's memory are free(?s:.*)limit"
     ) as found:
         held(blocks, 12)
     assert (found.value.needed, found.value.free, found.value.folder) == (12 * PAGE, 11 * PAGE, "")
@@ -178,7 +178,7 @@ def test_a_mapping_that_the_system_refuses(blocks: PinnedBlocks, monkeypatch: py
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", full)
-    with pytest.raises(streamfx.NoRoom, match=r"no room for 4\.0 KiB: Cannot allocate memory"):
+    with pytest.raises(streamfx.OffloadSpaceError, match=r"no room for 4\.0 KiB: Cannot allocate memory"):
         held(blocks, 1)
 
 
@@ -189,7 +189,9 @@ def test_memory_that_nobody_pins(device: Device, blocks: PinnedBlocks, monkeypat
     monkeypatch.setattr(pinned, "pinned_by_torch", refuse)
     monkeypatch.setattr(pinned, "limit_of_locked_memory", lambda: 1 << 16)
     device.runtime.limit = 0
-    with pytest.raises(streamfx.NoRoom, match=r"\(CUDA error: out of memory\); RLIMIT_MEMLOCK is 64.0 KiB;(?s:.*)ulimit -l"):
+    with pytest.raises(
+        streamfx.OffloadSpaceError, match=r"\(CUDA error: out of memory\); RLIMIT_MEMLOCK is 64.0 KiB;(?s:.*)ulimit -l"
+    ):
         held(blocks, 1)
 
 

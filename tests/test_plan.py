@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import streamfx
-from streamfx.cli import main
-from streamfx.inspection.layers import first_layers
-from streamfx.planner import devices
-from streamfx.planner.devices import device_called
-from streamfx.planner.models import Adapted, built, configuration, language_inputs
-from streamfx.planner.names import builtin_names
+from streamfx.tools.cli import main
+from streamfx.tools.inspect.layers import first_layers
+from streamfx.tools.planner import devices
+from streamfx.tools.planner.devices import device_called
+from streamfx.tools.planner.model_names import builtin_names
+from streamfx.tools.planner.models import LoraLinear, built, configuration, language_inputs
 from streamfx.torch_private import TorchDispatchMode
 from tests.support.small import Causal
 from tests.support.spread import only
@@ -131,7 +131,7 @@ def test_chunks_of_layers_and_of_the_loss(folder: Path, capsys: pytest.CaptureFi
 @pytest.mark.long
 def test_adapters_leave_most_gradients_out() -> None:
     model = built(TINY, lora_rank=4)
-    adapted = [module for module in model.modules() if isinstance(module, Adapted)]
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
     assert len(adapted) == 2 * 7
     assert not model.lm_head.weight.requires_grad  # type: ignore[union-attr]
     full = streamfx.plan(TINY, seq=256, baselines=False).summary()

@@ -9,7 +9,7 @@ from torch import nn
 
 import streamfx
 from streamfx.cost.workspaces import GRANULE
-from streamfx.planner.models import built
+from streamfx.tools.planner.models import built
 
 SMALL = {
     "model_type": "qwen3",

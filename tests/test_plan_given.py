@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import streamfx
-from streamfx.planner.models import configuration
+from streamfx.tools.planner.models import configuration
 from tests.test_plan import TINY
 
 

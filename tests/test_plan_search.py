@@ -9,12 +9,12 @@ import pytest
 
 from streamfx.cost.curve import Curve, Point
 from streamfx.cost.work import NO_WORK
-from streamfx.inspection.explain import OURS
 from streamfx.options import OFFLOADS
-from streamfx.planner.growth import Growth, growth_of
-from streamfx.planner.predict import Prediction
-from streamfx.planner.scout import guessed
-from streamfx.planner.search import Limits, Sought, largest
+from streamfx.tools.inspect.explain import OURS
+from streamfx.tools.planner.initial_guess import guessed
+from streamfx.tools.planner.predict import Prediction
+from streamfx.tools.planner.scaling import Growth, growth_of
+from streamfx.tools.planner.search import Limits, SearchedSize, largest
 
 
 def prediction(length: int, peak: int) -> Prediction:
@@ -22,7 +22,7 @@ def prediction(length: int, peak: int) -> Prediction:
     return Prediction(length, 1, peak, terms, NO_WORK, [{}] * 9, [], None, {}, None, None)
 
 
-LENGTH = Sought(256, lambda _: 2)
+LENGTH = SearchedSize(256, lambda _: 2)
 
 
 @pytest.mark.parametrize("first", [10_000, 65_536, 150_000])
@@ -135,6 +135,6 @@ def test_the_largest_batch(first: int) -> None:
         rows[batch] = options["chunk_size"]
         return prediction(100, 1000 + 130 * batch)
 
-    best = largest(predict, Limits(4000), {}, first, Sought(1, lambda size: 3 * size), 9)
+    best = largest(predict, Limits(4000), {}, first, SearchedSize(1, lambda size: 3 * size), 9)
     assert best is not None and best[0] == 23
     assert rows[23] == 1024 // 69

@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import streamfx
-from streamfx.cli import main
-from streamfx.cost.wire import Traffic, sent_by
+from streamfx.cost.comm import Traffic, sent_by
 from streamfx.cost.work import Work
 from streamfx.cost.workspaces import GRANULE
-from streamfx.planner.devices import device_called
-from streamfx.planner.host import Copies
-from streamfx.planner.models import built
-from streamfx.planner.overlap import Seconds, Stretch, waited
 from streamfx.runtime.pinned import bytes_pinned
+from streamfx.tools.cli import main
+from streamfx.tools.planner.devices import device_called
+from streamfx.tools.planner.host_memory import Copies
+from streamfx.tools.planner.models import built
+from streamfx.tools.planner.overlap import OverlapInterval, Seconds, waited
 from tests.support.sharded import sharded
 from tests.test_collectives import Two, ranks  # noqa: F401  (a fixture)
 from tests.test_plan import TINY
@@ -183,23 +183,23 @@ def in_seconds(sent: float = 1.0) -> Seconds:
 
 def test_a_stage_takes_the_longer_of_loops_and_wire() -> None:
     """Stages of 10 seconds; 1 byte takes a second."""
-    forward = [Stretch("forward", TEN, gathered=of(size)) for size in (3, 8, 14)]
+    forward = [OverlapInterval("forward", TEN, gathered=of(size)) for size in (3, 8, 14)]
     assert waited(forward, in_seconds()) == (3 + 4, 0)
     sizes = ((0, 6), (8, 9), (5, 2))
-    backward = [Stretch("backward", TEN, gathered=of(gathered), reduced=of(reduced)) for gathered, reduced in sizes]
+    backward = [OverlapInterval("backward", TEN, gathered=of(gathered), reduced=of(reduced)) for gathered, reduced in sizes]
     assert waited(backward, in_seconds()) == ((6 + 5 - 10) + 2, 0)
     assert waited([*forward, *backward], in_seconds()) == (7 + 3, 0)
-    assert waited([Stretch("forward", TEN, alone=of(5))], in_seconds(0.5)) == (2.5, 0)
+    assert waited([OverlapInterval("forward", TEN, alone=of(5))], in_seconds(0.5)) == (2.5, 0)
     assert waited([], in_seconds()) == (0, 0)
 
 
 def test_copies_take_what_loops_and_wire_leave_over() -> None:
     """Inputs of stages go to the host while the next stage runs, and come back while the one after them runs."""
-    forward = [Stretch("forward", TEN, copies=Copies(left=size)) for size in (12, 8, 3)]
+    forward = [OverlapInterval("forward", TEN, copies=Copies(left=size)) for size in (12, 8, 3)]
     assert waited(forward, in_seconds()) == (0, 2 + 3)
-    backward = [Stretch("backward", TEN, copies=Copies(fetched=size)) for size in (4, 17, 9)]
+    backward = [OverlapInterval("backward", TEN, copies=Copies(fetched=size)) for size in (4, 17, 9)]
     assert waited(backward, in_seconds()) == (0, 4 + 7)
-    late = [Stretch("backward", TEN), Stretch("backward", TEN, gathered=of(15), copies=Copies(fetched=17))]
+    late = [OverlapInterval("backward", TEN), OverlapInterval("backward", TEN, gathered=of(15), copies=Copies(fetched=17))]
     assert waited(late, in_seconds()) == (5, 2)
 
 

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 import streamfx
 from streamfx.cost.meter import Meter
-from streamfx.inspection.eager import checkpointed, eager_cost
-from streamfx.inspection.layers import layers_of
-from streamfx.planner.devices import device_called
-from streamfx.planner.gain import gains_from
-from streamfx.planner.models import built, configuration, language_inputs, loss_of
-from streamfx.planner.predict import predict
-from streamfx.planner.search import Limits
-from streamfx.planner.ways import ON_HOST, Peaks, longest, on_host, ways_of
-from streamfx.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, times
-from streamfx.runtime.device_kinds import supposed
+from streamfx.kernels.device_kinds import supposed
+from streamfx.tools.inspect.eager import checkpointed, eager_cost
+from streamfx.tools.inspect.layers import layers_of
+from streamfx.tools.planner.baselines import ON_HOST, Peaks, longest, on_host, ways_of
+from streamfx.tools.planner.break_even import gains_from
+from streamfx.tools.planner.devices import device_called
+from streamfx.tools.planner.models import built, configuration, language_inputs, loss_of
+from streamfx.tools.planner.predict import predict
+from streamfx.tools.planner.search import Limits
+from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, times
 
 pytest.importorskip("transformers")
 
@@ -195,7 +195,7 @@ def test_a_length_that_nobody_knows_or_that_fits_nowhere() -> None:
 @pytest.mark.parametrize("name", [IN_CHUNKS, f"{IN_CHUNKS}, {ON_HOST}"])
 def test_another_way_computes_the_same_and_takes_what_was_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step as it is predicted, on real tensors: its gradients are eager's, its peak is the one that was told."""
-    monkeypatch.setattr("streamfx.planner.ways.BUSY", 64)
+    monkeypatch.setattr("streamfx.tools.planner.baselines.BUSY", 64)
     auto = pytest.importorskip("transformers").AutoModelForCausalLM
     torch.manual_seed(0)
     model = auto.from_config(configuration(TINY)).train()

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from streamfx.inspection import tracing
-from streamfx.inspection.all_layers import Few, Whole, of_all_layers
-from streamfx.inspection.eager import EagerCall, alike_layers
-from streamfx.inspection.layers import repeat_of
-from streamfx.planner.predict import Prediction, predict
+from streamfx.tools.inspect import tracing
+from streamfx.tools.inspect.eager import EagerCall, alike_layers
+from streamfx.tools.inspect.full_depth import FullGraph, LayerSubset, of_all_layers
+from streamfx.tools.inspect.layers import repeat_of
+from streamfx.tools.planner.predict import Prediction, predict
 
 LENGTH = 256
 
@@ -74,15 +74,17 @@ class Tracer:
     """Predicts with few layers traced, or with all, and knows which it was."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.patch, self.wholes = monkeypatch, list[Whole]()
+        self.patch, self.wholes = monkeypatch, list[FullGraph]()
 
-        def watched(*given: Any) -> Whole:
+        def watched(*given: Any) -> FullGraph:
             self.wholes.append(of_all_layers(*given))
             return self.wholes[-1]
 
         monkeypatch.setattr(tracing, "of_all_layers", watched)
 
-    def predicted(self, model: nn.Module, few: Callable[[EagerCall], Few | None] | None = None, **options: Any) -> Prediction:
+    def predicted(
+        self, model: nn.Module, few: Callable[[EagerCall], LayerSubset | None] | None = None, **options: Any
+    ) -> Prediction:
         ids = torch.empty(2, LENGTH, dtype=torch.int64, device="meta")
         with self.patch.context() as patch:
             if few is not None:
@@ -159,7 +161,7 @@ def test_the_graph_itself_is_looked_at(how: dict[str, bool], tracer: Tracer) -> 
     model = Stack([None] * 9, **how)
     repeat = repeat_of(model, by_settings=True)
     assert repeat is not None
-    found = tracer.predicted(model, lambda call: Few(repeat, "layers"))
+    found = tracer.predicted(model, lambda call: LayerSubset(repeat, "layers"))
     assert not tracer.wholes and sum(stage["attention"] != [] for stage in found.stages) == 9
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.ir.program import Buffer
-from streamfx.runtime import scans
+from streamfx.runtime import chunked_scans
 from streamfx.runtime.loop import Loop
 from tests.support import decoders
 from tests.support.exactness import check_streamed, outcome
@@ -121,7 +121,7 @@ def test_parts_of_a_sum_may_be_larger_than_the_sum(name: str, dtype: torch.dtype
 def test_running_totals_keep_the_digits_that_operators_keep_inside(dtype: torch.dtype) -> None:
     """A total in bfloat16 would stand still at 256."""
     rows, found = torch.ones(1, 4000, dtype=dtype), list[Tensor]()
-    carry = torch.zeros(1, 1, dtype=scans.carry_type(dtype))
+    carry = torch.zeros(1, 1, dtype=chunked_scans.carry_type(dtype))
     for number, chunk in enumerate(rows.split(8, 1)):
-        found.append(scans.advance("cumsum", False, chunk, 1, dtype, carry, 8 * number, None, 0))
+        found.append(chunked_scans.advance("cumsum", False, chunk, 1, dtype, carry, 8 * number, None, 0))
     assert torch.equal(torch.cat(found, 1), rows.cumsum(1))

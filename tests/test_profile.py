@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import streamfx
-from streamfx.report.measured import LoopRan, Measured, measured, table_of
-from streamfx.runtime.watch import watching
+from streamfx.runtime.probes import watching
+from streamfx.tools.report.profile_text import MeasuredLoop, MeasuredStep, measured, table_of
 from tests.support.small import Causal, tokens
 from tests.test_peaks import Decoder
 from tests.test_peaks import tokens as rows
@@ -275,9 +275,9 @@ def test_gradients_are_those_of_a_step_that_nobody_measures() -> None:
 
 
 def test_stages_with_numbers_are_one_line() -> None:
-    loops: list[LoopRan] = []
+    loops: list[MeasuredLoop] = []
     for i, stage in enumerate(["layers.1", "layers.0"]):
-        loops += [LoopRan(f"l{i}", stage, "backward", 3, i, i + 0.5)]
-    text = list(table_of(Measured(2.0, (), (), tuple(loops), "cpu"), None))
+        loops += [MeasuredLoop(f"l{i}", stage, "backward", 3, i, i + 0.5)]
+    text = list(table_of(MeasuredStep(2.0, (), (), tuple(loops), "cpu"), None))
     assert text[4].split() == ["layers.0-1", "backward", "2", "6", "1.0", "s", "50.0", "%", "0", "bytes"]
     assert text[5].split()[-2:] == ["50.0", "%"]

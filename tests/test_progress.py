@@ -15,8 +15,8 @@ import torch
 
 import streamfx
 from streamfx import progress
-from streamfx.cli import main
 from streamfx.progress import ERASE, Tally, doing
+from streamfx.tools.cli import main
 from tests.support.small import Causal, tokens
 
 

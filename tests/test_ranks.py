@@ -16,15 +16,15 @@ from torch.distributed._functional_collectives import all_reduce
 import streamfx
 from streamfx.ir.facts import known
 from streamfx.ir.joint import node_argument
-from streamfx.ir.plan import AutoChunk
-from streamfx.passes.analysis.demand import REDUCES_PAIRS
-from streamfx.passes.codegen.lower import split
-from streamfx.passes.codegen.waits import REDUCED
-from streamfx.passes.operators.collectives import ELEMENTWISE
-from streamfx.passes.operators.traits import is_moved_elements
-from streamfx.report.printer import text_of
-from streamfx.runtime.collectives import ALL_REDUCE, begin, end
-from streamfx.runtime.recurrences import Recurrence
+from streamfx.ir.stage_plan import AutoChunk
+from streamfx.node_meta import REDUCED
+from streamfx.passes.analysis.access_roles import REDUCES_PAIRS
+from streamfx.passes.lowering.compile_bodies import split
+from streamfx.passes.ops.collectives import ELEMENTWISE
+from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.runtime.collective_calls import ALL_REDUCE, begin, end
+from streamfx.tools.report.printer import text_of
 from tests.support.canonical import Case, graphs, targets
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Summed
@@ -241,7 +241,7 @@ def test_chunks_without_rows(alone: None) -> None:
 
 
 def test_to_look_at_a_model_asks_nobody(ranks: None) -> None:
-    with mock.patch("streamfx.agreement.written_by_all", side_effect=AssertionError):
+    with mock.patch("streamfx.distributed.rank_consensus.written_by_all", side_effect=AssertionError):
         found = streamfx.explain(decoder(1), *data_of(0, 12), options={"chunk_size": 4})
     assert "every stage streams" in str(found)
 

@@ -16,10 +16,10 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND
-from streamfx.errors import NotStreamed, OverBudget, RanksDiffer
-from streamfx.identity import numbers_of_weights
-from streamfx.torch_private.ranks import Changed, Missing
+from streamfx.distributed.rank_consensus import DIFFER, FAILED, SEVERAL, STAND
+from streamfx.errors import NotStreamedError, OverBudgetError, RanksDifferError
+from streamfx.frontend.weight_ids import numbers_of_weights
+from streamfx.torch_private.ranks import RankChangedError, RanksMissingError
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Shared
 from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
@@ -46,7 +46,7 @@ class Others:
         self.subjects.add(subject)
         other = self.say.pop(0) if waits else None
         if other == "nothing":
-            raise Missing("nothing from rank 1 within 600 seconds")
+            raise RanksMissingError("nothing from rank 1 within 600 seconds")
         return [text, text if other is None else other]
 
 
@@ -72,15 +72,15 @@ def test_ranks_that_differ_in_both_run_the_graph_as_it_stands(ranks: None) -> No
     ("says", "words"), [(f"{FAILED}ValueError: no\nwait", "another rank does not run"), ("nothing", "nothing from rank 1")]
 )
 def test_ranks_that_say_nothing_else_are_an_error(ranks: None, says: str, words: str) -> None:
-    with pytest.raises(RanksDiffer, match=words):
+    with pytest.raises(RanksDifferError, match=words):
         facts_of(decoder(), data_of(0, 12), Others(says))
 
 
 def test_a_rank_that_fails_says_so(ranks: None) -> None:
     others = Others()
     with (
-        mock.patch("streamfx.backend.run_pipeline", side_effect=ValueError("no")),
-        pytest.raises(RanksDiffer, match="this rank could not"),
+        mock.patch("streamfx.frontend.backend.run_pipeline", side_effect=ValueError("no")),
+        pytest.raises(RanksDifferError, match="this rank could not"),
     ):
         facts_of(decoder(), data_of(0, 12), others)
     ((text, *how),) = others.heard
@@ -97,7 +97,7 @@ def test_a_rank_that_fails_says_so(ranks: None) -> None:
 def test_a_rank_whose_user_is_refused_something_says_what_to_do(ranks: None, options: dict[str, Any], do: str) -> None:
     model, others = decoder(), Others(None, None)
     model.layers[0].forward = lambda x: x + x.sort(1)[0]  # type: ignore[method-assign]
-    with pytest.raises((OverBudget, NotStreamed)):
+    with pytest.raises((OverBudgetError, NotStreamedError)):
         facts_of(model, data_of(0, 12), others, **options)
     text, _, waits = others.heard[-1]
     assert text.startswith(FAILED) and do in text and "report" not in text and not waits
@@ -115,10 +115,10 @@ def test_ranks_of_several_groups_reduce_between_loops(ranks: None) -> None:
     facts = facts_of(function, [x], others)
     assert not any(reductions(facts)) and facts.reasons() == [SEVERAL]
     assert [group for _, group, _ in others.heard] == 2 * [half.group_name, everybody().group_name]
-    with pytest.raises(RanksDiffer, match="in the same order"):
+    with pytest.raises(RanksDifferError, match="in the same order"):
         facts_of(function, [x], Others(None, "another order"))
     handed_on = Others(None, None, f"{FAILED}ValueError: no\nwait")  # a rank of this group has another one that does not agree
-    with pytest.raises(RanksDiffer, match="ValueError: no"):
+    with pytest.raises(RanksDifferError, match="ValueError: no"):
         facts_of(function, [x], handed_on)
     left = [(text, group) for text, group, waits in handed_on.heard if not waits]
     assert left == [(f"{FAILED}ValueError: no\nwait", group) for group in (half.group_name, everybody().group_name)]
@@ -188,7 +188,7 @@ def test_what_ranks_say_of_weights_is_the_same_for_all_lengths(ranks: None) -> N
 
 
 def test_ranks_that_gather_in_another_order_say_so(ranks: None) -> None:
-    with pytest.raises(RanksDiffer, match="something else on its rank 1"):
+    with pytest.raises(RanksDifferError, match="something else on its rank 1"):
         facts_of(sums_of_a_sharded_weight(), [torch.randn(1, 2, 12, 4)], Others(None, "something else"))
 
 
@@ -198,9 +198,9 @@ def test_a_rank_keeps_to_an_order_that_was_agreed_on(ranks: None) -> None:
     def changed(text: str, group: str, about: str | None = None, **others: Any) -> list[str]:
         if about is None:
             return [text]
-        raise Changed("all_gather of two weights\nreduce_scatter of them")
+        raise RankChangedError("all_gather of two weights\nreduce_scatter of them")
 
-    with pytest.raises(RanksDiffer, match="began with all_gather of two weights"):
+    with pytest.raises(RanksDifferError, match="began with all_gather of two weights"):
         facts_of(sums_of_a_sharded_weight(), [torch.randn(1, 2, 12, 4)], changed)
 
 

@@ -148,12 +148,12 @@ def test_a_refusal_of_a_plan_names_what_would_make_it_fit() -> None:
     on_host, here = (planned(offload=where).prediction.peak_bytes for where in ("inputs", "none"))
     limit = (on_host + here) // 2
     with pytest.raises(
-        streamfx.OverBudget, match=r"(?s)less than any plan.*do    let inputs of stages wait on the host \(--offload"
+        streamfx.OverBudgetError, match=r"(?s)less than any plan.*do    let inputs of stages wait on the host \(--offload"
     ):
         planned(limit)
     fits = planned(limit, offload="inputs")
     assert fits.summary()["fits"] and "wait there for the backward half" in str(fits)
     assert "are not counted" in str(fits) and "reserve  " in str(fits)
-    with pytest.raises(streamfx.OverBudget) as hopeless:
+    with pytest.raises(streamfx.OverBudgetError) as hopeless:
         planned(1000)
     assert "wait on the host" not in hopeless.value.do

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.ir.facts import Facts, Form
-from streamfx.runtime.recurrences import Recurrence
+from streamfx.ir.facts import Facts, StorageClass
+from streamfx.runtime.chunked_recurrences import Recurrence
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
 from tests.support.spread import spread
@@ -160,7 +160,7 @@ def check(mixer: Mixer, length: int = LENGTH, layers: int = 1, count: int = 2, *
     found = recurrences(facts)
     assert len(found) == count
     if options.get("streams", True):
-        assert all(Form.ROWS in facts.demand.forms[node] for node in found)
+        assert all(StorageClass.ROWS in facts.demand.forms[node] for node in found)
     return report
 
 

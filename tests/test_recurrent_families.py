@@ -13,11 +13,11 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.while_loop import while_loop
 
 from streamfx.cost.memory import cost_of
-from streamfx.ir.facts import Form, known
+from streamfx.ir.facts import StorageClass, known
 from streamfx.runtime.associative import Associative, AssociativeBackward
-from streamfx.runtime.recurrences import Recurrence
-from streamfx.runtime.scanned import Scanned
-from streamfx.runtime.stateful import Backward, Forward
+from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.runtime.custom_scan import Backward, Forward
+from streamfx.runtime.scan import ChunkedScan
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, assert_small, compare, errors, outcome, recorder
 from tests.support.recurrent import BATCH, FAMILIES, WIDTH, Values
@@ -161,7 +161,7 @@ def of_transformers(name: str, layers: int, is_short: bool) -> nn.Module:
 # -- exact, and in loops
 
 OPERATORS_OF = {
-    "scan": (Scanned,),
+    "scan": (ChunkedScan,),
     "associative_scan": (Associative, AssociativeBackward),
     "operator": (Forward, Backward),
     "transformers": (Recurrence, Forward, Backward),
@@ -202,7 +202,7 @@ def test_exact_in_any_chunks(family: str, form: str, chunk: int, is_short: bool)
     assert streamed_share(report) > 0.99
     if (family, form) != ("xlstm", "transformers"):  # of two blocks, the states in front of which run whole
         found = recurrences(report, form)
-        assert len(found) >= 2 * layers and all(Form.ROWS in facts.demand.forms[node] for node in found)
+        assert len(found) >= 2 * layers and all(StorageClass.ROWS in facts.demand.forms[node] for node in found)
         assert not facts.reasons()
 
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.ir.facts import Form
-from streamfx.passes.partition import regions
-from streamfx.passes.partition.values import Bytes, Value, Wanted
+from streamfx.ir.facts import StorageClass
+from streamfx.passes.partition import loop_distribution
+from streamfx.passes.partition.value_table import Access, Bytes, RegionValue
 
-OWN, KEPT = Wanted(0, True, False, False), Wanted(0, False, True, True)
+OWN, KEPT = Access(0, True, False, False), Access(0, False, True, True)
 
 
 class Layer(nn.Module):
@@ -38,7 +38,12 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-FOUND_ONCE = (regions.levels_of, regions.latest_levels, regions.filled, regions.best_placed)
+FOUND_ONCE = (
+    loop_distribution.levels_of,
+    loop_distribution.latest_levels,
+    loop_distribution.filled,
+    loop_distribution.best_placed,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +58,7 @@ def solved(layers: int) -> tuple[int, list[int]]:
     for function in FOUND_ONCE:
         function.cache_clear()
     streamfx.explain(Decoder(layers), torch.randint(0, 50, (2, 64)), chunk_size=16).summary(with_baseline=False)
-    asked = regions.levels_of.cache_info()
+    asked = loop_distribution.levels_of.cache_info()
     return asked.hits + asked.misses, [function.cache_info().misses for function in FOUND_ONCE]
 
 
@@ -63,40 +68,40 @@ def test_equal_layers_are_placed_once() -> None:
     assert more[1] == few[1], "more layers of the same kind are no more work"
 
 
-def value(form: Form = Form.ROWS, needs: tuple[Wanted, ...] = (), is_expensive: bool = False) -> Value:
-    return Value(form, needs, (), (), is_expensive)
+def value(form: StorageClass = StorageClass.ROWS, needs: tuple[Access, ...] = (), is_expensive: bool = False) -> RegionValue:
+    return RegionValue(form, needs, (), (), is_expensive)
 
 
-def table(need: Wanted = OWN, form: Form = Form.ROWS, is_expensive: bool = False) -> tuple[Value, ...]:
+def table(need: Access = OWN, form: StorageClass = StorageClass.ROWS, is_expensive: bool = False) -> tuple[RegionValue, ...]:
     """A value, what an operator makes of it, and what waits for all of that and reads the first value, too."""
-    last = value(needs=(need, Wanted(1, False, True, True)))
-    return (value(form, is_expensive=is_expensive), value(needs=(Wanted(0, True, False, False),)), last)
+    last = value(needs=(need, Access(1, False, True, True)))
+    return (value(form, is_expensive=is_expensive), value(needs=(Access(0, True, False, False),)), last)
 
 
 def test_an_earlier_loop_stores_what_is_asked_for() -> None:
-    levels = regions.levels_of(table())
+    levels = loop_distribution.levels_of(table())
     assert levels == (0, 0, 1)
-    placed = regions.filled(table(), frozenset({2}), levels, Bytes((8, 8, 8), (8, 8, 8)))
+    placed = loop_distribution.filled(table(), frozenset({2}), levels, Bytes((8, 8, 8), (8, 8, 8)))
     assert [content.stacked for content in placed.loops] == [{1}, {2}], "the first value is made again: it takes nothing to do so"
 
 
 @pytest.mark.parametrize(
     "changed",
-    [table(KEPT), table(form=Form.SUM), table(is_expensive=True), table(OWN._replace(is_stored_before=True))],
+    [table(KEPT), table(form=StorageClass.SUM), table(is_expensive=True), table(OWN._replace(is_stored_before=True))],
     ids=["all rows are asked for", "a sum", "a product", "rows of another loop"],
 )
-def test_what_is_asked_of_a_value_is_part_of_what_is_known(changed: tuple[Value, ...]) -> None:
+def test_what_is_asked_of_a_value_is_part_of_what_is_known(changed: tuple[RegionValue, ...]) -> None:
     sizes = Bytes((8, 8, 8), (8, 8, 8))
-    known = regions.best_placed(table(), frozenset({2}), frozenset({2}), sizes)
-    assert regions.best_placed(table(), frozenset({2}), frozenset({2}), sizes) is known
-    before = regions.best_placed.cache_info().misses
-    regions.best_placed(changed, frozenset({2}), frozenset({2}), sizes)
-    assert regions.best_placed.cache_info().misses == before + 1, "it is placed by itself"
+    known = loop_distribution.best_placed(table(), frozenset({2}), frozenset({2}), sizes)
+    assert loop_distribution.best_placed(table(), frozenset({2}), frozenset({2}), sizes) is known
+    before = loop_distribution.best_placed.cache_info().misses
+    loop_distribution.best_placed(changed, frozenset({2}), frozenset({2}), sizes)
+    assert loop_distribution.best_placed.cache_info().misses == before + 1, "it is placed by itself"
 
 
 def test_all_rows_of_an_earlier_value_are_stored() -> None:
-    asked = table(Wanted(0, False, True, True))
-    placed = regions.best_placed(asked, frozenset({2}), frozenset({2}), Bytes((8, 8, 8), (8, 8, 8)))
+    asked = table(Access(0, False, True, True))
+    placed = loop_distribution.best_placed(asked, frozenset({2}), frozenset({2}), Bytes((8, 8, 8), (8, 8, 8)))
     assert placed.loops[0].stacked == {0, 1}
 
 
@@ -104,12 +109,12 @@ def test_sizes_are_part_of_what_is_known() -> None:
     """The same operators on values of other sizes are placed by themselves."""
     made = (
         value(is_expensive=True),
-        value(needs=(Wanted(0, True, False, False),)),
-        value(needs=(Wanted(1, False, True, False),)),
-        value(needs=(Wanted(1, True, False, False), Wanted(2, False, True, False))),
+        value(needs=(Access(0, True, False, False),)),
+        value(needs=(Access(1, False, True, False),)),
+        value(needs=(Access(1, True, False, False), Access(2, False, True, False))),
     )
     stored = {
-        size: regions.best_placed(made, frozenset({3}), frozenset({3}), Bytes((size, 8, 8, 8), (size, 8, 8, 8)))
+        size: loop_distribution.best_placed(made, frozenset({3}), frozenset({3}), Bytes((size, 8, 8, 8), (size, 8, 8, 8)))
         for size in (4, 16)
     }
-    assert regions.best_placed.cache_info().misses == len(stored)
+    assert loop_distribution.best_placed.cache_info().misses == len(stored)

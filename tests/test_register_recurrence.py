@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 
 import streamfx
-from streamfx.passes.operators.opaque import why_opaque
-from streamfx.passes.operators.rules.stateful import BACKWARDS, STATEFUL
+from streamfx.passes.ops.opaque import why_opaque
+from streamfx.passes.ops.rules.stateful import BACKWARDS, STATEFUL
 from tests.support.exactness import compare
 from tests.support.stateful.averages import averages
 from tests.support.stateful.blocks import blocks

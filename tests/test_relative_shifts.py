@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support.canonical import Case, check, graphs, plain, same, special
 from tests.support.decoders import HEAD, HEADS, VOCABULARY, Decoder, Heads
 from tests.support.exactness import compare

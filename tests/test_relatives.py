@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.ir.axes import Atom, Dim
+from streamfx.ir.axis_table import Atom, Dim
 from streamfx.ir.facts import AxisFacts, known
 from streamfx.passes.analysis.axes import _relatives, axes_of
 from tests.support.exactness import compare

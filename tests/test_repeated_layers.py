@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.cost.memory import Cost
-from streamfx.cost.repeated import Repeat
-from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, faker_of
-from streamfx.inspection.layers import layers_of, repeat_of
+from streamfx.cost.repeats import Repeat
+from streamfx.tools.inspect.eager import EagerCall, accepting_real, checkpointed, faker_of
+from streamfx.tools.inspect.layers import layers_of, repeat_of
 
 
 class Layer(nn.Module):

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx import explain
-from streamfx.runtime.as_traced import is_marked
 from streamfx.runtime.loop import Loop
+from streamfx.runtime.restride import is_marked
 from tests.support import decoders
 from tests.support.decoders.parts import loss_of
 from tests.support.exactness import recorder

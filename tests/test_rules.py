@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamfx.passes.operators.rules import RULES, rule_for
+from streamfx.passes.ops.rules import RULES, rule_for
 from streamfx.runtime.associative import AssociativeBackward
-from streamfx.runtime.stateful import Backward
+from streamfx.runtime.custom_scan import Backward
 from tests.support.laws import Call, check, traced
 from tests.support.samples import SAMPLES, Sizes, calls
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import streamfx
-from streamfx.ir.facts import Form
-from streamfx.runtime.scanned import Scanned
+from streamfx.ir.facts import StorageClass
+from streamfx.runtime.scan import ChunkedScan
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
 from tests.support.scans import scan
@@ -88,7 +88,7 @@ STREAMS = [decayed, cell, several_states, several_results, normed_rows, one_afte
 
 
 def scans(report: Report) -> list[fx.Node]:
-    return [node for facts in report.facts for node in facts.joint.nodes if isinstance(node.target, Scanned)]
+    return [node for facts in report.facts for node in facts.joint.nodes if isinstance(node.target, ChunkedScan)]
 
 
 def compared(mixer: Mixer, length: int = LENGTH, batch: int = 2, layers: int = 1, **options: Any) -> Report:
@@ -100,7 +100,7 @@ def compared(mixer: Mixer, length: int = LENGTH, batch: int = 2, layers: int = 1
 def test_rows_follow_one_another(mixer: Mixer) -> None:
     report = compared(mixer, chunk_size=4, also=(1, 11))
     (facts,) = report.facts
-    assert scans(report) and all(Form.ROWS in facts.demand.forms[node] for node in scans(report))
+    assert scans(report) and all(StorageClass.ROWS in facts.demand.forms[node] for node in scans(report))
 
 
 def test_layers_and_as_many_sequences_as_rows() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from streamfx.passes.partition.sinking import sunk
+from streamfx.passes.partition.code_sinking import sunk
 from tests.support import decoders, layouts
 from tests.support.exactness import compare
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamfx.ir.facts import Form
+from streamfx.ir.facts import StorageClass
 from tests.support.exactness import compare
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def test_rows_are_put_back_by_chunks(undo: Callable[[Tensor], Tensor]) -> None:
     report = compare(Hashed(undo).double(), inputs, also=(1, 7, 64))
     (facts,) = report.facts
     (put,) = [node for node in facts.joint.nodes if node.target is aten.scatter.src and node in facts.joint.forward]
-    assert facts.demand.form(put) is Form.SUM
+    assert facts.demand.form(put) is StorageClass.SUM
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, float("inf")])

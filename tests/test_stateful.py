@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 import streamfx
-from streamfx.ir.facts import Form, known
-from streamfx.runtime.stateful import Backward, Forward
+from streamfx.ir.facts import StorageClass, known
+from streamfx.runtime.custom_scan import Backward, Forward
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
 from tests.support.later_sizes import compare_sizes
@@ -186,7 +186,7 @@ def test_rows_follow_one_another(mixer: Mixer) -> None:
     found = stateful(report)
     halves = {isinstance(node.target, Forward) for node in found}
     assert halves == {True, False} and not facts.reasons(), facts.reasons()
-    assert all(set(facts.demand.forms[node]) & {Form.ROWS} for node in found)
+    assert all(set(facts.demand.forms[node]) & {StorageClass.ROWS} for node in found)
     loops = known(facts.program).loops
     assert all(loop.spec.chunk_size % BLOCK == 0 for loop in loops) or "block" not in mixer.__name__
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 
-from streamfx.errors import OptionError, RanksDiffer
+from streamfx.errors import OptionError, RanksDifferError
 from tests.support.collectives import data_of, worst
 from tests.support.over_ranks import everybody, facts_of, one_of_many
 from tests.support.ranks import on_ranks
@@ -287,7 +287,7 @@ def test_ranks_with_other_numbers_of_rows(kind: type[Layer]) -> None:
 
 
 def refused(rank: int, kind: type[Layer]) -> str:
-    with pytest.raises(RanksDiffer) as error:
+    with pytest.raises(RanksDifferError) as error:
         torch.compile(part_of(kind, 1), backend="streambp", options={"chunk_size": 4})(*data_of(rank, ROWS))
     return error.value.do
 

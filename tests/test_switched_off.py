@@ -62,7 +62,7 @@ def test_what_is_switched_off_later_is_counted_too(off: Callable[[], AbstractCon
 
 @switches
 def test_explain_and_verify_say_so(off: Callable[[], AbstractContextManager[Any]]) -> None:
-    for look, error in ((streamfx.explain, streamfx.NotTraced), (streamfx.verify, streamfx.NotComparable)):
+    for look, error in ((streamfx.explain, streamfx.NotTracedError), (streamfx.verify, streamfx.NotComparableError)):
         torch._dynamo.reset()
         with off(), pytest.raises(error, match=r"(?s)torch.compile is switched off.*TORCHDYNAMO_DISABLE.*force_eager"):
             look(Causal(), IDS, IDS, chunk_size=8)

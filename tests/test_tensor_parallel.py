@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from streamfx.errors import RanksDiffer
+from streamfx.errors import RanksDifferError
 from tests.support import cut_by_hand
 from tests.support.collectives import REDUCE, Step, Wire, data_of, step
 from tests.support.cut_by_hand import CutDecoder
@@ -130,7 +130,9 @@ def failures(rank: int) -> list[str]:
     found = []
     model = CutDecoder(Decoder(layers=1).double(), (1, 1), (8, 8))
     torch._dynamo.reset()
-    fault = mock.patch("streamfx.backend.run_pipeline", side_effect=ValueError("no such axis")) if rank else mock.MagicMock()
+    fault = (
+        mock.patch("streamfx.frontend.backend.run_pipeline", side_effect=ValueError("no such axis")) if rank else mock.MagicMock()
+    )
     with fault:
         found.append(_refusal(lambda: compiled(model)(*data_of(0, 4 * CHUNK))))
     torch._dynamo.reset()
@@ -142,7 +144,7 @@ def failures(rank: int) -> list[str]:
 def _refusal(call: Callable[[], Any]) -> str:
     try:
         call()
-    except RanksDiffer as error:
+    except RanksDifferError as error:
         return str(error)
     return "no error"
 

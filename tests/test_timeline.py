@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import streamfx
+from streamfx.cost.categories import BETWEEN_GRAPHS, CHUNK, LOSS, OPTIMIZER, PARAMETERS
 from streamfx.cost.curve import Point, shortened
+from streamfx.cost.sampled_chunks import MOST_TEETH, groups_of
 from streamfx.cost.sampling import SampledLoop
-from streamfx.cost.teeth import MOST_TEETH, groups_of
-from streamfx.cost.terms import BETWEEN_GRAPHS, CHUNK, LOSS, OPTIMIZER, PARAMETERS
 from streamfx.cost.work import Work
-from streamfx.report.timeline import Course, LoopTime
+from streamfx.tools.report.timeline import LoopTime, StepCourse
 from tests.support.small import EXAMPLES, WIDTH, Causal, tokens
 from tests.test_explain import Broken, Layer, rows
 
@@ -67,7 +67,7 @@ def test_gradients_of_what_runs_in_eager_are_there_in_the_end() -> None:
     assert explanation.timeline.peak_bytes == explanation.summary()["peak_bytes"] >= 4000 * WIDTH * 4
 
 
-def teeth(course: Course, term: str, begins: float, ends: float) -> int:
+def teeth(course: StepCourse, term: str, begins: float, ends: float) -> int:
     """How often the bytes of a term rise from nothing between two moments."""
     column = course.terms.get(term, (0,) * len(course.seconds))
     sizes = [size for at, size in zip(course.seconds, column, strict=True) if begins <= at <= ends]
@@ -107,7 +107,7 @@ def test_chunks_that_ran_stand_for_all(example: str, monkeypatch: pytest.MonkeyP
     assert sampled == every
 
 
-def _highest(course: Course, loop: LoopTime) -> int:
+def _highest(course: StepCourse, loop: LoopTime) -> int:
     sizes = zip(course.seconds, course.totals, strict=True)
     return max((size for at, size in sizes if loop.begins <= at < loop.ends), default=0)
 

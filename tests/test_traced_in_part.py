@@ -76,7 +76,7 @@ def test_why_a_trace_breaks_does_not_depend_on_earlier_calls(whole: bool, how: s
 def why(model: nn.Module, x: Tensor) -> str:
     try:
         return str(streamfx.explain(model, x, chunk_size=16).call.breaks)
-    except streamfx.NotTraced as error:
+    except streamfx.NotTracedError as error:
         return str(error)
 
 

@@ -15,8 +15,9 @@ pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 
 from streamfx import IntegrationError
-from streamfx.integrations import enable, heads, versions
-from streamfx.lazy import in_chunks, steps
+from streamfx.integrations import enable, heads, minimum_versions
+from streamfx.lazy import steps
+from streamfx.lazy import streamed as in_chunks
 from tests.support.spread import only
 from tests.support.trainers import tiny
 from tests.support.trainers.building import build
@@ -210,11 +211,13 @@ def test_libraries_that_are_too_old(name: str, found: str, tmp_path: Path, peft:
     """Each is named with what was found and what to install, and nothing is compiled; others do not matter."""
     pytest.importorskip("trl")
     trainer = build("sft", tmp_path, peft=lora(peft))
-    monkeypatch.setattr(versions, "_version", lambda asked: found if asked == name else "99.0")
+    monkeypatch.setattr(minimum_versions, "_version", lambda asked: found if asked == name else "99.0")
     with pytest.raises(IntegrationError, match=rf"(?s){name} {found}, which \w+ comes from.*pip install '{name}>="):
         enable(trainer)
     assert all(module._compiled_call_impl is None for module in trainer.model.modules())
-    monkeypatch.setattr(versions, "_version", lambda asked: found if asked == "lightning" else None)  # a checkout: no version
+    monkeypatch.setattr(
+        minimum_versions, "_version", lambda asked: found if asked == "lightning" else None
+    )  # a checkout: no version
     with enable(trainer) as done:
         assert done.is_enabled
 
@@ -224,7 +227,7 @@ def test_the_least_versions_are_those_that_are_installed() -> None:
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     extra = text.split("\ntrainers = [", 1)[1].split("\n]", 1)[0]
     asked = dict(re.findall(r'"(\w+)>=([\d.]+)', extra))
-    assert {name: asked[name] for name in versions.LEAST} == versions.LEAST
+    assert {name: asked[name] for name in minimum_versions.LEAST} == minimum_versions.LEAST
 
 
 @pytest.mark.long

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from streamfx.passes.recurrences.trees import with_trees
+from streamfx.frontend.associative_scan_match import with_trees
 from streamfx.runtime.associative import TREE_SCAN
-from streamfx.runtime.trees import levels_behind, pulled_back, scanned
+from streamfx.runtime.prefix_scan import levels_behind, pulled_back, scanned
 from tests.test_associative_scans import along, compared, scans
 from tests.test_recurrences import LENGTH, Mixed, Mixer
 

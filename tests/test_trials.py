@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from streamfx.runtime import plain_attention, trials
-from streamfx.runtime.plain_attention import Last
-from streamfx.runtime.trials import Child, Outcome
+from streamfx.kernels import kernel_selftest, plain_attention
+from streamfx.kernels.kernel_selftest import Child, Outcome
+from streamfx.kernels.plain_attention import BottomRightCausal
 
 QUESTION = {"check": f"{__name__}:even", "arguments": [4], "flash": None, "device": "cpu"}
 # A child that treats a question by its argument: it answers, dies of a signal, fails, says nothing, or talks first.
@@ -33,7 +33,7 @@ for line in sys.stdin:
 """
 
 
-@trials.isolated("even numbers")
+@kernel_selftest.isolated("even numbers")
 def even(device: torch.device, number: int) -> bool:
     print("what a library has to say")
     if number == -3:
@@ -66,7 +66,7 @@ def test_a_crash_ends_the_child_and_nothing_else(child: Child, monkeypatch: pyte
     failure = asked(child, 1)
     assert not failure.is_right and "illegal memory access" in failure.why and not failure.lasts
     assert asked(child, 4).is_right and child._process is not first
-    monkeypatch.setattr(trials, "LONGEST", 0.2)
+    monkeypatch.setattr(kernel_selftest, "LONGEST", 0.2)
     silence = asked(child, 60)
     assert not silence.is_right and "said nothing" in silence.why and child._process is None
 
@@ -85,8 +85,8 @@ ODD = {  # what a child does with its first question, and what is said of it
 
 @pytest.mark.parametrize("does", ODD)
 def test_whatever_a_child_does_is_an_outcome(does: str, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "LONGEST", 1)
-    monkeypatch.setattr(trials, "ENDING", 1)
+    monkeypatch.setattr(kernel_selftest, "LONGEST", 1)
+    monkeypatch.setattr(kernel_selftest, "ENDING", 1)
     child.command = [sys.executable, "-c", f"import os, subprocess, sys, time; sys.stdin.readline(); {does}"]
     begun = time.monotonic()
     assert asked(child, 4) == (False, f"the process that tried them {ODD[does]}", False)
@@ -105,21 +105,25 @@ def test_a_user_without_a_home_keeps_nothing(child: Child, monkeypatch: pytest.M
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    trials._folder.cache_clear()
+    kernel_selftest._folder.cache_clear()
     try:
-        trials._keep("question", Outcome(True, ""))
-        assert trials._kept() == {}
+        kernel_selftest._keep("question", Outcome(True, ""))
+        assert kernel_selftest._kept() == {}
     finally:
-        trials._folder.cache_clear()
+        kernel_selftest._folder.cache_clear()
 
 
 @pytest.mark.parametrize("width", range(8, 257, 8))
 def test_kernels_that_only_round_pass(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No number that a trial compares is what cancelling leaves of larger ones, in which rounding is large."""
-    monkeypatch.setattr(trials, "CLOSE", trials.CLOSE / 4)
-    for causal, queries, keys in ((False, (4, 128), (2, 384)), (True, (4, 128), (2, 128)), (Last(3), (2, 7), (1, 12))):
-        sizes = trials.Sizes(torch.device("cpu"), torch.bfloat16, queries, keys, width)
-        assert trials.agree(
+    monkeypatch.setattr(kernel_selftest, "CLOSE", kernel_selftest.CLOSE / 4)
+    for causal, queries, keys in (
+        (False, (4, 128), (2, 384)),
+        (True, (4, 128), (2, 128)),
+        (BottomRightCausal(3), (2, 7), (1, 12)),
+    ):
+        sizes = kernel_selftest.AttentionSizes(torch.device("cpu"), torch.bfloat16, queries, keys, width)
+        assert kernel_selftest.agree(
             lambda q, k, v: plain_attention.forward(q, k, v, None, causal, None),  # noqa: B023
             lambda g, q, k, v, out, lse: plain_attention.backward(g, q, k, v, out, lse, None, causal, None),  # noqa: B023
             causal,
@@ -154,11 +158,11 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, child: Child) -> Itera
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(trials, "_CHILD", child)
-    trials._folder.cache_clear()
+    monkeypatch.setattr(kernel_selftest, "_CHILD", child)
+    kernel_selftest._folder.cache_clear()
     even.cache_clear()
     yield tmp_path / "streamfx" / "trials.json"
-    trials._folder.cache_clear()
+    kernel_selftest._folder.cache_clear()
     even.cache_clear()
 
 

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.cost.eager import EagerStep, eager_step
-from streamfx.cost.turns import FIRST, LAST, TurnsDiffer, in_turn
-from streamfx.inspection.eager import checkpointed, eager_cost
-from streamfx.planner import ways
-from streamfx.planner.models import built, loss_of
-from streamfx.planner.objectives import objective_called
-from streamfx.report.verdict import IN_CHUNKS
+from streamfx.cost.eager_step import EagerStep, eager_step
+from streamfx.cost.loop_sampling import FIRST, LAST, IterationsDifferError, in_turn
+from streamfx.tools.inspect.eager import checkpointed, eager_cost
+from streamfx.tools.planner import baselines
+from streamfx.tools.planner.models import built, loss_of
+from streamfx.tools.planner.objectives import objective_called
+from streamfx.tools.report.verdict import IN_CHUNKS
 from streamfx.torch_private import FakeTensorMode
 
 ROWS, WIDTH, VOCABULARY = 8, 16, 50
@@ -69,7 +69,7 @@ def test_few_turns_stand_for_all(length: int, is_trained: bool) -> None:
 
 
 def test_what_turns_keep_is_not_stood_for() -> None:
-    with pytest.raises(TurnsDiffer, match="leaves something else behind"):
+    with pytest.raises(IterationsDifferError, match="leaves something else behind"):
         step(True, 30 * ROWS, around=lambda function: function)
 
 
@@ -80,7 +80,7 @@ def test_turns_that_differ_are_refused() -> None:
         held.append(hidden.clone() if len(held) % 2 else hidden)
         return plain(weight, hidden, labels)
 
-    with pytest.raises(TurnsDiffer, match="the first turns differ"):
+    with pytest.raises(IterationsDifferError, match="the first turns differ"):
         step(True, 30 * ROWS, every_second)
 
 
@@ -92,7 +92,7 @@ def test_a_turn_behind_those_that_are_stood_for_is_looked_at() -> None:
         found = plain(weight, hidden, labels)
         return found + hidden.sum() if len(turns) == FIRST + LAST - 1 else found
 
-    with pytest.raises(TurnsDiffer, match="is like none before"):
+    with pytest.raises(IterationsDifferError, match="is like none before"):
         step(True, 30 * ROWS, keeps_the_last)
 
 
@@ -111,11 +111,11 @@ def test_heads_of_torchs_own_alone_are_followed_in_few_turns(head: type[nn.Linea
         asked.append(len(pieces))
         return in_turn(function, pieces)
 
-    monkeypatch.setattr(ways, "in_turn", noted)
-    monkeypatch.setattr(ways, "BUSY", ROWS)
+    monkeypatch.setattr(baselines, "in_turn", noted)
+    monkeypatch.setattr(baselines, "BUSY", ROWS)
     model = built(TINY, "float32")
     model.lm_head = head(32, 100, bias=False, device="meta")
-    chunked, around = ways.ways_of(model)[IN_CHUNKS]
+    chunked, around = baselines.ways_of(model)[IN_CHUNKS]
     found = eager_cost(loss_of(chunked), objective_called("sft", 1).inputs(1, 30 * ROWS), around)
     assert found is not None and bool(asked) is (head is nn.Linear)
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 import streamfx
-import streamfx.in_parts
-from streamfx.backend import Compilation
+import streamfx.frontend.split_graphs
+from streamfx.frontend.backend import Compilation
 from streamfx.torch_private.split import places_to_split, split_in_front_of
 from tests.support.exactness import TOLERANCE, assert_small, errors, gradient_errors, outcome
 from tests.support.peaks import however_small, peaks
@@ -111,14 +111,14 @@ def test_a_part_that_writes_to_what_it_is_given_is_none() -> None:
     """The first part may have saved it for its backward half."""
     model = Counts().double()
     found: list[Any] = []
-    plain = streamfx.in_parts.Splittable.in_parts
+    plain = streamfx.frontend.split_graphs.SplittableCompilation.in_parts
 
     def in_parts(self: Any, inputs: Any, two: Any) -> Any:
         found.append(plain(self, inputs, two))
         return found[-1]
 
     before_write = lambda places: next(node for node in reversed(places) if node.target in ("mul_",))  # noqa: E731
-    with split_at(before_write), mock.patch.object(streamfx.in_parts.Splittable, "in_parts", in_parts):
+    with split_at(before_write), mock.patch.object(streamfx.frontend.split_graphs.SplittableCompilation, "in_parts", in_parts):
         assert_exact(model, batch())
     assert found == [None]
 
@@ -184,7 +184,7 @@ def test_encoders_and_decoders_of_other_lengths(make: Callable[[], nn.Module], l
 
 
 def test_decoders_alone_are_not_split() -> None:
-    with however_small(), mock.patch.object(streamfx.in_parts.Splittable, "in_parts") as tried:
+    with however_small(), mock.patch.object(streamfx.frontend.split_graphs.SplittableCompilation, "in_parts") as tried:
         found = streamfx.explain(Stacked(), batch(64)[0])
     assert not tried.called and found.summary()["graphs"] == 1 and not found.summary()["splits"]
 
@@ -199,7 +199,7 @@ class Stacked(Translator):
 
 def test_what_saves_too_little_is_run_in_one_part() -> None:
     model, inputs = Translator().double(), batch(96, 24)
-    with however_small(), mock.patch.object(streamfx.in_parts, "GAIN", 1e9):
+    with however_small(), mock.patch.object(streamfx.frontend.split_graphs, "GAIN", 1e9):
         found = streamfx.explain(model, *inputs)
         assert_exact(model, inputs)
     assert found.summary()["graphs"] == 1 and not found.summary()["splits"]
@@ -212,7 +212,7 @@ def test_strict_and_a_budget() -> None:
         assert_exact(model, inputs, compiled(model, strict=True))
         found = streamfx.explain(model, *inputs, memory_budget="1 GiB")
     assert not found.summary()["splits"]
-    with pytest.raises(streamfx.NotStreamed), mock.patch.object(Compilation, "may_split", False):
+    with pytest.raises(streamfx.NotStreamedError), mock.patch.object(Compilation, "may_split", False):
         compiled(model, strict=True)(*inputs)
 
 
@@ -243,7 +243,7 @@ def test_a_part_without_a_sequence_runs_as_it_stands() -> None:
 
 def test_lengths_that_change() -> None:
     model, found = Translator().double(), list[int]()
-    plain = streamfx.in_parts.Splittable.take
+    plain = streamfx.frontend.split_graphs.SplittableCompilation.take
 
     def take(self: Any, parts: Any) -> None:
         found.append(len(parts))
@@ -251,8 +251,8 @@ def test_lengths_that_change() -> None:
 
     with (
         however_small(),
-        mock.patch.object(streamfx.in_parts.Splittable, "take", take),
-        mock.patch.object(streamfx.in_parts, "GAIN", 1),
+        mock.patch.object(streamfx.frontend.split_graphs.SplittableCompilation, "take", take),
+        mock.patch.object(streamfx.frontend.split_graphs, "GAIN", 1),
     ):
         run = compiled(model)
         for lengths in ((96, 24), (104, 26), (70, 30), (31, 60)):
@@ -290,15 +290,15 @@ def test_deferred_outputs_of_the_second_part() -> None:
 def test_a_part_is_not_split_for_ever() -> None:
     """Here the head and its loss have no sequence, and a width is taken for one."""
     model, inputs, tried = Translator(1), batch(512, 512), list[int]()
-    plain = streamfx.in_parts.Splittable.in_parts
+    plain = streamfx.frontend.split_graphs.SplittableCompilation.in_parts
 
     def in_parts(self: Any, inputs: Any, two: Any) -> Any:
         tried.append(self.splits)
         return plain(self, inputs, two)
 
-    with however_small(), mock.patch.object(streamfx.in_parts.Splittable, "in_parts", in_parts):
+    with however_small(), mock.patch.object(streamfx.frontend.split_graphs.SplittableCompilation, "in_parts", in_parts):
         streamfx.explain(model, *inputs)
-    assert 1 <= len(tried) <= 2**streamfx.in_parts.MOST - 1 and max(tried) < streamfx.in_parts.MOST
+    assert 1 <= len(tried) <= 2**streamfx.frontend.split_graphs.MOST - 1 and max(tried) < streamfx.frontend.split_graphs.MOST
 
 
 def in_buckets(rank: int) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import streamfx
 from streamfx.ir.signature import Signature
-from streamfx.passes.operators.rules.registry import RULES, Call, notation_rule
+from streamfx.passes.ops.rules.registry import RULES, RuleCall, notation_rule
 
 WIDTH = 8
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_refused(operator: object, rule: object, says: str) ->
     assert before == RULES
 
 
-def failing(call: Call) -> Any:
+def failing(call: RuleCall) -> Any:
     return vars(call)["rows"]
 
 
@@ -110,7 +110,7 @@ def failing(call: Call) -> Any:
     ],
     ids=["an error", "notation", "other dimensions", "other tensors", "nothing"],
 )
-def test_a_rule_that_says_nothing_is_told(rule: Callable[[Call], Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_says_nothing_is_told(rule: Callable[[RuleCall], Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator runs whole then, and that is why."""
     monkeypatch.delitem(RULES, gate._opoverload, raising=False)
     streamfx.register_rule(gate, rule)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from streamfx import StaleOutput
-from streamfx.lazy import in_chunks, steps
+from streamfx import StaleOutputError
+from streamfx.lazy import steps, streamed
 from streamfx.lazy.deferred import DeferredTensor
 from tests.support.spread import only
 from tests.support.uses import STREAMED, WHOLE, Loss, entropy, token_logps
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 8}
 @pytest.fixture(autouse=True)
 def small_values_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "LEAST", 50_000)
-    monkeypatch.setattr(in_chunks, "_forms", {})
+    monkeypatch.setattr(streamed, "_forms", {})
 
 
 class Model(nn.Module):
@@ -102,7 +102,7 @@ def test_lengths_that_change_share_two_forms(name: str) -> None:
         ours, largest = results(compiled, network, loss, some_ids(length))
         assert_close(ours, results(network, network, loss, some_ids(length))[0])
         assert largest < 2 * length * VOCABULARY // 2
-    assert all(len(forms) <= 2 for forms in in_chunks._forms.values())
+    assert all(len(forms) <= 2 for forms in streamed._forms.values())
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -309,7 +309,7 @@ def test_a_changed_weight_is_noticed() -> None:
     value = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
     with torch.no_grad():
         network.head.weight.mul_(1.0)
-    with pytest.raises(StaleOutput, match=r"head.weight was changed in place since the call"):
+    with pytest.raises(StaleOutputError, match=r"head.weight was changed in place since the call"):
         value.backward()
 
 
@@ -333,7 +333,7 @@ def test_nothing_is_kept_after_the_last_reference() -> None:
 
 
 def test_programs_that_never_repeat_are_not_compiled_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_chunks, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(streamed, "MOST_GRAPHS", 3)
     network, ids = model(), some_ids()
     compiled = torch.compile(network, backend="streambp", options=OPTIONS)
     for temperature in (0.5, 0.6, 0.7):
@@ -342,4 +342,4 @@ def test_programs_that_never_repeat_are_not_compiled_without_end(monkeypatch: py
             return F.cross_entropy(torch.pow(logits.square(), temperature).flatten(0, 1), ids.flatten())
 
         assert_close(results(compiled, network, loss, ids)[0], results(network, network, loss, ids)[0])
-    assert len(in_chunks._forms) == 3
+    assert len(streamed._forms) == 3

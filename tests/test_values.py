@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streamfx.ir.ranges import Range, activation, assumed_of, constant, everything, hull, in_type, is_exact_in
-from streamfx.passes.operators.values import TRANSFERS, Values
-from streamfx.passes.operators.values.arithmetic import plus, times
+from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
+from streamfx.passes.ops.ranges.arithmetic import plus, times
 from tests.support.spread import spread
 from tests.support.values import ASSUMED, HURTING, TYPES, Drawn, Sample, samples, traced_values
 
@@ -120,7 +120,7 @@ def test_a_call_with_an_argument_that_no_row_names_is_not_covered() -> None:
     row = TRANSFERS[aten.addmm.default]
     TRANSFERS[aten.addmm.default] = type(row)(row.function, row.names - {"beta"}, row.elementwise)
     try:
-        assert Values([x]).of(node) == everything(torch.float32)
+        assert ValueRanges([x]).of(node) == everything(torch.float32)
     finally:
         TRANSFERS[aten.addmm.default] = row
 

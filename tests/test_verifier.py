@@ -12,7 +12,7 @@ from torch import fx
 
 from streamfx.ir.facts import Facts
 from streamfx.options import resolved
-from streamfx.passes.verifier import BrokenProduct, Verifier
+from streamfx.passes.verifier import BrokenProductError, Verifier
 from tests.support.small import EXAMPLES
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ def test_a_fault_is_found(found: str) -> None:
     facts = EXAMPLES["causal"].facts()
     verifier = Verifier.of(facts.joint.graph)
     verifier.check("nothing", facts)
-    with pytest.raises(BrokenProduct, match=f"after breaking: .*{found}"):
+    with pytest.raises(BrokenProductError, match=f"after breaking: .*{found}"):
         verifier.check("breaking", FAULTS[found](facts))
 
 
@@ -65,7 +65,7 @@ def test_what_was_checked_is_not_checked_again() -> None:
     facts = EXAMPLES["causal"].facts()
     verifier = Verifier.of(facts.joint.graph)
     said_to_be_longer(facts)
-    with pytest.raises(BrokenProduct):
+    with pytest.raises(BrokenProductError):
         verifier.check("breaking", facts)
     verifier.check("another", facts)
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.inspection.parts import NOT_CUT, ONE_CHUNK
-from streamfx.inspection.verify import default_loss, relative_difference
-from streamfx.runtime import buffers, sums
+from streamfx.kernels import accumulate
+from streamfx.runtime import buffers
+from streamfx.tools.inspect.chunk_override import NOT_CUT, ONE_CHUNK
+from streamfx.tools.inspect.verify import default_loss, relative_difference
 from tests.support.small import EXAMPLES, WIDTH, Causal, Streams, tokens
 
 IDS = tokens(2, 6)
@@ -43,13 +44,13 @@ def test_float_inputs_that_require_gradients_are_compared() -> None:
 
 def with_first(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], object]) -> streamfx.Verification:
     """What is found where the first number of each weight's gradient is changed."""
-    right = sums.add_product
+    right = accumulate.add_product
 
     def wrong(total: Tensor, left: Tensor, right_: Tensor, is_first: bool) -> None:
         right(total, left, right_, is_first)
         change(total[0, 0])
 
-    monkeypatch.setattr(sums, "add_product", wrong)
+    monkeypatch.setattr(accumulate, "add_product", wrong)
     return streamfx.verify(Causal(), IDS, IDS, options={"chunk_size": 4, "outputs": "dense"})
 
 
@@ -99,7 +100,7 @@ def test_a_model_that_does_not_stream_says_little() -> None:
 
 def test_where_nothing_is_compiled_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    with pytest.raises(streamfx.NotComparable, match="is switched off"):
+    with pytest.raises(streamfx.NotComparableError, match="is switched off"):
         streamfx.verify(Causal(), IDS, IDS)
 
 
@@ -112,14 +113,16 @@ def test_what_is_not_traced_is_not_compared() -> None:
         def forward(self, ids: Tensor, labels: Tensor) -> Any:
             return torch.compiler.disable(self.inner)(ids, labels)
 
-    with pytest.raises(streamfx.NotComparable, match="no graph of it arrives"):
+    with pytest.raises(streamfx.NotComparableError, match="no graph of it arrives"):
         streamfx.verify(Apart(), IDS, IDS)
 
 
 def test_eager_is_a_function_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Causal().double()
     function = torch.compile(lambda ids, labels: model(ids, labels), backend="streambp")
-    monkeypatch.setattr(sums, "add", lambda total, part, is_first: (total.zero_() if is_first else total).add_(part, alpha=2))
+    monkeypatch.setattr(
+        accumulate, "add", lambda total, part, is_first: (total.zero_() if is_first else total).add_(part, alpha=2)
+    )
     assert not streamfx.verify(function, IDS, IDS, outputs="dense").ok
     monkeypatch.undo()
     found = streamfx.explain(function, IDS, IDS, outputs="dense").summary()
@@ -139,7 +142,9 @@ def test_eager_is_the_model_as_it_was_written(how: str, monkeypatch: pytest.Monk
     found = streamfx.explain(model, IDS, IDS, outputs="dense").summary()
     assert found == streamfx.explain(Causal().double(), IDS, IDS, outputs="dense").summary()
     assert str(enabled) == before
-    monkeypatch.setattr(sums, "add", lambda total, part, is_first: (total.zero_() if is_first else total).add_(part, alpha=2))
+    monkeypatch.setattr(
+        accumulate, "add", lambda total, part, is_first: (total.zero_() if is_first else total).add_(part, alpha=2)
+    )
     torch._dynamo.reset()
     assert not streamfx.verify(model, IDS, IDS, outputs="dense").ok
     assert (part._compiled_call_impl if enabled is None else model._compiled_call_impl) is not None
@@ -202,29 +207,29 @@ def test_without_a_loss_outputs_are_combined() -> None:
 
 def test_random_models_cannot_be_compared() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
-    with pytest.raises(streamfx.NotComparable, match="draws random numbers"):
+    with pytest.raises(streamfx.NotComparableError, match="draws random numbers"):
         streamfx.verify(model, torch.randn(3, WIDTH))
     assert streamfx.verify(model.eval(), torch.randn(3, WIDTH), options={"outputs": "dense"}).ok
 
 
 def test_errors_say_what_to_do() -> None:
-    with pytest.raises(streamfx.NotComparable, match="holds no data"):
+    with pytest.raises(streamfx.NotComparableError, match="holds no data"):
         streamfx.verify(Causal(), IDS.to("meta"), IDS)
-    with pytest.raises(streamfx.NotComparable, match="loss= return a tensor with one element"):
+    with pytest.raises(streamfx.NotComparableError, match="loss= return a tensor with one element"):
         streamfx.verify(Causal(), IDS, IDS, loss=lambda out: torch.stack((out, out)))
-    with pytest.raises(streamfx.NotComparable, match="has no loss"):
+    with pytest.raises(streamfx.NotComparableError, match="has no loss"):
         streamfx.verify(lambda ids: ids + 1, IDS)
-    with pytest.raises(streamfx.NotComparable, match="a str, which cannot be called"):
+    with pytest.raises(streamfx.NotComparableError, match="a str, which cannot be called"):
         streamfx.verify("model", IDS)  # type: ignore[arg-type]
-    with pytest.raises(streamfx.NotComparable, match="loss is a str"):
+    with pytest.raises(streamfx.NotComparableError, match="loss is a str"):
         streamfx.verify(Causal(), IDS, IDS, loss="mean")  # type: ignore[arg-type]
     with pytest.raises(
-        streamfx.NotComparable, match="in eager, without the backend, it raises ValueError: Expected input batch_size"
+        streamfx.NotComparableError, match="in eager, without the backend, it raises ValueError: Expected input batch_size"
     ):
         streamfx.verify(Causal(), IDS, IDS[:, 1:])
     with pytest.raises(streamfx.OptionError, match="did you mean 'chunk_size'"):
         streamfx.verify(Causal(), IDS, IDS, options={"chunksize": 2})
-    with pytest.raises(streamfx.OverBudget, match="less than any plan"):
+    with pytest.raises(streamfx.OverBudgetError, match="less than any plan"):
         streamfx.verify(Causal(), IDS, IDS, options={"memory_budget": 3})
 
 

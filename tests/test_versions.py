@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamfx.cli import main
-from streamfx.report import no_gain
+from streamfx.tools.cli import main
+from streamfx.tools.report import no_gain_notice
 from streamfx.torch_private import versions
 from tests.versions import PAGE, ROOT, interpreter, known, page, record, table
 
@@ -20,7 +20,7 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests ran on no version from this one on."""
     monkeypatch.setattr(versions, "NEWEST", (2, 10))
     monkeypatch.setattr(versions, "OLDEST", (2, 9))
-    monkeypatch.setattr(no_gain, "_told", set())
+    monkeypatch.setattr(no_gain_notice, "_told", set())
 
 
 @pytest.mark.usefixtures("newer")
@@ -33,7 +33,7 @@ def test_the_first_compilation_names_an_untested_version(caplog: pytest.LogCaptu
 
 @pytest.mark.usefixtures("newer")
 def test_doctor_names_an_untested_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("streamfx.cli.doctor.self_test", lambda: {"ok": True, "max_error": 0.0, "seconds": 0.0})
+    monkeypatch.setattr("streamfx.tools.cli.doctor.self_test", lambda: {"ok": True, "max_error": 0.0, "seconds": 0.0})
     assert main(["doctor"]) == 0
     assert f"PyTorch {torch.__version__} is not tested" in capsys.readouterr().out
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from streamfx.runtime import attention, mask_programs, plain_attention
-from streamfx.runtime.mask_programs import Mask, MaskProgram
-from streamfx.runtime.visible import Kind, Piece, Seen, numbers_of, pieces_in, pieces_of
+from streamfx.kernels import attention, mask_programs, plain_attention
+from streamfx.kernels.mask_programs import Mask, MaskProgram
+from streamfx.kernels.mask_tiles import MaskTile, SeenIntervals, TileKind, numbers_of, pieces_in, pieces_of
 from tests.support.small import Padded
 from tests.support.tracing import compare_function
 
@@ -54,16 +54,16 @@ def masks(draw: st.DrawFn) -> Tensor:
     return mask
 
 
-def cells(piece: Piece, mask: Tensor) -> Tensor:
+def cells(piece: MaskTile, mask: Tensor) -> Tensor:
     """The mask that a piece stands for, of its own rows and keys."""
     part = mask[slice(*piece.batch), slice(*piece.rows), slice(*piece.keys)]
-    if piece.kind is Kind.MIXED:
+    if piece.kind is TileKind.MIXED:
         return part
     seen = torch.zeros_like(part)
     if piece.documents is not None:
         heads = [part.new_zeros(1, 1, size, 1) for size in part.shape[-2:]]
         seen += plain_attention.triangle(heads[0], heads[1], piece.documents)[0]
-    if piece.kind is Kind.CAUSAL:
+    if piece.kind is TileKind.CAUSAL:
         rows, keys = part.shape[-2:]
         seen.masked_fill_(torch.ones(rows, keys, dtype=torch.bool).triu(keys - rows + 1), -INF)
     return seen
@@ -87,15 +87,15 @@ def test_pieces_are_the_mask(mask: Tensor, packs: bool) -> None:
 def test_a_mask_that_is_alike_along_a_dimension_is_looked_at_once_along_it(shape: tuple[int, ...], value: float) -> None:
     mask = torch.zeros(shape)
     mask[..., mask.shape[-1] // 2] = value
-    seen = Seen(numbers_of(mask, True), mask.shape[2])
+    seen = SeenIntervals(numbers_of(mask, True), mask.shape[2])
     assert pieces_in(seen, 2, 7, 9, packs=False) == pieces_of(mask.expand(-1, 7, 9), 2)
 
 
 def test_only_minus_infinity_hides_large_scores() -> None:
     """Beside scores that may be as large, a huge number is something that is added."""
     mask = torch.zeros(1, 8, 8, dtype=torch.float64).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -1e35)
-    assert {piece.kind for piece in pieces_of(mask, 1)} == {Kind.CAUSAL}
-    assert {piece.kind for piece in pieces_of(mask, 1, finite_hides=False)} == {Kind.MIXED}
+    assert {piece.kind for piece in pieces_of(mask, 1)} == {TileKind.CAUSAL}
+    assert {piece.kind for piece in pieces_of(mask, 1, finite_hides=False)} == {TileKind.MIXED}
     assert pieces_of(mask.masked_fill(mask < 0, -INF), 1, finite_hides=False) == pieces_of(mask, 1)
 
 
@@ -124,13 +124,13 @@ def test_attention_by_pieces_is_attention(mask: Tensor, seed: int) -> None:
 @pytest.mark.parametrize(
     ("keep", "kinds"),
     [
-        (slice(None), {Kind.CAUSAL}),
-        (slice(0, 70), {Kind.CAUSAL, Kind.FULL}),
-        (slice(30, None), {Kind.CAUSAL, Kind.MIXED}),
+        (slice(None), {TileKind.CAUSAL}),
+        (slice(0, 70), {TileKind.CAUSAL, TileKind.FULL}),
+        (slice(30, None), {TileKind.CAUSAL, TileKind.MIXED}),
     ],
     ids=["no padding", "padding at the end", "padding at the beginning"],
 )
-def test_padding_needs_few_masks(keep: slice, kinds: set[Kind]) -> None:
+def test_padding_needs_few_masks(keep: slice, kinds: set[TileKind]) -> None:
     """A row that sees nothing is the only one that keeps its mask."""
     seen = torch.zeros(100, 100, dtype=torch.bool)
     seen[:, keep] = True

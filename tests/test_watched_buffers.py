@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamfx import constants
+from streamfx.frontend import mask_buffers
 
 WIDTH, LENGTH = 8, 21
 
@@ -93,10 +93,10 @@ def test_the_next_call_is_exact(name: str) -> None:
 
 def test_a_frozen_weight_that_is_not_read_is_told_by_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """No version counter shows that `.data` is another tensor."""
-    monkeypatch.setattr(constants, "MOST_READ", 0)
+    monkeypatch.setattr(mask_buffers, "MOST_READ", 0)
     weight = nn.Parameter(torch.ones(WIDTH, WIDTH + 1), requires_grad=False)
-    watched = constants.watched_inputs([weight], [True])
+    watched = mask_buffers.watched_inputs([weight], [True])
     assert [item.seen is not None and item.seen.sums is None for item in watched] == [True]
-    assert constants.all_hold(watched, [weight])
+    assert mask_buffers.all_hold(watched, [weight])
     weight.data = torch.full_like(weight, 1e30)
-    assert not constants.all_hold(watched, [weight])
+    assert not mask_buffers.all_hold(watched, [weight])

@@ -187,7 +187,7 @@ def test_memory_is_read_at_any_length() -> None:
 
 def test_equal_calls_of_functions_stay_two() -> None:
     """What a function draws at random nobody tells, so that two equal calls need not give the same."""
-    from streamfx.passes.canonicalization.canonicalize import canonicalize
+    from streamfx.passes.rewrite.canonicalize import canonicalize
 
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
@@ -210,8 +210,8 @@ def recorded(between: Between) -> Recorded:
 @pytest.mark.parametrize("target", ["aten.cumsum.default", "aten.mm.default", "streamfx.attention.default"])
 def test_an_operator_that_a_later_pass_refuses_runs_whole(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any operator may be marked: the passes begin again, and the result is the same."""
-    from streamfx.passes.codegen import bodies
-    from streamfx.passes.operators.whole import RunsWhole
+    from streamfx.passes.lowering import bodies
+    from streamfx.passes.ops.fallback import FallbackError
 
     refused: list[str] = []
     emitter_of = bodies.emitter_of
@@ -219,7 +219,7 @@ def test_an_operator_that_a_later_pass_refuses_runs_whole(target: str, monkeypat
     def refusing(node: Any) -> Any:
         if str(node.target) == target and not refused:
             refused.append(node.name)
-            raise RunsWhole(node, f"{target} is refused")
+            raise FallbackError(node, f"{target} is refused")
         return emitter_of(node)
 
     one = recorded(lambda self, x: x + running_sum(x) / LENGTH)
@@ -259,9 +259,9 @@ def test_two_devices() -> None:
 
 def test_a_loop_that_would_follow_from_itself_stays_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rolled loops cannot be put in order, the one on the way is left as it was traced, and all passes begin again."""
-    from streamfx.passes.recurrences import detection as recurrences
-    from streamfx.passes.recurrences import rerolling as rolling
-    from streamfx.runtime.recurrences import Recurrence
+    from streamfx.passes.scan import detection as recurrences
+    from streamfx.passes.scan import rerolling as rolling
+    from streamfx.runtime.chunked_recurrences import Recurrence
 
     def carried(self: Decoder, x: Tensor) -> Tensor:
         state, rows = torch.zeros_like(x[:, 0]), []

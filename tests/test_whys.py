@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import streamfx
-from streamfx.report.reasons import BY_NUMBER, JOINED, MIXES, ON_HOST, OTHER, PARTS, RANKS, advice_on_break, obstacles
+from streamfx.tools.report.fallback_reasons import (
+    BY_NUMBER,
+    JOINED,
+    MIXES,
+    ON_HOST,
+    OTHER,
+    PARTS,
+    RANKS,
+    advice_on_break,
+    obstacles,
+)
 from tests.support.collectives import data_of
 from tests.support.decoders import VOCABULARY, Decoder
 from tests.support.decoders.fused import CausalHeads

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import streamfx
-from streamfx.cost.wire import Sent, sent_by, sent_by_node
-from streamfx.passes.operators.rules.registry import RULES, notation_rule
+from streamfx.cost.comm import Sent, sent_by, sent_by_node
+from streamfx.passes.ops.rules.registry import RULES, notation_rule
 from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, data_of, step
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded

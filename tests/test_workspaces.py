@@ -12,9 +12,9 @@ from torch import Tensor
 
 import streamfx
 from streamfx.cost import meter, workspaces
-from streamfx.planner.devices import device_called
-from streamfx.runtime import cuda_attention, kernels
-from streamfx.runtime.device_kinds import supposed
+from streamfx.kernels import cuda_attention, sdpa
+from streamfx.kernels.device_kinds import supposed
+from streamfx.tools.planner.devices import device_called
 from streamfx.torch_private import FakeTensorMode, OpOverload
 from streamfx.torch_private.allocations import allocations
 from tests.support.spread import spread
@@ -49,7 +49,7 @@ def test_every_attention_of_a_program_is_counted(context: int, device: str, dtyp
     options = {"save": "inputs", "chunk_size": 128, "loss_chunk_size": 128}
     given: dict[str, Any] = {"device": device, "dtype": dtype, "world": context, "context": context, "shard": "ddp"}
     streamfx.plan({**TINY, "num_hidden_layers": 1}, seq=512, baselines=False, options=options, **given)
-    assert (kernels.ATTENTION_BACKWARD in seen) == (context > 1)
+    assert (sdpa.ATTENTION_BACKWARD in seen) == (context > 1)
     assert any(func.namespace == "aten" and "backward" in func.name() for func in seen)
     assert seen <= {*workspaces.WORKSPACES, *workspaces.FOLLOWED}
 
@@ -75,7 +75,7 @@ def test_on_a_cpu_no_more_is_taken_than_what_is_counted_and_a_few_bytes_of_each_
     """The same few at each length."""
     for rows in (256, 1024, 2048):
         given = operands(4, groups, rows, 16, torch.float32)
-        for target, own in ((kernels.ATTENTION, given[1:4]), (kernels.ATTENTION_BACKWARD, given)):
+        for target, own in ((sdpa.ATTENTION, given[1:4]), (sdpa.ATTENTION_BACKWARD, given)):
             counted = meter.followed(target, own, {"is_causal": True})
             taken = workspace(lambda: target(*own, is_causal=True))  # noqa: B023
             assert counted <= taken <= counted + torch.get_num_threads() * THREAD
@@ -89,7 +89,7 @@ def test_on_cuda_what_grows_with_the_sequence_is_a_sum_of_one_group_of_heads(hea
     for rows in (1 << 21, 1 << 22):
         with supposed(device_called("H100").kind), FakeTensorMode():
             given = operands(heads, groups, rows, 128, torch.bfloat16)
-            counted.append(meter.followed(kernels.ATTENTION_BACKWARD, given, {"is_causal": True}))
+            counted.append(meter.followed(sdpa.ATTENTION_BACKWARD, given, {"is_causal": True}))
         numbers.append(rows * 128)
     of_a_group = heads // groups
     sums = 4 * min(of_a_group, 2)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu.measures import Finding, distance, seconds
 from benchmarks.gpu.place import Place
-from streamfx.runtime import attention, kernels
+from streamfx.kernels import attention, sdpa
 
 aten = torch.ops.aten
 HEADS, GROUPS, WIDTH, CHUNKS = 32, 8, 128, (4096, 2048, 8192)  # Qwen3-8B's and Llama-3.1-8B's; rows of a chunk
@@ -149,12 +149,12 @@ def _cudnn_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
 
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Any]:
-    out, lse = kernels.forward(q, k, v, None, causal, None)
+    out, lse = sdpa.forward(q, k, v, None, causal, None)
     return out, (lse,)
 
 
 def _fused_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, more: Any, causal: bool) -> Any:
-    return kernels.backward(g, q, k, v, out, lse, None, causal, None)
+    return sdpa.backward(g, q, k, v, out, lse, None, causal, None)
 
 
 def _runtime_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:

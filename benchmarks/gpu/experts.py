@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.gpu.measures import Finding, distance, is_off, seconds
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.products import in_float32
-from streamfx.runtime import experts
+from streamfx.kernels import grouped_mm
 
 REAL = (
     (32, 2880, 5760, 32768),
@@ -27,21 +27,21 @@ def added_by_group(place: Place) -> Iterator[Finding]:
         x, y, weight = place.random(rows, height), place.random(rows, width, seed=1), place.random(count, height, width, seed=2)
         share = torch.linspace(1 - 1 / UNEVEN, 1, rows + 1, device=place.device)[:-1]
         group = (share * count).long()[place.random(rows, dtype=torch.float32, seed=3).argsort()]
-        order, ends = experts.arrange(group, count)
+        order, ends = grouped_mm.arrange(group, count)
         total = torch.ones(count, height, width, device=place.device)
-        experts.add_arranged_outer(total, x, y, order, ends)
+        grouped_mm.add_arranged_outer(total, x, y, order, ends)
         error, eager = _distances(total, x, y, group)
         times = _times(place, total, x, y, weight, order, ends)
         rates = {f"{name} TFLOP/s": 2 * rows * height * width / taken / 1e12 for name, taken in times.items()}
-        figures = {**rates, "by group": experts.adds_by_group(total, x, y), "distance": error, "float32's": eager}
+        figures = {**rates, "by group": grouped_mm.adds_by_group(total, x, y), "distance": error, "float32's": eager}
         yield Finding(f"{count} of {height} x {width}, {rows} rows", figures, is_off(error, eager))
 
 
 def _times(place: Place, total: Tensor, x: Tensor, y: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> dict[str, float]:
     return {
-        "added in place": seconds(place, lambda: experts.add_arranged_outer(total, x, y, order, ends)),
-        "made and added": seconds(place, lambda: total.add_(experts.arranged_outer(x, y, order, ends))),
-        "times weights": seconds(place, lambda: experts.arranged_mm(x, weight, order, ends)),
+        "added in place": seconds(place, lambda: grouped_mm.add_arranged_outer(total, x, y, order, ends)),
+        "made and added": seconds(place, lambda: total.add_(grouped_mm.arranged_outer(x, y, order, ends))),
+        "times weights": seconds(place, lambda: grouped_mm.arranged_mm(x, weight, order, ends)),
     }
 
 

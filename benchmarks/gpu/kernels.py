@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks.gpu.measures import Finding, distance, is_off, seconds
 from benchmarks.gpu.place import Place
-from streamfx.runtime import attention, kernels
-from streamfx.runtime.attention import Window
-from streamfx.runtime.mask_programs import Mask, MaskProgram
+from streamfx.kernels import attention, sdpa
+from streamfx.kernels.attention import Window
+from streamfx.kernels.mask_programs import Mask, MaskProgram
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((32, 8, 128), (8, 8, 64), (4, 1, 80), (4, 4, 256))  # heads of queries, heads of keys, width
@@ -95,7 +95,7 @@ def one_call_against_pieces(place: Place) -> Iterator[Finding]:
         both_passes((query, key, value, gradient), (mask, None, None))
 
     one = seconds(place, run)
-    with mock.patch.object(kernels, "takes_documents", return_value=False):
+    with mock.patch.object(sdpa, "takes_documents", return_value=False):
         several = seconds(place, run)
     yield Finding(f"{rows} rows", {"one call ms": 1e3 * one, "a call for each document ms": 1e3 * several})
 

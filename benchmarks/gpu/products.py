@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.measures import Finding, distance, is_off, seconds
 from benchmarks.gpu.place import Place
-from streamfx.runtime import sums
+from streamfx.kernels import accumulate
 
 REAL = (
     (4096, 12288, 4096),
@@ -39,7 +39,7 @@ def _times(place: Place, left: Tensor, right: Tensor, total: Tensor) -> dict[str
     made = torch.empty_like(total, dtype=left.dtype)
     return {
         "product": seconds(place, lambda: torch.mm(left, right, out=made)),
-        "added in place": seconds(place, lambda: sums.add_product(total, left, right, is_first=False)),
+        "added in place": seconds(place, lambda: accumulate.add_product(total, left, right, is_first=False)),
         "made and added": seconds(place, product_and_add),
     }
 
@@ -47,7 +47,7 @@ def _times(place: Place, left: Tensor, right: Tensor, total: Tensor) -> dict[str
 def _distances(left: Tensor, right: Tensor, total: Tensor) -> tuple[float, float]:
     """Of a total of ones after a product was added, and of the device's own product in float32 that is added to it."""
     total.fill_(1)
-    sums.add_product(total, left, right, is_first=False)
+    accumulate.add_product(total, left, right, is_first=False)
     truth = 1 + left[:FEW].double() @ right.double()
     plain = 1 + in_float32(left[:FEW], right)
     return distance(total[:FEW], truth), distance(plain, truth)

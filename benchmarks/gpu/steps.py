@@ -15,10 +15,10 @@ from benchmarks.gpu.measures import Finding, activity, host_waits
 from benchmarks.gpu.models import TINY
 from benchmarks.gpu.place import GIB, Place
 from examples.peak_memory import PeakMemory
-from streamfx.planner.devices import PUBLISHED, device_called
-from streamfx.planner.models import configuration
-from streamfx.report.brief import predicted
-from streamfx.report.first_step import Compiled, noted_in
+from streamfx.tools.planner.devices import PUBLISHED, device_called
+from streamfx.tools.planner.models import configuration
+from streamfx.tools.report.first_step_notice import Compiled, noted_in
+from streamfx.tools.report.notices import predicted
 
 MODEL = "Qwen3-8B"
 SMALLER = 256  # times shorter are sequences of the small form

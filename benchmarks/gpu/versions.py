@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.gpu.kernels import How, both_passes, chunk_mask, how_seen
 from benchmarks.gpu.measures import Finding, operators
 from benchmarks.gpu.place import GIB, Place
-from streamfx.runtime import experts, sums
+from streamfx.kernels import accumulate, grouped_mm
 
 PACKAGES = ("triton", "transformers", "networkx", "jinja2", "numpy")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -91,17 +91,17 @@ def _attention(place: Place, dtype: torch.dtype, width: int) -> dict[str, str]:
 def _product(place: Place) -> str:
     total = torch.zeros(64, 64, device=place.device)
     factor = place.random(64, 64)
-    sums.add_product(total, factor, factor, is_first=False)
-    return operators(lambda: sums.add_product(total, factor, factor, is_first=False), "mm", "streamfx")
+    accumulate.add_product(total, factor, factor, is_first=False)
+    return operators(lambda: accumulate.add_product(total, factor, factor, is_first=False), "mm", "streamfx")
 
 
 def _experts(place: Place) -> str:
     x, weight, total = place.random(64, 64), place.random(4, 64, 64), torch.zeros(4, 64, 64, device=place.device)
-    order, ends = experts.arrange(torch.arange(64, device=place.device) % 4, 4)
+    order, ends = grouped_mm.arrange(torch.arange(64, device=place.device) % 4, 4)
 
     def work() -> None:
-        made: Tensor = experts.arranged_mm(x, weight, order, ends)
-        experts.add_arranged_outer(total, x, made, order, ends)
+        made: Tensor = grouped_mm.arranged_mm(x, weight, order, ends)
+        grouped_mm.add_arranged_outer(total, x, made, order, ends)
 
     work()
-    return f"{operators(work, 'mm', 'streamfx')}; adds by group: {experts.adds_by_group(total, x, x)}"
+    return f"{operators(work, 'mm', 'streamfx')}; adds by group: {grouped_mm.adds_by_group(total, x, x)}"

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-import streamfx.backend  # noqa: F401  (names the backend for torch.compile: there may be no entry point)
+import streamfx.frontend.backend  # noqa: F401  (names the backend for torch.compile: there may be no entry point)
 from benchmarks.gpu.checks import COMMANDS
 from benchmarks.gpu.measures import Finding
 from benchmarks.gpu.place import GIB, LEFT, Place

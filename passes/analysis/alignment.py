@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamfx.ir.axes import Dim
+from streamfx.ir.axis_table import Dim
 from streamfx.ir.facts import Shape
 
 

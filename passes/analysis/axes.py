@@ -19,16 +19,17 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from streamfx.ir.axes import Atom, AxisTable, Dim
+from streamfx.ir.axis_table import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.signature import Joined, Letter, Scan, Signature, Tile, Whole
+from streamfx.ir.signature import ConcatAxes, FullAxis, Letter, RunningSum, Signature, Tile
 from streamfx.ir.sizes import Size, numeric, product, shape_of
-from streamfx.passes.analysis.members import members_of, sequence_of, shift_links, turned_axes
-from streamfx.passes.operators.collectives import is_collective
-from streamfx.passes.operators.opaque import is_opaque, places_like, why_opaque
-from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, rule_for, said_by
-from streamfx.passes.operators.traits import is_moved_elements, is_random, producer_of
+from streamfx.node_meta import VALUE, WHY_WHOLE
+from streamfx.passes.analysis.derived_axes import members_of, sequence_of, shift_links, turned_axes
+from streamfx.passes.ops.collectives import is_collective
+from streamfx.passes.ops.opaque import is_opaque, places_like, why_opaque
+from streamfx.passes.ops.rules.registry import RuleCall, rule_for, said_by
+from streamfx.passes.ops.traits import is_moved_elements, is_random, producer_of
 from streamfx.runtime.rng import drawing
 
 aten = torch.ops.aten
@@ -184,7 +185,7 @@ def _apply_rule(
         return str(node.meta.get(WHY_WHOLE) or why_opaque(node))
     if is_random(node) and (node.kwargs.get("generator") is not None or drawing(node.target) is None):
         return f"{node.target} draws from a generator that it is not given, so that a chunk cannot draw the same again"
-    call = Call(node, table, shapes)
+    call = RuleCall(node, table, shapes)
     signature = said_by(rule, call)
     if isinstance(signature, str):
         return signature
@@ -229,7 +230,7 @@ def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
 
 
 def _is_static_input(node: fx.Node) -> bool:
-    value: torch.Tensor = node.meta["val"]
+    value: torch.Tensor = node.meta[VALUE]
     is_vector = sum(not isinstance(size, int) or size != 1 for size in value.shape) <= 1
     return not (value.is_floating_point() or value.is_complex()) or is_vector
 
@@ -287,7 +288,7 @@ def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
 
 def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
     """Values made of parameters alone, or by moving the elements of one floating point input."""
-    inputs = {node for node in joint.primals if is_tensor(node) and node.meta["val"].is_floating_point()}
+    inputs = {node for node in joint.primals if is_tensor(node) and node.meta[VALUE].is_floating_point()}
     found, parameters = set(inputs), {node for node in inputs if is_parameter(node)}
     for node in joint.nodes:
         sources = [source for source in node.all_input_nodes if is_tensor(source)]
@@ -341,7 +342,7 @@ def _ordered_axes(axes: AxisFacts) -> set[Atom]:
     found: set[Atom] = set()
     for node, signature in axes.signatures.items():
         letters = {item for letter, window in signature.windows.items() for item in (letter, window.of)}
-        letters |= {letter for letter, index in signature.index.items() if isinstance(index, Scan)}
+        letters |= {letter for letter, index in signature.index.items() if isinstance(index, RunningSum)}
         letters |= signature.whole if node.target in BY_POSITION else set()
         found |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
     return found
@@ -361,7 +362,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     own, ordered = _input_axes(joint, axes), _ordered_axes(axes)
     stays = {*joint.outputs, *joint.gradients}
     for node, signature in axes.signatures.items():
-        for letter in (letter for letter, index in signature.index.items() if isinstance(index, (Whole, Tile, Joined))):
+        for letter in (letter for letter, index in signature.index.items() if isinstance(index, (FullAxis, Tile, ConcatAxes))):
             barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
         if node not in axes.static:
             saves = node not in stays and not is_moved_elements(node)
@@ -370,7 +371,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
                 for atom in {atom for dim in shape for atom in axes.table.resolve(dim)}:
                     gain[atom] += numel
     for node in joint.primals:
-        if is_tensor(node) and node.meta["val"].is_floating_point() and is_parameter(node):
+        if is_tensor(node) and node.meta[VALUE].is_floating_point() and is_parameter(node):
             barred |= _atoms(node, axes)
     inner = _innermost_axes(joint, axes)
     sequences = (own & ordered & gain.keys()) - (inner & turned_axes(axes))
@@ -383,7 +384,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
 
 def _innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
     """Axes along which the numbers of inputs lie side by side, and never apart: parts of them would be scattered in memory."""
-    inputs = [node for node in joint.primals if is_tensor(node) and node.meta["val"].is_floating_point()]
+    inputs = [node for node in joint.primals if is_tensor(node) and node.meta[VALUE].is_floating_point()]
     shapes = [axes.shapes[node] for node in inputs if len(axes.shapes[node]) > 1]
     last, others = (
         {atom for dim in dims for atom in axes.table.resolve(dim)}

@@ -7,24 +7,25 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.ranges import ACTIVATION_HALF, TAME, Range, constant, everything
-from streamfx.passes.operators.values import Values
-from streamfx.passes.operators.values.arithmetic import times
-from streamfx.passes.operators.values.products import product
-from streamfx.passes.operators.values.transfer import longest
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.ranges import ValueRanges
+from streamfx.passes.ops.ranges.arithmetic import times
+from streamfx.passes.ops.ranges.products import product
+from streamfx.passes.ops.ranges.transfer import longest
 
 
-def scores_of(node: fx.Node, values: Values) -> Range:
+def scores_of(node: fx.Node, values: ValueRanges) -> Range:
     """Products of queries and keys, scaled; the scale that is not given is less than one."""
     arguments = bound_arguments(node)
     query, key, scale = (arguments[name] for name in ("query", "key", "scale"))
-    dtype = query.meta["val"].dtype
+    dtype = query.meta[VALUE].dtype
     known = product(dtype, longest(shape_of_node(query)[-1]), values.of(query), values.of(key))
     if scale is None:
         return known
     return times(known, constant(scale)) if isinstance(scale, (int, float)) else everything(dtype)
 
 
-def finite_hides(node: fx.Node, values: Values) -> bool:
+def finite_hides(node: fx.Node, values: ValueRanges) -> bool:
     """Whether scores are small beside the finite numbers that hide keys."""
-    half = bound_arguments(node)["query"].meta["val"].dtype == torch.float16
+    half = bound_arguments(node)["query"].meta[VALUE].dtype == torch.float16
     return scores_of(node, values).magnitude <= (ACTIVATION_HALF if half else TAME)

@@ -19,15 +19,16 @@ from streamfx.cost.flops import flops_of_call
 from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import bytes_like
 from streamfx.cost.rates import Rates, rates_of
-from streamfx.ir.facts import AxisFacts, Facts, Form, Role, known
+from streamfx.ir.facts import AxisFacts, Facts, Role, StorageClass, known
 from streamfx.ir.joint import device_of, input_symbols, is_tensor, tensor_operands
-from streamfx.ir.plan import AutoChunk, ChunkSize
 from streamfx.ir.sizes import Size, free_symbols, numeric, product, simplified
 from streamfx.ir.stage import Stage
+from streamfx.ir.stage_plan import AutoChunk, ChunkSize
+from streamfx.node_meta import VALUE
 from streamfx.options import Options
-from streamfx.passes.operators.collectives import is_reduced_over_ranks
-from streamfx.passes.operators.traits import is_expensive, is_moved_elements
-from streamfx.torch_private.sizes import size_hint
+from streamfx.passes.ops.collectives import is_reduced_over_ranks
+from streamfx.passes.ops.traits import is_expensive, is_moved_elements
+from streamfx.torch_private.symbolic_sizes import size_hint
 
 ALIVE_TOGETHER = 3  # of the values that a chunk's body makes, about one in so many is alive at its peak
 BYTES_OF_A_CALL = 1 << 20  # with fewer, a reduction over ranks takes about as long as with none
@@ -60,14 +61,14 @@ def is_loss_stage(stage: Stage, facts: Facts) -> bool:
     """Whether a stage has no attention and sums over the sequence: the head and the loss."""
     forms = [form for node in stage.forward for form in facts.demand.forms.get(node, ())]
     has_keys = any(node in facts.causality.spans for node in stage.forward)
-    return Form.SUM in forms and not has_keys
+    return StorageClass.SUM in forms and not has_keys
 
 
 def tokens(facts: Facts) -> int:
     """Rows of the sequence in the whole batch, as far as a value at a cut tells: its elements over those of one row."""
     axes = facts.axes
     outputs = [node for stage in facts.stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
-    sizes = [node.meta["val"].shape for node in outputs]
+    sizes = [node.meta[VALUE].shape for node in outputs]
     return max((size_hint(math.prod(size[:-1])) for size in sizes), default=0) or _length(facts)
 
 
@@ -87,19 +88,19 @@ def worthwhile_rows(stage: Stage, facts: Facts, rates: Rates) -> int:
 def rows_of_a_call(stage: Stage, facts: Facts) -> int:
     """Rows with which each reduction over ranks moves enough bytes that its latency does not count; 0 where there is none."""
     nodes = [node for node in (*stage.forward, *stage.backward) if is_reduced_over_ranks(node)]
-    rows = [-(-BYTES_OF_A_CALL * _length(facts) // max(bytes_like(node.meta["val"]), 1)) for node in nodes]
-    return max((own for node, own in zip(nodes, rows, strict=True) if facts.demand.form(node) is Form.ROWS), default=0)
+    rows = [-(-BYTES_OF_A_CALL * _length(facts) // max(bytes_like(node.meta[VALUE]), 1)) for node in nodes]
+    return max((own for node, own in zip(nodes, rows, strict=True) if facts.demand.form(node) is StorageClass.ROWS), default=0)
 
 
 def model_bytes(facts: Facts) -> int:
     """Bytes that a step holds whatever its chunks are, beside the values at cuts: what it is given, and gradients."""
-    given = sum(bytes_like(node.meta.get("val")) for node in facts.joint.sources)
+    given = sum(bytes_like(node.meta.get(VALUE)) for node in facts.joint.sources)
     return given + gradient_bytes(facts.joint.gradients)
 
 
 def gradient_bytes(gradients: Iterable[Any]) -> int:
     """Bytes of those gradients that are asked for."""
-    return sum(bytes_like(node.meta.get("val")) for node in gradients if isinstance(node, fx.Node))
+    return sum(bytes_like(node.meta.get(VALUE)) for node in gradients if isinstance(node, fx.Node))
 
 
 def _flops(nodes: Iterable[fx.Node]) -> int:
@@ -118,9 +119,9 @@ def _moved_by_a_chunk(stage: Stage, facts: Facts) -> int:
     demand, moved = facts.demand, 0
     for node in (*stage.forward, *stage.backward):
         form = demand.forms.get(node, (None,))[0]
-        if is_tensor(node) and form in (Form.SUM, Form.KEYSUM):
-            moved += math.prod(map(size_hint, node.meta["val"].shape)) * (TOTAL if form is Form.SUM else TOTAL // 2)
-        moved += sum(bytes_like(operand.meta["val"]) // 2 for operand in _keys_of(node, facts))
+        if is_tensor(node) and form in (StorageClass.SUM, StorageClass.KEYSUM):
+            moved += math.prod(map(size_hint, node.meta[VALUE].shape)) * (TOTAL if form is StorageClass.SUM else TOTAL // 2)
+        moved += sum(bytes_like(operand.meta[VALUE]) // 2 for operand in _keys_of(node, facts))
     return moved
 
 
@@ -132,7 +133,7 @@ def _keys_of(node: fx.Node, facts: Facts) -> Iterable[fx.Node]:
         return ()
     operands = zip(tensor_operands(node), axes.signatures[node].operands, strict=False)
     seen = [operand for operand, dims in operands if any(keys & set(dim) for dim in dims)]
-    return [operand for operand in seen if demand.forms.get(operand, (None,))[0] is Form.ROWS]
+    return [operand for operand in seen if demand.forms.get(operand, (None,))[0] is StorageClass.ROWS]
 
 
 def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
@@ -140,8 +141,8 @@ def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
     demand = facts.demand
     total: Size = 0
     for node in nodes:
-        if is_tensor(node) and not is_moved_elements(node) and demand.form(node) in (Form.ROWS, Form.PAIR):
-            total = total + _elements_of_a_row(node, facts.axes) * node.meta["val"].element_size()
+        if is_tensor(node) and not is_moved_elements(node) and demand.form(node) in (StorageClass.ROWS, StorageClass.PAIR):
+            total = total + _elements_of_a_row(node, facts.axes) * node.meta[VALUE].element_size()
     return _told(total, facts)
 
 

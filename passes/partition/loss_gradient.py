@@ -27,13 +27,13 @@ from typing import ClassVar
 
 from torch import fx
 
-from streamfx.ir.facts import Facts, Form, Role
+from streamfx.ir.facts import Facts, Role, StorageClass
 from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.stage import Stage
-from streamfx.passes.analysis.multiples import Multiple, multiples
-from streamfx.passes.operators.traits import is_product
+from streamfx.passes.analysis.homogeneity import Homogeneous, multiples
+from streamfx.passes.ops.traits import is_product
+from streamfx.passes.partition.cotangent_scaling import Scaling
 from streamfx.passes.partition.loss_stage import with_loss_stage
-from streamfx.passes.partition.scaling import Scaling
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ def _is_worth_it(stage: Stage, facts: Facts) -> bool:
     """Only for a stage without attention, in one loop: nothing else would be saved."""
     return all(
         Role.KEYS not in facts.demand.roles.get(node, {}).values()
-        and facts.demand.forms[node][0] is not Form.KEYSUM
+        and facts.demand.forms[node][0] is not StorageClass.KEYSUM
         and not (node in stage.backward and facts.axes.is_running(node))  # it asks for loops in its own half's direction
         for node in (*stage.forward, *stage.backward)
         if node in facts.demand.forms
-    ) and any(form is Form.SUM for node in stage.forward for form in facts.demand.forms.get(node, ()))
+    ) and any(form is StorageClass.SUM for node in stage.forward for form in facts.demand.forms.get(node, ()))
 
 
-def _run_along_rows(found: Sequence[Multiple], facts: Facts) -> bool:
+def _run_along_rows(found: Sequence[Homogeneous], facts: Facts) -> bool:
     """Whether what is scaled, and by what, has one dimension of the sequence at most: `Scaling` writes what runs along that."""
     axes = facts.axes
 
@@ -83,7 +83,7 @@ def _run_along_rows(found: Sequence[Multiple], facts: Facts) -> bool:
     return all(along(node) <= 1 for multiple in found for node in (multiple.gradient, multiple.driver))
 
 
-def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:
+def _moved(facts: Facts, found: Sequence[Homogeneous]) -> Facts:
     """Drive the last stage's backward stretch by ones, and scale what leaves it."""
     inside = set(facts.stages[-1].backward)
     scaling = Scaling(facts)
@@ -106,7 +106,7 @@ def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:
 
 
 def _stages_after(
-    facts: Facts, found: Sequence[Multiple], ones: Sequence[fx.Node], scaled: Sequence[Sequence[fx.Node]]
+    facts: Facts, found: Sequence[Homogeneous], ones: Sequence[fx.Node], scaled: Sequence[Sequence[fx.Node]]
 ) -> tuple[Stage, ...]:
     """The stages, when what scales a gradient belongs to the first stretch that uses it."""
     *stages, last = facts.stages

@@ -20,9 +20,10 @@ import networkx
 from torch import fx
 
 from streamfx.cost.memory import bytes_like
-from streamfx.ir.facts import Facts, Form
+from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import ancestors, descendants, is_tensor, trained_values
-from streamfx.passes.operators.traits import is_product, producer_of
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.traits import is_product, producer_of
 from streamfx.passes.partition.stages import UNCUTTABLE, stages_with
 
 EARLIER, LAST = "earlier", "last"
@@ -30,11 +31,11 @@ EARLIER, LAST = "earlier", "last"
 
 def with_loss_stage(facts: Facts, with_trained_heads: bool = False) -> Facts | None:
     """The facts with such a last stage; None where there is none. The last products themselves may be allowed to be trained."""
-    last = _Search(facts, with_trained_heads).found()
+    last = _LossSearch(facts, with_trained_heads).found()
     return None if not last else replace(facts, found_stages=stages_with(last, facts))
 
 
-class _Search:
+class _LossSearch:
     def __init__(self, facts: Facts, with_trained_heads: bool) -> None:
         self.with_trained_heads = with_trained_heads
         self.facts, self.forms, self.static = facts, facts.demand.forms, facts.axes.static
@@ -101,9 +102,11 @@ class _Search:
         return descendants(weights, (node for node in forward if node in self.static or not self._is_in_loop(node)))
 
     def _is_in_loop(self, node: fx.Node) -> bool:
-        return any(form not in (Form.SCALAR, Form.WHOLE) for form in self.forms.get(node, ()))
+        return any(form not in (StorageClass.SCALAR, StorageClass.WHOLE) for form in self.forms.get(node, ()))
 
     def _bytes(self, node: fx.Node) -> int:
-        if not self._is_in_loop(node) or self.forms[node] == (Form.SUM,):
+        if not self._is_in_loop(node) or self.forms[node] == (StorageClass.SUM,):
             return 0
-        return max(1, bytes_like(node.meta["val"])) if self.forms[node] == (Form.ROWS,) and is_tensor(node) else UNCUTTABLE
+        return (
+            max(1, bytes_like(node.meta[VALUE])) if self.forms[node] == (StorageClass.ROWS,) and is_tensor(node) else UNCUTTABLE
+        )

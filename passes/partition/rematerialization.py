@@ -16,8 +16,8 @@ from typing import Any
 import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from streamfx.ir.facts import Form
-from streamfx.passes.partition.values import Bytes, Table, Wanted
+from streamfx.ir.facts import StorageClass
+from streamfx.passes.partition.value_table import Access, Bytes, Table
 
 BEFORE, HERE = "before", "here"
 FOR_PAIRS = 1 << 20  # how much dearer bytes of rows times keys are: they are stored where nothing else is possible
@@ -44,11 +44,11 @@ class Rematerialization:
         _, (far, near) = networkx.minimum_cut(network, BEFORE, HERE, flow_func=boykov_kolmogorov)
         return {value for value in self._cuttable(network) if (value, "in") in far and (value, "out") in near}
 
-    def must_be_stored(self, need: Wanted) -> bool:
+    def must_be_stored(self, need: Access) -> bool:
         """Whether the rows that are needed are not those that a loop could make again for its own chunk."""
         return need.is_stored or (need.is_stored_before and self.levels[need.operand] != self.number)
 
-    def walk(self, outputs: Iterable[int], goes_on: Callable[[Wanted], bool]) -> Iterator[tuple[int, Wanted]]:
+    def walk(self, outputs: Iterable[int], goes_on: Callable[[Access], bool]) -> Iterator[tuple[int, Access]]:
         """Each value that is computed for these outputs with each of its needs that a loop of the region meets, from the outputs
         back; `goes_on` says whether the operand is computed, too.
         """
@@ -64,7 +64,7 @@ class Rematerialization:
                     if goes_on(need):
                         todo.append(need.operand)
 
-    def _is_given(self, need: Wanted) -> bool:
+    def _is_given(self, need: Access) -> bool:
         """Whether an operand comes from an earlier loop in any case, unless what is made of it is stored there."""
         is_made_before = self.levels[need.operand] != self.number and need.operand in self.made
         return self.must_be_stored(need) or is_made_before
@@ -91,11 +91,11 @@ class Rematerialization:
 
     def _bytes(self, value: int, stored: Collection[int]) -> int:
         form = self.table[value].form
-        if value in stored or form is Form.SUM:
+        if value in stored or form is StorageClass.SUM:
             return 0
         assert self.sizes is not None
         size = self.sizes.shown[value]
-        return size * FOR_PAIRS if form is Form.PAIR else size
+        return size * FOR_PAIRS if form is StorageClass.PAIR else size
 
     def _cuttable(self, network: Any) -> list[int]:
         return [node[0] for node in network if isinstance(node, tuple) and node[1] == "in"]

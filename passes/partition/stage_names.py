@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from streamfx.passes.operators.traits import CONTRACTIONS
+from streamfx.node_meta import FORWARD_MODULES, MODULES
+from streamfx.passes.ops.traits import CONTRACTIONS
 from streamfx.torch_private.lines import frame_of
 
 
 def module_path(node: fx.Node) -> str:
     """The module a node was traced in, as `layers.0.mlp`."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    stack = node.meta.get(MODULES) or node.meta.get(FORWARD_MODULES) or {}
     paths = [entry[0] for entry in stack.values()]
     return plain_path(paths[-1]) if paths else ""
 

@@ -21,16 +21,16 @@ import torch
 from torch import fx
 
 from streamfx.cost.memory import bytes_like
-from streamfx.ir.facts import Facts, Form
+from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import ancestors, is_tensor, node_argument
 from streamfx.ir.signature import Letter, Window
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
-from streamfx.passes.operators.collectives import is_reduced_over_ranks
-from streamfx.passes.operators.rules.registry import COLLECTED
-from streamfx.passes.operators.traits import PART_OF, is_expensive, is_moved_elements, producer_of
-from streamfx.passes.partition.between import Between
-from streamfx.passes.partition.sinking import sunk
+from streamfx.node_meta import COLLECTED, PART_OF, VALUE
+from streamfx.passes.ops.collectives import is_reduced_over_ranks
+from streamfx.passes.ops.traits import is_expensive, is_moved_elements, producer_of
+from streamfx.passes.partition.code_sinking import sunk
+from streamfx.passes.partition.interloop_values import InterloopValues
 from streamfx.passes.partition.stage_names import stage_names
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ AMONG_ZEROS = (aten.select_backward.default, aten.slice_backward.default)
 
 
 @dataclass(frozen=True)
-class Stages:
+class StagesPass:
     name: ClassVar[str] = "stages"
 
     def apply(self, facts: Facts) -> Facts:
@@ -58,7 +58,7 @@ class _Cutter:
     def __init__(self, facts: Facts, last: Collection[fx.Node] = ()) -> None:
         self.facts, self.axes, self.demand, self.causality = facts, facts.axes, facts.demand, facts.causality
         joint = facts.joint
-        self.between = Between(facts)
+        self.between = InterloopValues(facts)
         nodes = beside_producers(joint.nodes)
         self.forward = [node for node in nodes if node in joint.forward]
         self.backward = as_late_as_possible([node for node in nodes if node not in joint.forward], joint.tangents)
@@ -215,7 +215,7 @@ class _Cutter:
         """Where the forward half first sums over the sequence for a result, and not to assert something."""
         asked = ancestors(self.facts.joint.outputs)
         for i, node in enumerate(self.forward):
-            if self.is_streamed(node) and Form.SUM in self.demand.forms[node] and node in asked:
+            if self.is_streamed(node) and StorageClass.SUM in self.demand.forms[node] and node in asked:
                 return i
         return None
 
@@ -251,12 +251,12 @@ class _Cutter:
 
     def cost(self, node: fx.Node, is_stored: bool) -> int:
         form = self.demand.form(node)
-        if form in (Form.PAIR, Form.KEYSUM):
+        if form in (StorageClass.PAIR, StorageClass.KEYSUM):
             return UNCUTTABLE
         if node in self.between.long:
             return 1 if is_stored else self.between.bytes_of(node)
-        if form is not Form.ROWS or is_stored:
-            return 0 if form is not Form.ROWS else 1
+        if form is not StorageClass.ROWS or is_stored:
+            return 0 if form is not StorageClass.ROWS else 1
         return max(1, self.bytes_of_rows(node))
 
     def bytes_of_rows(self, node: fx.Node) -> int:
@@ -266,10 +266,10 @@ class _Cutter:
         return self.bytes[node]
 
     def _bytes_of_rows(self, node: fx.Node) -> int:
-        if not is_tensor(node) or not self.is_streamed(node) or self.demand.form(node) is not Form.ROWS:
+        if not is_tensor(node) or not self.is_streamed(node) or self.demand.form(node) is not StorageClass.ROWS:
             return 0
         elements = numeric(product(self.axes.table.size_of_dim(dim) for dim in self.axes.shapes[node]))
-        return elements * int(node.meta["val"].element_size())
+        return elements * int(node.meta[VALUE].element_size())
 
     def crossing_forward(self, nodes: Sequence[fx.Node], stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
         """Streamed values of a stage that later stages or the caller use."""
@@ -310,7 +310,7 @@ class _Cutter:
     def sums_early(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """The operators in order, but each that puts sums over rows together right behind them: one is kept, and not all."""
         place: dict[fx.Node, int] = {}
-        sums = {node for node in nodes if self.demand.form(node) is Form.SUM}
+        sums = {node for node in nodes if self.demand.form(node) is StorageClass.SUM}
         for i, node in enumerate(nodes):
             own = node.all_input_nodes
             adds = len(own) > 1 and all(it in place and it in sums for it in own)
@@ -330,8 +330,8 @@ class _Cutter:
 
 def _makes_less(node: fx.Node, driven: Collection[fx.Node]) -> bool:
     """Whether a product takes fewer bytes than what it takes of some values."""
-    taken = max((bytes_like(source.meta.get("val")) for source in node.all_input_nodes if source in driven), default=0)
-    return is_tensor(node) and bytes_like(node.meta["val"]) < taken
+    taken = max((bytes_like(source.meta.get(VALUE)) for source in node.all_input_nodes if source in driven), default=0)
+    return is_tensor(node) and bytes_like(node.meta[VALUE]) < taken
 
 
 def beside_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:

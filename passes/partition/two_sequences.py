@@ -17,10 +17,11 @@ from typing import NamedTuple
 from torch import fx
 
 from streamfx.cost.memory import bytes_like
-from streamfx.ir.axes import Atom
+from streamfx.ir.axis_table import Atom
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import results_of
-from streamfx.passes.operators.traits import is_moved_elements
+from streamfx.node_meta import EXAMPLE_VALUE
+from streamfx.passes.ops.traits import is_moved_elements
 from streamfx.torch_private.split import is_handed_on, names_in_dynamo, places_to_split
 
 SHARE = 0.1  # of the peak: so much is computed along another axis at least, without the one that is streamed
@@ -28,7 +29,7 @@ MISPLACED = 0.5  # of the bytes along one axis alone: at most so many are in the
 FEW = 0.1  # of the values along the axis that is streamed: at least so many are without the other, and of the other without it
 
 
-class Made(NamedTuple):
+class ForwardOperator(NamedTuple):
     """What an operator of the forward half computes: its place in Dynamo's graph, the axes, the bytes."""
 
     place: int
@@ -56,14 +57,14 @@ def where_to_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx
     return nodes[min(found)[1]] if found else None
 
 
-def _by_place(made: Sequence[Made], chosen: Iterable[int]) -> Counter[int]:
+def _by_place(made: Sequence[ForwardOperator], chosen: Iterable[int]) -> Counter[int]:
     found = Counter[int]()
     for i in chosen:
         found[made[i].place] += made[i].size
     return found
 
 
-def _made(facts: Facts, order: dict[str, int]) -> Iterable[Made]:
+def _made(facts: Facts, order: dict[str, int]) -> Iterable[ForwardOperator]:
     """An operator that no node of Dynamo's is known for, as one that a pass has written, stands where those in front of it do."""
     axes, place = facts.axes, 0
     for node in facts.joint.nodes:
@@ -72,10 +73,12 @@ def _made(facts: Facts, order: dict[str, int]) -> Iterable[Made]:
         place = next((order[name] for name in names_in_dynamo(node) if name in order), place)
         if node not in axes.static and not is_moved_elements(node):
             for shape, value in zip(axes.results.get(node, ()), results_of(node), strict=False):
-                yield Made(place, frozenset(atom for dim in shape for atom in axes.table.resolve(dim)), bytes_like(value))
+                yield ForwardOperator(
+                    place, frozenset(atom for dim in shape for atom in axes.table.resolve(dim)), bytes_like(value)
+                )
 
 
-def _others(made: Sequence[Made], main: frozenset[int]) -> list[frozenset[int]]:
+def _others(made: Sequence[ForwardOperator], main: frozenset[int]) -> list[frozenset[int]]:
     """By its values each axis that many are computed along without the one that is streamed, which also has values without it.
 
     The batch is none, as all rows have it. Nor is an axis of which all values have a wider one as well, as heads have rows.
@@ -99,7 +102,7 @@ def places_of(nodes: list[fx.Node]) -> dict[int, int]:
         readers = [number[user] for user in node.users if user.op != "output"]
         if node.op in ("placeholder", "get_attr") or not readers:
             continue
-        size = bytes_like(node.meta.get("example_value"))
+        size = bytes_like(node.meta.get(EXAMPLE_VALUE))
         begins[number[node] + 1] += size
         ends[max(readers) + 1] += size
         if not is_handed_on(node):

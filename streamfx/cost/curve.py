@@ -29,7 +29,7 @@ class Point(NamedTuple):
         return Point(self.work.plus(work), {name: self.terms.get(name, 0) + terms.get(name, 0) for name in names})
 
 
-class Stretch(NamedTuple):
+class LoopInterval(NamedTuple):
     """A loop in a curve: the work before its first chunk and after its last, its chunks, and how many of them are drawn.
 
     The others are like those that are drawn: a drawn one stands for its neighbours.
@@ -47,7 +47,7 @@ class Curve:
     """What a meter recorded from some moment on; work is counted from there. The backward half begins at `turn`."""
 
     points: tuple[Point, ...] = ()
-    loops: tuple[Stretch, ...] = ()
+    loops: tuple[LoopInterval, ...] = ()
     work: Work = NO_WORK
     turn: Work | None = None
 
@@ -75,7 +75,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.points: list[Point] = []
-        self.loops: list[Stretch] = []
+        self.loops: list[LoopInterval] = []
 
     def note(self, work: Work, live: Mapping[str, int], rise: Mapping[str, int] = NOTHING) -> None:
         """So many bytes are alive after some work, and `rise` above them."""

@@ -11,8 +11,9 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from streamfx.ir.span import Span
+from streamfx.node_meta import VALUE
 from streamfx.torch_private import OpOverload, real_values
-from streamfx.torch_private.sizes import size_hint
+from streamfx.torch_private.symbolic_sizes import size_hint
 
 PACKED = ("bitsandbytes::gemm_4bit", "quanto::qbytes_mm")  # products x @ w.T with a packed weight, as other packages call them
 
@@ -67,7 +68,7 @@ def _on_meta(arguments: Any) -> Any:
     """Nodes as tensors without data, or the numbers that they stand for."""
 
     def like(node: fx.Node) -> Any:
-        value = node.meta.get("val")
+        value = node.meta.get(VALUE)
         if isinstance(value, torch.Tensor):
             return torch.empty([size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
         return size_hint(value) if isinstance(value, torch.SymInt) else value

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.flops import has_flops
-from streamfx.cost.nested import tensors_in
+from streamfx.cost.nested_tensors import tensors_in
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -34,11 +34,11 @@ NOT_FUSED = {  # kernels of their own, though they compute no products
 
 
 @dataclass(eq=False)
-class Value:
+class FusedMemory:
     """A tensor's memory: its bytes, and the values that it is computed from while it is pending."""
 
     size: int
-    sources: tuple[tuple[Value, int], ...] = ()  # with the bytes that are read of each
+    sources: tuple[tuple[FusedMemory, int], ...] = ()  # with the bytes that are read of each
     is_pending: bool = False
     is_held: bool = True
 
@@ -47,7 +47,7 @@ class Fusion:
     """Follows operators, and counts what fused kernels read and write, and how many there are."""
 
     def __init__(self) -> None:
-        self._values: dict[int, Value] = {}  # by storage
+        self._values: dict[int, FusedMemory] = {}  # by storage
 
     def follow(self, func: Any, given: Any, out: Any) -> tuple[int, int]:
         """Bytes moved, and kernels launched, because an operator reads values that are pending; its own are the caller's to
@@ -55,7 +55,7 @@ class Fusion:
         read = [(self._value(tensor), tensor.nbytes) for tensor in tensors_in(given)]
         if is_fusible(func):
             for tensor in tensors_in(out):
-                self._value(tensor, Value(tensor.nbytes, tuple(read), is_pending=True))
+                self._value(tensor, FusedMemory(tensor.nbytes, tuple(read), is_pending=True))
             return 0, 0
         return self._computed([value for value, _ in read if value.is_pending])
 
@@ -63,22 +63,22 @@ class Fusion:
         """The same because all pending values are written that somebody holds."""
         return self._computed([value for value in self._values.values() if value.is_pending])
 
-    def _value(self, tensor: Tensor, new: Value | None = None) -> Value:
+    def _value(self, tensor: Tensor, new: FusedMemory | None = None) -> FusedMemory:
         """What is known of a tensor's storage; of one that is met first that it is `new`, or in memory."""
         storage = tensor.untyped_storage()
         if (value := self._values.get(storage._cdata)) is None:
-            value = self._values[storage._cdata] = new or Value(storage.nbytes())
+            value = self._values[storage._cdata] = new or FusedMemory(storage.nbytes())
             weakref.finalize(storage, self._freed, storage._cdata)
         return value
 
     def _freed(self, key: int) -> None:
         self._values.pop(key).is_held = False
 
-    def _computed(self, wanted: Sequence[Value]) -> tuple[int, int]:
+    def _computed(self, wanted: Sequence[FusedMemory]) -> tuple[int, int]:
         """One kernel for these pending values."""
         if not wanted:
             return 0, 0
-        computed, read = set(wanted), dict[Value, int]()
+        computed, read = set(wanted), dict[FusedMemory, int]()
         todo = list(wanted)
         while todo:
             for source, size in todo.pop().sources:

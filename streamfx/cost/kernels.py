@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from streamfx.runtime import cuda_attention, cuda_cudnn
-from streamfx.runtime.device_kinds import kind_of
+from streamfx.kernels import cuda_attention, cuda_cudnn
+from streamfx.kernels.device_kinds import kind_of
 
 CUDNN, FLASH = "cudnn", "flash"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.sizes import Size, shape_of
-from streamfx.torch_private.sizes import size_hint
+from streamfx.node_meta import VALUE
+from streamfx.torch_private.symbolic_sizes import size_hint
 
 
 def sequence_length(facts: Facts) -> int | None:
@@ -21,7 +22,7 @@ def _hint(size: Size, facts: Facts) -> int | None:
     for node in facts.joint.sources:
         if not is_tensor(node):
             continue
-        value = node.meta["val"]
+        value = node.meta[VALUE]
         for dimension, known in zip(value.shape, shape_of(value), strict=True):
             if known == size:
                 return size_hint(dimension)

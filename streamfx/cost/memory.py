@@ -12,21 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.cost.between import makes_memory, terms_between
+from streamfx.cost.categories import GRADIENTS, terms_of
+from streamfx.cost.comm import Traffic, added
 from streamfx.cost.curve import Curve, Recorder
-from streamfx.cost.handed_over import HandedOver, run_in_stretches
-from streamfx.cost.layouts import largest_copied
-from streamfx.cost.meter import Meter, Rise
+from streamfx.cost.gradient_copies import largest_copied
+from streamfx.cost.hop_cost import with_stand_ins
+from streamfx.cost.meter import Delta, Meter
+from streamfx.cost.outer_categories import makes_memory, terms_between
+from streamfx.cost.released_gradients import ReleasedGradients, run_in_stretches
 from streamfx.cost.sampling import LoopRun, SampledLoop
-from streamfx.cost.stand_ins import with_stand_ins
-from streamfx.cost.terms import GRADIENTS, terms_of
-from streamfx.cost.wire import Traffic, added
 from streamfx.cost.work import NO_WORK, Work
 from streamfx.ir.joint import graph_copy
+from streamfx.node_meta import VALUE
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
 from streamfx.torch_private import FakeTensorMode, is_token
-from streamfx.torch_private.sizes import size_hint
+from streamfx.torch_private.symbolic_sizes import size_hint
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Cost:
     forward_peak: bytes at most in the forward half; backward_peak: in the backward half, all that was kept for it included.
     held: bytes that the forward half leaves: results and saved values. layer_flops, layer_attention: FLOPs, and those of
     attention, of the forward half of layers, of calls in which these were asked for. forward_terms, backward_terms: the bytes
-    of both peaks, by what they are for (see `terms.py`). gradients: bytes of those of parameters, of calls in eager.
+    of both peaks, by what they are for (see `categories.py`). gradients: bytes of those of parameters, of calls in eager.
     forward_wire, backward_wire: what each half sends to other ranks, by kind. forward_curve, backward_curve: how bytes come and
     go, where that is recorded.
     """
@@ -104,7 +105,7 @@ def cost_of(
     backward: fx.GraphModule | None,
     num_outputs: int,
     loss: frozenset[str] = frozenset(),
-    handed: HandedOver | None = None,
+    handed: ReleasedGradients | None = None,
     recorded: bool = False,
 ) -> Cost:
     """Run both halves of a graph on fake tensors; the caller keeps the results of the forward half during the backward half.
@@ -119,7 +120,7 @@ def cost_of(
     backward = None if backward is None else sampled(backward, meter, known, True, loss)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         placeholders = forward.graph.find_nodes(op="placeholder")
-        inputs = [made_like(node.meta["val"]) for node in placeholders]
+        inputs = [made_like(node.meta[VALUE]) for node in placeholders]
         given = [value for node, value in zip(placeholders, inputs, strict=True) if not is_token(node)]
         with meter:
             results = list(OuterRunner(forward)(list(inputs)))
@@ -136,7 +137,7 @@ def cost_of(
                 gradients = OuterRunner(backward)(_given_backward(backward, saved))
             meter.flush()
             if copied := largest_copied(given, gradients or ()):
-                meter.reached(Rise(copied, {GRADIENTS: copied}))
+                meter.reached(Delta(copied, {GRADIENTS: copied}))
             cost = Cost(
                 forward_peak=forward_peak,
                 backward_peak=meter.peak if backward is not None else 0,
@@ -159,7 +160,7 @@ def _given_backward(backward: fx.GraphModule, saved: list[Any]) -> list[Any]:
     placeholders = backward.graph.find_nodes(op="placeholder")
     arguments = sorted(saved, key=lambda value: not isinstance(value, (int, float)))
     saved.clear()
-    return arguments + [made_like(node.meta["val"]) for node in placeholders[len(arguments) :]]
+    return arguments + [made_like(node.meta[VALUE]) for node in placeholders[len(arguments) :]]
 
 
 def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
@@ -206,7 +207,7 @@ def bytes_like(value: Any) -> int:
 
 def bytes_of_values(nodes: Iterable[fx.Node]) -> int:
     """Bytes of the tensors that these nodes stand for, each counted once."""
-    return sum(bytes_like(node.meta.get("val")) for node in set(nodes))
+    return sum(bytes_like(node.meta.get(VALUE)) for node in set(nodes))
 
 
 def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:

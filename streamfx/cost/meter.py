@@ -18,24 +18,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from streamfx.cost.categories import STAGE_INPUTS
+from streamfx.cost.comm import KINDS, sent_by
 from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.fusion import Fusion, is_fusible
+from streamfx.cost.inplace_accumulate import added_to, bytes_of_total
 from streamfx.cost.kernels import by_kernel
 from streamfx.cost.most_rows import with_most_rows
-from streamfx.cost.nested import tensors_in
-from streamfx.cost.terms import STAGE_INPUTS
-from streamfx.cost.totals import added_to, bytes_of_total
-from streamfx.cost.wire import KINDS, sent_by
+from streamfx.cost.nested_tensors import tensors_in
 from streamfx.cost.work import Work
 from streamfx.cost.workspaces import FOLLOWED, allocated, workspace_of
-from streamfx.runtime.device_kinds import DeviceKind, kind_of
+from streamfx.kernels.device_kinds import DeviceKind, kind_of
 from streamfx.runtime.offload import from_host, to_host
 from streamfx.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode
 
 
 @dataclass
-class Rise:
+class Delta:
     """How far the bytes alive rise above where they stood, and which terms are up at that moment."""
 
     peak: int = 0
@@ -50,7 +50,7 @@ CLONES_MEMORY = {  # with all memory that the first operand lies in; what a fake
     for name in ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "copy")
 }
 ASKS_DEVICE = torch.ops.prim.device.default
-HOST_COPIES = (to_host, from_host)  # they run beside the work of the device: `planner/overlap.py` says what they add
+HOST_COPIES = (to_host, from_host)  # they run beside the work of the device: `tools/planner/overlap.py` says what they add
 
 
 class Meter(TorchDispatchMode):
@@ -91,7 +91,7 @@ class Meter(TorchDispatchMode):
             least = self._size_of(args[0]) if getattr(func, "overloadpacket", None) in CLONES_MEMORY else 0
             self._note_new(out, (args, kwargs), STAGE_INPUTS if func is from_host else self.term, least)
         if workspace := followed(func, args, kwargs) if func in FOLLOWED else workspace_of(func, args, kwargs):
-            self.reached(Rise(workspace, {self.term: workspace}))
+            self.reached(Delta(workspace, {self.term: workspace}))
         return out
 
     def restart_peak(self) -> int:
@@ -99,7 +99,7 @@ class Meter(TorchDispatchMode):
         peak, self.peak, self.peak_terms = self.peak, self.live, dict(self.live_terms)
         return peak
 
-    def reached(self, rise: Rise) -> None:
+    def reached(self, rise: Delta) -> None:
         """Bytes above those alive now that have been alive for a while."""
         self._note(rise.terms)
         self._note()
@@ -127,9 +127,9 @@ class Meter(TorchDispatchMode):
             self.recorder.note(self.work, self.live_terms, rise)
 
     @contextmanager
-    def rising(self) -> Iterator[Rise]:
+    def rising(self) -> Iterator[Delta]:
         """The rise of what runs inside; the peak goes on as if nobody had looked."""
-        rise, before, terms = Rise(), (self.peak, self.peak_terms), Counter(self.live_terms)
+        rise, before, terms = Delta(), (self.peak, self.peak_terms), Counter(self.live_terms)
         base = self.live
         self.restart_peak()
         yield rise

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamfx.cost.nested import tensors_in
+from streamfx.cost.nested_tensors import tensors_in
 from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten

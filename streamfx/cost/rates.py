@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from streamfx.runtime.device_kinds import kind_of
+from streamfx.kernels.device_kinds import kind_of
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,24 @@ from typing import Any
 
 from torch import Tensor
 
-from streamfx.cost.curve import Curve, Point, Stretch
-from streamfx.cost.meter import Meter, Rise
-from streamfx.cost.teeth import MOST_TEETH, Ran, curve_of_chunks
-from streamfx.cost.terms import LoopTerms
+from streamfx.cost.categories import LoopTerms
+from streamfx.cost.curve import Curve, LoopInterval, Point
+from streamfx.cost.meter import Delta, Meter
+from streamfx.cost.sampled_chunks import MOST_TEETH, SampledChunk, curve_of_chunks
 from streamfx.cost.work import Work
-from streamfx.ir.program import Buffer, BufferPart, Kept, LoopSpec, Part, Placement, Selector, Shifted, Stacked
+from streamfx.ir.program import (
+    Buffer,
+    BufferOutput,
+    BufferPart,
+    ChunkSlice,
+    ConcatOutput,
+    LoopSpec,
+    Placement,
+    Selector,
+    ShiftedRows,
+)
 from streamfx.ir.span import Span
-from streamfx.ir.structure import structure
+from streamfx.ir.structural_hash import structure
 from streamfx.runtime.chunks import Chunks
 from streamfx.runtime.loop import Env, Loop
 
@@ -33,7 +43,7 @@ Chunk = tuple[int, int]
 class LoopRun:
     """What a run of a loop has cost: how far memory rose, the work of all chunks, and its curve above where memory stood."""
 
-    rise: Rise
+    rise: Delta
     work: Work
     curve: Curve = field(default_factory=Curve)
 
@@ -84,7 +94,7 @@ class SampledLoop(Loop):
         known = self.known[key]
         self.meter.work, self.work = before.plus(known.work), self.work.plus(known.work)
         if self.meter.recorder is not None:
-            drawn = Stretch(self.spec.name, before, self.meter.work, self.count, min(self.count, MOST_TEETH))
+            drawn = LoopInterval(self.spec.name, before, self.meter.work, self.count, min(self.count, MOST_TEETH))
             self.meter.recorder.add(replace(known.curve.above(before, alive), loops=(drawn,)))
             self.meter.recorder.note(self.meter.work, self.meter.live_terms)
         return results
@@ -95,7 +105,7 @@ class SampledLoop(Loop):
         rising = [point.above(back, below) for point in points]
         ends = [first for _, first in self._marks[1:]] + [len(rising)]
         ran = [
-            Ran(position, self._costs[position], rising[first:stop])
+            SampledChunk(position, self._costs[position], rising[first:stop])
             for (position, first), stop in zip(self._marks, ends, strict=True)
         ]
         return curve_of_chunks(rising[: self._marks[0][1]], ran, self.count, self._work_of)
@@ -132,28 +142,28 @@ class SampledLoop(Loop):
         finally:
             self.meter.term = before
 
-    def _term(self, item: Buffer | Stacked) -> str:
+    def _term(self, item: Buffer | ConcatOutput) -> str:
         """What memory of a buffer, or of a result, is counted under."""
-        stacked = [own for own in self.spec.yields if isinstance(own, Stacked)]
+        stacked = [own for own in self.spec.yields if isinstance(own, ConcatOutput)]
         terms = zip((*self.spec.buffers, *stacked), (*self.terms.buffers, *self.terms.stacked), strict=True)
         return next(term for own, term in terms if own is item)
 
-    def _adopted(self, item: Stacked, made: Tensor) -> Tensor:
+    def _adopted(self, item: ConcatOutput, made: Tensor) -> Tensor:
         self.meter.rename(made, self._term(item))
         return made
 
-    def _result(self, item: Stacked, tensors: Sequence[Any], env: Env) -> Tensor:
+    def _result(self, item: ConcatOutput, tensors: Sequence[Any], env: Env) -> Tensor:
         """Memory that is written over is counted under what it holds from then on."""
         found = super()._result(item, tensors, env)
         if item.reuse is not None:
             self.meter.rename(found, self._term(item))
         return found
 
-    def _new_buffer(self, item: Buffer | Stacked, env: Env, zeroed: bool) -> Tensor:
+    def _new_buffer(self, item: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
         with self._named(self._term(item)):
             return super()._new_buffer(item, env, zeroed)
 
-    def _finished(self, item: Kept, buffers: Sequence[Tensor], env: Env) -> Tensor:
+    def _finished(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
         with self._named(self.terms.buffers[item.buffer]):
             return super()._finished(item, buffers, env)
 
@@ -161,7 +171,7 @@ class SampledLoop(Loop):
         """Rows at which the size of some part starts or stops to change."""
         found: set[int] = set()
         for feed in self.spec.feeds:
-            if isinstance(feed, (Part, BufferPart)):
+            if isinstance(feed, (ChunkSlice, BufferPart)):
                 for placement, selector in feed.where:
                     found |= self._edges_of(placement, selector, env)
         return found
@@ -172,7 +182,7 @@ class SampledLoop(Loop):
         shifts = {0}
         if isinstance(selector, Span):
             shifts = {bound for bound in (selector.low, selector.high) if bound is not None}
-        elif isinstance(selector, Shifted):
+        elif isinstance(selector, ShiftedRows):
             own = self.size(selector.rows.offset, env)
             ends |= {own, own + self.size(selector.rows.length, env)}
             by = self.size(selector.by, env)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import reduce
 from typing import NamedTuple
 
-from streamfx.cost.wire import KINDS, Traffic
+from streamfx.cost.comm import KINDS, Traffic
 
 
 class Work(NamedTuple):

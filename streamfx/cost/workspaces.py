@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.flops import arguments_by_name
-from streamfx.runtime import cuda_attention, cuda_documents, cuda_windows, experts, kernels
-from streamfx.runtime.device_kinds import kind_of
+from streamfx.kernels import cuda_attention, flash_varlen, flash_window, grouped_mm, sdpa
+from streamfx.kernels.device_kinds import kind_of
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def _flash_rows_backward(arguments: Arguments) -> int:
     if arguments["cum_seq_q"] is None:
         return _flash_backward({name: value.transpose(1, 2) for name, value in given.items()})
     _, heads, width = given["query"].shape
-    more = cuda_documents.MARGIN * (len(arguments["cum_seq_q"]) - 1)
+    more = flash_varlen.MARGIN * (len(arguments["cum_seq_q"]) - 1)
     made = _flash_backward({name: value.transpose(0, 1)[None] for name, value in given.items()})
     return made + heads * more * (1 + _up(width, 32 if width <= 128 else 64)) * FLOAT
 
@@ -78,7 +78,7 @@ def _efficient_rows_backward(arguments: Arguments) -> int:
 
 
 def _window_backward(arguments: Arguments) -> int:
-    """`cuda_windows.py`: of flash attention, or of the memory-efficient kernel."""
+    """`flash_window.py`: of flash attention, or of the memory-efficient kernel."""
     is_flash = cuda_attention.takes_flash(arguments["query"], arguments["value"], arguments.get("scale"))
     return _flash_backward(arguments) if is_flash else _efficient_backward(arguments)
 
@@ -98,7 +98,7 @@ def _efficient_backward(arguments: Arguments) -> int:
 def _arranged_product(arguments: Arguments) -> int:
     """Rows in the order of their groups, and their products before they are put back; nothing where they are looked up."""
     x, weight = arguments["x"], arguments["weight"]
-    if not experts.has_kernel(x, weight) and experts.multiplies_by_group(x, weight):
+    if not grouped_mm.has_kernel(x, weight) and grouped_mm.multiplies_by_group(x, weight):
         return 0
     return x.nbytes + len(x) * weight.shape[2] * x.element_size()
 
@@ -108,9 +108,9 @@ def _added_outer(arguments: Arguments) -> int:
     call makes it.
     """
     total, x, y = arguments["total"], arguments["x"], arguments["y"]
-    if experts.adds_by_group(total, x, y):
+    if grouped_mm.adds_by_group(total, x, y):
         return 0
-    whole = total.numel() * x.element_size() if experts.has_kernel(x, y) else 0
+    whole = total.numel() * x.element_size() if grouped_mm.has_kernel(x, y) else 0
     return x.nbytes + y.nbytes + whole
 
 
@@ -131,9 +131,9 @@ WORKSPACES: dict[Any, Callable[[Arguments], int]] = {
     aten._efficient_attention_backward.default: _efficient_rows_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _nothing,  # a megabyte or two for each thread (docs/planner.md)
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _nothing,
-    cuda_windows.ATTENTION_WINDOW: _nothing,
-    cuda_windows.ATTENTION_WINDOW_BACKWARD: _window_backward,
+    flash_window.ATTENTION_WINDOW: _nothing,
+    flash_window.ATTENTION_WINDOW_BACKWARD: _window_backward,
     torch.ops.streamfx.arranged_mm.default: _arranged_product,
     torch.ops.streamfx.add_arranged_outer.default: _added_outer,
 }
-FOLLOWED: dict[Any, Callable[..., Any]] = kernels.ONE_FOR_ALL
+FOLLOWED: dict[Any, Callable[..., Any]] = sdpa.ONE_FOR_ALL

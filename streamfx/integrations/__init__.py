@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from streamfx.arguments import refusing
+from streamfx.argument_checks import refusing
 from streamfx.errors import IntegrationError
 from streamfx.integrations.again import enabled, enabled_in
-from streamfx.integrations.enabled import ORIGIN, Enabled, check_dynamic
+from streamfx.integrations.enabled import ORIGIN, EnabledModules, check_dynamic
 from streamfx.options import from_environment, merged
 
 if TYPE_CHECKING:
     from streamfx.integrations.callback import StreamCallback
 
-__all__ = ["Enabled", "StreamCallback", "disable", "enable"]
+__all__ = ["EnabledModules", "StreamCallback", "disable", "enable"]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 @refusing(IntegrationError, ORIGIN)
-def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any = None, **keywords: Any) -> Enabled:
+def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any = None, **keywords: Any) -> EnabledModules:
     """Run a model, or the models of a trainer, through `backend="streambp"`, in place.
 
     Takes an `nn.Module` (a PEFT model, a Lightning Fabric module, one that DistributedDataParallel, FSDP or DeepSpeed has

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from streamfx.integrations.enabled import Enabled
+from streamfx.integrations.enabled import EnabledModules
 from streamfx.integrations.parts import calls_of
 from streamfx.integrations.targets import found_in, models_of
 from streamfx.log import log
@@ -15,7 +15,7 @@ from streamfx.log import log
 REPLACED = "streamfx.enable: options %s take the place of %s, with which the model was enabled before"
 
 
-def enabled(given: Any, options: Mapping[str, Any], dynamic: bool | None) -> Enabled:
+def enabled(given: Any, options: Mapping[str, Any], dynamic: bool | None) -> EnabledModules:
     """What is there, if the very same was enabled so before; else it is made, in the place of what was there."""
     modules = {target.module for target in found_in(given).targets}
     before = next((one for one in _of(modules) if {target.module for target in one.targets} == modules), None)
@@ -24,17 +24,17 @@ def enabled(given: Any, options: Mapping[str, Any], dynamic: bool | None) -> Ena
             return before
         log.warning(REPLACED, _told(options, dynamic), _told(before.options, before.dynamic))
         before.disable()
-    return Enabled(given, options, dynamic)
+    return EnabledModules(given, options, dynamic)
 
 
-def enabled_in(given: Any) -> list[Enabled]:
+def enabled_in(given: Any) -> list[EnabledModules]:
     """All that is enabled of a model or a trainer."""
-    if isinstance(given, Enabled):
+    if isinstance(given, EnabledModules):
         return [given]
     return _of(part for _, model in models_of(given, "disable") for part in model.modules())
 
 
-def _of(modules: Iterable[nn.Module]) -> list[Enabled]:
+def _of(modules: Iterable[nn.Module]) -> list[EnabledModules]:
     return list(dict.fromkeys(calls.enabled for module in modules if (calls := calls_of(module)) is not None))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from streamfx.integrations.again import enabled, enabled_in
-from streamfx.integrations.enabled import Enabled, check_dynamic
+from streamfx.integrations.enabled import EnabledModules, check_dynamic
 from streamfx.options import merged
 
 ORIGIN = "streamfx.integrations.StreamCallback(...)"
@@ -41,7 +41,7 @@ class StreamCallback(TrainerCallback):
     def __init__(self, *, dynamic: bool | None = None, options: Any = None, **keywords: Any) -> None:
         check_dynamic(dynamic)
         self.options, self.dynamic = merged(options, keywords, ORIGIN), dynamic
-        self.enabled: Enabled | None = None  # what is, or was last, enabled
+        self.enabled: EnabledModules | None = None  # what is, or was last, enabled
         self._is_own = self._has_told = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamfx.backend import streambp
-from streamfx.inspection.untouched import ENABLED
+from streamfx.frontend.backend import streambp
 from streamfx.integrations import packing, plain_weights
 from streamfx.integrations.engines import DATA_PARALLEL, is_held
-from streamfx.report.first_step import Compiled, noted_in
+from streamfx.tools.inspect.side_effect_guard import ENABLED
+from streamfx.tools.report.first_step_notice import Compiled, noted_in
 from streamfx.torch_private.autograd import is_in_data_parallel
 from streamfx.torch_private.dynamo import cause_of, gives_back, is_switched_off, is_traced_here, isolated
 

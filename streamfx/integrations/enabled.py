@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamfx.errors import IntegrationError, OptionError
+from streamfx.frontend.unpicklable import Unpicklable
 from streamfx.integrations.calls import Calls
-from streamfx.integrations.parts import Part, Shared, is_enabled
+from streamfx.integrations.parts import CompiledModule, SharedFunctions, is_enabled
 from streamfx.integrations.target import Target
-from streamfx.integrations.targets import Found, found_in, models_of
+from streamfx.integrations.targets import CompileTargets, found_in, models_of
 from streamfx.log import log
-from streamfx.of_one_process import OfOneProcess
 from streamfx.options import resolved
-from streamfx.report.first_step import Compiled
+from streamfx.tools.report.first_step_notice import Compiled
 from streamfx.torch_private.checkpoints import checkpoints_around, run_with, run_without
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF
 
@@ -24,7 +24,7 @@ USE_MEMORY = (
 SHOWN = 3  # graphs of which a line says what became
 
 
-class Enabled(OfOneProcess):
+class EnabledModules(Unpicklable):
     """Modules that run through the backend until `disable` is called: what `streamfx.enable` returns.
 
     It prints what is compiled and which calls went where; as a context manager it is undone behind the block. `calls` counts
@@ -53,7 +53,7 @@ class Enabled(OfOneProcess):
         if self._is_off:
             log.warning("streamfx.enable: nothing is compiled, as %s: %s", SWITCHED_OFF, SWITCH_ON)
 
-    def _install(self, found: Found) -> None:
+    def _install(self, found: CompileTargets) -> None:
         for target in found.targets:
             if target.module._compiled_call_impl is not None or is_enabled(target.module):
                 raise IntegrationError(
@@ -62,9 +62,9 @@ class Enabled(OfOneProcess):
                     do="call .disable() of what the first call returned, or leave module.compile(...) out",
                 )
         self.targets, self.engines = tuple(found.targets), tuple(found.engines)
-        shared = Shared(self.options, self.dynamic)
-        self.calls: dict[str, Calls | Part] = {
-            target.name: Part(target, shared)
+        shared = SharedFunctions(self.options, self.dynamic)
+        self.calls: dict[str, Calls | CompiledModule] = {
+            target.name: CompiledModule(target, shared)
             if target.is_part
             else Calls(target.module, self.options, self.dynamic, self._look_again)
             for target in found.targets
@@ -106,7 +106,7 @@ class Enabled(OfOneProcess):
         for wrapper, kept in self._checkpoints:
             run_with(wrapper, kept)
 
-    def __enter__(self) -> Enabled:
+    def __enter__(self) -> EnabledModules:
         return self
 
     def __exit__(self, *exception: object) -> None:

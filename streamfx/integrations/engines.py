@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from streamfx.distributed.zero_3 import is_partitioned, refuse_partitioned
 from streamfx.integrations.target import Target
 from streamfx.torch_private import is_sharded
 from streamfx.torch_private.fsdp import (
@@ -26,7 +27,6 @@ from streamfx.torch_private.fsdp import (
     is_fully_sharded,
     is_managed,
 )
-from streamfx.zero_3 import is_partitioned, refuse_partitioned
 
 DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 DATA_PARALLEL = "DistributedDataParallel: its buckets do not cut the graph (optimize_ddp=False while it is called)"

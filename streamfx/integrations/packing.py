@@ -39,14 +39,14 @@ OTHERWISE = (
 )
 
 
-class _Call:
+class _TracedCall:
     """What is known of the call that is being traced."""
 
     found: Found = None
     is_told = False
 
 
-_call = _Call()
+_call = _TracedCall()
 _before: list[dict[str, Any]] = []  # transformers' own functions, once for each enabled module
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamfx.backend import streambp
-from streamfx.inspection.untouched import ENABLED
+from streamfx.frontend.backend import streambp
 from streamfx.integrations.calls import CallCounts, Calls, generates, keeps_cache, run, without_cache
 from streamfx.integrations.target import Target
 from streamfx.lazy.deferred import DeferredTensor
+from streamfx.tools.inspect.side_effect_guard import ENABLED
 from streamfx.torch_private import is_sharded
 from streamfx.torch_private.dynamo import is_switched_off, isolated, own_backend
 from streamfx.torch_private.fsdp import frees_weights, let_trace, refuse_again
@@ -34,7 +34,7 @@ def is_enabled(module: nn.Module) -> bool:
     return hasattr(module.__dict__.get("forward"), ENABLED)
 
 
-def calls_of(module: nn.Module) -> Calls | Part | None:
+def calls_of(module: nn.Module) -> Calls | CompiledModule | None:
     """What an earlier `enable` has put in place of a module's calls."""
     for slot in (module._compiled_call_impl, module.__dict__.get("forward")):
         if isinstance(slot, Calls) or hasattr(slot, ENABLED):
@@ -42,7 +42,7 @@ def calls_of(module: nn.Module) -> Calls | Part | None:
     return None
 
 
-class Shared:
+class SharedFunctions:
     """Compiled functions. Modules with the same forward share one and its graphs; Dynamo's guards tell them apart.
 
     What Dynamo does not guard are numbers in buffers. A graph may rely on them (a mask), and looks at each call whether they are
@@ -51,7 +51,7 @@ class Shared:
 
     def __init__(self, options: Mapping[str, Any], dynamic: bool | None) -> None:
         self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolated()}
-        self.parts: list[Part] = []
+        self.parts: list[CompiledModule] = []
         self.generating = 0  # calls of generation that are going on: what they call runs as it was, too
         self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._first: dict[tuple[Any, ...], list[nn.Module]] = {}
@@ -83,10 +83,10 @@ class Shared:
         return any(part.gave_deferred(may=kinds[type(part.module)] == 1) for part in wrapped)
 
 
-class Part:
+class CompiledModule:
     """Stands in for a module's `__call__`, or for its forward where an engine's hooks are around that."""
 
-    def __init__(self, target: Target, shared: Shared) -> None:
+    def __init__(self, target: Target, shared: SharedFunctions) -> None:
         self.module, self.owner, self.within_hooks = target.module, target.owner, target.within_hooks
         self.is_rest, self.is_wrapped = target.is_rest, target.is_wrapped
         self._gave_deferred: bool | None = None

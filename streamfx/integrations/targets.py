@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from streamfx.errors import IntegrationError, one
-from streamfx.inspection.layers import has_forward
 from streamfx.integrations.engines import check_engine, engine_of, inside_of, is_held, parts_of
 from streamfx.integrations.heads import head_of
+from streamfx.integrations.minimum_versions import check_versions
 from streamfx.integrations.target import Target
-from streamfx.integrations.versions import check_versions
+from streamfx.tools.inspect.layers import has_forward
 from streamfx.torch_private.dynamo import is_compiled
 from streamfx.torch_private.fsdp import inside_of_wrapper, is_fsdp_wrapper
 
@@ -31,14 +31,14 @@ OWN_HEAD = "fused_lm_head"
 
 
 @dataclass(frozen=True)
-class Found:
+class CompileTargets:
     """The modules to compile, each once, and what is said of engines that hold them."""
 
     targets: list[Target]
     engines: list[str]
 
 
-def found_in(given: Any) -> Found:
+def found_in(given: Any) -> CompileTargets:
     """What of a trainer or a model has to be compiled."""
     found: dict[nn.Module, Target] = {}
     engines: dict[str, None] = {}
@@ -57,7 +57,7 @@ def found_in(given: Any) -> Found:
             parts = parts_of(target, owner)
         for part in parts:
             found.setdefault(part.module, part)
-    return Found(list(found.values()), list(engines))
+    return CompileTargets(list(found.values()), list(engines))
 
 
 def models_of(given: Any, asked: str = "enable") -> Iterator[tuple[str, nn.Module]]:

@@ -10,18 +10,18 @@ from typing import Literal, TypeAlias, TypeVar
 
 from torch import fx
 
-from streamfx.ir.axes import Atom, AxisTable, Dim
-from streamfx.ir.collectives import Collectives
-from streamfx.ir.fitting import Fitting
+from streamfx.ir.axis_table import Atom, AxisTable, Dim
+from streamfx.ir.collective_ops import Collectives
+from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.joint import JointGraph
-from streamfx.ir.lengths import Lengths
-from streamfx.ir.plan import ChunkPlan
 from streamfx.ir.program import Program
 from streamfx.ir.recurrence import Truncation
-from streamfx.ir.signature import Letter, Scan, Signature
+from streamfx.ir.search_trace import SearchTrace
+from streamfx.ir.signature import Letter, RunningSum, Signature
 from streamfx.ir.sizes import Size
 from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
+from streamfx.ir.stage_plan import ChunkPlan
 
 Shape: TypeAlias = "tuple[Dim, ...]"
 T = TypeVar("T")
@@ -81,7 +81,9 @@ class AxisFacts:
     def is_running(self, node: fx.Node) -> bool:
         """Whether an operator hands something on from row to row of the sequence: a running sum, a recurrence."""
         signature = self.signatures.get(node)
-        running = () if signature is None else (letter for letter, index in signature.index.items() if isinstance(index, Scan))
+        running = (
+            () if signature is None else (letter for letter, index in signature.index.items() if isinstance(index, RunningSum))
+        )
         return any(self.sequence_atom(self.letters[node].get(letter, ())) is not None for letter in running)
 
     def row_axis(self, dim: Dim) -> Atom | None:
@@ -104,7 +106,7 @@ class Role(Enum):
     WHOLE = "whole"  # all rows
 
 
-class Form(Enum):
+class StorageClass(Enum):
     """In which form a value naturally exists."""
 
     SCALAR = "outside"  # no sequence axis: computed once, between loops
@@ -116,19 +118,19 @@ class Form(Enum):
 
 
 @dataclass(frozen=True)
-class DemandFacts:
+class AccessFacts:
     """Which rows of its operands each operator needs, and the form of its results."""
 
     roles: Mapping[fx.Node, Mapping[Letter, Role]]
-    forms: Mapping[fx.Node, tuple[Form, ...]]
+    forms: Mapping[fx.Node, tuple[StorageClass, ...]]
     reasons: Mapping[fx.Node, str]
 
-    def form(self, node: fx.Node) -> Form:
+    def form(self, node: fx.Node) -> StorageClass:
         return self.forms[node][0]
 
 
 @dataclass(frozen=True)
-class CausalityFacts:
+class SpanFacts:
     """Which keys the rows of a chunk can see: a span for each operator that has keys, and how it was found.
 
     Operators that are `measured`, and their parts, have none: they are made anew for the keys of each that uses them.
@@ -164,13 +166,13 @@ class Facts:
     joint: JointGraph
     collectives: Collectives | None = None
     found_axes: AxisFacts | None = None
-    found_demand: DemandFacts | None = None
-    found_causality: CausalityFacts | None = None
+    found_demand: AccessFacts | None = None
+    found_causality: SpanFacts | None = None
     found_stages: tuple[Stage, ...] | None = None
     found_plan: ChunkPlan | None = None
     program: Program | None = None
     lengths: Lengths | None = None
-    fitting: Fitting | None = None
+    fitting: SearchTrace | None = None
     fits: Literal["compiled", "eager"] | None = None
     failed: str | None = None
     stands: str | None = None
@@ -185,11 +187,11 @@ class Facts:
         return known(self.found_axes)
 
     @property
-    def demand(self) -> DemandFacts:
+    def demand(self) -> AccessFacts:
         return known(self.found_demand)
 
     @property
-    def causality(self) -> CausalityFacts:
+    def causality(self) -> SpanFacts:
         return known(self.found_causality)
 
     @property

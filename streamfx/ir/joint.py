@@ -13,10 +13,9 @@ import torch
 from torch import fx
 
 from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
+from streamfx.node_meta import STATIC_ADDRESS, STAYS, VALUE
 from streamfx.torch_private import inputs_of_gradients, is_token
 
-STAYS = "streamfx_stays"  # in the `meta` of an operator that runs though nobody reads its result
-STATIC_ADDRESS = "streamfx_static_address"  # in the `meta` of an input that the model holds
 ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default, torch.ops.aten._assert_scalar.default)
 _NUMBERS = frozenset(map(id, ASSERTIONS))  # every pass asks every operator; to compare or to hash them takes longer
 
@@ -67,7 +66,7 @@ class JointGraph:
 
 def device_of(graph: fx.Graph) -> torch.device:
     """The device on which a graph computes: the first that is not the CPU, and where numbers are."""
-    devices = [node.meta["val"].device for node in graph.nodes if is_tensor(node)]
+    devices = [node.meta[VALUE].device for node in graph.nodes if is_tensor(node)]
     return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
@@ -160,7 +159,7 @@ def is_assertion(node: fx.Node) -> bool:
 
 
 def is_tensor(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+    return isinstance(node, fx.Node) and isinstance(node.meta.get(VALUE), torch.Tensor)
 
 
 def is_parameter(node: fx.Node) -> bool:
@@ -171,14 +170,14 @@ def is_parameter(node: fx.Node) -> bool:
 def is_size(node: Any) -> bool:
     """Whether a node is a number known from shapes (a `SymInt` and its kin)."""
     return isinstance(node, fx.Node) and isinstance(
-        node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+        node.meta.get(VALUE), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
     )
 
 
 def input_symbols(joint: JointGraph) -> set[sympy.Symbol]:
     """Symbols in the sizes of what is given: numbers that are known before the graph runs."""
     tensors = (size for node in joint.primals if is_tensor(node) for size in shape_of_node(node))
-    return free_symbols([*tensors, *(size_of(node.meta["val"]) for node in joint.primals if is_size(node))])
+    return free_symbols([*tensors, *(size_of(node.meta[VALUE]) for node in joint.primals if is_size(node))])
 
 
 def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
@@ -226,24 +225,24 @@ def tensor_operands(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def is_alike(node: fx.Node, other: fx.Node) -> bool:
     """Whether two values are of one type, on one device."""
-    one, another = node.meta["val"], other.meta["val"]
+    one, another = node.meta[VALUE], other.meta[VALUE]
     return bool(one.dtype == another.dtype and one.device == another.device)
 
 
 def results_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
     """The node's results as FakeTensors; None for results that are no tensors."""
-    value = node.meta.get("val")
+    value = node.meta.get(VALUE)
     values = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(item if isinstance(item, torch.Tensor) else None for item in values)
 
 
 def shape_of_node(node: fx.Node) -> tuple[Size, ...]:
-    return shape_of(node.meta["val"])
+    return shape_of(node.meta[VALUE])
 
 
 def number_of(argument: Any) -> Any:
     """A number that an operator is given: of a node that holds one, the size that it stands for."""
-    return size_of(argument.meta["val"]) if is_size(argument) else argument
+    return size_of(argument.meta[VALUE]) if is_size(argument) else argument
 
 
 def bound_arguments(node: fx.Node) -> dict[str, Any]:

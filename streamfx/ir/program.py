@@ -9,9 +9,9 @@ import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.plan import ChunkSize
 from streamfx.ir.sizes import Size
 from streamfx.ir.span import Span
+from streamfx.ir.stage_plan import ChunkSize
 
 START, STOP = sympy.Symbol("start", integer=True), sympy.Symbol("stop", integer=True)  # of the current chunk
 CHUNK, CHUNKS = (
@@ -23,7 +23,7 @@ PER_CHUNK = {symbol.name for symbol in (START, STOP, CHUNK, CHUNKS, STEP)}
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """An axis cut into chunks: `length` rows, row i standing at position i * `block` + `offset` of the sequence.
 
     Where a row is a block of several rows, chunks begin where blocks do.
@@ -39,33 +39,33 @@ class Placement:
     """Where a tensor holds the sequence: dimension `dim`, with `outer` elements around and `inner` inside each row."""
 
     dim: int
-    rows: Rows
+    rows: RowRange
     outer: Size = 1
     inner: Size = 1
 
 
 @dataclass(frozen=True)
-class Shifted:
+class ShiftedRows:
     """The rows that a chunk of another axis, `rows`, stands for: its row i is row i + `by` here, where there is one.
 
     With a `reach` it is a window: row i stands for rows i + `by` to i + `by` + `reach`.
     """
 
-    rows: Rows
+    rows: RowRange
     by: Size
     reach: int = 0
 
 
-Selector: TypeAlias = "Span | Shifted | None"  # None: the chunk's own rows
+Selector: TypeAlias = "Span | ShiftedRows | None"  # None: the chunk's own rows
 
 
 @dataclass(frozen=True)
-class Same:
+class Broadcast:
     """The value itself, every iteration."""
 
 
 @dataclass(frozen=True)
-class Part:
+class ChunkSlice:
     """The chunk's rows, or the rows of a span, along each placement."""
 
     where: tuple[tuple[Placement, Selector], ...]
@@ -96,7 +96,7 @@ class IsFirst:
     """Whether the chunk is the first one that runs: it writes sums, to which the others add."""
 
 
-Feed: TypeAlias = "Same | Part | Number | BufferPart | ChunkKey | IsFirst"
+Feed: TypeAlias = "Broadcast | ChunkSlice | Number | BufferPart | ChunkKey | IsFirst"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class ConcatOutput:
     """A result whose chunks are put side by side; `reuse` is an argument that may be overwritten with it, row by row.
 
     `is_fresh` says that an operator of the body makes a chunk's rows in memory that nothing else shows: those of a single chunk
@@ -134,7 +134,7 @@ class Stacked:
 
 
 @dataclass(frozen=True)
-class Kept:
+class BufferOutput:
     """A buffer that outlives the loop, in the type of the value it holds; divided by `count` where it is a mean."""
 
     buffer: int
@@ -142,7 +142,7 @@ class Kept:
     count: Size = 1
 
 
-Yield: TypeAlias = "Stacked | Kept"
+Yield: TypeAlias = "ConcatOutput | BufferOutput"
 
 
 @dataclass(frozen=True)

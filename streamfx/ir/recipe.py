@@ -57,7 +57,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Program:
+class RecipeProgram:
     """Torch functions in order. `given` feeds the last placeholders; those before are fed by whoever runs it.
 
     An operator that is not in `contexts` runs under the modes of the call.
@@ -101,7 +101,7 @@ class Recipe:
     """A program with one dense result, and what that result will look like."""
 
     name: str
-    program: Program
+    program: RecipeProgram
     shape: tuple[Size, ...]
     strides: tuple[Size, ...]
     dtype: torch.dtype
@@ -131,18 +131,18 @@ class SizeSources:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ReturnedOutput:
     """A result that the compiled graph returns, by position."""
 
     position: int
 
 
 @dataclass(frozen=True)
-class Made:
+class RebuiltOutput:
     """A result made from a recipe's tensor: that tensor itself, or a view that `view` takes of it."""
 
     recipe: int
-    view: Program | None
+    view: RecipeProgram | None
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class OutputPlan:
     """What the caller gets. `order` tells for each original output which of `results` it is; None is None."""
 
     recipes: tuple[Recipe, ...]
-    results: tuple[Kept | Made, ...]
+    results: tuple[ReturnedOutput | RebuiltOutput, ...]
     order: tuple[int | None, ...]
     sizes: SizeSources
 

@@ -28,14 +28,14 @@ Number: TypeAlias = int  # of a value, of an operand
 
 
 @dataclass(frozen=True)
-class Value:
+class StepValue:
     """Stands for a value in an operator's arguments."""
 
     number: Number
 
 
 @dataclass(frozen=True)
-class Read:
+class RowRead:
     """`made` is the row of a step, taken out of an operand."""
 
     made: Number
@@ -54,11 +54,11 @@ class Operation:
     kwargs: Mapping[str, Any]
 
 
-Instruction: TypeAlias = "Read | Operation"
+Instruction: TypeAlias = "RowRead | Operation"
 
 
 @dataclass(frozen=True)
-class Slot:
+class CarrySlot:
     """A value that crosses from one step to the next, and the place in the carry that it takes."""
 
     value: Number
@@ -72,7 +72,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Join:
+class ConcatResult:
     """A result whose rows are values of the steps, put together along `dim`."""
 
     values: tuple[Number, ...]
@@ -82,7 +82,7 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Final:
+class SingleStepResult:
     """A result that one step makes; in a loop it is a sum to which the other chunks add zeros."""
 
     value: Number
@@ -98,9 +98,9 @@ class Steps:
     """
 
     steps: tuple[tuple[Instruction, ...], ...]
-    crossing: tuple[tuple[Slot, ...], ...]
-    joins: tuple[Join, ...]
-    finals: tuple[Final, ...]
+    crossing: tuple[tuple[CarrySlot, ...], ...]
+    joins: tuple[ConcatResult, ...]
+    finals: tuple[SingleStepResult, ...]
     dtype: torch.dtype
     reverse: bool
     dead: tuple[tuple[Number, ...], ...] = ()
@@ -189,7 +189,7 @@ class ScanPlan:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """Rows that are combined with all rows before them, as a tree combines them (`runtime/trees.py`); or the gradients of that.
+    """Rows that are combined with all rows before them, as a tree combines them (`runtime/prefix_scan.py`); or the gradients of that.
 
     The operands are the rows of each leaf (along dimension 0; of these `types`), and what all rows are given. Those
     of the gradients begin with the gradients of the results, as far as they are not `absent`. `results` are numbers of the leaves

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
-from streamfx.ir.axes import Dim
+from streamfx.ir.axis_table import Dim
 from streamfx.ir.sizes import Size
 
 Letter: TypeAlias = int
@@ -21,12 +21,12 @@ LetterShape: TypeAlias = "tuple[LetterDim, ...]"
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullAxis:
     """The operator mixes its rows, and has to be given all of them: softmax, sort."""
 
 
 @dataclass(frozen=True)
-class Scan:
+class RunningSum:
     """Each row takes in all rows before it, or, in `reverse`, all after it: a running sum."""
 
     reverse: bool
@@ -59,18 +59,18 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Joined:
+class ConcatAxes:
     """Its rows are those of other letters, one behind another: of each of these, how many rows come before."""
 
     parts: tuple[tuple[Letter, Size], ...]
 
 
-Index: TypeAlias = Whole | Scan | SingleRow | Window | Tile | Joined
+Index: TypeAlias = FullAxis | RunningSum | SingleRow | Window | Tile | ConcatAxes
 
 
 def whole(*letters: Letter) -> dict[Letter, Index]:
     """Letters along which an operator has to be given all rows."""
-    return dict.fromkeys(letters, Whole())
+    return dict.fromkeys(letters, FullAxis())
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class Signature:
         return {letter: index for letter, index in self.index.items() if isinstance(index, Tile)}
 
     @property
-    def joined(self) -> tuple[Letter, Joined] | None:
+    def joined(self) -> tuple[Letter, ConcatAxes] | None:
         """The letter whose rows are those of others, if there is one."""
-        return next(((letter, index) for letter, index in self.index.items() if isinstance(index, Joined)), None)
+        return next(((letter, index) for letter, index in self.index.items() if isinstance(index, ConcatAxes)), None)
 
     def letters(self) -> set[Letter]:
         return _of((*self.operands, *self.results))

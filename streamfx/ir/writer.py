@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from streamfx.ir.sizes import size_of
+from streamfx.node_meta import ORIGIN, VALUE
 from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
-ORIGIN = "streamfx_origin"  # in the `meta` of an operator that a pass has written: the name of the traced one in whose place
 
 
 class GraphWriter:
@@ -30,7 +30,7 @@ class GraphWriter:
         return self
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta[VALUE])
         return self.made_as(self.value(target, *fake_args, **fake_kwargs), target, *args, **kwargs)
 
     def made_as(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -39,7 +39,7 @@ class GraphWriter:
         with self.graph.inserting_before(self._point):
             made = self.graph.call_function(target, args, kwargs)
         self.made.append(made)
-        made.meta["val"] = value
+        made.meta[VALUE] = value
         for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack"):
             if key in self._point.meta:
                 made.meta[key] = self._point.meta[key]
@@ -54,7 +54,7 @@ class GraphWriter:
     def _fake_mode(self) -> Any:
         """The fake mode of the graph's own values, so that operators without operands make fake values too."""
         if self._mode is None:
-            values = (node.meta.get("val") for node in self.graph.nodes)
+            values = (node.meta.get(VALUE) for node in self.graph.nodes)
             self._mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), nullcontext())
         return self._mode
 
@@ -64,7 +64,7 @@ def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
 
     They are read from an operand that has such a size, if there is one: the value itself may be what a rewriting replaces.
     """
-    shape = node.meta["val"].shape
+    shape = node.meta[VALUE].shape
     return [
         size if isinstance(size, int) else held_size(size, writer.graph) or _read_size(size, node, dim, writer)
         for dim, size in enumerate(shape)
@@ -73,7 +73,7 @@ def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
 
 def _read_size(size: Any, node: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
     for operand in node.all_input_nodes:
-        value = operand.meta.get("val")
+        value = operand.meta.get(VALUE)
         if isinstance(value, torch.SymInt) and size_of(value) == size_of(size):
             return operand
         if isinstance(value, torch.Tensor):
@@ -85,17 +85,17 @@ def _read_size(size: Any, node: fx.Node, dim: int, writer: GraphWriter) -> fx.No
 
 def held_size(size: Any, graph: fx.Graph) -> fx.Node | None:
     """The input that is this dynamic size: what is made of it depends on no value of the graph."""
-    inputs = (node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.SymInt))
-    return next((node for node in inputs if size_of(node.meta["val"]) == size_of(size)), None)
+    inputs = (node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.SymInt))
+    return next((node for node in inputs if size_of(node.meta[VALUE]) == size_of(size)), None)
 
 
 def stride_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
     """The strides of a value as arguments."""
-    strides = node.meta["val"].stride()
+    strides = node.meta[VALUE].stride()
     return [item if isinstance(item, int) else writer.call(aten.sym_stride.int, node, dim) for dim, item in enumerate(strides)]
 
 
 def offset_argument(node: fx.Node, writer: GraphWriter) -> Any:
     """Where a value begins in its memory, as an argument."""
-    offset = node.meta["val"].storage_offset()
+    offset = node.meta[VALUE].storage_offset()
     return offset if isinstance(offset, int) else writer.call(aten.sym_storage_offset.default, node)

@@ -4,7 +4,7 @@ To the outside it is the dense tensor: sizes, strides, type, device, `requires_g
 is one autograd node that leads to the tensors it is rebuilt from, so all that autograd does with a tensor (hooks,
 `retain_grad`, in-place operators, views, custom functions) works on it as it stands. Below autograd, in
 `__torch_dispatch__`, views, casts and functions of large values stay deferred (`steps.py`); what is small is made along the
-sequence (`in_chunks.py`); any other operator is run on the dense values of its operands.
+sequence (`streamed.py`); any other operator is run on the dense values of its operands.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from streamfx.errors import TurnedOutput
-from streamfx.lazy.cells import Cell, Step
-from streamfx.lazy.in_chunks import gradients_in_chunks, made_in_chunks
-from streamfx.lazy.rebuild import Source
+from streamfx.errors import TransposedOutputError
+from streamfx.lazy.lazy_values import Cell, DeferredOperator
+from streamfx.lazy.recompute import RecomputeSource
 from streamfx.lazy.steps import cast, is_cut_from, is_lazy_cast, is_part, is_wide, overwritten, postponed, viewed
-from streamfx.passes.operators.aliasing import is_view
+from streamfx.lazy.streamed import gradients_in_chunks, made_in_chunks
+from streamfx.passes.ops.aliasing import is_view
 from streamfx.torch_private import (
     DISABLED_TORCH_FUNCTION,
     is_composite,
@@ -77,7 +77,7 @@ class DeferredTensor(Tensor):
     @untraced
     def _dense(self) -> Tensor:
         """The same values as a plain tensor, in the memory that this tensor and its views share."""
-        plain: Tensor = Dense.apply(self) if self.requires_grad else _settled(self)
+        plain: Tensor = ToDense.apply(self) if self.requires_grad else _settled(self)
         return plain
 
     # -- what torch reads from memory itself, past all dispatch
@@ -145,7 +145,7 @@ for _name in ("_typed_storage", "data_ptr", "is_shared", "share_memory_", "stora
     setattr(DeferredTensor, _name, _past_dispatch(_name, lambda tensor: tensor._memory))
 
 
-class Dense(torch.autograd.Function):
+class ToDense(torch.autograd.Function):
     """From a deferred tensor to a plain one."""
 
     @staticmethod
@@ -161,7 +161,7 @@ class DeferredOutput(torch.autograd.Function):
     """From what a recipe reads to a deferred tensor."""
 
     @staticmethod
-    def forward(ctx: Any, source: Source, like: Tensor, *values: Any) -> Tensor:
+    def forward(ctx: Any, source: RecomputeSource, like: Tensor, *values: Any) -> Tensor:
         ctx.source, ctx.freed = source, frozenset()
         ctx.set_materialize_grads(False)
         return DeferredTensor(Cell(like, source), source.recipe.device)
@@ -179,7 +179,7 @@ class DeferredOutput(torch.autograd.Function):
         return (None, None, *_gradients(ctx.source, gradient))
 
 
-def _gradients(source: Source, gradient: Tensor) -> Sequence[Tensor | None]:
+def _gradients(source: RecomputeSource, gradient: Tensor) -> Sequence[Tensor | None]:
     """The gradients of what a deferred tensor is made from, without the dense gradient of the tensor where that is deferred."""
     if isinstance(gradient, DeferredTensor) and is_wide(gradient._cell) and not source.is_rebuilt:
         found = gradients_in_chunks(source, gradient._cell)
@@ -205,7 +205,7 @@ def _place(value: Tensor | None) -> int | None:
     return value.untyped_storage().data_ptr() if type(value) is Tensor and value.layout is torch.strided else None
 
 
-def deferred(source: Source, like: Tensor, values: Sequence[Any]) -> Tensor:
+def deferred(source: RecomputeSource, like: Tensor, values: Sequence[Any]) -> Tensor:
     """A tensor with the sizes of `like`, a meta tensor, that is rebuilt from `values` when touched."""
     if source.differentiable:
         tensor: DeferredTensor = DeferredOutput.apply(source, like, *values)
@@ -349,7 +349,7 @@ def _refuse_turned(tensor: DeferredTensor, func: Any) -> None:
     """
     base = tensor if tensor._base is None else tensor._base
     if torch.is_grad_enabled() and any(isinstance(item, DeferredTensor) and item._is_turned for item in (tensor, base)):
-        raise TurnedOutput(
+        raise TransposedOutputError(
             f"{func} writes to an output that is computed when it is touched",
             found="it was turned in place before, and views of it had been taken before that",
             do='turn a copy (`transpose`, `squeeze`), or compile with outputs="dense"',
@@ -378,6 +378,6 @@ def _reshaped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         func(value, *rest, **kwargs)
         with no_dispatch():
             func(*args, **kwargs)
-        tensor._cell = Cell(value, step=Step(func, (tensor._cell, *rest), kwargs), value=value, is_view=True)
+        tensor._cell = Cell(value, step=DeferredOperator(func, (tensor._cell, *rest), kwargs), value=value, is_view=True)
         tensor._is_turned = tensor.requires_grad and tensor._has_views
     return tensor

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamfx.ir.recipe import Given, GivenInput, GivenOutput, Kept, Made, OutputPlan, Program, Recipe
+from streamfx.ir.recipe import Given, GivenInput, GivenOutput, OutputPlan, RebuiltOutput, Recipe, RecipeProgram, ReturnedOutput
 from streamfx.ir.sizes import Size
 from streamfx.lazy.deferred import deferred
-from streamfx.lazy.in_chunks import RowsInChunks
-from streamfx.lazy.rebuild import Agreement, Source, UseCompiler, run_program
-from streamfx.runtime.sizes import compiled_size
+from streamfx.lazy.recompute import Agreement, RecomputeSource, UseCompiler, run_program
+from streamfx.lazy.streamed import RowsInChunks
+from streamfx.runtime.runtime_sizes import compiled_size
 
 
 @dataclass(frozen=True)
-class WithDeferred:
+class DeferredCall:
     """Calls a compiled graph and gives its results in the places of the original outputs, deferred ones as such.
 
     Inputs that the graph does not read are detached: autograd then has no edge from the compiled backward half to the head's
@@ -37,8 +37,8 @@ class WithDeferred:
         agreement = Agreement(self.compiler, RowsInChunks())
         tensors = [self._deferred(recipe, arguments, made, sizes, agreement) for recipe in self.plan.recipes]
 
-        def result(item: Kept | Made) -> Any:
-            return made[item.position] if isinstance(item, Kept) else _view(tensors[item.recipe], item.view, sizes)
+        def result(item: ReturnedOutput | RebuiltOutput) -> Any:
+            return made[item.position] if isinstance(item, ReturnedOutput) else _view(tensors[item.recipe], item.view, sizes)
 
         results = [result(item) for item in self.plan.results]
         return tuple(None if place is None else results[place] for place in self.plan.order)
@@ -49,14 +49,14 @@ class WithDeferred:
         values = [_value(given, arguments, made, sizes) for given in recipe.program.given]
         shape, strides = ([_size(size, sizes) for size in some] for some in (recipe.shape, recipe.strides))
         like = torch.empty_strided(shape, strides, dtype=recipe.dtype, device="meta")
-        return deferred(Source(recipe, values, like.numel(), agreement), like, values)
+        return deferred(RecomputeSource(recipe, values, like.numel(), agreement), like, values)
 
 
 def _detached(argument: Any) -> Any:
     return argument.detach() if isinstance(argument, Tensor) and argument.requires_grad else argument
 
 
-def _view(tensor: Tensor, view: Program | None, sizes: Mapping[str, int]) -> Tensor:
+def _view(tensor: Tensor, view: RecipeProgram | None, sizes: Mapping[str, int]) -> Tensor:
     if view is None:
         return tensor
     result: Tensor = run_program(view, [tensor, *(_value(given, (), (), sizes) for given in view.given)])

@@ -20,20 +20,20 @@ from streamfx.ir.recipe import (
     GivenInput,
     GivenOutput,
     GivenSize,
-    Kept,
-    Made,
     OutputPlan,
-    Program,
+    RebuiltOutput,
     Recipe,
+    RecipeProgram,
+    ReturnedOutput,
     RowAxes,
 )
 from streamfx.ir.sizes import product, quotient, shape_of, size_of
 from streamfx.lazy import steps
-from streamfx.lazy.frontier import Frontier, frontier_of, is_known_size
+from streamfx.lazy.min_cut import Frontier, frontier_of, is_known_size
+from streamfx.lazy.op_kinds import ALIASING, CONTRACTING, OpKind, kind_of, sums
 from streamfx.lazy.rows import rows_of_program
-from streamfx.lazy.table import ALIASING, CONTRACTING, Kind, kind_of, sums
 from streamfx.lazy.values import (
-    Values,
+    DynamoValues,
     bytes_of,
     example,
     has_nested_modes,
@@ -67,10 +67,10 @@ def defer_outputs(module: fx.GraphModule) -> Deferral | None:
     values = values_of(module.graph)
     outputs = outputs_of(module.graph)
     chosen = _chosen(outputs, values)
-    return _Rewriter(module, values, outputs, chosen).result() if chosen else None
+    return _OutputRewriter(module, values, outputs, chosen).result() if chosen else None
 
 
-def _chosen(outputs: Sequence[Any], values: Values) -> dict[fx.Node, Frontier]:
+def _chosen(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Node, Frontier]:
     """Which bases of outputs are deferred, the largest first, and from what."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for output in filter(is_dense, outputs):
@@ -112,7 +112,7 @@ def _behind(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _incomparable(
-    chosen: dict[fx.Node, Frontier], groups: Mapping[fx.Node, Sequence[fx.Node]], outputs: Sequence[Any], values: Values
+    chosen: dict[fx.Node, Frontier], groups: Mapping[fx.Node, Sequence[fx.Node]], outputs: Sequence[Any], values: DynamoValues
 ) -> dict[fx.Node, Frontier]:
     """Those of which no other output tells what their elements were in the call, to the last bit.
 
@@ -127,20 +127,20 @@ def _incomparable(
             base
             for base, frontier in chosen.items()
             if _tell_of(kept, {base, *_of_kind(frontier, CONTRACTING)}, _is_one_sum, values)
-            or _tell_of(given, _of_kind(frontier, set(Kind) - ALIASING), _is_sum, values)
+            or _tell_of(given, _of_kind(frontier, set(OpKind) - ALIASING), _is_sum, values)
         }
         if not told:
             return chosen
         chosen = {base: frontier for base, frontier in chosen.items() if base not in told}
 
 
-def _of_kind(frontier: Frontier, kinds: Collection[Kind]) -> set[fx.Node]:
+def _of_kind(frontier: Frontier, kinds: Collection[OpKind]) -> set[fx.Node]:
     """What is made again, and rounds in another way: the maximum that a call kept is then no maximum of it any more."""
     return {node for node in frontier.rebuilt if kind_of(node) in kinds}
 
 
 def _tell_of(
-    kept: Sequence[fx.Node], made_again: Collection[fx.Node], is_apart: Callable[[fx.Node], bool], values: Values
+    kept: Sequence[fx.Node], made_again: Collection[fx.Node], is_apart: Callable[[fx.Node], bool], values: DynamoValues
 ) -> bool:
     """Whether any value may be compared with elements of what is made again, of which it is made by more than sums."""
     behind, waiting = set(kept), list(kept)
@@ -171,12 +171,12 @@ def _is_sum(node: fx.Node) -> bool:
     return quotient(whole, own) not in (None, 1)
 
 
-def _has_known_shape(node: fx.Node, values: Values) -> bool:
+def _has_known_shape(node: fx.Node, values: DynamoValues) -> bool:
     tensor = example(node)
     return bytes_of(node) is not None and all(values.sizes.knows(size_of(size)) for size in (*tensor.shape, *tensor.stride()))
 
 
-def _view_nodes(base: fx.Node, output: fx.Node, values: Values) -> tuple[fx.Node, ...] | None:
+def _view_nodes(base: fx.Node, output: fx.Node, values: DynamoValues) -> tuple[fx.Node, ...] | None:
     """The functions that take `output` as a view of `base`, in order; None where something else is involved."""
     path: list[fx.Node] = []
     node = output
@@ -192,10 +192,12 @@ def _view_nodes(base: fx.Node, output: fx.Node, values: Values) -> tuple[fx.Node
     return tuple(reversed(path))
 
 
-class _Rewriter:
+class _OutputRewriter:
     """Makes the new graph: the same nodes, other outputs."""
 
-    def __init__(self, module: fx.GraphModule, values: Values, outputs: Sequence[Any], chosen: dict[fx.Node, Frontier]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, values: DynamoValues, outputs: Sequence[Any], chosen: dict[fx.Node, Frontier]
+    ) -> None:
         self.values, self.outputs, self.chosen = values, outputs, chosen
         self.module, self.copies = dynamo_copy(module)
         self.inputs = {node: i for i, node in enumerate(module.graph.find_nodes(op="placeholder"))}
@@ -211,19 +213,19 @@ class _Rewriter:
         self.module.recompile()
         return Deferral(self.module, OutputPlan(tuple(self.recipes), tuple(results), tuple(order), self.values.sizes))
 
-    def _results(self) -> tuple[list[Kept | Made], list[int | None]]:
-        results: list[Kept | Made] = []
+    def _results(self) -> tuple[list[ReturnedOutput | RebuiltOutput], list[int | None]]:
+        results: list[ReturnedOutput | RebuiltOutput] = []
         places: dict[Any, int] = {}
         deferred = [output for output in self.outputs if self._base(output) in self.chosen]
         for output in dict.fromkeys(self.outputs):
             if output is not None and output not in deferred:
                 places[output] = len(results)
-                results.append(Kept(self._returned(output)))
+                results.append(ReturnedOutput(self._returned(output)))
         recipes = {base: self._recipe(base) for base in self.chosen}
         for output in dict.fromkeys(deferred):
             base = self._base(output)
             places[output] = len(results)
-            results.append(Made(recipes[base], self._view(base, output)))
+            results.append(RebuiltOutput(recipes[base], self._view(base, output)))
         return results, [places.get(output) for output in self.outputs]
 
     def _base(self, output: Any) -> Any:
@@ -284,11 +286,13 @@ class _Rewriter:
             return GivenInput(self.inputs[node], _readable(placeholder_source(node)) or node.name)
         return GivenOutput(self._returned(node), node.name)
 
-    def _view(self, base: fx.Node, output: fx.Node) -> Program | None:
+    def _view(self, base: fx.Node, output: fx.Node) -> RecipeProgram | None:
         nodes = _view_nodes(base, output, self.values)
         return self._program((base,), nodes, None) if nodes else None
 
-    def _program(self, given: Sequence[fx.Node], nodes: Sequence[fx.Node], label: Callable[[fx.Node], Given] | None) -> Program:
+    def _program(
+        self, given: Sequence[fx.Node], nodes: Sequence[fx.Node], label: Callable[[fx.Node], Given] | None
+    ) -> RecipeProgram:
         """The nodes as a graph of their own, fed by `given`, which `label` describes (or nothing: see `Program`)."""
         graph = fx.Graph()
         env = {node: graph.placeholder(node.name) for node in given}
@@ -303,7 +307,7 @@ class _Rewriter:
             copy.meta = {}  # no FakeTensors
         numbers = tuple(GivenSize(size_of(example(node))) for node in sizes)
         contexts = {env[node]: self.values.contexts[node] for node in nodes if node in self.values.contexts}
-        return Program(graph, (*map(label, given), *numbers) if label else numbers, contexts)
+        return RecipeProgram(graph, (*map(label, given), *numbers) if label else numbers, contexts)
 
 
 HOLDERS = ("self", "_modules", "_parameters", "_buffers")

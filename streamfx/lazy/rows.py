@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from torch import fx
 
-from streamfx.lazy.table import Kind, kind_of
+from streamfx.lazy.op_kinds import OpKind, kind_of
 from streamfx.lazy.values import example, is_dense
 
 Follows: TypeAlias = "tuple[int | None, ...]"
@@ -113,12 +113,12 @@ def _are_apart(node: fx.Node, known: Known) -> bool:
     return not again and all(dim is None for weight in weights for dim in _of(weight, known))
 
 
-RULES: dict[Kind, Callable[[fx.Node, Known], Follows]] = {
-    Kind.POINTWISE: _pointwise,
-    Kind.SAME: _same,
-    Kind.INDEX: _index,
-    Kind.SOFTMAX: _softmax,
-    Kind.NORM: _norm,
-    Kind.REDUCTION: _reduction,
-    Kind.LINEAR: _linear,
+RULES: dict[OpKind, Callable[[fx.Node, Known], Follows]] = {
+    OpKind.POINTWISE: _pointwise,
+    OpKind.SAME: _same,
+    OpKind.INDEX: _index,
+    OpKind.SOFTMAX: _softmax,
+    OpKind.NORM: _norm,
+    OpKind.REDUCTION: _reduction,
+    OpKind.LINEAR: _linear,
 }

@@ -2,7 +2,7 @@
 
 Views and casts always wait. So does any operator that is a function of its operands, where an operand or its result is large:
 what it gives is deferred again. A loss on deferred logits, and autograd's formulas for its gradient, so become one expression, of
-which only small results are ever asked for: these are made along the sequence (see `in_chunks.py`).
+which only small results are ever asked for: these are made along the sequence (see `streamed.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from streamfx.lazy.cells import Cell, Rows, Step
+from streamfx.lazy.lazy_values import Cell, CellRows, DeferredOperator
 
 aten = torch.ops.aten
 LEAST = 1 << 21  # elements of a value that is worth an expression
@@ -63,7 +63,7 @@ def is_cut_from(cell: Cell) -> bool:
 
 def viewed(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cell | list[Cell]:
     """Views of a deferred tensor are deferred (see NOTE [Memory shared by views]). `args` are those after the tensor."""
-    step = Step(func, (cell, *args), kwargs)
+    step = DeferredOperator(func, (cell, *args), kwargs)
     on_metadata = not cell.is_whole and func is not aten.as_strided.default
     parts = func(meta_of(cell.like) if on_metadata else cell.aliased(), *args, **kwargs)
     if not isinstance(parts, Tensor):
@@ -71,14 +71,14 @@ def viewed(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any]
     return _part(parts, step, None, _rows(func, cell, args))
 
 
-def _part(part: Tensor, step: Step, result: int | None, rows: Rows | None = None) -> Cell:
+def _part(part: Tensor, step: DeferredOperator, result: int | None, rows: CellRows | None = None) -> Cell:
     value, spreads = None if part.is_meta else part, step.operands()[0].spreads
     return Cell(part, step=step, result=result, value=value, rows=rows, is_view=True, spreads=spreads)
 
 
-def _rows(func: Any, cell: Cell, args: Sequence[Any]) -> Rows | None:
+def _rows(func: Any, cell: Cell, args: Sequence[Any]) -> CellRows | None:
     """Which rows of the root a view is, where it is no more than that."""
-    rows = cell.rows if cell.root is not cell else Rows(tuple(cell.like.shape), {})
+    rows = cell.rows if cell.root is not cell else CellRows(tuple(cell.like.shape), {})
     if rows is None or func in (aten.alias.default, aten.detach.default):
         return rows
     if func is aten.select.int:
@@ -99,7 +99,7 @@ def is_lazy_cast(func: Any, cell: Cell, kwargs: Mapping[str, Any], device: torch
 
 def cast(func: Any, cell: Cell, kwargs: Mapping[str, Any]) -> Cell:
     kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-    return Cell(func(meta_of(cell.like), **kwargs), step=Step(func, (cell,), kwargs))
+    return Cell(func(meta_of(cell.like), **kwargs), step=DeferredOperator(func, (cell,), kwargs))
 
 
 # -- all others
@@ -128,7 +128,7 @@ def postponed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device:
     if any(item is None for item in own):
         return None
     copies = iter(own)
-    step = Step(func, *pytree.tree_map_only(_is_dense, lambda item: next(copies), (tuple(args), dict(kwargs))))
+    step = DeferredOperator(func, *pytree.tree_map_only(_is_dense, lambda item: next(copies), (tuple(args), dict(kwargs))))
     several = len(func._schema.returns) > 1
     return [Cell(like, step=step, result=number if several else None) for number, like in enumerate(likes)]
 

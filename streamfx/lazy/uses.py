@@ -11,13 +11,14 @@ from torch import fx
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor, outputs_of
-from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET
-from streamfx.lazy.rebuild import Cut
+from streamfx.ir.stage_plan import LEAST_ROWS, LEAST_WORKING_SET
+from streamfx.lazy.recompute import RowCut
 from streamfx.log import log
+from streamfx.node_meta import EXAMPLE_VALUE, VALUE
 from streamfx.options import Options
-from streamfx.passes.operators.traits import is_moved_elements
-from streamfx.runtime.as_traced import LIES_AS_TRACED
-from streamfx.torch_private.sizes import size_hint
+from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.runtime.restride import LIES_AS_TRACED
+from streamfx.torch_private.symbolic_sizes import size_hint
 
 BYTES_AT_WORK = 16  # per element of an output of which a chunk is worked on
 PARTS = 16  # of an output's elements, in bytes: so much may be worked on where that is more than the least
@@ -25,7 +26,7 @@ PARTS = 16  # of an output's elements, in bytes: so much may be worked on where 
 
 @dataclass(frozen=True)
 class Uses:
-    """Compiles what is asked for of deferred outputs (`in_chunks.py`), with the options that these were made with.
+    """Compiles what is asked for of deferred outputs (`streamed.py`), with the options that these were made with.
 
     But for who runs the bodies: operators of ATen give the same numbers in two graphs, which fused ones need not. `compiled`
     takes a graph, its inputs, options and which inputs are weights; it returns a function and what was found out.
@@ -35,7 +36,7 @@ class Uses:
     compiled: Callable[[fx.GraphModule, list[Any], Options, Sequence[int]], tuple[Callable[..., Any], Facts | None]]
 
     def __call__(
-        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: Cut
+        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: RowCut
     ) -> Callable[..., Any] | None:
         """The graph as loops; None where it makes something of half of `most` elements that is no result, or cuts otherwise."""
         options = replace(self.options, outputs="dense", strict=False, memory_budget=None, bodies="eager")
@@ -56,7 +57,7 @@ class Uses:
         return next(asked, None) or rows_at_work(numel, length)
 
 
-def is_cut(facts: Facts, cut: Cut) -> bool:
+def is_cut(facts: Facts, cut: RowCut) -> bool:
     """Whether all loops run over chunks of so many rows of the axis that was asked for."""
     axes, inputs = facts.found_axes, facts.joint.graph.find_nodes(op="placeholder")
     if axes is None or axes.sequence is None or not known(facts.program).loops:
@@ -82,7 +83,7 @@ def made_between(graph: fx.Graph) -> list[fx.Node]:
 
 
 def numel_of(node: fx.Node) -> int:
-    return size_hint(node.meta["val"].numel()) if is_tensor(node) else 0
+    return size_hint(node.meta[VALUE].numel()) if is_tensor(node) else 0
 
 
 def rows_at_work(numel: int, length: int) -> int:
@@ -98,4 +99,4 @@ def rows_at_work(numel: int, length: int) -> int:
 
 def bytes_of_results(module: fx.GraphModule) -> int:
     """Bytes of what a graph of Dynamo's returns."""
-    return sum(bytes_like(node.meta.get("example_value")) for node in outputs_of(module.graph) if isinstance(node, fx.Node))
+    return sum(bytes_like(node.meta.get(EXAMPLE_VALUE)) for node in outputs_of(module.graph) if isinstance(node, fx.Node))

@@ -23,7 +23,7 @@ NESTED_MODES = ("torch._functorch", "torch._C._functorch")
 
 
 @dataclass(frozen=True)
-class Values:
+class DynamoValues:
     """Facts about a Dynamo graph. `bases` maps a tensor to the first one with the same memory."""
 
     graph: fx.Graph
@@ -71,10 +71,10 @@ def bytes_of(node: fx.Node) -> int | None:
     return int(total)
 
 
-def values_of(graph: fx.Graph) -> Values:
+def values_of(graph: fx.Graph) -> DynamoValues:
     bases, written = _memory(graph)
     outputs = frozenset(graph.output_node().all_input_nodes)
-    return Values(graph, bases, written, dict(_contexts(graph)), _size_sources(graph), outputs)
+    return DynamoValues(graph, bases, written, dict(_contexts(graph)), _size_sources(graph), outputs)
 
 
 def has_nested_modes(graph: fx.Graph) -> bool:

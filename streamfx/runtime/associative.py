@@ -17,10 +17,11 @@ from torch import Tensor, fx
 
 from streamfx.ir.recurrence import TreePlan
 from streamfx.ir.sizes import Size, product
-from streamfx.ir.structure import structure
-from streamfx.runtime.reached import Reach, reach_of
-from streamfx.runtime.recurrences import Recurrence
-from streamfx.runtime.trees import Blocks, Rows, levels_behind, pulled_back, scanned
+from streamfx.ir.structural_hash import structure
+from streamfx.node_meta import VALUE
+from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.runtime.grad_reachability import Reach, reach_of
+from streamfx.runtime.prefix_scan import Blocks, Rows, levels_behind, pulled_back, scanned
 from streamfx.torch_private.autograd import recorded_inside_operators
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
@@ -47,7 +48,7 @@ def known_combine(graph: fx.Graph, given: int) -> int:
     """The number of a function on two rows, and on so many tensors that all rows are given. Functions have one number if their
     operators, and dtypes and dimensions of their arguments, are equal: no gradient reaches an argument of whole numbers.
     """
-    values = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    values = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder")]
     kinds = [(value.dtype, value.dim()) for value in values]
     text = repr((structure(graph), kinds, given, by_element := is_by_element(graph, given)))
     number = int.from_bytes(blake2s(text.encode(), digest_size=7).digest(), "big")
@@ -64,13 +65,13 @@ def is_by_element(graph: fx.Graph, given: int) -> bool:
     beside what is given, which may have fewer. (Numbers alone take each other's type, which many of them do not.)
     """
     inputs = list(graph.find_nodes(op="placeholder"))
-    of_rows, rank = set(inputs[: len(inputs) - given]), inputs[0].meta["val"].dim()
+    of_rows, rank = set(inputs[: len(inputs) - given]), inputs[0].meta[VALUE].dim()
     for node in (node for node in graph.nodes if node.op == "call_function"):
         if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
             return False
         if not of_rows.isdisjoint(node.all_input_nodes):
             of_rows.add(node)
-    ranks = {node: node.meta["val"].dim() for node in (*inputs, *graph.nodes) if "val" in node.meta}
+    ranks = {node: node.meta[VALUE].dim() for node in (*inputs, *graph.nodes) if VALUE in node.meta}
     is_fitting = all(own == rank if node in of_rows else own <= rank for node, own in ranks.items())
     return rank > 0 and is_fitting and of_rows.issuperset(graph.output_node().args[0])  # type: ignore[arg-type]
 

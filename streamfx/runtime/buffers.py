@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from streamfx.runtime import sums
+from streamfx.kernels import accumulate
 
 
 def rows_of(tensor: Tensor, dim: int, outer: int, inner: int, length: int, start: int, count: int) -> Tensor:
@@ -33,7 +33,7 @@ def append(visible: Tensor, own: Tensor, value: Tensor, shape: Sequence[int]) ->
 
 def add_rows(visible: Tensor, part: Tensor, is_first: bool) -> None:
     """Add cotangents to the rows that the chunk's queries saw, or write them there if these are all rows and nobody has yet."""
-    sums.add(visible, part.reshape(visible.shape), is_first)
+    accumulate.add(visible, part.reshape(visible.shape), is_first)
 
 
 def complete(own: Tensor, added: None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

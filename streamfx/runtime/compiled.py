@@ -10,22 +10,22 @@ from typing import Any
 from torch import fx
 
 from streamfx.progress import Asked, Tally
-from streamfx.runtime.segments import Segment
-from streamfx.runtime.written import Call, function_of
+from streamfx.runtime.compiled_segments import Segment
+from streamfx.runtime.expanded_code import CodeCall, function_of
 
 
-def segment_call(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Call:
+def segment_call(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> CodeCall:
     """A stretch of a body, from what it takes to what others use of it."""
-    return Call(Segment(module), tuple(inputs), {}, tuple(outputs), tuple(module.graph.nodes))
+    return CodeCall(Segment(module), tuple(inputs), {}, tuple(outputs), tuple(module.graph.nodes))
 
 
-def single_call(node: fx.Node, body: fx.GraphModule) -> Call:
+def single_call(node: fx.Node, body: fx.GraphModule) -> CodeCall:
     """One operator of a body, or one of its modules."""
     run = body.get_submodule(node.target).forward if isinstance(node.target, str) else node.target
-    return Call(run, node.args, dict(node.kwargs), node, (node,))
+    return CodeCall(run, node.args, dict(node.kwargs), node, (node,))
 
 
-def _of_several(call: Call) -> Call:
+def _of_several(call: CodeCall) -> CodeCall:
     return replace(call, run=partial(call.run, several=True)) if isinstance(call.run, Segment) else call
 
 
@@ -40,7 +40,7 @@ def tallied(bodies: Sequence[CompiledBody], progress: Asked) -> None:
 class CompiledBody:
     """A body as a function that runs calls in order, and drops each value after its last use."""
 
-    def __init__(self, calls: Sequence[Call], body: fx.GraphModule) -> None:
+    def __init__(self, calls: Sequence[CodeCall], body: fx.GraphModule) -> None:
         self._calls, self._body = tuple(calls), body
 
     def __str__(self) -> str:
@@ -66,6 +66,6 @@ class CompiledBody:
     def _for_several(self) -> Callable[..., Sequence[Any]]:
         return self._written([_of_several(call) for call in self._calls])
 
-    def _written(self, calls: Sequence[Call]) -> Callable[..., Sequence[Any]]:
+    def _written(self, calls: Sequence[CodeCall]) -> Callable[..., Sequence[Any]]:
         graph = self._body.graph
         return function_of("body", graph.find_nodes(op="placeholder"), calls, graph.output_node().args[0])

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from streamfx.budget import in_bytes
-from streamfx.errors import NoRoom
+from streamfx.errors import OffloadSpaceError
+from streamfx.kernels.process_limits import limit_of
 from streamfx.log import log
-from streamfx.runtime.limits import limit_of
 
 IN_MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mounts")
@@ -74,13 +74,13 @@ def _reserve(file: int, size: int) -> None:
         os.write(file, bytes(min(BLOCK, size - start)))
 
 
-def _no_room(folder: str, size: int, cause: OSError) -> NoRoom:
+def _no_room(folder: str, size: int, cause: OSError) -> OffloadSpaceError:
     """What is free is told where the disk is full; what a limit refuses does not depend on it."""
     free, limit = _free_bytes(folder), limit_of("RLIMIT_FSIZE") if cause.errno == errno.EFBIG else None
     left = f"; {in_bytes(free)} are free" if free is not None and cause.errno == errno.ENOSPC else ""
     left += "" if limit is None else f"; RLIMIT_FSIZE lets a file have {in_bytes(limit)}"
     do = "let the environment variable TMPDIR name a folder on a disk with more room, or leave out offload"
-    error = NoRoom(
+    error = OffloadSpaceError(
         "offload keeps values of stages in files",
         found=f"no room for {in_bytes(size)}: {cause.strerror or cause}{left}",
         where=folder,

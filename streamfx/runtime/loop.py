@@ -1,4 +1,4 @@
-"""The loop over chunks: makes its buffers and results; what feeds its body is written in `loop_code.py`."""
+"""The loop over chunks: makes its buffers and results; what feeds its body is written in `loop_codegen.py`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from streamfx.ir.program import Buffer, Kept, LoopSpec, Stacked
+from streamfx.ir.program import Buffer, BufferOutput, ConcatOutput, LoopSpec
 from streamfx.ir.sizes import Size
+from streamfx.kernels.mask_programs import Inputs, MaskProgram, coming
 from streamfx.runtime.chunks import Chunks
 from streamfx.runtime.compiled import CompiledBody
-from streamfx.runtime.loop_code import written_inputs, written_loop
-from streamfx.runtime.mask_programs import Inputs, MaskProgram, coming
-from streamfx.runtime.sizes import compiled_size
-from streamfx.runtime.watch import Place, watching
+from streamfx.runtime.loop_codegen import written_inputs, written_loop
+from streamfx.runtime.probes import LoopPlace, watching
+from streamfx.runtime.runtime_sizes import compiled_size
 
 Env = dict[str, int]
 Run: TypeAlias = "Callable[..., None]"
@@ -33,7 +33,7 @@ class Loop(nn.Module):
         self.spec = spec
         self.body = spec.body
         self.compiled: CompiledBody | None = None  # runs in place of the body
-        self.place: Place | None = None  # measured are loops that have one
+        self.place: LoopPlace | None = None  # measured are loops that have one
         self._sizes: dict[Size, Callable[[Env], int]] = {}
         self._written: tuple[LoopSpec, dict[bool, Run], Masks] | None = None
 
@@ -59,7 +59,7 @@ class Loop(nn.Module):
         buffers = [self._new_buffer(buffer, env, buffer.zeroed) for buffer in spec.buffers]
         bounds = self.chunks(length, env)
         run = self.runner(bounds)
-        stacked = [item for item in spec.yields if isinstance(item, Stacked)]
+        stacked = [item for item in spec.yields if isinstance(item, ConcatOutput)]
         is_single = chunks == 1 and len(bounds) == 1
         make = partial(self._once_made, [*tensors, *buffers]) if is_single else self._result
         results: list[Any] = [make(item, tensors, env) for item in stacked]
@@ -68,7 +68,7 @@ class Loop(nn.Module):
             given = bounds, step, chunks, env, tensors, buffers, results
             with coming(lambda program: _upcoming(masks, program, given)) if masks else nullcontext():
                 code(run, *given)
-        kept = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, Kept))
+        kept = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, BufferOutput))
         return (*results, *kept)
 
     def _code(self, is_single: bool) -> tuple[Run, Masks]:
@@ -102,7 +102,7 @@ class Loop(nn.Module):
             function = self._sizes[size] = compiled_size(size)
         return function(env)
 
-    def _new_buffer(self, item: Buffer | Stacked, env: Env, zeroed: bool) -> Tensor:
+    def _new_buffer(self, item: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
         sizes = [self.size(size, env) for size in item.shape]
         make = torch.zeros if zeroed else torch.empty
         is_alone = isinstance(item, Buffer) and item.of_one is not None and env["chunks"] == 1
@@ -110,13 +110,15 @@ class Loop(nn.Module):
 
     # -- results
 
-    def _result(self, item: Stacked, tensors: Sequence[Any], env: Env) -> Tensor:
+    def _result(self, item: ConcatOutput, tensors: Sequence[Any], env: Env) -> Tensor:
         if item.reuse is not None:
             reused: Tensor = tensors[item.reuse]
             return reused
         return self._new_buffer(item, env, zeroed=False)
 
-    def _once_made(self, given: list[Any], item: Stacked, tensors: Sequence[Any], env: Env) -> Callable[..., tuple[Tensor, bool]]:
+    def _once_made(
+        self, given: list[Any], item: ConcatOutput, tensors: Sequence[Any], env: Env
+    ) -> Callable[..., tuple[Tensor, bool]]:
         """What gives the result of a single chunk, once its rows are made, and whether these are still to be put there: they are
         the result themselves where they lie as it does.
 
@@ -132,15 +134,15 @@ class Loop(nn.Module):
 
         return result
 
-    def _adopted(self, item: Stacked, made: Tensor) -> Tensor:
+    def _adopted(self, item: ConcatOutput, made: Tensor) -> Tensor:
         return made
 
-    def _finished(self, item: Kept, buffers: Sequence[Tensor], env: Env) -> Tensor:
+    def _finished(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
         total, count = buffers[item.buffer], self.size(item.count, env)
         return (total / count if count != 1 else total).to(item.dtype)
 
 
-def is_alone(made: Tensor, item: Stacked, given: Iterable[Any]) -> bool:
+def is_alone(made: Tensor, item: ConcatOutput, given: Iterable[Any]) -> bool:
     """Whether rows lie in memory of their own, all of it, in the order of a result."""
     if not item.is_fresh or (made.dtype, made.device) != (item.dtype, item.device):
         return False

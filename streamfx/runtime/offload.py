@@ -6,7 +6,7 @@
     free_after_copy(held, x)  compute waits           wait_for_copy(x)        compute waits
 
 Copies run on a stream of their own, one per device, beside the loops of one stage. Where these nodes stand in an outer graph is
-decided in `passes/codegen/copies.py`. On a CPU, whose memory is the host's, values wait in memory-mapped files, which the system
+decided in `passes/lowering/copies.py`. On a CPU, whose memory is the host's, values wait in memory-mapped files, which the system
 writes to disk if memory is short.
 
 # NOTE [Memory that two streams touch]

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.errors import StaleGraph
-from streamfx.runtime.as_traced import reinterpreted, unmarked
-from streamfx.runtime.mask_programs import Looks, looking
-from streamfx.runtime.watch import watching
-from streamfx.runtime.written import Call, function_of
+from streamfx.errors import StaleGraphError
+from streamfx.kernels.mask_programs import MaskCache, looking
+from streamfx.runtime.expanded_code import CodeCall, function_of
+from streamfx.runtime.probes import watching
+from streamfx.runtime.restride import reinterpreted, unmarked
 
 aten = torch.ops.aten
 COPIES_WHERE_NEEDED: dict[Any, Any] = {
@@ -47,11 +47,11 @@ class OuterGraph:
         return self._function(arguments)
 
 
-def call_of(node: fx.Node, module: fx.GraphModule) -> Call:
+def call_of(node: fx.Node, module: fx.GraphModule) -> CodeCall:
     run = _function_of(node, module)
     body = getattr(getattr(run, "__self__", None), "body", None)
     operators = tuple(body.graph.nodes) if isinstance(body, fx.GraphModule) else (node,)
-    return Call(run, node.args, dict(node.kwargs), node, operators)
+    return CodeCall(run, node.args, dict(node.kwargs), node, operators)
 
 
 def _function_of(node: fx.Node, module: fx.GraphModule) -> Callable[..., Any]:
@@ -109,7 +109,7 @@ class OuterRunner:
         late = [i for i, asked in enumerate(self._asks) if not asked and _asks_gradient(arguments[i])]
         if late:
             names = [node.name for node in self.module.graph.find_nodes(op="placeholder")]
-            raise StaleGraph(
+            raise StaleGraphError(
                 "a parameter asks for a gradient that the compiled graph does not compute",
                 found=f"requires_grad was switched on after compilation for {', '.join(names[i] for i in late)}",
                 do="call torch._dynamo.reset() after requires_grad_(True), so that the model is compiled again",
@@ -120,7 +120,7 @@ def _asks_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _hand_on(looks: Looks, results: Sequence[Any], saved: Sequence[Any], given: set[int]) -> None:
+def _hand_on(looks: MaskCache, results: Sequence[Any], saved: Sequence[Any], given: set[int]) -> None:
     """Let the backward half find what this forward half has found of masks: it comes with what is saved for it alone."""
     others = given.union(map(id, results))
     for value in saved:
@@ -128,7 +128,7 @@ def _hand_on(looks: Looks, results: Sequence[Any], saved: Sequence[Any], given: 
             setattr(value, LOOKS, looks)
 
 
-def found_before(arguments: Sequence[Any]) -> Looks:
+def found_before(arguments: Sequence[Any]) -> MaskCache:
     """What the forward half has found, for its backward half; nothing for others, or where hooks have packed what was saved."""
     found = (getattr(argument, LOOKS, None) for argument in arguments if isinstance(argument, Tensor))
-    return next((looks for looks in found if looks is not None), None) or Looks()
+    return next((looks for looks in found if looks is not None), None) or MaskCache()

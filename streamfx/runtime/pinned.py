@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from streamfx.budget import free_on, in_bytes
-from streamfx.errors import NoRoom
+from streamfx.errors import OffloadSpaceError
+from streamfx.kernels.process_limits import limit_of
 from streamfx.log import log
-from streamfx.runtime.limits import limit_of
 
 HOST = torch.device("cpu")
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
@@ -46,7 +46,7 @@ def bytes_pinned(size: int) -> int:
 
 
 @dataclass(eq=False)
-class Block:
+class PinnedBlock:
     memory: mmap.mmap
 
     @property
@@ -64,9 +64,11 @@ class PinnedBlocks:
     def __init__(self, beside: Any, device: torch.device, stream: Any) -> None:
         self.beside, self.device, self.stream = beside, device, stream
         self.in_use = 0  # bytes
-        self.unused: list[Block] = []  # the one that was used last at the end
+        self.unused: list[PinnedBlock] = []  # the one that was used last at the end
         self.registers = True
-        self._returned: deque[Block] = deque()  # filled by finalizers, which may run in any thread and must not wait for a lock
+        self._returned: deque[PinnedBlock] = (
+            deque()
+        )  # filled by finalizers, which may run in any thread and must not wait for a lock
         self._lately: deque[int] = deque(maxlen=LATELY)  # bytes in use whenever a block was taken
         self._lock = threading.Lock()
 
@@ -74,7 +76,7 @@ class PinnedBlocks:
         """A tensor in pinned memory with the size, type and strides of a value (dense ones).
 
         Raises:
-            NoRoom: the host has no memory left.
+            OffloadSpaceError: the host has no memory left.
         """
         shape = torch.empty_like(value, device="meta")
         if not value.numel():
@@ -102,7 +104,7 @@ class PinnedBlocks:
             self.in_use -= block.size
             self.unused.append(block)
 
-    def _unused_for(self, size: int) -> Block | None:
+    def _unused_for(self, size: int) -> PinnedBlock | None:
         """The smallest unused block that holds a value and is not too roomy, of several the one that was used last."""
         fitting = [block for block in reversed(self.unused) if size <= block.size <= ROOMY * bytes_pinned(size)]
         if not fitting:
@@ -133,7 +135,7 @@ class PinnedBlocks:
 
     # -- new blocks
 
-    def _new(self, size: int) -> Block | None:
+    def _new(self, size: int) -> PinnedBlock | None:
         """A new block, or None if the CUDA runtime registers none."""
         if not self.registers:
             return None
@@ -141,7 +143,7 @@ class PinnedBlocks:
         self._shrink(self.in_use + rounded)
         self._check_room(rounded)
         try:
-            block = Block(mmap.mmap(-1, rounded))  # shared, so that a fork does not copy pages that a device writes to
+            block = PinnedBlock(mmap.mmap(-1, rounded))  # shared, so that a fork does not copy pages that a device writes to
         except OSError as error:
             raise self._no_room(rounded, str(error.strerror or error)) from error
         with self.beside.stream(self.stream):
@@ -169,8 +171,8 @@ class PinnedBlocks:
         if size > (free := free_on(HOST)):
             raise self._no_room(size, f"{in_bytes(free)} of the host's memory are free for this process", free)
 
-    def _no_room(self, size: int, found: str, free: int | None = None) -> NoRoom:
-        error = NoRoom(
+    def _no_room(self, size: int, found: str, free: int | None = None) -> OffloadSpaceError:
+        error = OffloadSpaceError(
             "offload keeps values of stages in pinned memory of the host",
             found=f"no room for {in_bytes(size)}: {found}; {in_bytes(self.in_use)} are in use for others",
             where=f"the host of {self.device}",

@@ -1,7 +1,7 @@
 """Gradients stage by stage: a chain of autograd nodes in front of a compiled function.
 
 AOTAutograd's backward half is one autograd node, and no accumulator runs before it has returned. So the inputs that get gradients
-pass through small nodes on their way in, one node per stretch of the backward half (`ir/delivery.py`), each an identity:
+pass through small nodes on their way in, one node per stretch of the backward half (`ir/release_plan.py`), each an identity:
 
     weights of layer 0 -> Identity 1 ------------.
                              | a token            > compiled function -> loss
@@ -29,12 +29,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from streamfx.ir.delivery import Delivery, Saved, Sources
 from streamfx.ir.joint import is_tensor, outputs_of
-from streamfx.runtime.as_traced import unmarked
-from streamfx.runtime.mask_programs import looking
+from streamfx.ir.release_plan import ReleaseSegment, Saved, Sources
+from streamfx.kernels.mask_programs import looking
+from streamfx.runtime.expanded_segments import Stretches, stretches_of
 from streamfx.runtime.outer import OuterRunner, call_of, found_before
-from streamfx.runtime.written_stretches import Stretches, stretches_of
+from streamfx.runtime.restride import unmarked
 from streamfx.torch_private import is_sharded, rewrapped
 from streamfx.torch_private.autograd import (
     after_this_backward,
@@ -51,7 +51,7 @@ TWICE = "torch.compile with aot_autograd does not currently support double backw
 
 
 @dataclass
-class Chain:
+class GradientReleaseChain:
     """What a compiled function and its backward half know of each other.
 
     `always`: not only where somebody waits for gradients. `places`: which gradients each stretch hands over, by their places
@@ -75,7 +75,7 @@ class Chain:
             self.kept_out |= {place for place, source in self.sources.items() if source.primal in primals}
 
 
-class _Call:
+class _StagewiseCall:
     """One call of the compiled function; `tensors` are the inputs that are tensors, by position."""
 
     def __init__(self, tensors: Sequence[int]) -> None:
@@ -84,11 +84,11 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class InStages:
+class StagewiseFunction:
     """Calls a compiled function, with a chain in front of it where somebody waits for gradients."""
 
     compiled: Callable[..., Any]
-    chain: Chain
+    chain: GradientReleaseChain
 
     def __call__(self, *arguments: Any) -> Any:
         if not self.chain.places or not torch.is_grad_enabled() or not (self.chain.always or self._is_awaited(arguments)):
@@ -102,7 +102,7 @@ class InStages:
         if is_transformed():
             return arguments
         given, token = list(arguments), None
-        call = _Call([position for position, value in enumerate(given) if isinstance(value, Tensor)])
+        call = _StagewiseCall([position for position, value in enumerate(given) if isinstance(value, Tensor)])
         for stretch, places in reversed(list(enumerate(self.chain.places))):
             known = {place: self.chain.sources[place].given for place in places if place not in self.chain.kept_out}
             chained = [place for place, position in known.items() if _may_be_chained(given[position])]
@@ -155,7 +155,7 @@ class Identity(torch.autograd.Function):
     """Hands values on, and their gradients back once a stretch of the backward half has made them."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, stretch: int, places: list[int], token: Tensor | None, *values: Tensor) -> Any:
+    def forward(ctx: Any, call: _StagewiseCall, stretch: int, places: list[int], token: Tensor | None, *values: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.stretch, ctx.places = call, stretch, places
         return torch.empty(0, dtype=values[0].dtype, device=values[0].device), *(value.detach() for value in values)
@@ -167,7 +167,7 @@ class Identity(torch.autograd.Function):
         if run is not None:
             own = [_handed_over(*both) for both in zip(run.take(ctx.stretch, ctx.places), given, strict=True)]
             if torch.is_grad_enabled():
-                own = _Once.apply(torch.empty(0, requires_grad=True), *own)
+                own = _NotTwiceDifferentiable.apply(torch.empty(0, requires_grad=True), *own)
         elif all(gradient is None for gradient in given):
             raise RuntimeError(LOST)
         return None, None, None, None, *own
@@ -181,7 +181,7 @@ def _handed_over(own: Tensor | None, given: Tensor | None) -> Tensor | None:
     return total
 
 
-class _Once(torch.autograd.Function):
+class _NotTwiceDifferentiable(torch.autograd.Function):
     """Gradients that cannot be differentiated, and say so (`create_graph`)."""
 
     @staticmethod
@@ -196,7 +196,7 @@ class _Once(torch.autograd.Function):
 class StagewiseRunner:
     """A backward half that stops where gradients are complete, for those calls that are chained; a boxed callable."""
 
-    def __init__(self, whole: OuterRunner, deliveries: Sequence[Delivery], chain: Chain) -> None:
+    def __init__(self, whole: OuterRunner, deliveries: Sequence[ReleaseSegment], chain: GradientReleaseChain) -> None:
         self.whole, self.deliveries, self.chain = whole, deliveries, chain
         self._written: Stretches | None = None
         self._boxed_call = True
@@ -235,7 +235,7 @@ class StagewiseRunner:
         return self._written
 
 
-def _link(sources: Sources) -> tuple[_Call, set[int]] | None:
+def _link(sources: Sources) -> tuple[_StagewiseCall, set[int]] | None:
     """The call whose backward half is running, and the gradients of which inputs are chained, by place; None where none are."""
     node = current_autograd_node()
     edges = () if node is None else node.next_functions

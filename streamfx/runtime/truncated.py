@@ -19,11 +19,11 @@ from torch import Tensor
 from streamfx.ir.program import CHUNKS, STEP
 from streamfx.ir.recurrence import Truncation
 from streamfx.ir.sizes import Size
-from streamfx.runtime.recurrences import Recurrence
-from streamfx.runtime.sizes import chunks_holding
+from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.runtime.runtime_sizes import chunks_holding
 
 
-class Truncated(Recurrence):
+class TruncatedRecurrence(Recurrence):
     """A recurrence of the backward half that is truncated."""
 
     reverse = True

@@ -32,6 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter, tree_leaves, tree_map  # 2.11, 2.13
 from torch.utils._sympy.printers import PythonPrinter  # 2.11, 2.13
 
+from streamfx.node_meta import DESCRIPTION, GRAPH_ARGUMENT
+
 __all__ = [
     "AUTO_FUNCTIONALIZED",
     "DISABLED_TORCH_FUNCTION",
@@ -124,12 +126,12 @@ def keeps_graph() -> bool:
 
 def mutated_inputs(joint: fx.Graph) -> list[int] | None:
     """Positions of the inputs that a joint graph's function writes to; None where AOTAutograd does not tell (2.11, 2.13)."""
-    descriptions = joint.output_node().meta.get("desc")
+    descriptions = joint.output_node().meta.get(DESCRIPTION)
     if descriptions is None:
         return None
     written = [item.mutated_input for item in descriptions if isinstance(item, InputMutationAOTOutput)]
     placeholders = joint.find_nodes(op="placeholder")
-    return [i for i, node in enumerate(placeholders) if node.meta.get("desc") in written]
+    return [i for i, node in enumerate(placeholders) if node.meta.get(DESCRIPTION) in written]
 
 
 def inputs_of_gradients(joint: fx.Graph, first: int) -> list[fx.Node | None] | None:
@@ -137,10 +139,10 @@ def inputs_of_gradients(joint: fx.Graph, first: int) -> list[fx.Node | None] | N
 
     None where AOTAutograd does not tell. A sharded tensor is several inputs, and several gradients if it gets one, else one None.
     """
-    descriptions = joint.output_node().meta.get("desc")
+    descriptions = joint.output_node().meta.get(DESCRIPTION)
     if descriptions is None:
         return None
-    inputs = {node.meta["desc"]: node for node in joint.find_nodes(op="placeholder") if "desc" in node.meta}
+    inputs = {node.meta[DESCRIPTION]: node for node in joint.find_nodes(op="placeholder") if DESCRIPTION in node.meta}
     return [inputs.get(_input_of(item)) for item in descriptions[first:]]
 
 
@@ -156,19 +158,19 @@ def _input_of(gradient: Any) -> Any:
 
 def is_token(placeholder: fx.Node) -> bool:
     """Whether an input stands for the order of effects, and holds nothing; such inputs come before all others (2.11, 2.13)."""
-    return isinstance(placeholder.meta.get("desc"), ForwardTokenAOTInput)
+    return isinstance(placeholder.meta.get(DESCRIPTION), ForwardTokenAOTInput)
 
 
 def given_positions(graph: fx.Graph, count: int) -> list[int | None]:
     """For each of the first `count` inputs of a traced graph, but for tokens, which of Dynamo's it is: None for a part of one, as
     a sharded tensor has parts (2.11, 2.13)."""
     inputs = [node for node in graph.find_nodes(op="placeholder")[:count] if not is_token(node)]
-    return [getattr(node.meta.get("desc"), "idx", None) for node in inputs]
+    return [getattr(node.meta.get(DESCRIPTION), "idx", None) for node in inputs]
 
 
 def placeholder_source(node: fx.Node) -> str:
     """Where Dynamo found an input, as `L['self']._modules['0']._parameters['weight']`; empty if it is unknown (2.11, 2.13)."""
-    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get(GRAPH_ARGUMENT), "source", None)
     name = getattr(source, "name", "") if source is not None else ""
     return str(name() if callable(name) else name)
 

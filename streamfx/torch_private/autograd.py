@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, distributed, fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput  # 2.11, 2.13
 
+from streamfx.node_meta import DESCRIPTION
+
 SEEN_OUTSIDE_OF_OPERATORS = (  # 2.11, 2.13: what an operator's own code, and a mode that calls it, leave out
     "AutogradFunctionality",
     "AutogradOther",
@@ -89,7 +91,7 @@ def owners(graph: fx.Graph) -> list[int | None]:
     """For each input of a traced graph, which of Dynamo's it is, or is a part of; None for others (2.11, 2.13)."""
     found = []
     for node in graph.find_nodes(op="placeholder"):
-        description = node.meta.get("desc")
+        description = node.meta.get(DESCRIPTION)
         while isinstance(description, SubclassGetAttrAOTInput):
             description = description.base
         found.append(description.idx if isinstance(description, PlainAOTInput) else None)
@@ -98,7 +100,7 @@ def owners(graph: fx.Graph) -> list[int | None]:
 
 def is_taken_apart(node: fx.Node) -> bool:
     """Whether an input of a traced graph is a part of one of Dynamo's, which may have only that one part (2.11, 2.13)."""
-    return isinstance(node.meta.get("desc"), SubclassGetAttrAOTInput)
+    return isinstance(node.meta.get(DESCRIPTION), SubclassGetAttrAOTInput)
 
 
 def asked_gradients(graph: fx.Graph) -> list[bool]:

@@ -27,6 +27,7 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._guards import CompileContext, TracingContext
 
 from streamfx.errors import StreamFXError
+from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.torch_private.lines import source_line
 
 ORIGINAL, WRAPPER = "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"  # attributes of what `torch.compile` made
@@ -268,7 +269,7 @@ def lost_writes(graph: fx.Graph) -> list[str]:
     whatever the backend, as it takes such tensors for numbers of Python; not those to a view, as `seen[...] = x` is (2.11, 2.13).
     """
     writes = (node for node in graph.nodes if node.op in ("call_method", "call_function") and _is_in_place(node.target))
-    written = ((node, node.args[0].meta.get("example_value")) for node in writes if _is_placeholder(node.args[:1]))
+    written = ((node, node.args[0].meta.get(EXAMPLE_VALUE)) for node in writes if _is_placeholder(node.args[:1]))
     lost = (node for node, value in written if isinstance(value, torch.Tensor) and _is_like_a_number(value))
     return list(dict.fromkeys(source_line(node) for node in lost))
 

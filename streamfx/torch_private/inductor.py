@@ -14,7 +14,7 @@ from torch import fx
 
 from streamfx.errors import told
 from streamfx.torch_private import dynamo_copy, no_modes
-from streamfx.torch_private.sizes import Shapes, with_sizes
+from streamfx.torch_private.symbolic_sizes import Shapes, with_sizes
 
 BODY_SETTINGS = {  # whatever the user's own settings are; all else of theirs holds for bodies, too (2.11, 2.13)
     # A replay of a CUDA graph overwrites the results of the last one: those of another chunk, which a loop still needs.
@@ -44,11 +44,11 @@ def _has_cpp_compiler() -> bool:
         return False
 
 
-class InductorFailed(Exception):
+class InductorFailedError(Exception):
     """Inductor could not be loaded, or did not compile a graph; the cause says why."""
 
 
-class InductorMemoryError(InductorFailed):
+class InductorMemoryError(InductorFailedError):
     """Memory ran out while Inductor compiled a graph: the same graph may compile when more memory is free."""
 
 
@@ -63,7 +63,7 @@ def inductor_runs() -> Iterator[None]:
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     except Exception as error:
-        raise (InductorMemoryError if is_out_of_memory(error) else InductorFailed)(told(error)) from error
+        raise (InductorMemoryError if is_out_of_memory(error) else InductorFailedError)(told(error)) from error
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

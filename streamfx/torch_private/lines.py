@@ -6,6 +6,8 @@ import re
 
 from torch import fx
 
+from streamfx.node_meta import STACK_TRACE
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n?\s*(.*)')
 _LIBRARY = ("/torch/", "<string>", "<eval_with_key>")
 
@@ -21,6 +23,6 @@ def source_line(node: fx.Node) -> str:
 
 def frame_of(node: fx.Node) -> tuple[str, str, str, str] | None:
     """(file, line, function, code) of the user's own innermost frame."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = _FRAME.findall(node.meta.get(STACK_TRACE) or "")
     own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARY)] or frames
     return own[-1] if own else None

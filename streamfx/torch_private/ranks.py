@@ -18,7 +18,7 @@ SHORT, LONG = 0.002, 0.2  # seconds between two looks at what others have writte
 NOTHING = "nothing"  # in the place of a text that was taken back
 
 
-class Missing(Exception):
+class RanksMissingError(Exception):
     """Not all ranks have written within the time limit."""
 
 
@@ -30,7 +30,7 @@ def ranks_of(group: str) -> Sequence[int]:
     return () if dist.get_backend(found) == "fake" or dist.get_world_size(found) == 1 else dist.get_process_group_ranks(found)
 
 
-class Changed(Exception):
+class RankChangedError(Exception):
     """A rank would write something else of what ranks have agreed on; it holds what they agreed on."""
 
 
@@ -54,7 +54,7 @@ def written_by_all(text: str, group: str, subject: str = "", waits: bool = True,
     agreed = None if about is None else board.agreed(about)
     if agreed is not None:
         if agreed != text:
-            raise Changed(agreed)
+            raise RankChangedError(agreed)
         return [text]
     if not waits:
         board.leave(text)
@@ -118,7 +118,7 @@ class _Board:
             if len(texts) == len(self.ranks):
                 return [texts[rank].text for rank in self.ranks]
             if time.monotonic() > end:
-                raise Missing(f"nothing from rank {self._absent(number)} within {LIMIT.total_seconds():.0f} seconds")
+                raise RanksMissingError(f"nothing from rank {self._absent(number)} within {LIMIT.total_seconds():.0f} seconds")
             time.sleep(pause)
             pause = min(LONG, 1.2 * pause)
 

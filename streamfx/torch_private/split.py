@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from streamfx.node_meta import FROM_NODE
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, dynamo_module
 from streamfx.torch_private.vmapped import ENTER_VMAP, LEAVE_VMAP, LOAD
 
@@ -18,7 +19,7 @@ COMPUTES = ("call_function", "call_method", "call_module")
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """Some operators of a graph as a graph of their own: the nodes that it takes, and those that it returns, in order."""
 
     module: fx.GraphModule
@@ -54,14 +55,14 @@ def writes(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", node.target) in ("setitem", "__setitem__")
 
 
-def split_in_front_of(module: fx.GraphModule, place: fx.Node) -> tuple[Part, Part]:
+def split_in_front_of(module: fx.GraphModule, place: fx.Node) -> tuple[GraphPart, GraphPart]:
     """The operators before a place, and those from it on; gives what the second part is given of the first as its results."""
     nodes = list(module.graph.nodes)
     first, second = nodes[: nodes.index(place)], nodes[nodes.index(place) :]
     return _part(module, first), _part(module, second)
 
 
-def _part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Part:
+def _part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> GraphPart:
     inside = {node for node in nodes if node.op in COMPUTES}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     read = [node for node in module.graph.nodes if node not in inside and not inside.isdisjoint(node.users)]
@@ -78,7 +79,7 @@ def _part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Part:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     results = tuple(node for node in nodes if node in inside and any(user not in inside for user in node.users))
     graph.output(tuple(copies[node] for node in results))
-    return Part(dynamo_module(module, graph), tuple(given), results)
+    return GraphPart(dynamo_module(module, graph), tuple(given), results)
 
 
 def _with_symbols(graph: fx.Graph, given: Sequence[fx.Node]) -> list[fx.Node]:
@@ -114,7 +115,7 @@ def _is_known(size: Any) -> bool:
 
 def names_in_dynamo(node: fx.Node) -> list[str]:
     """Names of the nodes of Dynamo's graph that a node of AOTAutograd's comes from; they are told for people (2.11, 2.13)."""
-    return [source.name for source in node.meta.get("from_node") or ()]
+    return [source.name for source in node.meta.get(FROM_NODE) or ()]
 
 
 def splits_for_ddp() -> bool:

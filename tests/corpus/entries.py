@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.capture import captured
-from streamfx.constants import pattern_of
+from streamfx.frontend.capture import captured
+from streamfx.frontend.mask_buffers import pattern_of
 from streamfx.ir.facts import Facts
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
-from streamfx.passes.operators.traits import is_random
-from streamfx.report.brief import predicted
-from streamfx.report.printer import text_of
+from streamfx.passes.ops.traits import is_random
+from streamfx.tools.report.notices import predicted
+from streamfx.tools.report.printer import text_of
 from streamfx.torch_private import mutated_inputs
 from tests.corpus.numbers import numbers_of
 from tests.corpus.written import Plain, read

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-FOUND, WRITTEN = "passes/canonicalization/blocks_of_rows.py", "passes/canonicalization/written_blocks.py"
-CUT, STEPS = "passes/recurrences/cut_rows.py", "passes/recurrences/detection.py"
-PARTS, ODD = "passes/recurrences/cut_blocks.py", "test_cut_blocks.py::test_blocks_that_are_odd"
+FOUND, WRITTEN = "passes/rewrite/views/tile_views.py", "passes/rewrite/views/scatter_to_concat.py"
+CUT, STEPS = "passes/scan/trim.py", "passes/scan/detection.py"
+PARTS, ODD = "passes/scan/strip_mine.py", "test_cut_blocks.py::test_blocks_that_are_odd"
 OF_ROWS, LOOPS = "test_cut_rows.py", "test_loops_over_blocks.py"
 
 
@@ -151,7 +151,7 @@ ROWS = (
     Mutation(
         "blocks",
         "a loop is given values of another one that is rolled up",
-        "passes/recurrences/rerolling.py",
+        "passes/scan/rerolling.py",
         "stands_for.get(operand, operand)",
         "operand",
         (f"{LOOPS}::test_other_numbers_of_blocks",),
@@ -175,7 +175,7 @@ ROWS = (
     Mutation(
         "blocks",
         "a row that the backward half takes whole is made again for it",
-        "passes/codegen/rewrite.py",
+        "passes/lowering/build_program.py",
         ", *early_sums(number, self.facts)]))",
         "]))",
         ("test_early_sums.py::test_states_of_blocks_go_back_in_one_loop",),
@@ -200,7 +200,7 @@ ROWS = (
     Mutation(
         "blocks",
         "steps are given rows of the sequence that are no rows of theirs",
-        "passes/recurrences/plans.py",
+        "passes/scan/schedule.py",
         "if 4 * sum(map(self._is_of_sequence, self._given_to_one_step())) > self.pair.length:",
         "if False:",
         ("test_cut_blocks.py::test_blocks_that_overlap_stay_as_they_are",),

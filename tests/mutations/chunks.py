@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-EMITTERS, DEMAND, SIZES = "passes/codegen/emitters.py", "passes/analysis/demand.py", "streamfx/runtime/sizes.py"
+EMITTERS, DEMAND, SIZES = "passes/lowering/lowerings.py", "passes/analysis/access_roles.py", "streamfx/runtime/runtime_sizes.py"
 MISLEADS = "test_masks_that_mislead.py::test_arithmetic_that_misleads"
 LAST_STATE = "test_losses.py::test_of_the_last_state_no_gradient_is_kept_that_is_as_long_as_all_rows"
 TURNS = "test_recurrent_families.py::test_a_loop_of_turns_runs_whole_and_what_is_around_it_streams"
@@ -29,7 +29,7 @@ PLACES = (
     Mutation(
         "rows",
         "the causal flag compares numbers of rows of the sequence",
-        "passes/analysis/masks.py",
+        "passes/analysis/mask_facts.py",
         "        return key - query if isinstance(key - query, int) else None",
         "        return 0",
         ("test_masks.py::test_causal_flag_between_shifted_slices",),
@@ -37,7 +37,7 @@ PLACES = (
     Mutation(
         "rows",
         "a buffer's pattern survives that a row of it is repeated",
-        "passes/analysis/masks.py",
+        "passes/analysis/mask_facts.py",
         "return shape_of_node(node)[-2:] == shape_of_node(source)[-2:]",
         "return True",
         ("test_masks_that_mislead.py::test_patterns_of_buffers",),
@@ -45,7 +45,7 @@ PLACES = (
     Mutation(
         "rows",
         "joined positions go on where the last ones end",
-        "passes/analysis/positions.py",
+        "passes/analysis/affine.py",
         "        if fact.offset != offset + factor * position or not isinstance(length, int):\n",
         "        if not isinstance(length, int):\n",
         (MISLEADS,),
@@ -63,7 +63,7 @@ COPIES = (
     Mutation(
         "chunks",
         "a mean over chunks is a sum",
-        "passes/codegen/adders.py",
+        "passes/lowering/accumulating_lowerings.py",
         '    if signature.combine != "mean":\n        return 1\n',
         "    return 1\n",
         ("test_rules.py::test_law[aten.mean.dim]",),
@@ -103,7 +103,7 @@ COPIES = (
     Mutation(
         "chunks",
         "a scan begins with the chunk, not with its rows",
-        "passes/codegen/running.py",
+        "passes/lowering/running_lowerings.py",
         "return builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)",
         "return builder.number(1)",
         ("test_counted_rows.py::test_a_scan_begins_where_its_rows_begin",),
@@ -111,7 +111,7 @@ COPIES = (
     Mutation(
         "chunks",
         "a scan's carry is joined to all scanned rows",
-        "streamfx/runtime/scans.py",
+        "streamfx/runtime/chunked_scans.py",
         "        first.copy_(JOINED[kind](carry, first))\n    return from_the_end(kind)(rows, dim) if reverse else"
         " WITHIN[kind](rows, dim)",
         "        scanned = from_the_end(kind)(rows, dim) if reverse else WITHIN[kind](rows, dim)\n"
@@ -138,7 +138,7 @@ COPIES = (
     Mutation(
         "chunks",
         "a row without keys has a weight",
-        "streamfx/runtime/plain_attention.py",
+        "streamfx/kernels/plain_attention.py",
         "(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()",
         "(scores - lse.unsqueeze(-1)).exp()",
         ("test_attention_layouts.py::test_a_row_that_sees_no_key_has_no_weights",),
@@ -172,7 +172,7 @@ TOTALS = (
     Mutation(
         "sums",
         "rows that are looked up are added in their type",
-        "passes/codegen/adders.py",
+        "passes/lowering/accumulating_lowerings.py",
         "ROUNDED_ONCE = (GROUPED_OUTER, ",
         "ROUNDED_ONCE = (aten.embedding_dense_backward.default, GROUPED_OUTER, ",
         ("test_precision.py::test_totals_of_one_part_are_no_wider_than_it",),
@@ -180,7 +180,7 @@ TOTALS = (
     Mutation(
         "sums",
         "zeros are added to what has no rows",
-        "streamfx/runtime/experts.py",
+        "streamfx/kernels/grouped_mm.py",
         "        if start < stop:\n            sums.add_product",
         "        if True:\n            sums.add_product",
         ("test_by_group.py::test_groups_without_rows_are_left_alone",),
@@ -188,7 +188,7 @@ TOTALS = (
     Mutation(
         "sums",
         "a kernel is taken at its word",
-        "streamfx/runtime/trials.py",
+        "streamfx/kernels/kernel_selftest.py",
         "    return Outcome(is_right) if is_right else",
         "    return Outcome(True) if is_right in (True, False) else",
         ("test_by_group.py::test_a_kernel_that_is_not_right_is_not_used",),
@@ -196,7 +196,7 @@ TOTALS = (
     Mutation(
         "sums",
         "running totals of half types are kept in their type",
-        "streamfx/runtime/scans.py",
+        "streamfx/runtime/chunked_scans.py",
         "return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype",
         "return dtype",
         ("test_precision.py::test_running_totals_keep_the_digits_that_operators_keep_inside",),
@@ -204,7 +204,7 @@ TOTALS = (
     Mutation(
         "sums",
         "what flex attention adds is rounded to the queries' type",
-        "passes/canonicalization/flex.py",
+        "passes/rewrite/attention/flex.py",
         'return "sum" if is_held else "other"',
         'return "sum"',
         ("test_flex.py::test_what_is_added_to_scores_of_half_precision_is_not_rounded",),
@@ -222,7 +222,7 @@ DYNAMIC = (
     Mutation(
         "sizes",
         "what a size is part of takes it apart",
-        "streamfx/runtime/loop_code.py",
+        "streamfx/runtime/loop_codegen.py",
         'return Code(text) if text.isidentifier() or text.removeprefix("-").isdigit() else self.size(argument)',
         "return Code(text)",
         ("test_host_work.py::test_sizes_are_written_as_they_are_computed",),
@@ -230,7 +230,7 @@ DYNAMIC = (
     Mutation(
         "sizes",
         "a slice from the end begins where its number says",
-        "passes/analysis/positions.py",
+        "passes/analysis/affine.py",
         "        start = max(start + length, 0) if isinstance(length, int) else None\n",
         "        start = 0\n",
         (MISLEADS,),
@@ -246,7 +246,7 @@ DYNAMIC = (
     Mutation(
         "sizes",
         "only inputs tell what a symbol stands for",
-        "passes/codegen/outer.py",
+        "passes/lowering/host_program.py",
         "                if size == symbol:\n",
         "                if False:\n",
         (TURNS,),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-KEYS = "passes/canonicalization/keys_in_blocks.py"
-JOINED = "passes/canonicalization/joined_keys.py"
+KEYS = "passes/rewrite/attention/compressed_kv.py"
+JOINED = "passes/rewrite/attention/split_concat_kv.py"
 
 
 def _row(what: str, file: str, before: str, after: str, *tests: str) -> Mutation:
@@ -44,7 +44,7 @@ ROWS = (
     ),
     _row(
         "a huge number shows a key",
-        "passes/analysis/own_keys.py",
+        "passes/analysis/diagonal_visible.py",
         " and own.is_counted",
         "",
         "numbers_that_hide_all_keys_from_a_row_leave_no_count_of_them",
@@ -58,7 +58,7 @@ ROWS = (
     ),
     _row(
         "parts lie where they may",
-        "passes/canonicalization/parts_of_joins.py",
+        "passes/rewrite/views/concat_propagation.py",
         "        return lengths == self.lengths and",
         "        return len(lengths) == len(self.lengths) and",
         "keys_that_cannot_be_seen_by_parts_stay_joined",
@@ -72,14 +72,14 @@ ROWS = (
     ),
     _row(
         "a mask of rows and all blocks is made at once",
-        "passes/analysis/demand.py",
+        "passes/analysis/access_roles.py",
         "return len(dims) + collected <= 1 and",
         "return len(dims) <= 1 and",
         "keys_are_collected",
     ),
     _row(
         "a sum of a wide mask is made of all of it",
-        "passes/analysis/demand.py",
+        "passes/analysis/access_roles.py",
         "        return not {Form.ROWS, Form.PAIR}.intersection(forms) and not self._is_filled_later(node)\n",
         "        return not self._is_filled_later(node)\n",
         "joined_keys_are_seen_by_parts",
@@ -94,7 +94,7 @@ ROWS = (
     Mutation(
         "compressed",
         "the row behind those that are written is written",
-        "passes/canonicalization/along_sequence.py",
+        "passes/rewrite/views/decompose_on_sequence.py",
         "aten.lt.Scalar, wide, start + count)",
         "aten.le.Scalar, wide, start + count)",
         ("test_along_sequence.py::test_rows_that_are_written_over",),
@@ -102,7 +102,7 @@ ROWS = (
     Mutation(
         "compressed",
         "blocks of another size are joined to the axis",
-        "streamfx/ir/axes.py",
+        "streamfx/ir/axis_table.py",
         " == outer and self.size(rest[0]) == size:",
         " == outer:",
         ("test_axis_table.py::test_what_is_no_row_of_blocks_is_not_the_axis",),

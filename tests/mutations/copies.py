@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-OFFLOAD, PINNED, COPIES = "streamfx/runtime/offload.py", "streamfx/runtime/pinned.py", "passes/codegen/copies.py"
+OFFLOAD, PINNED, COPIES = "streamfx/runtime/offload.py", "streamfx/runtime/pinned.py", "passes/lowering/copies.py"
 TWO, EXCEPTION = "test_copies.py::test_two_inputs_are_alive_at_most", "test_copies.py::test_an_exception_in_the_middle"
 
 ROWS = (
@@ -123,7 +123,7 @@ ROWS = (
     Mutation(
         "copies",
         "plans count bytes, and not pages",
-        "streamfx/planner/host.py",
+        "streamfx/tools/planner/host_memory.py",
         'bytes_pinned(bytes_like(node.meta["val"]))',
         'bytes_like(node.meta["val"])',
         ("test_copies.py::test_blocks_of_the_host_are_those_of_the_plan",),
@@ -131,7 +131,7 @@ ROWS = (
     Mutation(
         "copies",
         "results of attention stay on the device",
-        "passes/partition/plan.py",
+        "passes/partition/chunk_plan.py",
         "        kept = self._at(self.options.offload, facts, between)\n",
         '        kept = self._at("inputs", facts, between)\n',
         ("test_offload_attention.py::test_attention_is_not_run_twice_and_stays_nowhere",),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-READ, FIND = "passes/recurrences/decays.py", "passes/recurrences/block_products.py"
-PROVEN, RUN = "passes/canonicalization/decayed_sums.py", "streamfx/runtime/decayed_sums.py"
+READ, FIND = "streamfx/frontend/segsum_match.py", "streamfx/frontend/ssd_matmul.py"
+PROVEN, RUN = "passes/rewrite/scans/segment_sum.py", "streamfx/runtime/segment_sum.py"
 OTHERS = "test_decayed_sums.py::test_what_only_looks_like_one"
 STREAMS = "test_decayed_sums.py::test_blocks_hand_on_what_is_left"
 OPERATOR = "test_decayed_operator.py::test_the_operator_is_the_product"

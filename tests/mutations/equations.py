@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-COLUMN, FUSED = "passes/canonicalization/dropped_column.py", "passes/canonicalization/attention_with_sink.py"
-SOFTMAX, GROUPED = "passes/canonicalization/softmax.py", "passes/canonicalization/grouped.py"
-NO_OPS, PERMUTATIONS = "passes/canonicalization/no_ops.py", "passes/canonicalization/permutations.py"
+COLUMN, FUSED = "passes/rewrite/attention/softmax_sink.py", "passes/rewrite/attention/sink.py"
+SOFTMAX, GROUPED = "passes/rewrite/attention/softmax.py", "passes/rewrite/attention/gqa.py"
+NO_OPS, PERMUTATIONS = "passes/rewrite/views/no_ops.py", "passes/rewrite/moe/sort_elimination.py"
 ROW, OTHER_ROW = "test_canonical.py::test_row", "test_canonical_equations.py::test_row"
 SAME, GROUPS = "test_attention_with_sink.py::test_it_is_the_same", "test_canonical_equations.py::test_groups_of_heads"
 NO_KEY = "test_scores.py::test_a_sink_over_rows_that_see_no_key"
@@ -92,7 +92,7 @@ SINKS = (
     Mutation(
         "sinks",
         "probabilities may have other uses beside the product with the values",
-        "passes/canonicalization/spelled_attention.py",
+        "passes/rewrite/attention/unfused_attention.py",
         "            elif not is_turned(user, node) or not all(self._takes_turned(other, user) for other in user.users):\n"
         "                return False\n",
         "            else:\n                all(self._takes_turned(other, user) for other in user.users)\n",
@@ -101,7 +101,7 @@ SINKS = (
     Mutation(
         "sinks",
         "a product of one key is a product of all",
-        "passes/canonicalization/spelled_attention.py",
+        "passes/rewrite/attention/unfused_attention.py",
         "fits = shape_of_node(node) == _joined(shape) and (",
         "fits = (",
         ("test_attention_with_sink.py::test_it_is_the_same",),
@@ -109,7 +109,7 @@ SINKS = (
     Mutation(
         "sinks",
         "scores of no width fit a kernel",
-        "passes/canonicalization/spelled_attention.py",
+        "passes/rewrite/attention/unfused_attention.py",
         " or self.values is None or not shape_of_node(self.values)[-1]:",
         " or self.values is None:",
         ("test_attention_with_sink.py::test_it_is_the_same",),
@@ -191,7 +191,7 @@ OPERANDS = (
     Mutation(
         "11",
         "a table of whole numbers holds numbers of rows",
-        "streamfx/constants.py",
+        "streamfx/frontend/mask_buffers.py",
         "    return PLACES if least.item() >= 0 and most.item() <= MOST_COUNTED else None\n",
         "    return PLACES\n",
         ("test_experts.py::test_groups_from_a_table_that_changes",),
@@ -199,7 +199,7 @@ OPERANDS = (
     Mutation(
         "11",
         "a sum into rows begins with nothing",
-        "passes/canonicalization/row_numbers.py",
+        "passes/rewrite/views/iota_index.py",
         "    if index is None or not adds or not is_zero(base):\n",
         "    if index is None or not adds:\n",
         ("test_casts.py::test_sums_into_rows_begin_with_nothing_and_add_once",),
@@ -207,7 +207,7 @@ OPERANDS = (
     Mutation(
         "11",
         "what is added is added once",
-        "passes/canonicalization/row_numbers.py",
+        "passes/rewrite/views/iota_index.py",
         'adds = arguments.get("accumulate", arguments.get("alpha") == 1)',
         'adds = arguments.get("accumulate", True)',
         ("test_casts.py::test_sums_into_rows_begin_with_nothing_and_add_once",),
@@ -215,7 +215,7 @@ OPERANDS = (
     Mutation(
         "11",
         "equal arguments are equal whatever the sign of their zero",
-        "passes/canonicalization/driver.py",
+        "passes/rewrite/driver.py",
         "sign = math.copysign(1.0, item) if isinstance(item, float) else None",
         "sign = None",
         ("test_canonical.py::test_row",),
@@ -223,7 +223,7 @@ OPERANDS = (
     Mutation(
         "11",
         "a mean over labels is divided by all of them",
-        "passes/canonicalization/losses.py",
+        "passes/rewrite/loss/cross_entropy.py",
         "counted, device = writer.call(aten.ne.Scalar, labels, ignored), labels",
         "counted, device = writer.call(aten.ne.Scalar, labels, ignored - 1), labels",
         (OTHER_ROW,),

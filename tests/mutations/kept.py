@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-BACKEND, FINGERPRINT, OPTIONS = "streamfx/backend.py", "streamfx/fingerprint.py", "streamfx/options.py"
+BACKEND, FINGERPRINT, OPTIONS = "streamfx/frontend/backend.py", "streamfx/ir/fingerprint.py", "streamfx/options.py"
 USES = "streamfx/lazy/uses.py"
 WATCHED = "test_watched_buffers.py::test_the_next_call_is_exact"
 
@@ -28,7 +28,7 @@ PASSES = (
     Mutation(
         "4",
         "each look at deferred outputs decides anew how they are made",
-        "streamfx/lazy/rebuild.py",
+        "streamfx/lazy/recompute.py",
         "            self.in_chunks = in_chunks if self.in_chunks is None else self.in_chunks\n            return self.in_chunks",
         "            return in_chunks",
         ("test_agreement.py::test_what_was_found_is_found_again",),
@@ -36,7 +36,7 @@ PASSES = (
     Mutation(
         "4",
         "rows alone are made in as many as are asked for",
-        "streamfx/lazy/in_chunks.py",
+        "streamfx/lazy/streamed.py",
         "        first = max(0, min(start, stop - 2)) // step * step  # a single row is no sequence\n"
         "        last = min(source.length, -(-stop // step) * step)\n",
         "        first, last = start, stop\n",
@@ -55,7 +55,7 @@ STATE = (
     Mutation(
         "5",
         "what a run finds of its masks is the program's",
-        "streamfx/runtime/mask_programs.py",
+        "streamfx/kernels/mask_programs.py",
         "return Mask(self, inputs, _looks.get() or Looks())",
         'return Mask(self, inputs, self.__dict__.setdefault("looks", Looks()))',
         ("test_visible.py::test_a_mask_is_looked_at_once_per_chunk",),
@@ -97,7 +97,7 @@ CHANGES = (
     Mutation(
         "6",
         "a frozen weight is told by its version alone",
-        "streamfx/constants.py",
+        "streamfx/frontend/mask_buffers.py",
         "return self.seen.sums is not None or tensor.data_ptr() == self.address",
         "return True",
         ("test_watched_buffers.py::test_a_frozen_weight_that_is_not_read_is_told_by_its_memory",),
@@ -131,7 +131,7 @@ LENGTHS = (
     Mutation(
         "12",
         "a plan holds for all lengths",
-        "streamfx/ir/lengths.py",
+        "streamfx/ir/dynamic_lengths.py",
         "                bool(size <= self.numbers[symbol])  # torch notes what it was asked, as a guard of the graph",
         "                _ = size",
         ("test_lengths.py::test_what_fits_whole_for_one_length_does_not_for_all",),
@@ -147,7 +147,7 @@ LENGTHS = (
     Mutation(
         "12",
         "two plans hold for the longest lengths of either",
-        "streamfx/ir/lengths.py",
+        "streamfx/ir/dynamic_lengths.py",
         "symbol: min(number, other.numbers.get(symbol, number))",
         "symbol: max(number, other.numbers.get(symbol, number))",
         ("test_lengths.py::test_parts_of_a_plan_hold_for_the_lengths_that_both_hold_for",),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-TABLE, ROW_NUMBERS = "passes/operators/linearity.py", "passes/canonicalization/row_numbers.py"
-EXPERTS = "passes/canonicalization/experts.py"
+TABLE, ROW_NUMBERS = "passes/ops/linearity.py", "passes/rewrite/views/iota_index.py"
+EXPERTS = "passes/rewrite/moe/expert_mm.py"
 ROW = "test_canonical.py::test_row"
 NO_MULTIPLE = "test_multiples.py::test_no_multiple"
 
@@ -54,7 +54,7 @@ LINEAR = (
     Mutation(
         "8",
         "rows are driven through what mixes them",
-        "passes/analysis/multiples.py",
+        "passes/analysis/homogeneity.py",
         "        return not signature.is_special(letter) and all(",
         "        return all(",
         (NO_MULTIPLE,),
@@ -120,7 +120,7 @@ CASTS = (
     Mutation(
         "9",
         "copies keep numbers in any type",
-        "passes/operators/values/casts.py",
+        "passes/ops/ranges/casts.py",
         "    return is_whole(source, values) and is_exact_in(dtype, known.low, known.high)\n",
         "    return True\n",
         ("test_casts.py::test_experts_whose_counts_are_cast",),
@@ -128,7 +128,7 @@ CASTS = (
     Mutation(
         "9",
         "a mask of rows is true behind two casts where it is behind one",
-        "passes/canonicalization/scattered.py",
+        "passes/rewrite/moe/masked_scatter.py",
         "    if mask.target is aten._to_copy.default:  # the one",
         "    while mask.target is aten._to_copy.default:  # the one",
         (ROW,),
@@ -136,7 +136,7 @@ CASTS = (
     Mutation(
         "9",
         "the end of a group is a number of the groups' own type",
-        "streamfx/runtime/experts.py",
+        "streamfx/kernels/grouped_mm.py",
         "torch.sort(group.to(torch.float64 if group.is_floating_point() else torch.int64), stable=True)",
         "torch.sort(group, stable=True)",
         ("test_experts.py::test_the_last_number_of_a_type",),

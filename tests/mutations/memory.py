@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-CUDA, FORMS = "streamfx/runtime/cuda_attention.py", "streamfx/runtime/forms.py"
+CUDA, FORMS = "streamfx/kernels/cuda_attention.py", "streamfx/runtime/shape_families.py"
 INDUCTOR = "streamfx/torch_private/inductor.py"
 STREAM = "test_cuda_kernels.py::test_kernels_stream"
 VIEWS = "test_results.py::test_views_of_any_length_show_eagers_rows"
@@ -55,7 +55,7 @@ KERNELS = (
     Mutation(
         "7",
         "a document of more keys than a window shows goes with others",
-        "streamfx/runtime/documents.py",
+        "streamfx/kernels/varlen_intervals.py",
         "(shown is not None and max(longest, length) > shown)",
         "False",
         ("test_cuda_documents.py::test_what_is_not_one_call",),
@@ -63,7 +63,7 @@ KERNELS = (
     Mutation(
         "7",
         "log-sum-exps of some documents lie among those of others",
-        "streamfx/runtime/cuda_documents.py",
+        "streamfx/kernels/flash_varlen.py",
         "out, lse = layouts.aligned(out), lse.contiguous()",
         "out, lse = layouts.aligned(out), lse",
         ("test_cuda_documents.py::test_what_would_take_much_memory_takes_several_calls",),
@@ -71,7 +71,7 @@ KERNELS = (
     Mutation(
         "7",
         "a kernel of documents is called untried",
-        "streamfx/runtime/cuda_documents.py",
+        "streamfx/kernels/flash_varlen.py",
         "isinstance(query, FakeTensor) or keeps_apart(query.device, query.dtype, width)",
         "True",
         ("test_cuda_documents.py::test_kernels_that_differ_are_not_called",),
@@ -79,7 +79,7 @@ KERNELS = (
     Mutation(
         "7",
         "a kernel's operator is known by its name alone",
-        "passes/operators/hub_kernels.py",
+        "passes/ops/hub_kernels.py",
         "BUILDS.fullmatch(target.namespace) and [item.name for item in target._schema.arguments] == _arguments(name)",
         "BUILDS.fullmatch(target.namespace)",
         ("test_hub_kernels.py::test_other_arguments_are_of_another_operator",),
@@ -87,7 +87,7 @@ KERNELS = (
     Mutation(
         "7",
         "a window does not count a row's own key",
-        "streamfx/runtime/cuda_last.py",
+        "streamfx/kernels/efficient_bottom_right.py",
         'return {"window_size": left + 1}',
         'return {"window_size": left}',
         ("test_cuda_kernels.py::test_a_window_takes_one_call_without_a_bias",),
@@ -95,7 +95,7 @@ KERNELS = (
     Mutation(
         "7",
         "a kernel that ends at the last row is called untried",
-        "streamfx/runtime/cuda_last.py",
+        "streamfx/kernels/efficient_bottom_right.py",
         "isinstance(query, FakeTensor) or hides(query.device, query.dtype, width, last.left is not None)",
         "True",
         ("test_cuda_kernels.py::test_kernels_that_end_elsewhere_are_not_called",),
@@ -121,7 +121,7 @@ WRITTEN = (
     Mutation(
         "14",
         "what is saved of a buffer is not copied where the step writes to it",
-        "passes/codegen/memory.py",
+        "passes/lowering/output_aliasing.py",
         'if not any(memory.meta.get("streamfx_mutated", False) for memory in memories(node) if memory.op == "placeholder"):',
         "if True:",
         ("test_written.py::test_the_backward_half_has_what_was_read",),
@@ -129,7 +129,7 @@ WRITTEN = (
     Mutation(
         "14",
         "gradients may be one memory",
-        "passes/codegen/memory.py",
+        "passes/lowering/output_aliasing.py",
         "            if own & held or any(map(_is_given, own)):\n",
         "            if False:\n",
         ("test_memory.py::test_gradients_are_accumulated_and_clipped",),
@@ -137,7 +137,7 @@ WRITTEN = (
     Mutation(
         "14",
         "results may be one memory where those of the trace were not",
-        "passes/codegen/memory.py",
+        "passes/lowering/output_aliasing.py",
         "            if any(is_new) or any(shown.get(memory, before) != before for memory in own):\n",
         "            if False:\n",
         ("test_memory.py::test_outputs_are_written_to",),
@@ -145,7 +145,7 @@ WRITTEN = (
     Mutation(
         "14",
         "a loop writes its result over what a view of it still reads",
-        "passes/codegen/reuse.py",
+        "passes/lowering/donation.py",
         "    return by_rows and not any(memories(output) & own for output in outputs)",
         "    return by_rows",
         ("test_memory.py::test_a_slice_of_what_a_loop_is_given",),
@@ -155,7 +155,7 @@ HANDED_OVER = (
     Mutation(
         "stages",
         "a gradient is handed over while its parameter is still read",
-        "passes/codegen/deliveries.py",
+        "passes/lowering/gradient_release.py",
         "number.get(gradient, 0), readers.get(position, 0), *reads",
         "number.get(gradient, 0), *reads",
         ("test_deliveries.py::test_a_gradient_is_handed_over_once_its_parameter_is_read",),
@@ -163,7 +163,7 @@ HANDED_OVER = (
     Mutation(
         "stages",
         "a gradient is handed over while it is still read",
-        "passes/codegen/deliveries.py",
+        "passes/lowering/gradient_release.py",
         "number.get(gradient, 0), readers.get(position, 0), *reads",
         "number.get(gradient, 0), readers.get(position, 0)",
         ("test_deliveries.py::test_a_gradient_is_handed_over_before_the_next_product",),
@@ -173,7 +173,7 @@ SHOWN = (
     Mutation(
         "views",
         "a view of a result begins where its memory does",
-        "passes/canonicalization/opaque.py",
+        "passes/rewrite/views/strided_access.py",
         "    return where, simplified(offset - begins), strides",
         "    return where, 0, strides",
         (VIEWS,),
@@ -181,7 +181,7 @@ SHOWN = (
     Mutation(
         "views",
         "no result is placed in another's memory",
-        "passes/codegen/rewrite.py",
+        "passes/lowering/build_program.py",
         "            if place is not None and not isinstance(place[0], Elsewhere):\n",
         "            if False:\n",
         ("test_results.py::test_views_of_any_length_show_eagers_rows",),
@@ -189,7 +189,7 @@ SHOWN = (
     Mutation(
         "views",
         "views of one value that is no result share nothing",
-        "passes/codegen/rewrite.py",
+        "passes/lowering/build_program.py",
         "        if len(alike) > 1 and same_type:\n",
         "        if False:\n",
         ("test_results.py::test_results_that_share_memory_do_so",),
@@ -197,7 +197,7 @@ SHOWN = (
     Mutation(
         "views",
         "results lie as loops make them",
-        "passes/codegen/rewrite.py",
+        "passes/lowering/build_program.py",
         "value if strides is None else forward.laid_out(value, output, strides)",
         "value",
         ("test_results.py::test_results_have_eagers_strides",),
@@ -207,7 +207,7 @@ MARKS = (
     Mutation(
         "marks",
         "marked conjugates are the numbers in memory",
-        "passes/canonicalization/marks.py",
+        "passes/rewrite/views/lazy_conj.py",
         "return writer.call(aten.conj_physical.default, node_argument(node))",
         "return writer.call(aten.clone.default, node_argument(node))",
         ("test_canonical.py::test_row",),
@@ -215,7 +215,7 @@ MARKS = (
     Mutation(
         "marks",
         "marked negatives are the numbers in memory",
-        "passes/canonicalization/marks.py",
+        "passes/rewrite/views/lazy_conj.py",
         "return writer.call(aten.neg.default, node_argument(node))",
         "return writer.call(aten.clone.default, node_argument(node))",
         ("test_canonical.py::test_row",),
@@ -223,7 +223,7 @@ MARKS = (
     Mutation(
         "marks",
         "a marked input is read as it lies",
-        "passes/codegen/rewrite.py",
+        "passes/lowering/build_program.py",
         'self._unmarked(outer, made) if is_tensor(node) and is_marked(node.meta["val"]) else made',
         "made",
         ("test_results.py::test_numbers_that_are_marked_as_conjugates",),
@@ -239,7 +239,7 @@ MARKS = (
     Mutation(
         "marks",
         "marked memory that is returned is streamed",
-        "passes/canonicalization/marks.py",
+        "passes/rewrite/views/lazy_conj.py",
         "marked = next((value for value in read if any(map(_is_marked, shown_by(value)))), None)",
         "marked = None",
         ("test_results.py::test_a_result_that_is_marked",),
@@ -249,7 +249,7 @@ SEGMENTS = (
     Mutation(
         "segments",
         "inputs that lie in another order take the same code",
-        "streamfx/runtime/segments.py",
+        "streamfx/runtime/compiled_segments.py",
         f"{LIE}{PREPARED}several)",
         f"{LIE.replace(', value.stride()', '')}{PREPARED}several)",
         ("test_host_work.py::test_inputs_that_lie_otherwise_take_other_code",),
@@ -281,7 +281,7 @@ SEGMENTS = (
     Mutation(
         "segments",
         "what compilation asked of a size holds for all",
-        "streamfx/torch_private/sizes.py",
+        "streamfx/torch_private/symbolic_sizes.py",
         " and all(_is_met(item, symbol, number) for item in conditions)",
         "",
         ("test_bodies.py::test_sizes_that_compilation_settles",),
@@ -307,7 +307,7 @@ SHARDS = (
     Mutation(
         "shards",
         "a gathered buffer has the pattern of its shard",
-        "passes/canonicalization/unshard.py",
+        "passes/rewrite/collectives/unshard.py",
         'known = {name: value for name, value in primal.meta.items() if name != "streamfx_pattern"}',
         "known = dict(primal.meta)",
         ("test_collectives.py::test_a_mask_that_is_gathered_is_not_that_of_its_shard",),
@@ -343,7 +343,7 @@ TOGETHER = (
     Mutation(
         "buckets",
         "sums and largest values are one call",
-        "passes/codegen/buckets.py",
+        "passes/lowering/buckets.py",
         "return node.target, node.args[1:], value.dtype, value.device",
         "return node.target, value.dtype, value.device",
         ("test_buckets.py::test_those_of_other_kinds_do_not",),
@@ -351,7 +351,7 @@ TOGETHER = (
     Mutation(
         "buckets",
         "values of two types are one call",
-        "passes/codegen/buckets.py",
+        "passes/lowering/buckets.py",
         "return node.target, node.args[1:], value.dtype, value.device",
         "return node.target, node.args[1:], value.device",
         ("test_buckets.py::test_those_of_other_kinds_do_not",),
@@ -359,7 +359,7 @@ TOGETHER = (
     Mutation(
         "buckets",
         "one call reduces what is made of its own result",
-        "passes/codegen/buckets.py",
+        "passes/lowering/buckets.py",
         "if not set(bucket).isdisjoint(node.all_input_nodes)",
         "if False",
         ("test_buckets.py::test_what_is_made_of_another_comes_after_it",),
@@ -367,7 +367,7 @@ TOGETHER = (
     Mutation(
         "buckets",
         "what has waited is begun before what can begin at once",
-        "passes/codegen/buckets.py",
+        "passes/lowering/buckets.py",
         "return sorted(nodes, key=waits.__getitem__)",
         "return list(nodes)",
         ("test_buckets.py::test_what_is_made_of_another_comes_after_it",),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-FOUND = "passes/canonicalization/inverse_orders.py"
-BAGS = "passes/canonicalization/bags.py"
-INDICES = "passes/canonicalization/constant_indices.py"
+FOUND = "passes/rewrite/views/inverse_permutation.py"
+BAGS = "passes/rewrite/views/embedding_bag.py"
+INDICES = "passes/rewrite/views/constant_indices.py"
 ROW = ("test_canonical_equations.py::test_row",)
 
 
@@ -70,14 +70,14 @@ ROWS = (
         "    total.scatter_(dim, index, rows.to(total.dtype))\n",
         "    total.scatter_add_(dim, index, rows.to(total.dtype))\n",
         ("test_sorted_rows.py::test_what_is_put_back_is_what_it_was",),
-        "streamfx/runtime/sums.py",
+        "streamfx/kernels/accumulate.py",
     ),
     _row(
         "whatever is scattered is written once",
         "    positions = () if EACH_ONCE in call.node.meta else (rank,)\n",
         "    positions = ()\n",
         ("test_sorted_rows.py::test_rows_written_over_others",),
-        "passes/operators/rules/indexing.py",
+        "passes/ops/rules/indexing.py",
     ),
     _row(
         "row numbers may come in any order",
@@ -105,7 +105,7 @@ ROWS = (
         "size_arguments(self.source, writer)) if self.is_viewed else value\n",
         "size_arguments(self.source, writer)) if False else value\n",
         ("test_constant_indices.py::test_labels_of_each_row_are_compared",),
-        "passes/canonicalization/one_hot.py",
+        "passes/rewrite/views/index_as_onehot.py",
     ),
     _row(
         "bags begin wherever offsets count up in steps",
@@ -140,6 +140,6 @@ ROWS = (
         "tuple(stride) == (1, 1) and not any(padding) and not ceil",
         "not any(padding) and not ceil",
         ("test_transforms_and_pools.py::test_what_mixes_rows",),
-        "passes/operators/rules/decompositions.py",
+        "passes/ops/rules/decompositions.py",
     ),
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-ANALYSED, SEARCH = "streamfx/inspection/analysed.py", "test_plan_search.py"
+ANALYSED, SEARCH = "streamfx/tools/inspect/repeated_analysis.py", "test_plan_search.py"
 TOLD = "test_analysed_layers.py::test_few_layers_tell_what_is_found_in_all"
-ONE_PIECE, NEVER_MORE = "passes/partition/in_one_piece.py", "test_never_more.py::test_what_any_run_in_one_piece_holds"
+ONE_PIECE, NEVER_MORE = "passes/partition/unchunked.py", "test_never_more.py::test_what_any_run_in_one_piece_holds"
 NO_MORE = "test_never_more.py::test_no_more_than_without"
 
 ROWS = (
@@ -45,7 +45,7 @@ ROWS = (
     Mutation(
         "plans",
         "only the moment of the peak is asked where it would reach the limit",
-        "streamfx/planner/growth.py",
+        "streamfx/tools/planner/scaling.py",
         "    return [found.peak_by_term] if curve is None else [point.terms for point in curve[0].points]\n",
         "    return [found.peak_by_term]\n",
         (f"{SEARCH}::test_each_moment_is_asked_where_it_would_reach_the_limit",),
@@ -53,7 +53,7 @@ ROWS = (
     Mutation(
         "plans",
         "the work on a chunk is taken not to grow",
-        "streamfx/planner/search.py",
+        "streamfx/tools/planner/search.py",
         "            growth = work(size, found, far)\n",
         "            pass\n",
         (f"{SEARCH}::test_few_layers_show_how_the_work_on_a_chunk_grows",),
@@ -77,7 +77,7 @@ ROWS = (
     Mutation(
         "plans",
         "an operator with a saved state of random numbers is taken for one without a result",
-        "streamfx/cost/stand_ins.py",
+        "streamfx/cost/hop_cost.py",
         'if "val" not in node.meta and (inner',
         "if False and (inner",
         ("test_never_more.py::test_no_more_than_with_checkpoints_around_attention[0]",),
@@ -117,7 +117,7 @@ ROWS = (
     Mutation(
         "plans",
         "a mask that only data will tell is one piece",
-        "streamfx/runtime/attention.py",
+        "streamfx/kernels/attention.py",
         "is_open = isinstance(query, FakeTensor)",
         "is_open = False and isinstance(query, FakeTensor)",
         ("test_never_more.py::test_no_documents_take_more_than_was_predicted",),

@@ -8,7 +8,7 @@ ROWS = (
     Mutation(
         "ranks",
         "a sum over ranks is waited for by itself where somebody else reads it",
-        "passes/canonicalization/over_ranks.py",
+        "passes/rewrite/collectives/reduced_products.py",
         " or set(begun.users) != {node}",
         "",
         ("test_equations.py::test_equation[reduced over ranks]",),
@@ -16,7 +16,7 @@ ROWS = (
     Mutation(
         "ranks",
         "a reduction that is not known to go by element is taken for one that does",
-        "passes/canonicalization/over_ranks.py",
+        "passes/rewrite/collectives/reduced_products.py",
         "if op in ELEMENTWISE and isinstance",
         "if isinstance",
         ("test_ranks.py::test_a_reduction_with_a_factor_is_left_as_it_is",),
@@ -32,7 +32,7 @@ ROWS = (
     Mutation(
         "ranks",
         "rows by keys are reduced chunk by chunk",
-        "passes/analysis/demand.py",
+        "passes/analysis/access_roles.py",
         "apart = REDUCES_PAIRS if Role.KEYS in roles.values() else self.apart",
         "apart = self.apart",
         ("test_ranks.py::test_rows_by_keys_are_reduced_whole",),
@@ -40,7 +40,7 @@ ROWS = (
     Mutation(
         "ranks",
         "what is there already is reduced in chunks",
-        "passes/analysis/demand.py",
+        "passes/analysis/access_roles.py",
         "if is_reduced_over_ranks(node) and self.forms[operands[0]][0] is Form.WHOLE:",
         "if False:",
         ("test_ranks.py::test_what_is_there_already_is_reduced_once",),
@@ -48,7 +48,7 @@ ROWS = (
     Mutation(
         "ranks",
         "compiled bodies begin reductions as soon as they can",
-        "passes/codegen/lower.py",
+        "passes/lowering/compile_bodies.py",
         "max(ready, self._after_others(node))",
         "ready",
         ("test_ranks.py::test_reductions_begin_in_the_order_of_the_graph_whoever_runs_the_body",),
@@ -56,7 +56,7 @@ ROWS = (
     Mutation(
         "ranks",
         "bodies wait for a sum at once",
-        "passes/codegen/waits.py",
+        "passes/lowering/async_waits.py",
         "if node.target is end and node.users:",
         "if False:",
         ("test_ranks.py::test_a_body_waits_where_a_sum_is_needed",),
@@ -64,7 +64,7 @@ ROWS = (
     Mutation(
         "ranks",
         "nobody waits for what is reduced over ranks",
-        "streamfx/runtime/collectives.py",
+        "streamfx/runtime/collective_calls.py",
         "return torch.ops._c10d_functional.wait_tensor.default(x) if x.numel() else x",
         "return x",
         ("test_tensor_parallel.py::test_gradients_are_those_of_one_process",),
@@ -72,7 +72,7 @@ ROWS = (
     Mutation(
         "ranks",
         "ranks that say something else are not heard",
-        "streamfx/agreement.py",
+        "streamfx/distributed/rank_consensus.py",
         "return len(set(channel.read(order_with_chunks(facts, group), group))) == 1",
         "return True",
         ("test_ranks_agree.py::test_ranks_that_would_cut_otherwise_reduce_between_loops",),
@@ -80,7 +80,7 @@ ROWS = (
     Mutation(
         "ranks",
         "ranks do not compare what they run between loops",
-        "streamfx/agreement.py",
+        "streamfx/distributed/rank_consensus.py",
         "if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], channel):",
         "if facts:",
         ("test_ranks_agree.py::test_ranks_that_differ_in_both_run_the_graph_as_it_stands",),
@@ -88,7 +88,7 @@ ROWS = (
     Mutation(
         "ranks",
         "ranks of the first of several groups agree for all",
-        "streamfx/agreement.py",
+        "streamfx/distributed/rank_consensus.py",
         "(len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], channel))",
         "is_same_on_all_ranks(facts, groups[0], channel)",
         ("test_ranks_agree.py::test_ranks_of_several_groups_reduce_between_loops",),
@@ -96,7 +96,7 @@ ROWS = (
     Mutation(
         "ranks",
         "a rank that fails keeps it to itself",
-        "streamfx/agreement.py",
+        "streamfx/distributed/rank_consensus.py",
         "            self.exchange(FAILED + failure, group, subject=traced_order(self.graph, group), waits=False)\n",
         "            pass\n",
         ("test_ranks_agree.py::test_a_rank_that_fails_says_so",),
@@ -104,7 +104,7 @@ ROWS = (
     Mutation(
         "ranks",
         "a rank that failed says something else, like others",
-        "streamfx/agreement.py",
+        "streamfx/distributed/rank_consensus.py",
         "        if failed is not None:\n",
         "        if False:\n",
         ("test_ranks_agree.py::test_ranks_that_say_nothing_else_are_an_error",),
@@ -112,7 +112,7 @@ ROWS = (
     Mutation(
         "ranks",
         "sums alone have to be agreed on",
-        "streamfx/agreement.py",
+        "streamfx/distributed/rank_consensus.py",
         "return [node for node in reduced if axes.sequence_dims(axes.shapes[node])]",
         "return list(reduced)",
         ("test_ranks_agree.py::test_sums_alone_need_no_agreement",),
@@ -120,7 +120,7 @@ ROWS = (
     Mutation(
         "ranks",
         "ranks do not say how large their chunks are",
-        "passes/codegen/collective_order.py",
+        "passes/lowering/collective_order.py",
         "{order} {loop.spec.chunk_size} of",
         "{order} of",
         ("test_ranks_agree.py::test_what_ranks_say_tells_chunks_and_order",),
@@ -128,7 +128,7 @@ ROWS = (
     Mutation(
         "ranks",
         "ranks do not say what they reduce in a loop",
-        "passes/codegen/collective_order.py",
+        "passes/lowering/collective_order.py",
         "        yield from reduced\n",
         "",
         ("test_ranks_agree.py::test_what_ranks_say_tells_chunks_and_order",),
@@ -136,7 +136,7 @@ ROWS = (
     Mutation(
         "ranks",
         "to look at a model waits for other ranks",
-        "streamfx/inspection/tracing.py",
+        "streamfx/tools/inspect/tracing.py",
         ", exchange=lambda text, group, **how: [text])",
         ")",
         ("test_ranks.py::test_to_look_at_a_model_asks_nobody",),
@@ -144,7 +144,7 @@ ROWS = (
     Mutation(
         "ranks",
         "a sum over ranks costs nothing",
-        "passes/operators/traits.py",
+        "passes/ops/traits.py",
         "return node.target is ALL_REDUCE or is_product(node)",
         "return is_product(node)",
         ("test_ranks.py::test_a_sum_that_two_loops_ask_for_is_reduced_once",),
@@ -152,7 +152,7 @@ ROWS = (
     Mutation(
         "ranks",
         "what enters the first layer is reduced again",
-        "passes/partition/saving.py",
+        "passes/partition/checkpoint_policy.py",
         "saving.entering() if stage is facts.stages[0] else []",
         "list[fx.Node]()",
         ("test_ranks.py::test_what_enters_the_first_layer_is_kept",),
@@ -160,7 +160,7 @@ ROWS = (
     Mutation(
         "ranks",
         "products are kept that only a sum over ranks is made of",
-        "passes/partition/saving.py",
+        "passes/partition/checkpoint_policy.py",
         "        kept += [node for node in early if is_reduced_over_ranks(node)]",
         "        early.clear()",
         ("test_ranks.py::test_what_is_kept_is_not_reduced_again",),
@@ -184,7 +184,7 @@ ROWS = (
     Mutation(
         "ranks",
         "one number is put where it is to be added",
-        "passes/canonicalization/scattered.py",
+        "passes/rewrite/moe/masked_scatter.py",
         'arguments["accumulate"] or ',
         "",
         ("test_canonical.py::test_row[put by a mask added]",),
@@ -192,7 +192,7 @@ ROWS = (
     Mutation(
         "ranks",
         "indices are taken for a mask",
-        "passes/canonicalization/scattered.py",
+        "passes/rewrite/moe/masked_scatter.py",
         'mask.meta["val"].dtype != torch.bool or not own or',
         "not own or",
         ("test_canonical.py::test_row[put by a mask of indices]",),
@@ -200,7 +200,7 @@ ROWS = (
     Mutation(
         "ranks",
         "steps that ask other ranks are made again",
-        "passes/recurrences/detection.py",
+        "passes/scan/detection.py",
         "return node in self.ends or is_collective(node)",
         "return node in self.ends",
         ("test_ranks.py::test_steps_that_ask_other_ranks_are_no_recurrence",),
@@ -208,7 +208,7 @@ ROWS = (
     Mutation(
         "ranks",
         "the largest of sums is the sum of the largest",
-        "passes/canonicalization/over_ranks.py",
+        "passes/rewrite/collectives/reduced_products.py",
         " and one.args[1] in LINEAR_REDUCTIONS",
         "",
         ("test_ranks.py::test_sums_that_are_added_up_are_sent_once",),
@@ -216,7 +216,7 @@ ROWS = (
     Mutation(
         "ranks",
         "sums and means over ranks are sent together",
-        "passes/canonicalization/over_ranks.py",
+        "passes/rewrite/collectives/reduced_products.py",
         "is_same = one.args[1:] == other.args[1:] and is_alike",
         "is_same = is_alike",
         ("test_ranks.py::test_sums_that_are_added_up_are_sent_once",),
@@ -224,7 +224,7 @@ ROWS = (
     Mutation(
         "ranks",
         "a sum over ranks that is read by itself is sent twice",
-        "passes/canonicalization/over_ranks.py",
+        "passes/rewrite/collectives/reduced_products.py",
         " or any(len(part.users) != 1 for part in parts)",
         "",
         ("test_ranks.py::test_sums_that_are_added_up_are_sent_once",),
@@ -232,7 +232,7 @@ ROWS = (
     Mutation(
         "ranks",
         "equal reductions are one, whatever other ranks make of them",
-        "passes/operators/opaque.py",
+        "passes/ops/opaque.py",
         " or node.target is ALL_REDUCE",
         "",
         ("test_ranks.py::test_equal_reductions_stay_two",),
@@ -240,7 +240,7 @@ ROWS = (
     Mutation(
         "ranks",
         "ranks that differ reduce in loops all the same",
-        "passes/analysis/demand.py",
+        "passes/analysis/access_roles.py",
         "in roles.values() else self.apart",
         "in roles.values() else None",
         ("test_ranks_agree.py::test_ranks_that_would_cut_otherwise_reduce_between_loops",),
@@ -248,7 +248,7 @@ ROWS = (
     Mutation(
         "ranks",
         "sums that ranks do not compare are sent together",
-        "passes/canonicalization/over_ranks.py",
+        "passes/rewrite/collectives/reduced_products.py",
         "and rows.issuperset(parts) and",
         "and all(map(is_reduced_over_ranks, parts)) and",
         ("test_ranks.py::test_sums_without_rows_stay_two",),
@@ -256,7 +256,7 @@ ROWS = (
     Mutation(
         "ranks",
         "collectives of other groups are compared",
-        "passes/codegen/collective_order.py",
+        "passes/lowering/collective_order.py",
         "if group_of(node) == group else",
         "if True else",
         ("test_ranks_agree.py::test_names_of_other_groups_are_not_compared",),
@@ -264,7 +264,7 @@ ROWS = (
     Mutation(
         "ranks",
         "collectives on weights are not compared",
-        "streamfx/agreement.py",
+        "streamfx/distributed/rank_consensus.py",
         "    for group in compared:\n",
         "    for group in ():\n",
         ("test_ranks_agree.py::test_ranks_that_gather_in_another_order_say_so",),
@@ -272,7 +272,7 @@ ROWS = (
     Mutation(
         "ranks",
         "what ranks say of weights follows from lengths",
-        "streamfx/agreement.py",
+        "streamfx/distributed/rank_consensus.py",
         "channel.read(order_between_loops(facts, group), group, known",
         "channel.read(order_with_chunks(facts, group), group, known",
         ("test_ranks_agree.py::test_what_ranks_say_of_weights_is_the_same_for_all_lengths",),
@@ -280,7 +280,7 @@ ROWS = (
     Mutation(
         "ranks",
         "rows in an order of their own are reduced in the order that they had before",
-        "passes/canonicalization/permutations.py",
+        "passes/rewrite/moe/sort_elimination.py",
         " or is_reduced_over_ranks(node):",
         ":",
         ("test_tensor_parallel.py::test_rows_of_each_rank_meet_those_in_the_same_place[by_expert]",),
@@ -288,7 +288,7 @@ ROWS = (
     Mutation(
         "ranks",
         "a rank changes the order of its collectives",
-        "streamfx/agreement.py",
+        "streamfx/distributed/rank_consensus.py",
         "        return other_order_than_before(str(error))\n",
         "        return nothing_from_others(error)\n",
         ("test_ranks_agree.py::test_a_rank_keeps_to_an_order_that_was_agreed_on",),
@@ -296,7 +296,7 @@ ROWS = (
     Mutation(
         "ranks",
         "two models are one where they send the same",
-        "streamfx/backend.py",
+        "streamfx/frontend/backend.py",
         " {self.weights}",
         "",
         ("test_ranks_agree.py::test_two_models_are_never_one",),
@@ -304,7 +304,7 @@ ROWS = (
     Mutation(
         "ranks",
         "what a rank knows is forgotten with other chunks",
-        "streamfx/backend.py",
+        "streamfx/frontend/backend.py",
         "self.options.ordering()",
         "self.options",
         ("test_ranks_agree.py::test_a_model_is_known_at_all_lengths_and_in_all_chunks",),
@@ -312,7 +312,7 @@ ROWS = (
     Mutation(
         "ranks",
         "only the ranks of one group hear that a rank does not run a graph",
-        "streamfx/agreement.py",
+        "streamfx/distributed/rank_consensus.py",
         "    for _ in groups[1:]:",
         "    for _ in ():",
         ("test_ranks_agree.py::test_ranks_of_several_groups_reduce_between_loops",),
@@ -328,7 +328,7 @@ ROWS = (
     Mutation(
         "again",
         "what need not give the same twice is made again",
-        "passes/partition/between.py",
+        "passes/partition/interloop_values.py",
         "return gives_the_same_twice(made) and (is_collective(made) or may_be_merged(made))",
         "return True",
         ("test_between.py::test_what_need_not_give_the_same_twice_runs_once",),
@@ -336,7 +336,7 @@ ROWS = (
     Mutation(
         "again",
         "what a single stage makes whole is made again",
-        "passes/partition/between.py",
+        "passes/partition/interloop_values.py",
         "if sum(map(bool, found)) > 1 else frozenset()",
         "if found else frozenset()",
         ("test_between.py::test_all_of_it_in_one_stage_is_kept",),
@@ -344,7 +344,7 @@ ROWS = (
     Mutation(
         "again",
         "a budget says what ranks exchange again",
-        "passes/partition/fit.py",
+        "passes/partition/budget_search.py",
         "if Between(self.facts).exchanges:",
         "if False:",
         ("test_between.py::test_what_ranks_exchange_follows_from_no_size",),
@@ -352,7 +352,7 @@ ROWS = (
     Mutation(
         "again",
         "bytes say what ranks exchange again",
-        "passes/partition/plan.py",
+        "passes/partition/chunk_plan.py",
         "is_alone = facts.collectives is None",
         "is_alone = True",
         ("test_between.py::test_what_ranks_exchange_follows_from_no_size",),
@@ -360,7 +360,7 @@ ROWS = (
     Mutation(
         "again",
         "rows that loops left for each other are kept beside what is made again",
-        "passes/partition/between.py",
+        "passes/partition/interloop_values.py",
         "return found | {node for node in self._behind(found, own) if self._has_rows(node) and is_read_here(node)}",
         "return found",
         ("test_between.py::test_sequence_parallel_takes_no_more_than_checkpointing",),

@@ -8,7 +8,7 @@ ROWS = (
     Mutation(
         "reports",
         "an enabled model is compared with itself",
-        "streamfx/inspection/untouched.py",
+        "streamfx/tools/inspect/side_effect_guard.py",
         "                _as_written(module)\n",
         "                pass\n",
         ("test_verify.py::test_eager_is_the_model_as_it_was_written",),
@@ -16,7 +16,7 @@ ROWS = (
     Mutation(
         "reports",
         "few rows are compared in one chunk",
-        "streamfx/inspection/verify.py",
+        "streamfx/tools/inspect/verify.py",
         "compilations.append(InParts(module, given))",
         "compilations.append(Compilation(module, given))",
         ("test_verify.py::test_what_chunks_hand_on_is_seen_unless_a_size_was_given",),
@@ -32,7 +32,7 @@ ROWS = (
     Mutation(
         "reports",
         "what a graph keeps for its backward half is not there while others run",
-        "streamfx/inspection/curves.py",
+        "streamfx/tools/inspect/curves.py",
         "        held += cost.held\n    found = replace(found, turn",
         "        held += 0\n    found = replace(found, turn",
         ("test_timeline.py::test_checkpointing_and_graph_breaks",),
@@ -56,7 +56,7 @@ ROWS = (
     Mutation(
         "reports",
         "a turn that is stood for may keep what it likes",
-        "streamfx/cost/turns.py",
+        "streamfx/cost/loop_sampling.py",
         "            if self._now() != expected:\n",
         "            if False:\n",
         ("test_turns.py::test_what_turns_keep_is_not_stood_for",),
@@ -64,7 +64,7 @@ ROWS = (
     Mutation(
         "reports",
         "turns behind those that are stood for may differ",
-        "streamfx/cost/turns.py",
+        "streamfx/cost/loop_sampling.py",
         "if number in half.behind and found != half.like:",
         "if False:",
         ("test_turns.py::test_a_turn_behind_those_that_are_stood_for_is_looked_at",),
@@ -72,7 +72,7 @@ ROWS = (
     Mutation(
         "reports",
         "turns that are stood for do no work",
-        "streamfx/cost/turns.py",
+        "streamfx/cost/loop_sampling.py",
         "        self.meter.work = work.plus(half.like.end.work)\n",
         "",
         ("test_turns.py::test_few_turns_stand_for_all",),
@@ -80,7 +80,7 @@ ROWS = (
     Mutation(
         "reports",
         "any head is taken for one of torch's own",
-        "streamfx/inspection/layers.py",
+        "streamfx/tools/inspect/layers.py",
         'type(part).__module__.startswith("torch.nn.modules.")',
         "True",
         ("test_turns.py::test_heads_of_torchs_own_alone_are_followed_in_few_turns",),
@@ -88,7 +88,7 @@ ROWS = (
     Mutation(
         "reports",
         "names are markup",
-        "streamfx/report/html.py",
+        "streamfx/tools/report/html.py",
         "autoescape=True",
         "autoescape=False",
         ("test_html.py::test_names_do_no_harm",),
@@ -96,7 +96,7 @@ ROWS = (
     Mutation(
         "reports",
         "a quote ends a label",
-        "streamfx/report/diagram.py",
+        "streamfx/tools/report/diagram.py",
         """.replace('"', '\\\\"')""",
         "",
         ("test_diagrams.py::test_labels_are_escaped",),
@@ -104,7 +104,7 @@ ROWS = (
     Mutation(
         "reports",
         "a body's own constants are not handed to its class",
-        "streamfx/report/bodies.py",
+        "streamfx/tools/report/loop_bodies.py",
         'node.op in ("get_attr", "call_module")',
         'node.op == "get_attr"',
         ("test_bodies_as_python.py::test_printed_bodies_compute_what_loops_do",),
@@ -112,7 +112,7 @@ ROWS = (
     Mutation(
         "reports",
         "a copy of layers reads itself where it should read the one before",
-        "streamfx/inspection/all_layers.py",
+        "streamfx/tools/inspect/full_depth.py",
         "        number += place.beside\n",
         "",
         ("test_plans_of_few_layers.py::test_a_plan_of_few_layers_is_that_of_all",),
@@ -120,7 +120,7 @@ ROWS = (
     Mutation(
         "reports",
         "copies of layers share their values",
-        "streamfx/inspection/all_layers.py",
+        "streamfx/tools/inspect/full_depth.py",
         "            twins[id(value)] = fake_twin(value)\n",
         "            twins[id(value)] = value\n",
         ("test_plans_of_few_layers.py::test_a_plan_of_few_layers_is_that_of_all",),
@@ -128,7 +128,7 @@ ROWS = (
     Mutation(
         "reports",
         "layers are not followed to see whether they do the same",
-        "streamfx/inspection/same_layers.py",
+        "streamfx/tools/inspect/layer_repeat.py",
         "    return all(every.stretches[i] == few.stretches[place] for i, place in enumerate(order))\n",
         "    return True\n",
         ("test_plans_of_few_layers.py::test_all_layers_are_traced_where_few_do_not_stand_for_them",),

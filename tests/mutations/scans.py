@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-READ, RUN = "passes/canonicalization/scan_operators.py", "streamfx/runtime/scanned.py"
+READ, RUN = "passes/rewrite/scans/scan_hop.py", "streamfx/runtime/scan.py"
 STREAMS = "test_scan_operators.py::test_rows_follow_one_another"
 LAST = "test_scan_operators.py::test_the_last_state"
 
@@ -60,7 +60,7 @@ ROWS = (
     Mutation(
         "scans",
         "what one chunk alone makes is added to zeros",
-        "streamfx/runtime/single_rows.py",
+        "streamfx/runtime/select_row.py",
         "complex(-0.0, -0.0) if dtype.is_complex else -0.0",
         "0",
         (
@@ -71,7 +71,7 @@ ROWS = (
     Mutation(
         "scans",
         "complex numbers are added with a factor",
-        "streamfx/runtime/sums.py",
+        "streamfx/kernels/accumulate.py",
         "    if total.is_complex():\n",
         "    if False:\n",
         ("test_single_rows.py::test_complex_rows_keep_both_parts",),
@@ -79,7 +79,7 @@ ROWS = (
     Mutation(
         "segments",
         "the fake result of a reverse scan lies as its operand does",
-        "streamfx/runtime/scans.py",
+        "streamfx/runtime/chunked_scans.py",
         'register_fake(f"streamfx::reverse_{kind}", from_the_end(kind), lib',
         'register_fake(f"streamfx::reverse_{kind}", lambda rows, dim: torch.empty_like(rows), lib',
         ("test_bodies.py::test_the_fake_result_of_a_reverse_scan_lies_in_memory_as_the_real_one_does",),

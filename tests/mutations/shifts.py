@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-FOUND, EMITTED = "passes/canonicalization/relative_shifts.py", "passes/codegen/emitters.py"
-RUN = "streamfx/runtime/relative_shifts.py"
+FOUND, EMITTED = "passes/rewrite/attention/shifted_scores.py", "passes/lowering/lowerings.py"
+RUN = "streamfx/runtime/rel_shift.py"
 OTHERS, BY_NUMBER = "test_relative_shifts.py::test_no_shift", "test_relative_shifts.py::test_first_rows_by_number"
 TABLES = "test_joined_parts.py::test_blocks_that_read_one_table"
 SHOWS = "test_relative_shifts.py::test_the_next_row_shows"
@@ -86,7 +86,7 @@ ROWS = (
     Mutation(
         "joins",
         "parts stand behind one another wherever they were",
-        "passes/analysis/members.py",
+        "passes/analysis/derived_axes.py",
         "        return begins.pop() if len(begins) == 1 else None\n",
         "        return begins.pop()\n",
         ("test_joined_parts.py::test_parts_elsewhere",),
@@ -94,7 +94,7 @@ ROWS = (
     Mutation(
         "joins",
         "what is joined has its rows in place",
-        "passes/analysis/members.py",
+        "passes/analysis/derived_axes.py",
         "    return join.begin(sequence.members, sequence.blocks) == sequence.members[join.whole][0]\n",
         "    return True\n",
         ("test_joined_parts.py::test_parts_elsewhere",),
@@ -110,7 +110,7 @@ ROWS = (
     Mutation(
         "joins",
         "a view that a reader has for itself runs along the axes of its table",
-        "passes/operators/rules/pointwise.py",
+        "passes/ops/rules/pointwise.py",
         "    if OWN_AXES not in call.node.meta:\n",
         "    if call.node.meta:\n",
         (TABLES,),
@@ -118,7 +118,7 @@ ROWS = (
     Mutation(
         "joins",
         "views of tables stay, though no more parts stand in place with them",
-        "passes/recurrences/own_tables.py",
+        "passes/scan/split_shared.py",
         "        for view in views:\n",
         "        for view in views[:0]:\n",
         ("test_joined_parts.py::test_blocks_that_train_one_table",),
@@ -126,7 +126,7 @@ ROWS = (
     Mutation(
         "joins",
         "what is cut out of a table twice is rows of what it was cut out of",
-        "passes/analysis/demand.py",
+        "passes/analysis/access_roles.py",
         "if letter in signature.windows and signature.windows[letter].of in letters]",
         "if letter in signature.windows]",
         (TABLES,),
@@ -142,7 +142,7 @@ ROWS = (
     Mutation(
         "joins",
         "all parts that are joined change places",
-        "passes/analysis/members.py",
+        "passes/analysis/derived_axes.py",
         "for start in starts[join.whole, part]}) > 1\n",
         "for start in starts[join.whole, part]}) > 0\n",
         ("test_joined_parts.py::test_rows_side_by_side",),

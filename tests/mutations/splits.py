@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-TESTS, PARTS, SPLIT = "test_two_sequences.py", "streamfx/in_parts.py", "streamfx/torch_private/split.py"
+TESTS, PARTS, SPLIT = "test_two_sequences.py", "streamfx/frontend/split_graphs.py", "streamfx/torch_private/split.py"
 STAGES, HEADS = "passes/partition/stages.py", f"{TESTS}::test_heads_of_several_calls_keep_no_gradients_of_logits"
 
 ROWS = (
@@ -91,7 +91,7 @@ ROWS = (
     Mutation(
         "splits",
         "a split is looked for as often as somebody asks",
-        "streamfx/in_parts.py",
+        "streamfx/frontend/split_graphs.py",
         "        if self.sought is None or self.sought[0] is not facts:",
         "        if True:",
         ("test_budget.py::test_a_split_is_looked_for_once",),
@@ -99,9 +99,9 @@ ROWS = (
     Mutation(
         "splits",
         "a graph of one sequence is told that it may be split",
-        "streamfx/in_parts.py",
-        "        if place is None:\n            return error\n        other = OverBudget(",
-        "        other = OverBudget(",
+        "streamfx/frontend/split_graphs.py",
+        "        if place is None:\n            return error\n        other = OverBudgetError(",
+        "        other = OverBudgetError(",
         ("test_budget.py::test_that_no_split_is_tried_is_said_where_it_could_help",),
     ),
     Mutation(

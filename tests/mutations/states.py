@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-PLAN, RUN = "streamfx/ir/stateful.py", "streamfx/runtime/stateful.py"
-READ, EMIT, AXIS = "passes/canonicalization/stateful_operators.py", "passes/codegen/running.py", "streamfx/ir/facts.py"
-CONVOLUTION, PACKED = "streamfx/runtime/causal_convolutions.py", "passes/canonicalization/convolution_package.py"
+PLAN, RUN = "streamfx/ir/scan_schema.py", "streamfx/runtime/custom_scan.py"
+READ, EMIT, AXIS = "passes/rewrite/scans/custom_scan.py", "passes/lowering/running_lowerings.py", "streamfx/ir/facts.py"
+CONVOLUTION, PACKED = "streamfx/kernels/causal_conv.py", "passes/rewrite/scans/causal_conv1d.py"
 STREAMS = "test_stateful.py::test_rows_follow_one_another"
 BLOCKS = "test_stateful.py::test_inside_of_blocks_it_runs_whole"
 CALLS, PACKAGE = "test_register_recurrence.py", "test_causal_conv_package.py"

@@ -16,7 +16,7 @@ ROWS = (
     Mutation(
         "told",
         "the lengths that are looked at for a gain are multiples of what was asked for",
-        "streamfx/planner/gain.py",
+        "streamfx/tools/planner/break_even.py",
         "        at = named(high, multiple)\n",
         "        at = length * named(high, multiple)\n",
         (
@@ -27,7 +27,7 @@ ROWS = (
     Mutation(
         "told",
         "inputs of one length are planned as any length",
-        "streamfx/planner/inputs.py",
+        "streamfx/tools/planner/inputs.py",
         "refuse_unless(found != sizes, PlanError,",
         "refuse_unless(True, PlanError,",
         ("test_bad_arguments.py::test_wrong_calls",),
@@ -35,7 +35,7 @@ ROWS = (
     Mutation(
         "told",
         "the first dimension of the first tensor is said to be the batch",
-        "streamfx/planner/step.py",
+        "streamfx/tools/planner/step.py",
         "            found = replace(found, batch=batch)\n",
         "            pass\n",
         ("test_plan_given.py::test_inputs_of_a_models_own_are_as_many_as_was_asked_for",),
@@ -43,15 +43,15 @@ ROWS = (
     Mutation(
         "told",
         "arrays are taken for tensors",
-        "streamfx/inspection/explain.py",
-        "refuse_unless(not arrays, NotTraced,",
-        "refuse_unless(True, NotTraced,",
+        "streamfx/tools/inspect/explain.py",
+        "refuse_unless(not arrays, NotTracedError,",
+        "refuse_unless(True, NotTracedError,",
         ("test_bad_arguments.py::test_wrong_calls",),
     ),
     Mutation(
         "told",
         "keys of the parts of a configuration are not looked at",
-        "streamfx/planner/misspelt.py",
+        "streamfx/tools/planner/config_typos.py",
         "            yield from misspelt_in(value, own)\n",
         "            pass\n",
         ("test_plan_given.py::test_keys_that_are_nearly_known_are_refused",),
@@ -59,7 +59,7 @@ ROWS = (
     Mutation(
         "told",
         "a configuration with a key that is nearly a known one is planned",
-        "streamfx/planner/misspelt.py",
+        "streamfx/tools/planner/config_typos.py",
         "key not in known and (meant := _meant(key, missing))",
         "key not in known and (meant := None)",
         ("test_plan_given.py::test_keys_that_are_nearly_known_are_refused",),
@@ -83,7 +83,7 @@ ROWS = (
     Mutation(
         "told",
         "a page does not say why nothing is compared with checkpoints",
-        "streamfx/inspection/page.py",
+        "streamfx/tools/inspect/explanation_page.py",
         '    if summary["not_checkpointed"]:\n',
         "    if False:\n",
         ("test_html.py::test_a_page_says_what_the_text_says",),
@@ -91,7 +91,7 @@ ROWS = (
     Mutation(
         "told",
         "what compiles a first step is not told from what runs it",
-        "streamfx/inspection/profile.py",
+        "streamfx/tools/inspect/profile.py",
         "watch.ran, unseen, compiled)",
         "watch.ran, unseen)",
         ("test_profile.py::test_a_first_step_says_how_long_it_compiled",),
@@ -107,7 +107,7 @@ ROWS = (
     Mutation(
         "told",
         "what does not fit a signature is told by Python, and not by what the function takes",
-        "streamfx/arguments.py",
+        "streamfx/argument_checks.py",
         "                signature.bind(*args, **kwargs)\n",
         "                pass\n",
         ("test_bad_arguments.py::test_wrong_calls",),
@@ -115,7 +115,7 @@ ROWS = (
     Mutation(
         "told",
         "a value that cannot be is taken",
-        "streamfx/arguments.py",
+        "streamfx/argument_checks.py",
         "    if not holds:\n",
         "    if False:\n",
         ("test_bad_arguments.py::test_wrong_calls",),
@@ -123,7 +123,7 @@ ROWS = (
     Mutation(
         "told",
         "options in the place of an argument are not recognised",
-        "streamfx/arguments.py",
+        "streamfx/argument_checks.py",
         'isinstance(value, Mapping) or hasattr(value, "given")]',
         "False]",
         ("test_bad_arguments.py::test_wrong_calls",),
@@ -131,7 +131,7 @@ ROWS = (
     Mutation(
         "told",
         "a misspelt name is refused without the one that was meant",
-        "streamfx/arguments.py",
+        "streamfx/argument_checks.py",
         'return f"did you mean {called[near[0]]!r}? " if near else ""',
         'return ""',
         ("test_bad_arguments.py::test_wrong_calls",),
@@ -139,7 +139,7 @@ ROWS = (
     Mutation(
         "told",
         "the function itself is counted among its arguments",
-        "streamfx/arguments.py",
+        "streamfx/argument_checks.py",
         'own = int(bool(parameters) and parameters[0].name == "self")',
         "own = 0",
         ("test_bad_arguments.py::test_wrong_calls",),
@@ -147,7 +147,7 @@ ROWS = (
     Mutation(
         "told",
         "a name that the model would swallow is not refused",
-        "streamfx/inspection/keywords.py",
+        "streamfx/tools/inspect/keywords.py",
         "(hint or not takes_others)",
         "not takes_others",
         ("test_bad_arguments.py::test_wrong_calls",),
@@ -155,7 +155,7 @@ ROWS = (
     Mutation(
         "told",
         "of a single row is said that a larger part of the model would help",
-        "streamfx/report/reasons.py",
+        "streamfx/tools/report/fallback_reasons.py",
         "    if _is_single_row(facts):\n",
         "    if False:\n",
         ("test_given.py::test_a_single_row_is_named_as_what_it_is",),
@@ -163,7 +163,7 @@ ROWS = (
     Mutation(
         "told",
         "more layers than a configuration has are made",
-        "streamfx/cli/models.py",
+        "streamfx/tools/cli/model_lookup.py",
         "    if not isinstance(has, int) or layers > has:\n",
         "    if not isinstance(has, int):\n",
         ("test_cli.py::test_refusals",),
@@ -171,7 +171,7 @@ ROWS = (
     Mutation(
         "told",
         "a model that the host has no room for is made",
-        "streamfx/cli/models.py",
+        "streamfx/tools/cli/model_lookup.py",
         "    if needed > free:\n",
         "    if False:\n",
         ("test_cli.py::test_refusals",),
@@ -179,7 +179,7 @@ ROWS = (
     Mutation(
         "told",
         "a report does not say that strict=True is refused",
-        "streamfx/report/reasons.py",
+        "streamfx/tools/report/fallback_reasons.py",
         "    refused = options.strict and any(",
         "    refused = False and any(",
         ("test_explain.py::test_strict_is_explained_not_raised",),
@@ -195,7 +195,7 @@ ROWS = (
     Mutation(
         "told",
         "a rule that fails is told as one that does not cover a call",
-        "passes/operators/rules/registry.py",
+        "passes/ops/rules/registry.py",
         "        return FAILS.format(target=target, error=told(error))\n",
         "        return NOT_COVERED.format(target=target)\n",
         ("test_user_rules.py::test_a_rule_that_says_nothing_is_told",),
@@ -203,7 +203,7 @@ ROWS = (
     Mutation(
         "told",
         "an operator that torch tags is given another rule",
-        "streamfx/user_rules.py",
+        "streamfx/frontend/register_rules.py",
         "    return rule_of(operator) is not None or",
         "    return operator in RULES or",
         ("test_user_rules.py::test_what_cannot_be_is_refused",),
@@ -211,7 +211,7 @@ ROWS = (
     Mutation(
         "told",
         "what works on exchanged rows is told to be written otherwise",
-        "streamfx/report/reasons.py",
+        "streamfx/tools/report/fallback_reasons.py",
         "            is_found |= is_sent\n",
         "",
         ("test_whys.py::test_what_ranks_exchange_is_told_from_what_could_be_written_otherwise",),
@@ -219,7 +219,7 @@ ROWS = (
     Mutation(
         "told",
         "a rank's own rows are told to have come from others",
-        "streamfx/report/reasons.py",
+        "streamfx/tools/report/fallback_reasons.py",
         "                return False\n            is_found",
         "                continue\n            is_found",
         ("test_whys.py::test_what_ranks_exchange_is_told_from_what_could_be_written_otherwise",),
@@ -227,7 +227,7 @@ ROWS = (
     Mutation(
         "told",
         "ZeRO-3 is refused by enable alone",
-        "streamfx/backend.py",
+        "streamfx/frontend/backend.py",
         "        refuse_partitioned(inputs)\n",
         "",
         ("test_zero_3.py::test_zero_3_is_refused",),

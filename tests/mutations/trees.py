@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-READ, FUNCTION = "passes/recurrences/trees.py", "passes/recurrences/combining.py"
-RUN, ROWS_OF_A_TREE = "streamfx/runtime/associative.py", "streamfx/runtime/trees.py"
+READ, FUNCTION = "streamfx/frontend/associative_scan_match.py", "streamfx/frontend/combine_fn.py"
+RUN, ROWS_OF_A_TREE = "streamfx/runtime/associative.py", "streamfx/runtime/prefix_scan.py"
 STREAMS = "test_associative_scans.py::test_rows_are_combined_chunk_by_chunk"
 OTHERS = "test_trees.py::test_what_only_looks_like_one"
 ALIKE = "test_trees.py::test_each_row_is_combined_as_pytorch_does"

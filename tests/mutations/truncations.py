@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-FOUND, RUN = "passes/recurrences/truncations.py", "streamfx/runtime/truncated.py"
+FOUND, RUN = "passes/scan/truncated_bptt.py", "streamfx/runtime/truncated.py"
 REACH = "test_truncated_adjoints.py::test_gradients_reach_back_so_many_rows"
 PAPER = "test_truncated_adjoints.py::test_equation_7_of_the_paper"
 

@@ -6,15 +6,15 @@ from tests.mutations.row import Mutation
 
 MISLEADS = "test_masks_that_mislead.py::test_arithmetic_that_misleads"
 HIDDEN = "test_masks_that_mislead.py::test_rows_whose_visible_keys_are_all_hidden"
-POSITIONS, TRANSFER = "passes/analysis/positions.py", "passes/operators/values/transfer.py"
-MASKS, RANGES = "passes/analysis/masks.py", "streamfx/ir/ranges.py"
-INTERVALS, ARITHMETIC = "passes/analysis/intervals.py", "passes/operators/values/arithmetic.py"
+POSITIONS, TRANSFER = "passes/analysis/affine.py", "passes/ops/ranges/transfer.py"
+MASKS, RANGES = "passes/analysis/mask_facts.py", "streamfx/ir/ranges.py"
+INTERVALS, ARITHMETIC = "passes/analysis/mask_eval.py", "passes/ops/ranges/arithmetic.py"
 
 KEYS = (
     Mutation(
         "keys",
         "what is made of positions goes by key",
-        "passes/analysis/causality.py",
+        "passes/analysis/key_spans.py",
         "    return keys.isdisjoint(mixed)",
         "    return True",
         ("test_over_keys.py::test_all_keys_are_seen_where_an_operator_looks_at_others",),
@@ -22,7 +22,7 @@ KEYS = (
     Mutation(
         "keys",
         "what follows on a softmax of positions is made for the keys that are asked for",
-        "passes/analysis/causality.py",
+        "passes/analysis/key_spans.py",
         "node in axes.static and others.isdisjoint(producers) and _goes_by_key",
         "node in axes.static and _goes_by_key",
         ("test_over_keys.py::test_all_keys_are_seen_where_an_operator_looks_at_others",),
@@ -132,7 +132,7 @@ NUMBERS = (
     Mutation(
         "3",
         "what the caller gives is an ordinary number",
-        "passes/operators/values/analysis.py",
+        "passes/ops/ranges/analysis.py",
         "return activation(dtype) if node in self._trained else everything(dtype)",
         "return activation(dtype)",
         (HIDDEN,),
@@ -188,7 +188,7 @@ NUMBERS = (
     Mutation(
         "3",
         "a bias that wants a gradient is an activation",
-        "streamfx/constants.py",
+        "streamfx/frontend/mask_buffers.py",
         "    return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None\n",
         "    return None\n",
         ("test_masks_that_mislead.py::test_a_bias_that_the_caller_trains",),
@@ -196,7 +196,7 @@ NUMBERS = (
     Mutation(
         "3",
         "all tables of a model hold ordinary numbers",
-        "streamfx/constants.py",
+        "streamfx/frontend/mask_buffers.py",
         "    if least.item() >= -ACTIVATION and most.item() <= ACTIVATION:\n",
         "    if True:\n",
         ("test_masks_that_mislead.py::test_rows_whose_visible_keys_are_all_hidden",),
@@ -204,7 +204,7 @@ NUMBERS = (
     Mutation(
         "3",
         "a sum over keys is narrowed to where any operand is zero",
-        "passes/analysis/causality.py",
+        "passes/analysis/key_spans.py",
         "if len(axes.sequence_dims(axes.shapes[operand])) == 2 and is_linear(node, [operand])",
         "if len(axes.sequence_dims(axes.shapes[operand])) == 2",
         ("test_masks_that_mislead.py::test_a_zero_that_is_counted",),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-COST, REPORT, OVERLAP = "streamfx/cost/wire.py", "streamfx/report/wire.py", "streamfx/planner/overlap.py"
-BETWEEN, TERMS = "streamfx/cost/between.py", ("test_plan_context.py::test_what_lies_between_loops_has_terms_of_its_own",)
+COST, REPORT, OVERLAP = "streamfx/cost/comm.py", "streamfx/tools/report/comm_table.py", "streamfx/tools/planner/overlap.py"
+BETWEEN, TERMS = "streamfx/cost/outer_categories.py", ("test_plan_context.py::test_what_lies_between_loops_has_terms_of_its_own",)
 CALL, STEP = "test_wire.py::test_bytes_of_a_call", "test_wire.py::test_wire"
 
 ROWS = (
@@ -69,7 +69,7 @@ ROWS = (
     Mutation(
         "wire",
         "an optimizer in the backward pass frees nothing before its end",
-        "streamfx/cost/handed_over.py",
+        "streamfx/cost/released_gradients.py",
         "if number >= handed.first:",
         "if number + 1 >= len(handed.stretches):",
         ("test_plan_updates.py::test_the_peak_is_that_of_a_run",),

@@ -186,7 +186,7 @@ def _late(called: Called, way: str) -> dict[str, float]:
     _changed(called.own, way)
     try:
         found = {"logits touched late": relative_error(logits.detach() * 1.0, truth)}
-    except streamfx.StaleOutput:
+    except streamfx.StaleOutputError:
         return {"refused": 0.0}
     assert_small(found, called.tolerance, way)
     return found

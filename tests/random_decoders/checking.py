@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from streamfx.lazy import in_chunks, steps
-from streamfx.runtime import visible
+from streamfx.kernels import mask_tiles
+from streamfx.lazy import steps, streamed
 from tests.random_decoders.calls import gradients_of
 from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, shrunk
@@ -109,9 +109,9 @@ def small_and_interpreted() -> Iterator[None]:
     runs at once.
     """
     with (
-        mock.patch.object(visible, "LEAST_ROWS", 2),
+        mock.patch.object(mask_tiles, "LEAST_ROWS", 2),
         mock.patch.multiple(steps, LEAST=8, SMALL=2),
-        mock.patch.object(in_chunks, "_forms", {}),
+        mock.patch.object(streamed, "_forms", {}),
         interpreted(),
     ):
         yield

@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
-from streamfx.constants import watched_inputs
+from streamfx.frontend.mask_buffers import watched_inputs
 from streamfx.ir.facts import known
 from streamfx.options import resolved
-from streamfx.passes.operators.rules import DECOMPOSITIONS
+from streamfx.passes.ops.rules import DECOMPOSITIONS
 from tests.support.exactness import (
     NOISE,
     Recorded,

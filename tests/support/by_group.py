@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamfx.runtime import experts
-from streamfx.runtime.device_kinds import DeviceKind
+from streamfx.kernels import grouped_mm
+from streamfx.kernels.device_kinds import DeviceKind
 
 A100, H100 = DeviceKind("cuda", (8, 0), True), DeviceKind("cuda", (9, 0), True)
 
 
 class StandIns:
-    """In place of `triton_experts.py`: rows are looked up, groups end where a tensor says, and what has no rows is left alone."""
+    """In place of `triton_grouped_mm.py`: rows are looked up, groups end where a tensor says, and what has no rows is left alone."""
 
     def __init__(self) -> None:
         self.called: Counter[str] = Counter()
@@ -48,7 +48,7 @@ def in_their_place(kind: DeviceKind = A100) -> Iterator[StandIns]:
     """A device of this kind on the CPU, with float64 for a half type."""
     stand_ins = StandIns()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "HALF", (*experts.HALF, torch.float64))
-        patch.setattr(experts, "kind_of", lambda _: kind)
-        patch.setattr(experts, "_triton", lambda: stand_ins)
+        patch.setattr(grouped_mm, "HALF", (*grouped_mm.HALF, torch.float64))
+        patch.setattr(grouped_mm, "kind_of", lambda _: kind)
+        patch.setattr(grouped_mm, "_triton", lambda: stand_ins)
         yield stand_ins

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streamfx.passes.canonicalization.canonicalize import canonicalize
+from streamfx.passes.rewrite.canonicalize import canonicalize
 
 INF, NAN = float("inf"), float("nan")
 Function: TypeAlias = "Callable[..., Any]"

@@ -15,12 +15,12 @@ from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 
 from streamfx.cost.memory import Cost, cost_of, made_like
-from streamfx.cost.repeated import Repeat
+from streamfx.cost.repeats import Repeat
 from streamfx.cost.work import Work
-from streamfx.inspection.eager import Around, accepting_real, faker_of
-from streamfx.inspection.layers import first_layers, layers_of
-from streamfx.inspection.untouched import modules_of, untouched
 from streamfx.log import log
+from streamfx.tools.inspect.eager import Around, accepting_real, faker_of
+from streamfx.tools.inspect.layers import first_layers, layers_of
+from streamfx.tools.inspect.side_effect_guard import modules_of, untouched
 from streamfx.torch_private import aot_autograd, min_cut_rematerialization_partition
 from streamfx.torch_private.dynamo import compiled_apart, noted_graph_breaks, quiet_tracer
 

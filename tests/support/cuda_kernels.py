@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.runtime import cuda_attention, cuda_cudnn, kernels
-from streamfx.runtime.device_kinds import DeviceKind
+from streamfx.kernels import cuda_attention, cuda_cudnn, sdpa
+from streamfx.kernels.device_kinds import DeviceKind
 from tests.support import cuda_documents
 from tests.support.cuda_reading import (
     HALF,
@@ -50,8 +50,8 @@ def in_their_place(half: bool, cudnn: bool = False) -> Iterator[None]:
         patch.setattr(cuda_cudnn, "MULTIPLE", 4)
         patch.setattr(cuda_cudnn, "kind_of", lambda device: DeviceKind("cuda", (9, 0), True, has_cudnn=cudnn))
         PLANS.clear()
-        cuda = kernels.KERNELS["cuda"]
-        patch.setitem(kernels.KERNELS, "cpu", cuda._replace(types=HALF | SINGLE, are_there=lambda _: True))
+        cuda = sdpa.KERNELS["cuda"]
+        patch.setitem(sdpa.KERNELS, "cpu", cuda._replace(types=HALF | SINGLE, are_there=lambda _: True))
         try:
             yield
         finally:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from streamfx.backend import streambp
+from streamfx.frontend.backend import streambp
 from streamfx.lazy.deferred import DeferredTensor
 from tests.support.heads import BATCH, LENGTH, VOCABULARY, Decoder, some_ids
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from streamfx.backend import streambp
+from streamfx.frontend.backend import streambp
 from streamfx.integrations import calls, parts
 from tests.support.collectives import data_of, worst
 from tests.support.profiled import names_of

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from streamfx.backend import Compilation
-from streamfx.capture import captured
+from streamfx.frontend.backend import Compilation
+from streamfx.frontend.capture import captured
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_assertion
 from streamfx.ir.program import Program

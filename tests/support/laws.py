@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from streamfx.ir.axes import Atom
-from streamfx.ir.facts import AxisFacts, Facts, Form, SequenceAxis
+from streamfx.ir.axis_table import Atom
+from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, StorageClass
 from streamfx.ir.joint import JointGraph, is_tensor, joint_graph
 from streamfx.options import Options
 from streamfx.passes import pipeline
 from streamfx.passes.analysis.axes import axes_of
-from streamfx.passes.analysis.members import members_of
-from streamfx.passes.canonicalization.canonicalize import number_random_operators
+from streamfx.passes.analysis.derived_axes import members_of
+from streamfx.passes.rewrite.canonicalize import number_random_operators
 from streamfx.runtime.outer import OuterRunner
 
 
@@ -103,7 +103,7 @@ def is_whole(one: Traced, atom: Atom) -> bool:
     return bool((with_atom | shifted) & signature.whole)
 
 
-def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tuple[Form, ...]]:
+def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tuple[StorageClass, ...]]:
     """The results of the call, made in chunks along an axis; and in which form."""
     axes = one.axes
     sequence = SequenceAxis(atom, axes.table.size(atom), *members_of(atom, axes))
@@ -148,7 +148,7 @@ def check(call: Call, chunk_size: int) -> Iterator[str]:
     for atom in atoms(one):
         made, forms = streamed(one, atom, chunk_size)
         where = f"{call.target} along axis {atom} in chunks of {chunk_size}"
-        runs_whole = all(form in (Form.SCALAR, Form.WHOLE) for form in forms)
+        runs_whole = all(form in (StorageClass.SCALAR, StorageClass.WHOLE) for form in forms)
         assert not runs_whole or is_whole(one, atom) or not one.inputs or _only_cut(one, atom), f"{where} ran whole"
         for actual, truth in zip(made, one.results, strict=True):
             assert_same(actual, truth, where, call.random)

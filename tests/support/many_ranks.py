@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamfx.ir.collectives import group_among
+from streamfx.ir.collective_ops import group_among
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import bound_arguments
-from streamfx.passes.codegen.waits import REDUCED
-from streamfx.passes.operators.collectives import is_collective, is_wait
-from streamfx.planner.context import Ulysses
-from streamfx.runtime.collectives import begin
+from streamfx.node_meta import REDUCED
+from streamfx.passes.ops.collectives import is_collective, is_wait
+from streamfx.runtime.collective_calls import begin
 from streamfx.runtime.loop import Loop
+from streamfx.tools.planner.context import Ulysses
 from streamfx.torch_private import tree_leaves
 from streamfx.torch_private.groups import group_called
 from tests.support import cut_by_hand

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from streamfx.backend import Compilation
+from streamfx.frontend.backend import Compilation
 from streamfx.ir.facts import Facts, known
 from streamfx.options import resolved
-from streamfx.passes.codegen.collective_order import order_with_chunks
-from streamfx.runtime.collectives import begin
+from streamfx.passes.lowering.collective_order import order_with_chunks
+from streamfx.runtime.collective_calls import begin
 from streamfx.torch_private.dynamo import raised_as_itself
 from tests.support.cut_by_hand import CutDecoder
 from tests.support.sharded import Decoder

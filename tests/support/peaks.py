@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
-import streamfx.passes.partition.in_one_piece
+import streamfx.passes.partition.unchunked
 from streamfx.cost.meter import Meter
 from streamfx.lazy.deferred import DeferredTensor
-from streamfx.passes.operators.rules import DECOMPOSITIONS
+from streamfx.passes.ops.rules import DECOMPOSITIONS
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.torch_private import aot_autograd, default_partition, min_cut_rematerialization_partition
 from tests.support.exactness import boxed
@@ -44,7 +44,7 @@ def peaks(model: nn.Module, loss_of: Callable[[Any], Tensor], **options: Any) ->
 
 def however_small() -> Any:
     """A context in which graphs that take next to nothing are compared, too."""
-    return mock.patch.object(streamfx.passes.partition.in_one_piece, "LEAST", 0)
+    return mock.patch.object(streamfx.passes.partition.unchunked, "LEAST", 0)
 
 
 def partitioned(partition: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import torch.profiler
 
-from streamfx.backend import streambp
+from streamfx.frontend.backend import streambp
 from tests.support.collectives import data_of
 from tests.support.sharded import Decoder
 

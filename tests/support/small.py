@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.inspection.tracing import traced
 from streamfx.ir.facts import Facts
-from streamfx.report.printer import text_of
+from streamfx.tools.inspect.tracing import traced
+from streamfx.tools.report.printer import text_of
 
 VOCABULARY, WIDTH = 11, 4
 
@@ -100,7 +100,7 @@ class Example:
         def noted(step: Any, facts: Facts) -> None:
             found[step.name] = text_of(facts, step.name)
 
-        with mock.patch("streamfx.backend.show_product", noted):
+        with mock.patch("streamfx.frontend.backend.show_product", noted):
             self.facts()
         return found
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 from torch import fx
 
-import streamfx.in_parts
+import streamfx.frontend.split_graphs
 from streamfx.ir.facts import Facts
 from streamfx.passes.partition.two_sequences import places_of
 from tests.support.peaks import however_small
@@ -28,5 +28,5 @@ def split_at(choose: Callable[[list[fx.Node]], fx.Node], times: int = 1) -> Iter
         chosen.append(place.name)
         return place
 
-    with however_small(), mock.patch.multiple(streamfx.in_parts, where_to_split=where, GAIN=0.0):
+    with however_small(), mock.patch.multiple(streamfx.frontend.split_graphs, where_to_split=where, GAIN=0.0):
         yield chosen

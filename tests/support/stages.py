@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from streamfx.backend import Compilation
+from streamfx.frontend.backend import Compilation
 from streamfx.options import resolved
 from streamfx.runtime.loop import Loop
 from tests.support.layouts import tokens

@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
-from streamfx.runtime import segments
-from streamfx.runtime.forms import any_size
-from streamfx.torch_private.sizes import Shapes
+from streamfx.runtime import compiled_segments
+from streamfx.runtime.shape_families import any_size
+from streamfx.torch_private.symbolic_sizes import Shapes
 
 
 def for_one_size(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
@@ -55,9 +55,9 @@ def interpreted() -> Iterator[dict[Any, Any]]:
     """Stretches of bodies are made and shared as for Inductor, whose place an interpreter takes; gives the forms."""
     forms: dict[Any, Any] = {}
     with (
-        mock.patch.object(segments, "_forms", forms),
-        mock.patch.object(segments, "compile_for_one_size", for_one_size),
-        mock.patch.object(segments, "compile_for_sizes", for_sizes),
-        mock.patch.object(segments, "_told", set()),
+        mock.patch.object(compiled_segments, "_forms", forms),
+        mock.patch.object(compiled_segments, "compile_for_one_size", for_one_size),
+        mock.patch.object(compiled_segments, "compile_for_sizes", for_sizes),
+        mock.patch.object(compiled_segments, "_told", set()),
     ):
         yield forms

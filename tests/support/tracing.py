@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from streamfx.ir.facts import Facts
 from streamfx.options import resolved
-from streamfx.passes.operators.rules import DECOMPOSITIONS
+from streamfx.passes.ops.rules import DECOMPOSITIONS
 from tests.support.exactness import (
     TOLERANCE,
     Recorded,

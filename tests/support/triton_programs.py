@@ -19,12 +19,12 @@ CARDS = {90: "wgmma.mma_async", 80: "mma.sync"}  # capability, and what its tens
 def interpreted() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     takes_numbers_of_one_element()
-    from streamfx.runtime import triton_experts
+    from streamfx.kernels import triton_grouped_mm
 
     cpu = torch.device("cpu")
     for dtype in (torch.float16, torch.float32):
-        assert triton_experts.multiplies_right(cpu, dtype)
-        assert all(triton_experts.adds_right(cpu, dtype, total) for total in (torch.float32, dtype))
+        assert triton_grouped_mm.multiplies_right(cpu, dtype)
+        assert all(triton_grouped_mm.adds_right(cpu, dtype, total) for total in (torch.float32, dtype))
     for sizes in ((3,), (0, 0), (1, 64, 0, 65, 7), (0, 200, 0), (2, 2, 2)):
         for none in (0, 3):
             for height, width in ((1, 1), (16, 129), (130, 40)):
@@ -46,7 +46,7 @@ def takes_numbers_of_one_element() -> None:
 
 def check(sizes: tuple[int, ...], none: int, height: int, width: int) -> None:
     """Random numbers, operands in any layout, rows of no group that are no numbers, and a total without any where no row is."""
-    from streamfx.runtime.triton_experts import add_outer, multiply
+    from streamfx.kernels.triton_grouped_mm import add_outer, multiply
 
     count, ends = sum(sizes) + none, torch.tensor(sizes).cumsum(0).to(torch.int32)
     order = torch.randperm(count)
@@ -75,7 +75,7 @@ def compiled() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from streamfx.runtime import triton_experts as own
+    from streamfx.kernels import triton_grouped_mm as own
 
     sizes = {"TILE": own.TILE, "ROWS": own.ROWS, "DEPTH": own.DEPTH, "GROUPS": 32}
     pointers = {"total": "*fp32", "order": "*i64", "ends": "*i32", **dict.fromkeys(("x", "y", "weight", "out"), "*bf16")}

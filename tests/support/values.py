@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.ranges import Range, constant, everything, hull
-from streamfx.passes.operators.values import TRANSFERS, Values
-from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
-from streamfx.runtime.kernels import ATTENTION
+from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
+from streamfx.kernels.sdpa import ATTENTION
+from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
 from tests.support.samples import SAMPLES, Sizes, calls
 
 aten = torch.ops.aten
@@ -113,7 +113,7 @@ class Drawn:
 
     def traced(self) -> tuple[fx.Graph, Callable[[int], Range]]:
         """The call as a graph, and the range of each of its results."""
-        graph, values = fx.Graph(), Values()
+        graph, values = fx.Graph(), ValueRanges()
 
         def placeholder(item: Any) -> Any:
             if not isinstance(item, Tensor):
@@ -263,7 +263,7 @@ def traced_values(function: Callable[..., Any], inputs: list[Tensor]) -> Iterato
     module = make_fx(function, tracing_mode="fake")(*inputs)
     recorder = _Recorder(module)
     recorder.run(*inputs)
-    values = Values()
+    values = ValueRanges()
     for node in module.graph.nodes:
         if node.op == "call_function" and is_tensor(node):
             yield node, values.of(node), recorder.found[node]

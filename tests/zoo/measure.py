@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from streamfx.backend import Compilation
 from streamfx.cost.memory import cost_of
-from streamfx.inspection.tracing import distinct_breaks
+from streamfx.frontend.backend import Compilation
 from streamfx.ir.facts import Facts
 from streamfx.options import Options, resolved
-from streamfx.report.reasons import SINGLE_ROW
-from streamfx.report.stages import stage_reports
+from streamfx.tools.inspect.tracing import distinct_breaks
+from streamfx.tools.report.fallback_reasons import SINGLE_ROW
+from streamfx.tools.report.stage_table import stage_reports
 from streamfx.torch_private.dynamo import noted_graph_breaks
 from tests.support.exactness import Outcome, errors, outcome
 from tests.support.precision import default_dtype

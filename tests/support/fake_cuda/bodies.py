@@ -13,13 +13,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 
-from streamfx.inspection.explain import Explanation
-from streamfx.inspection.tracing import TracedCall, traced
 from streamfx.ir.facts import known
-from streamfx.planner.models import loss_of
-from streamfx.runtime import segments
-from streamfx.runtime.forms import any_size
+from streamfx.runtime import compiled_segments
 from streamfx.runtime.loop import Loop
+from streamfx.runtime.shape_families import any_size
+from streamfx.tools.inspect.explain import Explanation
+from streamfx.tools.inspect.tracing import TracedCall, traced
+from streamfx.tools.planner.models import loss_of
 from streamfx.torch_private import FakeTensorMode, inductor
 from tests.support.fake_cuda.absent import compiling_for_absent_device
 from tests.support.fake_cuda.attention import Device
@@ -79,7 +79,10 @@ def parts_of(call: TracedCall) -> list[Part]:
     programs = (known(graph.facts.program) for graph in call.graphs if graph.facts.program is not None)
     for loop in (loop for program in programs for loop in program.loops):
         loop.spec.body.forward = partial(run, loop)  # type: ignore[assignment]
-    with patch.object(segments, "compile_for_one_size", one), patch.object(segments, "compile_for_sizes", several):
+    with (
+        patch.object(compiled_segments, "compile_for_one_size", one),
+        patch.object(compiled_segments, "compile_for_sizes", several),
+    ):
         assert Explanation(call).costs
     return found
 

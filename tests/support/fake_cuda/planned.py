@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import streamfx
-from streamfx.planner.predict import held_by
+from streamfx.tools.planner.predict import held_by
 from tests.support.fake_cuda.report import model_of
 
 

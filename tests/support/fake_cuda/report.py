@@ -15,18 +15,18 @@ from torch import Tensor
 
 from streamfx.cost.memory import Cost
 from streamfx.cost.meter import Meter
-from streamfx.inspection.explain import Explanation
-from streamfx.inspection.tracing import traced
 from streamfx.integrations import packing
 from streamfx.ir.facts import known
-from streamfx.ir.program import Kept
-from streamfx.planner.models import configuration, language_model, loss_of
-from streamfx.runtime import kernels, plain_attention
-from streamfx.runtime.cuda_attention import takes_flash
+from streamfx.ir.program import BufferOutput
+from streamfx.kernels import plain_attention, sdpa
+from streamfx.kernels.cuda_attention import takes_flash
+from streamfx.kernels.mask_programs import Mask
+from streamfx.kernels.mask_tiles import MaskTile, TileKind
+from streamfx.kernels.plain_attention import Varlen
 from streamfx.runtime.loop import Loop
-from streamfx.runtime.mask_programs import Mask
-from streamfx.runtime.plain_attention import Documents
-from streamfx.runtime.visible import Kind, Piece
+from streamfx.tools.inspect.explain import Explanation
+from streamfx.tools.inspect.tracing import traced
+from streamfx.tools.planner.models import configuration, language_model, loss_of
 from streamfx.torch_private import FakeTensorMode
 from tests.support.fake_cuda.attention import Device
 from tests.support.flash_package import for_transformers
@@ -77,9 +77,9 @@ def known_numbers(given: str) -> AbstractContextManager[Any]:
 def known_documents(are_known: bool) -> Iterator[None]:
     """What a mask's numbers would say of a chunk, were they there: that its rows are of two documents."""
 
-    def pieces(mask: Mask, rows: int, keys: int, batch: int, finite_hides: bool, packs: bool) -> tuple[Piece, ...]:
+    def pieces(mask: Mask, rows: int, keys: int, batch: int, finite_hides: bool, packs: bool) -> tuple[MaskTile, ...]:
         assert packs, "no kernel takes documents"
-        return (Piece(Kind.PACKED, (0, rows), (0, keys), (0, batch), Documents((0, rows // 2, rows), (0, keys // 2, keys))),)
+        return (MaskTile(TileKind.PACKED, (0, rows), (0, keys), (0, batch), Varlen((0, rows // 2, rows), (0, keys // 2, keys))),)
 
     with patch.object(Mask, "pieces", pieces) if are_known else nullcontext():
         yield
@@ -106,7 +106,7 @@ def noted_kernels() -> Iterator[Counter[str]]:
         found["plain"] += 1
         return plain_attention.forward(*arguments)
 
-    with patch.object(Meter, "_count", noted), patch.object(kernels, "PLAIN", kernels.PLAIN._replace(forward=plain)):
+    with patch.object(Meter, "_count", noted), patch.object(sdpa, "PLAIN", sdpa.PLAIN._replace(forward=plain)):
         yield found
 
 
@@ -164,7 +164,7 @@ def loop_report(loop: Loop) -> dict[str, Any]:
     spec = loop.spec
     length = loop.size(spec.length, env)
     rows = loop.rows_per_chunk(length, env)
-    devices = {str(part.device) for part in (*spec.buffers, *spec.yields) if not isinstance(part, Kept)}
+    devices = {str(part.device) for part in (*spec.buffers, *spec.yields) if not isinstance(part, BufferOutput)}
     calls = [node for node in spec.body.graph.nodes if node.op == "call_function"]
     return {
         "name": spec.name,

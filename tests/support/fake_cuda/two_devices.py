@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
-from streamfx.inspection.explain import Explanation
-from streamfx.inspection.tracing import traced
 from streamfx.ir.facts import known
+from streamfx.tools.inspect.explain import Explanation
+from streamfx.tools.inspect.tracing import traced
 from streamfx.torch_private import FakeTensorMode
 from tests.support.fake_cuda.attention import Device
 from tests.support.fake_cuda.report import loop_report

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
+from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from tests.support.samples.registry import Sizes, sample
 
 

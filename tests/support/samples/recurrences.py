@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from streamfx.ir.recurrence import (
-    Final,
+    CarrySlot,
+    ConcatResult,
     Instruction,
-    Join,
     Operation,
-    Read,
     RecurrenceAxes,
     RecurrencePlan,
+    RowRead,
     ScanPlan,
-    Slot,
+    SingleStepResult,
     Steps,
+    StepValue,
     TreePlan,
-    Value,
 )
 from streamfx.runtime.associative import Associative, AssociativeBackward, bytes_of_blocks
-from streamfx.runtime.recurrences import Unrolled
-from streamfx.runtime.scanned import Scanned
+from streamfx.runtime.chunked_recurrences import UnrolledRecurrence
+from streamfx.runtime.scan import ChunkedScan
 from tests.support.combines import affine, number_of
 from tests.support.samples.registry import Sizes, sample
 
@@ -31,9 +31,9 @@ aten = torch.ops.aten
 FIRST = 0
 
 
-@sample(Unrolled)
+@sample(UnrolledRecurrence)
 def decayed_sum(s: Sizes) -> tuple[Any, ...]:
-    return Unrolled(plan(s)), s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, s.d), s.draw(s.b, s.d)
+    return UnrolledRecurrence(plan(s)), s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, s.d), s.draw(s.b, s.d)
 
 
 def plan(s: Sizes) -> RecurrencePlan:
@@ -41,19 +41,19 @@ def plan(s: Sizes) -> RecurrencePlan:
     steps: list[tuple[Instruction, ...]] = []
     for t in range(s.t):
         decay, x, product, made = range(4 * t + 1, 4 * t + 5)
-        before = Value(made - 4 if t else FIRST)
+        before = StepValue(made - 4 if t else FIRST)
         steps.append(
             (
-                Read(decay, 1, 1, t),
-                Read(x, 2, 1, t),
-                Operation(product, aten.mul.Tensor, (Value(decay), before), {}),
-                Operation(made, aten.add.Tensor, (Value(product), Value(x)), {}),
+                RowRead(decay, 1, 1, t),
+                RowRead(x, 2, 1, t),
+                Operation(product, aten.mul.Tensor, (StepValue(decay), before), {}),
+                Operation(made, aten.add.Tensor, (StepValue(product), StepValue(x)), {}),
             )
         )
     dtype, row = torch.float64, (s.b, s.d)
-    crossing = ((), *((Slot(4 * t, 0, row, dtype),) for t in range(1, s.t)), ())
-    join = Join(tuple(4 * t + 4 for t in range(s.t)), 1, (s.b, s.t, s.d), dtype)
-    own = Steps(tuple(steps), crossing, (join,), (Final(4 * s.t, s.t - 1, row, dtype),), dtype, reverse=False)
+    crossing = ((), *((CarrySlot(4 * t, 0, row, dtype),) for t in range(1, s.t)), ())
+    join = ConcatResult(tuple(4 * t + 4 for t in range(s.t)), 1, (s.b, s.t, s.d), dtype)
+    own = Steps(tuple(steps), crossing, (join,), (SingleStepResult(4 * s.t, s.t - 1, row, dtype),), dtype, reverse=False)
     rows, state = ((1,), (0,), (2,)), ((1,), (2,))
     return RecurrencePlan(
         "decayed_sum",
@@ -67,10 +67,10 @@ def plan(s: Sizes) -> RecurrencePlan:
     )
 
 
-@sample(Scanned)
+@sample(ChunkedScan)
 def scanned_sum(s: Sizes) -> tuple[Any, ...]:
     """The same as one operator: a state, two operands with rows, and what all rows are given."""
-    return Scanned(scan_plan(s)), s.draw(s.b, s.d), s.draw(s.t, s.b, s.d), s.draw(s.t, s.b, s.d), s.draw(s.d)
+    return ChunkedScan(scan_plan(s)), s.draw(s.b, s.d), s.draw(s.t, s.b, s.d), s.draw(s.t, s.b, s.d), s.draw(s.d)
 
 
 def scan_plan(s: Sizes) -> ScanPlan:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamfx.passes.operators.rules.scans import REVERSE
+from streamfx.passes.ops.rules.scans import REVERSE
 from tests.support.samples.registry import Sizes, sample
 
 aten = torch.ops.aten

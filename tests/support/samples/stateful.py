@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from streamfx.ir.stateful import backward_plan, forward_plan
-from streamfx.passes.operators.rules.stateful import STATEFUL
-from streamfx.runtime.stateful import Backward, Forward
+from streamfx.ir.scan_schema import backward_plan, forward_plan
+from streamfx.passes.ops.rules.stateful import STATEFUL
+from streamfx.runtime.custom_scan import Backward, Forward
 from tests.support.samples.registry import Sizes, sample
 from tests.support.stateful.selective import selective
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support.samples.registry import Sizes, sample
 
 aten = torch.ops.aten

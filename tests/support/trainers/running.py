@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamfx.integrations import Enabled, enable
+from streamfx.integrations import EnabledModules, enable
 
 OF_TIME = ("runtime", "per_second", "flos", "time", "num_tokens")  # what two equal runs differ in
 CHUNK = 7
@@ -50,13 +50,13 @@ def history(trainer: Any) -> list[dict[str, float]]:
 
 
 @contextmanager
-def enabled(trainer: Any, **options: Any) -> Iterator[Enabled]:
+def enabled(trainer: Any, **options: Any) -> Iterator[EnabledModules]:
     torch._dynamo.reset()
     with enable(trainer, **{"chunk_size": CHUNK, "loss_chunk_size": CHUNK, **options}) as made:
         yield made
 
 
-def assert_same_training(build: Callable[[], Any], tolerance: float = 1e-5, **options: Any) -> tuple[Any, Enabled]:
+def assert_same_training(build: Callable[[], Any], tolerance: float = 1e-5, **options: Any) -> tuple[Any, EnabledModules]:
     """Train twice; histories and weights are the same up to `tolerance` (float32), and training did change the weights."""
     plain, streamed = build(), build()
     before = weights(streamed.model)

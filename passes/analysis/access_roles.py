@@ -1,0 +1,390 @@
+"""Which rows of its operands does each operator need, and in which form do its results exist?
+
+Every letter that ranges over the sequence gets a role: the chunk's own rows, the keys those rows see, or all rows. Values
+with two sequence dimensions (masks, scores, probabilities) decide: one of the two is rows, the other keys, and operators
+carry that from value to value (a union-find with parity). A softmax runs over keys; in the forward half so does the
+contraction of such a value with one that has a single sequence dimension. Everywhere else a letter means rows.
+
+    scores [b h t t] = q [b h t d] @ k [b h d t]    ->    q: rows, k: keys, scores: rows x keys
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, Shape, StorageClass
+from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.signature import Letter, LetterShape, RunningSum, Signature, SingleRow, Tile, Window
+from streamfx.ir.sizes import numeric, product
+from streamfx.node_meta import COLLECTED
+from streamfx.passes.analysis.derived_axes import stands_in_place
+from streamfx.passes.analysis.diagnostics import why_too_many, why_whole
+from streamfx.passes.ops.collectives import is_reduced_over_ranks, is_wait
+from streamfx.passes.ops.constants import FILLERS
+from streamfx.passes.ops.opaque import is_part_of_opaque
+from streamfx.passes.ops.traits import is_expensive, is_random
+
+aten = torch.ops.aten
+NARROW = 4096  # elements per row up to which positions, rotary tables and labels are made whole, once
+COUNTS_ROWS = "{target} counts rows along a dimension in which the sequence is only a part of the number"
+REDUCES_PAIRS = "rows by keys are reduced over ranks, and which keys a chunk sees is found on each rank by itself"
+MIXES_BLOCKS = "{target} mixes blocks of rows of the sequence"
+
+
+@dataclass(frozen=True)
+class AccessRoles:
+    name: ClassVar[str] = "demand"
+
+    def apply(self, facts: Facts) -> Facts:
+        return replace(facts, found_demand=_Analysis(facts.joint, facts.axes, facts.whole, facts.apart).run())
+
+
+def is_unanimous(facts: Facts) -> bool:
+    """Whether all that tells rows from keys tells the same: more of it could not change what was found."""
+    analysis = _Analysis(facts.joint, facts.axes, facts.whole, facts.apart)
+    found = analysis._orientation()
+    said = {(node, letter) for node in {node for node, _ in found} for letter, _ in analysis._evidence(node)}
+    return all(found[item] is Role.KEYS for item in said)
+
+
+class _Parity:
+    """Union-find in which two elements are known to be equal or opposite."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Hashable, tuple[Hashable, int]] = {}
+        self.broken: set[Hashable] = set()
+
+    def find(self, element: Hashable) -> tuple[Hashable, int]:
+        path, parity = [], 0
+        while (link := self._parent.get(element, (element, 0)))[0] != element:
+            path.append((element, parity))
+            parity ^= link[1]
+            element = link[0]
+        for seen, before in path:
+            self._parent[seen] = (element, parity ^ before)
+        return element, parity
+
+    def relate(self, left: Hashable, right: Hashable, opposite: bool) -> None:
+        (a, parity_a), (b, parity_b) = self.find(left), self.find(right)
+        if a == b:
+            if parity_a ^ parity_b != opposite:
+                self.broken.add(a)
+            return
+        self._parent[a] = (b, parity_a ^ parity_b ^ opposite)
+        if a in self.broken:
+            self.broken.add(b)
+
+
+class _Analysis:
+    def __init__(self, joint: JointGraph, axes: AxisFacts, whole: Mapping[str, str], apart: str | None) -> None:
+        self.joint, self.axes, self.whole, self.apart = joint, axes, whole, apart
+        self.roles: dict[fx.Node, dict[Letter, Role]] = {}
+        self.forms: dict[fx.Node, tuple[StorageClass, ...]] = {}
+        self.reasons: dict[fx.Node, str] = {}
+        self._sequence_dims: dict[fx.Node, tuple[int, ...]] = {}
+
+    def run(self) -> AccessFacts:
+        for node in self.joint.sources:
+            if is_tensor(node):
+                self.forms[node] = (StorageClass.WHOLE if self._dims(node) else StorageClass.SCALAR,)
+        orientation = self._orientation()
+        for node in self.joint.nodes:
+            if node.target is operator.getitem:
+                if is_tensor(node):
+                    self.forms[node] = (self.forms[node.args[0]][node.args[1]],)  # type: ignore[index]
+            elif is_size(node):
+                self.forms[node] = (StorageClass.SCALAR,)
+            else:
+                self.forms[node] = self._forms_of(node, orientation)
+        self._join_whole_operators()
+        return AccessFacts(self.roles, self.forms, self.reasons)
+
+    def _join_whole_operators(self) -> None:
+        """What lies between operators that run whole runs whole as well, where that makes nothing larger.
+
+        A recurrence that is written row by row adds up its gradients row by row: each sum would be a loop of its own.
+        """
+        wanted = set[fx.Node]()
+        for node in reversed(self.joint.nodes):
+            if any(user in wanted or user in self.reasons for user in node.users) and self._can_run_whole(node):
+                wanted.add(node)
+        for node in (node for node in self.joint.nodes if node in wanted):
+            rows = [operand for operand in tensor_operands(node) if self._dims(operand)]
+            if not rows and not any(user in self.reasons for user in node.users):
+                continue
+            if all(self.forms[operand][0] is StorageClass.WHOLE for operand in rows):
+                self.forms[node] = (StorageClass.WHOLE,)
+
+    def _can_run_whole(self, node: fx.Node) -> bool:
+        """Whether an operator makes rows, of which it needs no more memory than for the rows that it takes."""
+        if not is_tensor(node) or self.forms[node] != (StorageClass.ROWS,) or is_expensive(node) or is_random(node):
+            return False
+        operands = tensor_operands(node)
+        return not operands or self._elements(node) <= max(self._elements(operand) for operand in operands)
+
+    def _elements(self, node: fx.Node) -> int:
+        return numeric(product(shape_of_node(node)))
+
+    # -- sequence letters
+
+    def _dims(self, node: fx.Node) -> tuple[int, ...]:
+        if node not in self._sequence_dims:
+            self._sequence_dims[node] = self.axes.sequence_dims(self.axes.shapes[node])
+        return self._sequence_dims[node]
+
+    def _sequence_letters(self, node: fx.Node) -> list[Letter]:
+        letters = self.axes.letters.get(node, {})
+        return [letter for letter, dim in letters.items() if self.axes.sequence_atom(dim) is not None]
+
+    def _slots(self, signature: Signature, letters: list[Letter]) -> int:
+        """How many sequence dimensions the operator deals with at once; what is shifted, cut or joined is one again."""
+        again = [(letter, index.of) for letter, index in signature.index.items() if isinstance(index, (Window, Tile))]
+        if signature.joined is not None:
+            joined, parts = signature.joined
+            again += [(part, joined) for part, _ in parts.parts]
+        return len(letters) - sum(letter in letters and other in letters for letter, other in again)
+
+    def _has_blocks(self, node: fx.Node, letters: list[Letter]) -> bool:
+        sequence = self.axes.sequence
+        atoms = (self.axes.sequence_atom(self.axes.letters[node][letter]) for letter in letters)
+        return sequence is not None and any(atom in sequence.blocks for atom in atoms)
+
+    # -- rows or keys
+
+    def _orientation(self) -> dict[tuple[fx.Node, Letter], Role]:
+        """For operators with two sequence letters: which is rows and which is keys.
+
+        How a mask is made (row by row, in a loop) says so only where nothing that is computed does.
+        """
+        parity, votes = _Parity(), dict[Hashable, tuple[int, int]]()
+        pairs = [node for node in self.axes.signatures if self._is_pair(node)]
+        for node in pairs:
+            self._relate(node, parity)
+        for node in pairs:
+            for letter, weight in self._evidence(node):
+                root, flipped = parity.find((node, letter))
+                computed, static = votes.get(root, (0, 0))
+                signed = -weight if flipped else weight
+                votes[root] = (computed, static + signed) if node in self.axes.static else (computed + signed, static)
+        roles = {}
+        for node in pairs:
+            for letter in self._sequence_letters(node):
+                root, flipped = parity.find((node, letter))
+                if root in parity.broken:
+                    roles[node, letter] = Role.WHOLE
+                else:
+                    is_keys = (votes.get(root, (-1, 0)) > (0, 0)) != bool(flipped)
+                    roles[node, letter] = Role.KEYS if is_keys else Role.ROWS
+        return roles
+
+    def _is_pair(self, node: fx.Node) -> bool:
+        letters = self._sequence_letters(node)
+        return self._slots(self.axes.signatures[node], letters) == 2 and not self._has_blocks(node, letters)
+
+    def _relate(self, node: fx.Node, parity: _Parity) -> None:
+        signature, letters = self.axes.signatures[node], self._sequence_letters(node)
+        shifted = [letter for letter in letters if letter in signature.windows and signature.windows[letter].of in letters]
+        for letter in shifted:
+            parity.relate((node, letter), (node, signature.windows[letter].of), opposite=False)
+        first, *others = [letter for letter in letters if letter not in shifted]
+        for other in others:
+            parity.relate((node, first), (node, other), opposite=True)
+        values = [*zip(tensor_operands(node), signature.operands, strict=True)]
+        values += [(user, shape) for user, shape in self._results(node, signature)]
+        for value, letter_shape in values:
+            dims = self._dims(value)
+            if len(dims) == 2:
+                for dim in dims:
+                    for letter in letter_shape[dim]:
+                        if letter in letters:
+                            parity.relate((value, ("dim", dim)), (node, letter), opposite=False)
+
+    def _results(self, node: fx.Node, signature: Signature) -> list[tuple[fx.Node, LetterShape]]:
+        if is_tensor(node):
+            return [(node, signature.results[0])]
+        users = [user for user in node.users if user.target is operator.getitem and is_tensor(user)]
+        return [(user, signature.results[user.args[1]]) for user in users]  # type: ignore[index]
+
+    def _evidence(self, node: fx.Node) -> list[tuple[Letter, int]]:
+        """Letters that run over keys, with how sure that is."""
+        signature, letters = self.axes.signatures[node], self._sequence_letters(node)
+        if signature.keys:
+            return [(letter, 1000) for letter in signature.keys if letter in letters]
+        votes = [(letter, 100) for letter in letters if letter in signature.whole]
+        if node in self.joint.forward and node not in self.axes.static:
+            votes += [(letter, 1) for letter in letters if letter in signature.contracted()]
+        return votes
+
+    # -- forms
+
+    def _forms_of(self, node: fx.Node, orientation: dict[tuple[fx.Node, Letter], Role]) -> tuple[StorageClass, ...]:
+        made = self.axes.results[node]
+        outside = tuple(StorageClass.WHOLE if self.axes.sequence_dims(shape) else StorageClass.SCALAR for shape in made)
+        operands = tensor_operands(node)
+        touches = any(self._dims(operand) for operand in operands) or StorageClass.WHOLE in outside
+        if not touches or is_part_of_opaque(node):
+            return outside
+        if node.name in self.whole:
+            self.reasons[node] = self.whole[node.name]
+            return outside
+        if self._is_made_once(node, made):
+            return outside
+        signature = self.axes.signatures.get(node)
+        if signature is None:
+            if not is_wait(node):  # what it waits for has a reason
+                self.reasons[node] = self.axes.declined.get(node, f"no rule for {node.target}")
+            return outside
+        letters = self._sequence_letters(node)
+        if self._slots(signature, letters) > 2 or self._has_double_letter(node):
+            self.reasons[node] = why_too_many(node, signature, self.axes, letters)
+            return outside
+        if self._slots(signature, letters) == 2 and self._has_blocks(node, letters):
+            if any(self.forms[operand][0] not in (StorageClass.SCALAR, StorageClass.WHOLE) for operand in operands):
+                self.reasons[node] = MIXES_BLOCKS.format(target=node.target)
+            return outside
+        placed = [letter for letter in letters if letter in signature.placed]
+        if any(self.axes.row_axis(self.axes.letters[node][letter]) is None for letter in placed):
+            self.reasons[node] = COUNTS_ROWS.format(target=node.target)
+            return outside
+        roles = self._roles_of(node, signature, letters, orientation)
+        self.roles[node] = roles
+        apart = REDUCES_PAIRS if Role.KEYS in roles.values() else self.apart
+        if is_reduced_over_ranks(node) and apart is not None:
+            self.reasons[node] = apart
+            return outside
+        if (
+            is_reduced_over_ranks(node) and self.forms[operands[0]][0] is StorageClass.WHOLE
+        ):  # it is there: once for all of its rows
+            return outside
+        if self._must_be_whole(node, signature, roles, made):
+            if self._takes_rows(node, signature) and COLLECTED not in node.meta:
+                self.reasons[node] = why_whole(node, signature, self.axes)
+            return outside
+        return tuple(self._form(letter_shape, roles) for letter_shape in signature.results)
+
+    def _is_made_once(self, node: fx.Node, made: tuple[Shape, ...]) -> bool:
+        """Whether a static value is narrow, and so is what it is made of: no mask of all rows is there for a sum of its own."""
+        if node not in self.axes.static or not all(self._is_narrow(shape) for shape in made):
+            return False
+        forms = [self.forms[operand][0] for operand in tensor_operands(node)]
+        return not {StorageClass.ROWS, StorageClass.PAIR}.intersection(forms) and not self._is_filled_later(node)
+
+    def _is_narrow(self, shape: Shape) -> bool:
+        """Whether a static value is small enough to be made whole: one sequence dimension and few elements per row."""
+        dims, table = self.axes.sequence_dims(shape), self.axes.table
+        others = product(table.size_of_dim(dim) for i, dim in enumerate(shape) if i not in dims)
+        inner = product(table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_member(atom))
+        width = product((others, inner))
+        collected = sum(not self._collected_atoms.isdisjoint(table.resolve(dim)) for dim in shape)
+        return len(dims) + collected <= 1 and numeric(width) <= NARROW
+
+    @cached_property
+    def _collected_atoms(self) -> frozenset[int]:
+        """The axes of rows that are there all at once, as keys are."""
+        views = [(node, dim) for node in self.joint.nodes for dim in node.meta.get(COLLECTED, ())]
+        return frozenset(atom for node, dim in views for atom in self.axes.table.resolve(self.axes.shapes[node][dim]))
+
+    def _is_filled_later(self, node: fx.Node) -> bool:
+        """Whether a value of one number is used by nothing but computed values, and can be made with these, chunk by chunk."""
+        return node.target in FILLERS and not any(user in self.axes.static for user in node.users)
+
+    def _is_member(self, atom: int) -> bool:
+        return self.axes.sequence is not None and atom in self.axes.sequence.members
+
+    def _takes_rows(self, node: fx.Node, signature: Signature) -> bool:
+        """Whether an operator that runs whole forces values out of their loops: not where the sequence is only cut out of a
+        table, or its gradient put back into one.
+        """
+        crosses_border = any(self._is_cut_out(node, letter, window.of) for letter, window in signature.windows.items())
+        return node not in self.axes.static and not crosses_border
+
+    def _is_cut_out(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
+        letters = self.axes.letters[node]
+        return self.axes.sequence_atom(letters[letter]) is not None and self.axes.sequence_atom(letters[source]) is None
+
+    def _has_double_letter(self, node: fx.Node) -> bool:
+        """Whether a dimension holds the sequence twice (`(t t)` after a flatten): no rows can be taken from that."""
+        members = self.axes.sequence.members if self.axes.sequence else {}
+        shapes: list[Shape] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
+        shapes += list(self.axes.results[node])
+        return any(sum(atom in members for atom in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape)
+
+    def _roles_of(
+        self,
+        node: fx.Node,
+        signature: Signature,
+        letters: list[Letter],
+        orientation: dict[tuple[fx.Node, Letter], Role],
+    ) -> dict[Letter, Role]:
+        roles: dict[Letter, Role] = {}
+        for letter in letters:
+            role = orientation.get((node, letter), Role.ROWS)
+            if letter in signature.whole and role is Role.ROWS:
+                role = Role.ROWS if self._is_carried(node, signature, letter, letters) else Role.WHOLE
+            roles[letter] = role
+        for letter, window in signature.windows.items():
+            source = window.of
+            if (letter in roles) != (source in roles):  # cut out of, or put into, something that is no sequence
+                roles[letter if letter in roles else source] = Role.WHOLE
+            elif letter in roles and not self._is_plain_shift(node, letter, source, roles):
+                roles[letter] = roles[source] = Role.WHOLE
+        for letter, tile in signature.tiles.items():
+            if self._are_own_blocks(node, letter, tile.of):
+                roles[letter] = roles[tile.of] = Role.ROWS
+        if signature.joined is not None and stands_in_place(node, self.axes):
+            letter, joined = signature.joined
+            roles |= dict.fromkeys((letter, *(part for part, _ in joined.parts)), Role.ROWS)
+        return roles
+
+    def _are_own_blocks(self, node: fx.Node, letter: Letter, rows: Letter) -> bool:
+        """Whether an axis of blocks is cut out of one of rows such that both have the same part in each chunk."""
+        sequence, table = self.axes.sequence, self.axes.table
+        outer, own = (table.resolve(self.axes.letters[node][item]) for item in (letter, rows))
+        if sequence is None or len(outer) != 1 or len(own) != 1 or outer[0] not in sequence.blocks or own[0] in sequence.blocks:
+            return False
+        begins_together = own[0] in sequence.members and sequence.members[own[0]][0] == sequence.members[outer[0]][0]
+        return begins_together and product((table.size(outer[0]), sequence.block(outer[0]))) == table.size(own[0])
+
+    def _is_carried(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
+        """Whether an operator deals with a single row, or its rows follow one another in the direction of its half's loops."""
+        is_backward = node not in self.joint.forward
+        index = signature.index[letter]
+        moves = isinstance(index, SingleRow) or index == RunningSum(reverse=is_backward)
+        return len(letters) == 1 and self._is_alone(node, letter) and moves
+
+    def _is_alone(self, node: fx.Node, letter: Letter) -> bool:
+        """Whether a dimension is the sequence and nothing else, so that an index along it is the number of a row."""
+        return len(self.axes.table.resolve(self.axes.letters[node][letter])) == 1
+
+    def _is_plain_shift(self, node: fx.Node, letter: Letter, source: Letter, roles: dict[Letter, Role]) -> bool:
+        """Whether both sides are rows of an axis of their own; with keys beside them, the very same rows: no pair is stored."""
+        sequence, table = self.axes.sequence, self.axes.table
+        result, operand = (table.resolve(self.axes.letters[node][item]) for item in (letter, source))
+        if sequence is None or len(result) != 1 or len(operand) != 1 or roles[letter] is not Role.ROWS:
+            return False
+        if sequence.block(result[0]) != sequence.block(operand[0]):
+            return False
+        if Role.KEYS not in roles.values():
+            return True
+        start = self.axes.signatures[node].windows[letter].start
+        return bool(start + sequence.members[operand[0]][0] == sequence.members[result[0]][0])
+
+    def _must_be_whole(self, node: fx.Node, signature: Signature, roles: dict[Letter, Role], made: tuple[Shape, ...]) -> bool:
+        """No rows to loop over, or a result that comes whole."""
+        if Role.ROWS not in roles.values():
+            return True
+        result_letters = {letter for shape in signature.results for dim in shape for letter in dim}
+        return any(roles.get(letter) is Role.WHOLE for letter in result_letters)
+
+    def _form(self, shape: LetterShape, roles: dict[Letter, Role]) -> StorageClass:
+        present = {roles[letter] for dim in shape for letter in dim if letter in roles}
+        if Role.ROWS in present:
+            return StorageClass.PAIR if Role.KEYS in present else StorageClass.ROWS
+        return StorageClass.KEYSUM if Role.KEYS in present else StorageClass.SUM

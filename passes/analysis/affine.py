@@ -1,0 +1,307 @@
+"""Index arithmetic: which whole-number vectors are factor * index + offset, as their type holds them?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
+from streamfx.ir.ranges import Range, is_exact_in
+from streamfx.ir.sizes import Size
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.ranges import ValueRanges
+from streamfx.passes.ops.ranges.transfer import longest, named_arguments, range_of_argument
+
+aten = torch.ops.aten
+NUMBERS = (torch.int64, torch.int32)  # of indices: truth values and bytes are masks
+
+
+@dataclass(frozen=True)
+class Affine:
+    """factor * i + offset for index i along dimension `dim` (None: one number), equal along all others."""
+
+    factor: int
+    offset: int
+    dim: int | None
+
+
+class Positions:
+    """Affine vectors of a graph, found in program order."""
+
+    def __init__(self, values: ValueRanges) -> None:
+        self._values = values
+        self._known: dict[fx.Node, Affine | None] = {}
+
+    def of(self, node: Any) -> Affine | None:
+        """What was found of a value that varies along one dimension."""
+        return self._known.get(node) if isinstance(node, fx.Node) else None
+
+    def find(self, node: fx.Node) -> Affine | None:
+        """Whether a value is affine. Arithmetic that wraps or rounds is none on indices: each type has to hold its numbers."""
+        rule = _RULES.get(node.target)
+        found = rule(node, self) if rule is not None else None
+        self._known[node] = None
+        if found is None or not self.is_held(found, node, node.meta[VALUE].dtype):
+            return None
+        known = extent(found, shape_of_node(node))
+        self._values.note(node, known)
+        if known.constant is None:  # one row is a number, and may be repeated
+            self._known[node] = found
+        return self._known[node]
+
+    def is_held(self, affine: Affine, node: fx.Node, dtype: torch.dtype) -> bool:
+        """Whether a type holds all numbers of an affine vector, which has the node's shape, as they are."""
+        known = extent(affine, shape_of_node(node))
+        return is_exact_in(dtype, known.low, known.high)
+
+    def operand(self, value: Any, dtype: torch.dtype) -> Affine | None:
+        """An operand of an operator that computes in `dtype`: a vector, or one whole number."""
+        affine = self.of(value)
+        if affine is not None:
+            return affine if self.is_held(affine, value, dtype) else None
+        number = self.number(value)
+        return None if number is None or not is_exact_in(dtype, number, number) else Affine(0, number, None)
+
+    def number(self, value: Any) -> int | None:
+        """The one whole number that a value is."""
+        known = range_of_argument(value, self._values.of).constant if _is_numeric(value) else None
+        return int(known) if known is not None and abs(known) != float("inf") and known == int(known) else None
+
+
+def extent(affine: Affine, shape: tuple[Size, ...]) -> Range:
+    """The range of an affine vector."""
+    last = 0 if affine.dim is None else affine.factor * max(longest(shape[affine.dim]) - 1, 0)
+    return Range(affine.offset + min(last, 0), affine.offset + max(last, 0))
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) or (isinstance(value, fx.Node) and value.meta.get(VALUE) is not None)
+
+
+def _affine(factor: int, offset: int, dim: int | None) -> Affine:
+    return Affine(factor, offset, dim if factor else None)
+
+
+def _arange(node: fx.Node, positions: Positions) -> Affine | None:
+    arguments = bound_arguments(node)
+    start, step = positions.number(arguments.get("start", 0)), positions.number(arguments.get("step", 1))
+    return None if start is None or step is None else _affine(step, start, 0)
+
+
+COEFFICIENTS: dict[Any, Callable[[int], tuple[int, int]]] = {  # of `self` and `other`, by alpha
+    aten.add.Tensor: lambda alpha: (1, alpha),
+    aten.add.Scalar: lambda alpha: (1, alpha),
+    aten.sub.Tensor: lambda alpha: (1, -alpha),
+    aten.sub.Scalar: lambda alpha: (1, -alpha),
+    aten.rsub.Tensor: lambda alpha: (-alpha, 1),
+    aten.rsub.Scalar: lambda alpha: (-alpha, 1),
+}
+
+
+def combination(node: fx.Node) -> tuple[tuple[int, Any], tuple[int, Any]] | None:
+    """((a, x), (b, y)) where an operator makes a * x + b * y of whole numbers a and b."""
+    coefficients = COEFFICIENTS.get(node.target)
+    arguments = named_arguments(node, frozenset({"self", "other", "alpha"})) if coefficients is not None else None
+    if coefficients is None or arguments is None or type(arguments["alpha"]) is not int:
+        return None
+    a, b = coefficients(arguments["alpha"])
+    return (a, arguments["self"]), (b, arguments["other"])
+
+
+def _sum(node: fx.Node, positions: Positions) -> Affine | None:
+    combined, dtype = combination(node), node.meta[VALUE].dtype
+    if combined is None:
+        return None
+    (a, x), (b, y) = combined
+    left, right = positions.operand(x, dtype), positions.operand(y, dtype)
+    if left is None or right is None or not is_exact_in(dtype, min(a, b), max(a, b)):
+        return None
+    along = {dim for item, fact in ((x, left), (y, right)) if (dim := _result_dim(node, item, fact)) is not None}
+    if len(along) > 1:
+        return None
+    return _affine(a * left.factor + b * right.factor, a * left.offset + b * right.offset, along.pop() if along else None)
+
+
+def _negated(node: fx.Node, positions: Positions) -> Affine | None:
+    source = positions.of(node_argument(node))
+    return None if source is None else _affine(-source.factor, -source.offset, source.dim)
+
+
+def _product(node: fx.Node, positions: Positions) -> Affine | None:
+    arguments, dtype = named_arguments(node, frozenset({"self", "other"})), node.meta[VALUE].dtype
+    if arguments is None:
+        return None
+    x, y = arguments["self"], arguments["other"]
+    left, right = positions.operand(x, dtype), positions.operand(y, dtype)
+    if left is None or right is None or (left.dim is None) == (right.dim is None):
+        return None
+    varying, fixed, item = (left, right, x) if left.dim is not None else (right, left, y)
+    return _affine(varying.factor * fixed.offset, varying.offset * fixed.offset, _result_dim(node, item, varying))
+
+
+def _result_dim(node: fx.Node, operand: Any, affine: Affine) -> int | None:
+    """The dimension of the result that a broadcast operand varies along."""
+    return None if affine.dim is None else affine.dim + len(shape_of_node(node)) - len(shape_of_node(operand))
+
+
+def _same(node: fx.Node, positions: Positions) -> Affine | None:
+    return positions.of(node_argument(node))
+
+
+def _unsqueeze(node: fx.Node, positions: Positions) -> Affine | None:
+    source = positions.of(node_argument(node))
+    if source is None or source.dim is None:
+        return None
+    inserted = int_argument(node, 1) % len(shape_of_node(node))
+    return replace(source, dim=source.dim + (inserted <= source.dim))
+
+
+def _expand(node: fx.Node, positions: Positions) -> Affine | None:
+    source = positions.of(node_argument(node))
+    if source is None or source.dim is None:
+        return None
+    return replace(source, dim=_result_dim(node, node_argument(node), source))
+
+
+def _view(node: fx.Node, positions: Positions) -> Affine | None:
+    """Only views that add or drop dimensions of size one keep the index of the varying dimension."""
+    source = positions.of(node_argument(node))
+    if source is None or source.dim is None:
+        return None
+    before, after = shape_of_node(node_argument(node)), shape_of_node(node)
+    wide = [i for i, size in enumerate(before) if size != 1]
+    kept = [i for i, size in enumerate(after) if size != 1]
+    if [before[i] for i in wide] != [after[i] for i in kept] or source.dim not in wide:
+        return None
+    return replace(source, dim=kept[wide.index(source.dim)])
+
+
+def _permute(node: fx.Node, positions: Positions) -> Affine | None:
+    source = positions.of(node_argument(node))
+    if source is None or source.dim is None:
+        return None
+    rank = len(shape_of_node(node))
+    if node.target is aten.permute.default:
+        order = [dim % rank for dim in bound_arguments(node)["dims"]]
+    else:
+        order = list(range(rank))
+        is_t = node.target is aten.t.default
+        a, b = (0, rank - 1) if is_t else (int_argument(node, 1) % rank, int_argument(node, 2) % rank)
+        order[a], order[b] = order[b], order[a]
+    return replace(source, dim=order.index(source.dim))
+
+
+def _slice(node: fx.Node, positions: Positions) -> Affine | None:
+    source = positions.of(node_argument(node))
+    arguments = bound_arguments(node)
+    rank = len(shape_of_node(node))
+    if source is None or source.dim is None or source.dim != arguments["dim"] % rank:
+        return source
+    start, step = positions.number(arguments["start"] or 0), arguments["step"]
+    length = shape_of_node(node_argument(node))[source.dim]
+    if start is not None and start < 0:
+        start = max(start + length, 0) if isinstance(length, int) else None
+    if start is None or not isinstance(step, int):
+        return None
+    return replace(source, factor=source.factor * step, offset=source.offset + source.factor * start)
+
+
+def _select(node: fx.Node, positions: Positions) -> Affine | None:
+    source = positions.of(node_argument(node))
+    dim, position = int_argument(node, 1) % (len(shape_of_node(node)) + 1), positions.number(node.args[2])
+    if source is None or source.dim is None:
+        return None
+    if source.dim != dim:
+        return replace(source, dim=source.dim - (dim < source.dim))
+    length = shape_of_node(node_argument(node))[dim]
+    if position is not None and position < 0:
+        position = position + length if isinstance(length, int) else None
+    return None if position is None else _affine(0, source.offset + source.factor * position, None)
+
+
+def _cat(node: fx.Node, positions: Positions) -> Affine | None:
+    """Pieces that continue one another are one affine vector: a first value before the rest of an `arange`."""
+    arguments, rank = bound_arguments(node), len(shape_of_node(node))
+    pieces, dim = arguments["tensors"], arguments["dim"] % rank
+    known = [positions.operand(piece, node.meta[VALUE].dtype) for piece in pieces]
+    facts = [fact for fact in known if fact is not None]
+    if len(facts) < len(pieces) or any(len(shape_of_node(piece)) != rank for piece in pieces):
+        return None
+    lengths: list[Size] = [shape_of_node(piece)[dim] for piece in pieces]
+    factors = {fact.factor for fact, n in zip(facts, lengths, strict=True) if n != 1 or fact.dim == dim}
+    if len(factors) > 1 or any(fact.dim not in (dim, None) for fact in facts):
+        return None
+    factor = factors.pop() if factors else 0
+    offset, position = facts[0].offset, 0
+    for fact, length in zip(facts[:-1], lengths, strict=False):
+        if fact.offset != offset + factor * position or not isinstance(length, int):
+            return None
+        position += length
+    if facts[-1].offset != offset + factor * position:
+        return None
+    return _affine(factor, offset, dim)
+
+
+def _cumsum(node: fx.Node, positions: Positions) -> Affine | None:
+    """The running sum of a constant c is c * (i + 1)."""
+    arguments = named_arguments(node, frozenset({"self", "dim", "dtype"}))
+    number = None if arguments is None else positions.number(arguments["self"])
+    rank = len(shape_of_node(node))
+    return None if number is None or not rank else _affine(number, number, int_argument(node, 1) % rank)
+
+
+def _index(node: fx.Node, positions: Positions) -> Affine | None:
+    """Looking up an affine vector by affine positions."""
+    source, indices = positions.of(node_argument(node)), bound_arguments(node)["indices"]
+    if source is None or source.dim is None:
+        return None
+    looked = [item for item in indices if item is not None]
+    if len(looked) != len(shape_of_node(node_argument(node))) or any(item.meta[VALUE].dtype not in NUMBERS for item in looked):
+        return None
+    tensor = indices[source.dim]
+    at = positions.operand(tensor, torch.int64)
+    if at is None or at.factor < 0 or at.offset < 0:  # negative positions count from the end
+        return None
+    dim = None if at.dim is None else at.dim + len(shape_of_node(node)) - len(shape_of_node(tensor))
+    return _affine(source.factor * at.factor, source.offset + source.factor * at.offset, dim)
+
+
+_RULES: dict[Any, Callable[[fx.Node, Positions], Affine | None]] = {
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+    aten.add.Tensor: _sum,
+    aten.add.Scalar: _sum,
+    aten.sub.Tensor: _sum,
+    aten.sub.Scalar: _sum,
+    aten.rsub.Tensor: _sum,
+    aten.rsub.Scalar: _sum,
+    aten.neg.default: _negated,
+    aten.mul.Tensor: _product,
+    aten.mul.Scalar: _product,
+    aten._to_copy.default: _same,
+    aten.clone.default: _same,
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.lift_fresh_copy.default: _same,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.expand.default: _expand,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
+    aten.squeeze.dim: _view,
+    aten.squeeze.dims: _view,
+    aten.squeeze.default: _view,
+    aten.permute.default: _permute,
+    aten.transpose.int: _permute,
+    aten.t.default: _permute,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.cat.default: _cat,
+    aten.cumsum.default: _cumsum,
+    aten.index.Tensor: _index,
+}

@@ -1,0 +1,210 @@
+"""Which keys can the rows of a chunk see?
+
+Proven, not guessed: every value with rows and keys is described by facts per interval of delta = key - row (see
+`ir/piecewise.py`), starting from index arithmetic and propagated through masks, scores, probabilities and their cotangents.
+A reduction over keys may be narrowed to an interval of delta when everything outside is the identity of that reduction
+(minus infinity before a softmax, zero before a sum). All operators of one attention share one span of keys, the least that
+serves every one of them.
+
+    where(col <= row, scores, -inf)   ->   -inf for delta > 0   ->   probabilities 0 there   ->   keys [0, e)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, SpanFacts, StorageClass
+from streamfx.ir.joint import JointGraph, bound_arguments, is_tensor, linked, tensor_operands
+from streamfx.ir.piecewise import Fact, Pieces
+from streamfx.ir.ranges import Range, constant
+from streamfx.ir.signature import Signature, Window
+from streamfx.ir.span import Span
+from streamfx.passes.analysis.fused_scores import finite_hides
+from streamfx.passes.analysis.mask_facts import Masks
+from streamfx.passes.ops.linearity import is_linear
+from streamfx.passes.ops.traits import producer_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class KeySpans:
+    name: ClassVar[str] = "causality"
+
+    def apply(self, facts: Facts) -> Facts:
+        causality = _spans(facts.joint, facts.axes, facts.demand)
+        signatures = dict(facts.axes.signatures)
+        for node in causality.exact:
+            signatures[node] = _without_mask(node, signatures[node])
+        return replace(facts, found_axes=replace(facts.axes, signatures=signatures), found_causality=causality)
+
+
+def _spans(joint: JointGraph, axes: AxisFacts, demand: AccessFacts) -> SpanFacts:
+    masks = Masks(joint, axes, demand)
+    pairs = [node for node in joint.nodes if Role.KEYS in demand.roles.get(node, {}).values() and not _outside(node, demand)]
+    measured = _measured(pairs, axes, demand)
+    spans: dict[fx.Node, Span] = {}
+    verdicts: dict[fx.Node, str] = {}
+    exact: set[fx.Node] = set()
+    ordinary: set[fx.Node] = set()
+    for group in _groups([node for node in pairs if node not in measured], axes):
+        supports = [_support(node, masks, axes, demand) for node in group]
+        bounds = [support for support in supports if support is not None]
+        if any(_is_kept_whole(node, joint, demand) for node in group):
+            bounds.append((None, None))
+        span = _hull(bounds)
+        for node in group:
+            spans[node] = span
+            if node not in axes.static:
+                verdicts[node] = verdict(span)
+            signature = axes.signatures[node]
+            if signature.keys and _is_exact(node, masks, span):
+                exact.add(node)
+            if signature.keys and finite_hides(node, masks.values):
+                ordinary.add(node)
+    return SpanFacts(spans, verdicts, measured, frozenset(exact), frozenset(ordinary))
+
+
+def _without_mask(node: fx.Node, signature: Signature) -> Signature:
+    """Drop a mask that hides exactly what lies outside of the span: the loop shows the operator nothing else."""
+    if bound_arguments(node).get("attn_mask") is None:
+        return signature
+    node.update_kwarg("attn_mask", None)
+    return replace(signature, operands=signature.operands[:-1])
+
+
+def verdict(span: Span) -> str:
+    """The span in a user's words."""
+    if span.high == 0:
+        return "causal" if span.low is None else f"window({1 - span.low})"
+    return "masked" if span.low is None and span.high is None else f"band({span})"
+
+
+def _outside(node: fx.Node, demand: AccessFacts) -> bool:
+    return all(form in (StorageClass.SCALAR, StorageClass.WHOLE) for form in demand.forms[node])
+
+
+def _is_kept_whole(node: fx.Node, joint: JointGraph, demand: AccessFacts) -> bool:
+    """Whether a value with rows and keys leaves the loop: as a result, or for an operator that runs whole."""
+    if StorageClass.PAIR not in demand.forms[node]:
+        return False
+    values = [node] if is_tensor(node) else [user for user in node.users if producer_of(user) is node]
+    if any(value is output for value in values for output in (*joint.outputs, *joint.gradients)):
+        return True
+    return any(user in demand.forms and _outside(user, demand) for value in values for user in value.users)
+
+
+def _measured(pairs: list[fx.Node], axes: AxisFacts, demand: AccessFacts) -> frozenset[fx.Node]:
+    """Operators on positions alone of which each key's result follows from that key's operands: masks, biases, decays.
+
+    They give the same whichever keys they are made for, and cost little. A softmax of positions, or their running sum, has to be
+    given the keys that it would have, and so has what such an operator hands its result to.
+    """
+    found: set[fx.Node] = set()
+    others: set[fx.Node] = set()
+    for node in pairs:
+        producers = {producer_of(source) for source in node.all_input_nodes if _carries_pair(source, axes)}
+        if node in axes.static and others.isdisjoint(producers) and _goes_by_key(node, axes, demand):
+            found |= {node, *(user for user in node.users if producer_of(user) is node)}
+        else:
+            others.add(node)
+    return frozenset(found)
+
+
+def _goes_by_key(node: fx.Node, axes: AxisFacts, demand: AccessFacts) -> bool:
+    """Whether an operator keeps each key, and looks at no other one for it."""
+    signature, roles = axes.signatures[node], demand.roles[node]
+    keys = {letter for letter, role in roles.items() if role is Role.KEYS}
+    moved = {letter for letter, index in signature.index.items() if not (isinstance(index, Window) and index.reach == 0)}
+    mixed = signature.keys.union(moved, *map(signature.contracted, range(len(signature.results))))
+    return keys.isdisjoint(mixed)
+
+
+def _groups(pairs: list[fx.Node], axes: AxisFacts) -> list[list[fx.Node]]:
+    """Operators that hand values with rows and keys to each other."""
+    own = set(pairs)
+    handed = ((producer_of(source), node) for node in pairs for source in node.all_input_nodes if _carries_pair(source, axes))
+    return linked(pairs, (link for link in handed if link[0] in own))
+
+
+def _carries_pair(value: fx.Node, axes: AxisFacts) -> bool:
+    return is_tensor(value) and len(axes.sequence_dims(axes.shapes[value])) == 2
+
+
+def _hull(bounds: list[tuple[int | None, int | None]]) -> Span:
+    """The least interval around all, and around delta = 0, so that no chunk is left without keys."""
+    lows, highs = [low for low, _ in bounds], [high for _, high in bounds]
+    low = None if not lows or None in lows else min(0, *lows)  # type: ignore[type-var]
+    high = None if not highs or None in highs else max(0, *highs)  # type: ignore[type-var]
+    return Span(low, high)
+
+
+def _support(node: fx.Node, masks: Masks, axes: AxisFacts, demand: AccessFacts) -> tuple[int | None, int | None] | None:
+    """The interval of delta that a reduction needs; None for operators that reduce neither rows nor keys of a pair."""
+    signature, roles = axes.signatures[node], demand.roles[node]
+    if signature.keys:
+        return _fused_support(node, masks)
+    contracted = {roles[letter] for letter in signature.contracted() if letter in roles}
+    normalised = {roles[letter] for letter in signature.whole if letter in roles}
+    if Role.KEYS in normalised:
+        return _normalised_support(node, masks)
+    if Role.KEYS in contracted or Role.ROWS in contracted:
+        if signature.combine not in ("sum", "mean"):
+            return None, None
+        supports = [
+            masks.of(operand).support(_is_zero)
+            for operand in tensor_operands(node)
+            if len(axes.sequence_dims(axes.shapes[operand])) == 2 and is_linear(node, [operand])
+        ]
+        return max(supports, key=_narrowness) if supports else (None, None)
+    return None
+
+
+def _narrowness(support: tuple[int | None, int | None]) -> tuple[bool, bool]:
+    return support[1] is not None, support[0] is not None
+
+
+def _is_zero(fact: Fact) -> bool:
+    """Zero adds nothing to a sum that is linear in it. What may be NaN besides makes eager's own sum NaN."""
+    return isinstance(fact, Range) and fact.is_zero
+
+
+def _normalised_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]:
+    """Softmax: what it makes of the outside must be zero; its backward: the probabilities must be."""
+    if node.target in (aten._softmax.default, aten._safe_softmax.default):
+        return masks.of(node).support(_is_zero)
+    if node.target is aten._softmax_backward_data.default:
+        return masks.of(tensor_operands(node)[1]).support(_is_zero)
+    if node.target in (aten.logsumexp.default, aten.amax.default):
+        scores = masks.of(tensor_operands(node)[0])
+        return scores.support(masks.hidden_test(node, scores))
+    return None, None
+
+
+def _fused_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]:
+    bias = masks.fused_bias(node)
+    if bias is None:
+        return None, None
+    return bias.support(masks.hidden_test(node, bias))
+
+
+def _is_exact(node: fx.Node, masks: Masks, span: Span) -> bool:
+    """Whether the fused operator's mask hides exactly what lies outside of the span and nothing else: kernels count keys."""
+    bias = masks.fused_bias(node)
+    if bias is None or masks.counted(node) is None:
+        return False
+    hidden = masks.hidden_test(node, bias)
+    is_plain = all(hidden(fact) or fact == constant(0) for fact in bias.facts)
+    return is_plain and bias.support(hidden) == (span.low, span.high) and _is_contiguous(bias, hidden)
+
+
+def _is_contiguous(bias: Pieces, hidden: Callable[[Fact], bool]) -> bool:
+    visible = [not hidden(fact) for fact in bias.facts]
+    first = visible.index(True) if True in visible else 0
+    last = len(visible) - 1 - visible[::-1].index(True) if True in visible else 0
+    return all(visible[first : last + 1])

@@ -1,0 +1,122 @@
+"""What an operator makes of one interval of delta, given one fact about each operand.
+
+Numbers go by the table of transfer functions (`values/`). What that cannot say is how a whole number that grows with delta
+compares with a constant: there an interval falls into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import AxisFacts
+from streamfx.ir.joint import bound_arguments, is_tensor
+from streamfx.ir.piecewise import Fact, Pieces, Slope, absolute, compare_slope, everywhere
+from streamfx.ir.ranges import LONGEST, Range, in_type, is_exact_in
+from streamfx.node_meta import VALUE
+from streamfx.passes.analysis.affine import combination
+from streamfx.passes.ops.ranges.transfer import applied, computed_in, range_of_argument
+
+aten = torch.ops.aten
+
+COMPARISONS = {
+    getattr(getattr(aten, name), overload): name
+    for name in ("lt", "le", "gt", "ge", "eq", "ne")
+    for overload in ("Tensor", "Scalar")
+}
+MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+COPIES = (aten._to_copy, aten.clone, aten.alias, aten.detach, aten.lift_fresh_copy)
+SAME = frozenset(packet.default for packet in COPIES)
+
+
+class Intervals:
+    """Operators on one interval; delta is in [-reach, reach]. `reader` knows what is the same for all rows and keys."""
+
+    def __init__(self, reach: int, reader: Callable[[fx.Node], Range]) -> None:
+        self._reach, self._reader = reach, reader
+
+    def range(self, fact: Fact) -> Range:
+        return fact.within(self._reach) if isinstance(fact, Slope) else fact
+
+    def evaluate(self, node: fx.Node, facts: Mapping[fx.Node, Fact], result: int = 0) -> Pieces:
+        """One operator that works element by element, or that reduces neither rows nor keys; `facts` of some operands."""
+        if any(isinstance(fact, Slope) for fact in facts.values()):
+            made = self._of_slope(node, facts)
+            if made is not None:
+                return made
+        known = {operand: self.range(fact) for operand, fact in facts.items()}
+        return everywhere(applied(node, lambda operand: known[operand] if operand in known else self._reader(operand))[result])
+
+    def compared(self, node: fx.Node, slope: Slope, value: Range, relation: str) -> Pieces | None:
+        """slope <relation> value, where the type in which they are compared holds the slope as it is."""
+        dtype = computed_in(node, bound_arguments(node))
+        number = None if dtype is None else in_type(value, dtype).constant
+        if number is None or dtype is None or not self.is_held(slope, dtype):
+            return None
+        return compare_slope(relation, slope, number)
+
+    def is_held(self, slope: Slope, dtype: torch.dtype) -> bool:
+        known = slope.within(self._reach)
+        return is_exact_in(dtype, known.low, known.high)
+
+    def held(self, slope: Slope, node: fx.Node) -> Pieces | None:
+        """A slope, where the type of a result holds it."""
+        return everywhere(slope) if self.is_held(slope, node.meta[VALUE].dtype) else None
+
+    def _of_slope(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
+        if node.target in COMPARISONS:
+            return self._comparison(node, facts)
+        only = facts[node.args[0]] if node.args and node.args[0] in facts else None  # type: ignore[index]
+        if node.target in SAME and isinstance(only, Slope):
+            return self.held(only, node)
+        if node.target is aten.neg.default and isinstance(only, Slope):
+            return self.held(Slope(-only.factor, -only.offset), node)
+        if node.target is aten.abs.default and isinstance(only, Slope):
+            return absolute(only) if self.is_held(Slope(-only.factor, -only.offset), node.meta[VALUE].dtype) else None
+        return self._combined(node, facts)
+
+    def _comparison(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
+        left, right = (self._fact(item, facts) for item in node.args[:2])
+        if isinstance(left, Slope) and not isinstance(right, Slope):
+            return self.compared(node, left, right, COMPARISONS[node.target])
+        if isinstance(right, Slope) and not isinstance(left, Slope):
+            return self.compared(node, right, left, MIRRORED[COMPARISONS[node.target]])
+        return None
+
+    def _combined(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
+        """a * slope + b * number, in either order."""
+        combined, dtype = combination(node), node.meta[VALUE].dtype
+        if combined is None:
+            return None
+        factor = offset = 0
+        for coefficient, item in combined:
+            fact = self._fact(item, facts)
+            slope = fact if isinstance(fact, Slope) else _whole(fact)
+            if slope is None or not self.is_held(slope, dtype) or not is_exact_in(dtype, coefficient, coefficient):
+                return None
+            factor, offset = factor + coefficient * slope.factor, offset + coefficient * slope.offset
+        return self.held(Slope(factor, offset), node)
+
+    def _fact(self, item: object, facts: Mapping[fx.Node, Fact]) -> Fact:
+        if is_tensor(item) and item in facts:
+            return facts[item]  # type: ignore[index]
+        return range_of_argument(item, self._reader)
+
+
+def _whole(known: Range) -> Slope | None:
+    """A whole number as a slope that does not rise."""
+    number = known.constant
+    return Slope(0, int(number)) if number is not None and abs(number) < float("inf") and number == int(number) else None
+
+
+def reach_of(axes: AxisFacts) -> int:
+    """How far a key may stand from a row."""
+    if axes.sequence is None:
+        return LONGEST
+    ends = [(offset, offset + length) for offset, length in axes.sequence.members.values()]
+    bounds = [bound for pair in ends for bound in pair]
+    if not all(isinstance(bound, int) for bound in bounds):
+        return LONGEST
+    return max(bounds) - min(bounds)

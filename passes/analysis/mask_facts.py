@@ -1,0 +1,391 @@
+"""Facts about masks: index arithmetic, evaluated over intervals of delta instead of over positions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.axis_table import Atom
+from streamfx.ir.facts import AccessFacts, AxisFacts, Role
+from streamfx.ir.joint import (
+    JointGraph,
+    bound_arguments,
+    is_tensor,
+    node_argument,
+    shape_of_node,
+    tensor_operands,
+    trained_sources,
+)
+from streamfx.ir.piecewise import Fact, Pieces, Slope, combined, compare_slope, everywhere, hull_of
+from streamfx.ir.ranges import (
+    INFINITY,
+    SWAMPED_BY,
+    SWAMPED_BY_HALF,
+    SWAMPS,
+    SWAMPS_HALF,
+    Range,
+    constant,
+    everything,
+    is_exact_in,
+)
+from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
+from streamfx.node_meta import PATTERN, VALUE
+from streamfx.passes.analysis.affine import COEFFICIENTS, Positions, combination
+from streamfx.passes.analysis.fused_scores import scores_of
+from streamfx.passes.analysis.mask_eval import COMPARISONS, Intervals, reach_of
+from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
+from streamfx.passes.ops.ranges.arithmetic import plus
+from streamfx.passes.ops.ranges.transfer import computed_in
+from streamfx.passes.ops.rules.attention import M, N
+from streamfx.passes.ops.rules.registry import broadcast, rule_for
+from streamfx.passes.ops.traits import MOVES_ELEMENTS, is_random
+
+aten = torch.ops.aten
+
+# Operators along other dimensions than rows and keys, or with a product beside them: ranges tell what they make of an interval.
+SUMS, PRODUCTS = (aten.sum.dim_IntList, aten.mean.dim), (aten.addmm.default, aten.baddbmm.default)
+FUSED = (ATTENTION, ATTENTION_BACKWARD)
+REDUCES_OTHERS = frozenset((*SUMS, *PRODUCTS, aten._softmax_backward_data.default))
+
+
+class Masks:
+    """Facts about every value with rows and keys, in program order."""
+
+    def __init__(self, joint: JointGraph, axes: AxisFacts, demand: AccessFacts) -> None:
+        self._axes = axes
+        self._demand = demand
+        self._pieces: dict[fx.Node, Pieces] = {}
+        self.values = ValueRanges(trained_sources(joint))
+        self._positions = Positions(self.values)
+        self._intervals = Intervals(reach_of(axes), self.values.of)
+        self._patterns: dict[fx.Node, Pieces] = {
+            node: pieces for node in joint.sources if (pieces := node.meta.get(PATTERN)) is not None and pieces.cuts
+        }
+        for node in joint.nodes:
+            if is_tensor(node):
+                self._find(node)
+            elif node.target is aten.max.dim:
+                self._note_largest(node)
+
+    def _find(self, node: fx.Node) -> None:
+        if node in self._axes.static:
+            self._positions.find(node)
+        self._note_pattern(node)
+        if self._is_pair(node):
+            self._pieces[node] = self._pieces_of(node)
+            self.values.note(node, hull_of(self._pieces[node], reach_of(self._axes)))
+        elif node.target in (aten.amax.default, aten.logsumexp.default):
+            self._note_largest(node)
+
+    def of(self, node: fx.Node) -> Pieces:
+        """Facts about a value with rows and keys."""
+        return self._pieces.get(node, everywhere(self.values.of(node)))
+
+    def fused_bias(self, node: fx.Node) -> Pieces | None:
+        """What a fused attention adds to its scores, the causal flag included."""
+        arguments = bound_arguments(node)
+        mask = arguments.get("attn_mask")
+        bias = everywhere(constant(0)) if mask is None else self._operand(mask, node)
+        if arguments.get("is_causal"):
+            apart = self._apart(node)
+            if apart is None:
+                return everywhere(everything(torch.float64))
+            hidden = Pieces((apart + 1,), (constant(0), constant(-INFINITY)))
+            bias = combined(lambda a, b: everywhere(b if b == constant(-INFINITY) else a), bias, hidden)
+        return bias
+
+    def _apart(self, node: fx.Node) -> int | None:
+        """How far a fused attention's key number i stands from its query number i: what `is_causal` compares are numbers."""
+        sequence, atoms = self._axes.sequence, self.counted(node)
+        if sequence is None or atoms is None:
+            return None
+        key, query = (sequence.members[atom][0] for atom in atoms)
+        return key - query if isinstance(key - query, int) else None
+
+    def counted(self, node: fx.Node) -> tuple[Atom, Atom] | None:
+        """The axes of a fused attention's keys and queries, if an index along them is the number of a row of the sequence."""
+        keys, queries = (self._axes.row_axis(self._axes.letters[node][letter]) for letter in (N, M))
+        return None if keys is None or queries is None else (keys, queries)
+
+    # -- values with rows and keys
+
+    def _is_pair(self, node: fx.Node) -> bool:
+        return len(self._axes.sequence_dims(self._axes.shapes[node])) == 2
+
+    def _pieces_of(self, node: fx.Node) -> Pieces:
+        """By interval where that says more than what is known of all rows and keys."""
+        target = node.target
+        special = _SPECIAL.get(target)
+        if special is not None:
+            return special(self, node)
+        if target in MOVES_ELEMENTS:
+            source = node_argument(node)
+            keeps = self._is_pair(source) or not self._dims(source)
+            return self._operand(source, node) if keeps else self._anything(node)
+        if target in REDUCES_OTHERS or self._is_elementwise(node):
+            return self._evaluated(node)
+        return self._anything(node)
+
+    def _anything(self, node: fx.Node) -> Pieces:
+        """What is known of all elements, wherever they stand."""
+        return everywhere(self.values.of(node))
+
+    def _is_elementwise(self, node: fx.Node) -> bool:
+        row = TRANSFERS.get(node.target)
+        return row is not None and row.elementwise and rule_for(node) is broadcast and not is_random(node)
+
+    def _evaluated(self, node: fx.Node, result: int = 0) -> Pieces:
+        """An operator, interval by interval."""
+        relative = self._relative(node)
+        if relative is not None:
+            return relative
+        operands = list(dict.fromkeys(tensor_operands(node)))
+        pieces = [self._operand(operand, node) for operand in operands]
+        return combined(lambda *facts: self._intervals.evaluate(node, dict(zip(operands, facts, strict=True)), result), *pieces)
+
+    def _of_result(self, node: fx.Node) -> Pieces:
+        """Dropout keeps what it does not drop."""
+        producer = node_argument(node)
+        if producer.target is aten.native_dropout.default and isinstance(node.args[1], int):
+            return self._evaluated(producer, node.args[1])
+        return self._anything(node)
+
+    def _of_one_tap(self, node: fx.Node) -> Pieces:
+        """A convolution of rows and keys that mixes heads only."""
+        taps = shape_of_node(node_argument(node, 1))[2:]
+        return self._evaluated(node) if all(size == 1 for size in taps) else self._anything(node)
+
+    def _padded(self, node: fx.Node) -> Pieces:
+        """More heads; padded rows or keys would move delta."""
+        source, signature = node_argument(node), self._axes.signatures.get(node)
+        moves = signature is None or any(letter in signature.windows for letter in self._demand.roles.get(node, {}))
+        return self._anything(node) if moves or not self._is_pair(source) else self._evaluated(node)
+
+    # -- buffers that hold a mask: patterns of column - row of their last two dimensions
+
+    def _note_pattern(self, node: fx.Node) -> None:
+        """Carry a buffer's pattern through slices from the first row and through operators on its elements."""
+        sources = [source for source in tensor_operands(node) if source in self._patterns]
+        if len(sources) != 1 or len(tensor_operands(node)) != 1:
+            return
+        (source,) = sources
+        if self._keeps_positions(node, source):
+            self._patterns[node] = self._patterns[source]
+        elif (row := TRANSFERS.get(node.target)) is not None and row.elementwise:
+            self._patterns[node] = combined(lambda fact: self._intervals.evaluate(node, {source: fact}), self._patterns[source])
+
+    def _keeps_positions(self, node: fx.Node, source: fx.Node) -> bool:
+        rank, before = len(shape_of_node(node)), len(shape_of_node(source))
+        arguments = bound_arguments(node)
+        if node.target is aten.slice.Tensor:
+            from_first = arguments["start"] in (None, 0) and arguments["step"] == 1
+            return from_first or arguments["dim"] % rank < rank - 2
+        if node.target is aten.select.int:
+            return bool(arguments["dim"] % before < before - 2)
+        if node.target is aten.unsqueeze.default:
+            return bool(arguments["dim"] % rank < rank - 2)
+        if node.target is aten.expand.default:  # one row, or one column, may be repeated
+            return shape_of_node(node)[-2:] == shape_of_node(source)[-2:]
+        return node.target in (aten.clone.default, aten.alias.default, aten.detach.default)
+
+    def _oriented(self, operand: fx.Node, user: fx.Node) -> Pieces:
+        """A buffer's pattern as facts of delta, by which of its dimensions its user takes as rows and which as keys."""
+        roles = self._operand_roles(operand, user)
+        keys_last = roles[-2:] == [Role.ROWS, Role.KEYS]
+        offsets = self._offset_between(operand, keys_last)
+        if (not keys_last and roles[-2:] != [Role.KEYS, Role.ROWS]) or offsets is None:
+            return everywhere(self.values.of(operand))
+        pattern = self._patterns[operand]
+        if not keys_last:  # column - row of the buffer is minus delta
+            pattern = Pieces(tuple(1 - cut for cut in reversed(pattern.cuts)), tuple(reversed(pattern.facts)))
+        return Pieces(tuple(cut + offsets for cut in pattern.cuts), pattern.facts)
+
+    def _operand_roles(self, operand: fx.Node, user: fx.Node) -> list[Role | None]:
+        """The role of each dimension of an operand, as its user takes it."""
+        roles, signature = self._demand.roles.get(user, {}), self._axes.signatures.get(user)
+        if signature is None:
+            return []
+        letters = signature.operands[tensor_operands(user).index(operand)]
+        return [next((roles[letter] for letter in dim if letter in roles), None) for dim in letters]
+
+    def _offset_between(self, node: fx.Node, keys_last: bool) -> int | None:
+        rank = len(shape_of_node(node))
+        last, before = self._offset(node, rank - 1), self._offset(node, rank - 2)
+        keys, rows = (last, before) if keys_last else (before, last)
+        return keys - rows if isinstance(keys, int) and isinstance(rows, int) else None
+
+    def _dims(self, node: fx.Node) -> tuple[int, ...]:
+        return self._axes.sequence_dims(self._axes.shapes[node])
+
+    def _operand(self, operand: fx.Node, user: fx.Node) -> Pieces:
+        """Facts about an operand: one with rows and keys, or one that is the same along both."""
+        if operand in self._patterns:
+            return self._oriented(operand, user)
+        known = self._pieces.get(operand)
+        if known is None or (known.cuts and not self._agrees(operand, user)):
+            return everywhere(self.values.of(operand))
+        return known
+
+    def _agrees(self, operand: fx.Node, user: fx.Node) -> bool:
+        """Whether a user takes for rows and keys of an operand what its maker did: else its delta has the other sign."""
+        made = node_argument(operand) if operand.target is operator.getitem else operand
+        own, taken = self._roles_by_dim(made), self._operand_roles(operand, user)
+        return own == {i: role for i, role in enumerate(taken) if role is not None}
+
+    def _roles_by_dim(self, node: fx.Node) -> dict[int, Role]:
+        """The role of each sequence dimension of an operator's first result."""
+        roles = self._demand.roles.get(node, {})
+        letters = self._axes.signatures[node].results[0] if node in self._axes.signatures else ()
+        return {i: roles[letter] for i, dim in enumerate(letters) for letter in dim if letter in roles}
+
+    def _sliced(self, node: fx.Node) -> Pieces:
+        source = node_argument(node)
+        if source in self._pieces or self._is_pair(source):
+            return self._square_slice(node, source)
+        return self._operand(source, node)  # cut out of a table
+
+    def _square_slice(self, node: fx.Node, source: fx.Node) -> Pieces:
+        """A slice that starts at the first row keeps delta; another start would shift it."""
+        signature = self._axes.signatures.get(node)
+        starts = [window.start for window in signature.windows.values()] if signature is not None else [None]
+        known = self.of(source) if source in self._pieces else self._operand(source, node)
+        return known if all(start == 0 for start in starts) else self._anything(node)
+
+    def _triangle(self, node: fx.Node) -> Pieces:
+        """Zero is written over what is not kept, whatever it was."""
+        arguments, roles = bound_arguments(node), self._roles_by_dim(node)
+        source, diagonal, rank = arguments["self"], arguments["diagonal"], len(shape_of_node(node))
+        last, before = roles.get(rank - 1), roles.get(rank - 2)
+        offsets = self._offsets(node)
+        if not isinstance(diagonal, int) or offsets is None or {last, before} != {Role.ROWS, Role.KEYS}:
+            return self._anything(node)
+        sign = 1 if last is Role.KEYS else -1  # column - row = sign * delta, up to the axes' own offsets
+        relation = "le" if node.target is aten.tril.default else "ge"
+        kept = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
+        known = self._operand(source, node)
+        return combined(lambda keep, fact: everywhere(fact if keep == constant(True) else constant(0)), kept, known)
+
+    def _offsets(self, node: fx.Node) -> int | None:
+        """Offset of the keys' axis minus offset of the rows' axis."""
+        offsets = {role: self._offset(node, dim) for dim, role in self._roles_by_dim(node).items()}
+        keys, rows = offsets.get(Role.KEYS), offsets.get(Role.ROWS)
+        return keys - rows if isinstance(keys, int) and isinstance(rows, int) else None
+
+    def _offset(self, node: fx.Node, dim: int) -> Any:
+        sequence, atom = self._axes.sequence, self._axes.row_axis(self._axes.shapes[node][dim])
+        return None if sequence is None or atom is None else sequence.members[atom][0]
+
+    def _softmax(self, node: fx.Node) -> Pieces:
+        """Zero where the scores are hidden, along rows or keys; elsewhere a share."""
+        scores, share = node_argument(node), self.values.of(node)
+        role = self._roles_by_dim(node).get(bound_arguments(node)["dim"] % len(shape_of_node(node)))
+        if role is None:
+            return everywhere(share)
+        known = self._operand(scores, node)
+        hidden = self.hidden_test(node, known)
+        return combined(lambda fact: everywhere(Range(0, 0, share.nan) if hidden(fact) else share), known)
+
+    def hidden_test(self, node: fx.Node, scores: Pieces) -> Callable[[Fact], bool]:
+        """Whether an operator that normalises scores along the keys, or takes their largest, is left nothing of a score.
+
+        Nothing is left of minus infinity, and nothing of a huge negative number where each row sees at least itself: there is a
+        key for each row, and its score is nowhere near as negative.
+        """
+        first = tensor_operands(node)[0]
+        half = first.meta[VALUE].dtype == torch.float16
+        least, most = (SWAMPED_BY_HALF, SWAMPS_HALF) if half else (SWAMPED_BY, SWAMPS)
+        products = scores_of(node, self.values) if node.target in FUSED else constant(0)
+
+        def score(fact: Fact) -> Range:
+            return plus(self._intervals.range(fact), products)
+
+        sees_itself = score(scores.at(0)).low >= least and self._has_own_keys(node)
+        return lambda fact: score(fact).high <= (most if sees_itself else -INFINITY)
+
+    def _has_own_keys(self, node: fx.Node) -> bool:
+        """Whether an operator has, for each row of the sequence, the key of that row."""
+        sequence, letters = self._axes.sequence, self._axes.letters.get(node, {})
+        roles = self._demand.roles.get(node, {})
+        places = {role: self._axes.sequence_atom(letters[letter]) for letter, role in roles.items() if letter in letters}
+        rows, keys = places.get(Role.ROWS), places.get(Role.KEYS)
+        if sequence is None or rows is None or keys is None or rows in sequence.blocks or keys in sequence.blocks:
+            return False
+        (start, count), (first, number) = sequence.members[rows], sequence.members[keys]
+        if (start, count) == (first, number):
+            return True
+        known = all(isinstance(size, int) for size in (start, count, first, number))
+        return known and first <= start and start + count <= first + number  # type: ignore[operator]
+
+    def _note_largest(self, node: fx.Node) -> None:
+        """The largest score of a row is no less than that of its own key."""
+        source = tensor_operands(node)[0]
+        if (
+            node.target in (aten.amax.default, aten.max.dim, aten.logsumexp.default)
+            and source in self._pieces
+            and self._has_own_keys(node)
+        ):
+            own = self._intervals.range(self._operand(source, node).at(0))
+            known = self.values.of(node if is_tensor(node) else source)
+            dim = bound_arguments(node)["dim"]
+            dims = [dim] if isinstance(dim, int) else list(dim)
+            along = [self._operand_roles(source, node)[item] for item in dims]
+            if along == [Role.KEYS]:
+                self.values.note(node, Range(max(own.low - 1 - abs(own.low) / 100, known.low), known.high, known.nan))
+
+    # -- index vectors
+
+    def _relative(self, node: fx.Node) -> Pieces | None:
+        """Comparison or difference of two index vectors, one along the rows and one along the keys."""
+        relation = COMPARISONS.get(node.target)
+        if relation is not None:
+            parts: Any = ((1, node.args[0]), (-1, node.args[1]))
+            dtype = computed_in(node, bound_arguments(node))
+        elif node.target in COEFFICIENTS:
+            parts, dtype = combination(node), node.meta[VALUE].dtype
+            if parts is not None and not all(is_exact_in(dtype, a, a) for a, _ in parts):
+                return None
+        else:
+            return None
+        slope = None if parts is None or dtype is None else self._slope(node, parts, dtype)
+        if slope is None:
+            return None
+        return self._intervals.held(slope, node) if relation is None else compare_slope(relation, slope, 0)
+
+    def _slope(self, node: fx.Node, parts: tuple[tuple[int, Any], ...], dtype: torch.dtype) -> Slope | None:
+        """a * rows + b * keys as a multiple of keys - rows, where each is held by the type in which they are combined."""
+        found: dict[Role, tuple[int, int]] = {}
+        for coefficient, operand in parts:
+            place = self._position(operand, node, dtype)
+            if place is None or place[0] in found:
+                return None
+            found[place[0]] = (coefficient * place[1], coefficient * place[2])
+        if set(found) != {Role.ROWS, Role.KEYS} or found[Role.KEYS][0] != -found[Role.ROWS][0] or not found[Role.KEYS][0]:
+            return None
+        return Slope(found[Role.KEYS][0], found[Role.KEYS][1] + found[Role.ROWS][1])
+
+    def _position(self, operand: Any, user: fx.Node, dtype: torch.dtype) -> tuple[Role, int, int] | None:
+        """(role, factor, offset): the operand is factor * position + offset along the rows or the keys of `user`."""
+        affine = self._positions.of(operand)
+        if affine is None or affine.dim is None or not self._positions.is_held(affine, operand, dtype):
+            return None
+        dim = affine.dim + len(shape_of_node(user)) - len(shape_of_node(operand))
+        role, start = self._roles_by_dim(user).get(dim), self._offset(operand, affine.dim)
+        if role is None or not isinstance(start, int):
+            return None
+        return role, affine.factor, affine.offset - affine.factor * start
+
+
+_SPECIAL: dict[Any, Callable[[Masks, fx.Node], Pieces]] = {
+    operator.getitem: Masks._of_result,
+    aten.convolution.default: Masks._of_one_tap,
+    aten.slice.Tensor: Masks._sliced,
+    aten.tril.default: Masks._triangle,
+    aten.triu.default: Masks._triangle,
+    aten._softmax.default: Masks._softmax,
+    aten._safe_softmax.default: Masks._softmax,
+    aten.constant_pad_nd.default: Masks._padded,
+}

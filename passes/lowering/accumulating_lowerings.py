@@ -1,0 +1,70 @@
+"""How a part of a sum is added to its total by the operator that makes it, so that the part never stands alone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import fx
+
+from streamfx.ir.access import Layout
+from streamfx.ir.sizes import Size, product
+from streamfx.kernels import accumulate
+from streamfx.kernels.grouped_mm import ARRANGE, GROUPED_OUTER, add_outer
+
+if TYPE_CHECKING:
+    from streamfx.passes.lowering.bodies import BodyBuilder
+
+aten = torch.ops.aten
+Adder: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]"  # the function, its arguments after the total
+
+
+def _product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    return accumulate.add_product, (*builder.operands(node), builder.is_first())
+
+
+def _look_up(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    return accumulate.add_looked_up, (*builder.operands(node), builder.plain(node.args[3]))
+
+
+def _put(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    _, index, rows = builder.operands(node)
+    return accumulate.put, (node.args[1], index, rows)
+
+
+def _outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    x, y, group = builder.operands(node)
+    return add_outer, (x, y, *arranged(builder, group, builder.plain(node.args[3])))
+
+
+def arranged(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:
+    """The chunk's rows sorted by group, once for all products that share their groups."""
+    key = ("arranged", group, groups)
+    if key not in builder.made:
+        pair = builder.graph.call_function(ARRANGE, (group, groups))
+        builder.made[key] = tuple(builder.graph.call_function(operator.getitem, (pair, i)) for i in range(2))
+    return builder.made[key]  # type: ignore[no-any-return]
+
+
+ADDERS: dict[Any, Adder] = {
+    GROUPED_OUTER: _outer,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.embedding_dense_backward.default: _look_up,
+    aten.scatter.src: _put,
+}
+# Adders that leave some of a total as it is: it has to hold zeros before the first chunk.
+ADD_TO_SOME = (GROUPED_OUTER, aten.embedding_dense_backward.default, aten.scatter.src)
+# Products, whatever type they are added in; rows that are looked up are added one by one.
+ROUNDED_ONCE = (GROUPED_OUTER, aten.mm.default, aten.bmm.default)
+
+
+def mean_count(node: fx.Node, layout: Layout) -> Size:
+    """What a sum over the sequence is divided by in the end: the number of elements a mean was taken over."""
+    signature = layout.axes.signatures[node]
+    if signature.combine != "mean":
+        return 1
+    table = layout.axes.table
+    return product(table.size_of_dim(layout.axes.letters[node][letter]) for letter in signature.contracted())

@@ -1,0 +1,399 @@
+"""What does a loop's body compute for one chunk?
+
+Each operator of the loop is copied, with its operands replaced by the rows it needs and its shape arguments by the sizes
+that the chunk has, axis by axis. Operators whose meaning depends on where the rows stand (`tril`, shifted slices, means
+over the sequence, random draws, fused attention) have an emitter of their own in `EMITTERS`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from streamfx.ir.access import Layout, OperandAccess
+from streamfx.ir.facts import Role, StorageClass
+from streamfx.ir.joint import device_of_value, int_argument, is_size, is_tensor, number_of
+from streamfx.ir.lazy_module import LazyGraphModule
+from streamfx.ir.program import (
+    CHUNKS,
+    PER_CHUNK,
+    Buffer,
+    BufferOutput,
+    BufferPart,
+    ChunkKey,
+    ConcatOutput,
+    IsFirst,
+    LoopSpec,
+    Placement,
+    RowRange,
+    Selector,
+    Yield,
+)
+from streamfx.ir.sizes import Size, free_symbols, product
+from streamfx.ir.span import Span
+from streamfx.ir.stage_plan import ChunkPlan, ChunkSize
+from streamfx.kernels import accumulate as sums
+from streamfx.node_meta import DRAW, HAS_KEYS, JOINT, VALUE
+from streamfx.passes.lowering.accumulating_lowerings import ADD_TO_SOME, ADDERS, ROUNDED_ONCE, mean_count
+from streamfx.passes.lowering.async_waits import wait_late
+from streamfx.passes.lowering.body_inputs import SHAPE_ARGUMENT, BodyInputs
+from streamfx.passes.ops.traits import is_random, producer_of
+from streamfx.passes.partition.loop_distribution import LoopContent
+from streamfx.passes.partition.value_table import is_loop_value
+from streamfx.runtime import buffers as buffer_ops
+from streamfx.runtime.chunked_scans import carry_type
+from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.rng import replay
+from streamfx.runtime.runtime_sizes import first_in_chunk, first_shifted, rows_in_chunk, rows_in_span, rows_shifted
+
+aten = torch.ops.aten
+Emitter: TypeAlias = "Callable[[BodyBuilder, fx.Node], fx.Node]"
+EMITTERS: dict[Any, Emitter] = {}
+
+FROM_THE_TRACE = ("stack_trace", "nn_module_stack", "original")  # what a body's operators say of where they come from
+
+
+def emits(*operators: Any) -> Callable[[Emitter], Emitter]:
+    """Register how operators are written in a body."""
+
+    def register(function: Emitter) -> Emitter:
+        for target in operators:
+            EMITTERS[target] = function
+        return function
+
+    return register
+
+
+class BodyBuilder(BodyInputs):
+    """Writes the body of one loop.
+
+    `outer` maps values that exist between loops to nodes of the outer graph; they are fed in parts.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        outer: Callable[[fx.Node], fx.Node | None],
+        order: dict[fx.Node, int],
+        reverse: bool,
+        plan: ChunkPlan,
+        states: Callable[[fx.Node], fx.Node | None] = lambda node: None,
+    ) -> None:
+        super().__init__()
+        assert layout.axes.sequence is not None
+        self.layout, self.outer, self.order, self.reverse, self.plan = layout, outer, order, reverse, plan
+        self.length = layout.axes.sequence.length
+        self.made: dict[Any, Any] = {}
+        self.prefixes: dict[fx.Node, int] = {}
+        self.prefix_reads: dict[tuple[fx.Node, Selector], fx.Node] = {}
+        self.deposits: dict[fx.Node, tuple[int, fx.Node]] = {}
+        self.outer_states = states
+        self.states: dict[fx.Node, int] = {}  # buffers with the states of scans at the start of each chunk
+        self.asked: Span | None = None  # the keys for which a mask is being made
+
+    # -- sizes
+
+    def letter_size(self, node: fx.Node, letter: int) -> Size:
+        """How much of an axis the chunk's instance of an operator has."""
+        axes, role = self.layout.axes, self.layout.demand.roles.get(node, {}).get(letter)
+        dim = axes.table.resolve(axes.letters[node][letter])
+        atom = axes.sequence_atom(dim) if role in (Role.ROWS, Role.KEYS) else None
+        if atom is None:
+            return axes.table.size_of_dim(dim)
+        rows, span = self.layout.rows(dim), self.layout.span(node, self.asked)
+        count = rows_in_chunk(rows, self.length) if role is Role.ROWS else rows_in_span(rows, span, self.length)
+        return product(count if a == atom else axes.table.size(a) for a in dim)
+
+    def result_shape(self, node: fx.Node, result: int = 0) -> list[Any]:
+        """The shape that a result has for one chunk, as body arguments."""
+        shape = self.layout.axes.signatures[node].results[result]
+        return [self.number(product(self.letter_size(node, letter) for letter in dim)) for dim in shape]
+
+    # -- values
+
+    def value(self, node: fx.Node) -> Any:
+        """A value of this loop in its natural form."""
+        key = (node, self.asked) if is_tensor(node) and self.layout.is_made_to_measure(node) else node
+        if key not in self.made:
+            producer = producer_of(node)
+            if producer is not node:
+                made = self.graph.call_function(operator.getitem, (self.value(producer), node.args[1]))
+            else:
+                made = emitter_of(node)(self, node)
+            self._name(node, made)
+            self.made[key] = made
+        return self.made[key]
+
+    def _name(self, node: fx.Node, made: Any) -> None:
+        if isinstance(made, fx.Node):
+            made.meta.update({name: node.meta[name] for name in FROM_THE_TRACE if name in node.meta})
+            made.meta[JOINT] = node.name
+            made.meta[HAS_KEYS] = Role.KEYS in self.layout.demand.roles.get(producer_of(node), {}).values()
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        outside, span = self.asked, self.layout.span(node, self.asked)
+        self.asked = span
+        operands = [self.operand(need) for need in self.layout.needs(node, span)]
+        self.asked = outside
+        return operands
+
+    def operand(self, need: OperandAccess) -> fx.Node:
+        """The rows of an operand that are asked for: from outside, from this loop, or from one of its buffers."""
+        source = self.outer(need.operand)
+        if source is not None:
+            return self.part(need.operand, source, need.where)
+        form = self.layout.demand.form(need.operand)
+        if form is StorageClass.KEYSUM:
+            return self.completed(need)
+        if form is StorageClass.PAIR or need.selector is None or self._is_own_rows(need):
+            return self._asked_for(need)
+        return self.prefix(need)
+
+    def _is_own_rows(self, need: OperandAccess) -> bool:
+        placement, _, selector = need.where[0]
+        shown = self.layout.shown_rows(placement, selector)
+        return shown is not None and (shown.rows == placement.rows or (placement.outer, placement.inner) == (1, 1))
+
+    def _asked_for(self, need: OperandAccess) -> fx.Node:
+        """The chunk's own rows of a value; of an axis that begins later or ends earlier those rows that both have."""
+        value, length = self.value(need.operand), self.length
+        for placement, _, selector in need.where:
+            own, shown = placement.rows, self.layout.shown_rows(placement, selector)
+            if shown is not None and shown.rows != own:
+                start = first_shifted(shown, own.length, length) - first_in_chunk(own, length)
+                bounds = self.number(start), self.number(start + rows_shifted(shown, own.length, length))
+                value = self.graph.call_function(aten.slice.Tensor, (value, placement.dim, *bounds))
+        return value
+
+    def prefix(self, need: OperandAccess) -> fx.Node:
+        """Rows of a value of this loop that earlier chunks have made, and its own: kept in a buffer."""
+        operand, placement, selector = need.operand, need.where[0][0], need.selector
+        key = (operand, selector)
+        if key not in self.prefix_reads:
+            value = self.value(operand)
+            first = operand not in self.prefixes
+            if first:
+                self.prefixes[operand] = self._new_buffer(operand, operand.meta[VALUE].dtype)
+            index = self.prefixes[operand]
+            visible = self.buffer_part(f"{operand.name}_seen", index, placement, selector)
+            own = self.buffer_part(f"{operand.name}_own", index, placement, None)
+            shape = self._selected_shape(operand, placement, selector)
+            self.prefix_reads[key] = self.graph.call_function(buffer_ops.append, (visible, own, value, shape))
+        return self.prefix_reads[key]
+
+    def completed(self, need: OperandAccess) -> fx.Node:
+        """The chunk's own rows of a sum over the chunks whose queries see them."""
+        operand, placement = need.operand, need.where[0][0]
+        index, _ = self.deposit(operand)
+        own = self.buffer_part(f"{operand.name}_own", index, placement, None)
+        shape = self._selected_shape(operand, placement, None)
+        key = (operand, "completed")
+        if key not in self.made:
+            marker = self.deposits[operand][1]
+            self.made[key] = self.graph.call_function(buffer_ops.complete, (own, marker, shape, operand.meta[VALUE].dtype))
+        return self.made[key]
+
+    def deposit(self, operand: fx.Node) -> tuple[int, fx.Node]:
+        """Add this chunk's part of a sum over keys to its buffer, once."""
+        if operand not in self.deposits:
+            part = self.value(operand)
+            (placement,) = self.layout.placements(operand)
+            span = self.layout.span(producer_of(operand))
+            is_all = self._first_chunk_sees_all(placement, span)
+            index = self._new_sum(operand, self.plan.sum_type(operand), zeroed=not is_all)
+            visible = self.buffer_part(f"{operand.name}_seen", index, placement, span)
+            added = visible, part, self.is_first() if is_all else False
+            self.deposits[operand] = index, self.graph.call_function(buffer_ops.add_rows, added)
+        return self.deposits[operand]
+
+    def _first_chunk_sees_all(self, placement: Placement, span: Span) -> bool:
+        """Whether the keys that the first chunk to run sees are all keys of an axis."""
+        reaches_end = span.high is None or (self.reverse and span.high >= 0)
+        return span.low is None and reaches_end and placement.rows == RowRange(0, self.length)
+
+    def is_first(self) -> fx.Node:
+        return self.feed("is_first", IsFirst(), None)
+
+    def carry(self, node: fx.Node, dim: int, dtype: torch.dtype, keeps_states: bool) -> tuple[fx.Node, fx.Node | None]:
+        """A row that a scan hands from chunk to chunk, and the list of its values at the start of each chunk."""
+        shape = list(self.layout.full_shape(node))
+        shape[dim] = 1
+        return self.carry_of(node, shape, dtype, keeps_states)
+
+    def carry_of(
+        self, node: fx.Node, shape: Sequence[Size], dtype: torch.dtype, keeps_states: bool
+    ) -> tuple[fx.Node, fx.Node | None]:
+        """What an operator hands from chunk to chunk, and the list of its values at the start of each chunk."""
+        device = device_of_value(node)
+        self.buffers.append(Buffer(f"{node.name}_carry", tuple(shape), dtype, device, zeroed=True))
+        carry = self.feed(f"{node.name}_carry", BufferPart(len(self.buffers) - 1, ()), None)
+        self.symbols |= free_symbols(shape)
+        if not keeps_states:
+            return carry, None
+        self.buffers.append(Buffer(f"{node.name}_states", (CHUNKS, *shape), dtype, device, zeroed=False))
+        self.states[node] = len(self.buffers) - 1
+        return carry, self.feed(f"{node.name}_states", BufferPart(self.states[node], ()), None)
+
+    def _new_buffer(self, value: fx.Node, dtype: torch.dtype) -> int:
+        shape = self.layout.full_shape(value)
+        self.symbols |= free_symbols(shape)
+        self.buffers.append(Buffer(value.name, shape, dtype, device_of_value(value), zeroed=False))
+        return len(self.buffers) - 1
+
+    def _new_sum(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
+        index = self._new_buffer(value, dtype)
+        self.buffers[index] = replace(self.buffers[index], zeroed=zeroed, is_sum=True)
+        return index
+
+    def total_type(self, node: fx.Node) -> torch.dtype:
+        """The type in which the parts of a sum are made and added. The sum of a mean may be too large for a narrow type."""
+        is_mean = self.layout.axes.signatures[producer_of(node)].combine == "mean"
+        return carry_type(node.meta[VALUE].dtype) if is_mean else self.plan.sum_type(node)
+
+    def accumulate(self, node: fx.Node) -> BufferOutput:
+        """Add this chunk's part of a sum to its total, in one operator where the sum's own operator can do that."""
+        dtype, count = node.meta[VALUE].dtype, mean_count(producer_of(node), self.layout)
+        index = self._new_sum(node, self.total_type(node), zeroed=node.target in ADD_TO_SOME)
+        if node.target in ROUNDED_ONCE and count == 1:
+            self.buffers[index] = replace(self.buffers[index], of_one=dtype)
+        total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
+        adder = ADDERS.get(node.target)
+        function, arguments = adder(self, node) if adder is not None else (sums.add, (self.value(node), self.is_first()))
+        self.graph.call_function(function, (total, *arguments))
+        self.symbols |= free_symbols([count])
+        return BufferOutput(index, dtype, count)
+
+    def _selected_shape(self, value: fx.Node, placement: Placement, selector: Selector) -> list[Any]:
+        """The shape of a value with a single sequence dimension when only some rows are taken."""
+        shape: list[Any] = list(self.layout.full_shape(value))
+        rows, length = placement.rows, self.length
+        if selector is None:
+            count = rows_in_chunk(rows, length)
+        elif isinstance(selector, Span):
+            count = rows_in_span(rows, selector, length)
+        else:
+            count = rows_shifted(selector, rows.length, length)
+        shape[placement.dim] = product((placement.outer, count, placement.inner))
+        return [self.number(size) for size in shape]
+
+    # -- arguments
+
+    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The node's arguments with operands and sizes replaced, for a copy of it."""
+        operands = iter(self.operands(node))
+
+        def replaced(argument: fx.Node) -> Any:
+            if is_tensor(argument):
+                return next(operands)
+            return self.plain(argument)
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), replaced)
+        position = SHAPE_ARGUMENT.get(node.target)
+        if position is not None:
+            args = (*args[:position], self.result_shape(node), *args[position + 1 :])
+        return args, dict(kwargs)
+
+    def plain(self, argument: Any) -> Any:
+        """An argument that is no tensor; a number that follows from sizes is a node in the joint graph, which the body lacks."""
+        return self.number(number_of(argument)) if is_size(argument) else argument
+
+    # -- finishing
+
+    def finish(self, name: str, content: LoopContent, chunk_size: ChunkSize) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
+        """The loop, the outer nodes that it takes, and the values that it leaves; after them the states of its scans."""
+        kept: dict[fx.Node, BufferOutput] = {}
+        for node in sorted(content.stacked | content.summed | content.key_sums, key=self.order.__getitem__):
+            if node in content.summed:
+                self._compute_in_order(*(need.operand for need in self.layout.needs(producer_of(node))))
+                kept[node] = self.accumulate(node)
+            else:
+                self._compute_in_order(node)
+            if node in content.key_sums:
+                kept[node] = BufferOutput(self.deposit(node)[0], node.meta[VALUE].dtype)
+        stacked = sorted(content.stacked, key=self.order.__getitem__)
+        for node in [node for node in stacked if node in self.prefixes]:  # its buffer holds all of it
+            kept[node] = BufferOutput(self.prefixes[node], node.meta[VALUE].dtype)
+            stacked.remove(node)
+        outputs = [self.value(node) for node in stacked]
+        yields: list[Yield] = [*(self._stacked(node) for node in stacked), *kept.values()]
+        yields += [BufferOutput(buffer, self.buffers[buffer].dtype) for buffer in self.states.values()]
+        leaves = [*stacked, *kept]
+        self.graph.output(tuple(outputs))
+        wait_late(self.graph)
+        body = LazyGraphModule(torch.nn.Module(), self.graph)
+        self.symbols |= free_symbols([self.length])
+        if not isinstance(chunk_size, int):
+            self.symbols |= free_symbols([chunk_size.row_bytes, chunk_size.stream_bytes])
+        self.symbols -= {symbol for symbol in self.symbols if symbol.name in PER_CHUNK}
+        sources, positions = self.distinct_sources()
+        spec = LoopSpec(
+            name=name,
+            body=body,
+            feeds=tuple(self.feeds),
+            sources=positions,
+            buffers=tuple(self.buffers),
+            yields=tuple(yields),
+            symbols=tuple(sorted(self.symbols, key=str)),
+            length=self.length,
+            reverse=self.reverse,
+            chunk_size=chunk_size,
+            labels=(*(node.name for node in leaves), *(self.buffers[buffer].name for buffer in self.states.values())),
+        )
+        return spec, sources, leaves
+
+    def _compute_in_order(self, *roots: fx.Node) -> None:
+        """Write all that `roots` need in program order (no recursion: bodies may be thousands of operators deep)."""
+        found: set[fx.Node] = set()
+        todo = list(roots)
+        while todo:
+            node = todo.pop()
+            if node in found or node in self.made or self.outer(node) is not None:
+                continue
+            found.add(node)
+            if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
+                todo.extend(need.operand for need in self.layout.needs(producer_of(node)))
+        for node in sorted(found, key=self.order.__getitem__):
+            if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
+                self.value(node)
+
+    def _stacked(self, node: fx.Node) -> ConcatOutput:
+        placement = next(p for p in self.layout.placements(node) if self._is_rows(node, p))
+        shape = self.layout.full_shape(node)
+        self.symbols |= free_symbols(shape)
+        self.note_symbols([(placement, None)])
+        return ConcatOutput(shape, node.meta[VALUE].dtype, device_of_value(node), placement)
+
+    def _is_rows(self, node: fx.Node, placement: Placement) -> bool:
+        producer = producer_of(node)
+        result = int_argument(node, 1) if producer is not node else 0
+        roles = self.layout.demand.roles[producer]
+        dim = self.layout.axes.signatures[producer].results[result][placement.dim]
+        return any(roles.get(letter) is Role.ROWS for letter in dim)
+
+
+def emitter_of(node: fx.Node) -> Emitter:
+    found = EMITTERS.get(node.target) or EMITTERS.get(type(node.target))
+    return found or (emit_replay if is_random(node) else emit_copy)
+
+
+def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The operator itself, on the chunk's rows."""
+    args, kwargs = builder.arguments(node)
+    target = COPIES_WHERE_NEEDED.get(node.target, node.target)
+    return builder.graph.call_function(target, args, kwargs)
+
+
+def emit_replay(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """A random operator, so that it draws the same whenever this chunk is computed."""
+    seed, number = node.meta[DRAW]
+    source = builder.outer(seed)
+    assert source is not None
+    args, kwargs = builder.arguments(node)
+    start = builder.feed("chunk", ChunkKey(), None)
+    draw = (str(node.target), builder.part(seed, source, ()), number, start)
+    return builder.graph.call_function(replay, (*draw, *args), kwargs)

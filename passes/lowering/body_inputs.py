@@ -1,0 +1,105 @@
+"""What does the runtime hand to a loop's body for each chunk?
+
+A body's placeholders are made while the body is written: rows of values from outside, rows of the loop's own buffers, and
+numbers that follow from the chunk's bounds. Asking twice for the same gives the same placeholder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Role
+from streamfx.ir.program import Broadcast, Buffer, BufferPart, ChunkSlice, Feed, Number, Placement, Selector, ShiftedRows
+from streamfx.ir.sizes import Size, free_symbols
+from streamfx.ir.span import Span
+
+aten = torch.ops.aten
+
+SHAPE_ARGUMENT: dict[Any, int] = {  # by operator, which of its arguments is a shape
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.view_copy.default: 1,
+    aten.expand.default: 1,
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+    aten.empty.memory_format: 0,
+    aten.rand.default: 0,
+    aten.randn.default: 0,
+    aten.new_zeros.default: 1,
+    aten.new_ones.default: 1,
+    aten.new_full.default: 1,
+    aten.new_empty.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+    aten.diagonal_backward.default: 1,
+}
+
+
+class BodyInputs:
+    """The placeholders of one body: `feeds` says what each is handed, `sources` which outer node that is taken from.
+
+    `symbols` are those of dynamic shapes that any of it depends on.
+    """
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.anchor: fx.Node | None = None
+        self.placeholders: dict[Any, fx.Node] = {}
+        self.feeds: list[Feed] = []
+        self.sources: list[fx.Node | None] = []
+        self.buffers: list[Buffer] = []
+        self.symbols: set[Any] = set()
+
+    def feed(self, name: str, feed: Feed, source: fx.Node | None) -> fx.Node:
+        """The body's input for a feed of a source, one for all that asks for it."""
+        key = (feed, source)
+        if key not in self.placeholders:
+            point = self.graph.inserting_after(self.anchor) if self.anchor else self.graph.inserting_before(self.graph._root.next)
+            with point:
+                made = self.graph.placeholder(name)
+            made.target = made.name  # the namespace has made it unique
+            self.anchor = made
+            self.placeholders[key] = self.anchor
+            self.feeds.append(feed)
+            self.sources.append(source)
+        return self.placeholders[key]
+
+    def number(self, size: Size) -> Any:
+        """A size as a literal, or as a number that is fed in for each chunk."""
+        if isinstance(size, int):
+            return size
+        self.symbols |= free_symbols([size])
+        return self.feed("n", Number(size), None)
+
+    def part(self, value: fx.Node, source: fx.Node, where: Sequence[tuple[Placement, Role, Selector]]) -> fx.Node:
+        """Rows of a value that exists between loops."""
+        taken = tuple((placement, selector) for placement, role, selector in where if role is not Role.WHOLE)
+        self.note_symbols(taken)
+        suffix = "" if not taken else "_keys" if any(isinstance(s, Span) for _, s in taken) else "_rows"
+        return self.feed(f"{value.name}{suffix}", ChunkSlice(taken) if taken else Broadcast(), source)
+
+    def buffer_part(self, name: str, buffer: int, placement: Placement, selector: Selector) -> fx.Node:
+        """Rows of one of the loop's buffers."""
+        self.note_symbols([(placement, selector)])
+        return self.feed(name, BufferPart(buffer, ((placement, selector),)), None)
+
+    def note_symbols(self, where: Sequence[tuple[Placement, Selector]]) -> None:
+        for placement, selector in where:
+            sizes = [placement.outer, placement.inner, placement.rows.offset, placement.rows.length]
+            if isinstance(selector, ShiftedRows):
+                sizes += [selector.rows.offset, selector.rows.length, selector.by]
+            self.symbols |= free_symbols(sizes)
+
+    def distinct_sources(self) -> tuple[list[fx.Node], tuple[int | None, ...]]:
+        """The outer nodes that are taken from, each once, and for each placeholder the position of its own among them."""
+        index: dict[fx.Node, int] = {}
+        for source in self.sources:
+            if source is not None:
+                index.setdefault(source, len(index))
+        return list(index), tuple(None if source is None else index[source] for source in self.sources)

@@ -1,0 +1,103 @@
+"""Which collectives run as one? Those of one kind and group that were put between the same two loops.
+
+    a = all_gather(shard a)              both = all_gather_coalesced([shard a, shard b])
+    b = all_gather(shard b)       ->     a, b = both[0], both[1]
+    wait(a), wait(b)                     wait(a), wait(b)
+
+So a stage has one call for its weights, and one for its gradients. Each value keeps memory of its own: nothing is copied.
+What becomes one follows from the order of loops and values, as the places of collectives do, and is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import RUN, VALUE
+from streamfx.passes.lowering.reinsert_collectives import computes
+from streamfx.passes.ops.collectives import group_of, is_wait, of_several
+from streamfx.torch_private.groups import takes_several
+
+
+@dataclass(frozen=True)
+class Buckets:
+    name: ClassVar[str] = "buckets"
+
+    def apply(self, facts: Facts) -> Facts:
+        program = facts.program
+        if facts.collectives is None or program is None:
+            return facts
+        for half in (program.forward, program.backward):
+            if half is not None:
+                put_together(half.graph)
+                half.graph.lint()
+                half.recompile()
+        return facts
+
+
+def put_together(graph: fx.Graph) -> None:
+    """Let those collectives of a graph run as one that can, in place."""
+    writer = GraphWriter(graph)
+    for nodes, end in list(_between_loops(graph)):
+        ordered = _begun_first(nodes)
+        for node in ordered:
+            end.prepend(node)
+        for bucket in _buckets(ordered):
+            _as_one(bucket, writer)
+
+
+def _between_loops(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], fx.Node]]:
+    """What stands in front of each loop, or operator that runs whole, and of the end; and that."""
+    nodes: list[fx.Node] = []
+    for node in graph.nodes:
+        if computes(node) or node.op == "output":
+            yield nodes, node
+            nodes = []
+        elif node.op == "call_function":
+            nodes.append(node)
+
+
+def _begun_first(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes by how many waits they stand behind: what can begin begins before others are waited for."""
+    waits: dict[fx.Node, int] = {}
+    for node in nodes:
+        waits[node] = max((waits.get(source, 0) for source in node.all_input_nodes), default=0) + is_wait(node)
+    return sorted(nodes, key=waits.__getitem__)
+
+
+def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Collectives that can run as one: nobody needs the first of them before the last has begun."""
+    open_ones: dict[Any, list[fx.Node]] = {}
+    for node in nodes:
+        for key in [key for key, bucket in open_ones.items() if not set(bucket).isdisjoint(node.all_input_nodes)]:
+            yield open_ones.pop(key)
+        if RUN not in node.meta and of_several(node) is not None:
+            open_ones.setdefault(_kind(node), []).append(node)
+    yield from open_ones.values()
+
+
+def _kind(node: fx.Node) -> Any:
+    """What collectives have in common that can run as one: the operator, its group and what else it is told, type and device."""
+    (operand,) = node.all_input_nodes
+    value = operand.meta[VALUE]
+    return node.target, node.args[1:], value.dtype, value.device
+
+
+def _as_one(bucket: Sequence[fx.Node], writer: GraphWriter) -> None:
+    """Write one collective in the place of the last of several."""
+    target, last = of_several(bucket[0]), bucket[-1]
+    device, group = last.all_input_nodes[0].meta[VALUE].device, group_of(last)
+    if len(bucket) == 1 or group is None or not takes_several(group, device):
+        return
+    made = writer.before(last).call(target, [node.args[0] for node in bucket], *last.args[1:])
+    for position, node in enumerate(bucket):
+        part = writer.before(last).call(operator.getitem, made, position)
+        node.replace_all_uses_with(part)
+    for node in bucket:
+        writer.graph.erase_node(node)

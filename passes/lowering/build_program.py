@@ -1,0 +1,356 @@
+"""What runs instead of the joint graph?
+
+Two outer graphs, forward and backward, whose nodes are loops. The forward half runs stage by stage from left to right and
+keeps the values at the cuts; the backward half runs the stages in reverse, each from the last chunk to the first, and
+computes again inside of each chunk whatever it needs between the cuts. Where the plan keeps no value at a cut, the forward loops
+from the last value kept are run once more before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from streamfx.ir.access import Layout
+from streamfx.ir.facts import Facts, StorageClass
+from streamfx.ir.joint import JointGraph, is_object, is_size, is_tensor, shape_of_node
+from streamfx.ir.lazy_module import LazyGraphModule
+from streamfx.ir.program import Program
+from streamfx.ir.sizes import Real, Truth, size_of
+from streamfx.ir.stage import Stage
+from streamfx.ir.stage_plan import ChunkSize
+from streamfx.node_meta import JOINT, LAYOUTS, MEMORIES, MUTATED, PLACES, SAVED_FOR_ONE, STACK_TRACE, VALUE
+from streamfx.passes.lowering.copies import copy_to_host, fetch_in_time
+from streamfx.passes.lowering.donated_bodies import is_made_here, made_by, write_in_place
+from streamfx.passes.lowering.donation import reuse_buffers
+from streamfx.passes.lowering.host_program import OuterBuilder
+from streamfx.passes.lowering.output_aliasing import copied_if_written, gradients_apart, results_apart
+from streamfx.passes.ops.aliasing import OtherMemory
+from streamfx.passes.ops.fallback import FallbackError
+from streamfx.passes.ops.traits import is_expensive, is_random, producer_of, unpacks
+from streamfx.passes.partition.hoisted_reductions import early_sums
+from streamfx.passes.partition.loop_distribution import Region, place
+from streamfx.runtime.offload import from_host, wait_for_copy
+from streamfx.runtime.restride import is_marked, unmarked
+from streamfx.runtime.rng import draw_seed
+
+aten = torch.ops.aten
+DRAWN_ELSEWHERE = "{target} draws numbers at random that {stage} needs again, in chunks of another stage"
+
+
+@dataclass(frozen=True)
+class BuildProgram:
+    name: ClassVar[str] = "rewrite"
+
+    def apply(self, facts: Facts) -> Facts:
+        return replace(facts, program=_ProgramBuilder(facts).program())
+
+
+class _ProgramBuilder:
+    def __init__(self, facts: Facts) -> None:
+        self.facts, self.joint = facts, facts.joint
+        self.layout = Layout(facts.axes, facts.demand, facts.causality, facts.truncations)
+        self.order = {node: i for i, node in enumerate(facts.joint.graph.nodes)}
+        self.stages = facts.stages
+
+    def program(self) -> Program:
+        """Forward: the loops of each stage. Backward: those of the stages from the last to the first; stages whose inputs were
+        dropped run again before. Both graphs, and what the one saves for the other.
+        """
+        forward = OuterBuilder(self.layout, self.order, self.facts.plan)
+        self._add_inputs(forward)
+        for stage in self.stages:
+            region = place(self._wanted(stage), forward.has, self.layout, self.order, reverse=False)
+            check_draws(region, stage)
+            forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage))
+        self._assert(forward, early=True)
+        results = self._results(forward)
+        if not any(isinstance(gradient, fx.Node) for gradient in self.joint.gradients):
+            forward.graph.output(tuple(self._apart(forward, results, ())))
+            return Program(_finished(forward), None, (), tuple(forward.loops))
+        backward = _BackwardBuilder(self, forward)
+        for stage in reversed(self.stages):
+            wanted = [node for node in stage.gradients if is_tensor(node)]
+            if stage.gradient_in_forward:
+                continue
+            if wanted:
+                self._run_again(stage, backward)
+            region = place(wanted, backward.has, self.layout, self.order, reverse=True)
+            check_draws(region, stage)
+            chunk_size = forward.chunks_of(region) or self.chunk_size(stage)
+            backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size)
+        self._assert(backward, early=False)
+        gradients = gradients_apart([self._output(backward, gradient) for gradient in self.joint.gradients])
+        saved, others = backward.finish(tuple(gradients))
+        forward.graph.output((*self._apart(forward, results, saved), *saved, *others))
+        loops = (*forward.loops, *backward.loops)
+        return Program(_finished(forward), _finished(backward), tuple(saved), loops)
+
+    def _run_again(self, stage: Stage, backward: OuterBuilder) -> None:
+        """Run the forward loops of the stages before this one whose outputs were dropped, from the last boundary on."""
+        dropped = self.facts.plan.dropped[: self.stages.index(stage)]
+        first = len(dropped)
+        while first and dropped[first - 1] and not any(backward.has(node) for node in dropped[first - 1]):
+            first -= 1
+        for earlier, wanted in zip(self.stages[first:], dropped[first:], strict=False):
+            region = place(wanted, backward.has, self.layout, self.order, reverse=False)
+            check_draws(region, earlier)
+            backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier))
+
+    def _assert(self, outer: OuterBuilder, early: bool) -> None:
+        """Raise what the user's code raises: at the end of a half, where all that is asserted is known."""
+        for node in self.joint.assertions:
+            if self.joint.forward.issuperset(node.all_input_nodes) is early:
+                outer.emit(node)
+
+    def chunk_size(self, stage: Stage) -> ChunkSize:
+        return self.facts.plan.chunk_sizes[self.stages.index(stage)]
+
+    def _add_inputs(self, outer: OuterBuilder) -> None:
+        for node in self.joint.primals:
+            made = outer.graph.placeholder(node.name)
+            made.meta = dict(node.meta)
+            outer.env[node] = self._unmarked(outer, made) if is_tensor(node) and is_marked(node.meta[VALUE]) else made
+        outer.symbols.update(symbols_of(self.joint, outer))
+
+    def _unmarked(self, outer: OuterBuilder, given: fx.Node) -> fx.Node:
+        made = outer.graph.call_function(unmarked, (given,))
+        made.meta = {**given.meta, VALUE: unmarked(given.meta[VALUE])}
+        return made
+
+    def _wanted(self, stage: Stage) -> list[fx.Node]:
+        """Values of a stage that anything outside of it uses: later stages, the caller, the backward half's sums."""
+        inside = set(stage.forward)
+        wanted = list(stage.outputs)
+        outputs = {output for output in self.joint.outputs if isinstance(output, fx.Node)}
+        for node in stage.forward:
+            if not is_tensor(node) or (node in self.facts.axes.static and node not in outputs):
+                continue
+            form = self.layout.demand.form(node)
+            leaves = node in outputs or any(user not in inside for user in node.users)
+            if leaves and form is not StorageClass.ROWS and form not in (StorageClass.PAIR, StorageClass.KEYSUM):
+                wanted.append(node)
+        if stage.gradient_in_forward:
+            wanted += [node for node in stage.gradients if is_tensor(node)]
+        number = self.stages.index(stage)
+        return list(dict.fromkeys([*wanted, *self.facts.plan.kept[number], *early_sums(number, self.facts)]))
+
+    def _results(self, forward: OuterBuilder) -> list[Any]:
+        """What the caller gets, laid out as in the trace: code outside may view it, and AOTAutograd makes aliases of it again.
+
+        Views of an input, or of another result, are views of that (`PLACES`, noted by `rewrite/views/strided_access.py: _place`).
+        """
+        outputs, meta = self.joint.outputs, self.joint.graph.output_node().meta
+        layouts, places = (meta.get(name, (None,) * len(outputs)) for name in (LAYOUTS, PLACES))
+        inputs = {node.name: node for node in forward.graph.find_nodes(op="placeholder")}
+        made: dict[Any, Any] = {}
+
+        def laid(number: int) -> Any:
+            output, strides, place = outputs[number], layouts[number], places[number]
+            if place is not None and not isinstance(place[0], OtherMemory):
+                base, offset, own = place
+                of = inputs[base] if isinstance(base, str) else laid(base)
+                return forward.part_of_memory(of, output, offset, own)
+            if (output, strides, place) in made:
+                return made[output, strides, place]
+            if place is None:
+                value = self._output(forward, output)
+                made[output, strides, place] = value if strides is None else forward.laid_out(value, output, strides)
+                return made[output, strides, place]
+            alike = [(outputs[i], layouts[i], other) for i, other in enumerate(places) if other and other[0] == place[0]]
+            made.update(zip(alike, self._placed(forward, alike), strict=True))
+            return made[output, strides, place]
+
+        return [laid(number) for number in range(len(outputs))]
+
+    def _placed(self, forward: OuterBuilder, alike: Sequence[tuple[fx.Node, Any, Any]]) -> list[fx.Node]:
+        """Results that are views of one value which is no result."""
+        values, places = [self._output(forward, output) for output, *_ in alike], [place[1:] for *_, place in alike]
+        same_type = len({output.meta[VALUE].dtype for output, *_ in alike}) == 1
+        if len(alike) > 1 and same_type:
+            return forward.placed_together(values, places)
+        return [forward.placed(value, *place) for value, place in zip(values, places, strict=True)]
+
+    def _apart(self, forward: OuterBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
+        traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))
+        names = {made: node.name for node, made in forward.env.items()}
+        return results_apart(results, traced[: len(results)], saved, names)
+
+    def _output(self, outer: OuterBuilder, output: Any) -> Any:
+        if not isinstance(output, fx.Node):
+            return output
+        return outer.number(size_of(output.meta[VALUE])) if is_size(output) else outer.operand(output)
+
+
+def check_draws(region: Region, stage: Stage) -> None:
+    """Random draws are repeated chunk by chunk, so they must be made with the chunks of their own stage."""
+    own = {*stage.forward, *stage.backward}
+    for node in region.nodes:
+        if is_random(node) and node not in own and node.target is not draw_seed:
+            raise FallbackError(node, DRAWN_ELSEWHERE.format(target=node.target, stage=stage.name))
+
+
+def _finished(builder: OuterBuilder) -> fx.GraphModule:
+    module = LazyGraphModule(builder.module, builder.graph)
+    reuse_buffers(module)
+    write_in_place(module)
+    return module
+
+
+class _BackwardBuilder(OuterBuilder):
+    """The backward half's outer graph: what it needs of the forward half is saved, or made again where that is cheap."""
+
+    def __init__(self, rewriter: _ProgramBuilder, forward: OuterBuilder) -> None:
+        super().__init__(rewriter.layout, rewriter.order, rewriter.facts.plan)
+        self.joint, self.forward = rewriter.joint, forward
+        self.saved: dict[fx.Node, fx.Node] = {}
+        self.offloaded = {node for nodes in self.plan.offloaded for node in nodes}
+        self.numbers: dict[sympy.Symbol, fx.Node] = {}
+        self.objects: dict[fx.Node, fx.Node] = {}
+        self.tangents: list[fx.Node] = []
+        for node in self.joint.tangents:
+            made = self.graph.placeholder(node.name)
+            made.meta = dict(node.meta)
+            self.env[node] = made
+            self.tangents.append(made)
+
+    def has(self, node: fx.Node) -> bool:
+        return node in self.env or self._is_saved(node)
+
+    def _is_saved(self, node: fx.Node) -> bool:
+        is_dropped = self.plan.is_dropped(node)
+        return is_tensor(node) and self.forward.has(node) and not is_dropped and node not in self._repeated
+
+    def value(self, node: fx.Node) -> fx.Node | None:
+        if node not in self.env and self._is_saved(node):
+            if node in self.offloaded:
+                self.env[node] = self._fetched(node)
+            else:
+                self.env[node] = self.saved[node] = self._placeholder(node.name, dict(node.meta))
+        if node not in self.env and is_object(node):
+            self.env[node] = self.objects[node] = self._placeholder(node.name, dict(node.meta))
+        return self.env.get(node)
+
+    def _fetched(self, node: fx.Node) -> fx.Node:
+        """A value that waits on the host; `fetch_in_time` moves its copy forward."""
+        held = self.saved[node] = self._placeholder(f"{node.name}_held", {VALUE: self._on_host(node)})
+        fetched = self.graph.call_function(from_host, (held, node.meta[VALUE].device))
+        made = self.graph.call_function(wait_for_copy, (fetched,))
+        fetched.meta, made.meta = dict(node.meta), dict(node.meta)
+        return made
+
+    def _on_host(self, node: fx.Node) -> Any:
+        with torch.no_grad():
+            return torch.empty_like(node.meta[VALUE], device="cpu")
+
+    def kept_by_forward(self) -> list[fx.Node]:
+        """What the forward half keeps of each saved value: the copy on the host if it is offloaded, a copy on the device if the
+        caller may write to it once that half has run, else the value.
+        """
+        made = {node: self.forward.env[node] for node in self.saved}
+        meta = {
+            made[node]: {VALUE: self._on_host(node), JOINT: node.name, STACK_TRACE: node.meta.get(STACK_TRACE)}
+            for node in self.saved
+            if node in self.offloaded
+        }
+        held = copy_to_host(self.forward.graph, meta)
+        return [held[value] if node in self.offloaded else copied_if_written(value) for node, value in made.items()]
+
+    def states_of(self, node: fx.Node) -> fx.Node | None:
+        if node not in self.states and node in self.forward.states:
+            self.states[node] = self._placeholder(f"{node.name}_states", dict(self.forward.states[node].meta))
+            self.chunks_of_states[node] = self.forward.chunks_of_states[node]
+        return self.states.get(node)
+
+    def symbol(self, symbol: sympy.Symbol) -> Any:
+        if symbol not in self.numbers:
+            value = self.forward.symbol(symbol)
+            self.numbers[symbol] = self._placeholder(symbol.name, {VALUE: value.meta[VALUE]})
+        return self.numbers[symbol]
+
+    def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
+        with self.graph.inserting_before(next(iter(self.graph.nodes), None) or self.graph._root):
+            made = self.graph.placeholder(name)
+        made.target, made.meta = made.name, meta
+        return made
+
+    @cached_property
+    def _repeated(self) -> frozenset[fx.Node]:
+        """Views and casts of parameters, and packed ones unpacked: cheaper to repeat than to hold until the backward half."""
+        found = set(self.joint.graph.find_nodes(op="get_attr"))
+        for node in self.joint.nodes:
+            sources = producer_of(node).all_input_nodes
+            if self._is_cheap_outside(node) and all(
+                _is_lasting_input(item) or is_size(item) or item in found for item in sources
+            ):
+                found.add(node)
+        return frozenset(found)
+
+    def _is_cheap_outside(self, node: fx.Node) -> bool:
+        producer = producer_of(node)
+        return (
+            is_tensor(node)
+            and self.layout.demand.form(node) is StorageClass.SCALAR
+            and (producer in self.layout.axes.signatures or unpacks(producer))
+            and not is_expensive(node)
+            and not is_random(producer)
+        )
+
+    def finish(self, gradients: tuple[Any, ...]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Close the graph; returns the forward nodes to save, in AOTAutograd's order: tensors, then objects and numbers."""
+        self.graph.output(gradients)
+        fetch_in_time(self.graph)
+        previous: fx.Node | None = None
+        tensors = *self.saved.values(), *self.states.values()
+        for made in (*self.numbers.values(), *tensors, *self.objects.values(), *self.tangents):
+            if previous is None:
+                next(iter(self.graph.nodes)).prepend(made)
+            else:
+                previous.append(made)
+            previous = made
+        for node, placeholder in self.saved.items():
+            placeholder.meta[SAVED_FOR_ONE] = self._is_for_one(node)
+        saved = self.kept_by_forward() + [self.forward.states[node] for node in self.states]
+        objects = [self.forward.env[node] for node in self.objects]
+        return saved, objects + [self.forward.symbol(symbol) for symbol in self.numbers]
+
+    def _is_for_one(self, node: fx.Node) -> bool:
+        """Whether a saved value is a loop's result that the forward half hands to this half alone."""
+        made = self.forward.env[node]
+        is_handed_over_once = [self.forward.env[other] for other in self.saved].count(
+            made
+        ) == 1 and node not in self.joint.outputs
+        return is_handed_over_once and not made.users and is_made_here(made_by(made), self.forward.module)
+
+
+def _is_lasting_input(node: fx.Node) -> bool:
+    """Whether a node is an input whose values are still there in the backward half."""
+    return node.op == "placeholder" and not node.meta.get(MUTATED, False)
+
+
+def symbols_of(joint: JointGraph, outer: OuterBuilder) -> dict[sympy.Symbol, fx.Node]:
+    """An outer node for the value of each symbol: an input that is one, or a dimension of an input."""
+    found: dict[sympy.Symbol, fx.Node] = {}
+    for node in joint.primals:
+        size = size_of(node.meta[VALUE]) if is_size(node) else None
+        symbol = size.args[0] if isinstance(size, (Real, Truth)) else size
+        if isinstance(symbol, sympy.Symbol):
+            found.setdefault(symbol, outer.env[node])
+    for node in joint.primals:
+        if is_tensor(node):
+            for dim, size in enumerate(shape_of_node(node)):
+                if isinstance(size, sympy.Symbol) and size not in found:
+                    found[size] = outer.graph.call_function(aten.sym_size.int, (outer.env[node], dim))
+                    found[size].meta[VALUE] = node.meta[VALUE].shape[dim]
+    return found
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W+", "_", name).strip("_") or "stage"

@@ -1,0 +1,114 @@
+"""Which collectives does a program run, and in which order? Said in texts that ranks compare (`streamfx/distributed/rank_consensus.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import bound_arguments, is_tensor
+from streamfx.ir.program import Program
+from streamfx.node_meta import REDUCED, TRACED, VALUE
+from streamfx.passes.ops.collectives import group_of, is_collective
+from streamfx.rank_errors import NUMBER
+from streamfx.runtime.collective_calls import begin
+from streamfx.runtime.loop import Loop
+from streamfx.torch_private.lines import source_line
+
+AS_IT_STANDS = "as it stands"  # said of a graph without a program
+
+
+def order_with_chunks(facts: Facts, group: str) -> str:
+    """Which collectives a program runs, in which order; in a loop with its chunks, and what a chunk has of each value."""
+    return AS_IT_STANDS if facts.program is None else "\n".join(_lines_of_program(facts.program, group))
+
+
+def order_between_loops(facts: Facts, group: str) -> str:
+    """Which collectives of a group run between loops, and in which order: nothing that depends on lengths, or on other groups.
+
+    What is in the traced graph is told by its number there, what was put around its loops by what it is given.
+    """
+    numbers = _numbers(facts, group)
+    if facts.program is None:
+        return "\n".join((AS_IT_STANDS, *numbers.values()))
+    halves = _between_loops(facts.program, group)
+    return "\n".join(numbers.get(node.meta.get(TRACED, "")) or _call(node, group) for half in halves for node in half)
+
+
+def values_of_weights(facts: Facts, group: str) -> str:
+    """Which values of weights and gradients are sent over a group, in whatever order: the same for all lengths."""
+    found = facts.collectives
+    sides = ([], []) if found is None else ([item.stretch for item in found.gathers.values()], list(found.reductions.values()))
+    sent = [
+        sorted(chain(*(_values_sent(node) for stretch in side for node in _of_group(stretch.graph, group)))) for side in sides
+    ]
+    return "\n\n".join("\n".join(part) for part in sent)
+
+
+def traced_order(graph: fx.Graph, group: str) -> str:
+    """The collectives of a group in a traced graph, in order, and the lines of the user's code that ask for them."""
+    return "\n".join(f"{_name(node)} {source_line(node)}" for node in _of_group(graph, group))
+
+
+def _between_loops(program: Program, group: str) -> list[list[fx.Node]]:
+    """The collectives of a group between loops, by half."""
+    return [_of_group(half.graph, group) for half in (program.forward, program.backward) if half is not None]
+
+
+def _of_group(graph: fx.Graph, group: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_collective(node) and group_of(node) == group]
+
+
+def _numbers(facts: Facts, group: str) -> dict[str, str]:
+    """By name, the number of each collective of a group among those of the traced graph."""
+    return {node.name: f"{_name(node)}{NUMBER}{i}" for i, node in enumerate(_of_group(facts.joint.graph, group))}
+
+
+def _values_sent(node: fx.Node) -> list[str]:
+    """A collective of several values as one of each."""
+    name, (given, *others) = _name(node), bound_arguments(node).values()
+    values = given if isinstance(given, (list, tuple)) else [given]
+    return [f"{name.removesuffix('_coalesced')} {_type_and_sizes(value)} {others}" for value in values]
+
+
+def _lines_of_program(program: Program, group: str) -> Iterator[str]:
+    for name, half in (("forward", program.forward), ("backward", program.backward)):
+        yield name
+        if half is not None:
+            yield from _lines_of_half(half, group)
+
+
+def _lines_of_half(half: fx.GraphModule, group: str) -> Iterator[str]:
+    for node in half.graph.nodes:
+        if node.op == "call_module":
+            yield from _lines_of_loop(half.get_submodule(str(node.target)))
+        elif is_collective(node):
+            yield f"  {_call(node, group)}"
+
+
+def _lines_of_loop(loop: Any) -> Iterator[str]:
+    """The chunks of a loop that reduces rows, and what it reduces of each."""
+    nodes = loop.spec.body.graph.nodes if isinstance(loop, Loop) else ()
+    reduced = [str(node.meta[REDUCED]) for node in nodes if node.target is begin]
+    if reduced:
+        order = "backwards" if loop.spec.reverse else "forwards"
+        yield f"  {order} {loop.spec.chunk_size} of {loop.spec.length}"
+        yield from reduced
+
+
+def _call(node: fx.Node, group: str) -> str:
+    """What a collective of these ranks is given; those of other groups have names and sizes of their own on each rank."""
+    given: Any = list(bound_arguments(node).values())
+    return f"{_name(node)} {fx.node.map_arg(given, _type_and_sizes)}" if group_of(node) == group else f"{_name(node)} of others"
+
+
+def _name(node: fx.Node) -> str:
+    """With its wait or without."""
+    return str(node.target).split(".")[1]
+
+
+def _type_and_sizes(node: fx.Node) -> str:
+    return f"{node.meta[VALUE].dtype} {list(node.meta[VALUE].shape)}" if is_tensor(node) else "_"

@@ -1,0 +1,191 @@
+"""Who runs a loop's body?
+
+Eager bodies run as they are. For Inductor a body is cut at everything that belongs to the runtime (kernels of attention, writes
+to buffers, sums, random draws) and at what has as many keys as the chunk sees, because that length changes from chunk to chunk;
+what lies between has the chunk's shape only and is compiled, once for all layers and chunks that share it. Equal layers share
+all of it: what only the first or the last one begins with, a look-up or a scaling, runs before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from streamfx.cost.inductor_choice import uses_inductor
+from streamfx.ir.facts import Facts, known
+from streamfx.ir.lazy_module import LazyGraphModule
+from streamfx.ir.program import CHUNK, START, STOP, Broadcast, BufferPart, Feed, LoopSpec, Number, Program
+from streamfx.ir.sizes import Size
+from streamfx.ir.structural_hash import structure
+from streamfx.node_meta import HAS_KEYS, STACK_TRACE
+from streamfx.options import Options
+from streamfx.runtime.collective_calls import begin
+from streamfx.runtime.compiled import CompiledBody, segment_call, single_call, tallied
+from streamfx.runtime.compiled_segments import Segment
+from streamfx.runtime.expanded_code import CodeCall
+from streamfx.torch_private import OpOverload
+
+aten = torch.ops.aten
+BEFORE = -1  # all segments
+CALLS = ("call_function", "call_module")  # of operators, and of mask programs
+
+
+@dataclass(frozen=True)
+class CompileBodies:
+    name: ClassVar[str] = "lower"
+    options: Options
+
+    def apply(self, facts: Facts) -> Facts:
+        if not uses_inductor(self.options, facts.joint.graph):
+            return facts
+        program: Program = known(facts.program)
+        written: dict[Any, tuple[LoopSpec, list[CodeCall]]] = {}
+        for loop in program.loops:
+            first, calls = written.setdefault(_form_of(loop.spec), (loop.spec, []))
+            calls += split(first) if not calls else []
+            loop.compiled = CompiledBody(_calls_for(loop.spec, first, calls), loop.spec.body)
+        tallied([loop.compiled for loop in program.loops], self.options.progress)
+        return replace(facts, program=program)
+
+
+def _form_of(spec: LoopSpec) -> Any:
+    """All that a body's calls follow from, and the lines that an error would name: equal layers have equal ones."""
+    nodes = spec.body.graph.nodes
+    said = tuple((node.meta.get(HAS_KEYS, False), node.meta.get(STACK_TRACE)) for node in nodes)
+    return structure(spec.body.graph), spec.feeds, said
+
+
+def _calls_for(spec: LoopSpec, first: LoopSpec, calls: Sequence[CodeCall]) -> list[CodeCall]:
+    """The calls of a body, given those of an equal one: the same segments, between values and operators of its own."""
+    own = dict(zip(first.body.graph.nodes, spec.body.graph.nodes, strict=True))
+    return [
+        replace(call, args=tuple(own[node] for node in call.args), makes=tuple(own[node] for node in call.made))
+        if isinstance(call.run, Segment)
+        else single_call(own[call.stands_for[0]], spec.body)
+        for call in calls
+    ]
+
+
+def split(spec: LoopSpec) -> list[CodeCall]:
+    """The body as calls in order: compiled segments, and single operators of the runtime."""
+    parts = _Parts(spec)
+    calls: list[CodeCall] = []
+    for number in range(BEFORE, 1 + max(parts.level.values(), default=0)):
+        nodes = [node for node, own in parts.level.items() if own == number and node.op in CALLS]
+        compiled = [node for node in nodes if parts.is_compiled(node)]
+        if compiled:
+            calls.append(_segment(compiled))
+        calls.extend(single_call(node, spec.body) for node in nodes if not parts.is_compiled(node))
+    return calls
+
+
+class _Parts:
+    """Which segment each operator of a body belongs to.
+
+    That is the first in which all its operands are there, so that segments are long; a segment whose operators can all wait for
+    a later one is none of its own.
+    """
+
+    def __init__(self, spec: LoopSpec) -> None:
+        self.graph = spec.body.graph
+        self.feeds = dict(zip(self.graph.find_nodes(op="placeholder"), spec.feeds, strict=True))
+        self.positions = self._fed(lambda feed: isinstance(feed, Number) and depends_on_position(feed.value))
+        self.level: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self.level[node] = 0
+            elif node.op in CALLS:
+                ready = max((self._ready_at(source) for source in node.all_input_nodes), default=0)
+                self.level[node] = BEFORE if self._is_opening(node) else max(ready, self._after_others(node))
+        self._join()
+
+    def is_compiled(self, node: fx.Node) -> bool:
+        """Whether Inductor may have an operator; a part of a tuple goes where its operator goes.
+
+        It does not get what has as many keys as the chunk sees, what depends on where the chunk stands, nor what only some of
+        otherwise equal bodies begin with.
+        """
+        producer = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(producer, fx.Node)
+        return (
+            isinstance(producer.target, OpOverload)
+            and not producer.meta.get(HAS_KEYS, False)
+            and not self.positions.intersection(producer.all_input_nodes)
+            and not self._is_opening(producer)
+        )
+
+    def _fed(self, condition: Callable[[Feed], bool]) -> set[fx.Node]:
+        return {node for node, feed in self.feeds.items() if condition(feed)}
+
+    def _is_opening(self, node: fx.Node) -> bool:
+        """Whether an operator looks rows up, or scales them by what is the same for all, straight from what the body is given."""
+        if not all(source in self.feeds for source in node.all_input_nodes):
+            return False
+        same = any(isinstance(self.feeds[source], Broadcast) for source in node.all_input_nodes)
+        return node.target is aten.embedding.default or (node.target is aten.mul.Tensor and same)
+
+    def _ready_at(self, source: fx.Node) -> int:
+        """The first segment that can use a value: the runtime's operators run after the segment of their own level."""
+        return self.level[source] + (source.op in CALLS and not self.is_compiled(source))
+
+    def _after_others(self, node: fx.Node) -> int:
+        """Reductions over ranks begin in the order of the body, whoever runs it: a rank without a compiler runs it as it is."""
+        return max((self.level[other] for other in self.level if other.target is begin), default=0) if node.target is begin else 0
+
+    def _join(self) -> None:
+        """Move segments into the next one where nothing between them needs their values, or can wait as well."""
+        compiled = [node for node in self.level if node.op == "call_function" and self.is_compiled(node)]
+        of_buffers = self._of_buffers()
+        for number, following in pairwise(sorted({self.level[node] for node in compiled})):
+            own = {node for node in compiled if self.level[node] == number}
+            after = {user for node in own for user in node.users if user not in own and user.op != "output"}
+            early = {user for user in after if self.level[user] < following}
+            if own.isdisjoint(of_buffers) and all(is_last(user) for user in early):
+                self.level.update(dict.fromkeys(own | early, following))
+
+    def _of_buffers(self) -> set[fx.Node]:
+        """Operators that read a buffer, which later ones may write to."""
+        found = self._fed(lambda feed: isinstance(feed, BufferPart))
+        for node in self.level:
+            if node.op == "call_function" and self.is_compiled(node) and found.intersection(node.all_input_nodes):
+                found.add(node)
+        return found
+
+
+def depends_on_position(value: Size) -> bool:
+    """Whether a number changes from chunk to chunk even if all are equally long."""
+    if isinstance(value, int):
+        return False
+    rows = sympy.Symbol("rows", integer=True)
+    moved = sympy.expand(value.subs(STOP, START + rows))
+    return not moved.free_symbols.isdisjoint({START, STOP, CHUNK})
+
+
+def is_last(node: fx.Node) -> bool:
+    """Whether no operator uses what another one makes, such as a sum over chunks."""
+    return all(user.op == "output" for user in node.users)
+
+
+def _segment(nodes: list[fx.Node]) -> CodeCall:
+    inside = set(nodes)
+    inputs = [source for node in nodes for source in node.all_input_nodes if source not in inside]
+    inputs = list(dict.fromkeys(inputs))
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    outputs = [node for node in outputs if not _is_tuple(node)]
+    graph = fx.Graph()
+    copies = {source: graph.placeholder(source.name) for source in inputs}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda source: copies[source])
+    graph.output(tuple(copies[node] for node in outputs))
+    return segment_call(LazyGraphModule(torch.nn.Module(), graph), inputs, outputs)
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return any(user.target is operator.getitem for user in node.users)

@@ -1,0 +1,80 @@
+"""Which sums and products between loops can be written over one of their operands?
+
+The head's gradient is found in the forward half and scaled by the loss's tangent in the backward half; where the embedding is
+tied to it, the look-up's part is added. Each of these is as large as the vocabulary, and each would be alive beside the last.
+
+    scaled = mul(saved, tangent)    ->   scaled_once(saved, tangent)      one buffer, unless the graph is kept for another run
+    both = add(scaled, looked_up)   ->   added(scaled, looked_up)
+
+Only what a loop has made, and nobody else reads, is written over.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from streamfx.node_meta import SAVED_FOR_ONE, VALUE
+from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.runtime.in_place import OVER_FIRST, added, scaled, scaled_once
+from streamfx.runtime.loop import Loop
+from streamfx.torch_private import OpOverload
+
+aten = torch.ops.aten
+IN_PLACE: dict[OpOverload, tuple[Callable[..., Tensor], Callable[..., Tensor] | None]] = {
+    aten.add.Tensor: (added, None),
+    aten.mul.Tensor: (scaled, scaled_once),
+}
+
+
+def write_in_place(module: fx.GraphModule) -> None:
+    """Let an outer graph's sums and products take the place of an operand where they can."""
+    for node in list(module.graph.nodes):
+        if node.target in IN_PLACE and not node.kwargs:
+            _rewrite(node, module)
+
+
+def _rewrite(node: fx.Node, module: fx.GraphModule) -> None:
+    over, over_saved = IN_PLACE[node.target]  # type: ignore[index]
+    left, right = node.args[:2]
+    for target, other in ((left, right), (right, left)):
+        if not isinstance(target, fx.Node) or target is other or not _is_alike(target, node) or set(target.users) != {node}:
+            continue
+        origin = made_by(target)
+        if is_made_here(origin, module):
+            node.target, node.args = over, (target, other)
+            return
+        if origin.meta.get(SAVED_FOR_ONE, False) and over_saved is not None:
+            node.target, node.args = over_saved, (target, other)
+            return
+
+
+def made_by(node: fx.Node) -> fx.Node:
+    """The value that a chain of views shows, as long as nobody else looks at it."""
+    while is_moved_elements(node) and len(node.all_input_nodes[0].users) == 1:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_made_here(node: fx.Node, module: Any) -> bool:
+    """Whether a value is one of a loop's results, or was itself written in place."""
+    if node.target in OVER_FIRST:
+        return True
+    if node.target is not operator.getitem:
+        return False
+    producer = node.args[0]
+    return (
+        isinstance(producer, fx.Node) and producer.op == "call_module" and isinstance(module.get_submodule(producer.target), Loop)
+    )
+
+
+def _is_alike(operand: fx.Node, result: fx.Node) -> bool:
+    """Whether a result has the shape and type of an operand that holds each element once."""
+    one, other = operand.meta.get(VALUE), result.meta.get(VALUE)
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    return one.shape == other.shape and one.dtype == other.dtype and 0 not in one.stride()

@@ -1,0 +1,91 @@
+"""Which gradient buffers can be overwritten in place?
+
+The gradient that enters a stage's backward loop is read row by row, and the gradient that leaves it is written row by row, the
+same rows in the same iteration. Where nothing else uses the first, the second takes its place: one buffer of T x d serves all
+stages. A chunk's rows that lie in fresh memory need not be copied at all where there is one chunk.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from streamfx.ir.program import Broadcast, BufferPart, ChunkSlice, ConcatOutput, LoopSpec
+from streamfx.passes.ops.aliasing import memories
+from streamfx.runtime.loop import Loop
+from streamfx.torch_private import OpOverload
+
+
+def reuse_buffers(module: fx.GraphModule) -> None:
+    """Let each loop of an outer graph write its stacked results over arguments that die with it."""
+    for call in module.graph.nodes:
+        if call.op != "call_module" or not isinstance(loop := module.get_submodule(call.target), Loop):
+            continue
+        tensors = call.args[len(loop.spec.symbols) :]
+        taken: set[int] = set()
+        yields = list(loop.spec.yields)
+        for position, item in enumerate(yields):
+            if not isinstance(item, ConcatOutput):
+                continue
+            for index, source in enumerate(tensors):
+                if index not in taken and _dies_here(source, call, module) and _fits(loop.spec, position, index, source, module):
+                    yields[position] = replace(item, reuse=index)
+                    taken.add(index)
+                    break
+        loop.spec = replace(loop.spec, yields=tuple(yields))
+    for loop in module.children():
+        if isinstance(loop, Loop):
+            loop.spec = _with_fresh(loop.spec)
+
+
+def _with_fresh(spec: LoopSpec) -> LoopSpec:
+    """The loop with a mark at results that its body makes in memory of their own."""
+    outputs: Sequence[fx.Node] = spec.body.graph.output_node().args[0]  # type: ignore[assignment]
+    given = zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, strict=True)
+    numbers = {node for node, feed in given if not isinstance(feed, (Broadcast, ChunkSlice, BufferPart))}
+    shown = [memories(output) - numbers for output in outputs]
+    count = Counter(memory for memories_of_one in shown for memory in memories_of_one)
+    fresh = [len(own) == 1 and all(count[memory] == 1 and _is_made(memory) for memory in own) for own in shown]
+    yields = [replace(item, is_fresh=fresh[i]) if isinstance(item, ConcatOutput) else item for i, item in enumerate(spec.yields)]
+    return replace(spec, yields=tuple(yields))
+
+
+def _is_made(memory: fx.Node) -> bool:
+    """Whether an operator of torch made a value, and not something that may keep it."""
+    producer = memory.all_input_nodes[0] if memory.target is operator.getitem else memory
+    return producer.op == "call_function" and isinstance(producer.target, OpOverload)
+
+
+def _dies_here(source: fx.Node, call: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether a value was made by an earlier loop for this one alone."""
+    return set(source.users) == {call} and _stacked_by(source, module) is not None
+
+
+def _stacked_by(source: fx.Node, module: fx.GraphModule) -> ConcatOutput | None:
+    if source.target is not operator.getitem:
+        return None
+    producer, position = source.args
+    if producer.op != "call_module" or not isinstance(loop := module.get_submodule(producer.target), Loop):  # type: ignore[union-attr,arg-type]
+        return None
+    item = loop.spec.yields[position]  # type: ignore[index]
+    return item if isinstance(item, ConcatOutput) else None
+
+
+def _fits(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether result number `position` has the rows, shape and type of argument `index`, and no result is a view of that: it
+    would be read, in another order, while it is overwritten.
+    """
+    item, made = spec.yields[position], _stacked_by(source, module)
+    assert isinstance(item, ConcatOutput)
+    if made is None or replace(made, reuse=item.reuse) != item:
+        return False
+    placeholders = spec.body.graph.find_nodes(op="placeholder")
+    own = {node for node, i in zip(placeholders, spec.sources, strict=True) if i == index}
+    feeds = [feed for feed, i in zip(spec.feeds, spec.sources, strict=True) if i == index]
+    by_rows = all(isinstance(feed, ChunkSlice) and feed.where == ((item.placement, None),) for feed in feeds)
+    outputs = spec.body.graph.output_node().args[0]
+    return by_rows and not any(memories(output) & own for output in outputs)  # type: ignore[arg-type,union-attr]

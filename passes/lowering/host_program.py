@@ -1,0 +1,254 @@
+"""The graph around the loops: what runs once, in whole, and how values get from one half to the other."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from streamfx.ir.access import Layout
+from streamfx.ir.joint import bound_arguments, is_size, is_tensor, node_argument, shape_of_node
+from streamfx.ir.sizes import Size, free_symbols, numeric, product, size_of
+from streamfx.ir.stage_plan import ChunkPlan, ChunkSize
+from streamfx.node_meta import CONSTANT, FORWARD_OPERATOR, GRAPH, JOINT, LAYOUTS, RUN, STACKED, TRACED, VALUE
+from streamfx.passes.lowering.bodies import BodyBuilder
+from streamfx.passes.ops.fallback import FallbackError
+from streamfx.passes.ops.traits import is_part
+from streamfx.passes.partition.loop_distribution import Region
+from streamfx.passes.partition.value_table import is_loop_value
+from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.runtime.chunked_scans import carry_type
+from streamfx.runtime.loop import Loop
+from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.restride import laid_out, part_of_memory, placed, placed_together
+from streamfx.runtime.runtime_sizes import SizeOf
+
+aten = torch.ops.aten
+CHUNKS_OF_TWO_SIZES = "{target} carries a state through chunks, and its two halves have chunks of different sizes"
+
+
+class OuterBuilder:
+    """Writes one half's outer graph.
+
+    `inputs` answers, for a value of the joint graph, where it comes from if this half does not compute it (a primal, a
+    tangent, a saved value), as a function that adds the placeholder.
+    """
+
+    def __init__(self, layout: Layout, order: dict[fx.Node, int], plan: ChunkPlan) -> None:
+        self.layout, self.order, self.plan = layout, order, plan
+        self.graph = fx.Graph()
+        self.module = torch.nn.Module()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.symbols: dict[sympy.Symbol, Any] = {}
+        self.states: dict[fx.Node, fx.Node] = {}
+        self.chunks_of_states: dict[fx.Node, ChunkSize] = {}
+        self.loops: list[Loop] = []
+        self.runs = 0
+
+    def has(self, node: fx.Node) -> bool:
+        return node in self.env
+
+    def value(self, node: fx.Node) -> fx.Node | None:
+        """The outer node of a value that exists between loops by now."""
+        return self.env.get(node)
+
+    def symbol(self, symbol: sympy.Symbol) -> Any:
+        """The number that a symbol of the dynamic shapes stands for; inputs tell it, or what has counted it on the way."""
+        if symbol not in self.symbols:
+            self.symbols[symbol] = self._counted(symbol)
+        return self.symbols[symbol]
+
+    def _counted(self, symbol: sympy.Symbol) -> fx.Node:
+        for node in filter(is_tensor, self.env):
+            for dim, size in enumerate(shape_of_node(node)):
+                if size == symbol:
+                    made = self.graph.call_function(aten.sym_size.int, (self.env[node], dim))
+                    made.meta[VALUE] = node.meta[VALUE].shape[dim]
+                    return made
+        return self._read(symbol)
+
+    def _read(self, symbol: sympy.Symbol) -> fx.Node:
+        """A number that an operator reads from data."""
+        readers = (node for node in self.order if node.target is aten._local_scalar_dense.default)
+        node = next((node for node in readers if free_symbols([size_of(node.meta[VALUE])]) == {symbol}), None)
+        if node is None:
+            raise KeyError(symbol)
+        self.emit(node)
+        return self.env[node]
+
+    def number(self, size: Size) -> Any:
+        if isinstance(size, int):
+            return size
+        if isinstance(size, sympy.Symbol):
+            return self.symbol(size)
+        symbols = sorted(free_symbols([size]), key=str)
+        name = f"size_{len([child for child in self.module.children() if isinstance(child, SizeOf)])}"
+        self.module.add_module(name, SizeOf(size, tuple(symbols)))
+        made = self.graph.call_module(name, tuple(self.symbol(symbol) for symbol in symbols))
+        made.meta[VALUE] = numeric(size)
+        return made
+
+    # -- what runs whole
+
+    def emit(self, node: fx.Node) -> None:
+        """Copy an operator that runs once, in whole."""
+        if self.has(node):
+            return
+        if node.op == "get_attr":
+            self._constant(node)
+            return
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._taken_by(node))
+        made = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
+        made.meta = {**node.meta, TRACED: node.name, RUN: self.runs}
+        self.env[node] = made
+        for user in node.users:
+            if is_part(user) and user not in self.env and is_tensor(user):
+                self.emit(user)
+
+    def _taken_by(self, node: fx.Node) -> Callable[[fx.Node], Any]:
+        """What an operator is given for its arguments; an opaque one takes tensors laid out as in the trace."""
+        layouts = iter(node.meta.get(LAYOUTS, ()))
+
+        def taken(argument: fx.Node) -> Any:
+            if is_size(argument):
+                return self.number(size_of(argument.meta[VALUE]))
+            value = self.operand(argument)
+            strides = next(layouts, None) if is_tensor(argument) else None
+            return value if strides is None else self.laid_out(value, argument, strides)
+
+        return taken
+
+    def laid_out(self, value: fx.Node, node: fx.Node, strides: tuple[Size, ...]) -> fx.Node:
+        """A value of the joint graph with the strides that it has there; inputs have them, and loops stack rows densely."""
+        if node.op == "placeholder" or (value.meta.get(STACKED) and _are_dense(strides, shape_of_node(node))):
+            return value
+        made = self.graph.call_function(laid_out, (value, *(self.number(stride) for stride in strides)))
+        made.meta = {VALUE: node.meta[VALUE], JOINT: node.name}
+        return made
+
+    def placed(self, value: fx.Node, begins: Size, strides: tuple[Size, ...]) -> fx.Node:
+        """A result that lies so far behind the beginning of its memory."""
+        made = self.graph.call_function(placed, (value, self.number(begins), *(self.number(stride) for stride in strides)))
+        made.meta = dict(value.meta)
+        return made
+
+    def placed_together(self, values: Sequence[fx.Node], places: Sequence[tuple[Size, tuple[Size, ...]]]) -> list[fx.Node]:
+        """Results that are parts of one memory."""
+        begins = [self.number(begin) for begin, _ in places]
+        strides = [[self.number(stride) for stride in own] for _, own in places]
+        made = self.graph.call_function(placed_together, (list(values), begins, strides))
+        parts = [self.graph.call_function(operator.getitem, (made, i)) for i in range(len(values))]
+        for part, value in zip(parts, values, strict=True):
+            part.meta = dict(value.meta)
+        return parts
+
+    def part_of_memory(self, base: fx.Node, node: fx.Node, offset: Size, strides: tuple[Size, ...]) -> fx.Node:
+        """A value of the joint graph as a view of the memory of one that it is part of."""
+        sizes = shape_of_node(node)
+        where = (self.number(item) for item in (*sizes, *strides))
+        arguments = base, node.meta[VALUE].dtype, self.number(offset), len(sizes), *where
+        made = self.graph.call_function(part_of_memory, arguments)
+        made.meta = {VALUE: node.meta[VALUE], JOINT: node.name}
+        return made
+
+    def _constant(self, node: fx.Node) -> None:
+        name = f"constant_{node.name}"
+        if GRAPH in node.meta:
+            self.module.add_module(name, node.meta[GRAPH])
+        else:
+            self.module.register_buffer(name, node.meta[CONSTANT], persistent=False)
+        self.env[node] = self.graph.get_attr(name)
+        self.env[node].meta = dict(node.meta)
+
+    def operand(self, node: fx.Node) -> fx.Node:
+        found = self.value(node)
+        if found is None:
+            self.emit(node)
+            found = self.env[node]
+        return found
+
+    def states_of(self, node: fx.Node) -> fx.Node | None:
+        """The states that a scan had at the start of each chunk, where another loop has left them."""
+        return self.states.get(node)
+
+    def chunks_of(self, region: Region) -> ChunkSize | None:
+        """The chunks through which this half has carried what a region carries again."""
+        carried = [node.meta.get(FORWARD_OPERATOR, node) for node in region.nodes]
+        return next((self.chunks_of_states[node] for node in carried if node in self.chunks_of_states), None)
+
+    def _states_for(self, node: fx.Node, chunk_size: ChunkSize) -> fx.Node | None:
+        """The same, for a loop over chunks of this size: of other chunks there are no states."""
+        states = self.states_of(node)
+        if states is not None and self.chunks_of_states[node] != chunk_size:
+            raise FallbackError(node, CHUNKS_OF_TWO_SIZES.format(target=node.target))
+        return states
+
+    # -- loops
+
+    def run(self, name: str, region: Region, chunk_size: ChunkSize) -> None:
+        """Write a region: what runs before, between and after its loops, and the loops."""
+        whole: dict[int, list[fx.Node]] = {}
+        for node in region.nodes:
+            if is_tensor(node) and not is_loop_value(node, self.layout):
+                whole.setdefault(region.level[node], []).append(node)
+        for number in range(len(region.loops) + 1):
+            for node in whole.get(number, ()):
+                self._emit_with_producer(node)
+            if number < len(region.loops):
+                label = name if len(region.loops) == 1 else f"{name}_{number}"
+                self._loop(self._unused(label), region, number, chunk_size)
+        self.runs += 1
+
+    def _unused(self, name: str) -> str:
+        """The name, numbered where another loop has it: stages of one module are called alike."""
+        numbered = (f"{name}_{number}" for number in count(2))
+        return name if not hasattr(self.module, name) else next(n for n in numbered if not hasattr(self.module, n))
+
+    def _emit_with_producer(self, node: fx.Node) -> None:
+        if is_part(node) and not self.has(node_argument(node)):
+            self.emit(node_argument(node))
+        self.emit(node)
+
+    def _loop(self, name: str, region: Region, number: int, chunk_size: ChunkSize) -> None:
+        builder = BodyBuilder(
+            self.layout, self.value, self.order, region.reverse, self.plan, lambda node: self._states_for(node, chunk_size)
+        )
+        spec, sources, leaves = builder.finish(name, region.loops[number], chunk_size)
+        loop = Loop(spec)
+        self.module.add_module(name, loop)
+        self.loops.append(loop)
+        symbols = tuple(self.symbol(symbol) for symbol in spec.symbols)
+        call = self.graph.call_module(name, (*symbols, *sources))
+        call.meta[RUN] = self.runs
+        for position, node in enumerate(leaves):
+            made = self.graph.call_function(operator.getitem, (call, position))
+            made.meta = {VALUE: node.meta[VALUE], JOINT: node.name, STACKED: True}
+            self.env[node] = made
+        for position, node in enumerate(builder.states, len(leaves)):
+            made = self.graph.call_function(operator.getitem, (call, position))
+            made.meta = {VALUE: first_row(node), JOINT: node.name}
+            self.states[node], self.chunks_of_states[node] = made, chunk_size
+
+
+def _are_dense(strides: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
+    """Whether the last dimension is the innermost one, and so on; of a single element it does not matter."""
+    return all(
+        size == 1 or stride == product(shape[dim + 1 :]) for dim, (size, stride) in enumerate(zip(shape, strides, strict=True))
+    )
+
+
+def first_row(node: fx.Node) -> torch.Tensor:
+    """A fake value like a state of a scan: how many chunks leave one is known at run time."""
+    if isinstance(node.target, Recurrence):
+        like: torch.Tensor = node.meta[VALUE][0]
+        return like.new_empty((1, numeric(node.target.carried)), dtype=node.target.carry_type)
+    dim = bound_arguments(node)["dim"]
+    value: torch.Tensor = node.meta[VALUE]
+    with torch.no_grad():
+        return torch.empty_like(value.narrow(dim, 0, 1), dtype=carry_type(value.dtype)).unsqueeze(0)

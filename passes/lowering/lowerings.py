@@ -1,0 +1,324 @@
+"""Operators whose copy for a chunk is more than the operator on fewer rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.access import OperandAccess
+from streamfx.ir.facts import Role, StorageClass
+from streamfx.ir.joint import bound_arguments, node_argument, number_of, shape_of_node, tensor_operands
+from streamfx.ir.program import ShiftedRows
+from streamfx.ir.signature import SingleRow
+from streamfx.ir.sizes import Size, is_never_less
+from streamfx.kernels import attention as chunked
+from streamfx.kernels import window_ops
+from streamfx.kernels.grouped_mm import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
+from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
+from streamfx.node_meta import REDUCED, VALUE
+from streamfx.passes.lowering.accumulating_lowerings import arranged, mean_count
+from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, emits
+from streamfx.passes.ops.fallback import FallbackError
+from streamfx.passes.ops.rules.attention import M, N
+from streamfx.passes.ops.rules.views import vanishing
+from streamfx.runtime import select_row
+from streamfx.runtime.collective_calls import ALL_REDUCE, begin, end
+from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from streamfx.runtime.runtime_sizes import (
+    first_in_chunk,
+    first_in_span,
+    rows_before_shifted,
+    rows_in_chunk,
+    rows_shifted,
+)
+
+aten = torch.ops.aten
+NEXT_ROWS = (
+    "{target} takes numbers of the next row where a row ends, as a shift by views does (rel_shift), and nothing proves that "
+    "a mask hides them"
+)
+
+
+@emits(aten.mean.default, aten.mean.dim)
+def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """A mean over the sequence is a sum, divided by the number of rows: in the end if it is a sum over chunks, else at once."""
+    signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
+    split = {roles[letter] for letter in signature.contracted() if letter in roles}
+    if not split & {Role.ROWS, Role.KEYS}:
+        return emit_copy(builder, node)
+    arguments = bound_arguments(node)
+    (operand,) = builder.operands(node)
+    rank = len(builder.layout.axes.shapes[tensor_operands(node)[0]])
+    dims = arguments.get("dim") or list(range(rank))
+    call, dtype, wide = builder.graph.call_function, node.meta[VALUE].dtype, builder.total_type(node)
+    total = call(aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), {"dtype": wide})
+    if builder.layout.demand.form(node) is StorageClass.SUM:
+        return total
+    share = call(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))
+    return share if wide == dtype else call(aten._to_copy.default, (share,), {"dtype": dtype})
+
+
+@emits(aten.sum.default, aten.sum.dim_IntList)
+def part_of_a_sum(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """In the type of the total: a part may be too large for a narrow type where the sum is not."""
+    if builder.layout.demand.form(node) is not StorageClass.SUM:
+        return emit_copy(builder, node)
+    args, kwargs = builder.arguments(node)
+    wide = builder.total_type(node)
+    kwargs = kwargs if wide == node.meta[VALUE].dtype else {**kwargs, "dtype": wide}
+    return builder.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+
+
+@emits(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def squeezed(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Without the dimensions that vanish from the whole value: by its size a chunk of one row does not tell which."""
+    (operand,) = builder.operands(node)
+    return builder.graph.call_function(aten.squeeze.dims, (operand, vanishing(node)))
+
+
+@emits(aten.tril.default, aten.triu.default)
+def triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The diagonal moves with the first row and the first column of the part."""
+    (operand,) = builder.operands(node)
+    rank = len(shape_of_node(node))
+    diagonal = number_of(bound_arguments(node)["diagonal"])
+    shift = _first(builder, node, rank - 2) - _first(builder, node, rank - 1)
+    moved = builder.number(diagonal + shift)
+    return builder.graph.call_function(node.target, (operand, moved))  # type: ignore[arg-type]
+
+
+def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
+    """The first index that a part has along a dimension of the result."""
+    letters = builder.layout.axes.signatures[node].results[0][position]
+    return next((first for letter in letters if (first := _first_of(builder, node, letter)) is not None), 0)
+
+
+def _first_of(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+    """The first index that a part has along a letter; None where it has all of it."""
+    axes, role = builder.layout.axes, builder.layout.demand.roles.get(node, {}).get(letter)
+    if role is Role.ROWS:
+        return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
+    if role is Role.KEYS:
+        span = builder.layout.span(node, builder.asked)
+        return first_in_span(builder.layout.rows(axes.letters[node][letter]), span, builder.length)
+    return None
+
+
+@emits(RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD)
+def relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The part's first row begins further left than the first of all, and its first column further right."""
+    (operand,) = builder.operands(node)
+    dim, first, columns = _sizes(node)
+    if not _stays_in_rows(builder, node, dim, first):
+        raise FallbackError(node, NEXT_ROWS.format(target=node.target))
+    row, column = (_first_of(builder, node, letter) or 0 for letter in (dim, dim + 1))
+    if node.target is RELATIVE_SHIFT:
+        columns = builder.letter_size(node, dim + 1)
+    arguments = (operand, dim, builder.number(first - row + column), builder.number(columns))
+    return builder.graph.call_function(node.target, arguments)  # type: ignore[arg-type]
+
+
+def _sizes(node: fx.Node) -> list[Any]:
+    """The arguments behind the first as sizes."""
+    return [number_of(item) for item in node.args[1:]]
+
+
+def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -> bool:
+    """Whether a chunk takes nothing beyond the end of its last row: there is nothing, or its keys end before that."""
+    layout, roles = builder.layout, builder.layout.demand.roles.get(node, {})
+    letters = layout.axes.letters[node]
+    width, columns = (layout.axes.table.size_of_dim(letters[letter]) for letter in (len(layout.axes.shapes[node]), dim + 1))
+    if dim not in roles or is_never_less(width, first + columns):
+        return True
+    high = layout.span(node, builder.asked).high if roles.get(dim + 1) is Role.KEYS else None
+    if high is None:
+        return False
+    apart = layout.rows(letters[dim]).offset - layout.rows(letters[dim + 1]).offset
+    return is_never_less(width, first + apart + high + 1)
+
+
+@emits(aten.select.int, aten.select_backward.default)
+def single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The row, if the chunk holds it; a slice of one row keeps its dimension."""
+    signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
+    singles = ((letter, index.number) for letter, index in signature.index.items() if isinstance(index, SingleRow))
+    found = next((item for item in singles if roles.get(item[0]) is Role.ROWS), None)
+    if found is None:
+        return emit_copy(builder, node)
+    letter, row = found
+    (operand,) = builder.operands(node)
+    call = builder.graph.call_function
+    rows = builder.layout.rows(builder.layout.axes.letters[node][letter])
+    position = builder.number(row - first_in_chunk(rows, builder.length))
+    if node.target in (aten.select.int, aten.slice.Tensor):
+        taken = call(select_row.take_row, (operand, letter, position))
+        return taken if node.target is aten.select.int else call(aten.unsqueeze.default, (taken, letter))
+    row_alone = operand if node.target is aten.select_backward.default else call(aten.squeeze.dim, (operand, letter))
+    return call(select_row.put_row, (row_alone, letter, position, builder.number(builder.letter_size(node, letter))))
+
+
+@emits(aten.slice.Tensor, aten.slice_backward.default, aten.constant_pad_nd.default)
+def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Rows of an axis cut out of the sequence, or padded around it: those of the operand that exist, zeros elsewhere."""
+    if any(isinstance(index, SingleRow) for index in builder.layout.axes.signatures[node].index.values()):
+        return single_row(builder, node)
+    (need,) = builder.layout.needs(node)
+    moved = next((where for where in need.where if isinstance(where[2], ShiftedRows)), None)
+    if moved is None:
+        return emit_copy(builder, node)
+    placement, _, selector = moved
+    assert isinstance(selector, ShiftedRows)
+    operand = builder.operand(need)
+    own, length = placement.rows, builder.length
+    count = rows_shifted(selector, own.length, length)
+    before = rows_before_shifted(selector, own.length, length)
+    after = rows_in_chunk(selector.rows, length) - count - before
+    if node.target is aten.slice.Tensor:
+        return operand
+    rank = len(shape_of_node(node))
+    pad: list[Any] = [0, 0] * (rank - placement.dim)
+    pad[-2:] = [builder.number(before), builder.number(after)]
+    value = builder.plain(bound_arguments(node).get("value", 0)) if node.target is aten.constant_pad_nd.default else 0
+    return builder.graph.call_function(aten.constant_pad_nd.default, (operand, pad, value))
+
+
+@emits(aten.convolution.default)
+def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """On the rows of the chunk's windows, with zeros for those outside of the sequence."""
+    x, *others = builder.layout.needs(node)
+    if not x.where or not isinstance(x.selector, ShiftedRows):
+        return builder.graph.call_function(window_ops.mix_channels, builder.arguments(node)[0])
+    arguments = bound_arguments(node)
+    rows, weight, *bias = (builder.operand(need) for need in (x, *others))
+    around = _around(builder, x)
+    options = (arguments["dilation"][0], arguments["transposed"], builder.plain(arguments["groups"]))
+    return builder.graph.call_function(window_ops.convolve, (rows, weight, bias[0] if bias else None, around, *options))
+
+
+@emits(aten.convolution_backward.default)
+def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    gradient, *others = builder.layout.needs(node)
+    if not gradient.where or not isinstance(gradient.selector, ShiftedRows):
+        return builder.graph.call_function(window_ops.mixing_gradient, builder.arguments(node)[0])
+    arguments = bound_arguments(node)
+    operands = [builder.operand(need) for need in (gradient, *others)]
+    options = (arguments["dilation"][0], arguments["transposed"], builder.plain(arguments["groups"]))
+    return builder.graph.call_function(window_ops.weight_gradient, (*operands, _around(builder, gradient), *options))
+
+
+def _around(builder: BodyBuilder, need: OperandAccess) -> tuple[Any, Any]:
+    """How many rows of the chunk's windows lie before the first row of the operand, and how many behind the last."""
+    placement, _, selector = need.where[0]
+    assert isinstance(selector, ShiftedRows)
+    own, length = placement.rows.length, builder.length
+    before = rows_before_shifted(selector, own, length)
+    after = rows_in_chunk(selector.rows, length) + selector.reach - before - rows_shifted(selector, own, length)
+    return builder.number(before), builder.number(after)
+
+
+@emits(aten.repeat.default)
+def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """A dimension of size one is repeated as often as the chunk has rows, any other as often as it has copies."""
+    (operand,) = builder.operands(node)
+    own = shape_of_node(tensor_operands(node)[0])
+    times = [builder.plain(item) for item in bound_arguments(node)["repeats"]]
+    for position, dim in enumerate(builder.layout.axes.signatures[node].results[0]):
+        before = position - (len(times) - len(own))
+        if before < 0 or own[before] == 1 or len(dim) == 2:
+            times[position] = builder.number(builder.letter_size(node, dim[0]))
+    return builder.graph.call_function(aten.repeat.default, (operand, times))
+
+
+@emits(aten.native_layer_norm_backward.default)
+def layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The CPU kernel reads mean and scale as if they were contiguous, which rows of a batch are not."""
+    args, kwargs = builder.arguments(node)
+    statistics = [builder.graph.call_function(aten.contiguous.default, (item,)) for item in args[3:5]]
+    return builder.graph.call_function(aten.native_layer_norm_backward.default, (*args[:3], *statistics, *args[5:]), kwargs)
+
+
+@emits(GROUPED_MM)
+def grouped_mm(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    x, weight, group = builder.operands(node)
+    order = arranged(builder, group, builder.number(shape_of_node(node_argument(node, 1))[0]))
+    return builder.graph.call_function(ARRANGED_MM, (x, weight, *order))
+
+
+@emits(GROUPED_OUTER)
+def grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    x, y, group = builder.operands(node)
+    return builder.graph.call_function(ARRANGED_OUTER, (x, y, *arranged(builder, group, builder.plain(node.args[3]))))
+
+
+@emits(ALL_REDUCE)
+def all_reduce(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Begun at once; `async_waits.py` moves the wait to where somebody needs the result."""
+    (operand,) = builder.operands(node)
+    begun = builder.graph.call_function(begin, (operand, *node.args[1:]))
+    value, placements = node.meta[VALUE], builder.layout.placements(node)
+    begun.meta[REDUCED] = f"{' '.join(map(str, node.args[1:]))} {value.dtype} {list(value.shape)} {placements}"
+    return builder.graph.call_function(end, (begun,))
+
+
+@emits(ATTENTION)
+def attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The kernel on the chunk's queries and the keys they see."""
+    query, key, value, *mask = builder.operands(node)
+    return builder.graph.call_function(
+        chunked.forward, (query, key, value, *_mask_and_window(builder, node, mask)), _scores(builder, node, mask)
+    )
+
+
+@emits(ATTENTION_BACKWARD)
+def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    gradient, query, key, value, out, lse, *mask = builder.operands(node)
+    return builder.graph.call_function(
+        chunked.backward,
+        (gradient, query, key, value, out, lse, *_mask_and_window(builder, node, mask)),
+        _scores(builder, node, mask),
+    )
+
+
+def _scores(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
+    """What is said of scores: their scale, and whether some may be so large that a mask's finite numbers do not hide them."""
+    scale = {"scale": builder.plain(bound_arguments(node)["scale"])}
+    return scale if not mask or node in builder.layout.causality.ordinary else {**scale, "finite_hides": False}
+
+
+def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
+    """(mask, first, window): the mask's part, or, where a mask is exactly a span, how the chunk lies among its keys.
+
+    `first` is the position of the first query minus that of the first key; `window` the span's (low, high).
+    """
+    layout = builder.layout
+    span = layout.span(node)
+    is_causal = bound_arguments(node)["is_causal"]
+    if node in layout.causality.exact:
+        return None, _first_query_less_first_key(builder, node), (span.low, span.high)
+    if is_causal:  # a mask on top of the causal flag
+        apart = builder.number(_offset(builder, node, N) - _offset(builder, node, M))
+        return (mask[0] if mask else None), _first_query_less_first_key(builder, node), (None, apart)
+    return (mask[0] if mask else None), None, None
+
+
+def _first_query_less_first_key(builder: BodyBuilder, node: fx.Node) -> Any:
+    return builder.number(_position(builder, node, M) - _position(builder, node, N))
+
+
+def _offset(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+    """The position of row or key number 0; 0 where that axis is not the sequence."""
+    layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
+    return 0 if layout.axes.sequence_atom(dim) is None else layout.rows(dim).offset
+
+
+def _position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+    """The position of the first row or key that an attention has in a chunk; 0 where that axis is not the sequence."""
+    layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
+    if layout.axes.sequence_atom(dim) is None:
+        return 0
+    rows = layout.rows(dim)
+    if layout.demand.roles[node][letter] is Role.ROWS:
+        return first_in_chunk(rows, builder.length) + rows.offset
+    return first_in_span(rows, layout.span(node), builder.length) + rows.offset

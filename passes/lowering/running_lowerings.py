@@ -1,0 +1,94 @@
+"""Operators whose rows follow one another: a chunk goes on from what the rows before it, or behind it, have left."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from streamfx.ir.facts import Role
+from streamfx.ir.program import CHUNK, Broadcast, RowRange
+from streamfx.node_meta import FORWARD_OPERATOR, VALUE
+from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, emits
+from streamfx.passes.ops.fallback import FallbackError
+from streamfx.passes.ops.rules.scans import FORWARD, REVERSE
+from streamfx.runtime import chunked_scans
+from streamfx.runtime.associative import Associative, AssociativeBackward
+from streamfx.runtime.chunked_recurrences import Recurrence, UnrolledRecurrence
+from streamfx.runtime.custom_scan import Backward, Forward
+from streamfx.runtime.runtime_sizes import first_in_chunk, rows_in_chunk
+from streamfx.runtime.scan import ChunkedScan
+from streamfx.runtime.truncated import TruncatedRecurrence
+
+AGAINST = "{target} runs over the rows in the other direction than what needs it"
+INSIDE_BLOCKS = "{target} takes {block} rows together, and chunks would begin between them"
+NO_STATES = "a loop over rows goes back through rows that the forward half did not go through chunk by chunk"
+
+
+@emits(*FORWARD, *REVERSE)
+def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """From what the chunks before have left: in this loop, or in one that ran the other way."""
+    (dim,) = builder.layout.axes.signatures[node].index
+    if builder.layout.demand.roles.get(node, {}).get(dim) is not Role.ROWS:
+        return emit_copy(builder, node)
+    reverse = node.target in REVERSE
+    (rows,) = builder.operands(node)
+    dtype = node.meta[VALUE].dtype
+    what = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
+    before = _rows_before(builder, builder.layout.rows(builder.layout.axes.letters[node][dim]), reverse)
+    chunk = builder.number(CHUNK)
+    known = builder.outer_states(node)
+    if builder.reverse == reverse:
+        keeps_states = not reverse and known is None
+        carry, states = builder.carry(node, dim, chunked_scans.carry_type(dtype), keeps_states)
+        return builder.graph.call_function(chunked_scans.advance, (*what, carry, before, states, chunk))
+    if known is None:
+        raise FallbackError(node, AGAINST.format(target=node.target))
+    states = builder.feed(f"{node.name}_states", Broadcast(), known)
+    return builder.graph.call_function(chunked_scans.resume, (*what, before, states, chunk))
+
+
+@emits(UnrolledRecurrence, ChunkedScan, Forward, Backward, Associative, AssociativeBackward)
+def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """From what the chunks before have left; the backward half's from the rows that follow, and the forward half's states."""
+    run: Recurrence = node.target  # type: ignore[assignment]
+    layout, rows = builder.layout, run.axes.rows
+    if layout.demand.roles.get(node, {}).get(rows) is not Role.ROWS:
+        return emit_copy(builder, node)
+    own = layout.rows(layout.axes.letters[node][rows])
+    if run.block != 1 and (own.block != 1 or not isinstance(own.offset, int) or own.offset % run.block):
+        raise FallbackError(node, INSIDE_BLOCKS.format(target=node.target, block=run.block))
+    before, after = _rows_before(builder, own, run.reverse), _rows_before(builder, own, not run.reverse)
+    chunk, operands, forward = builder.number(CHUNK), builder.operands(node), node.meta.get(FORWARD_OPERATOR, node)
+    known = builder.outer_states(forward) if forward is not None else None
+    states = None if known is None else builder.feed(f"{forward.name}_states", Broadcast(), known)
+    if node in layout.truncations:
+        run = TruncatedRecurrence(run, layout.truncations[node])
+    if run.reverse:
+        if not builder.reverse or (run.needs_states and known is None):
+            raise FallbackError(node, NO_STATES)
+        carry, _ = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=False)
+        if (kept := _kept_steps(builder, forward, run)) is not None:
+            return builder.graph.call_function(run.retreat_from, (before, after, carry, kept, *operands))
+        return builder.graph.call_function(run.retreat, (before, after, carry, states, chunk, *operands))
+    if builder.reverse:
+        if known is None:
+            raise FallbackError(node, AGAINST.format(target="a loop over rows"))
+        return builder.graph.call_function(run.resume, (before, after, states, chunk, *operands))
+    carry, made = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=known is None)
+    return builder.graph.call_function(run.advance, (before, after, carry, made, chunk, *operands))
+
+
+def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, run: Recurrence) -> fx.Node | None:
+    """The steps of the forward half, where the body makes its rows again anyway: they are not made twice."""
+    again, first = builder.made.get(forward), None if forward is None else forward.target
+    if again is None or not isinstance(first, Recurrence) or again.target != first.resume or not run.goes_on_from(first):
+        return None
+    again.target = first.resume_kept
+    return builder.graph.call_function(operator.getitem, (again, -1))
+
+
+def _rows_before(builder: BodyBuilder, own: RowRange, reverse: bool) -> fx.Node:
+    """How many of an axis's rows come before those of the chunk, in the direction in which they follow one another."""
+    first = first_in_chunk(own, builder.length)  # there may be no row in the first chunks, or in the last
+    return builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)

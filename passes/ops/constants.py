@@ -1,0 +1,52 @@
+"""Values all of whose elements are one number, because the operator says so."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments
+from streamfx.node_meta import VALUE
+
+aten = torch.ops.aten
+
+FILLERS: dict[Any, float | None] = {  # None: the number is an argument
+    aten.full.default: None,
+    aten.full_like.default: None,
+    aten.zeros.default: 0.0,
+    aten.zeros_like.default: 0.0,
+    aten.ones.default: 1.0,
+    aten.ones_like.default: 1.0,
+}
+
+
+def fill_of(node: Any) -> float | None:
+    """The number that all elements are; None where there is no such number, or it is not known before the run."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return None
+    if node.target is aten.scalar_tensor.default:
+        return number_in(node.args[0], node.meta[VALUE].dtype)
+    if node.target not in FILLERS:
+        return None
+    return number_in(bound_arguments(node).get("fill_value", FILLERS[node.target]), node.meta[VALUE].dtype)
+
+
+def number_in(value: Any, dtype: torch.dtype) -> float | None:
+    """A number that fills values of a type; None for those that the type has to change (fractions keep some of their digits)."""
+    if not isinstance(value, (int, float)) or dtype.is_complex:
+        return None
+    if dtype == torch.bool:
+        return float(bool(value))
+    number = float(value)
+    if not dtype.is_floating_point and not (number == int(value) and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max):
+        return None
+    return number if number == value or math.isnan(number) else None
+
+
+def is_zero(node: Any) -> bool:
+    """Whether a value is zero throughout, with the sign that adding it to a zero leaves or clears as eager does."""
+    fill = fill_of(node)
+    return fill == 0.0 and math.copysign(1.0, fill) > 0.0

@@ -1,0 +1,219 @@
+"""What operators are linear in: a table of theorems.
+
+A row says: the operator is linear in these arguments, taken together, while all others are held fixed, and the others are such.
+An argument that a row does not name has to be what the operator's schema makes of it by default; a call that gives it anything
+else is not covered. Of arguments taken together, those that are not driven have to be zero: g + 0 is linear in g, and g + 1e-3
+is not.
+
+    add(self, other, alpha)          linear in (self, other) for any number alpha
+    constant_pad_nd(self, pad, v)    linear in (self, value): value has to be zero
+    sum(self, dim, keepdim, dtype)   linear in self if dtype is a type of fractions
+
+A zero's sign is no part of this: -1 times 0 is -0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, results_of
+from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
+from streamfx.passes.ops.constants import is_zero
+from streamfx.passes.ops.traits import MOVES_ELEMENTS
+from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from streamfx.torch_private import GRADIENT_OF_CDIST
+
+aten = torch.ops.aten
+Condition: TypeAlias = "Callable[[Any], bool]"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """An operator is linear in the arguments `together`; `given` are the others that may be given, and what each may be."""
+
+    together: tuple[str, ...]
+    given: Mapping[str, Condition] = field(default_factory=dict)
+
+    def holds(self, node: fx.Node, driven: Collection[fx.Node]) -> bool:
+        """Whether a call is covered, where these nodes are what it is to be linear in."""
+        arguments = bound_arguments(node)
+        return any(not _is_fixed(arguments[name], driven) for name in self.together) and all(
+            all(item in driven or _is_nothing(item) for item in _leaves(arguments[argument.name]))
+            if argument.name in self.together
+            else _is_fixed(arguments[argument.name], driven) and self._admits(argument, arguments[argument.name])
+            for argument in node.target._schema.arguments  # type: ignore[union-attr]
+        )
+
+    def _admits(self, argument: Any, value: Any) -> bool:
+        condition = self.given.get(argument.name)
+        if condition is not None:
+            return condition(value)
+        return bool(
+            argument.has_default_value() and type(value) is type(argument.default_value) and value == argument.default_value
+        )
+
+
+def is_linear(node: fx.Node, driven: Collection[fx.Node]) -> bool:
+    """Whether an operator is linear in the driven nodes, by a row of the table."""
+    return any(row.holds(node, driven) for row in LINEAR.get(node.target, ()))
+
+
+def carries(dtype: torch.dtype, driver: torch.dtype, gradient: torch.dtype) -> bool:
+    """Whether a number on its way from a driver to a gradient may be scaled after it is rounded to a type, instead of before.
+
+    The type has to reach as far as float32 does (loss scaling keeps a float16 gradient from vanishing, and one made for the
+    number one is not scaled), and to have the driver's digits, or the gradient's, or all but those that bfloat16 lacks of
+    float32's.
+    """
+    if not (dtype.is_floating_point and driver.is_floating_point and gradient.is_floating_point):
+        return False
+    try:
+        own, wide = torch.finfo(dtype), torch.finfo(torch.float32)
+        reaches = math.frexp(own.max)[1] >= math.frexp(wide.max)[1] and own.tiny <= wide.tiny
+        spare = _digits(torch.float32) - _digits(torch.bfloat16)
+        ends = _digits(driver), _digits(gradient)
+        wanted = min(*ends, max(ends) - spare)
+        return reaches and _digits(dtype) >= max(wanted, _digits(torch.bfloat16))
+    except NotImplementedError:  # a packed type has no numbers of its own
+        return False
+
+
+def all_carry(node: fx.Node, driver: torch.dtype, gradient: torch.dtype) -> bool:
+    """Whether all tensors that a node makes do."""
+    return all(result is None or carries(result.dtype, driver, gradient) for result in results_of(node))
+
+
+def _digits(dtype: torch.dtype) -> int:
+    """Binary digits of a number of a type."""
+    return 1 - round(math.log2(torch.finfo(dtype).eps))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _is_fixed(value: Any, driven: Collection[fx.Node]) -> bool:
+    return not any(isinstance(item, fx.Node) and item in driven for item in _leaves(value))
+
+
+def _is_nothing(value: Any) -> bool:
+    return is_zero(value) or (isinstance(value, (int, float)) and value == 0)
+
+
+# -- conditions on arguments that are held fixed
+
+
+def anything(value: Any) -> bool:
+    return True
+
+
+def fractions(value: Any) -> bool:
+    """A type of fractions, or the operand's own: integers and booleans are rounded to."""
+    return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
+
+
+def adds(value: Any) -> bool:
+    """What is put into places is added there: of what is put twice into one place, either might stay."""
+    return value is True
+
+
+def weight_alone(value: Any) -> bool:
+    """Of a convolution's gradients (of its input, weight and bias) only the weight's is asked for."""
+    return list(value) == [False, True, False]
+
+
+def _in(*together: str, **given: Condition) -> Linear:
+    return Linear(together, given)
+
+
+def _any(*names: str) -> dict[str, Condition]:
+    return dict.fromkeys(names, anything)
+
+
+_SUM = _in("self", dim=anything, keepdim=anything, dtype=fractions)
+_LOSS = _in("grad_output", **_any("self", "target", "weight", "reduction", "ignore_index", "total_weight"))
+_SHARES = _in("grad_output", output=anything, dim=anything, input_dtype=fractions)
+_ADDED = _in("self", "values", indices=anything, accumulate=adds)
+_CONVOLVED = _any("weight", "bias_sizes", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+_MOVED = _in("self", **_any("size", "shape", "dim", "dims", "dim0", "dim1", "implicit", "memory_format"))
+_POINTWISE = _any("self", "output", "threshold", "min_val", "max_val", "alpha", "scale", "input_scale", "is_result", "mask")
+_SLOPE = _in("grad_output", **_POINTWISE, **_any("self_or_result", "negative_slope", "self_is_result", "beta", "buffer"))
+
+LINEAR: Mapping[Any, tuple[Linear, ...]] = {
+    **dict.fromkeys(MOVES_ELEMENTS, (_MOVED,)),
+    aten.neg.default: (_in("self"),),
+    aten.add.Tensor: (_in("self", "other", alpha=anything),),
+    aten.sub.Tensor: (_in("self", "other", alpha=anything),),
+    aten.cat.default: (_in("tensors", dim=anything),),
+    aten.stack.default: (_in("tensors", dim=anything),),
+    aten.sum.default: (_SUM,),
+    aten.sum.dim_IntList: (_SUM,),
+    aten.mean.default: (_SUM,),
+    aten.mean.dim: (_SUM,),
+    aten.mm.default: (_in("self", mat2=anything), _in("mat2", self=anything)),
+    aten.bmm.default: (_in("self", mat2=anything), _in("mat2", self=anything)),
+    GROUPED_MM: (_in("x", weight=anything, group=anything), _in("weight", x=anything, group=anything)),
+    GROUPED_OUTER: (_in("x", y=anything, group=anything, groups=anything), _in("y", x=anything, group=anything, groups=anything)),
+    aten.mul.Tensor: (_in("self", other=anything), _in("other", self=anything)),
+    aten.mul.Scalar: (_in("self", other=anything),),
+    aten.div.Tensor: (_in("self", other=anything),),
+    aten.div.Scalar: (_in("self", other=anything),),
+    aten.slice.Tensor: (_in("self", **_any("dim", "start", "end", "step")),),
+    aten.slice_backward.default: (_in("grad_output", **_any("input_sizes", "dim", "start", "end", "step")),),
+    aten.select.int: (_in("self", dim=anything, index=anything),),
+    RELATIVE_SHIFT: (_in("x", **_any("dim", "first", "columns")),),
+    RELATIVE_SHIFT_BACKWARD: (_in("gradient", **_any("dim", "first", "width")),),
+    aten.select_backward.default: (_in("grad_output", **_any("input_sizes", "dim", "index")),),
+    aten.constant_pad_nd.default: (_in("self", "value", pad=anything),),
+    aten.split.Tensor: (_in("self", split_size=anything, dim=anything),),
+    aten.split_with_sizes.default: (_in("self", split_sizes=anything, dim=anything),),
+    aten.where.self: (_in("self", "other", condition=anything),),
+    aten.masked_fill.Scalar: (_in("self", "value", mask=anything),),
+    aten.scatter.src: (_in("self", "src", dim=anything, index=anything),),
+    aten.scatter_add.default: (_in("self", "src", dim=anything, index=anything),),
+    aten.index_add.default: (_in("self", "source", **_any("dim", "index", "alpha")),),
+    **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), (_ADDED,)),
+    aten.gather.default: (_in("self", **_any("dim", "index", "sparse_grad")),),
+    aten._to_copy.default: (
+        _in("self", dtype=fractions, **_any("layout", "device", "pin_memory", "non_blocking", "memory_format")),
+    ),
+    aten.nll_loss_backward.default: (_LOSS,),
+    aten.nll_loss2d_backward.default: (_LOSS,),
+    aten._log_softmax_backward_data.default: (_SHARES,),
+    aten._softmax_backward_data.default: (_SHARES,),
+    aten.embedding_dense_backward.default: (
+        _in("grad_output", **_any("indices", "num_weights", "padding_idx", "scale_grad_by_freq")),
+    ),
+    aten._cdist_backward.default: (_in(GRADIENT_OF_CDIST, **_any("x1", "x2", "p", "cdist")),),
+    aten.convolution_backward.default: (
+        _in("grad_output", **_CONVOLVED, **_any("input", "output_mask")),
+        _in("input", **_CONVOLVED, grad_output=anything, output_mask=weight_alone),
+    ),
+    aten.native_dropout_backward.default: (_SLOPE,),
+    aten.tanh_backward.default: (_SLOPE,),
+    aten.sigmoid_backward.default: (_SLOPE,),
+    aten.silu_backward.default: (_SLOPE,),
+    aten.gelu_backward.default: (_in("grad_output", self=anything, approximate=anything),),
+    aten.threshold_backward.default: (_SLOPE,),
+    aten.hardtanh_backward.default: (_SLOPE,),
+    aten.elu_backward.default: (_SLOPE,),
+    aten.leaky_relu_backward.default: (_SLOPE,),
+    aten.softplus_backward.default: (_SLOPE,),
+    aten.log_sigmoid_backward.default: (_SLOPE,),
+    aten.native_layer_norm_backward.default: (
+        _in("grad_out", **_any("input", "normalized_shape", "mean", "rstd", "weight", "bias", "output_mask")),
+    ),
+    aten._fused_rms_norm_backward.default: (
+        _in("grad_out", **_any("input", "normalized_shape", "rstd", "weight", "output_mask")),
+    ),
+}

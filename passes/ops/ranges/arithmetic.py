@@ -1,0 +1,304 @@
+"""Sums, products, quotients, comparisons, logic and choices of ranges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.ranges import INFINITY, Number, Range, constant, everything, hull, in_type, widened
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.ranges.patterns import is_largest_of, is_share_of
+from streamfx.passes.ops.ranges.transfer import RangeCall, elementwise
+
+aten = torch.ops.aten
+ONE = constant(1)
+ANYTHING = Range(-INFINITY, INFINITY, True)
+
+
+# -- the arithmetic of ranges
+
+
+def plus(a: Range, b: Range) -> Range:
+    """[a.low + b.low, a.high + b.high]; infinities of two signs add up to NaN."""
+    nan = a.nan or b.nan or _are_opposite(a, b) or _are_opposite(b, a)
+    for known in (a, b):
+        if known.low == known.high and math.isinf(known.low):
+            return Range(known.low, known.low, nan)
+    low = -INFINITY if -INFINITY in (a.low, b.low) else a.low + b.low
+    high = INFINITY if INFINITY in (a.high, b.high) else a.high + b.high
+    return widened(low, high, nan)
+
+
+def _are_opposite(a: Range, b: Range) -> bool:
+    return a.high == INFINITY and b.low == -INFINITY
+
+
+def negated(a: Range) -> Range:
+    return Range(-a.high, -a.low, a.nan)
+
+
+def minus(a: Range, b: Range) -> Range:
+    return plus(a, negated(b))
+
+
+def times(a: Range, b: Range) -> Range:
+    """Nothing times infinity is NaN."""
+    nan = a.nan or b.nan or (a.has_zero and math.isinf(b.magnitude)) or (b.has_zero and math.isinf(a.magnitude))
+    corners = [0 if 0 in (x, y) else x * y for x in (a.low, a.high) for y in (b.low, b.high)]
+    return widened(min(corners), max(corners), nan)
+
+
+def over(a: Range, b: Range) -> Range:
+    """A true quotient. By zero it is infinite, of whichever sign; zero by zero, and infinity by infinity, are NaN."""
+    if b.has_zero:
+        return Range(0, 0, True) if a.is_zero else ANYTHING
+    nan = a.nan or b.nan or (math.isinf(a.magnitude) and math.isinf(b.magnitude))
+    corners = [_quotient(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
+    return widened(min(corners), max(corners), nan)
+
+
+def _quotient(x: Number, y: Number) -> float:
+    if math.isinf(y):
+        return 0.0 if not math.isinf(x) else math.copysign(INFINITY, x) * math.copysign(1, y)
+    return float(x) / float(y) if not (isinstance(x, int) and abs(x) > 2**1000) else math.copysign(INFINITY, x)
+
+
+@elementwise(aten.add.Tensor, aten.add.Scalar)
+def _add(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Range:
+    return _plus_scaled(self, other, alpha, call.dtype)
+
+
+@elementwise(aten.sub.Tensor, aten.sub.Scalar)
+def _sub(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Range:
+    """What is largest of some numbers is no smaller than each."""
+    known = _plus_scaled(self, negated(other), alpha, call.dtype)
+    if alpha == ONE and is_largest_of(call.arguments["other"], call.arguments["self"]):
+        return Range(min(known.low, 0), 0, known.nan)
+    return known
+
+
+@elementwise(aten.rsub.Tensor, aten.rsub.Scalar)
+def _rsub(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Range:
+    return _plus_scaled(other, negated(self), alpha, call.dtype)
+
+
+def _plus_scaled(a: Range, b: Range, alpha: Range, dtype: torch.dtype) -> Range:
+    """`a + alpha * b`; whether the product is rounded before it is added differs from device to device."""
+    if alpha == ONE:
+        return plus(a, b)
+    scaled = times(b, alpha)
+    return hull(plus(a, scaled), plus(a, in_type(scaled, dtype)))
+
+
+@elementwise(aten.mul.Tensor, aten.mul.Scalar)
+def _mul(self: Range, other: Range) -> Range:
+    return times(self, other)
+
+
+@elementwise(aten.div.Tensor, aten.div.Scalar)
+def _div(call: RangeCall, self: Range, other: Range) -> Range:
+    """A part of a sum of numbers that are not negative is a share of it."""
+    known = over(self, other)
+    if self.low >= 0 and _is_floating(call.arguments["self"]) and is_share_of(call.arguments["self"], call.arguments["other"]):
+        return Range(0, min(known.high, 1.01), True)
+    return known
+
+
+def _is_floating(item: Any) -> bool:
+    """Sums of whole numbers may wrap."""
+    return is_tensor(item) and bool(item.meta[VALUE].is_floating_point())
+
+
+@elementwise(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def _div_mode(self: Range, other: Range, rounding_mode: Any) -> Range:
+    known = over(self, other)
+    if rounding_mode is None:
+        return known
+    if any(math.isinf(item.magnitude) for item in (self, other, known)):
+        return ANYTHING  # rounded down by a remainder infinity is NaN, and -1 over infinity is -1
+    return Range(math.floor(known.low), math.ceil(known.high), known.nan)
+
+
+@elementwise(aten.floor_divide.default, aten.floor_divide.Scalar)
+def _floor_divide(self: Range, other: Range) -> Range:
+    return _div_mode(self, other, "floor")
+
+
+@elementwise(aten.remainder.Tensor, aten.remainder.Scalar)
+def _remainder(call: RangeCall, self: Range, other: Range) -> Range:
+    """Of the divisor's sign, and smaller, up to rounding."""
+    if not other.low > 0 or math.isinf(self.magnitude) or self.nan or other.nan:
+        return everything(call.dtype)
+    whole = not call.dtype.is_floating_point
+    if not whole and _quotient(self.magnitude, other.low) > torch.finfo(call.dtype).max / 4:
+        return everything(call.dtype)
+    return Range(0, other.high - 1 if whole else other.high)
+
+
+@elementwise(aten.neg.default)
+def _neg(self: Range) -> Range:
+    return negated(self)
+
+
+@elementwise(aten.abs.default)
+def _abs(self: Range) -> Range:
+    return Range(0 if self.has_zero else min(abs(self.low), abs(self.high)), self.magnitude, self.nan)
+
+
+@elementwise(aten._to_copy.default, aten.conj_physical.default, aten.lift_fresh_copy.default)
+def _copy(self: Range, dtype: Any = None) -> Range:
+    return self
+
+
+# -- the larger and the smaller; NaN goes on
+
+
+@elementwise(aten.maximum.default)
+def _maximum(self: Range, other: Range) -> Range:
+    return Range(max(self.low, other.low), max(self.high, other.high), self.nan or other.nan)
+
+
+@elementwise(aten.minimum.default)
+def _minimum(self: Range, other: Range) -> Range:
+    return Range(min(self.low, other.low), min(self.high, other.high), self.nan or other.nan)
+
+
+@elementwise(aten.clamp.default, aten.clamp.Tensor)
+def _clamp(self: Range, min: Range | None = None, max: Range | None = None) -> Range:
+    known = self if min is None else _maximum(self, min)
+    return known if max is None else _minimum(known, max)
+
+
+@elementwise(aten.clamp_min.default, aten.clamp_min.Tensor)
+def _clamp_min(self: Range, min: Range) -> Range:
+    return _maximum(self, min)
+
+
+@elementwise(aten.clamp_max.default, aten.clamp_max.Tensor)
+def _clamp_max(self: Range, max: Range) -> Range:
+    return _minimum(self, max)
+
+
+# -- comparisons: every one of NaN is false, but that it is not equal
+
+
+def truth(always: bool, never: bool) -> Range:
+    return Range(1, 1) if always else Range(0, 0) if never else Range(0, 1)
+
+
+@elementwise(aten.lt.Tensor, aten.lt.Scalar)
+def _lt(self: Range, other: Range) -> Range:
+    return truth(self.high < other.low and not (self.nan or other.nan), self.low >= other.high)
+
+
+@elementwise(aten.le.Tensor, aten.le.Scalar)
+def _le(self: Range, other: Range) -> Range:
+    return truth(self.high <= other.low and not (self.nan or other.nan), self.low > other.high)
+
+
+@elementwise(aten.gt.Tensor, aten.gt.Scalar)
+def _gt(self: Range, other: Range) -> Range:
+    return _lt(other, self)
+
+
+@elementwise(aten.ge.Tensor, aten.ge.Scalar)
+def _ge(self: Range, other: Range) -> Range:
+    return _le(other, self)
+
+
+@elementwise(aten.eq.Tensor, aten.eq.Scalar)
+def _eq(self: Range, other: Range) -> Range:
+    apart = self.high < other.low or other.high < self.low
+    return truth(self.constant is not None and self.constant == other.constant, apart)
+
+
+@elementwise(aten.ne.Tensor, aten.ne.Scalar)
+def _ne(self: Range, other: Range) -> Range:
+    equal = _eq(self, other)
+    return Range(1 - equal.high, 1 - equal.low)
+
+
+@elementwise(aten.isnan.default)
+def _isnan(self: Range) -> Range:
+    return truth(False, not self.nan)
+
+
+@elementwise(aten.isinf.default)
+def _isinf(self: Range) -> Range:
+    return truth(False, not math.isinf(self.magnitude))
+
+
+# -- logic: of truth values; of whole numbers bit by bit
+
+
+def _true(known: Range) -> Range:
+    """The truth of numbers; NaN is true."""
+    return truth(not known.has_zero, known.constant == 0)
+
+
+@elementwise(aten.logical_and.default)
+def _logical_and(self: Range, other: Range) -> Range:
+    return _minimum(_true(self), _true(other))
+
+
+@elementwise(aten.logical_or.default)
+def _logical_or(self: Range, other: Range) -> Range:
+    return _maximum(_true(self), _true(other))
+
+
+@elementwise(aten.logical_xor.default)
+def _logical_xor(self: Range, other: Range) -> Range:
+    return _ne(_true(self), _true(other))
+
+
+@elementwise(aten.logical_not.default)
+def _logical_not(self: Range) -> Range:
+    true = _true(self)
+    return Range(1 - true.high, 1 - true.low)
+
+
+@elementwise(aten.bitwise_and.Tensor, aten.bitwise_and.Scalar)
+def _bitwise_and(call: RangeCall, self: Range, other: Range) -> Range:
+    if call.dtype == torch.bool:
+        return _logical_and(self, other)
+    kept = [known.high for known in (self, other) if known.low >= 0]
+    return Range(0, min(kept)) if kept else everything(call.dtype)
+
+
+@elementwise(aten.bitwise_or.Tensor, aten.bitwise_or.Scalar)
+def _bitwise_or(call: RangeCall, self: Range, other: Range) -> Range:
+    if call.dtype == torch.bool:
+        return _logical_or(self, other)
+    if self.low < 0 or other.low < 0:
+        return everything(call.dtype)
+    return Range(max(self.low, other.low), 2 ** int(max(self.high, other.high)).bit_length() - 1)
+
+
+@elementwise(aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar)
+def _bitwise_xor(call: RangeCall, self: Range, other: Range) -> Range:
+    return _logical_xor(self, other) if call.dtype == torch.bool else everything(call.dtype)
+
+
+@elementwise(aten.bitwise_not.default)
+def _bitwise_not(call: RangeCall, self: Range) -> Range:
+    if call.dtype == torch.bool:
+        return _logical_not(self)
+    limits = everything(call.dtype)
+    return Range(-1 - self.high, -1 - self.low) if limits.low < 0 else Range(limits.high - self.high, limits.high - self.low)
+
+
+# -- choices
+
+
+@elementwise(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
+def _where(condition: Range, self: Range, other: Range) -> Range:
+    true = _true(condition)
+    return self if true.constant == 1 else other if true.constant == 0 else hull(self, other)
+
+
+@elementwise(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def _masked_fill(self: Range, mask: Range, value: Range) -> Range:
+    return _where(mask, value, self)

@@ -1,0 +1,45 @@
+"""Which changes of type keep numbers what they are?"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import is_tensor, node_argument
+from streamfx.ir.ranges import is_exact_in
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.ranges.analysis import ValueRanges
+
+aten = torch.ops.aten
+SAME_SHAPES = frozenset({aten._to_copy.default, aten.clone.default})
+RESHAPED = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default})
+
+
+def is_whole(node: fx.Node, values: ValueRanges) -> bool:
+    """Whether all numbers of a value are whole, and its type holds each number of their range."""
+    dtype: torch.dtype = node.meta[VALUE].dtype
+    known = values.of(node)
+    if not is_exact_in(dtype, known.low, known.high):
+        return False
+    if not dtype.is_floating_point:
+        return True
+    sources = [source for source in node.all_input_nodes if is_tensor(source)]
+    return node.target in SAME_SHAPES | RESHAPED and all(is_whole(source, values) for source in sources)
+
+
+def keeps_numbers(node: fx.Node, values: ValueRanges) -> bool:
+    """Whether a copy, or a view, holds the numbers of what it is made of."""
+    if node.target in RESHAPED or node.target is aten.clone.default:
+        return True
+    if node.target is not aten._to_copy.default:
+        return False
+    source, dtype = node_argument(node), node.meta[VALUE].dtype
+    known = values.of(source)
+    return is_whole(source, values) and is_exact_in(dtype, known.low, known.high)
+
+
+def behind_copies(node: fx.Node, values: ValueRanges, through: frozenset[object] = SAME_SHAPES) -> fx.Node:
+    """The value whose numbers a node holds, behind copies of the same numbers."""
+    while node.target in through and keeps_numbers(node, values):
+        node = node_argument(node)
+    return node

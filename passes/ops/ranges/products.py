@@ -1,0 +1,125 @@
+"""Products of matrices, and attention.
+
+Here stands the one assumption about magnitudes (docs/architecture.md): weights are trained, so what a product makes of ordinary
+numbers is an ordinary number. It is not made of numbers that may be infinite, or so large that they stand for infinity.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from streamfx.cost.flops import PACKED
+from streamfx.ir.joint import is_parameter, tensor_operands
+from streamfx.ir.ranges import INFINITY, LONGEST, Range, activation, everything, hull
+from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
+from streamfx.kernels.sdpa import ATTENTION
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.ranges.arithmetic import plus, times
+from streamfx.passes.ops.ranges.transfer import RangeCall, Reader, count_of, longest, structural
+from streamfx.passes.ops.ranges.views import ZERO
+from streamfx.passes.ops.traits import unpacks
+from streamfx.torch_private import OpOverload
+
+aten = torch.ops.aten
+
+
+def product(dtype: torch.dtype, count: int, *operands: Range) -> Range:
+    """A sum of `count` products: an ordinary number where weights or activations are among ordinary ones; else no larger than
+    each of them times how many there are.
+    """
+    nan = any(known.nan for known in operands)
+    if not dtype.is_floating_point:
+        return everything(dtype)
+    if any(known.is_zero for known in operands) and all(known.is_ordinary for known in operands):
+        return Range(0, 0, nan)
+    if any(known.assumed for known in operands) and all(known.is_ordinary for known in operands):
+        usual = activation(dtype)
+        return Range(usual.low, usual.high, nan, assumed=1)
+    most = math.prod((1.01 * count, *(known.magnitude for known in operands)))
+    return Range(-most, most, nan) if most < torch.finfo(dtype).max else everything(dtype)
+
+
+@structural(aten.mm.default, aten.bmm.default, takes="self mat2")
+def _mm(call: RangeCall) -> Range:
+    return product(call.dtype, longest(call.shape("self")[-1]), call.range("self"), call.range("mat2"))
+
+
+@structural(aten.mv.default, takes="self vec")
+def _mv(call: RangeCall) -> Range:
+    return product(call.dtype, longest(call.shape("self")[-1]), call.range("self"), call.range("vec"))
+
+
+@structural(aten.dot.default, takes="self tensor")
+def _dot(call: RangeCall) -> Range:
+    return product(call.dtype, longest(call.shape("self")[-1]), call.range("self"), call.range("tensor"))
+
+
+@structural(aten.addmm.default, takes="self mat1 mat2 beta alpha")
+def _addmm(call: RangeCall) -> Range:
+    return _added(call, "mat1")
+
+
+@structural(aten.baddbmm.default, takes="self batch1 batch2 beta alpha")
+def _baddbmm(call: RangeCall) -> Range:
+    return _added(call, "batch1")
+
+
+def _added(call: RangeCall, first: str) -> Range:
+    """beta * self + alpha * (first @ second); nothing is read of `self` where beta is zero."""
+    other = call.range("mat2" if first == "mat1" else "batch2")
+    made = times(product(call.dtype, longest(call.shape(first)[-1]), call.range(first), other), call.range("alpha"))
+    beta = call.range("beta")
+    return made if beta.constant == 0 else plus(times(call.range("self"), beta), made)
+
+
+@structural(aten.convolution.default, takes="input weight bias stride padding dilation transposed output_padding groups")
+def _convolution(call: RangeCall) -> Range:
+    made = product(call.dtype, count_of(*call.shape("weight")), call.range("input"), call.range("weight"))
+    return made if call.arguments["bias"] is None else plus(made, call.range("bias"))
+
+
+@structural(aten._cdist_forward.default, takes="x1 x2 p compute_mode")
+def _distance(call: RangeCall) -> Range:
+    """No more than all differences added up, for norms of order one and above; they are found by squares and products."""
+    one, other, count = call.range("x1"), call.range("x2"), longest(call.shape("x1")[-1])
+    apart = one.magnitude + other.magnitude
+    if not call.arguments["p"] >= 1 or count * apart * apart > torch.finfo(call.dtype).max / 4:
+        return Range(0, INFINITY, True)
+    if one.assumed or other.assumed:
+        return Range(0, max(activation(call.dtype).high, 1.01 * apart), one.nan or other.nan)
+    return Range(0, 1.01 * count * apart, one.nan or other.nan)
+
+
+@structural(GROUPED_MM, takes="x weight group")
+def _grouped_mm(call: RangeCall) -> Range:
+    return product(call.dtype, longest(call.shape("x")[-1]), call.range("x"), call.range("weight"))
+
+
+@structural(GROUPED_OUTER, takes="x y group groups")
+def _grouped_outer(call: RangeCall) -> Range:
+    return product(call.dtype, longest(call.shape("x")[0]), call.range("x"), call.range("y"))
+
+
+@structural(ATTENTION, takes="query key value attn_mask is_causal scale")
+def _attention(call: RangeCall) -> tuple[Range, ...]:
+    """Shares of the values; nothing where a row sees no key."""
+    value = call.range("value")
+    scores = product(call.dtype, longest(call.shape("query")[-1]), call.range("query"), call.range("key"))
+    nan = value.nan or scores.nan or math.isinf(scores.magnitude) or math.isinf(value.magnitude)
+    known = hull(value, ZERO)
+    return (Range(known.low * 1.01, known.high * 1.01, nan),)
+
+
+def unpacked_product(node: fx.Node, reader: Reader) -> Range | None:
+    """Products with a packed weight, and unpacked weights: ordinary numbers, where all that is packed belongs to the model."""
+    if not isinstance(node.target, OpOverload) or not (unpacks(node) or node.target.name() in PACKED):
+        return None
+    operands = tensor_operands(node)
+    rows = () if unpacks(node) else operands[:1]
+    if not all(map(is_parameter, operands[len(rows) :])):
+        return None
+    dtype: torch.dtype = node.meta[VALUE].dtype
+    return product(dtype, LONGEST, activation(dtype), *(reader(item) for item in rows))

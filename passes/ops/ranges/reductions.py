@@ -1,0 +1,199 @@
+"""Sums, means, norms, counts and softmaxes of ranges, by how many elements there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from streamfx.ir.joint import shape_of_node
+from streamfx.ir.ranges import INFINITY, Number, Range, everything, hull, in_type
+from streamfx.passes.ops.ranges.arithmetic import plus, times
+from streamfx.passes.ops.ranges.transfer import RangeCall, count_of, structural
+from streamfx.passes.ops.ranges.views import ZERO
+
+aten = torch.ops.aten
+MOST_COUNTED = 2**24  # float32 counts no further
+LEAST_EPS = 1e-16  # where none is given, it is that of some type
+MORE = 1.01  # sums in a type of few digits may come out a little larger
+
+
+def summed(known: Range, count: Number, dtype: torch.dtype) -> Range:
+    """The sum of at most `count` numbers, each first turned into the type in which they are added up."""
+    item = in_type(known, dtype)
+    total = times(hull(item, ZERO), Range(0, count))
+    if not dtype.is_floating_point:
+        return total
+    wider = 1.0 + min(count * torch.finfo(dtype).eps, 1.0)
+    low, high, most = total.low * wider, total.high * wider, torch.finfo(dtype).max
+    return Range(low, high, item.nan or (low < -most and high > most))  # parts of a sum may be infinite before the others
+
+
+def reduced_count(call: RangeCall, name: str = "dim") -> Number:
+    """How many elements become one."""
+    shape = call.shape("self")
+    dims: Any = call.arguments.get(name)
+    if dims is None or dims == []:
+        return count_of(*shape)
+    chosen: Sequence[int] = [dims] if isinstance(dims, int) else dims
+    return count_of(*(shape[dim % len(shape)] for dim in chosen)) if shape else 1
+
+
+@structural(aten.sum.default, takes="self dtype")
+def _sum(call: RangeCall) -> Range:
+    return summed(call.range("self"), count_of(*call.shape("self")), call.dtype)
+
+
+@structural(aten.sum.dim_IntList, takes="self dim keepdim dtype")
+def _sum_dim(call: RangeCall) -> Range:
+    return summed(call.range("self"), reduced_count(call), call.dtype)
+
+
+@structural(aten.cumsum.default, takes="self dim dtype")
+def _cumsum(call: RangeCall) -> Range:
+    return summed(call.range("self"), reduced_count(call), call.dtype)
+
+
+@structural(aten.mean.default, takes="self dtype")
+def _mean(call: RangeCall) -> Range:
+    return _mean_of(call, count_of(*call.shape("self")))
+
+
+@structural(aten.mean.dim, takes="self dim keepdim dtype")
+def _mean_dim(call: RangeCall) -> Range:
+    return _mean_of(call, reduced_count(call))
+
+
+def _mean_of(call: RangeCall, count: Number) -> Range:
+    """No more than the largest, unless the sum is too large for the type; of nothing it is NaN."""
+    item = in_type(call.range("self"), call.dtype)
+    total = in_type(summed(item, count, call.dtype), call.dtype)
+    if not math.isfinite(total.magnitude):
+        return Range(0 if item.low >= 0 else -INFINITY, 0 if item.high <= 0 else INFINITY, True)
+    low = item.low * (MORE if item.low < 0 else 1 / MORE)
+    high = item.high * (MORE if item.high > 0 else 1 / MORE)
+    return Range(min(low, high), max(low, high), True)
+
+
+@structural(aten.any.default, aten.all.default, takes="self")
+def _any(call: RangeCall) -> Range:
+    return Range(0, 1)
+
+
+@structural(aten.var.correction, takes="self dim correction keepdim")
+def _var(call: RangeCall) -> Range:
+    """Squares of distances from the mean, divided by how many there are, less the correction."""
+    known, correction = call.range("self"), call.arguments["correction"]
+    if not known.is_finite or correction not in (None, 0, 1):
+        return Range(0, INFINITY, True)
+    apart = known.high - known.low + 1e-5 * known.magnitude  # their mean is rounded
+    return Range(0, 2 * float(apart) * float(apart), True)
+
+
+@structural(aten.linalg_vector_norm.default, takes="self ord dim keepdim dtype")
+def _norm(call: RangeCall) -> Range:
+    known, order = call.range("self"), call.arguments["ord"]
+    if order != 2:
+        return everything(call.dtype)
+    count, squares = reduced_count(call), float(known.magnitude) * float(known.magnitude)
+    if count * squares > torch.finfo(torch.float32 if call.dtype.itemsize < 4 else call.dtype).max:
+        return Range(0, INFINITY, known.nan)
+    return Range(0, MORE * math.sqrt(count) * known.magnitude if count else 0, known.nan)
+
+
+@structural(aten.logsumexp.default, takes="self dim keepdim")
+def _logsumexp(call: RangeCall) -> Range:
+    known, count = in_type(call.range("self"), call.dtype), reduced_count(call)
+    slack = 1e-3 + 8 * torch.finfo(call.dtype).eps  # of the sum, which a narrow type rounds before its logarithm is taken
+    return plus(known, Range(-slack, math.log(max(count, 1)) + slack))
+
+
+@structural(aten._softmax.default, takes="self dim half_to_float")
+def _softmax(call: RangeCall) -> Range:
+    """NaN where all are minus infinity, or one is infinite."""
+    known = call.range("self")
+    return Range(0, 1 + 1e-3, known.nan or math.isinf(known.magnitude))
+
+
+@structural(aten._safe_softmax.default, takes="self dim dtype")
+def _safe_softmax(call: RangeCall) -> Range:
+    return Range(0, 1 + 1e-3, call.range("self").nan or call.range("self").high == INFINITY)
+
+
+@structural(aten._log_softmax.default, takes="self dim half_to_float")
+def _log_softmax(call: RangeCall) -> Range:
+    known = call.range("self")
+    if not known.is_finite:
+        return Range(-INFINITY, 1e-3, True)
+    shape = call.shape("self")
+    count = count_of(shape[call.arguments["dim"] % len(shape)]) if shape else 1
+    return Range((known.low - known.high - math.log(max(count, 1)) - 1) * MORE, 1e-3)
+
+
+@structural(aten._softmax_backward_data.default, takes="grad_output output dim input_dtype")
+def _softmax_backward(call: RangeCall) -> Range:
+    """output * (grad_output - a sum): where the output is nothing, so is the gradient."""
+    return Range(0, 0, True) if call.range("output").is_zero else everything(call.dtype)
+
+
+# -- what is divided by its own size
+
+
+@structural(aten.native_layer_norm.default, takes="input normalized_shape weight bias eps")
+def _layer_norm(call: RangeCall) -> tuple[Range, ...]:
+    mean = call.range("input")
+    return _scaled(call, _divided(call)), Range(mean.low, mean.high, True), Range(0, INFINITY, True)
+
+
+@structural(aten._fused_rms_norm.default, takes="input normalized_shape weight eps")
+def _rms_norm(call: RangeCall) -> tuple[Range, ...]:
+    return _scaled(call, _divided(call)), Range(0, INFINITY, True)
+
+
+def _divided(call: RangeCall) -> Range:
+    """By a size of sqrt(eps) at least. That squares then add up to a known number is lost where large numbers are near equals."""
+    known, eps = call.range("input"), call.arguments["eps"]
+    eps = LEAST_EPS if eps is None else eps
+    if not isinstance(eps, float) or eps <= 0 or math.isinf(known.magnitude):
+        return Range(-INFINITY, INFINITY, True)
+    most = 2 * MORE * known.magnitude / math.sqrt(eps)
+    if known.assumed:  # activations are no large numbers that are nearly equal
+        most = min(most, MORE * math.sqrt(count_of(*call.shape("input"))))
+    return Range(-most, most, known.nan or not known.magnitude < 1e15)  # whose squares may be infinite
+
+
+def _scaled(call: RangeCall, known: Range) -> Range:
+    for name, operation in (("weight", times), ("bias", plus)):
+        if call.arguments.get(name) is not None:
+            known = operation(known, call.range(name))
+    return known
+
+
+# -- counts
+
+
+@structural(aten.histc.default, takes="self bins min max")
+def _histogram(call: RangeCall) -> Range:
+    """In the type of what is counted. Where the size is not known, eager's own counts are taken to be right."""
+    shape = call.shape("self")
+    count = count_of(*shape)
+    return Range(0, count if all(isinstance(size, int) for size in shape) else min(count, MOST_COUNTED))
+
+
+@structural(aten.bincount.default, takes="self minlength")
+def _bincount(call: RangeCall) -> Range:
+    return Range(0, count_of(*call.shape("self")))
+
+
+@structural(aten.index_add.default, takes="self dim index source alpha")
+def _index_add(call: RangeCall) -> Range:
+    added = summed(times(call.range("source"), call.range("alpha")), count_of(*call.shape("source")), call.dtype)
+    return plus(call.range("self"), added)
+
+
+@structural(aten.scatter_add.default, takes="self dim index src")
+def _scatter_add(call: RangeCall) -> Range:
+    added = summed(call.range("src"), count_of(*shape_of_node(call.arguments["index"])), call.dtype)
+    return plus(call.range("self"), added)

@@ -1,0 +1,264 @@
+"""Functions of one number: where they rise or fall, what they are bounded by, where they have no value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from streamfx.ir.ranges import INFINITY, Number, Range, constant, everything, hull, in_type, scaled
+from streamfx.passes.ops.ranges.arithmetic import ANYTHING, ONE, minus, negated, over, times
+from streamfx.passes.ops.ranges.transfer import RangeCall, elementwise
+
+aten = torch.ops.aten
+LEAST = 5e-324  # that double precision holds
+ROUGH = 1e-3  # devices compute functions to fewer digits than sums: bounds are this much wider
+
+
+def _rising(function: Callable[[float], float], low: Number = -INFINITY, high: Number = INFINITY) -> Callable[..., Range]:
+    """A function that rises on [low, high], and is NaN elsewhere."""
+
+    def transfer(self: Range) -> Range:
+        inside = self.low <= high and self.high >= low
+        if not inside:
+            return ANYTHING
+        outside = self.low < low or self.high > high
+        return _rough(_value(function, max(self.low, low)), _value(function, min(self.high, high)), self.nan or outside)
+
+    return transfer
+
+
+def _rough(low: Number, high: Number, nan: bool = False) -> Range:
+    if low != low or high != high:
+        return ANYTHING
+    return Range(scaled(low, -ROUGH), scaled(high, ROUGH), nan)
+
+
+def _value(function: Callable[[float], float], x: Number) -> float:
+    try:
+        return function(float(x))
+    except OverflowError:
+        return INFINITY
+
+
+def _log(x: float) -> float:
+    return -INFINITY if x == 0 else math.log(x)
+
+
+def _log1p(x: float) -> float:
+    return -INFINITY if x == -1 else math.log1p(x)
+
+
+def _exp(x: float) -> float:
+    """No zero where a device may find one of the least numbers that there are."""
+    return 0.0 if x < -800 else max(math.exp(x), LEAST)
+
+
+def _sigmoid(x: float) -> float:
+    share = _exp(-abs(x))
+    return 1 / (1 + share) if x > 0 else share / (1 + share)
+
+
+def _softplus(x: float) -> float:
+    return x if x > 30 else math.log1p(_exp(x))
+
+
+def _sinh(x: float) -> float:
+    return math.copysign(_value(math.sinh, abs(x)), x)
+
+
+RISING: dict[Any, Callable[..., Range]] = {
+    aten.exp.default: _rising(_exp),
+    aten.exp2.default: _rising(lambda x: 0.0 if x < -1150 else max(2.0**x, LEAST)),
+    aten.expm1.default: _rising(math.expm1),
+    aten.log.default: _rising(_log, 0),
+    aten.log2.default: _rising(lambda x: _log(x) / math.log(2), 0),
+    aten.log10.default: _rising(lambda x: _log(x) / math.log(10), 0),
+    aten.log1p.default: _rising(_log1p, -1),
+    aten.sqrt.default: _rising(math.sqrt, 0),
+    aten.tanh.default: _rising(math.tanh),
+    aten.sigmoid.default: _rising(_sigmoid),
+    aten.atan.default: _rising(math.atan),
+    aten.asinh.default: _rising(math.asinh),
+    aten.sinh.default: _rising(_sinh),
+}
+for _operator, _transfer in RISING.items():
+    elementwise(_operator, exact=False)(_transfer)
+
+
+@elementwise(aten.erf.default, exact=False)
+def _erf(self: Range) -> Range:
+    """Devices approximate it to so many digits after the point, however small it is."""
+    known = _rising(math.erf)(self)
+    return Range(known.low - 1e-6, known.high + 1e-6, known.nan)
+
+
+def _stepping(function: Callable[[Any], Number]) -> Callable[..., Range]:
+    def transfer(self: Range) -> Range:
+        low, high = (x if math.isinf(x) else function(x) for x in (self.low, self.high))
+        return Range(low, high, self.nan)
+
+    return transfer
+
+
+STEPPING: dict[Any, Callable[[Any], Number]] = {
+    aten.floor.default: math.floor,
+    aten.ceil.default: math.ceil,
+    aten.trunc.default: math.trunc,
+    aten.round.default: round,
+}
+for _operator, _step in STEPPING.items():
+    elementwise(_operator)(_stepping(_step))
+
+
+@elementwise(aten.relu.default)
+def _relu(self: Range) -> Range:
+    return Range(max(self.low, 0), max(self.high, 0), self.nan)
+
+
+@elementwise(aten.hardtanh.default)
+def _hardtanh(self: Range, min_val: Range, max_val: Range) -> Range:
+    return Range(min(max(self.low, min_val.low), max_val.high), max(min(self.high, max_val.high), min_val.low), self.nan)
+
+
+@elementwise(aten.softplus.default, exact=False)
+def _softplus_of(self: Range, beta: Range, threshold: Range) -> Range:
+    return _softplus_range(self) if beta == ONE and threshold.constant == 20 else ANYTHING
+
+
+def _softplus_range(known: Range) -> Range:
+    return _rough(_value(_softplus, known.low), _value(_softplus, known.high), known.nan)
+
+
+@elementwise(aten.log_sigmoid_forward.default, exact=False)
+def _log_sigmoid(self: Range) -> Range:
+    return negated(_softplus_range(negated(self)))
+
+
+@elementwise(aten.sin.default, aten.cos.default, exact=False)
+def _wave(self: Range) -> Range:
+    return Range(-1.001, 1.001, self.nan or math.isinf(self.magnitude))
+
+
+@elementwise(aten.silu.default, aten.gelu.default, aten.mish.default, exact=False)
+def _gated(self: Range, approximate: Any = None) -> Range:
+    """x times a share of it: no less than -0.31, no more than x."""
+    nan = self.nan or math.isinf(self.magnitude)
+    return Range(-0.31 if self.low < 0 else 0, max(self.high, 0) * 1.001, nan)
+
+
+@elementwise(aten.leaky_relu.default)
+def _leaky_relu(self: Range, negative_slope: Range) -> Range:
+    return hull(self, times(self, negative_slope))
+
+
+@elementwise(aten.elu.default, exact=False)
+def _elu(self: Range, alpha: Range, scale: Range, input_scale: Range) -> Range:
+    if alpha != ONE or scale != ONE or input_scale != ONE:
+        return ANYTHING
+    return _rough(max(self.low, -1) if self.low < 0 else self.low, max(self.high, 0), self.nan)
+
+
+@elementwise(aten.reciprocal.default, exact=False)
+def _reciprocal(self: Range) -> Range:
+    return over(ONE, self)
+
+
+@elementwise(aten.rsqrt.default, exact=False)
+def _rsqrt(self: Range) -> Range:
+    if self.low < 0 or self.has_zero:
+        return Range(-INFINITY, INFINITY, True)
+    high = 1 / math.sqrt(self.low)
+    return _rough(0 if math.isinf(self.high) else 1 / math.sqrt(self.high), high, self.nan)
+
+
+@elementwise(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar, exact=False)
+def _pow(self: Range, exponent: Range) -> Range:
+    """Of positive numbers the extremes are at the corners; of others only squares, cubes and the like are told."""
+    power = exponent.constant
+    if power == 0.5 and self.low >= 0:
+        return RISING[aten.sqrt.default](self)
+    if self.low > 0:
+        corners = [_power(x, y) for x in (self.low, self.high) for y in (exponent.low, exponent.high)]
+        return _rough(min(corners), max(corners), self.nan or exponent.nan) if all(c == c for c in corners) else ANYTHING
+    if power is None or not 0 < power <= 16 or power != int(power):
+        return ANYTHING
+    ends = [_whole_power(x, int(power)) for x in (self.low, self.high)]
+    low = 0 if self.has_zero and power % 2 == 0 else min(ends)
+    return Range(low, max(ends), self.nan) if all(isinstance(end, int) for end in ends) else _rough(low, max(ends), self.nan)
+
+
+def _power(x: Number, y: Number) -> float:
+    try:
+        return float(x) ** float(y)
+    except OverflowError:
+        return INFINITY
+    except ZeroDivisionError:
+        return INFINITY
+
+
+def _whole_power(x: Number, power: int) -> Number:
+    try:
+        return x**power
+    except OverflowError:
+        return math.copysign(INFINITY, x) if power % 2 else INFINITY
+
+
+# -- gradients: a multiple of what comes in, so that nothing stays nothing
+
+
+@elementwise(aten.tanh_backward.default, exact=False)
+def _tanh_backward(call: RangeCall, grad_output: Range, output: Range) -> Range:
+    return times(grad_output, minus(ONE, _between(times(output, output), call.dtype)))
+
+
+def _between(known: Range, dtype: torch.dtype) -> Range:
+    """A number on the way to a result, which a device may round to the result's type."""
+    return hull(known, in_type(known, dtype))
+
+
+@elementwise(aten.sigmoid_backward.default, exact=False)
+def _sigmoid_backward(call: RangeCall, grad_output: Range, output: Range) -> Range:
+    return times(_between(times(grad_output, minus(ONE, output)), call.dtype), output)
+
+
+@elementwise(aten.threshold_backward.default)
+def _threshold_backward(grad_output: Range, self: Range, threshold: Range) -> Range:
+    return hull(grad_output, constant(0))
+
+
+@elementwise(aten.native_dropout_backward.default)
+def _native_dropout_backward(grad_output: Range, mask: Range, scale: Range) -> Range:
+    return times(times(grad_output, mask), scale)
+
+
+def _of_nothing(call: RangeCall) -> Range:
+    """A multiple of zero is zero, or NaN; of anything else anything."""
+    return Range(0, 0, True) if call.range("grad_output").is_zero else everything(call.dtype)
+
+
+@elementwise(aten.silu_backward.default)
+def _silu_backward(call: RangeCall, grad_output: Range, self: Range) -> Range:
+    return _of_nothing(call)
+
+
+@elementwise(aten.gelu_backward.default)
+def _gelu_backward(call: RangeCall, grad_output: Range, self: Range, approximate: Any) -> Range:
+    return _of_nothing(call)
+
+
+@elementwise(aten.softplus_backward.default)
+def _softplus_backward(call: RangeCall, grad_output: Range, self: Range, beta: Range, threshold: Range) -> Range:
+    return _of_nothing(call)
+
+
+@elementwise(aten.log_sigmoid_backward.default)
+def _log_sigmoid_backward(call: RangeCall, grad_output: Range, self: Range, buffer: Range) -> Range:
+    return _of_nothing(call)
+
+
+@elementwise(aten.hardtanh_backward.default)
+def _hardtanh_backward(call: RangeCall, grad_output: Range, self: Range, min_val: Range, max_val: Range) -> Range:
+    return hull(grad_output, constant(0))

@@ -1,0 +1,275 @@
+"""Numbers that stay what they are: views, parts, look-ups, joins; and numbers that an operator writes itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from streamfx.ir.joint import shape_of_node
+from streamfx.ir.ranges import LONGEST, Range, activation, constant, everything, hull
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.ranges.transfer import RangeCall, longest, range_of_argument, structural
+from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+
+aten = torch.ops.aten
+ZERO = constant(0)
+
+PARTS: dict[Any, str] = {  # the first result is made of elements of `self` alone; other arguments only say which
+    aten.view.default: "size",
+    aten._unsafe_view.default: "size",
+    aten.reshape.default: "shape",
+    aten.unsqueeze.default: "dim",
+    aten.squeeze.default: "",
+    aten.squeeze.dim: "dim",
+    aten.squeeze.dims: "dim",
+    aten.expand.default: "size",
+    aten.permute.default: "dims",
+    aten.transpose.int: "dim0 dim1",
+    aten.t.default: "",
+    aten.clone.default: "",
+    aten.alias.default: "",
+    aten.detach.default: "",
+    aten.repeat.default: "repeats",
+    aten.slice.Tensor: "dim start end step",
+    aten.select.int: "dim index",
+    aten.index.Tensor: "indices",
+    aten._unsafe_index.Tensor: "indices",
+    aten.index_select.default: "dim index",
+    aten.gather.default: "dim index sparse_grad",
+    aten.flip.default: "dims",
+    aten.roll.default: "shifts dims",
+    aten.unfold.default: "dimension size step",
+    aten.diagonal.default: "offset dim1 dim2",
+    aten.amax.default: "dim keepdim",
+    aten.amin.default: "dim keepdim",
+    aten.max.default: "",
+    aten.min.default: "",
+}
+for _operator, _names in PARTS.items():
+
+    @structural(_operator, takes=f"self {_names}")
+    def _part(call: RangeCall) -> Range:
+        return call.range("self")
+
+
+@structural(aten.max.dim, aten.min.dim, takes="self dim keepdim")
+def _largest_of_dim(call: RangeCall) -> tuple[Range, Range]:
+    return call.range("self"), positions(call, call.arguments["dim"])
+
+
+@structural(aten.topk.default, takes="self k dim largest sorted")
+def _topk(call: RangeCall) -> tuple[Range, Range]:
+    return call.range("self"), positions(call, call.arguments["dim"])
+
+
+@structural(aten.sort.default, takes="self dim descending")
+def _sort(call: RangeCall) -> tuple[Range, Range]:
+    return call.range("self"), positions(call, call.arguments["dim"])
+
+
+@structural(aten.sort.stable, takes="self stable dim descending")
+def _sort_stable(call: RangeCall) -> tuple[Range, Range]:
+    return call.range("self"), positions(call, call.arguments["dim"])
+
+
+@structural(aten.argsort.default, takes="self dim descending")
+def _argsort(call: RangeCall) -> Range:
+    return positions(call, call.arguments["dim"])
+
+
+@structural(aten.argsort.stable, takes="self stable dim descending")
+def _argsort_stable(call: RangeCall) -> Range:
+    return positions(call, call.arguments["dim"])
+
+
+@structural(aten.argmax.default, aten.argmin.default, takes="self dim keepdim")
+def _argmax(call: RangeCall) -> Range:
+    return positions(call, call.arguments["dim"])
+
+
+def positions(call: RangeCall, dim: int | None) -> Range:
+    """Numbers of elements along a dimension."""
+    shape = call.shape("self")
+    if dim is None or not shape:
+        return Range(0, LONGEST)
+    return Range(0, max(longest(shape[dim % len(shape)]) - 1, 0))
+
+
+def _all_results(call: RangeCall) -> tuple[Range, ...]:
+    return (call.range("self"),) * len(call.node.meta[VALUE])
+
+
+structural(aten.split.Tensor, takes="self split_size dim")(_all_results)
+structural(aten.split_with_sizes.default, takes="self split_sizes dim")(_all_results)
+structural(aten.unbind.int, takes="self dim")(_all_results)
+
+
+@structural(aten.embedding.default, takes="weight indices padding_idx scale_grad_by_freq sparse")
+def _embedding(call: RangeCall) -> Range:
+    return call.range("weight")
+
+
+@structural(aten.cat.default, aten.stack.default, takes="tensors dim")
+def _join(call: RangeCall) -> Range:
+    full = [item for item in call.arguments["tensors"] if 0 not in shape_of_node(item)]
+    return hull(*(range_of_argument(item, call.reader) for item in full)) if full else everything(call.dtype)
+
+
+@structural(aten.tril.default, aten.triu.default, takes="self diagonal")
+def _triangle(call: RangeCall) -> Range:
+    return hull(call.range("self"), ZERO)
+
+
+@structural(aten.constant_pad_nd.default, takes="self pad value")
+def _padded(call: RangeCall) -> Range:
+    return hull(call.range("self"), call.range("value"))
+
+
+@structural(aten.copy.default, takes="self src")
+def _copied(call: RangeCall) -> Range:
+    return call.range("src")
+
+
+@structural(aten.slice_scatter.default, takes="self src dim start end step")
+def _slice_scatter(call: RangeCall) -> Range:
+    return hull(call.range("self"), call.range("src"))
+
+
+@structural(aten.select_scatter.default, aten.scatter.src, takes="self src dim index")
+def _select_scatter(call: RangeCall) -> Range:
+    return hull(call.range("self"), call.range("src"))
+
+
+@structural(aten.scatter.value, takes="self dim index value")
+def _scatter_value(call: RangeCall) -> Range:
+    return hull(call.range("self"), call.range("value"))
+
+
+@structural(aten.index_put.default, aten._unsafe_index_put.default, takes="self indices values accumulate")
+def _index_put(call: RangeCall) -> Range:
+    return everything(call.dtype) if call.arguments["accumulate"] else hull(call.range("self"), call.range("values"))
+
+
+@structural(aten.masked_scatter.default, takes="self mask source")
+def _masked_scatter(call: RangeCall) -> Range:
+    return hull(call.range("self"), call.range("source"))
+
+
+@structural(aten.slice_backward.default, takes="grad_output input_sizes dim start end step")
+def _slice_backward(call: RangeCall) -> Range:
+    return hull(call.range("grad_output"), ZERO)
+
+
+@structural(RELATIVE_SHIFT, takes="x dim first columns")
+def _relative_shift(call: RangeCall) -> Range:
+    return call.range("x")
+
+
+@structural(RELATIVE_SHIFT_BACKWARD, takes="gradient dim first width")
+def _relative_shift_backward(call: RangeCall) -> Range:
+    return hull(call.range("gradient"), ZERO)
+
+
+@structural(aten.select_backward.default, takes="grad_output input_sizes dim index")
+def _select_backward(call: RangeCall) -> Range:
+    return hull(call.range("grad_output"), ZERO)
+
+
+# -- numbers that the operator says
+
+
+@structural(aten.full.default, takes="size fill_value dtype")
+def _full(call: RangeCall) -> Range:
+    return call.range("fill_value")
+
+
+@structural(aten.full_like.default, takes="self fill_value dtype")
+def _full_like(call: RangeCall) -> Range:
+    return call.range("fill_value")
+
+
+@structural(aten.scalar_tensor.default, takes="s dtype")
+def _scalar_tensor(call: RangeCall) -> Range:
+    return call.range("s")
+
+
+@structural(aten.zeros.default, takes="size dtype")
+def _zeros(call: RangeCall) -> Range:
+    return ZERO
+
+
+@structural(aten.zeros_like.default, takes="self dtype")
+def _zeros_like(call: RangeCall) -> Range:
+    return ZERO
+
+
+@structural(aten.ones.default, takes="size dtype")
+def _ones(call: RangeCall) -> Range:
+    return constant(1)
+
+
+@structural(aten.ones_like.default, takes="self dtype")
+def _ones_like(call: RangeCall) -> Range:
+    return constant(1)
+
+
+@structural(aten.arange.default, takes="end dtype")
+def _arange(call: RangeCall) -> Range:
+    return _counted(ZERO, call.range("end"), constant(1), call.dtype)
+
+
+@structural(aten.arange.start, takes="start end dtype")
+def _arange_start(call: RangeCall) -> Range:
+    return _counted(call.range("start"), call.range("end"), constant(1), call.dtype)
+
+
+@structural(aten.arange.start_step, takes="start end step dtype")
+def _arange_start_step(call: RangeCall) -> Range:
+    return _counted(call.range("start"), call.range("end"), call.range("step"), call.dtype)
+
+
+def _counted(start: Range, end: Range, step: Range, dtype: torch.dtype) -> Range:
+    """From the start towards the end, which is not reached; fractions may be rounded up to it, and a little beyond."""
+    whole = all(isinstance(bound, int) for known in (start, end, step) for bound in (known.low, known.high))
+    if not whole or dtype.is_floating_point or step.has_zero:
+        low, high = min(start.low, end.low), max(start.high, end.high)
+        reach = step.magnitude
+        return Range(low - reach, high + reach)
+    if step.low > 0:
+        return Range(start.low, max(start.high, end.high - 1))
+    return Range(min(start.low, end.low + 1), start.high)
+
+
+@structural(aten.rand.default, takes="size dtype")
+def _rand(call: RangeCall) -> Range:
+    return Range(0, 1)
+
+
+@structural(aten.rand_like.default, takes="self dtype")
+def _rand_like(call: RangeCall) -> Range:
+    return Range(0, 1)
+
+
+@structural(aten.randn.default, takes="size dtype")
+def _randn(call: RangeCall) -> Range:
+    return activation(call.dtype)
+
+
+@structural(aten.bernoulli.default, takes="self")
+def _bernoulli(call: RangeCall) -> Range:
+    return Range(0, 1)
+
+
+@structural(aten.native_dropout.default, takes="input p train")
+def _native_dropout(call: RangeCall) -> tuple[Range, Range]:
+    """Kept and scaled, or zero."""
+    known, p = call.range("input"), call.arguments["p"]
+    if not isinstance(p, (int, float)) or not 0 <= p < 1:
+        return everything(call.dtype), Range(0, 1)
+    if p == 0 or call.arguments["train"] is False:
+        return known, Range(0, 1)
+    scale = 1.001 / (1 - p)
+    nan = known.nan or math.isinf(known.magnitude)  # nothing times infinity
+    return hull(Range(known.low * scale, known.high * scale, nan), known, ZERO), Range(0, 1)

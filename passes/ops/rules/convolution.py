@@ -1,0 +1,116 @@
+"""Convolutions over one axis: a row of the result needs the rows of a window, a fixed distance away.
+
+[b c t], weight [o c k]  ->  [b o t']      row i of t' needs rows i - padding to i - padding + (k - 1) * dilation of t
+
+A convolution over any number of axes whose kernel has one tap mixes channels alone (heads of scores, say).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from streamfx.ir.signature import LetterShape, Signature, Window, whole
+from streamfx.ir.sizes import Size
+from streamfx.passes.ops.rules.registry import RuleCall, rule
+
+aten = torch.ops.aten
+
+# letters: batch, channels in, rows in, channels out, rows out, taps of the window, channels of one group in and out
+B, C, S, F, T, K, CG, FG = range(8)
+FIRST_PLACE = 8  # where a kernel has one tap: the axes that it runs along
+WHOLE = whole(C, F, K, CG, FG)
+
+
+def window_of(arguments: dict[str, Any], taps: Any) -> Window | None:
+    """The rows of the operand that a row of the result needs, for one axis in steps of one; None for any other convolution."""
+    names = ("stride", "padding", "dilation", "output_padding")
+    stride, padding, dilation, more = (arguments[name] for name in names)
+    numbers = (taps, *stride, *padding, *dilation, *more)
+    if len(numbers) != 5 or not all(isinstance(number, int) for number in numbers):
+        return None
+    if stride[0] != 1 or more[0] != 0:
+        return None
+    reach = dilation[0] * (taps - 1)
+    return Window(S, padding[0] - reach if arguments["transposed"] else -padding[0], reach)
+
+
+def is_of_one_tap(arguments: dict[str, Any], weight: Sequence[Size]) -> bool:
+    """Whether no row sees another one: [o c 1 1] in steps of one, without padding."""
+    steps = all(step == 1 for step in arguments["stride"])
+    plain = all(number == 0 for name in ("padding", "output_padding") for number in arguments[name])
+    return all(taps == 1 for taps in weight[2:]) and steps and plain
+
+
+def _mixed_channels(call: RuleCall) -> Signature:
+    x, weight, y = _letters_of_one_tap(call, 0, call.shape)
+    bias = (y[1],) * (len(call.operands) - 2)
+    return Signature((x, weight, *((dim,) for dim in bias)), (y,), WHOLE)
+
+
+def _mixed_channels_backward(call: RuleCall) -> Signature:
+    x, weight, y = _letters_of_one_tap(call, 1, call.shapes[0])
+    return Signature((y, x, weight), ((), weight, ()), WHOLE)
+
+
+def _letters_of_one_tap(call: RuleCall, x: int, result: tuple[Any, ...]) -> tuple[LetterShape, LetterShape, LetterShape]:
+    """Letters of x [b c ...], weight [o c 1 ...] and y [b o ...]."""
+    (_, inside, *_), weight, (_, outside, *_) = _letters(call, x, x + 1, result)
+    rank = len(result)
+    places = tuple((FIRST_PLACE + i,) for i in range(rank - 2))
+    return ((B,), inside, *places), (*weight[:2], *((),) * (rank - 2)), ((B,), outside, *places)
+
+
+@rule(aten.convolution.default)
+def convolution(call: RuleCall) -> Signature | None:
+    """(x, weight, bias?): channels are mixed within their group, rows within the window."""
+    if is_of_one_tap(call.arguments(), call.shapes[1]):
+        return _mixed_channels(call)
+    window = window_of(call.arguments(), call.shapes[1][-1])
+    if window is None or len(call.shapes[0]) != 3:
+        return None
+    x, weight, y = _letters(call, 0, 1, call.shape)
+    bias = (y[1],) if len(call.operands) == 3 else ()
+    return Signature(
+        (x, weight, *((bias,) if bias else ())),
+        (y,),
+        {**WHOLE, T: window},
+    )
+
+
+@rule(aten.convolution_backward.default)
+def weight_gradient(call: RuleCall) -> Signature | None:
+    """(dy, x, weight) to the gradient of the weight alone, which `canonicalize` splits off: a sum over rows.
+
+    A row of x meets the rows of dy whose windows hold it, which a loop from right to left has seen.
+    """
+    arguments = call.arguments()
+    if arguments["output_mask"] != [False, True, False]:
+        return None
+    if is_of_one_tap(arguments, call.shapes[2]):
+        return _mixed_channels_backward(call)
+    window = window_of(arguments, call.shapes[2][-1])
+    if window is None or len(call.shapes[1]) != 3:
+        return None
+    x, weight, y = _letters(call, 1, 2, call.shapes[0])
+    return Signature(
+        (y, x, weight),
+        ((), weight, ()),
+        {**WHOLE, S: Window(T, -window.start - window.reach, window.reach)},
+    )
+
+
+def _letters(call: RuleCall, x: int, weight: int, result: tuple[Any, ...]) -> tuple[LetterShape, LetterShape, LetterShape]:
+    """Letters of x, weight and y. With a group for each channel, channels go in and come out one by one."""
+    arguments = call.arguments()
+    groups, transposed = arguments["groups"], arguments["transposed"]
+    channels = call.shapes[x][1]
+    if groups == channels == result[1]:
+        per_channel: LetterShape = ((C,), (), (K,))
+        return ((B,), (C,), (S,)), per_channel, ((B,), (C,), (T,))
+    inside, outside = (C if groups == 1 else CG,), (F if groups == 1 else FG,)
+    if transposed:
+        return ((B,), (C,), (S,)), ((C,), outside, (K,)), ((B,), (F,), (T,))
+    return ((B,), (C,), (S,)), ((F,), inside, (K,)), ((B,), (F,), (T,))

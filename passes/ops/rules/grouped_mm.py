@@ -1,0 +1,15 @@
+"""Products in which each row chooses its weight: rows are kept, or summed into one product per group."""
+
+from __future__ import annotations
+
+from streamfx.ir.signature import Signature, whole
+from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
+from streamfx.passes.ops.rules.registry import RuleCall, rule, signatures
+
+signatures({GROUPED_MM: "s k, e! k n, s -> s n"})
+
+
+@rule(GROUPED_OUTER)
+def grouped_outer(call: RuleCall) -> Signature:
+    s, k, n, e = range(4)
+    return Signature((((s,), (k,)), ((s,), (n,)), ((s,),)), (((e,), (k,), (n,)),), index=whole(e))

@@ -1,0 +1,162 @@
+"""Look-ups: rows follow the index; the table that is looked into is needed whole along the indexed axis."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from streamfx.ir.ranges import is_exact_in
+from streamfx.ir.signature import LetterShape, Signature, whole
+from streamfx.node_meta import EACH_ONCE, VALUE
+from streamfx.passes.ops.constants import is_zero
+from streamfx.passes.ops.ranges import ValueRanges
+from streamfx.passes.ops.ranges.casts import is_whole
+from streamfx.passes.ops.ranges.transfer import longest
+from streamfx.passes.ops.rules.registry import RuleCall, rule
+
+aten = torch.ops.aten
+
+
+@rule(aten.embedding.default)
+def embedding(call: RuleCall) -> Signature:
+    rank = len(call.shapes[1])
+    index = tuple((i,) for i in range(rank))
+    vocabulary, width = (rank,), (rank + 1,)
+    return Signature(((vocabulary, width), index), ((*index, width),), index=whole(*vocabulary))
+
+
+@rule(aten.embedding_dense_backward.default)
+def embedding_dense_backward(call: RuleCall) -> Signature | None:
+    """Rows of the gradient are added into a table of their own: summed over all positions."""
+    if call.arguments()["scale_grad_by_freq"]:
+        return None
+    rank = len(call.shapes[1])
+    index = tuple((i,) for i in range(rank))
+    vocabulary, width = (rank,), (rank + 1,)
+    return Signature(((*index, width), index), ((vocabulary, width),), index=whole(*vocabulary))
+
+
+@rule(aten.bucketize.Tensor)
+def bucketize(call: RuleCall) -> Signature:
+    """Between which boundaries a number lies: each has to be compared with all of them."""
+    rank = len(call.shape)
+    numbers = tuple((i,) for i in range(rank))
+    return Signature((numbers, ((rank,),)), (numbers,), index=whole(rank))
+
+
+@rule(aten.gather.default)
+def gather(call: RuleCall) -> Signature | None:
+    """The indexed dimension is needed whole; all others must run along together."""
+    rank, dim = len(call.shape), call.arguments()["dim"]
+    if not rank:
+        return None
+    dim %= rank
+    source, index = call.shapes
+    if any(source[i] != index[i] for i in range(rank) if i != dim):
+        return None
+    letters = tuple((i,) for i in range(rank))
+    looked = (*letters[:dim], (rank,), *letters[dim + 1 :])
+    return Signature((looked, letters), (letters,), index=whole(rank))
+
+
+@rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two)
+def scatter(call: RuleCall) -> Signature | None:
+    """The mirror of `gather`: the written dimension is needed whole on the target's side.
+
+    Where each place is written once, whatever stood there is gone, and all that rows write is a sum over rows.
+    """
+    rank, dim = len(call.shape), call.arguments()["dim"]
+    if not rank:
+        return None
+    dim %= rank
+    if any(shape[i] != call.shape[i] for shape in call.shapes for i in range(rank) if i != dim):
+        return None
+    letters = tuple((i,) for i in range(rank))
+    index = (*letters[:dim], (rank,), *letters[dim + 1 :])
+    positions = () if EACH_ONCE in call.node.meta else (rank,)
+    return Signature((letters, *(index,) * (len(call.operands) - 1)), (letters,), index=whole(dim, *positions))
+
+
+@rule(aten.index_select.default)
+def index_select(call: RuleCall) -> Signature | None:
+    rank = len(call.shapes[0])
+    if not rank:
+        return None
+    dim = call.arguments()["dim"] % rank
+    letters = tuple((i,) for i in range(rank))
+    chosen = (rank,)
+    result = (*letters[:dim], chosen, *letters[dim + 1 :])
+    index = (chosen,) if call.shapes[1] else ()
+    return Signature((letters, index), (result,), index=whole(dim))
+
+
+@rule(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(call: RuleCall) -> Signature | None:
+    """`x[i, j, :]`: index tensors are broadcast together, and the dimensions they look into are needed whole."""
+    found = _looked_up(call)
+    if found is None:
+        return None
+    source, indices, result, looked = found
+    return Signature((source, *indices), (result,), whole(*looked))
+
+
+@rule(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(call: RuleCall) -> Signature | None:
+    """The mirror of `index`. Rows added to zeros are a sum over all positions; else all positions are needed at once."""
+    found = _looked_up(call)
+    if found is None:
+        return None
+    target, indices, rows, looked = found
+    own = call.shapes[-1]
+    values = tuple(rows[len(rows) - len(own) + i] if size != 1 else () for i, size in enumerate(own))
+    adds_up = call.arguments()["accumulate"] and is_zero(call.operands[0]) and not _is_rounded_count(call)
+    positions = frozenset() if adds_up else frozenset(letter for shape in indices for dim in shape for letter in dim)
+    return Signature((target, *indices, values), (target,), whole(*looked, *positions))
+
+
+@rule(aten.index_add.default)
+def index_add(call: RuleCall) -> Signature | None:
+    """Rows are added into a dimension, which is needed whole; into zeros it is a sum over the rows."""
+    rank = len(call.shape)
+    if not rank or len(call.operands) != 3:
+        return None
+    dim = call.arguments()["dim"] % rank
+    target, chosen = tuple((i,) for i in range(rank)), (rank,)
+    source = (*target[:dim], chosen, *target[dim + 1 :])
+    adds_up = is_zero(call.operands[0]) and not _is_rounded_count(call)
+    return Signature((target, (chosen,) if call.shapes[1] else (), source), (target,), whole(dim, *([] if adds_up else [rank])))
+
+
+def _is_rounded_count(call: RuleCall) -> bool:
+    """Whether whole numbers are added up in a type that may not hold their sum: a count in bfloat16 ends at 256.
+
+    What eager makes of them then depends on the order of the sum, and what is made of a count may be a number of rows.
+    """
+    values, source = ValueRanges(), call.operands[-1]
+    dtype: torch.dtype = source.meta[VALUE].dtype
+    number = values.of(source).constant
+    is_number = number is not None and math.isfinite(number) and number == int(number)
+    if not dtype.is_floating_point or dtype.itemsize > 2 or not (is_number or is_whole(source, values)):
+        return False
+    count = math.prod(longest(size) for size in call.shapes[-1])
+    return not is_exact_in(dtype, 0, count * values.of(source).magnitude)
+
+
+def _looked_up(call: RuleCall) -> tuple[LetterShape, tuple[LetterShape, ...], LetterShape, frozenset[int]] | None:
+    """Letters of `x`, of each index tensor and of `x[indices]`; and the letters of `x` that are looked into."""
+    indices, rank = call.arguments()["indices"], len(call.shapes[0])
+    looked = [dim for dim, item in enumerate(indices) if item is not None]
+    shapes = call.shapes[1 : 1 + len(looked)]
+    if len(shapes) != len(looked) or any(item.meta[VALUE].dtype == torch.bool for item in call.operands[1 : 1 + len(looked)]):
+        return None
+    width = max(len(shape) for shape in shapes)
+    wide = {width - len(shape) + i for shape in shapes for i, size in enumerate(shape) if size != 1}
+    positions = tuple((rank + i,) if i in wide else () for i in range(width))
+    letters = tuple(
+        tuple(positions[width - len(shape) + i] if size != 1 else () for i, size in enumerate(shape)) for shape in shapes
+    )
+    source = tuple((dim,) for dim in range(rank))
+    kept = tuple(dim for i, dim in enumerate(source) if i not in looked)
+    first = looked[0] if looked == list(range(looked[0], looked[-1] + 1)) else 0
+    return source, letters, (*kept[:first], *positions, *kept[first:]), frozenset(looked)

@@ -1,0 +1,93 @@
+"""Pointwise operators: every row of the result needs the same row of each operand.
+
+Operators that torch tags as pointwise need no entry; these lack the tag.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from streamfx.ir.signature import Signature, Window, whole
+from streamfx.node_meta import COLLECTED, OWN_AXES
+from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
+
+aten = torch.ops.aten
+
+rule(
+    aten._to_copy.default,
+    aten.copy.default,
+    aten.fill.Tensor,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.bernoulli.default,
+    aten.bernoulli.p,
+    aten.exponential.default,
+    aten.uniform.default,
+    aten.normal_functional.default,
+    aten.native_dropout.default,
+    aten.softplus_backward.default,
+    aten.hardtanh_backward.default,
+    aten.elu_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.mish_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.log_sigmoid_backward.default,
+    aten.masked_fill.Tensor,
+    aten.polar.default,
+    aten.complex.default,
+    aten.conj_physical.default,
+    aten.real.default,
+    aten.imag.default,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten.scalar_tensor.default,
+)(broadcast)
+
+
+@rule(aten.alias.default)
+def alias(call: RuleCall) -> Signature:
+    """The same rows; a view that a reader has for itself has axes of its own."""
+    if COLLECTED in call.node.meta:
+        return _collected(call)
+    if OWN_AXES not in call.node.meta:
+        return broadcast(call)
+    rank = len(call.shape)
+    operand, result = (tuple((first + i,) if size != 1 else () for i, size in enumerate(call.shape)) for first in (0, rank))
+    return Signature((operand,), (result,), {letter: Window(letter - rank, 0) for dim in result for letter in dim})
+
+
+def _collected(call: RuleCall) -> Signature:
+    """Along some dimensions all rows at once, in axes that are none of the sequence, or those of other values."""
+    rank, found = len(call.shape), call.node.meta[COLLECTED]
+    operand = tuple((i,) if size != 1 else () for i, size in enumerate(call.shape))
+    result = tuple((rank + i,) if dim and i in found else dim for i, dim in enumerate(operand))
+    known = {rank + i: call.axis_of(*source) for i, source in found.items() if source is not None}
+    letters = (letter for i in found for letter in (i, rank + i))
+    return Signature((operand,), (result,), whole(*letters), atoms={i: dim for i, dim in known.items() if dim is not None})
+
+
+@rule(aten.log_sigmoid_forward.default)
+def log_sigmoid_forward(call: RuleCall) -> Signature:
+    """Only the first result has rows; the buffer is empty on some devices."""
+    return broadcast(call, results=2 if call.result_shapes[1] == call.shape else 1)
+
+
+@rule(aten.view_as_complex.default)
+def view_as_complex(call: RuleCall) -> Signature:
+    kept = tuple((letter,) for letter in range(len(call.shape)))
+    pair = len(call.shape)
+    return Signature(((*kept, (pair,)),), (kept,), index=whole(pair))
+
+
+@rule(aten.view_as_real.default)
+def view_as_real(call: RuleCall) -> Signature:
+    kept = tuple((letter,) for letter in range(len(call.shape) - 1))
+    pair = len(kept)
+    return Signature((kept,), ((*kept, (pair,)),), index=whole(pair))

@@ -1,0 +1,19 @@
+"""Recurrences, those that `passes/scan/detection.py` has found and scans: their rows follow one another."""
+
+from __future__ import annotations
+
+from streamfx.ir.signature import RunningSum, Signature, whole
+from streamfx.passes.ops.rules.registry import RuleCall, rule
+from streamfx.runtime.associative import Associative, AssociativeBackward
+from streamfx.runtime.chunked_recurrences import Recurrence, UnrolledRecurrence
+from streamfx.runtime.custom_scan import Backward, Forward
+from streamfx.runtime.scan import ChunkedScan
+
+
+@rule(UnrolledRecurrence, ChunkedScan, Forward, Backward, Associative, AssociativeBackward)
+def recurrence(call: RuleCall) -> Signature:
+    """Whole along all axes but that of the steps, which a loop in their direction carries along."""
+    run: Recurrence = call.node.target  # type: ignore[assignment]
+    axes = run.axes
+    letters = Signature(axes.operands, axes.results).letters()
+    return Signature(axes.operands, axes.results, {**whole(*letters), axes.rows: RunningSum(run.reverse)})

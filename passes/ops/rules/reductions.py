@@ -1,0 +1,174 @@
+"""Reductions and normalisations: the reduced axes are contracted where parts add up, and needed whole where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from streamfx.ir.signature import Signature, whole
+from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
+
+aten = torch.ops.aten
+NONE_IS_NONE = (aten.any.dims, aten.all.dims)  # over no dimension these leave every element, as a flag
+
+
+def reduced_dims(call: RuleCall) -> set[int]:
+    """The dimensions that the call reduces. A missing argument means all, and so does an empty one but for `NONE_IS_NONE`."""
+    rank = len(call.shapes[0])
+    dims: Any = call.arguments().get("dim")
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims and call.node.target not in NONE_IS_NONE):
+        return set(range(rank))
+    return {dim % rank for dim in (dims if isinstance(dims, Iterable) else (dims,))} if rank else set()
+
+
+def reduction(call: RuleCall, summable: bool, combine: str = "sum") -> Signature:
+    rank, reduced = len(call.shapes[0]), reduced_dims(call)
+    letters = tuple((i,) for i in range(rank))
+    keep = call.arguments().get("keepdim", False)
+    result = tuple(() if i in reduced else letters[i] for i in range(rank) if keep or i not in reduced)
+    return Signature((letters,), (result,) * len(call.result_shapes), {} if summable else whole(*reduced), combine=combine)
+
+
+@rule(aten.sum.default, aten.sum.dim_IntList)
+def sums(call: RuleCall) -> Signature:
+    return reduction(call, summable=True)
+
+
+@rule(aten.mean.default, aten.mean.dim)
+def means(call: RuleCall) -> Signature:
+    return reduction(call, summable=True, combine="mean")
+
+
+@rule(
+    aten.amax.default,
+    aten.amin.default,
+    aten.max.default,
+    aten.min.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.logsumexp.default,
+    aten.any.default,
+    aten.any.dim,
+    aten.any.dims,
+    aten.all.default,
+    aten.all.dim,
+    aten.all.dims,
+    aten.prod.default,
+    aten.prod.dim_int,
+    aten.var.correction,
+    aten.std.correction,
+    aten.var_mean.correction,
+    aten.linalg_vector_norm.default,
+    aten.median.dim,
+)
+def needs_all_rows(call: RuleCall) -> Signature:
+    return reduction(call, summable=False)
+
+
+@rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
+def softmax(call: RuleCall) -> Signature:
+    """Rows are normalised along one dimension, which is needed whole."""
+    dim = call.arguments()["dim"] % max(len(call.shape), 1)
+    return replace(broadcast(call), index=whole(dim))
+
+
+@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def softmax_backward(call: RuleCall) -> Signature:
+    dim = call.arguments()["dim"] % max(len(call.shape), 1)
+    return replace(broadcast(call), index=whole(dim))
+
+
+@rule(
+    aten.cummax.default,
+    aten.cummin.default,
+    aten.sort.default,
+    aten.sort.stable,
+    aten.argsort.default,
+    aten.argsort.stable,
+)
+def along_one_dimension(call: RuleCall) -> Signature:
+    """Each row depends on others along one dimension, whose length stays."""
+    dim = call.arguments()["dim"] % max(len(call.shape), 1)
+    return replace(broadcast(call), index=whole(dim))
+
+
+@rule(aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)
+def transforms(call: RuleCall) -> Signature:
+    """Fourier's: each number along a dimension is made of all numbers along it, and there may be fewer of them, or more."""
+    rank = len(call.shape)
+    dims = {dim % rank for dim in call.arguments()["dim"]}
+    operand = tuple((dim,) for dim in range(rank))
+    result = tuple((rank + dim if dim in dims else dim,) for dim in range(rank))
+    return Signature((operand,), (result,), whole(*dims, *(rank + dim for dim in dims)))
+
+
+@rule(aten.topk.default, aten.kthvalue.default)
+def topk(call: RuleCall) -> Signature:
+    rank = len(call.shapes[0])
+    dim = call.arguments()["dim"] % max(rank, 1)
+    letters = tuple((i,) for i in range(rank))
+    kept = () if len(call.shape) < rank else ((rank,),)
+    result = (*letters[:dim], *kept, *letters[dim + 1 :])
+    return Signature((letters,), (result,) * len(call.result_shapes), index=whole(dim, *([rank] if kept else [])))
+
+
+@rule(aten.native_layer_norm.default)
+def layer_norm(call: RuleCall) -> Signature:
+    """Rows over the normalised dimensions; weight and bias have those dimensions."""
+    rank = len(call.shape)
+    inner = rank - len(call.arguments()["normalized_shape"])
+    letters = tuple((i,) for i in range(rank))
+    affine = (letters[inner:],) * (len(call.operands) - 1)
+    statistics = (*letters[:inner], *((),) * (rank - inner))
+    return Signature((letters, *affine), (letters, statistics, statistics), index=whole(*range(inner, rank)))
+
+
+@rule(aten.native_layer_norm_backward.default)
+def layer_norm_backward(call: RuleCall) -> Signature:
+    """(grad, x, mean, rstd, weight?, bias?) to (dx, dweight, dbias): the last two are summed over rows."""
+    rank = len(call.shapes[1])
+    arguments = call.arguments()
+    inner = rank - len(arguments["normalized_shape"])
+    letters = tuple((i,) for i in range(rank))
+    statistics = (*letters[:inner], *((),) * (rank - inner))
+    affine = (letters[inner:],) * (len(call.operands) - 4)
+    shapes = (letters, letters[inner:], letters[inner:])
+    results = tuple(dims if shape else () for dims, shape in zip(shapes, call.result_shapes, strict=True))
+    operands = (letters, letters, statistics, statistics, *affine)
+    return Signature(operands, results, index=whole(*range(inner, rank)))
+
+
+@rule(aten._fused_rms_norm.default)
+def rms_norm(call: RuleCall) -> Signature:
+    rank = len(call.shape)
+    inner = rank - len(call.arguments()["normalized_shape"])
+    letters = tuple((i,) for i in range(rank))
+    statistics = (*letters[:inner], *((),) * (rank - inner))
+    affine = (letters[inner:],) * (len(call.operands) - 1)
+    return Signature((letters, *affine), (letters, statistics), index=whole(*range(inner, rank)))
+
+
+@rule(aten._fused_rms_norm_backward.default)
+def rms_norm_backward(call: RuleCall) -> Signature:
+    rank = len(call.shapes[1])
+    inner = rank - len(call.arguments()["normalized_shape"])
+    letters = tuple((i,) for i in range(rank))
+    statistics = (*letters[:inner], *((),) * (rank - inner))
+    affine = (letters[inner:],) * (len(call.operands) - 3)
+    results = (letters, letters[inner:])[: len(call.result_shapes)]
+    return Signature((letters, letters, statistics, *affine), results, index=whole(*range(inner, rank)))
+
+
+@rule(aten.histc.default)
+def histogram(call: RuleCall) -> Signature | None:
+    """Counts of fixed bins add up; bins from the least to the largest element depend on all of them."""
+    arguments = call.arguments()
+    if not arguments["min"] < arguments["max"]:
+        return None
+    rank = len(call.shapes[0])
+    return Signature((tuple((i,) for i in range(rank)),), (((rank,),),), index=whole(rank))

@@ -1,0 +1,182 @@
+"""How a rule is written down and looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from streamfx.argument_checks import described
+from streamfx.errors import StreamFXError, told
+from streamfx.ir.axis_table import AxisTable, Dim
+from streamfx.ir.joint import bound_arguments, results_of, shape_of_node, tensor_operands
+from streamfx.ir.signature import FullAxis, Index, LetterDim, LetterShape, Signature
+from streamfx.ir.sizes import Size, shape_of
+from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.torch_private import OpOverload
+
+Rule: TypeAlias = "Callable[[RuleCall], Signature | None]"
+FAILS = "the rule for {target} raises {error}"
+NO_SIGNATURE = "the rule for {target} is to return a Signature or None, and returns {found}"
+NOT_COVERED = "the rule for {target} does not cover these arguments"
+OTHER_DIMENSIONS = "the rule for {target} tells of other tensors, or of other dimensions, than the call has"
+OTHER_ROWS = "{target} reads rows of one length as rows of another"
+
+
+class RuleCall:
+    """One node as a rule sees it: arguments by name, shapes, and what is known of the operands' axes."""
+
+    def __init__(self, node: fx.Node, axes: AxisTable, dims: Mapping[fx.Node, tuple[Dim, ...]]) -> None:
+        self.node = node
+        self.axes = axes
+        self.operands = tensor_operands(node)
+        self.shapes: tuple[tuple[Size, ...], ...] = tuple(shape_of_node(operand) for operand in self.operands)
+        self.result_shapes = tuple(shape_of(result) if result is not None else () for result in results_of(node))
+        self._dims = dims
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """The shape of the first result."""
+        return self.result_shapes[0]
+
+    def dims(self, operand: int) -> tuple[Dim, ...]:
+        return tuple(self.axes.resolve(dim) for dim in self._dims[self.operands[operand]])
+
+    def axis_of(self, value: fx.Node, position: int) -> Dim | None:
+        """What is known of a dimension of any value in front of this node."""
+        return self._dims[value][position] if value in self._dims else None
+
+    def arguments(self) -> dict[str, Any]:
+        return bound_arguments(self.node)
+
+
+RULES: dict[Any, Rule] = {}
+NAMED: dict[str, Rule] = {}  # by the name of an operator that another package defines, if it is there
+
+
+def rule(*operators: Any) -> Callable[[Rule], Rule]:
+    """Register a function from a `RuleCall` to its `Signature` (None: not for these arguments)."""
+
+    def register(function: Rule) -> Rule:
+        for operator in operators:
+            RULES[operator] = function
+        return function
+
+    return register
+
+
+def signatures(table: Mapping[Any, str]) -> None:
+    """Register operators whose signature is the same for all arguments, in notation.
+
+    `m k, k n -> m n`: one letter per dimension; `k!` is needed whole; `...` stands for any leading dimensions, the same
+    ones everywhere; several results are separated by commas.
+    """
+    for operator, notation in table.items():
+        RULES[operator] = notation_rule(notation)
+
+
+def notation_rule(notation: str) -> Rule:
+    """The rule that `signatures` makes of its notation; it declines a call with other operands or dimensions.
+
+    A letter that no operand has is a new dimension: an operator that makes it makes all of it.
+    """
+    left, right = ([part.split() for part in side.split(",")] for side in notation.split("->"))
+
+    def from_notation(call: RuleCall) -> Signature | None:
+        if len(left) != len(call.operands):
+            return None
+        numbers = count()
+        letters: dict[str, int] = {}
+        needed: dict[int, Index] = {}
+        spreads: set[int] = set()
+
+        def read(tokens: Sequence[str], rank: int) -> LetterShape:
+            names: list[str] = []
+            spread = rank - len(tokens) + 1
+            for token in tokens:
+                names.extend(f"...{i}" for i in range(spread)) if token == "..." else names.append(token)
+            if "..." in tokens:
+                spreads.add(spread)
+            dims = []
+            for name in names:
+                letter = letters.setdefault(name.rstrip("!"), next(numbers))
+                if name.endswith("!"):
+                    needed[letter] = FullAxis()
+                dims.append((letter,))
+            return tuple(dims)
+
+        operands = tuple(read(tokens, len(shape)) for tokens, shape in zip(left, call.shapes, strict=True))
+        given = set(letters.values())
+        results = tuple(read(tokens, len(shape)) for tokens, shape in zip(right, call.result_shapes, strict=False))
+        shapes = (*zip(operands, call.shapes, strict=True), *zip(results, call.result_shapes, strict=False))
+        if any(len(dims) != len(shape) for dims, shape in shapes) or len(spreads) > 1 or not _of_one_size(shapes):
+            return None
+        return Signature(operands, results, {**needed, **{letter: FullAxis() for letter in set(letters.values()) - given}})
+
+    return from_notation
+
+
+def _of_one_size(shapes: Iterable[tuple[LetterShape, tuple[Size, ...]]]) -> bool:
+    """Whether dimensions that share a letter do not differ in size: a row that is repeated for all others is not theirs."""
+    sizes: dict[LetterDim, Size] = {}
+    return all(sizes.setdefault(dim, size) == size for dims, shape in shapes for dim, size in zip(dims, shape, strict=True))
+
+
+def broadcast(call: RuleCall, operands: Sequence[int] | None = None, results: int | None = None) -> Signature:
+    """Every operand against the result, aligned at the last dimension; operands of size one are repeated."""
+    shape = call.shape
+    letters = tuple((position,) if size != 1 else () for position, size in enumerate(shape))
+
+    def aligned(own: tuple[Size, ...]) -> LetterShape:
+        skipped = len(shape) - len(own)
+        return tuple(letters[skipped + position] if size != 1 else () for position, size in enumerate(own))
+
+    return Signature(
+        operands=tuple(aligned(own) for own in call.shapes),
+        results=tuple(letters for _ in range(len(call.result_shapes) if results is None else results)),
+    )
+
+
+def rule_for(node: fx.Node) -> Rule | None:
+    """The rule of a node's operator."""
+    return rule_of(node.target)
+
+
+def rule_of(target: Any) -> Rule | None:
+    """The rule of an operator; those that torch itself tags as pointwise need no entry."""
+    found = RULES.get(target) or RULES.get(type(target)) or NAMED.get(_name_of(target))
+    if found is not None:
+        return found
+    return broadcast if is_tagged_pointwise(target) else None
+
+
+def said_by(rule: Rule, call: RuleCall) -> Signature | str:
+    """What a rule says of a call, if that has the dimensions of the call; or why the rule says nothing."""
+    target = call.node.target
+    try:
+        signature: Any = rule(call)
+    except StreamFXError:
+        raise
+    except Exception as error:
+        return FAILS.format(target=target, error=told(error))
+    if signature is None:
+        return (OTHER_ROWS if is_moved_elements(call.node) else NOT_COVERED).format(target=target)
+    if not isinstance(signature, Signature):
+        return NO_SIGNATURE.format(target=target, found=described(signature))
+    said = (*zip(signature.operands, call.shapes, strict=False), *zip(signature.results, call.result_shapes, strict=False))
+    fits = len(signature.operands) == len(call.shapes) and all(len(letters) == len(shape) for letters, shape in said)
+    return signature if fits else OTHER_DIMENSIONS.format(target=target)
+
+
+def _name_of(target: Any) -> str:
+    return target.name() if isinstance(target, OpOverload) else ""
+
+
+def is_tagged_pointwise(target: Any) -> bool:
+    """`equal` bears the tag as well, and compares whole tensors."""
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+        return False
+    return all(isinstance(result.type, torch.TensorType) for result in target._schema.returns)

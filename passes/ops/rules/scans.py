@@ -1,0 +1,28 @@
+"""Prefix reductions: each row is made of all rows before it, which a loop in the right direction carries along."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from streamfx.ir.signature import RunningSum, Signature, whole
+from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
+from streamfx.runtime import chunked_scans
+
+aten, own = torch.ops.aten, torch.ops.streamfx
+
+FORWARD: dict[Any, str] = {
+    aten.cumsum.default: "cumsum",
+    aten.cumprod.default: "cumprod",
+    aten.logcumsumexp.default: "logcumsumexp",
+}
+REVERSE: dict[Any, str] = {getattr(own, f"reverse_{kind}").default: kind for kind in chunked_scans.WITHIN}
+
+
+@rule(*FORWARD, *REVERSE)
+def scan(call: RuleCall) -> Signature:
+    """Whole along the scanned dimension, unless that is the sequence and the loop runs in the scan's direction."""
+    dim = call.arguments()["dim"] % max(len(call.shape), 1)
+    return replace(broadcast(call), index={dim: RunningSum(call.node.target in REVERSE)} if call.shape else whole(dim))

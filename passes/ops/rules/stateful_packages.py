@@ -1,0 +1,54 @@
+"""Operators with a state that packages define, by name: nothing of them is imported, they may be there or not.
+
+flash-linear-attention's delta rule (fla/ops/generalized_delta_rule/dplr/backends/tilelang/chunk.py, August 2026): rows [b t h d],
+the state [b h k v] in float32. A flag says whether one is given, and without it the tensor in its place has no elements.
+Sequences of several lengths in a row are no matter of chunks of rows. Its results behind the last state are what it saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from streamfx.ir.scan_schema import Stateful
+from streamfx.passes.ops.rules.stateful import declare
+
+ROWS = ("q", "k", "v", "a", "b", "gk")
+HOW = ("scale", "has_initial_state", "is_varlen", "chunk_size")
+LAYOUT = ("chunk_indices", "chunk_offsets")
+CONTEXT = ("h", "v_new", "qg", "kg", "ag", "bg", "w", "A_ab_inv", "A_ak", "A_qk", "A_qb")
+
+
+def _named(name: str) -> Callable[..., Any]:
+    """The operator of this name, looked up when it is called: by then somebody has imported the package."""
+    namespace, operator = name.split("::")
+    return lambda **arguments: getattr(getattr(torch.ops, namespace), operator)(**arguments)
+
+
+def _delta_rule(suffix: str, context: tuple[str, ...]) -> Stateful:
+    """The operator that saves, beside how rows are cut into blocks, what its backward would have to make again."""
+    names = f"fla::chunk_dplr_delta_rule_fwd{suffix}", f"fla::chunk_dplr_delta_rule_bwd{suffix}"
+    saved = (*LAYOUT, *(f"{name}_ctx" for name in context))
+    return Stateful(
+        name=f"delta_rule{suffix}",
+        operators=names,
+        forward=_named(names[0]),
+        backward=_named(names[1]),
+        takes=(*ROWS, "h0", "cu_seqlens", "scale", "has_initial_state", "output_final_state", "is_varlen", "chunk_size"),
+        backward_takes=("do", "dht", *ROWS, "h0", "cu_seqlens", *saved, *HOW),
+        rows=dict.fromkeys(ROWS, 1),
+        results=(1, None, *(None for _ in saved)),
+        states={"h0": 1},
+        cotangents={"do": 0, "dht": 1},
+        gradients=(*ROWS, "h0"),
+        saved={name: number for number, name in enumerate(saved, 2)},
+        always={"has_initial_state": True, "output_final_state": True},
+        only={"is_varlen": False},
+        block="chunk_size",
+    )
+
+
+declare(_delta_rule("", ()))
+declare(_delta_rule("_ctx", CONTEXT))

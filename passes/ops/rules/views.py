@@ -1,0 +1,352 @@
+"""Views and copies that only move elements: axes are regrouped, never computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, count, islice
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.axis_table import Atom, Dim
+from streamfx.ir.joint import bound_arguments, is_size, node_argument, number_of, shape_of_node
+from streamfx.ir.signature import ConcatAxes, Index, Letter, LetterDim, LetterShape, Signature, SingleRow, Tile, Window, whole
+from streamfx.ir.sizes import Size, simplified, size_of
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.rules.registry import RuleCall, rule
+from streamfx.passes.ops.traits import CUTS
+from streamfx.torch_private.symbolic_sizes import is_negative
+
+aten = torch.ops.aten
+FEW = 4  # rows taken one by one in a loop each
+
+
+def _own_letters(rank: int) -> LetterShape:
+    return tuple((letter,) for letter in range(rank))
+
+
+@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
+def view(call: RuleCall) -> Signature | None:
+    """Regroup the atoms; one letter per atom. An axis that is cut into blocks, or joined from them, is needed in whole blocks."""
+    groups = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
+    if groups is None:
+        return None
+    before = call.dims(0)
+    numbers, atoms, index = count(), dict[int, Dim](), dict[int, Index]()
+    operand, result = list[int](), list[int]()
+    old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
+    while old and new:
+        step = _step(call, old, new)
+        if step is None:
+            return None
+        taken, made = step
+        is_same = old[:taken] == new[:made]
+        own = [next(numbers) for _ in range(taken)]
+        other = own if is_same else [next(numbers) for _ in range(made)]
+        for letter, atom in zip((*own, *other), (*old[:taken], *new[:made]), strict=True):
+            atoms[letter] = (atom,)
+        if not is_same:
+            tile, rows = (other, own) if taken == 1 else (own, other)
+            index |= {**whole(*own, *other), tile[0]: Tile(rows[0])}
+        operand, result, old, new = operand + own, result + other, old[taken:], new[made:]
+    letters = (_grouped(operand, before),), (_grouped(result, groups),)
+    return Signature(*letters, index, atoms=atoms)
+
+
+def _step(call: RuleCall, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:
+    """How many atoms at the front of both sides are the same elements: one and one, or an axis and its two blocks."""
+    if old[0] == new[0]:
+        return 1, 1
+    if call.axes.are_blocks(old[0], tuple(new[:2])):
+        return 1, 2
+    return (2, 1) if call.axes.are_blocks(new[0], tuple(old[:2])) else None
+
+
+def _grouped(letters: Sequence[int], dims: Sequence[Dim]) -> LetterShape:
+    """Letters in groups as long as the dimensions."""
+    remaining = iter(letters)
+    return tuple(tuple(next(remaining) for _ in dim) for dim in dims)
+
+
+@rule(aten.view.dtype)
+def view_of_bits(call: RuleCall) -> Signature | None:
+    """The same elements, or, of a type of another size, all of the last dimension together."""
+    operand, result = _own_letters(len(call.shapes[0])), _own_letters(len(call.shape))
+    if call.node.args[1].itemsize == node_argument(call.node).meta[VALUE].element_size():  # type: ignore[union-attr]
+        return Signature((operand,), (result,))
+    if not operand:
+        return None
+    last = len(operand)
+    return Signature((operand,), ((*result[:-1], (last,)),), index=whole(last - 1, last))
+
+
+@rule(aten.unsqueeze.default)
+def unsqueeze(call: RuleCall) -> Signature:
+    letters = list(_own_letters(len(call.shapes[0])))
+    result = letters.copy()
+    result.insert(call.arguments()["dim"] % len(call.shape), ())
+    return Signature((tuple(letters),), (tuple(result),))
+
+
+@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def squeeze(call: RuleCall) -> Signature:
+    """Dimensions of size one vanish where they are asked to."""
+    gone = vanishing(call.node)
+    letters = tuple((i,) if size != 1 else () for i, size in enumerate(call.shapes[0]))
+    return Signature((letters,), (tuple(dim for i, dim in enumerate(letters) if i not in gone),))
+
+
+def vanishing(node: fx.Node) -> list[int]:
+    """The dimensions that `squeeze` takes from a whole value."""
+    shape, asked = shape_of_node(node_argument(node)), bound_arguments(node).get("dim")
+    dims = range(len(shape)) if asked is None else (asked if isinstance(asked, (list, tuple)) else [asked])
+    return sorted({dim % len(shape) for dim in dims if shape[dim] == 1}) if shape else []
+
+
+@rule(aten.expand.default)
+def expand(call: RuleCall) -> Signature:
+    """A repeated dimension gets an axis of its own: any part of it can be made alone."""
+    own, shape = call.shapes[0], call.shape
+    skipped = len(shape) - len(own)
+    result = _own_letters(len(shape))
+    operand = tuple(result[skipped + i] if size != 1 else () for i, size in enumerate(own))
+    return Signature((operand,), (result,))
+
+
+@rule(aten.permute.default)
+def permute(call: RuleCall) -> Signature:
+    letters = _own_letters(len(call.shape))
+    order = call.arguments()["dims"]
+    return Signature((letters,), (tuple(letters[dim % len(letters)] for dim in order),))
+
+
+@rule(aten.transpose.int, aten.t.default)
+def transpose(call: RuleCall) -> Signature:
+    letters = _own_letters(len(call.shape))
+    arguments, swapped, rank = call.arguments(), list(letters), len(letters)
+    if rank > 1:
+        a, b = arguments.get("dim0", 0) % rank, arguments.get("dim1", 1) % rank
+        swapped[a], swapped[b] = swapped[b], swapped[a]
+    return Signature((letters,), (tuple(swapped),))
+
+
+@rule(aten.select.int)
+def select(call: RuleCall) -> Signature:
+    """One row is taken out: by the chunk that holds it, or, where it is one row of many that are, of all."""
+    letters = _own_letters(len(call.shapes[0]))
+    dim = call.arguments()["dim"] % len(letters)
+    result = letters[:dim] + letters[dim + 1 :]
+    index, length = call.arguments()["index"], call.shapes[0][dim]
+    return Signature((letters,), (result,), _single(call, dim, _from_start(index, length)))
+
+
+@rule(aten.select_backward.default)
+def select_backward(call: RuleCall) -> Signature:
+    """The gradient of a row, among zeros."""
+    result = _own_letters(len(call.shape))
+    dim = call.arguments()["dim"] % len(result)
+    operand = result[:dim] + result[dim + 1 :]
+    index, length = call.arguments()["index"], call.shape[dim]
+    return Signature((operand,), (result,), _single(call, dim, _from_start(index, length)))
+
+
+@rule(aten.diagonal.default)
+def diagonal(call: RuleCall) -> Signature:
+    """Elements at (i, i + offset) of two dimensions, all of them at once, behind the dimensions that are left."""
+    return Signature(*_diagonal(call, len(call.shapes[0])))
+
+
+@rule(aten.diagonal_backward.default)
+def diagonal_backward(call: RuleCall) -> Signature:
+    """The gradient of a diagonal, among zeros."""
+    (whole_value,), (taken,), index = _diagonal(call, len(call.shape))
+    return Signature((taken,), (whole_value,), index)
+
+
+def _diagonal(call: RuleCall, rank: int) -> tuple[tuple[LetterShape], tuple[LetterShape], dict[Letter, Index]]:
+    """Letters of a value with two dimensions, and of their diagonal."""
+    letters, dims = _own_letters(rank), {call.arguments()[name] % rank for name in ("dim1", "dim2")}
+    left = tuple(letter for dim, letter in enumerate(letters) if dim not in dims)
+    return (letters,), ((*left, (rank,)),), whole(*dims, rank)
+
+
+def _from_start(index: Any, length: Size) -> Any:
+    """An index that counts from the end where it is negative, as one from the start."""
+    return simplified(length + index) if isinstance(index, int) and index < 0 else index
+
+
+def _single(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
+    """The row that is taken; all of them where others are taken in the same way: a recurrence, row by row."""
+    node = call.node
+    alike = (other for other in node.graph.find_nodes(op="call_function", target=node.target) if _is_alike(other, node))
+    is_many = isinstance(row, fx.Node) or len(list(islice(alike, FEW + 1))) > FEW
+    return whole(dim) if is_many else {dim: SingleRow(row)}
+
+
+def _is_alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes take different rows of values of the same shape, or put them into such."""
+    (before, *own), (other_before, *others) = (_row_arguments(node) for node in (one, other))
+    return before == other_before and own != others
+
+
+def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The shape that a row is taken from, or put into, with that of the row and the dimension; and which row."""
+    operand = shape_of_node(node_argument(node))
+    if node.target in (aten.select.int, aten.slice.Tensor):
+        return (operand, shape_of_node(node), *node.args[1:2]), *node.args[2:]
+    return (operand, *node.args[1:3]), *node.args[3:]
+
+
+def _whole_along(call: RuleCall, dim: int, rank: int, results: int = 1) -> Signature:
+    """Both sides have their own axis along `dim`, and need it whole; all other axes are kept."""
+    operand = _own_letters(rank)
+    result = (*operand[:dim], (rank,), *operand[dim + 1 :])
+    return Signature((operand,) * len(call.operands), (result,) * results, index=whole(dim, rank))
+
+
+def first_row(start: Any, length: Any) -> Size | None:
+    """The first row of a slice of `length` rows, as torch has it: counted from the end where it is negative, and then no row in
+    front of the first. A sign that depends on a dynamic number becomes a condition of the graph; None where it cannot.
+    """
+    number = start.meta[VALUE] if isinstance(start, fx.Node) else start
+    if number is None:
+        return 0
+    if (from_end := is_negative(number)) is None:
+        return None
+    number = number + length if from_end else number
+    in_front = is_negative(number) if from_end else False
+    return None if in_front is None else 0 if in_front else size_of(number)
+
+
+@rule(aten.slice.Tensor)
+def slice_(call: RuleCall) -> Signature | None:
+    """Rows start..end of one dimension: an axis of its own, shifted against the operand's."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    length, kept = call.shapes[0][dim], call.shape[dim]
+    operand = _own_letters(rank)
+    if kept == length:
+        return Signature((operand,), (operand,))
+    start = first_row(call.arguments()["start"], call.operands[0].meta[VALUE].shape[dim])
+    if start is None:
+        return None
+    if kept == 1:
+        result = (*operand[:dim], (), *operand[dim + 1 :])
+        return Signature((operand,), (result,), _single(call, dim, start))
+    signature = _whole_along(call, dim, rank)
+    if call.arguments()["step"] != 1:
+        return signature
+    return Signature(signature.operands, signature.results, {rank: Window(dim, start)})
+
+
+@rule(aten.slice_backward.default)
+def slice_backward(call: RuleCall) -> Signature | None:
+    """The gradient of a slice: the rows of the operand, with zeros around them."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    length, kept = call.shape[dim], call.shapes[0][dim]
+    operand = _own_letters(rank)
+    if kept == length:
+        return Signature((operand,), (operand,))
+    start = first_row(call.arguments()["start"], call.node.meta[VALUE].shape[dim])
+    if start is None:
+        return None
+    if kept == 1:
+        row = (*operand[:dim], (), *operand[dim + 1 :])
+        return Signature((row,), (operand,), _single(call, dim, start))
+    signature = _whole_along(call, dim, rank)
+    if call.arguments()["step"] != 1:
+        return signature
+    return Signature(signature.operands, signature.results, {rank: Window(dim, -start)})
+
+
+@rule(aten.constant_pad_nd.default)
+def constant_pad_nd(call: RuleCall) -> Signature:
+    """Padding shifts an axis; padding two axes at once needs both whole."""
+    rank, pad = len(call.shape), [number_of(size) for size in call.arguments()["pad"]]
+    padded = {rank - 1 - i // 2 for i in range(len(pad)) if pad[i] != 0}
+    operand = _own_letters(rank)
+    result = tuple((rank + i,) if i in padded else operand[i] for i in range(rank))
+    if len(padded) == 1:
+        (dim,) = padded
+        before = pad[2 * (rank - 1 - dim)]
+        return Signature((operand,), (result,), {rank + dim: Window(dim, -before)})
+    return Signature((operand,), (result,), whole(*padded, *(rank + dim for dim in padded)))
+
+
+@rule(*CUTS)
+def split(call: RuleCall) -> Signature:
+    """Pieces along one dimension: that dimension is needed whole, and each piece has an axis of its own."""
+    rank = len(call.shapes[0])
+    dim = call.arguments()["dim"] % rank
+    operand = _own_letters(rank)
+    if call.node.target is aten.unbind.int:
+        kept = operand[:dim] + operand[dim + 1 :]
+        return Signature((operand,), (kept,) * len(call.result_shapes), index=whole(dim))
+    pieces = range(rank, rank + len(call.result_shapes))
+    results = tuple((*operand[:dim], (piece,), *operand[dim + 1 :]) for piece in pieces)
+    return Signature((operand,), results, index=whole(dim, *pieces))
+
+
+@rule(aten.cat.default, aten.stack.default)
+def cat(call: RuleCall) -> Signature:
+    """Joined along one dimension, which is needed whole on both sides, unless the parts are cut out of one sequence."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    result = _own_letters(rank)
+    if call.node.target is aten.stack.default:
+        return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), index=whole(dim))
+    parts = range(rank, rank + len(call.shapes))
+    pairs = list(zip(parts, call.shapes, strict=True))
+    operands = tuple((*result[:dim], (part,), *result[dim + 1 :]) if len(shape) == rank else ((part,),) for part, shape in pairs)
+    index: dict[Letter, Index] = whole(dim, *parts)
+    if all(len(shape) == rank for shape in call.shapes):
+        lengths = [shape[dim] for shape in call.shapes]
+        index[dim] = ConcatAxes(tuple(zip(parts, accumulate(lengths[:-1], initial=0), strict=True)))
+    return Signature(operands, (result,), index)
+
+
+@rule(aten.repeat.default)
+def repeat(call: RuleCall) -> Signature:
+    """Dimensions of size one are repeated like `expand`; others get the copies as an outer axis: [t] to [(n t)]."""
+    given = call.arguments()["repeats"]
+    repeats = [size_of(item.meta[VALUE] if is_size(item) else item) for item in given]
+    rank = len(call.shape)
+    skipped = rank - len(call.shapes[0])
+    own, result, atoms = list[LetterDim](), list[LetterDim](_own_letters(rank)), dict[int, Dim]()
+    for i, (size, dim) in enumerate(zip(call.shapes[0], call.dims(0), strict=True), skipped):
+        own.append(result[i] if size != 1 else ())
+        if size != 1 and repeats[i] != 1:
+            atoms |= {i: dim, rank + i: call.axes.fresh(repeats[i])}
+            result[i] = (rank + i, i)
+    return Signature((tuple(own),), (tuple(result),), atoms=atoms)
+
+
+@rule(aten.select_scatter.default)
+def select_scatter(call: RuleCall) -> Signature:
+    """One row is written over."""
+    letters = _own_letters(len(call.shape))
+    dim = call.arguments()["dim"] % len(letters)
+    return Signature((letters, letters[:dim] + letters[dim + 1 :]), (letters,), index=whole(dim))
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter(call: RuleCall) -> Signature:
+    """Some rows are written over: those written and the result have an axis of their own."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    letters = _own_letters(rank)
+    written = (*letters[:dim], (rank,), *letters[dim + 1 :])
+    return Signature((letters, written), (letters,), index=whole(dim, rank))
+
+
+@rule(aten.flip.default, aten.roll.default)
+def reorder(call: RuleCall) -> Signature:
+    """Rows change places along some dimensions, which are needed whole."""
+    rank = len(call.shape)
+    dims = call.arguments()["dims"]
+    moved = {dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else (dims,))} or set(range(rank))
+    operand = _own_letters(rank)
+    result = tuple((rank + i,) if i in moved else operand[i] for i in range(rank))
+    return Signature((operand,), (result,), whole(*moved, *(rank + i for i in moved)))

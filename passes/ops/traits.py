@@ -1,0 +1,114 @@
+"""Facts about operators that do not depend on axes: what only moves elements, what is random, what is expensive."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, node_argument
+from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
+from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
+from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.runtime.collective_calls import ALL_REDUCE
+from streamfx.runtime.restride import part_of
+from streamfx.runtime.rng import draw_seed
+from streamfx.torch_private import OpOverload
+
+aten = torch.ops.aten
+
+CUTS = frozenset(  # into parts along a dimension
+    {
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+        aten.unbind.int,
+        aten.chunk.default,
+    }
+)
+MOVES_ELEMENTS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.expand.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.clone.default,
+        aten.detach.default,
+        aten.alias.default,
+        aten.lift_fresh_copy.default,
+    }
+)
+
+READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default)
+READS_LAYOUT = (*READS_STRIDES, aten.as_strided_copy.default)  # what these make of numbers follows from where they lie, too
+CONTRACTIONS = frozenset(
+    {
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten.convolution_backward.default,
+        ATTENTION,
+        ATTENTION_BACKWARD,
+        GROUPED_MM,
+        GROUPED_OUTER,
+    }
+)
+
+
+UNPACKERS = ("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise", "quanto::unpack", "streamfx::unpacked")
+
+
+def is_moved_elements(node: fx.Node) -> bool:
+    return node.target in MOVES_ELEMENTS
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a second run would give something else."""
+    if node.target is draw_seed:
+        return True
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":  # what its arguments mean is its own matter
+        return True
+    arguments = bound_arguments(node)
+    return arguments.get("dropout_p", arguments.get("p", 1.0)) != 0.0
+
+
+def is_expensive(node: fx.Node) -> bool:
+    """Worth storing rather than computing twice."""
+    return node.target is ALL_REDUCE or is_product(node)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether most of the time goes into an operator like this one."""
+    producer = node.args[0] if node.target is operator.getitem else node
+    return isinstance(producer, fx.Node) and (producer.target in CONTRACTIONS or isinstance(producer.target, Recurrence))
+
+
+def unpacks(node: fx.Node) -> bool:
+    """Whether an operator of another package unpacks a quantized weight: what it is given takes less to hold than what it makes.
+
+    By name: that an operator without a rule gives the same twice is nothing that its schema tells.
+    """
+    return isinstance(node.target, OpOverload) and node.target.name() in UNPACKERS
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node takes a result out of an operator's results."""
+    return node.target is operator.getitem or node.target is part_of
+
+
+def producer_of(node: fx.Node) -> fx.Node:
+    """The operator that makes a value: a result of a tuple-valued operator belongs to that operator."""
+    return node_argument(node) if is_part(node) else node

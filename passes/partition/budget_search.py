@@ -1,0 +1,328 @@
+"""Which plan is the fastest that stays within the memory budget?
+
+What costs no time comes first: large chunks, results of attention kept. Then what costs a little: attention run twice, stages
+between boundaries run again. Each candidate is rewritten and its schedule is simulated, so what is chosen is what will run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch import fx
+
+from streamfx.budget import bytes_of, in_bytes
+from streamfx.cost.categories import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_values
+from streamfx.cost.lengths import sequence_length
+from streamfx.cost.memory import Cost, bytes_like, cost_of
+from streamfx.cost.rates import rates_of
+from streamfx.errors import OverBudgetError, told
+from streamfx.ir.dynamic_lengths import Lengths
+from streamfx.ir.facts import Facts, known
+from streamfx.ir.joint import device_of
+from streamfx.ir.program import Program
+from streamfx.ir.search_trace import Candidate, SearchTrace, SimulatedCandidate
+from streamfx.ir.stage_plan import LEAST_ROWS, AutoChunk, ChunkSize
+from streamfx.log import log
+from streamfx.node_meta import VALUE
+from streamfx.options import SAVE_LEVELS, Options, least_save
+from streamfx.passes.partition.chunk_plan import Plan
+from streamfx.passes.partition.chunk_sizes import chunk_sizes, gradient_bytes, tokens
+from streamfx.passes.partition.interloop_values import InterloopValues
+
+EFFICIENT_TOKENS = 512  # below this a chunk's products are too small to keep a device busy
+KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+MOST_STEPS = 5
+MARGIN = 0.95  # how much of what is left a larger chunk aims at
+WORTHWHILE = 1.25  # chunks that are larger by less are not looked for
+NEAR = 1.03  # an estimate this far above the budget is worth a simulation
+
+
+@dataclass(frozen=True)
+class BudgetSearch:
+    """`rewrite` writes the program of a plan, to be simulated."""
+
+    name: ClassVar[str] = "fit"
+    options: Options
+    rewrite: Callable[[Facts], Facts]
+
+    def apply(self, facts: Facts) -> Facts:
+        budget = self.options.memory_budget
+        if budget is None or facts.program is None:
+            return facts
+        now, held, device = Lengths.now(facts.joint.graph), held_bytes(facts.program.forward.graph), device_of(facts.joint.graph)
+        size = bytes_of(budget, device, held, gradient_bytes(facts.joint.gradients))
+        for lengths in now.with_headroom() if now else (now,):
+            search = _BudgetSearch(facts, self.options, self.rewrite, size, lengths)
+            try:
+                with lengths.supposed():
+                    return search.best()
+            except OverBudgetError as error:
+                refused = error
+            except Exception as error:  # lengths that the graph is not for: beyond a table of positions, say
+                if lengths == now:
+                    raise
+                log.info("it is not known what a plan for %s takes: %s", lengths, told(error))
+        raise refused
+
+
+def held_bytes(graph: fx.Graph, but_for: Collection[fx.Node] = ()) -> int:
+    """Bytes of parameters and inputs."""
+    given = (node for node in graph.find_nodes(op="placeholder") if node not in but_for)
+    return sum(bytes_like(node.meta[VALUE]) for node in given if VALUE in node.meta)
+
+
+def kept_bytes(facts: Facts) -> int:
+    """Bytes of what a plan keeps on the device beside the outputs of stages."""
+    waiting = {node for nodes in facts.plan.offloaded for node in nodes}
+    return sum(bytes_like(node.meta[VALUE]) for nodes in facts.plan.kept for node in nodes if node not in waiting)
+
+
+@dataclass
+class _BudgetSearch:
+    facts: Facts
+    options: Options
+    rewrite: Callable[[Facts], Facts]
+    budget: int
+    lengths: Lengths
+    tried: list[SimulatedCandidate] = field(default_factory=list)
+    costs: list[tuple[tuple[Candidate, int | None], Cost]] = field(default_factory=list)
+    plans: dict[Candidate, Facts] = field(default_factory=dict)
+
+    def best(self) -> Facts:
+        """The facts of the fastest candidate that fits with chunks of a good size; else of the first that fits with small ones.
+
+        Each candidate keeps less than the one before it, which leaves room for larger chunks: one that fits is taken, unless the
+        next one is faster.
+        """
+        fallback: tuple[Candidate, Facts] | None = None
+        found: tuple[float, Facts, int | None] | None = None
+        for candidate in self.candidates():
+            facts = self.rewritten(candidate)
+            program = known(facts.program)
+            least, good = self.working_sets(program)
+            cost = self.simulate(candidate, program, good)
+            if cost.peak <= self.left:
+                size = self.enlarged(candidate, program, good, cost)
+                seconds = self.seconds(self.simulate(candidate, program, size))
+                if found is not None and seconds >= found[0]:
+                    break
+                found = seconds, facts, size
+            elif found is not None:
+                break
+            elif good != least and fallback is None:
+                cost = self.simulate(candidate, program, least)
+                if cost.peak <= self.left:
+                    fallback = candidate, facts
+        if found is not None:
+            return self.chosen(*found[1:])
+        if fallback is None:
+            raise over_budget(self.budget, self.held, self.smallest)
+        candidate, facts = fallback
+        return self.chosen(facts, self.between(candidate, known(facts.program)))
+
+    def seconds(self, cost: Cost) -> float:
+        """About how long a step takes, with element-wise work fused."""
+        work = cost.work.compiled
+        return rates_of(device_of(self.facts.joint.graph)).seconds(work.flops, work.moved + work.total_bytes, work.launches)
+
+    # -- candidates
+
+    def candidates(self) -> Iterator[Candidate]:
+        """What the options leave open, the fastest first; those that cannot fit by far are left out."""
+        count = len(self.facts.stages)
+        save = self.least if self.options.save == "auto" else self.options.save
+        if InterloopValues(self.facts).exchanges:  # what ranks exchange, and when, must not follow from one rank's bytes
+            yield Candidate(save, 1 if self.options.keep_every == "auto" else self.options.keep_every)
+            return
+        every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
+        if self.options.save == "auto":
+            yield from self.keeping_more(every[0])
+        yield Candidate(save, every[0])
+        several = [Candidate(save, k) for k in every[1:]]
+        peaks = [self.estimate(candidate, count) for candidate in several]
+        for candidate, peak in zip(several, peaks, strict=True):
+            if peak <= self.left * NEAR or peak == min(peaks):
+                yield candidate
+
+    def keeping_more(self, every: int) -> Iterator[Candidate]:
+        """Those that keep more than they have to and may fit, the most first."""
+        program = known(self.facts.program)
+        base = self.simulate(Candidate(self.least, every), program, self.working_sets(program)[1])
+        found: dict[Any, Candidate] = {}
+        for level in SAVE_LEVELS[SAVE_LEVELS.index(self.least) + 1 :]:
+            candidate = Candidate(level, every)
+            planned = self.planned(candidate)
+            if base.peak + kept_bytes(planned) <= self.left * NEAR:
+                found.setdefault(planned.plan.kept, candidate)
+        yield from [candidate for kept, candidate in found.items() if any(kept)][::-1]
+
+    def estimate(self, candidate: Candidate, count: int) -> int:
+        """About what the peak would be with fewer boundaries, from that with all of them."""
+        cost, k = self.smallest, candidate.keep_every
+        kept = min(1, 1 / k + (k - 1) / max(count, 1))
+        return int(cost.peak - cost.peak_terms.get(STAGE_INPUTS, 0) * (1 - kept))
+
+    @property
+    def smallest(self) -> Cost:
+        """The cost of what was simulated with the smallest peak."""
+        return min((cost for _, cost in self.costs), key=lambda cost: cost.peak)
+
+    @property
+    def least(self) -> str:
+        return least_save(self.options.offload)
+
+    def with_choices(self, candidate: Candidate) -> Options:
+        return replace(self.options, save=candidate.save, keep_every=candidate.keep_every)  # type: ignore[arg-type]
+
+    def planned(self, candidate: Candidate) -> Facts:
+        if candidate not in self.plans:
+            self.plans[candidate] = Plan(self.with_choices(candidate), self.chunk_sizes).apply(self.facts)
+        return self.plans[candidate]
+
+    @cached_property
+    def chunk_sizes(self) -> tuple[ChunkSize, ...]:
+        """What chunks are made of; no candidate changes it."""
+        return chunk_sizes(self.facts, self.options)
+
+    def rewritten(self, candidate: Candidate) -> Facts:
+        planned = self.planned(candidate)
+        own, other = self.facts.plan, planned.plan
+        return self.facts if (own.kept, own.dropped) == (other.kept, other.dropped) else self.rewrite(planned)
+
+    # -- sizes of chunks
+
+    @property
+    def held(self) -> int:
+        return held_bytes(known(self.facts.program).forward.graph)
+
+    @property
+    def left(self) -> int:
+        """What parameters and inputs leave of the budget."""
+        return self.budget - self.held
+
+    def working_sets(self, program: Program) -> tuple[int | None, int | None]:
+        """Bytes of a chunk's work at which chunks are as small as makes sense, and of a good size; None where sizes are given."""
+        automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
+        if not automatic:
+            return None, None
+        row = max(self.lengths.number(chunk.row_bytes) for chunk in automatic)
+        rows = min(self.length, max(LEAST_ROWS, EFFICIENT_TOKENS * self.length // tokens(self.facts)))
+        return row * min(self.length, LEAST_ROWS // 4), row * rows
+
+    @property
+    def length(self) -> int:
+        return sequence_length(self.facts) or 1
+
+    def enlarged(self, candidate: Candidate, program: Program, size: int | None, cost: Cost) -> int | None:
+        """The largest chunks that fit, starting from some that do."""
+        if size is None:
+            return None
+        automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
+        most = max(self.lengths.number(chunk.row_bytes) for chunk in automatic) * self.length
+        low, high, has_failed = size, most, False
+        for _ in range(MOST_STEPS):
+            work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
+            aim = low + int(MARGIN * (self.left - cost.peak) * low / work)
+            tried = aim if aim < high else math.isqrt(low * high) if has_failed else high
+            if tried < low * WORTHWHILE:
+                break
+            found = self.simulate(candidate, program, tried)
+            if found.peak <= self.left:
+                low, cost = tried, found
+            else:
+                high, has_failed = tried, True
+        return low
+
+    def between(self, candidate: Candidate, program: Program) -> int:
+        """The largest chunks that fit, of those that are smaller than good."""
+        low, high = self.working_sets(program)
+        assert low is not None and high is not None
+        while high > 2 * low:
+            middle = math.isqrt(low * high)
+            if self.simulate(candidate, program, middle).peak <= self.left:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def simulate(self, candidate: Candidate, program: Program, working_set: int | None) -> Cost:
+        """What a step costs with a program, in chunks of this working set; each is simulated once."""
+        set_working_set(program, working_set)
+        before = next((cost for tried, cost in self.costs if tried == (candidate, working_set)), None)
+        if before is not None:
+            return before
+        cost = self.cost(program)
+        self.tried.append(SimulatedCandidate(candidate, working_set, cost.peak + self.held))
+        self.costs.append(((candidate, working_set), cost))
+        log.debug("%s, %s of work: peak %s", candidate, working_set, in_bytes(cost.peak + self.held))
+        return cost
+
+    def cost(self, program: Program) -> Cost:
+        return cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
+
+    def chosen(self, facts: Facts, working_set: int | None) -> Facts:
+        """The facts with the plan as it was decided on: chunks of a working set, and the lengths that it holds for."""
+        program, plan, found = known(facts.program), facts.plan, facts.lengths
+        set_working_set(program, working_set)
+        plan = replace(plan, chunk_sizes=tuple(with_working_set(size, working_set) for size in plan.chunk_sizes))
+        if self.lengths:
+            furthest = self.lengths.furthest(lambda longer: self.still_fits(program, longer))
+            set_most_rows(program, furthest)
+            found = furthest.joined(facts.lengths)
+        return replace(facts, found_plan=plan, lengths=found, fitting=SearchTrace(self.budget, tuple(self.tried)))
+
+    def still_fits(self, program: Program, longer: Lengths) -> bool:
+        """Whether a program that fits does so for longer sequences, too, in chunks of about as many rows."""
+        rows = zip(rows_of_chunks(program, longer), rows_of_chunks(program, self.lengths), strict=True)
+        return all(2 * then >= now for then, now in rows) and self.cost(program).peak <= self.left
+
+
+def rows_of_chunks(program: Program, lengths: Lengths) -> list[int]:
+    """Rows per chunk of the loops that choose them by themselves."""
+    chunks = [loop.spec for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
+    return [
+        spec.chunk_size.rows(*map(lengths.number, (spec.length, spec.chunk_size.row_bytes, spec.chunk_size.stream_bytes)))
+        for spec in chunks
+    ]
+
+
+def set_most_rows(program: Program, lengths: Lengths) -> None:
+    """Let chunks of shorter sequences have no more rows than those for which the program was simulated."""
+    rows = iter(rows_of_chunks(program, lengths))
+    for loop in program.loops:
+        if isinstance(loop.spec.chunk_size, AutoChunk):
+            loop.spec = replace(loop.spec, chunk_size=replace(loop.spec.chunk_size, most=next(rows)))
+
+
+def with_working_set(size: Any, working_set: int | None) -> Any:
+    return replace(size, working_set=working_set) if isinstance(size, AutoChunk) and working_set is not None else size
+
+
+def set_working_set(program: Program, working_set: int | None) -> None:
+    """Let the chunks of all loops take about so many bytes of work."""
+    for loop in program.loops:
+        loop.spec = replace(loop.spec, chunk_size=with_working_set(loop.spec.chunk_size, working_set))
+
+
+def over_budget(budget: int, held: int, cost: Cost) -> OverBudgetError:
+    terms = {PARAMETERS: held, **cost.peak_terms}
+    most = sorted(terms.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in most[:4] if size)
+    error = OverBudgetError(
+        f"memory_budget of {in_bytes(budget)} is less than any plan for this step takes",
+        found=f"the smallest possible peak is {in_bytes(held + cost.peak)} ({held + cost.peak} bytes): {parts}",
+        do=f"raise the budget, or lower what dominates: {REMEDIES.get(most[0][0], 'a shorter sequence or a smaller batch')}",
+    )
+    error.smallest, error.terms = held + cost.peak, terms
+    return error
+
+
+REMEDIES = {
+    PARAMETERS: "parameters in a smaller type, or spread over more devices",
+    "gradients": "train fewer parameters, as with adapters",
+    STAGE_INPUTS: "a shorter sequence or a smaller batch",
+}

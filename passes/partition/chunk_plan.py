@@ -1,0 +1,124 @@
+"""How large is a chunk, and what is kept from the forward half?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from streamfx.cost.memory import bytes_like
+from streamfx.ir.dynamic_lengths import Lengths
+from streamfx.ir.facts import Facts, StorageClass
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.stage_plan import ChunkPlan, ChunkSize
+from streamfx.node_meta import VALUE
+from streamfx.options import Options, least_save
+from streamfx.passes.partition.checkpoint_policy import kept_values
+from streamfx.passes.partition.chunk_sizes import chunk_sizes, model_bytes
+from streamfx.passes.partition.interloop_values import InterloopValues
+
+SMALL = 0.5  # of the bytes of a model and its gradients: so much may be kept for speed where no budget is given
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows of chunks are found anew, unless they are given: those that others have found from the same facts and options."""
+
+    name: ClassVar[str] = "plan"
+    options: Options
+    chunk_sizes: tuple[ChunkSize, ...] | None = None
+
+    def apply(self, facts: Facts) -> Facts:
+        between = InterloopValues(facts)
+        kept = self.kept(facts, between)
+        plan = ChunkPlan(
+            chunk_sizes=chunk_sizes(facts, self.options) if self.chunk_sizes is None else self.chunk_sizes,
+            kept=kept,
+            narrow=self.narrow(facts),
+            dropped=self.dropped(facts),
+            offloaded=self.offloaded(facts, between),
+            again=between.made_again(facts.stages, kept),
+        )
+        lengths = self.lengths(plan.kept, facts)
+        return replace(facts, found_plan=plan, lengths=lengths or facts.lengths)
+
+    def narrow(self, facts: Facts) -> frozenset[fx.Node]:
+        """Sums that grow in their own type where that is asked for: those of gradients. Values are rounded once, as in eager."""
+        if self.options.accumulate == "float32":
+            return frozenset()
+        return frozenset(facts.joint.nodes) - facts.joint.forward
+
+    def lengths(self, kept: Sequence[Sequence[fx.Node]], facts: Facts) -> Lengths | None:
+        """The longest lengths for which what is kept is small, where it is kept for that; None where nothing depends on them."""
+        now = Lengths.now(facts.joint.graph)
+        if not now or not any(kept) or self.options.save != "auto" or self.options.offload == "attention":
+            return None
+        return now.furthest(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(1, *now.numbers.values())))
+
+    def kept(self, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
+        """What each stage keeps; if it is left open, what is offloaded, and without a budget results of attention while they are
+        small.
+
+        Not if ranks run collectives: their sequences may differ in length, and what they gather, and when, must not.
+        """
+        if self.options.save != "auto":
+            return self._at(self.options.save, facts, between)
+        results, least = self._at("attention", facts, between), least_save(self.options.offload)
+        is_alone = facts.collectives is None
+        keeps = is_alone and self.options.memory_budget is None and are_small(results, facts)
+        return results if keeps or least == "attention" else self._at(least, facts, between)
+
+    def _at(self, level: str, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
+        """What each stage keeps at a level of `save`."""
+        own = tuple(kept_values(stage, facts, level) for stage in facts.stages)
+        if level == "inputs":
+            return own
+        beside = between.asked_for(facts.stages, own)
+        return tuple((*nodes, *others) for nodes, others in zip(own, beside, strict=True))
+
+    def offloaded(self, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
+        """Values that wait on the host if they are kept: rows at the cuts, and what is kept at the level of `save` that `offload`
+        names. Results that the caller gets stay on the device.
+        """
+        if self.options.offload == "none":
+            return ()
+        outputs = set(facts.joint.outputs)
+        kept = self._at(self.options.offload, facts, between)
+        rows = (tuple(node for node in stage.outputs if facts.demand.form(node) is StorageClass.ROWS) for stage in facts.stages)
+        return tuple(
+            tuple(node for node in (*own, *others) if node not in outputs) for own, others in zip(rows, kept, strict=True)
+        )
+
+    def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
+        """Values at the cuts that are not boundaries: those that nobody but the next stage asks for."""
+        every = 1 if self.options.keep_every == "auto" else self.options.keep_every
+        stages = facts.stages
+        if every == 1 or not any(is_tensor(node) for node in facts.joint.gradients if isinstance(node, fx.Node)):
+            return ()
+        is_boundary = [(number + 1) % every == 0 for number in range(len(stages))]
+        return tuple(
+            () if is_last or boundary else tuple(node for node in stage.outputs if _is_passed_on(node, number, facts))
+            for number, (stage, boundary) in enumerate(zip(stages, is_boundary, strict=True))
+            for is_last in (number == len(stages) - 1,)
+        )
+
+
+def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
+    """Whether values take little memory beside the model and its gradients."""
+    has_gradients = any(isinstance(node, fx.Node) for node in facts.joint.gradients)
+    return has_gradients and sum(bytes_like(node.meta[VALUE]) for nodes in kept for node in nodes) <= SMALL * model_bytes(facts)
+
+
+def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
+    """Whether a stage's output is rows that only it and the next stage use."""
+    own, following = facts.stages[number : number + 2]
+    near = {*own.forward, *own.backward, *following.forward, *following.backward}
+    return (
+        facts.demand.form(node) is StorageClass.ROWS
+        and node not in facts.joint.outputs
+        and node not in facts.joint.gradients
+        and node not in own.gradients
+        and all(user in near for user in node.users)
+    )

@@ -1,0 +1,96 @@
+"""Large values that wait for another model's layers are made after those layers.
+
+A step may call one model after the other, and what the first has made last is used beside what the second makes last:
+
+    logits = head(hidden); others = teacher(ids); kl(logits, others)    logits [b t v] would be alive at all cuts of the teacher
+    others = teacher(ids); logits = head(hidden); kl(logits, others)    hidden [b t d] is
+
+Between two attentions, operators that lead to no attention and hang together move behind the attentions that follow, to where
+their results are used first: all after the place among them where the fewest bytes are alive. Where that is their end (sums, a
+number per row), nothing moves.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+from torch import fx
+
+from streamfx.passes.ops.traits import is_expensive
+
+
+def sunk(nodes: Sequence[fx.Node], starts: Sequence[int], bytes_of: Callable[[fx.Node], int]) -> list[fx.Node]:
+    """The nodes of the forward half in an order that leaves less alive at attentions.
+
+    `starts` are the positions where attentions begin, `bytes_of` the bytes of a value made by rows and 0 for all others.
+    """
+    if len(starts) < 2:
+        return list(nodes)
+    segments = [list(nodes[low:high]) for low, high in zip((0, *starts), (*starts, len(nodes)), strict=True)]
+    segment_of = {node: bisect_right(starts, i) for i, node in enumerate(nodes)}
+    movable = _movable(nodes, {nodes[start] for start in starts}, bytes_of)
+    for number in range(1, len(segments) - 1):
+        for group in _groups(node for node in segments[number] if node in movable):
+            later = {segment_of[user] for node in group for user in node.users if user in segment_of} - {number}
+            if not later:
+                continue
+            target = min(later)
+            moved = _suffix(group, number, segment_of, bytes_of)
+            inside = set(moved)
+            segments[number] = [node for node in segments[number] if node not in inside]
+            uses = (i for i, node in enumerate(segments[target]) if not inside.isdisjoint(node.all_input_nodes))
+            first = next(uses, 0)
+            segments[target][first:first] = moved
+            segment_of.update(dict.fromkeys(moved, target))
+    return [node for segment in segments for node in segment]
+
+
+def _movable(nodes: Sequence[fx.Node], attentions: set[fx.Node], bytes_of: Callable[[fx.Node], int]) -> set[fx.Node]:
+    """Values made by rows, and what is made of them, as far as they lead to no attention."""
+    leading = set(attentions)
+    for node in reversed(nodes):
+        if any(user in leading for user in node.users):
+            leading.add(node)
+    found: set[fx.Node] = set()
+    for node in nodes:
+        is_part = node.target is operator.getitem
+        made_by_rows = bool(bytes_of(node)) or any(bytes_of(user) for user in node.users if user.target is operator.getitem)
+        if node not in leading and ((made_by_rows and not is_part) or any(source in found for source in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _groups(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """The nodes by what hangs together as operands and results; each group in order."""
+    groups: list[list[fx.Node]] = []
+    for node in nodes:
+        sources = set(node.all_input_nodes)
+        joined = [group for group in groups if not sources.isdisjoint(group)]
+        groups = [group for group in groups if sources.isdisjoint(group)]
+        groups.append([*(item for group in joined for item in group), node])
+    return groups
+
+
+def _suffix(
+    group: Sequence[fx.Node], number: int, segment_of: dict[fx.Node, int], bytes_of: Callable[[fx.Node], int]
+) -> list[fx.Node]:
+    """The part of a group after which, or before which, the fewest bytes have to wait."""
+    products = [0, *accumulate(is_expensive(node) for node in group)]
+
+    def waiting(place: int) -> float:
+        before, after = set(group[:place]), set(group[place:])
+        if any(node.target is operator.getitem and node.args[0] in before for node in after):
+            return float("inf")
+        left = sum(bytes_of(node) for node in before if any(user not in before for user in node.users))
+        read = {source for node in after for source in node.all_input_nodes} - set(group)
+        return left + sum(bytes_of(node) for node in read if not _waits_anyway(node, number, segment_of))
+
+    place = min(range(len(group) + 1), key=lambda place: (waiting(place), -products[place], place))
+    return list(group[place:])
+
+
+def _waits_anyway(node: fx.Node, number: int, segment_of: dict[fx.Node, int]) -> bool:
+    return any(segment_of.get(user, number) > number for user in node.users)

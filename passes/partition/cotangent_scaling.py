@@ -1,0 +1,156 @@
+"""The ones that drive a gradient in the forward half, and the products that scale it in the backward half.
+
+Operators that are written after their axes and forms have been found come with these facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, Shape, StorageClass
+from streamfx.ir.signature import LetterShape, Signature
+from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.node_meta import VALUE
+from streamfx.passes.analysis.alignment import Alignment, aligned, parted
+from streamfx.passes.analysis.homogeneity import RowMask
+
+aten = torch.ops.aten
+
+
+class Scaling:
+    """Writes into a joint graph; `axes` and `demand` then know what was written."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.axes: AxisFacts = replace(
+            facts.axes,
+            shapes=dict(facts.axes.shapes),
+            results=dict(facts.axes.results),
+            signatures=dict(facts.axes.signatures),
+            letters=dict(facts.axes.letters),
+        )
+        self.demand: AccessFacts = replace(facts.demand, roles=dict(facts.demand.roles), forms=dict(facts.demand.forms))
+        self.writer = GraphWriter(facts.joint.graph)
+        self.made: list[fx.Node] = []
+
+    def ones_like(self, driver: fx.Node, before: fx.Node) -> list[fx.Node]:
+        """Ones of a driver's shape, made of nothing else of it; they come last."""
+        self.made, value = [], driver.meta[VALUE]
+        sizes = self._sizes(driver, self.writer.before(before))
+        ones = self.writer.call(aten.full.default, sizes, 1.0, dtype=value.dtype, device=value.device)
+        self._known(ones, (), self._letters(self.shape(driver)), self.shape(driver))
+        return self.made
+
+    def product(self, gradient: fx.Node, driver: fx.Node, selection: RowMask | None = None) -> list[fx.Node]:
+        """The gradient times its driver, in the gradient's type; what is handed on comes last."""
+        self.made = []
+        self.writer.before(gradient.next)
+        dtype, alignment = gradient.meta[VALUE].dtype, aligned(self.shape(driver), self.shape(gradient))
+        assert alignment is not None
+        wide, letters = self._split(gradient, driver, alignment), self._letters(alignment.shape)
+        factor = self._factor(driver, alignment, selection)
+        along = tuple(own if place is not None else () for own, place in zip(letters, alignment.places, strict=True))
+        scaled = self.writer.call(aten.mul.Tensor, wide, factor)
+        self._known(scaled, (letters, along if self.shape(factor) else ()), letters, alignment.shape)
+        if scaled.meta[VALUE].dtype != dtype:
+            scaled = self.writer.call(aten._to_copy.default, scaled, dtype=dtype)
+            self._known(scaled, (letters,), letters, alignment.shape)
+        if alignment.is_split:
+            joined = self.writer.call(aten.reshape.default, scaled, self._joined_sizes(gradient, alignment))
+            self._known(joined, (letters,), self._grouped(alignment), alignment.shape)
+        return self.made
+
+    def _split(self, gradient: fx.Node, driver: fx.Node, alignment: Alignment) -> fx.Node:
+        """The gradient with its driver's dimensions apart from all others."""
+        if not alignment.is_split:
+            return gradient
+        own, of_driver = self._sizes(gradient), self._sizes(driver)
+        groups = parted(alignment.places, alignment.dims)
+        sizes = [
+            of_driver[place] if place is not None else own[i] if len(places) == 1 else -1
+            for i, places in enumerate(groups)
+            for place in places
+        ]
+        split = self.writer.call(aten.reshape.default, gradient, sizes)
+        return self._known(split, (self._grouped(alignment),), self._letters(alignment.shape), alignment.shape)
+
+    def _joined_sizes(self, gradient: fx.Node, alignment: Alignment) -> list[Any]:
+        return [-1 if len(dims) > 1 else size for size, dims in zip(self._sizes(gradient), alignment.dims, strict=True)]
+
+    def _factor(self, driver: fx.Node, alignment: Alignment, selection: RowMask | None) -> fx.Node:
+        """The driver with a dimension where the gradient has its axes, and of size one elsewhere; a plain number as it is."""
+        own = self.shape(driver)
+        if singles := [i for i, dim in enumerate(own) if not dim]:
+            wide = tuple(dim for dim in own if dim)
+            remaining = iter(self._letters(wide))
+            operand = tuple(next(remaining) if dim else () for dim in own)
+            driver = self._known(self.writer.call(aten.squeeze.dims, driver, singles), (operand,), self._letters(wide), wide)
+            own = wide
+        if selection is not None:
+            letters = self._letters(own)
+            cleared = self.writer.call(aten.masked_fill.Scalar, driver, self._unselected(selection, own), 0)
+            driver = self._known(cleared, (letters, letters), letters, own)
+        for i, place in enumerate(alignment.places) if own else ():
+            if place is None:
+                wide = (*own[:i], (), *own[i:])
+                letters = self._letters(wide)
+                operand = (*letters[:i], *letters[i + 1 :])
+                driver = self._known(self.writer.call(aten.unsqueeze.default, driver, i), (operand,), letters, wide)
+                own = wide
+        return driver
+
+    def _unselected(self, selection: RowMask, own: Shape) -> fx.Node:
+        """Of which rows of a driver nothing goes on."""
+        condition, shape = selection.condition, self.shape(selection.condition)
+        others = [i for i, dim in enumerate(shape) if dim not in own]
+        letters = self._letters(shape)
+        kept = tuple(letter for letter, dim in zip(letters, shape, strict=True) if dim in own)
+        reduce = aten.any.dims if selection.when else aten.all.dims
+        found = condition
+        if others:
+            found = self._known(self.writer.call(reduce, condition, others), (letters,), kept, shape)
+            self.demand.roles[found] = dict.fromkeys(self.demand.roles[found], Role.WHOLE)  # type: ignore[index]
+            self.demand.forms[found] = (StorageClass.SCALAR,)  # type: ignore[index]
+        if selection.when:
+            own_letters = self._letters(own)
+            found = self._known(self.writer.call(aten.logical_not.default, found), (own_letters,), own_letters, own)
+        return found
+
+    # -- facts
+
+    def shape(self, node: fx.Node) -> Shape:
+        return tuple(self.axes.table.resolve(dim) for dim in self.axes.shapes[node])
+
+    def _sizes(self, node: fx.Node, writer: GraphWriter | None = None) -> list[Any]:
+        """The sizes of a value as arguments."""
+        sizes = size_arguments(node, writer or self.writer)
+        for size in sizes:
+            if isinstance(size, fx.Node):
+                self.demand.forms[size] = (StorageClass.SCALAR,)  # type: ignore[index]
+                self.made.append(size)
+        return sizes
+
+    def _letters(self, shape: Shape) -> LetterShape:
+        """A letter for each dimension that is not of size one."""
+        return tuple((i,) if dim else () for i, dim in enumerate(shape))
+
+    def _grouped(self, alignment: Alignment) -> LetterShape:
+        """The same letters for the gradient as it is."""
+        letters = iter(self._letters(alignment.shape))
+        return tuple(tuple(letter for _ in dims for letter in next(letters)) for dims in alignment.dims)
+
+    def _known(self, node: fx.Node, operands: Sequence[LetterShape], result: LetterShape, letters: Shape) -> fx.Node:
+        """The node, with its facts: what its letters are, and that it only runs along them."""
+        shape = tuple(tuple(atom for letter in dim for atom in letters[letter]) for dim in result)
+        self.axes.shapes[node], self.axes.results[node] = shape, (shape,)  # type: ignore[index]
+        self.axes.signatures[node] = Signature(tuple(operands), (result,))  # type: ignore[index]
+        self.axes.letters[node] = dict(enumerate(letters))  # type: ignore[index]
+        rows = [letter for letter, dim in enumerate(letters) if self.axes.sequence_atom(dim) is not None]
+        self.demand.roles[node] = dict.fromkeys(rows, Role.ROWS)  # type: ignore[index]
+        self.demand.forms[node] = (StorageClass.ROWS if rows else StorageClass.SCALAR,)  # type: ignore[index]
+        self.made.append(node)
+        return node

@@ -1,0 +1,135 @@
+"""What distributing values over loops depends on, in numbers in place of nodes.
+
+Equal layers give equal tables, so that what follows from a table is found once for all of them (`loop_distribution.py`). Nothing else may
+be looked at there: whatever a placement depends on stands in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from torch import fx
+
+from streamfx.ir.access import Layout, OperandAccess
+from streamfx.ir.facts import Role, StorageClass
+from streamfx.ir.joint import is_tensor, shape_of_node
+from streamfx.ir.sizes import numeric, product
+from streamfx.ir.span import Span
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.traits import is_expensive, producer_of
+
+NOT_IN_LOOPS = (StorageClass.SCALAR, StorageClass.WHOLE)
+
+
+class Access(NamedTuple):
+    """What an operator in a loop needs of a value of the region.
+
+    `in_same_loop`: the rows are there when the chunk that makes the operand's rows is being computed. `is_stored`: no loop can
+    make them for its own chunk. `is_stored_before`: no loop can but the operand's own.
+    """
+
+    operand: int
+    in_same_loop: bool
+    is_stored: bool
+    is_stored_before: bool
+
+
+class RegionValue(NamedTuple):
+    """A value that a region makes: what an operator `needs` in a loop, or what it takes as a whole (its `sources`).
+
+    `siblings` are the values that its operator makes beside it, itself among them, where it makes several in a loop.
+    """
+
+    form: StorageClass
+    needs: tuple[Access, ...]
+    sources: tuple[int, ...]
+    siblings: tuple[int, ...]
+    is_expensive: bool
+
+    @property
+    def is_in_loop(self) -> bool:
+        return self.form not in NOT_IN_LOOPS
+
+
+Table: TypeAlias = "tuple[RegionValue, ...]"
+
+
+class Bytes(NamedTuple):
+    """Of each value of a table: those of its shape, and those of all its rows as a loop stores them."""
+
+    shown: tuple[int, ...]
+    stored: tuple[int, ...]
+
+
+def table_of(nodes: Sequence[fx.Node], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool) -> Table:
+    """The table of these tensors, by their positions, for loops in this direction."""
+    numbers = {node: i for i, node in enumerate(nodes)}
+    return tuple(_value(node, numbers, available, layout, reverse) for node in nodes)
+
+
+def bytes_of(nodes: Sequence[fx.Node], table: Table, layout: Layout) -> Bytes:
+    """The bytes of values in loops."""
+    sizes = [node.meta[VALUE].element_size() if value.is_in_loop else 0 for node, value in zip(nodes, table, strict=True)]
+    shown = (numeric(product(shape_of_node(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
+    stored = (numeric(product(layout.full_shape(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
+    return Bytes(tuple(shown), tuple(stored))
+
+
+def is_loop_value(node: fx.Node, layout: Layout) -> bool:
+    return layout.demand.form(node) not in NOT_IN_LOOPS
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    return [source for source in producer_of(node).all_input_nodes if is_tensor(source)]
+
+
+def _value(
+    node: fx.Node, numbers: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool
+) -> RegionValue:
+    form, producer = layout.demand.form(node), producer_of(node)
+    if form in NOT_IN_LOOPS:
+        return RegionValue(form, (), _numbers(tensor_inputs(node), numbers, available), (), is_expensive(node))
+    needs = layout.needs(producer)  # a part of a tuple needs nothing but its operator
+    operands = _numbers((need.operand for need in needs), numbers, available, missing=True)
+    pairs = zip(operands, needs, strict=True)
+    wanted = tuple(_wanted(operand, need, layout, reverse) for operand, need in pairs if operand is not None)
+    siblings = () if producer is node else tuple(numbers[user] for user in producer.users if user in numbers)
+    return RegionValue(form, wanted, (), siblings, is_expensive(node))
+
+
+def _numbers(
+    nodes: Iterable[fx.Node], numbers: dict[fx.Node, int], available: Callable[[fx.Node], bool], missing: bool = False
+) -> tuple[int, ...]:
+    found = [numbers.get(node) if node in numbers or available(node) else numbers[node] for node in nodes]
+    return tuple(found) if missing else tuple(number for number in found if number is not None)  # type: ignore[arg-type]
+
+
+def _wanted(operand: int, need: OperandAccess, layout: Layout, reverse: bool) -> Access:
+    form = layout.demand.form(need.operand)
+    if form in NOT_IN_LOOPS:
+        return Access(operand, True, False, False)
+    is_whole = Role.WHOLE in need.roles
+    is_stored = is_whole or form is StorageClass.SUM
+    is_stored_before = (
+        form is not StorageClass.PAIR and not is_stored and (form is StorageClass.KEYSUM or need.selector is not None)
+    )
+    return Access(operand, is_met_in_same_loop(need, layout, reverse), is_stored, is_stored_before)
+
+
+def is_met_in_same_loop(need: OperandAccess, layout: Layout, reverse: bool) -> bool:
+    """Whether the rows needed are already there when the chunk that makes the operand's rows is being computed."""
+    form = layout.demand.form(need.operand)
+    if form is StorageClass.PAIR:
+        return Role.WHOLE not in need.roles
+    if form is StorageClass.SUM or (need.roles != {Role.ROWS} and need.roles != {Role.KEYS}):
+        return False
+    if form is StorageClass.KEYSUM:
+        span = layout.span(producer_of(need.operand))
+        return need.roles == {Role.ROWS} and need.selector is None and _is_seen(span, not reverse)
+    return _is_seen(layout.distance(need.where[0][0], need.selector), reverse)
+
+
+def _is_seen(span: Span, reverse: bool) -> bool:
+    """Whether rows of the span belong to this chunk or to chunks that ran before it."""
+    return (span.low is not None and span.low >= 0) if reverse else (span.high is not None and span.high <= 0)

@@ -1,0 +1,143 @@
+"""Keys that stand for blocks of rows, beside queries that are rows: all of them are collected, in an axis of their own.
+
+    scores [t c] = rows [t d] @ blocks [c d]      ->   rows [t d] @ collected(blocks) [n d]
+    d_blocks [c d] = d_scores [c t] @ rows [t d]  ->   collected(d_scores [n t] @ rows [t d])
+
+A block is made of the rows of one chunk, and rows of any chunk may read it. So blocks are collected: once all are made, they have
+an axis that is none of the sequence, and rows stream with all of it beside them. Their gradient is a sum over chunks, and goes
+back to an axis in blocks in the same way. Where rows are the keys of blocks (one query for each block), rows are collected.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import fx
+
+from streamfx.ir.axis_table import Dim
+from streamfx.ir.facts import AxisFacts, Facts
+from streamfx.ir.joint import JointGraph, is_tensor, joint_graph, linked, tensor_operands
+from streamfx.ir.signature import Letter, LetterShape, Signature, Tile, Window
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import COLLECTED
+from streamfx.passes.ops.traits import producer_of
+from streamfx.passes.rewrite.views.concat_propagation import behind
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class KeysInBlocks:
+    """Once keys are collected, the axes of the new graph have to be found."""
+
+    name: ClassVar[str] = "keys in blocks"
+
+    def apply(self, facts: Facts) -> Facts:
+        axes, joint = facts.found_axes, facts.joint
+        if axes is None or axes.sequence is None or not axes.sequence.blocks:
+            return facts
+        pairs = {node: pair for node in axes.signatures if (pair := _pair(node, axes)) is not None}
+        collector = _Collector(axes, GraphWriter(joint.graph))
+        for group in _groups(pairs, axes):
+            are_keys = _blocks_are_keys(group, pairs, joint, axes)
+            for node in group:
+                collector.collect(node, pairs[node] if are_keys else BlockAxes(*pairs[node][::-1]))
+        if not collector.writer.made:
+            return facts
+        return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)), found_axes=None)
+
+
+class BlockAxes(NamedTuple):
+    """The letters of an operator that has rows of the sequence beside blocks of them."""
+
+    rows: frozenset[Letter]
+    blocks: frozenset[Letter]
+
+
+def _pair(node: fx.Node, axes: AxisFacts) -> BlockAxes | None:
+    """None where one is made of the other, or where one dimension has both."""
+    signature, sequence = axes.signatures[node], axes.sequence
+    assert sequence is not None
+    atoms = {letter: axes.sequence_atom(dim) for letter, dim in axes.letters[node].items()}
+    rows = frozenset(letter for letter, atom in atoms.items() if atom is not None and atom not in sequence.blocks)
+    blocks = frozenset(letter for letter, atom in atoms.items() if atom in sequence.blocks)
+    related = ({letter, index.of} for letter, index in signature.index.items() if isinstance(index, (Tile, Window)))
+    if not rows or not blocks or signature.joined is not None or any(both & rows and both & blocks for both in related):
+        return None
+    return BlockAxes(rows, blocks)
+
+
+def _groups(pairs: Mapping[fx.Node, BlockAxes], axes: AxisFacts) -> list[list[fx.Node]]:
+    """Operators that hand values with rows and blocks to each other, in program order."""
+    links: list[tuple[fx.Node, fx.Node]] = []
+    for node, pair in pairs.items():
+        for source, letters in zip(tensor_operands(node), axes.signatures[node].operands, strict=True):
+            own = {letter for dim in letters for letter in dim}
+            if own & pair.rows and own & pair.blocks and producer_of(source) in pairs:
+                links.append((producer_of(source), node))
+    return linked(pairs, links)
+
+
+def _blocks_are_keys(group: Iterable[fx.Node], pairs: Mapping[fx.Node, BlockAxes], joint: JointGraph, axes: AxisFacts) -> bool:
+    """Whether blocks are what operators normalise over, or sum over in the forward half, rather than rows."""
+    votes = 0
+    for node in group:
+        signature = axes.signatures[node]
+        for letters, weight in ((signature.keys, 1000), (signature.whole, 100), (_contracted(node, signature, joint), 1)):
+            votes += weight * (bool(letters & pairs[node].blocks) - bool(letters & pairs[node].rows))
+    return votes >= 0
+
+
+def _contracted(node: fx.Node, signature: Signature, joint: JointGraph) -> frozenset[Letter]:
+    return frozenset(signature.contracted()) if node in joint.forward else frozenset()
+
+
+class _Collector:
+    """Writes the views. `sources` has, of each axis of keys, a value that has it along one of its dimensions."""
+
+    def __init__(self, axes: AxisFacts, writer: GraphWriter) -> None:
+        self.axes, self.writer = axes, writer
+        self.views: dict[fx.Node, fx.Node] = {}
+        self.sources: dict[Dim, tuple[fx.Node, int]] = {}
+
+    def collect(self, node: fx.Node, pair: BlockAxes) -> None:
+        """Collect the operands and results of an operator that have its keys (here: its blocks) alone."""
+        signature = self.axes.signatures[node]
+        for operand, letters in dict(zip(tensor_operands(node), signature.operands, strict=True)).items():
+            if (dims := _dims_of(letters, pair)) and COLLECTED not in operand.meta:
+                self.sources = {self.axis(operand, dim): (operand, dim) for dim in dims} | self.sources
+                node.replace_input_with(operand, self.collected(operand, dict.fromkeys(dims)))
+        for result, letters in _results(node, signature):
+            if (dims := _dims_of(letters, pair)) and not all(COLLECTED in user.meta for user in result.users):
+                found = {dim: self.sources.get(self.axis(result, dim)) for dim in dims}
+                users, view = list(result.users), self.collected(result, found)
+                for user in users:
+                    user.replace_input_with(result, view)
+
+    def axis(self, value: fx.Node, dim: int) -> Dim:
+        return self.axes.table.resolve(self.axes.shapes[value][dim])
+
+    def collected(self, value: fx.Node, dims: Mapping[int, tuple[fx.Node, int] | None]) -> fx.Node:
+        if value not in self.views:
+            self.views[value] = self.writer.before(behind(value)).call(aten.alias.default, value)
+            self.views[value].meta[COLLECTED] = dims
+        return self.views[value]
+
+
+def _dims_of(letters: LetterShape, pair: BlockAxes) -> tuple[int, ...]:
+    """The dimensions of a value that are blocks, if none holds rows."""
+    if any(pair.rows.intersection(dim) for dim in letters):
+        return ()
+    return tuple(i for i, dim in enumerate(letters) if pair.blocks.intersection(dim))
+
+
+def _results(node: fx.Node, signature: Signature) -> Iterator[tuple[fx.Node, LetterShape]]:
+    if is_tensor(node):
+        yield node, signature.results[0]
+    for user in node.users:
+        if user.target is operator.getitem and is_tensor(user):
+            yield user, signature.results[user.args[1]]  # type: ignore[index]

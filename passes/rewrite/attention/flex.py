@@ -1,0 +1,320 @@
+"""`flex_attention` written out in plain operators, so that all that is known of masks and scores holds for it.
+
+Which blocks a block mask names is an index into what its mask function says, and of no further use here.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import shape_of_node
+from streamfx.ir.writer import GraphWriter, held_size
+from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
+from streamfx.node_meta import GRAPH, VALUE
+from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, summed, written_out
+from streamfx.passes.rewrite.pattern import equation
+from streamfx.torch_private import FLEX_ATTENTION, FLEX_ATTENTION_BACKWARD
+
+aten = torch.ops.aten
+LN_2 = math.log(2)
+
+
+@equation(FLEX_ATTENTION)
+def flex_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """flex(q, k, v, score, mask) -> attention(q, k, v, where(mask(b, h, m, n), bias, -inf))    where score = s + bias
+    softmax(where(mask, score(q @ k), -inf)) @ v               for any other
+    """
+    try:
+        return _FlexCall(node, writer).written_out()
+    except NotElementwiseError:
+        return None
+
+
+def _backward_of(node: fx.Node) -> fx.Node | None:
+    """The backward call that takes this call's result."""
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.target is FLEX_ATTENTION_BACKWARD:
+                found.add(user)
+            elif user.target in (operator.getitem, aten.detach.default, aten.alias.default):
+                todo.append(user)
+    if len(found) > 1:
+        raise NotElementwiseError("several backward calls")
+    return found.pop() if found else None
+
+
+@dataclass
+class _FlexCall:
+    node: fx.Node
+    writer: GraphWriter
+
+    def __post_init__(self) -> None:
+        arguments: Any = self.node.args
+        self.query, self.key, self.value, self.score, blocks, self.scale, _, self.score_values, self.mask_values = arguments
+        self.mask: fx.Node = blocks[-1]
+        self.backward = _backward_of(self.node)
+        given: Any = (None,) * 9 if self.backward is None else self.backward.args
+        self.of_result, self.of_lse, self.joint = given[5], given[6], given[8]
+
+    def written_out(self) -> dict[fx.Node, fx.Node]:
+        """Both halves."""
+        if self.query.meta[VALUE].shape[0] != self.key.meta[VALUE].shape[0]:
+            raise NotElementwiseError("one batch of keys for all queries")
+        self.visible = self.applied(self.mask, [*self.grid, *self.mask_values])
+        form = _FlexKernel(self) if self.is_fused() else _FlexProducts(self)
+        found = dict(self.results(self.node, form.forward()))
+        if self.backward is not None:
+            self.writer.before(self.backward)
+            found |= self.results(self.backward, form.backward())
+        return found
+
+    # -- pieces of both forms
+
+    @cached_property
+    def grid(self) -> list[ScoreValue]:
+        """Numbers of batch, head, row and key."""
+        (b, h, m, _), n = self.query.meta[VALUE].shape, self.key.meta[VALUE].shape[2]
+        return [ScoreValue(self.numbers(size, dim)) for dim, size in enumerate((b, h, m, n))]
+
+    def numbers(self, size: Any, dim: int) -> fx.Node:
+        size = self.size(size)
+        made = self.writer.call(aten.arange.default, size, device=self.query.meta[VALUE].device)
+        return self.writer.call(aten.reshape.default, made, [size if i == dim else 1 for i in range(4)])
+
+    def size(self, size: Any) -> Any:
+        """A size as an argument: a number, or the node that holds it."""
+        if isinstance(size, int):
+            return size
+        held = held_size(size, self.node.graph)
+        if held is None:
+            raise NotElementwiseError("a size that is no input")
+        return held
+
+    def applied(self, function: fx.Node, arguments: Sequence[Any]) -> Any:
+        return written_out(function.meta[GRAPH], list(arguments), self.writer)
+
+    @cached_property
+    def sees_all(self) -> bool:
+        """Whether the mask function is the constant True."""
+        return isinstance(self.visible, fx.Node) and self.visible.target is aten.full.default and self.visible.args[1] is True
+
+    def number(self, value: float, dtype: torch.dtype) -> fx.Node:
+        return self.writer.call(aten.full.default, [], value, dtype=dtype, device=self.query.meta[VALUE].device)
+
+    # -- which form
+
+    def is_fused(self) -> bool:
+        """Whether a kernel can do it: the score is at most added to, and only the result is used."""
+        query, key, value = (item.meta[VALUE] for item in (self.query, self.key, self.value))
+        plain = all(item.stride(-1) == 1 for item in (query, key, value)) and query.shape[-1] == value.shape[-1]
+        used = {
+            user.args[1] for user in self.node.users for inner in user.users if inner is not self.backward and not _is_copy(inner)
+        }
+        asks_more = self.backward is not None and (self.of_lse is not None or self.gives_to_buffers())
+        return plain and query.device.type in KERNELS and used <= {0} and not asks_more and self.addition != "other"
+
+    def gives_to_buffers(self) -> bool:
+        results = self.joint.meta[GRAPH].graph.output_node().args[0]
+        return any(item is not None for item in results[5:])
+
+    @cached_property
+    def addition(self) -> str:
+        """What the score function does with the score: "none", "sum" where it adds something to it, "other".
+
+        A kernel takes what is added in the queries' type; eager adds it to scores in float32, in whatever type it is.
+        """
+        function: fx.GraphModule = self.score.meta[GRAPH]
+        score, *_ = function.graph.find_nodes(op="placeholder")
+        result = function.graph.output_node().args[0]
+        if result is score:
+            return "none"
+        if not isinstance(result, fx.Node) or result.kwargs or len(score.users) != 1:
+            return "other"
+        added = result.args if result.target is aten.add.Tensor else result.args[:1] if result.target is aten.sub.Tensor else ()
+        if added.count(score) != 1 or result.args.count(score) != 1:
+            return "other"
+        other = next(item for item in result.args if item is not score)
+        dtype = self.query.meta[VALUE].dtype
+        is_held = dtype.itemsize > 2 or (isinstance(other, fx.Node) and getattr(other.meta.get(VALUE), "dtype", None) == dtype)
+        return "sum" if is_held else "other"
+
+    # -- what each result equals
+
+    def results(self, node: fx.Node, made: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
+        for user in node.users:
+            position: Any = user.args[1]
+            if user.target is not operator.getitem or (made[position] is None and user.users):
+                raise NotElementwiseError(f"result {position}")
+            if isinstance(made[position], tuple):
+                yield from self.results(user, made[position])
+            elif made[position] is not None:
+                yield user, self._as_promised(made[position], user)
+
+    def _as_promised(self, made: Any, user: fx.Node) -> Any:
+        """In the type that tracing found: of the log-sum-exp torch promises float32, whatever it computes in."""
+        dtype = user.meta[VALUE].dtype
+        return made if made.meta[VALUE].dtype == dtype else self.writer.call(aten._to_copy.default, made, dtype=dtype)
+
+
+def _is_copy(node: fx.Node) -> bool:
+    return node.target in (aten.detach.default, aten.alias.default)
+
+
+@dataclass
+class _FlexKernel:
+    """Attention by a kernel, with the mask and what is added to the scores as its bias."""
+
+    call: _FlexCall
+
+    def forward(self) -> tuple[Any, ...]:
+        call, write = self.call, self.call.writer.call
+        self.bias = self._bias()
+        options: dict[str, Any] = {"scale": call.scale}
+        self.options = options if self.bias is None else {"attn_mask": self.bias, **options}
+        made = write(ATTENTION, call.query, call.key, call.value, **self.options)
+        self.out, self.lse = (write(operator.getitem, made, i) for i in range(2))
+        return self.out, self.lse, None
+
+    def _bias(self) -> fx.Node | None:
+        call, write = self.call, self.call.writer.call
+        dtype = call.query.meta[VALUE].dtype
+        bias: Any = None
+        if call.addition == "sum":
+            zero = call.number(0.0, dtype)
+            bias = call.applied(call.score, [zero, *call.grid, *call.score_values])
+            bias = bias.node if isinstance(bias, ScoreValue) else bias
+            bias = write(aten._to_copy.default, bias, dtype=dtype)
+        if not call.sees_all:
+            visible = call.visible.node if isinstance(call.visible, ScoreValue) else call.visible
+            bias = write(
+                aten.where.self, visible, call.number(0.0, dtype) if bias is None else bias, call.number(-math.inf, dtype)
+            )
+        if bias is not None and not shape_of_node(bias):
+            raise NotElementwiseError("a mask that is the same number everywhere")
+        return bias
+
+    def backward(self) -> tuple[Any, ...]:
+        call, write = self.call, self.call.writer.call
+        if call.of_result is None:
+            raise NotElementwiseError("no gradient of the result")
+        made = write(ATTENTION_BACKWARD, call.of_result, call.query, call.key, call.value, self.out, self.lse, **self.options)
+        nothing = (None,) * len(call.score_values)
+        return (*(write(operator.getitem, made, i) for i in range(3)), nothing)
+
+
+@dataclass
+class _FlexProducts:
+    """Attention as products and a softmax, in the precision that eager takes for them."""
+
+    call: _FlexCall
+
+    def __post_init__(self) -> None:
+        call = self.call
+        self.write = call.writer.call
+        self.dtype = call.query.meta[VALUE].dtype
+        self.precision = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.groups = call.key.meta[VALUE].shape[1]
+        self.repeats = call.query.meta[VALUE].shape[1] // self.groups
+
+    def forward(self) -> tuple[Any, ...]:
+        call, write = self.call, self.write
+        self.keys, self.values = self._for_all_heads(call.key), self._for_all_heads(call.value)
+        keys = write(aten.transpose.int, self._wide(self.keys), 2, 3)
+        scores = self._product(self._wide(call.query), keys)
+        self.scores = write(aten.mul.Tensor, scores, call.scale)
+        modified = call.applied(call.score, [ScoreValue(self.scores), *call.grid, *call.score_values])
+        shown = write(aten._to_copy.default, _node(modified), dtype=self.precision)
+        shown = self._where_visible(shown, -math.inf)
+        self.weights = write(aten._safe_softmax.default, shown, -1)
+        out = self._product(self._narrow(self.weights), self._narrow(self.values))
+        lse = write(aten.div.Scalar, write(aten.logsumexp.default, shown, [-1]), LN_2)
+        largest = write(aten.div.Scalar, write(aten.amax.default, shown, [-1]), LN_2)
+        return out, lse, largest
+
+    def backward(self) -> tuple[Any, ...]:
+        call, write = self.call, self.write
+        of_value = write(aten.zeros_like.default, call.value) if call.of_result is None else self._of_value(call.of_result)
+        wanted = self._of_weights(call.of_result, call.of_lse)
+        arguments = [ScoreValue(self.scores), *call.grid, ScoreValue(wanted), *call.score_values]
+        of_score, _, _, _, _, *of_buffers = call.applied(call.joint, arguments)
+        scaled = self._narrow(write(aten.mul.Tensor, _node(of_score), call.scale))
+        scaled = self._where_visible(scaled, 0.0)
+        of_query = self._product(scaled, self.keys)
+        of_key = self._for_groups(self._product(write(aten.transpose.int, scaled, 2, 3), call.query))
+        totals = tuple(None if item is None else summed(item, call.writer) for item in of_buffers)
+        return of_query, of_key, of_value, totals
+
+    def _of_value(self, gradient: Any) -> fx.Node:
+        weights = self.write(aten.transpose.int, self._narrow(self.weights), 2, 3)
+        return self._for_groups(self._product(weights, gradient))
+
+    def _of_weights(self, gradient: Any, of_lse: Any) -> fx.Node:
+        """The gradient of the scores that go into the softmax."""
+        write, wanted = self.write, None
+        if gradient is not None:
+            values = write(aten.transpose.int, self._wide(self.values), 2, 3)
+            of_weights = self._product(self._wide(gradient), values)
+            wanted = write(aten._softmax_backward_data.default, of_weights, self.weights, -1, self.precision)
+        if of_lse is not None:
+            each = write(aten.unsqueeze.default, write(aten.div.Scalar, of_lse, LN_2), 3)
+            part = write(aten.mul.Tensor, self.weights, each)
+            wanted = part if wanted is None else write(aten.add.Tensor, wanted, part)
+        if wanted is None:
+            raise NotElementwiseError("no gradient at all")
+        return wanted
+
+    def _where_visible(self, value: fx.Node, otherwise: float) -> fx.Node:
+        call = self.call
+        if call.sees_all:
+            return value
+        return self.write(aten.where.self, _node(call.visible), value, call.number(otherwise, value.meta[VALUE].dtype))
+
+    def _wide(self, value: Any) -> Any:
+        return self._cast(value, self.precision)
+
+    def _narrow(self, value: Any) -> Any:
+        return self._cast(value, self.dtype)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        return value if value.meta[VALUE].dtype == dtype else self.write(aten._to_copy.default, value, dtype=dtype)
+
+    def _for_all_heads(self, value: Any) -> Any:
+        """[b g n d] -> [b (g r) n d]"""
+        if self.repeats == 1:
+            return value
+        b, g, n, d = (self.call.size(size) for size in value.meta[VALUE].shape)
+        wide = self.write(aten.expand.default, self.write(aten.unsqueeze.default, value, 2), [b, g, self.repeats, n, d])
+        return self.write(aten.reshape.default, wide, [b, g * self.repeats, n, d])
+
+    def _for_groups(self, value: fx.Node) -> fx.Node:
+        """[b (g r) n d] -> [b g n d]"""
+        if self.repeats == 1:
+            return value
+        b, _, n, d = (self.call.size(size) for size in value.meta[VALUE].shape)
+        apart = self.write(aten.reshape.default, value, [b, self.groups, self.repeats, n, d])
+        return self.write(aten.sum.dim_IntList, apart, [2])
+
+    def _product(self, left: Any, right: Any) -> fx.Node:
+        """[b h m k] @ [b h k n]"""
+        sizes = [self.call.size(size) for size in (*left.meta[VALUE].shape[:3], right.meta[VALUE].shape[3])]
+        flat = [self._flat(item) for item in (left, right)]
+        return self.write(aten.reshape.default, self.write(aten.bmm.default, *flat), sizes)
+
+    def _flat(self, value: Any) -> fx.Node:
+        """[b h m n] -> [(b h) m n]"""
+        m, n = (self.call.size(size) for size in value.meta[VALUE].shape[2:])
+        return self.write(aten.reshape.default, value, [-1, m, n])
+
+
+def _node(value: Any) -> Any:
+    return value.node if isinstance(value, ScoreValue) else value

@@ -1,0 +1,117 @@
+"""Undoing the expansion of keys and values for grouped-query attention.
+
+Models repeat each key head for the queries that share it before they call a fused kernel that would have done so itself. The
+kernel gets the heads as they are, and the sum over the repeats in the backward half goes away with them.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
+from streamfx.ir.sizes import Size
+from streamfx.ir.writer import GraphWriter
+from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
+from streamfx.node_meta import VALUE
+from streamfx.passes.rewrite.pattern import equation, results_of_another
+
+aten = torch.ops.aten
+
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+@equation(ATTENTION)
+def heads_repeated_for_groups(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """attention(q, view(expand(unsqueeze(k, 2)))) -> attention(q, k)
+    sum(view(dk, [b g r n d]), 2)               -> dk
+
+    Where forward and backward can both do without the repeats.
+    """
+    query, key, value = (node_argument(node, i) for i in range(3))
+    own = unexpanded(key), unexpanded(value)
+    if own[0] is None or own[1] is None or shape_of_node(own[0])[1] != shape_of_node(own[1])[1]:
+        return None
+    repeated = tuple(shape_of_node(behind_views(heads)) for heads in (key, value))
+    backwards = [user for user in query.users if user.target is ATTENTION_BACKWARD and user.args[1:4] == (query, key, value)]
+    sums = [_sums_over_repeats(other, *repeated) for other in backwards]
+    if any(found is None for found in sums):
+        return None
+    found = results_of_another(node, writer.call(ATTENTION, query, *own, *node.args[3:], **node.kwargs), writer)
+    for other, totals in zip(backwards, sums, strict=True):
+        found |= _gradients_of_own_heads(other, own, totals or {}, writer.before(other))
+    return found
+
+
+def unexpanded(node: Any) -> fx.Node | None:
+    """Heads [b g n d] behind heads [b g*r n d] that repeat each of them r times."""
+    if not isinstance(node, fx.Node) or node.target not in VIEWS:
+        return None
+    source: Any = behind_views(node)
+    if source.target is not aten.expand.default or source.args[0].target is not aten.unsqueeze.default:
+        return None
+    heads = source.args[0].args[0]
+    if source.args[0].args[1] != 2 or len(shape_of_node(heads)) != 4:
+        return None
+    b, g, n, d = shape_of_node(heads)
+    repeated = shape_of_node(source)
+    if (*repeated[:2], *repeated[3:]) != (b, g, n, d) or shape_of_node(node) != (b, g * repeated[2], n, d):
+        return None
+    return heads
+
+
+def behind_views(node: fx.Node) -> fx.Node:
+    """What a view shows, behind the copy that it may need."""
+    source = node_argument(node)
+    return node_argument(source) if source.target is aten.clone.default else source
+
+
+def _sums_over_repeats(node: fx.Node, *repeated: tuple[Size, ...]) -> dict[int, list[fx.Node]] | None:
+    """For results 1 and 2 (the gradients of keys and values): the nodes that hold their sums over the repeats.
+
+    `repeated` are the shapes [b g r n d] that keys and values had before their heads were joined. None where a gradient is used
+    in any other way.
+    """
+    found: dict[int, list[fx.Node]] = {1: [], 2: []}
+    for part in node.users:
+        if part.target is not operator.getitem:
+            return None
+        position = int_argument(part, 1)
+        if position == 0:
+            continue
+        for user in part.users:
+            total = _sum_after_view(user, repeated[position - 1])
+            if total is None:
+                return None
+            found[position].append(total)
+    return found
+
+
+def _sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None:
+    """The sum of a gradient over the repeats of each head, where a view takes it apart as the heads were put together."""
+    if node.target not in VIEWS or shape_of_node(node) != repeated or len(node.users) != 1:
+        return None
+    (total,) = node.users
+    if total.target is not aten.sum.dim_IntList or list(bound_arguments(total)["dim"] or ()) not in ([2], [-3]):
+        return None
+    if total.meta[VALUE].dtype != node.meta[VALUE].dtype:
+        return None
+    if len(shape_of_node(total)) == 4:
+        return total
+    users = list(total.users)
+    squeezed = users and all(
+        user.target is aten.squeeze.dim and user.args[1] in (2, -3) and len(shape_of_node(user)) == 4 for user in users
+    )
+    return users[0] if squeezed and len(users) == 1 else None
+
+
+def _gradients_of_own_heads(
+    node: fx.Node, own: tuple[Any, Any], sums: dict[int, list[fx.Node]], writer: GraphWriter
+) -> dict[fx.Node, fx.Node]:
+    made = writer.call(ATTENTION_BACKWARD, *node.args[:2], *own, *node.args[4:], **node.kwargs)
+    of_query, of_key, of_value = (writer.call(operator.getitem, made, i) for i in range(3))
+    found = {part: of_query for part in node.users if int_argument(part, 1) == 0}
+    return found | {total: of_heads for i, of_heads in ((1, of_key), (2, of_value)) for total in sums.get(i, ())}

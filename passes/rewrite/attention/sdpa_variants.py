@@ -1,0 +1,84 @@
+"""Every device's fused attention as one operator.
+
+Both halves change together, or neither: the log-sum-exp of one kernel is no use to the backward of another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
+from streamfx.node_meta import VALUE
+from streamfx.passes.rewrite.pattern import equation, results_in_use, results_of_another
+
+aten = torch.ops.aten
+
+BACKWARD_OF: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention.default: aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default: aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default: aten._scaled_dot_product_cudnn_attention_backward.default,
+}
+NAMES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "attn_bias": "attn_mask"}  # where schemas disagree
+GRADIENTS = (0, 1, 2)
+
+
+@equation(*BACKWARD_OF)
+def attention_of_a_device(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """flash(q, k, v, 0.0, True) -> out, lse, seeds ...        ->   attention(q, k, v, is_causal=True) -> out, lse
+    flash_backward(d, q, k, v, out, lse, seeds ..., True)   ->   attention_backward(d, q, k, v, out, lse, is_causal=True)
+
+    Without dropout, and with no gradient of its bias.
+    """
+    backwards = _backwards(node) if node.meta[VALUE][0].device.type in KERNELS else None
+    if backwards is None:
+        return None
+    found = _called(node, ATTENTION, writer)
+    for other in backwards:
+        found |= _called(other, ATTENTION_BACKWARD, writer.before(other))
+    return found
+
+
+def _backwards(node: fx.Node) -> list[fx.Node] | None:
+    """The backward calls of a forward call; None where its results go anywhere else, or it cannot be replaced."""
+    arguments, parts = _arguments(node), results_in_use(node)
+    if parts is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
+        return None
+    inner = {user for position, group in parts.items() if position != 0 for part in group for user in part.users}
+    if any(user.target is not BACKWARD_OF[node.target] or not _is_backward_of(user, node, parts) for user in inner):
+        return None
+    return [user for user in node.graph.nodes if user in inner]
+
+
+def _is_aligned_at_end(node: fx.Node) -> bool:
+    """Whether row i sees other keys than 0 .. i: flash attention of CUDA puts the last row beside the last key."""
+    arguments = _arguments(node)
+    rows, keys = (shape_of_node(arguments[name])[2] for name in ("query", "key"))
+    return node.target is aten._scaled_dot_product_flash_attention.default and arguments["is_causal"] and rows != keys
+
+
+def _is_backward_of(node: fx.Node, forward: fx.Node, parts: dict[int, list[fx.Node]]) -> bool:
+    own, given, results = _arguments(node), _arguments(forward), results_in_use(node)
+    same = all(own.get(name) == given.get(name) for name in ("query", "key", "value", "attn_mask", "is_causal", "scale"))
+    linked = own["out"] in parts.get(0, ()) and own["logsumexp"] in parts.get(1, ())
+    return same and linked and own["dropout_p"] == 0.0 and results is not None and set(results) <= set(GRADIENTS)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    return {NAMES.get(name, name): value for name, value in bound_arguments(node).items()}
+
+
+def _called(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    """The results of `target` for those of a device's own operator."""
+    given = _arguments(node)
+    names = [argument.name for argument in target._schema.arguments]
+    optional = {"attn_mask", "is_causal", "scale"}
+    others = {name: given[name] for name in names if name in optional and name in given}
+    used = {name: value for name, value in others.items() if value is not None and value is not False}  # 0.0 is a scale
+    made = writer.call(target, *(given[name] for name in names if name not in optional), **used)
+    return results_of_another(node, made, writer)

@@ -1,0 +1,147 @@
+"""Scores by distance, shifted row by row so that they stand by key, as models write it: by reading rows of one length as others.
+
+    x [t w] -> view [w t] -> without the first row -> view [t, w - 1] -> the first n columns     is  y[i, j] = x[i, t - i + j]
+
+Beyond the end of a row that is what the next row begins with. Whether anybody looks at it is a question for later passes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, int_argument, is_size, node_argument, shape_of_node
+from streamfx.ir.sizes import Size, is_never_less, product, size_of
+from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.constants import is_zero
+from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.views.iota_index import NUMBERS, VIEWS, counts_up
+from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+
+aten = torch.ops.aten
+COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
+
+
+@equation(aten.index_select.default, aten.index_add.default)
+def first_rows_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """index_select(x, dim, arange(n)) -> x[:n],  index_add(zeros, dim, arange(n), y) -> pad(y + 0.0, behind)
+
+    Along any dimension, where there are so many rows.
+    """
+    arguments = bound_arguments(node)
+    whole, index = arguments["self"], arguments["index"]
+    if not counts_up(index) or index.meta[VALUE].dtype not in NUMBERS or not (shape := shape_of_node(whole)):
+        return None
+    dim, (count,) = arguments["dim"] % len(shape), shape_of_node(index)
+    ends = (0, size_arguments(index, writer)[0])
+    if not is_never_less(shape[dim], count):
+        return None
+    if node.target is aten.index_select.default:
+        return writer.call(aten.slice.Tensor, whole, dim, *ends)
+    own, dtype = arguments["source"], node.meta[VALUE].dtype
+    is_put = is_zero(whole) and arguments["alpha"] == 1 and own.meta[VALUE].dtype == dtype and dtype.is_floating_point
+    if not is_put or shape_of_node(own) != (*shape[:dim], count, *shape[dim + 1 :]):
+        return None
+    added = writer.call(aten.add.Tensor, own, 0.0)  # zero plus -0 is zero
+    return writer.call(aten.slice_backward.default, added, size_arguments(whole, writer), dim, *ends, 1)
+
+
+@equation(*VIEWS, aten.slice.Tensor)
+def shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """view(view(x [t w], [w t])[1:], [t, w - 1]) -> relative_shift(x, t, w - 1)
+
+    The last view changes nothing where there are as many columns as rows.
+    """
+    part = node if node.target is aten.slice.Tensor else _behind(node_argument(node))
+    if part.target is not aten.slice.Tensor or (other := _behind(node_argument(part))).target not in VIEWS:
+        return None
+    x, arguments = node_argument(other), bound_arguments(part)
+    dim = arguments["dim"] % len(shape_of_node(part))
+    if not _is_shift(arguments, shape_of_node(x), shape_of_node(other), shape_of_node(node)):
+        return None
+    rows, width = size_arguments(x, writer)[dim : dim + 2]
+    return writer.call(RELATIVE_SHIFT, x, dim, rows, _plus(width, -1, writer))
+
+
+@equation(*VIEWS)
+def gradient_of_shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """view(slice_backward(view(dy [t, w - 1], [w - 1, t]), [w t], 1), [t w]) -> relative_shift_backward(dy, t, w)"""
+    whole = _behind(node_argument(node))
+    if whole.target is not aten.slice_backward.default:
+        return None
+    inner, arguments = node_argument(whole), bound_arguments(whole)
+    dim = arguments["dim"] % len(shape_of_node(whole))
+    found = (inner, node_argument(view)) if (view := _behind(inner)).target in VIEWS else (inner,)
+    shapes = shape_of_node(node), shape_of_node(whole)
+    gradient = next((value for value in found if _is_shift(arguments, *shapes, shape_of_node(value))), None)
+    if gradient is None:
+        return None
+    rows, columns = size_arguments(gradient, writer)[dim : dim + 2]
+    return writer.call(RELATIVE_SHIFT_BACKWARD, gradient, dim, rows, _plus(columns, 1, writer))
+
+
+def _plus(size: Any, number: int, writer: GraphWriter) -> Any:
+    return size + number if isinstance(size, int) else writer.call(operator.add, size, number)
+
+
+def _is_shift(taken: dict[str, Any], x: tuple[Size, ...], other: tuple[Size, ...], result: tuple[Size, ...]) -> bool:
+    """Whether rows of x [t w], read as `other`, are a shift where all but their first t elements are read as `result` [t, w - 1].
+
+    Element j of row i is then number t + i * (w - 1) + j of x, which is t - i + j of row i, counted on into the next.
+    """
+    dim, start = taken["dim"] % len(x), taken["start"]
+    if not len(x) == len(other) == len(result) or dim + 1 >= len(x) or taken["step"] != 1 or not isinstance(start, int):
+        return False
+    pairs = slice(dim, dim + 2)
+    beside = [(*shape[:dim], *shape[dim + 2 :]) for shape in (x, other, result)]
+    (rows, width), (shown, columns) = x[pairs], result[pairs]
+    return (
+        beside[0] == beside[1] == beside[2]
+        and rows == shown
+        and columns + 1 == width
+        and product(other[pairs]) == product(x[pairs])
+        and product((start, other[dim + 1])) == rows
+    )
+
+
+@equation(aten.slice.Tensor)
+def columns_of_shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """relative_shift(x, first, w)[:, :n] -> relative_shift(x, first, n)"""
+    arguments, shift = bound_arguments(node), node_argument(node)
+    if shift.target is not RELATIVE_SHIFT or (ends := _first_columns(arguments, shift, shape_of_node(node))) is None:
+        return None
+    x, dim, first, _ = shift.args
+    return writer.call(RELATIVE_SHIFT, x, dim, first, ends)
+
+
+@equation(RELATIVE_SHIFT_BACKWARD)
+def gradient_of_columns(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """relative_shift_backward(slice_backward(dy, :n), first, w) -> relative_shift_backward(dy, first, w)"""
+    padded = _behind(node_argument(node))
+    if padded.target is not aten.slice_backward.default:
+        return None
+    gradient = node_argument(padded)
+    if _first_columns(bound_arguments(padded), node, shape_of_node(gradient)) is None:
+        return None
+    return writer.call(RELATIVE_SHIFT_BACKWARD, gradient, *node.args[1:])
+
+
+def _first_columns(taken: dict[str, Any], shift: fx.Node, part: tuple[Size, ...]) -> Any:
+    """How many columns a slice leaves of those of a shift, as an argument; None where it leaves others."""
+    column, end = int_argument(shift, 1) + 1, taken["end"]
+    if taken["dim"] % len(part) != column or taken["start"] not in (None, 0) or taken["step"] != 1:
+        return None
+    if isinstance(part[column], int):
+        return part[column]
+    return end if is_size(end) and size_of(end.meta[VALUE]) == part[column] else None
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    """What copies are of."""
+    while node.target in COPIES:
+        node = node_argument(node)
+    return node

@@ -1,0 +1,123 @@
+"""Equations of softmax and the largest score, which a softmax subtracts itself.
+
+The second one is what autograd makes of the first one's largest score: probabilities add up to one whatever the scores are, so
+that the gradients of the scores of one softmax add up to nothing. Both hold to rounding. Where a row's scores are minus infinity
+throughout, or one of them is no number or infinite, both sides are no numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.constants import is_zero
+from streamfx.passes.rewrite.pattern import equation
+
+aten = torch.ops.aten
+
+
+@equation(aten._softmax.default)
+def softmax_of_shifted_scores(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """softmax(x - max(x)) -> softmax(x)"""
+    given = bound_arguments(node)
+    shifted, dim = given["self"], given["dim"]
+    if not isinstance(shifted, fx.Node) or shifted.target is not aten.sub.Tensor:
+        return None
+    scores, largest, scale = bound_arguments(shifted).values()
+    if scale != 1 or not is_tensor(scores) or not is_tensor(largest) or not _is_largest(largest, scores, dim):
+        return None
+    return writer.call(aten._softmax.default, scores, dim, given["half_to_float"])
+
+
+def _is_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
+    """Whether a value is the largest score of each row along a dimension, which it keeps with size one."""
+    rank = len(shape_of_node(scores))
+    if node.target is operator.getitem and node.args[1] == 0:
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target not in (aten.max.dim, aten.amax.default) or node.args[0] is not scores:
+        return False
+    arguments = bound_arguments(node)
+    dims = [arguments["dim"]] if isinstance(arguments["dim"], int) else arguments["dim"]
+    return bool(rank and arguments["keepdim"]) and [item % rank for item in dims] == [dim % rank]
+
+
+@equation(aten.add.Tensor)
+def gradient_of_the_largest_score(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """d + (minus the sum of d, put where x is largest) -> d, for d the gradient of the scores of softmax(x)"""
+    left, right, scale = bound_arguments(node).values()
+    if scale != 1 or not is_tensor(left) or not is_tensor(right):
+        return None
+    for gradient, share in ((left, right), (right, left)):
+        if (scores := _scores_of(gradient)) is None or shape_of_node(gradient) != shape_of_node(node):
+            continue
+        if gradient.meta[VALUE].dtype == node.meta[VALUE].dtype and _is_share_of_sum(share, gradient, scores):
+            return gradient  # type: ignore[no-any-return]
+    return None
+
+
+def _scores_of(gradient: fx.Node) -> fx.Node | None:
+    """The scores of which this is the gradient, behind the softmax that made its probabilities, along the same dimension."""
+    if gradient.target is not aten._softmax_backward_data.default:
+        return None
+    arguments, rank = bound_arguments(gradient), len(shape_of_node(gradient))
+    softmax = arguments["output"]
+    if softmax.target is not aten._softmax.default or shape_of_node(softmax) != shape_of_node(gradient) or not rank:
+        return None
+    own = bound_arguments(softmax)
+    is_same = own["dim"] % rank == arguments["dim"] % rank and not own["half_to_float"]
+    return own["self"] if is_same and arguments["input_dtype"] == softmax.meta[VALUE].dtype else None
+
+
+def _is_share_of_sum(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
+    """Whether a value is a gradient's sum over keys, or minus that, put at one key of each row or divided among the largest."""
+    dim = bound_arguments(gradient)["dim"] % len(shape_of_node(gradient))
+    if node.target is aten.scatter.src:
+        arguments = bound_arguments(node)
+        at, total = arguments["index"], arguments["src"]
+        along = arguments["dim"] % len(shape_of_node(node)) == dim and shape_of_node(at) == shape_of_node(total)
+        return along and is_zero(arguments["self"]) and _is_sum(total, gradient, dim)
+    if node.target is not aten.mul.Tensor:
+        return False
+    part, chosen = node.args
+    if not is_tensor(part) or not is_tensor(chosen) or part.target is not aten.div.Tensor:
+        return False
+    total, count = part.args
+    return _is_sum(total, gradient, dim) and _counts(count, chosen, dim) and _are_largest(chosen, scores, dim)
+
+
+def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
+    """Whether a value is the sum of a gradient along a dimension, or minus that, at size one."""
+    if not is_tensor(node) or node.meta[VALUE].dtype != gradient.meta[VALUE].dtype:
+        return False
+    signs = 0
+    while node.target in (aten.neg.default, aten.sum.dim_IntList) and node is not gradient:
+        if node.target is aten.sum.dim_IntList:
+            arguments, rank = bound_arguments(node), len(shape_of_node(gradient))
+            if [item % rank for item in arguments["dim"] or ()] != [dim] or not arguments["keepdim"]:
+                return False
+            signs += 1
+        node = node.args[0]
+    return node is gradient and signs == 1
+
+
+def _counts(node: Any, chosen: fx.Node, dim: int) -> bool:
+    """Whether a value says how many are chosen along a dimension."""
+    if not is_tensor(node) or node.target is not aten.sum.dim_IntList or node.args[0] is not chosen:
+        return False
+    arguments, rank = bound_arguments(node), len(shape_of_node(chosen))
+    plain = arguments["dtype"] in (None, torch.int64) and arguments["keepdim"]
+    return plain and [item % rank for item in arguments["dim"] or ()] == [dim]
+
+
+def _are_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
+    """Whether a value says where scores are the largest of their row: somewhere, as long as they are numbers."""
+    if node.target is not aten.eq.Tensor:
+        return False
+    pairs: tuple[tuple[Any, ...], ...] = (node.args, node.args[::-1])
+    return any(one is scores and is_tensor(other) and _is_largest(other, scores, dim) for one, other in pairs)

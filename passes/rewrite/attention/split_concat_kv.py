@@ -1,0 +1,256 @@
+"""Attention over rows of the sequence and blocks of them, joined: over each by itself, and put together.
+
+    attention(q, cat(k, c), cat(v, w), cat(m, n))  ->  the sum of exp(lse_i - total) * out_i of
+        attention(q, k, v, m) -> out_1, lse_1
+        attention(q, c, w, n) -> out_2, lse_2          total = logaddexp(lse_1, lse_2)
+
+So rows see the keys that their own mask shows, and blocks have an axis of their own (`compressed_kv.py`). The backward half
+makes probabilities of the total: the gradients of all keys are those of either side, joined. What was joined, or is cut apart
+again, is not made.
+
+A total has to tell how many keys a row sees. A row that sees none is hidden by minus infinity, or there is one whose score is an
+ordinary number: beside a large negative number the logarithm of a count loses its digits.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import fx
+
+from streamfx.ir.axis_table import Atom, Dim
+from streamfx.ir.facts import AxisFacts, Facts
+from streamfx.ir.joint import JointGraph, bound_arguments, drop_unused, joint_graph, tensor_operands, trained_sources
+from streamfx.ir.ranges import COUNTED
+from streamfx.ir.writer import GraphWriter
+from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.constants import fill_of
+from streamfx.passes.ops.ranges import ValueRanges
+from streamfx.passes.ops.rules.attention import M, N
+from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.passes.rewrite.attention.softmax_sink import converted
+from streamfx.passes.rewrite.views.concat_propagation import Parts
+
+aten = torch.ops.aten
+Seen: TypeAlias = "Callable[[Facts], Callable[[fx.Node], bool]]"
+CHOICES = (
+    aten.where.self,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.scatter.value,
+    aten.cat.default,
+    aten.add.Tensor,
+    aten._to_copy.default,
+)
+
+
+@dataclass(frozen=True)
+class JoinedKeys:
+    """`seen` tells of a mask of rows and keys whether an ordinary number is added to the score of each row's own key."""
+
+    seen: Seen
+    name: ClassVar[str] = "joined keys"
+
+    def apply(self, facts: Facts) -> Facts:
+        axes, joint = facts.found_axes, facts.joint
+        if axes is None or axes.sequence is None or not axes.sequence.blocks:
+            return facts
+        joins = _joins(joint, axes)
+        fused = [(node, parts) for node in joint.nodes if node.target in WRITES and (parts := joins.get(_keys(node, axes)))]
+        found = [(node, parts) for node, parts in fused if _goes_by_part(node, parts)]
+        if not found:
+            return facts
+        changes = [_with_joined_mask(node, parts) for node, parts in found]
+        if not any(changes):
+            tells = _VisibleParts(self.seen(facts), ValueRanges(trained_sources(joint)), axes)
+            changes = [tells.write(node, parts) for node, parts in found]
+        if not any(changes):
+            return facts
+        drop_unused(joint.graph)
+        return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)), found_axes=None)
+
+
+def _goes_by_part(node: fx.Node, parts: Parts) -> bool:
+    """Whether an attention's keys, values and mask are there part by part."""
+    arguments = bound_arguments(node)
+    given = [item for name in ("key", "value", "attn_mask") if (item := arguments[name]) is not None]
+    return not arguments["is_causal"] and all(map(parts.are_there, given))
+
+
+def _with_joined_mask(node: fx.Node, parts: Parts) -> bool:
+    """Whether a mask that is made of a joined one was written as the join of its parts: of each something may be known."""
+    mask = bound_arguments(node)["attn_mask"]
+    if mask is None or parts.dim(mask) is None or mask.target is aten.cat.default:
+        return False
+    made = parts.of(mask)
+    node.update_kwarg("attn_mask", parts.writer.before(node).call(aten.cat.default, made, -1))
+    return True
+
+
+class _VisibleParts:
+    """Which parts of joined keys each row is known to see something of, and whether the counts of those that it sees are told."""
+
+    def __init__(self, seen: Callable[[fx.Node], bool], values: ValueRanges, axes: AxisFacts) -> None:
+        self.seen, self.values, self.axes = seen, values, axes
+
+    def write(self, node: fx.Node, parts: Parts) -> bool:
+        """Whether an attention was written by parts."""
+        mask = bound_arguments(node)["attn_mask"]
+        masks = (None,) * len(parts.lengths) if mask is None else parts.of(mask)
+        own = [item is None or self._shows_own_keys(item, node) for item in masks]
+        if not any(own) and (mask is None or _largest(mask, self.values) > COUNTED):
+            return False
+        WRITES[node.target](node, parts, own)
+        return True
+
+    def _shows_own_keys(self, mask: fx.Node, node: fx.Node) -> bool:
+        queries = self.axes.table.resolve(self.axes.letters[node][M])
+        return self.axes.table.resolve(self.axes.shapes[mask][-1]) == queries and self.seen(mask)
+
+
+def _joins(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, Parts]:
+    """By axis, the joins of rows of the sequence and of blocks of them."""
+    writer, found = GraphWriter(joint.graph), dict[Atom | None, Parts]()
+    for node in axes.signatures:
+        joined = axes.signatures[node].joined if node.target is aten.cat.default else None
+        if joined is not None:
+            letter, index = joined
+            dims = [axes.table.resolve(axes.letters[node][item]) for item in (letter, *(part for part, _ in index.parts))]
+            lengths = [axes.table.size_of_dim(dim) for dim in dims[1:]]
+            if len(dims[0]) == 1 and _are_rows_and_blocks(dims[1:], axes) and all(isinstance(length, int) for length in lengths):
+                found.setdefault(dims[0][0], Parts(axes, writer, dims[0][0], lengths))  # type: ignore[arg-type]
+    return found
+
+
+def _are_rows_and_blocks(dims: Sequence[Dim], axes: AxisFacts) -> bool:
+    """Whether some are rows of the sequence, and others blocks of them."""
+    assert axes.sequence is not None
+    kinds = {dim[0] in axes.sequence.blocks for dim in dims if len(dim) == 1 and dim[0] in axes.sequence.members}
+    return kinds == {False, True}
+
+
+def _keys(node: fx.Node, axes: AxisFacts) -> Atom | None:
+    atoms = axes.table.resolve(axes.letters[node][N]) if node in axes.signatures else ()
+    return atoms[0] if len(atoms) == 1 else None
+
+
+def _largest(mask: fx.Node, values: ValueRanges) -> float:
+    """By how much, minus infinity apart, a mask may move scores: infinite where that is not known. Weights as they are count as
+    nothing: they are assumed to be ordinary.
+    """
+    if fill_of(mask) == -math.inf:
+        return 0
+    found = values.of(mask)
+    if found.is_counted:
+        return 0 if found.assumed else float(found.magnitude)
+    operands = [item for item in tensor_operands(mask) if item.meta[VALUE].is_floating_point()]
+    given = [*mask.args, *mask.kwargs.values()]
+    numbers = [abs(item) for item in given if isinstance(item, (int, float)) and item != -math.inf]
+    if not operands or not (mask.target in CHOICES or is_moved_elements(mask)):
+        return math.inf
+    if mask.target is aten.add.Tensor:  # a value may be added to itself, or a multiple of it
+        is_plain = len(given) == 2 and not mask.kwargs
+        return (
+            sum((_largest(item, values) for item in given if isinstance(item, fx.Node)), sum(numbers)) if is_plain else math.inf
+        )
+    return max(*numbers, *(_largest(item, values) for item in operands), 0)
+
+
+# -- what stands on the right
+
+
+def _write_forward(node: fx.Node, parts: Parts, own: Sequence[bool]) -> None:
+    query, given = tensor_operands(node)[0], _given(node, parts)
+    dtype, call = query.meta[VALUE].dtype, parts.writer.before(node).call
+    made = [call(ATTENTION, query, key, value, **options) for key, value, options in given]
+    outs, sums = ([call(operator.getitem, item, i) for item in made] for i in range(2))
+    for i, (_, _, options) in enumerate(given):
+        sums[i] = sums[i] if own[i] else _of_seen(sums[i], options["attn_mask"], parts.writer)  # type: ignore[arg-type]
+    total = sums[0]
+    for other in sums[1:]:
+        total = call(aten.logaddexp.default, total, other)
+    wide = total.meta[VALUE].dtype
+    least = call(aten.clamp.default, total, torch.finfo(wide).min)  # a row that sees no key has a share of none
+    out: fx.Node | None = None
+    for made_of_part, lse in zip(outs, sums, strict=True):
+        share = call(aten.unsqueeze.default, call(aten.exp.default, call(aten.sub.Tensor, lse, least)), 3)
+        part = call(aten.mul.Tensor, converted(parts.writer, made_of_part, wide), share)
+        out = part if out is None else call(aten.add.Tensor, out, part)
+    assert out is not None
+    _replace(node, (converted(parts.writer, out, dtype), total))
+
+
+def _of_seen(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
+    """The log-sum-exp, minus infinity where a row sees no key: not all kernels say so."""
+    largest = writer.call(aten.amax.default, mask, [-1])
+    return writer.call(aten.masked_fill.Scalar, lse, writer.call(aten.eq.Scalar, largest, -math.inf), -math.inf)
+
+
+def _write_backward(node: fx.Node, parts: Parts, own: Sequence[bool]) -> None:
+    gradient, query, *_, out, total = node.args
+    given = _given(node, parts)
+    call = parts.writer.before(node).call
+    made = [call(ATTENTION_BACKWARD, gradient, query, key, value, out, total, **options) for key, value, options in given]
+    of_queries, of_keys, of_values = ([call(operator.getitem, item, i) for item in made] for i in range(3))
+    of_query = of_queries[0]
+    for other in of_queries[1:]:
+        of_query = call(aten.add.Tensor, of_query, other)
+    for user in list(node.users):
+        if user.args[1]:
+            parts.known[user] = tuple(of_keys if user.args[1] == 1 else of_values)
+            _without_cuts(user, parts)
+    parts.writer.before(node)
+    _replace(node, (of_query, call(aten.cat.default, of_keys, 2), call(aten.cat.default, of_values, 2)))
+
+
+def _without_cuts(gradient: fx.Node, parts: Parts) -> None:
+    """What is cut out of a joined gradient, or of what is made of it, is that part."""
+    starts = [sum(parts.lengths[:i]) for i in range(len(parts.lengths))]
+    todo = list(gradient.users)
+    while todo:
+        node = todo.pop()
+        if node not in parts.axes.shapes:
+            continue
+        if node.target is aten.slice.Tensor and (i := _number_of_cut(node, starts, parts)) is not None:
+            node.replace_all_uses_with(parts.of(node.args[0])[i], propagate_meta=False)  # type: ignore[arg-type]
+        elif parts.dim(node) is not None:
+            todo.extend(node.users)
+
+
+def _number_of_cut(node: fx.Node, starts: Sequence[int], parts: Parts) -> int | None:
+    arguments, source = bound_arguments(node), tensor_operands(node)[0]
+    dim = arguments["dim"] % source.meta[VALUE].dim()
+    count, start = node.meta[VALUE].shape[dim], arguments["start"] or 0
+    if dim != parts.dim(source) or arguments["step"] != 1 or (start, count) not in zip(starts, parts.lengths, strict=True):
+        return None
+    return list(starts).index(start) if parts.are_there(source) else None
+
+
+def _given(node: fx.Node, parts: Parts) -> list[tuple[fx.Node, fx.Node, dict[str, object]]]:
+    """Keys, values and options of each part."""
+    arguments = bound_arguments(node)
+    keys, values, mask = (None if item is None else parts.of(item) for item in map(arguments.get, ("key", "value", "attn_mask")))
+    assert keys is not None and values is not None
+    options = [{} if mask is None else {"attn_mask": item} for item in (mask or keys)]
+    return [
+        (key, value, {**option, "scale": arguments["scale"]}) for key, value, option in zip(keys, values, options, strict=True)
+    ]
+
+
+def _replace(node: fx.Node, results: Sequence[fx.Node]) -> None:
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]], propagate_meta=False)  # type: ignore[index]
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+WRITES: dict[object, Callable[[fx.Node, Parts, Sequence[bool]], None]] = {
+    ATTENTION: _write_forward,
+    ATTENTION_BACKWARD: _write_backward,
+}

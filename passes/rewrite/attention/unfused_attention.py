@@ -1,0 +1,202 @@
+"""Attention that is spelled out: the products around a softmax of scores, and their gradients, found in both halves of a graph.
+
+    s = c q k^T + m,  o = p v,  dv = p^T do,  dp = do v^T,  dq = c ds k,  dk = c ds^T q
+
+`bh` in shapes are sequences and heads in one dimension, as batched products have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
+from streamfx.ir.sizes import Size, product
+from streamfx.node_meta import VALUE
+
+aten = torch.ops.aten
+Shape = tuple[Size, ...]
+Scaling = tuple[Any, float]
+
+SAME_NUMBERS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.expand.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores [b h m n]: `scale` times the product of `query` [bh m d] and `keys` [bh d n], and `mask` added to it."""
+
+    query: fx.Node
+    keys: fx.Node
+    scaling: Scaling | None
+    mask: fx.Node | None
+
+    @staticmethod
+    def of(scores: fx.Node) -> Scores | None:
+        """What scores are made of, if it is this."""
+        node, shape = behind(scores), shape_of_node(scores)
+        if node.target is not aten.add.Tensor:
+            return Scores._of_product(node, None, shape)
+        left, right, alpha = bound_arguments(node).values()
+        if alpha != 1 or not is_tensor(left) or not is_tensor(right) or shape_of_node(node) != shape:
+            return None  # a mask for sequences and heads in one dimension, or in two others, is none for these
+        pairs = ((left, right), (right, left))
+        return next((found for pair in pairs if (found := Scores._of_product(*pair, shape)) is not None), None)
+
+    @staticmethod
+    def _of_product(node: fx.Node, mask: fx.Node | None, shape: Shape) -> Scores | None:
+        """Of a product that makes all scores: one of fewer rows or keys is spread by what is added to it."""
+        node, scaling = behind(node), None
+        if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], (int, float)) and node.args[1]:
+            scaling = node.target, float(node.args[1])
+            node = behind(node.args[0])
+        operands = factors(node)
+        fits = shape_of_node(node) == _joined(shape) and (mask is None or 2 <= len(shape_of_node(mask)) <= 4)
+        return Scores(*operands, scaling, mask) if operands is not None and fits else None
+
+    @property
+    def scale(self) -> float:
+        if self.scaling is None:
+            return 1.0
+        target, number = self.scaling
+        return number if target is aten.mul.Tensor else 1 / number
+
+    def uses_of_gradient(self, gradient: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """The uses of a gradient of scores, once it was scaled as these were; itself where it is used in another way."""
+        for user, node in uses(gradient):
+            if self.scaling is None:
+                yield user, node
+            elif user.target is self.scaling[0] and user.args == (node, self.scaling[1]):
+                yield from uses(user)
+            else:
+                yield gradient, gradient
+
+
+@dataclass
+class SpelledAttention:
+    """Products of the scores' operands and `values` [bh n e], the gradient of their result, and the gradients made of that."""
+
+    scores: Scores
+    values: fx.Node | None = None
+    results: list[fx.Node] = field(default_factory=list)
+    gradient: fx.Node | None = None
+    of_query: list[fx.Node] = field(default_factory=list)
+    of_keys: list[fx.Node] = field(default_factory=list)  # [bh n d]
+    of_keys_turned: list[fx.Node] = field(default_factory=list)  # [bh d n]
+    of_values: list[fx.Node] = field(default_factory=list)
+
+    def takes_probabilities(self, probabilities: fx.Node) -> bool:
+        """Whether these go into the product with the values and into the values' gradient, and nowhere else."""
+        for user, node in uses(probabilities):
+            left, right = factors(user) or (None, None)
+            if left is node and right is not node and self._is("values", right):
+                self.results.append(user)
+            elif not is_turned(user, node) or not all(self._takes_turned(other, user) for other in user.users):
+                return False
+        return True
+
+    def _takes_turned(self, user: fx.Node, probabilities: fx.Node) -> bool:
+        left, right = factors(user) or (None, None)
+        self.of_values.append(user)
+        return left is probabilities and self._is("gradient", right)
+
+    def is_gradient_of_probabilities(self, value: fx.Node) -> bool:
+        """Whether a value is the product of the result's gradient and the values."""
+        left, right = factors(behind(value)) or (None, None)
+        return self._is("gradient", left) and self.values is not None and is_turned(right, self.values)
+
+    def takes_gradient(self, of_scores: fx.Node) -> bool:
+        """Whether a gradient of the scores goes into those of their operands, and nowhere else."""
+        return all(self._takes_scaled(user, node) for user, node in self.scores.uses_of_gradient(of_scores))
+
+    def _takes_scaled(self, user: fx.Node, gradient: fx.Node) -> bool:
+        left, right = factors(user) or (None, None)
+        if left is gradient and is_turned(right, self.scores.keys):
+            self.of_query.append(user)
+        elif right is gradient and is_turned(left, self.scores.query):
+            self.of_keys_turned.append(user)
+        elif is_turned(user, gradient):
+            self.of_keys.extend(user.users)
+            return all(factors(other) == (user, self.scores.query) for other in user.users)
+        else:
+            return False
+        return True
+
+    def _is(self, name: str, value: Any) -> bool:
+        """Whether an operand is the one that was seen before, or the first one that is seen."""
+        if not is_tensor(value):
+            return False
+        known = getattr(self, name)
+        if known is None:
+            setattr(self, name, value)
+        return known is None or known is value
+
+    @property
+    def gradients(self) -> list[fx.Node]:
+        return [*self.of_query, *self.of_keys, *self.of_keys_turned, *self.of_values]
+
+    @property
+    def last_needed(self) -> fx.Node:
+        """The last of what gradients are made of: the result and its gradient."""
+        return max([*self.results, *([] if self.gradient is None else [self.gradient])])
+
+    def fits_a_kernel(self) -> bool:
+        """Whether a kernel may take all operands as they are."""
+        if not self.results or self.values is None or not shape_of_node(self.values)[-1]:
+            return False
+        if self.gradient is not None and shape_of_node(self.gradient) != shape_of_node(self.results[0]):
+            return False
+        operands: Iterable[fx.Node | None] = (self.scores.query, self.scores.keys, self.scores.mask, self.values, self.gradient)
+        return len({node.meta[VALUE].dtype for node in (*operands, *self.results) if node is not None}) == 1
+
+
+def factors(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """The operands of a batched product."""
+    is_product = isinstance(node, fx.Node) and node.target is aten.bmm.default
+    return node.args if is_product else None
+
+
+def behind(node: Any) -> fx.Node:
+    """What a value shows: the same numbers, with sequences and heads in one dimension or in two."""
+    while node.target in SAME_NUMBERS and _is_fold(node, node.args[0]):
+        node = node.args[0]
+    return node
+
+
+def uses(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each operator that takes the numbers of a value, with the node by which it takes them."""
+    for user in node.users:
+        if user.target in SAME_NUMBERS and user.args[0] is node and _is_fold(user, node):
+            yield from uses(user)
+        else:
+            yield user, node
+
+
+def is_turned(node: Any, source: fx.Node) -> bool:
+    """Whether a value is another [bh m n] with its last dimensions changed about."""
+    if not is_tensor(node) or node.target is not aten.transpose.int or len(shape_of_node(node)) != 3:
+        return False
+    return node.args[0] is source and {dim % 3 for dim in node.args[1:]} == {1, 2}
+
+
+def _is_fold(node: fx.Node, source: Any) -> bool:
+    """Whether of two values of the same numbers at most the first two dimensions of one are one dimension of the other."""
+    own, other = (shape_of_node(item) for item in (node, source))
+    if node.meta[VALUE].dtype != source.meta[VALUE].dtype or len(own) < 2 or len(other) < 2:
+        return False
+    return own == other or _joined(own) == other or own == _joined(other)
+
+
+def _joined(shape: Shape) -> Shape:
+    return (product(shape[:2]), *shape[2:]) if len(shape) == 4 else shape

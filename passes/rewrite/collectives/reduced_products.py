@@ -1,0 +1,73 @@
+"""Values that are reduced over ranks, as one operator instead of two; sums of sums over ranks, as one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_alike, joint_graph, node_argument, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.ops.collectives import ELEMENTWISE, LINEAR_REDUCTIONS, WAIT, is_all_reduce, is_reduced_over_ranks
+from streamfx.passes.rewrite.pattern import equation
+from streamfx.runtime.collective_calls import ALL_REDUCE
+
+aten = torch.ops.aten
+
+
+@equation(WAIT)
+def reduced_over_ranks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """wait(all_reduce(x, op, group)) -> all_reduce(x, op, group) with its wait
+
+    What has not arrived is nobody else's: no stage may keep it, and no loop may copy rows of it. Only of reductions that give
+    each element from the same element of all ranks.
+    """
+    begun = node_argument(node)
+    if not is_all_reduce(begun) or set(begun.users) != {node}:
+        return None
+    x, op, group = begun.args
+    return writer.call(ALL_REDUCE, x, op, group) if op in ELEMENTWISE and isinstance(group, str) else None
+
+
+@dataclass(frozen=True)
+class SumsOverRanks:
+    """Sums of rows over ranks that are added up are one sum, sent once: queries, keys and values have one gradient.
+
+        add(all_reduce(a, sum), all_reduce(b, sum)) -> all_reduce(add(a, b), sum)
+
+    Only where nobody reads either by itself, and of rows, whose reductions ranks compare: the code of one rank may look at what
+    others do not look at. Sums round in another order.
+    """
+
+    name: ClassVar[str] = "sums over ranks"
+
+    def apply(self, facts: Facts) -> Facts:
+        joint, axes, is_changed = facts.joint, facts.found_axes, False
+        if axes is None or axes.sequence is None or facts.apart is not None:
+            return facts
+        rows = {node for node in joint.nodes if is_reduced_over_ranks(node) and axes.sequence_dims(axes.shapes[node])}
+        writer = GraphWriter(joint.graph)
+        for node in joint.nodes if rows else ():
+            parts = node.all_input_nodes
+            if node.target is aten.add.Tensor and not node.kwargs and rows.issuperset(parts) and _is_one_sum(*parts):
+                total = writer.before(node).call(aten.add.Tensor, *(part.args[0] for part in parts))
+                made = writer.call(ALL_REDUCE, total, *parts[0].args[1:])
+                node.replace_all_uses_with(made, propagate_meta=False)
+                for unused in (node, *parts):
+                    joint.graph.erase_node(unused)
+                rows.add(made)
+                is_changed = True
+        joint = joint_graph(joint.graph, len(joint.primals), len(joint.outputs)) if is_changed else joint
+        return replace(facts, joint=joint, found_axes=None) if is_changed else facts
+
+
+def _is_one_sum(*parts: fx.Node) -> bool:
+    """Whether two values are reduced in the same way, a linear one, for one reader."""
+    if len(parts) != 2 or any(len(part.users) != 1 for part in parts):
+        return False
+    one, other = parts
+    is_same = one.args[1:] == other.args[1:] and is_alike(one, other) and shape_of_node(one) == shape_of_node(other)
+    return is_same and one.args[1] in LINEAR_REDUCTIONS

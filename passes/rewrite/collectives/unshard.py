@@ -1,0 +1,259 @@
+"""Which collectives are on weights alone? The graph of a sharded model is the graph of the model, with something in front of each
+weight and something behind each gradient.
+
+    wait(all_gather(shard)) -> t -> mm        ->    weight -> t -> mm
+    mm -> wait(reduce_scatter) -> gradient    ->    mm -> gradient
+
+What is taken off is kept, and put back around the loops (`lowering/reinsert_collectives.py`), so that all passes in between see the model
+without shards. Taken off is what depends on one input alone up to one value, and what a gradient alone is made of from one value
+on: both are proven by who uses what. A reduction comes back behind everything that its operand is made by: in front of a product
+with a tangent it would be wrong, for each rank has a tangent of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from streamfx.ir.collective_ops import Collectives, Gather
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import (
+    JointGraph,
+    bound_arguments,
+    drop_unused,
+    is_assertion,
+    is_tensor,
+    joint_graph,
+    node_argument,
+    outputs_of,
+)
+from streamfx.ir.structural_hash import structure
+from streamfx.ir.subgraph import Subgraph
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import MUTATED, PATTERN, RECOMPUTE, VALUE
+from streamfx.passes.ops.collectives import (
+    PUTS_TOGETHER,
+    gives_the_same_twice,
+    has_collectives,
+    is_gather,
+    is_linear_reduction,
+    is_reduction,
+    is_wait,
+)
+from streamfx.passes.rewrite.driver import key_of
+
+aten = torch.ops.aten
+SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+RECOMPUTES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+@dataclass(frozen=True)
+class Unshard:
+    name: ClassVar[str] = "unshard"
+
+    def apply(self, facts: Facts) -> Facts:
+        graph, joint = facts.joint.graph, facts.joint
+        if not has_collectives(graph):
+            return facts
+        drop_unused(graph)
+        gathers = take_off_gathers(joint)
+        reductions = take_off_reductions(joint)
+        drop_unused(graph)
+        joint = joint_graph(graph, len(joint.primals), len(joint.outputs))
+        return replace(facts, joint=joint, collectives=Collectives(gathers, reductions))
+
+
+# -- in front of a weight
+
+
+def take_off_gathers(joint: JointGraph) -> dict[fx.Node, Gather]:
+    """Let each weight that is gathered be an input of the graph, and return how it is gathered."""
+    found: dict[fx.Node, Gather] = {}
+    for primal, nodes in made_of_one(joint).items():
+        if any(map(is_gather, nodes)) and not primal.meta.get(MUTATED, False):
+            nodes = _without_repeats(nodes)
+            end = _end_of_gather(primal, nodes)
+            if end is not None:
+                inside = _ancestors(end, nodes)
+                found[primal] = Gather(Subgraph.between(primal, end, inside), _said([node for node in nodes if node in inside]))
+                end.replace_all_uses_with(primal)
+                known = {name: value for name, value in primal.meta.items() if name != PATTERN}  # that of the shard
+                primal.meta = {**known, VALUE: end.meta[VALUE]}
+    return found
+
+
+def made_of_one(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
+    """By tensor among the inputs what is made of it alone, in order."""
+    made: dict[fx.Node, list[fx.Node]] = {primal: [] for primal in joint.inputs if is_tensor(primal)}
+    root = {primal: primal for primal in made}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and gives_the_same_twice(node) and not is_assertion(node):
+            roots = {root.get(source) for source in node.all_input_nodes}
+            if len(roots) == 1 and (only := roots.pop()) is not None:
+                root[node] = only
+                made[only].append(node)
+    return made
+
+
+def _without_repeats(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The operators, each once: a weight that is used twice is gathered twice."""
+    known: dict[Any, fx.Node] = {}
+    for node in nodes:
+        first = known.setdefault(key_of(node), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            node.graph.erase_node(node)
+    return list(known.values())
+
+
+def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """The one value by which a weight leaves its gather: the last before anything but the putting together of shards.
+
+    It is taken for the weight, so it has to have the weight's numbers.
+    """
+    end, inside = None, set[fx.Node]()
+    for node in nodes:
+        own = _ancestors(node, nodes)
+        is_whole = any(map(is_gather, own)) and any(map(is_wait, own)) and is_tensor(node)
+        if is_whole and all(map(_keeps_numbers, own)) and _leaves_by(node, {primal, *own}):
+            if end is not None and not all(map(_puts_together, own - inside)):
+                break
+            end, inside = node, own
+    return end
+
+
+def _pads_with_others(node: fx.Node) -> bool:
+    """Whether an operator puts other numbers than zeros around its operand."""
+    return node.target is aten.constant_pad_nd.default and bound_arguments(node)["value"] != 0
+
+
+def _puts_together(node: fx.Node) -> bool:
+    return node.target in PUTS_TOGETHER or is_gather(node) or is_wait(node)
+
+
+def _keeps_numbers(node: fx.Node) -> bool:
+    """Whether an operator gives numbers of its operand, rounded at most, and zeros around them."""
+    if _pads_with_others(node):
+        return False
+    if node.target is aten._to_copy.default:
+        return all(value.meta[VALUE].is_floating_point() for value in (node, node_argument(node)))
+    return _puts_together(node)
+
+
+def _leaves_by(end: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether nobody outside uses any other of these values, and this one stays inside of the graph."""
+    leaves = any(user.op == "output" for user in end.users)
+    return not leaves and all(user in inside for node in inside - {end} for user in node.users)
+
+
+def _ancestors(node: fx.Node, among: Iterable[fx.Node]) -> set[fx.Node]:
+    """The node, and those of the others that it is made of."""
+    allowed, found, todo = set(among), {node}, [node]
+    while todo:
+        new = [source for source in todo.pop().all_input_nodes if source in allowed and source not in found]
+        found.update(new)
+        todo += new
+    return found
+
+
+def _said(nodes: Iterable[fx.Node]) -> bool | None:
+    """What the author of the code says: whether the backward half is to find a gathered weight kept."""
+    said = [node.meta[RECOMPUTE] for node in nodes if node.meta.get(RECOMPUTE) is not None]
+    return True if any(policy in SAVES for policy in said) else False if any(policy in RECOMPUTES for policy in said) else None
+
+
+# -- behind a gradient
+
+
+def take_off_reductions(joint: JointGraph) -> dict[int, Subgraph]:
+    """Let the graph return gradients of its own rank alone, and return how they are reduced, by their positions."""
+    output, count = joint.graph.output_node(), len(joint.outputs)
+    results = list(outputs_of(joint.graph))
+    found: dict[int, Subgraph] = {}
+    for position, primal, gradient in joint.trained:
+        if is_tensor(primal) and results.count(gradient) == 1:
+            gradient = results[count + position] = _reduced_once(gradient, primal)
+            reduced = _reduced(gradient, primal)
+            if reduced is not None:
+                results[count + position], found[position] = reduced
+    output.args = (tuple(results),)
+    return found
+
+
+def _reduced(gradient: fx.Node, primal: fx.Node) -> tuple[fx.Node, Subgraph] | None:
+    """The value that a gradient's reduction begins with, the last with the shape and type of the weight, else the operand; and
+    what is made of it.
+    """
+    tail = _tail(gradient)
+    reductions = {node for node in tail if is_reduction(node)}
+    given = {source for node in tail for source in node.all_input_nodes if is_tensor(source)} if reductions else ()
+    found = {source: nodes for source in sorted(given, reverse=True) if reductions <= (nodes := _made_of(source, gradient, tail))}
+    alike = [source for source in found if _is_like(source, primal)]
+    source = next(iter(alike or found), None)
+    return None if source is None else (source, Subgraph.between(source, gradient, found[source]))
+
+
+def _reduced_once(gradient: fx.Node, primal: fx.Node) -> fx.Node:
+    """The sum of what two uses of a weight have been reduced to, as the reduction of their sum.
+
+    add(wait(reduce_scatter(a)), wait(reduce_scatter(b))) -> wait(reduce_scatter(add(a, b)))
+    """
+    if gradient.target is not aten.add.Tensor or gradient.kwargs or not all(map(is_tensor, gradient.args)):
+        return gradient
+    parts = [_reduced_once(part, primal) if set(part.users) == {gradient} else part for part in gradient.all_input_nodes]
+    reduced = [pair for part in parts if set(part.users) == {gradient} and (pair := _reduced(part, primal)) is not None]
+    if len(reduced) != 2:
+        return gradient
+    (source, one), (another, other) = reduced
+    if structure(one.graph) != structure(other.graph) or not all(map(_is_linear, one.nodes)):
+        return gradient
+    both = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, source, another)
+    made = one.written(both, lambda node: gradient)[one.end]
+    gradient.replace_all_uses_with(made)
+    gradient.graph.erase_node(gradient)
+    return made
+
+
+def _is_linear(node: fx.Node) -> bool:
+    if _pads_with_others(node):
+        return False
+    return is_linear_reduction(node) or is_wait(node) or node.target in PUTS_TOGETHER
+
+
+def _tail(gradient: fx.Node) -> set[fx.Node]:
+    """What is made for a gradient alone, by operators that put shards together, collectives, and others of one operand."""
+    found: set[fx.Node] = set()
+    todo = [gradient]
+    while todo:
+        node = todo.pop()
+        is_own = all(user in found for user in node.users) or node is gradient
+        if node.op == "call_function" and is_own and gives_the_same_twice(node) and _may_follow(node):
+            found.add(node)
+            todo += [source for source in node.all_input_nodes if source not in found]
+    return found
+
+
+def _may_follow(node: fx.Node) -> bool:
+    return len(node.all_input_nodes) == 1 or node.target in PUTS_TOGETHER
+
+
+def _made_of(source: fx.Node, end: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
+    """What leads from `source` to `end` among these; nothing where `end` is made of another value, too."""
+    behind, todo = set[fx.Node](), [source]
+    while todo:
+        new = [user for user in todo.pop().users if user in among and user not in behind]
+        behind.update(new)
+        todo += new
+    nodes = behind & _ancestors(end, behind)
+    is_alone = end in nodes and all(operand in nodes or operand is source for node in nodes for operand in node.all_input_nodes)
+    return nodes if is_alone else set()
+
+
+def _is_like(node: fx.Node, primal: fx.Node) -> bool:
+    own, other = node.meta[VALUE], primal.meta[VALUE]
+    return own.shape == other.shape and own.dtype == other.dtype

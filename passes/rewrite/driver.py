@@ -1,0 +1,150 @@
+"""The driver of equations: a graph in its simplest form by a table of them.
+
+Each operator is tried against the rows for it, equal operators become one, and those that nobody uses go; all that again until a
+sweep changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import drop_unused, is_tensor
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.ops.aliasing import memories
+from streamfx.passes.ops.hub_kernels import name_of
+from streamfx.passes.ops.opaque import may_be_merged
+from streamfx.passes.ops.traits import is_random
+from streamfx.passes.rewrite.pattern import Equals, Equation
+
+aten = torch.ops.aten
+MAKES_AXES = frozenset(
+    {
+        aten.expand.default,
+        aten.repeat.default,
+        aten.slice.Tensor,
+        aten.slice_backward.default,
+        aten.select_backward.default,
+        aten.constant_pad_nd.default,
+        aten.cat.default,
+        aten.stack.default,
+    }
+)
+
+
+def simplify(graph: fx.Graph, table: Iterable[Equation], results: int | None = None) -> bool:
+    """Apply a table's rows to a graph, in place; whether anything changed. Its inputs and outputs stay what they are.
+
+    So many outputs (all of them, if not given) are the caller's, who may write to them: nothing else is read from there.
+    """
+    rows: dict[Any, list[Equation]] = defaultdict(list)
+    for row in table:
+        for target in row.targets:
+            rows[target].append(row)
+    drop_unused(graph)
+    is_changed = False
+    while _sweep(graph, rows, results):
+        is_changed = True
+        drop_unused(graph)
+    return is_changed
+
+
+def _sweep(graph: fx.Graph, rows: Mapping[Any, list[Equation]], results: int | None) -> bool:
+    writer, known, is_changed = GraphWriter(graph), dict[Any, fx.Node](), False
+    outputs: Any = graph.output_node().args[0]
+    shown = {memory for output in outputs[:results] if is_tensor(output) for memory in memories(output)}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.users:
+            is_rewritten = any(_applied(row, node, writer) for row in _rows_for(node, rows))
+            is_changed |= is_rewritten or (node not in shown and _merged(node, known))
+    return is_changed
+
+
+def _rows_for(node: fx.Node, rows: Mapping[Any, list[Equation]]) -> list[Equation]:
+    """By the operator, or by the name of one that another package defines."""
+    return rows.get(node.target) or rows.get(name_of(node.target)) or []
+
+
+def _applied(row: Equation, node: fx.Node, writer: GraphWriter) -> bool:
+    before = len(writer.made)
+    equals = row.rewrite(node, writer.before(node))
+    made, pairs = {*writer.made[before:]}, _pairs(node, equals)
+    if any(_reads(new, old, made) for old, new in pairs.items() if old is not new):  # the graph would have a cycle
+        raise AssertionError(f"'{row.name}' makes a value out of itself")
+    changes = [replace(old, new, is_new=new in made) for old, new in pairs.items()]
+    return any(changes)
+
+
+def _reads(new: fx.Node, old: fx.Node, made: Collection[fx.Node]) -> bool:
+    """Whether a value is made of another one, by new operators."""
+    todo, seen = [new], {new}
+    while todo:
+        inputs = todo.pop().all_input_nodes
+        if old in inputs:
+            return True
+        todo += [source for source in inputs if source in made and source not in seen]
+        seen.update(inputs)
+    return False
+
+
+def _pairs(node: fx.Node, equals: Equals) -> Mapping[fx.Node, fx.Node]:
+    if equals is None:
+        return {}
+    return {node: equals} if isinstance(equals, fx.Node) else equals
+
+
+def replace(node: fx.Node, equal: fx.Node, is_new: bool) -> bool:
+    """Let `equal` be used in place of a node; whether anything changed.
+
+    A result is only replaced by a new node: the caller may count on two results being two tensors.
+    """
+    keeps_result = is_tensor(node) and not is_new
+    return bool(
+        node.replace_all_uses_with(
+            equal, delete_user_cb=lambda user: not (keeps_result and user.op == "output"), propagate_meta=False
+        )
+    )
+
+
+def _merged(node: fx.Node, known: dict[Any, fx.Node]) -> bool:
+    """Let an equal operator before this one be used in its place."""
+    if is_random(node) or makes_axes(node) or not may_be_merged(node):
+        return False
+    first = known.setdefault(key_of(node), node)
+    return first is not node and replace(node, first, is_new=False)
+
+
+def makes_axes(node: fx.Node) -> bool:
+    """Whether a result has dimensions that no operand has: `arange(n)` for the batch and for the sequence may look alike where
+    both have n rows, but making one of them would make their axes one.
+    """
+    return not any(is_tensor(source) for source in node.all_input_nodes) or node.target in MAKES_AXES
+
+
+def key_of(node: fx.Node) -> Any:
+    """Equal for operators that compute the same; unique where that cannot be told."""
+
+    def frozen(item: Any) -> Any:
+        if isinstance(item, fx.Node):  # most are: equal to itself alone
+            return item
+        kind = type(item)
+        if kind is int or kind is bool or item is None:  # most others are
+            return (kind, item)
+        if isinstance(item, (list, tuple)):
+            return tuple([frozen(part) for part in item])
+        if isinstance(item, dict):
+            return tuple(sorted((key, frozen(value)) for key, value in item.items()))
+        sign = math.copysign(1.0, item) if isinstance(item, float) else None
+        return (type(item), item, sign)  # 1 and 1.0 and True are different arguments, and so are 0.0 and -0.0
+
+    key = (node.target, frozen(node.args), frozen(node.kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return id(node)
+    return key

@@ -1,0 +1,78 @@
+"""A mean over labelled tokens is a sum divided by a count, so that it can be taken chunk by chunk."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, node_argument
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.rules.loss import MEAN, SUM
+from streamfx.passes.rewrite.pattern import equation
+
+aten = torch.ops.aten
+BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+
+
+@equation(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def mean_loss(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """mean loss, total weight -> summed loss / count, count"""
+    arguments = bound_arguments(node)
+    if arguments["reduction"] != MEAN:
+        return None
+    scores, labels, weight, ignored = (arguments[name] for name in ("self", "target", "weight", "ignore_index"))
+    if torch.finfo(_dtype(scores)).max < torch.finfo(torch.float32).max:  # a mean that is in range of a sum that may not be
+        scores, weight = (item and writer.call(aten._to_copy.default, item, dtype=torch.float32) for item in (scores, weight))
+    total = writer.call(operator.getitem, writer.call(node.target, scores, labels, weight, SUM, ignored), 0)
+    count = _label_count(labels, weight, ignored, writer)
+    results: list[Any] = [writer.call(aten.div.Tensor, total, count), count]
+    used = [user for user in node.users if user.users]
+    return {user: writer.call(aten._to_copy.default, results[user.args[1]], dtype=_dtype(user)) for user in used}  # type: ignore[index]
+
+
+@equation(*BACKWARD)
+def mean_loss_gradient(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """gradient of a mean loss -> gradient of the summed loss, for a gradient that is divided by the total weight"""
+    arguments = bound_arguments(node)
+    if arguments["reduction"] != MEAN:
+        return None
+    gradient, total = arguments["grad_output"], arguments["total_weight"]
+    is_rounded = total.target is aten._to_copy.default and _dtype(node_argument(total)) == torch.float64
+    count = node_argument(total) if is_rounded else total
+    scaled = writer.call(aten._to_copy.default, writer.call(aten.div.Tensor, gradient, count), dtype=_dtype(gradient))
+    return writer.call(node.target, *{**arguments, "grad_output": scaled, "reduction": SUM}.values())
+
+
+@equation(*BACKWARD)
+def total_weight_of_a_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """gradient of a summed loss, for a total weight -> the same, for any weight
+
+    Only the gradient of a mean reads the total weight: no other has to wait until all labels are counted.
+    """
+    arguments = bound_arguments(node)
+    total: fx.Node = arguments["total_weight"]
+    if arguments["reduction"] == MEAN or total.target is aten.full.default:
+        return None
+    unused = writer.call(aten.full.default, [], 1.0, dtype=_dtype(total), device=total.meta[VALUE].device)
+    return writer.call(node.target, *{**arguments, "total_weight": unused}.values())
+
+
+def _label_count(labels: fx.Node, weight: fx.Node | None, ignored: int, writer: GraphWriter) -> fx.Node:
+    """How many labels count, or the sum of their classes' weights."""
+    counted, device = writer.call(aten.ne.Scalar, labels, ignored), labels.meta[VALUE].device
+    if weight is None:
+        return writer.call(aten.sum.default, counted, dtype=torch.float64)
+    zero = writer.call(aten.full.default, [], 0, dtype=torch.int64, device=device)
+    safe = writer.call(aten.where.self, counted, labels, zero)
+    weights = writer.call(aten.index.Tensor, weight, [safe])
+    none = writer.call(aten.full.default, [], 0.0, dtype=_dtype(weight), device=device)
+    return writer.call(aten.sum.default, writer.call(aten.where.self, counted, weights, none), dtype=torch.float64)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta[VALUE].dtype
+    return dtype

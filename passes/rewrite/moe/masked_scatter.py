@@ -1,0 +1,109 @@
+"""Rows put in the places that a mask names, one after the other (images among tokens), as a look-up by the place's number; one
+number put in all of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_alike, is_tensor, node_argument, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.rewrite.pattern import equation
+
+aten = torch.ops.aten
+
+
+@equation(aten.masked_scatter.default)
+def rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """masked_scatter(x, mask, source) -> where(mask, source[cumsum(mask) - 1], x)
+
+    For masks that take all of a row or nothing, over fixed sizes; the source has a row to look up where none is asked for.
+    """
+    arguments = bound_arguments(node)
+    source, mask = arguments["source"], arguments["mask"]
+    rows = _mask_of_rows(mask)
+    width = shape_of_node(node)[-1] if shape_of_node(node) else 0
+    fits = shape_of_node(mask) == shape_of_node(node) and shape_of_node(source)[-1:] == (width,)
+    if rows is None or not fits or not _is_fixed(node, source) or not _has_rows(source):
+        return None
+    numbers = _numbers(rows, writer)
+    flat = writer.call(aten.reshape.default, source, [-1, width])
+    return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [numbers]), node_argument(node))
+
+
+@equation(aten.index_put.default)
+def number_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """index_put(x, [mask], number) -> where(mask, number, x)
+
+    One number for all places: which of them comes first does not matter.
+    """
+    arguments = bound_arguments(node)
+    x, indices, number = arguments["self"], arguments["indices"], arguments["values"]
+    if arguments["accumulate"] or len(indices) != 1 or not is_tensor(indices[0]) or shape_of_node(number):
+        return None
+    mask, shape = indices[0], shape_of_node(x)
+    own = shape_of_node(mask)
+    if mask.meta[VALUE].dtype != torch.bool or not own or shape[: len(own)] != own or not is_alike(number, x):
+        return None
+    for dim in range(len(own), len(shape)):
+        mask = writer.call(aten.unsqueeze.default, mask, dim)
+    return writer.call(aten.where.self, mask, number, x)
+
+
+@equation(aten.masked_scatter_backward.default)
+def gradient_of_rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """gradient for the source -> zeros, with the rows of the mask added at cumsum(mask) - 1"""
+    gradient, mask, sizes = node_argument(node), node_argument(node, 1), node.args[2]
+    rows, own = _mask_of_rows(mask), node.meta[VALUE]
+    width = shape_of_node(gradient)[-1] if shape_of_node(gradient) else 0
+    fits = shape_of_node(mask) == shape_of_node(gradient) and shape_of_node(node)[-1:] == (width,)
+    if rows is None or not fits or not _is_fixed(node, gradient) or not _has_rows(node):
+        return None
+    keywords = {"dtype": own.dtype, "device": own.device}
+    nothing = writer.call(aten.full.default, [], 0.0, **keywords)
+    taken = writer.call(aten.where.self, mask, gradient, nothing)
+    zeros = writer.call(aten.full.default, [math.prod(own.shape[:-1]), width], 0.0, **keywords)
+    added = writer.call(aten.index_put.default, zeros, [_numbers(rows, writer)], taken, True)
+    return writer.call(aten.reshape.default, added, list(sizes))  # type: ignore[arg-type]
+
+
+def _mask_of_rows(mask: fx.Node) -> fx.Node | None:
+    """What this mask is the repetition of along the last dimension: [... 1], of any type, true where it is not zero."""
+    if mask.meta[VALUE].dtype != torch.bool:
+        return None
+    mask = _behind_clones(mask)
+    if mask.target is aten._to_copy.default:  # the one that makes it true or false: another one before it may make 0.5 a 0
+        mask = _behind_clones(node_argument(mask))
+    if mask.target is not aten.expand.default:
+        return None
+    source = node_argument(mask)
+    before, after = shape_of_node(source), shape_of_node(mask)
+    return source if len(before) == len(after) and before[-1] == 1 and before[:-1] == after[:-1] else None
+
+
+def _behind_clones(node: fx.Node) -> fx.Node:
+    while node.target is aten.clone.default:
+        node = node_argument(node)
+    return node
+
+
+def _numbers(rows: fx.Node, writer: GraphWriter) -> fx.Node:
+    """The number of each masked row among all of them; 0 for those before the first."""
+    shape = list(shape_of_node(rows))[:-1]
+    if rows.meta[VALUE].dtype != torch.bool:
+        rows = writer.call(aten._to_copy.default, rows, dtype=torch.bool)
+    flat = writer.call(aten._to_copy.default, writer.call(aten.reshape.default, rows, [-1]), dtype=torch.int64)
+    numbers = writer.call(aten.clamp.default, writer.call(aten.sub.Tensor, writer.call(aten.cumsum.default, flat, 0), 1), 0)
+    return writer.call(aten.reshape.default, numbers, shape)
+
+
+def _has_rows(node: fx.Node) -> bool:
+    return 0 not in shape_of_node(node)
+
+
+def _is_fixed(*nodes: fx.Node) -> bool:
+    return all(isinstance(size, int) for node in nodes for size in shape_of_node(node))

@@ -1,0 +1,56 @@
+"""The gradients of a convolution, each as an operator of its own: they need different rows."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.rules.convolution import is_of_one_tap, window_of
+from streamfx.passes.rewrite.pattern import equation
+
+aten = torch.ops.aten
+
+
+@equation(aten.convolution_backward.default)
+def gradients_of_a_convolution(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """convolution_backward(dy, x, w) -> dx = convolution(dy, w, transposed)      rows of dy from the window ahead
+    dw = convolution_backward(only dw)       a sum over rows
+    db = sum(dy)                             a sum over rows
+    """
+    arguments = bound_arguments(node)
+    gradient, x, weight = (arguments[name] for name in ("grad_output", "input", "weight"))
+    if not _has_a_rule(arguments, x, weight) or arguments["output_mask"] == [False, True, False]:
+        return None
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    stride, padding, dilation, transposed, more, groups = (arguments[name] for name in names)
+    found: dict[fx.Node, fx.Node] = {}
+    for user in node.users:
+        match user.args[1]:
+            case 0:
+                made = writer.call(
+                    aten.convolution.default, gradient, weight, None, stride, padding, dilation, not transposed, more, groups
+                )
+            case 1:
+                others = (arguments["bias_sizes"], stride, padding, dilation, transposed, more, groups)
+                alone = writer.call(aten.convolution_backward.default, gradient, x, weight, *others, [False, True, False])
+                made = writer.call(operator.getitem, alone, 1)
+            case _:
+                dims = [dim for dim in range(len(shape_of_node(gradient))) if dim != 1]
+                made = writer.call(aten.sum.dim_IntList, gradient, dims)
+        found[user] = made
+    return found
+
+
+def _has_a_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:
+    taps = shape_of_node(weight)
+    if not all(
+        item.meta[VALUE].is_floating_point() for item in (x, weight)
+    ):  # complex numbers have conjugates in their gradients
+        return False
+    return is_of_one_tap(arguments, taps) or (len(shape_of_node(x)) == 3 and window_of(arguments, taps[-1]) is not None)

@@ -1,0 +1,194 @@
+"""Operators with a state, of packages and users, as operators whose rows follow one another (`streamfx.register_recurrence`).
+
+A call and its backwards change together: the states with which chunks began, which a backward needs, are left by the loop that
+runs the call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument
+from streamfx.ir.scan_schema import NotStatefulError, Stateful, StatefulPlan, backward_plan, forward_plan
+from streamfx.ir.sizes import shape_of
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import FORWARD_OPERATOR, VALUE, WHY_WHOLE
+from streamfx.passes.ops.rules.stateful import STATEFUL
+from streamfx.passes.rewrite.pattern import Equation, results_in_use
+from streamfx.passes.rewrite.views.no_ops import alias
+from streamfx.runtime.custom_scan import Backward, Forward
+from streamfx.torch_private import OpOverload
+
+TOGETHER = "results that are taken together"
+LISTS = "a list of tensors"
+SIZES = "an argument that is a size, {name}, and changes from call to call"
+SAVED = "result {number} in use by more than its own backward"
+OTHERS = "a backward that may be that of another call, with other arguments"
+FLAGS = "result {number} in use, which is another where the state after the last row is asked for"
+
+
+@dataclass(frozen=True)
+class ScanCall:
+    """A call of an operator with a state, or of its backward: arguments by name, who takes which result, and what these are."""
+
+    node: fx.Node
+    arguments: Mapping[str, Any]
+    parts: Mapping[int, Sequence[fx.Node]]
+    results: Sequence[Any]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {name: value.meta[VALUE] if isinstance(value, fx.Node) else value for name, value in self.arguments.items()}
+
+    def operands(self, names: Sequence[str]) -> list[fx.Node]:
+        return [self.arguments[name] for name in names]
+
+
+def operator_with_a_state(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
+    """scan(x, first) -> y, last                       ->   recurrence(x, first) -> y, last
+    scan_backward(dy, dlast, x, first) -> dx, dfirst   ->   recurrence(dy, dlast, x, first) -> dx, dfirst, from the last row on
+    """
+    declared = STATEFUL[name_of(node)]
+    backwards: list[ScanCall] = []
+    try:
+        call = read(node, declared)
+        _check_names(declared, call)
+        backwards += backwards_of(declared, call)
+        return written(declared, call, backwards, writer)
+    except NotStatefulError as why:
+        for each in (node, *(backward.node for backward in backwards)):
+            each.meta[WHY_WHOLE] = f"{each.target} with {why}"
+        return None
+
+
+OPERATOR_WITH_A_STATE = Equation("operator with a state", STATEFUL.keys(), operator_with_a_state)
+
+
+# -- reading calls
+
+
+def name_of(node: fx.Node) -> str:
+    return node.target.name() if isinstance(node.target, OpOverload) else ""
+
+
+def read(node: fx.Node, declared: Stateful) -> ScanCall:
+    arguments, parts = bound_arguments(node), results_in_use(node)
+    if parts is None:
+        raise NotStatefulError(TOGETHER)
+    for name, value in arguments.items():
+        if isinstance(value, (list, tuple)) and any(isinstance(item, fx.Node) for item in value):
+            raise NotStatefulError(LISTS)
+        if isinstance(value, fx.Node) and not is_tensor(value) and name not in declared.counts:
+            raise NotStatefulError(SIZES.format(name=name))
+    return ScanCall(node, {name: behind(value) for name, value in arguments.items()}, parts, node.meta[VALUE])
+
+
+def behind(value: Any) -> Any:
+    """What an argument is a plain alias of: autograd may save one in its place."""
+    while isinstance(value, fx.Node) and value.target in alias.targets:
+        value = node_argument(value)
+    return value
+
+
+def takers(value: fx.Node) -> Iterator[fx.Node]:
+    """Who is given a value, or an alias of it."""
+    for user in value.users:
+        if user.target in alias.targets:
+            yield from takers(user)
+        else:
+            yield user
+
+
+def backwards_of(declared: Stateful, call: ScanCall) -> list[ScanCall]:
+    """The backwards of a call: they are given its operands, and what it saved for them."""
+    found = [backward for backward in _sharing(call, declared, 1) if _is_of(declared, backward, call)]
+    for backward in found:
+        _check_names(declared, backward, backward=True)
+        for other in _sharing(call, declared, 0):
+            if other.arguments != call.arguments and _is_of(declared, backward, other):
+                raise NotStatefulError(OTHERS)
+    return found
+
+
+def _sharing(call: ScanCall, declared: Stateful, which: int) -> Iterator[ScanCall]:
+    """Calls of the operator, or of its backward, that have an operand in common with this one."""
+    sources = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
+    users = {user: None for source in sources for user in takers(source) if name_of(user) == declared.operators[which]}
+    return (read(user, declared) for user in users)
+
+
+def _is_of(declared: Stateful, backward: ScanCall, call: ScanCall) -> bool:
+    own = {name: value for name, value in backward.arguments.items() if name in declared.takes and name not in declared.counts}
+    is_given_the_same = all(_is_same(value, call.arguments[name]) for name, value in own.items())
+    saved = {name: call.parts.get(number, ()) for name, number in declared.saved.items()}
+    return is_given_the_same and all(backward.arguments[name] in users for name, users in saved.items())
+
+
+def _check_names(declared: Stateful, call: ScanCall, backward: bool = False) -> None:
+    """What is known of a package's operator is known of one version."""
+    known = declared.backward_takes if backward else declared.takes
+    if tuple(call.arguments) != known:
+        raise NotStatefulError(f"other arguments than {', '.join(known)}")
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return value is other or (type(value) is type(other) and not isinstance(value, fx.Node) and bool(value == other))
+
+
+# -- writing them
+
+
+def written(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    """The results of a call and of its backwards, by operators that run chunk by chunk; nothing is written where one cannot."""
+    _check_saved(declared, call, backwards)
+    wanted = [number for number in sorted(call.parts) if number not in declared.remade.values()]
+    plan, results = writer.value(forward_plan, declared, call.values, wanted)
+    _check_results(call, results, wanted)
+    others = [(other, _plan_of(declared, plan, call, other, results, writer)) for other in backwards]
+    made = writer.call(Forward(plan), *call.operands(plan.operands))
+    found = _replaced(call, plan, made, writer)
+    for other, own in others:
+        both = ScanCall(other.node, {**call.arguments, **other.arguments}, other.parts, other.results)
+        result = writer.before(other.node).call(Backward(own), *both.operands(own.operands))
+        result.meta[FORWARD_OPERATOR] = made
+        found |= _replaced(other, own, result, writer)
+    return found
+
+
+def _plan_of(
+    declared: Stateful, plan: StatefulPlan, call: ScanCall, other: ScanCall, known: Sequence[Any], writer: GraphWriter
+) -> StatefulPlan:
+    """A backward's plan: it is given what its call is, where it makes again what that saved."""
+    kept = {name: value for name, value in other.values.items() if name not in declared.remade}
+    again = any(0 not in shape_of(known[number]) for number in declared.remade.values())
+    arguments = {**(call.values if again else {}), **kept}
+    own, results = writer.value(backward_plan, declared, plan, arguments, known, sorted(other.parts))
+    _check_results(other, results, sorted(other.parts))
+    return own
+
+
+def _replaced(call: ScanCall, plan: StatefulPlan, made: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    taken = {part.number: writer.call(operator.getitem, made, place) for place, part in enumerate(plan.results)}
+    return {user: taken[number] for number, users in call.parts.items() if number in taken for user in users}
+
+
+def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall]) -> None:
+    """What each chunk makes again, or has of its own, nobody else may read."""
+    own = {backward.node for backward in backwards}
+    for number, users in call.parts.items():
+        without_rows = declared.results[number] is None and number not in declared.states.values()
+        if without_rows and (number not in declared.remade.values() or {user for part in users for user in takers(part)} - own):
+            raise NotStatefulError(SAVED.format(number=number))
+
+
+def _check_results(call: ScanCall, results: Sequence[Any], wanted: Sequence[int]) -> None:
+    """Results that are taken are those of a call as it stood: an operator may give others where it is asked for its state."""
+    for number in wanted:
+        value, now = call.results[number], results[number]
+        if now is None or shape_of(value) != shape_of(now) or value.dtype != now.dtype:
+            raise NotStatefulError(FLAGS.format(number=number))

@@ -1,0 +1,32 @@
+"""Prefix reductions that run from the last row to the first, as the gradient of a running sum does."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, node_argument, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.rules.scans import FORWARD
+from streamfx.passes.rewrite.pattern import equation
+
+aten = torch.ops.aten
+
+
+@equation(aten.flip.default)
+def reversed_scan(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """flip(cumsum(flip(x))) -> reverse_cumsum(x)"""
+    scanned = node_argument(node)
+    if scanned.target not in FORWARD:
+        return None
+    flipped, rank = scanned.args[0], len(shape_of_node(node))
+    if not rank or not isinstance(flipped, fx.Node) or flipped.target is not aten.flip.default:
+        return None
+    dim = bound_arguments(scanned)["dim"] % rank
+    turned = [[item % rank for item in flip.args[1]] for flip in (node, flipped)]  # type: ignore[union-attr,operator]
+    same_type = scanned.meta[VALUE].dtype == flipped.meta[VALUE].dtype
+    if turned != [[dim], [dim]] or not same_type:
+        return None
+    reverse = getattr(torch.ops.streamfx, f"reverse_{FORWARD[scanned.target]}").default
+    return writer.call(reverse, flipped.args[0], dim)

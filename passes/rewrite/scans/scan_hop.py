@@ -1,0 +1,255 @@
+"""PyTorch's `scan` as an operator whose rows follow one another: what is carried from row to row is known, and its direction.
+
+What a step makes of that alone which all rows are given is the same for each row: it is made once, and the rows of a result
+repeat it. The backward half of a scan is a scan, too, over such results: PyTorch stacks a weight that its steps need as often as
+there are rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2s
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import descendants, is_tensor, node_argument, shape_of_node
+from streamfx.ir.recurrence import ScanPlan, axes_apart
+from streamfx.ir.structural_hash import structure
+from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.node_meta import GRAPH, VALUE
+from streamfx.passes.ops.aliasing import is_view
+from streamfx.passes.ops.traits import READS_LAYOUT, is_random
+from streamfx.passes.rewrite.pattern import equation, results_in_use
+from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.scan import ChunkedScan
+from streamfx.torch_private import SCAN, OpOverload
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ScanStep:
+    """The operators of one row: they take what is carried, a row of each operand that has rows, and what all rows are given; they
+    make what is carried on, and a row of each result.
+    """
+
+    graph: fx.Graph
+    carried: int
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @property
+    def results(self) -> Sequence[fx.Node]:
+        return self.graph.output_node().args[0]  # type: ignore[return-value]
+
+    @property
+    def operators(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+
+    def arranged(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> ScanStep:
+        """The same operators with the inputs in another order, and with these of their results."""
+        graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in (*inputs, *self.operators):
+            known[node] = graph.node_copy(node, known.__getitem__)
+        graph.output(tuple(known[result] for result in results))
+        graph.eliminate_dead_code()
+        return ScanStep(graph, self.carried)
+
+    def with_views(self) -> ScanStep:
+        """Nothing writes to what a step makes: its copies of views may be views, which copy where they have to."""
+        made = self.arranged(self.inputs, self.results)
+        for node in made.operators:
+            viewed = _view_of(node.target)
+            node.target = COPIES_WHERE_NEEDED.get(viewed, viewed)
+        return made
+
+
+@dataclass(frozen=True)
+class ScanOperator:
+    """A call of `scan`: the operands of each kind."""
+
+    step: ScanStep
+    first: tuple[fx.Node, ...]
+    rows: tuple[fx.Node, ...]
+    given: tuple[fx.Node, ...]
+
+    @property
+    def operands(self) -> tuple[fx.Node, ...]:
+        return (*self.first, *self.rows, *self.given)
+
+
+@equation(SCAN)
+def scan_over_rows(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
+    """scan(step, first, rows, given) -> scan(first, rows, given), from the last row to the first where the rows were turned"""
+    call, parts = _read(node), results_in_use(node)
+    if call is None or parts is None:
+        return None
+    made = _without_steps(call, [number for number in parts if number >= call.step.carried], writer)
+    wanted = [number for number in parts if number not in made]
+    if wanted:
+        made |= _scanned(_with_repeated_given(call), wanted, writer)
+    return {part: made[number] for number, users in parts.items() for part in users}
+
+
+@equation(aten.flip.default)
+def turned_repetition(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """flip(expand(x)) -> expand(x), where one row is repeated"""
+    inner = node_argument(node)
+    return inner if _turned_along(node) == {0} and _repeated(inner) is not None else None
+
+
+# -- reading a call
+
+
+def _read(node: fx.Node) -> ScanOperator | None:
+    """A call whose step computes alone: what it draws, writes to, or asks of memory is not looked into."""
+    function, *groups = node.args
+    module = function.meta.get(GRAPH) if isinstance(function, fx.Node) else None
+    first, rows, given = (tuple(group) for group in groups)  # type: ignore[arg-type]
+    if module is None or not rows or not all(isinstance(item, fx.Node) and is_tensor(item) for item in (*first, *rows, *given)):
+        return None
+    call = ScanOperator(ScanStep(module.graph, len(first)), first, rows, given)
+    is_known = len(call.step.inputs) == len(call.operands) and all(map(computes, call.step.operators))
+    return (
+        ScanOperator(call.step.with_views(), first, rows, given) if is_known and all(map(_has_shape, call.step.results)) else None
+    )
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether an operator of a step makes the same of the same numbers, wherever they lie."""
+    if node.target is operator.getitem:
+        return True
+    return (
+        isinstance(node.target, OpOverload)
+        and node.target.namespace in ("aten", "prims")
+        and node.target not in READS_LAYOUT
+        and not node.target._schema.is_mutable
+        and not is_random(node)
+    )
+
+
+def _has_shape(result: Any) -> bool:
+    """Whether a step's result is a tensor whose shape does not change from call to call."""
+    return isinstance(result, fx.Node) and is_tensor(result) and all(isinstance(n, int) for n in result.meta[VALUE].shape)
+
+
+def _view_of(target: Any) -> Any:
+    """t_copy -> t"""
+    if not isinstance(target, OpOverload) or not target._opname.endswith("_copy"):
+        return target
+    viewed = getattr(getattr(aten, target._opname.removesuffix("_copy"), None), target._overloadname, None)
+    return viewed if isinstance(viewed, OpOverload) and is_view(viewed) else target
+
+
+# -- what needs no steps
+
+
+def _without_steps(call: ScanOperator, numbers: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
+    """Rows of results that are those of an operand, or that are all the same."""
+    found: dict[int, fx.Node] = {}
+    start, stop = len(call.first), len(call.first) + len(call.rows)
+    operands = dict(zip(call.step.inputs, call.operands, strict=True))
+    changing = descendants(call.step.inputs[:stop], call.step.operators)
+    for number in numbers:
+        source = _copied(call.step.results[number])
+        if source in call.step.inputs[start:stop]:
+            found[number] = operands[source]
+        elif source not in changing:
+            row = writer.call(aten.unsqueeze.default, _made_once(source, operands, writer), 0)
+            length = size_arguments(call.rows[0], writer)[0]
+            found[number] = writer.call(aten.expand.default, row, [length, *(-1 for _ in shape_of_node(source))])
+    return found
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """The value that a step's result is a plain copy of."""
+    while node.target in (aten.clone.default, aten.detach.default, aten.alias.default):
+        node = node_argument(node)
+    return node
+
+
+def _made_once(value: fx.Node, known: dict[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
+    """What a step makes of that which all rows are given, outside of the steps."""
+    if value not in known:
+        for source in value.all_input_nodes:
+            _made_once(source, known, writer)
+        args, kwargs = fx.node.map_arg((value.args, value.kwargs), known.__getitem__)
+        known[value] = writer.call(value.target, *args, **kwargs)
+    return known[value]
+
+
+# -- what all rows are given
+
+
+def _with_repeated_given(call: ScanOperator) -> ScanOperator:
+    """A call whose operands with equal rows are given to all rows."""
+    start, stop = len(call.first), len(call.first) + len(call.rows)
+    inputs = call.step.inputs
+    one = {place: _repeated(rows) for place, rows in zip(inputs[start:stop], call.rows, strict=True)}
+    if None not in one.values():  # without rows nobody would know how many there are
+        return call
+    own = dict(zip(inputs[start:stop], call.rows, strict=True))
+    kept = [place for place in one if one[place] is None]
+    moved = [place for place in one if one[place] is not None]
+    order = [*inputs[:start], *kept, *inputs[stop:], *moved]
+    given = (*call.given, *(one[place] for place in moved))
+    return ScanOperator(call.step.arranged(order, call.step.results), call.first, tuple(own[place] for place in kept), given)  # type: ignore[arg-type]
+
+
+def _repeated(rows: fx.Node) -> fx.Node | None:
+    """x of expand(unsqueeze(x, 0)): what each row is."""
+    if rows.target is not aten.expand.default:
+        return None
+    row = node_argument(rows)
+    is_one = row.target is aten.unsqueeze.default and row.args[1] == 0
+    value = node_argument(row) if is_one else None
+    return value if value is not None and shape_of_node(value) == shape_of_node(rows)[1:] else None
+
+
+# -- writing it
+
+
+def _scanned(call: ScanOperator, wanted: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
+    """These results of a call, of an operator that runs the steps."""
+    carried = call.step.carried
+    finals, left = [n for n in wanted if n < carried], [n for n in wanted if n >= carried]
+    reverse = any(_is_turned(rows) for rows in call.rows)
+    results = [*call.step.results[:carried], *(call.step.results[number] for number in left)]
+    rows = tuple(_turned(item, writer) if reverse else item for item in call.rows)
+    call = ScanOperator(call.step.arranged(call.step.inputs, results), call.first, rows, call.given)
+    scanned = writer.call(ChunkedScan(_plan(call, tuple(finals), reverse)), *call.operands)
+    made = {number: writer.call(operator.getitem, scanned, place) for place, number in enumerate((*finals, *left))}
+    return {number: _turned(value, writer) if reverse and number >= carried else value for number, value in made.items()}
+
+
+def _plan(call: ScanOperator, finals: tuple[int, ...], reverse: bool) -> ScanPlan:
+    step, carried = call.step, call.step.carried
+    kinds = [(tuple(result.meta[VALUE].shape), result.meta[VALUE].dtype) for result in step.results]
+    name = f"scan_{blake2s(repr(structure(step.graph)).encode(), digest_size=4).hexdigest()}"
+    combine = fx.GraphModule(torch.nn.Module(), step.graph).forward
+    groups = ((call.first, None), (call.rows, 0), (call.given, None))
+    operands = [(shape_of_node(item), at) for items, at in groups for item in items]
+    length = shape_of_node(call.rows[0])[0]
+    made = [((length, *shape), 0) for shape, _ in kinds[carried:]]
+    axes = axes_apart(operands, [*((kinds[number][0], None) for number in finals), *made])
+    return ScanPlan(name, combine, tuple(kinds[:carried]), finals, len(call.rows), tuple(kinds[carried:]), reverse, axes)
+
+
+def _is_turned(rows: fx.Node) -> bool:
+    return rows.target is aten.flip.default and _turned_along(rows) == {0}
+
+
+def _turned(rows: fx.Node, writer: GraphWriter) -> fx.Node:
+    return node_argument(rows) if _is_turned(rows) else writer.call(aten.flip.default, rows, [0])
+
+
+def _turned_along(flip: fx.Node) -> set[int]:
+    rank = max(len(shape_of_node(flip)), 1)
+    dims: Any = flip.args[1]
+    return {dim % rank for dim in dims}

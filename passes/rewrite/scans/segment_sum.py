@@ -1,0 +1,38 @@
+"""Sums over rows that decay, one operator since `streamfx/frontend/ssd_matmul.py`, as one whose state is the sum so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from streamfx.ir.scan_schema import NotStatefulError
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import WHY_WHOLE
+from streamfx.passes.ops.ranges import ValueRanges
+from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.scans.custom_scan import ScanCall, backwards_of, read, written
+from streamfx.runtime.segment_sum import BEHIND, DECAYED_SUMS, IN_FRONT, SUMS_BEHIND
+
+MAY_GROW = "decays that are not proven to be at most zero, as those of clamp(max=0) are"
+DECLARED = {DECAYED_SUMS: IN_FRONT, SUMS_BEHIND: BEHIND}
+
+
+@equation(DECAYED_SUMS, SUMS_BEHIND)
+def sums_that_decay(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
+    """decayed_sums(decays, rows) -> sums, last                   ->   recurrence(decays, rows) -> sums, last
+    decayed_sums_backward(dsums, decays, rows) -> ddecays, drows   ->   recurrence(dsums, decays, rows) -> ddecays, drows
+
+    Where no decay is above zero. Else what is left of a row in front of a chunk may be nothing at all, and behind it much.
+    """
+    declared, backwards = DECLARED[node.target], list[ScanCall]()
+    try:
+        call = read(node, declared)
+        backwards += backwards_of(declared, call)
+        if ValueRanges().of(call.arguments["decays"]).high > 0:
+            raise NotStatefulError(MAY_GROW)
+        return written(declared, call, backwards, writer)
+    except NotStatefulError as why:
+        for each in (node, *(backward.node for backward in backwards)):
+            each.meta[WHY_WHOLE] = f"{each.target} with {why}"
+        return None

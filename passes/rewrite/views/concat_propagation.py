@@ -1,0 +1,136 @@
+"""A value along an axis that was joined, part by part: what is made of each part is made of it alone.
+
+where(cat(a, b), 0, -inf)     ->   where(a, 0, -inf), where(b, 0, -inf)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.axis_table import Atom
+from streamfx.ir.facts import AxisFacts
+from streamfx.ir.joint import bound_arguments, tensor_operands
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.rules.registry import broadcast, rule_for
+from streamfx.passes.ops.traits import is_random
+
+aten = torch.ops.aten
+SHAPED: dict[Any, int] = {  # by the position of the shape that they are given
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.expand.default: 1,
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+}
+ALONG_OTHERS = (  # unless they run along the axis
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.cat.default,
+    aten.constant_pad_nd.default,
+)
+MOVES = (
+    aten.unsqueeze.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+)
+
+
+class Parts:
+    """The parts of values along one joined axis; each is written once, behind the value."""
+
+    def __init__(self, axes: AxisFacts, writer: GraphWriter, axis: Atom, lengths: Sequence[int]) -> None:
+        self.axes, self.writer, self.axis, self.lengths = axes, writer, axis, tuple(lengths)
+        self.known: dict[fx.Node, tuple[fx.Node, ...]] = {}
+
+    def dim(self, value: fx.Node) -> int | None:
+        """The dimension that is the axis; None where a value has none, and is the same for all parts."""
+        found = (i for i, dim in enumerate(self.axes.shapes[value]) if self.axis in self.axes.table.resolve(dim))
+        return next(found, None)
+
+    def are_there(self, value: fx.Node) -> bool:
+        """Whether a value is made of joined values, part by part, by operators that keep the axis as it is."""
+        todo, seen = [value], set[fx.Node]()
+        while todo:
+            node = todo.pop()
+            if node not in self.axes.shapes:  # it was written since
+                return False
+            if node in seen or node in self.known or self.dim(node) is None or self._is_join(node):
+                continue
+            if not self._goes_by_part(node):
+                return False
+            seen.add(node)
+            todo.extend(tensor_operands(node))
+        return True
+
+    def _is_alone(self, value: fx.Node) -> bool:
+        dims = [self.axes.table.resolve(dim) for dim in self.axes.shapes[value]]
+        return [dim for dim in dims if self.axis in dim] in ([], [(self.axis,)])
+
+    def _is_join(self, node: fx.Node) -> bool:
+        dim = self.dim(node)
+        if node.target is not aten.cat.default or not self._is_alone(node) or dim != _dim_of(node):
+            return False
+        rank, operands = node.meta[VALUE].dim(), [item.meta[VALUE] for item in tensor_operands(node)]
+        lengths = tuple(item.shape[dim] for item in operands if item.dim() == rank)
+        return lengths == self.lengths and len(operands) == len(lengths)
+
+    def _goes_by_part(self, node: fx.Node) -> bool:
+        """Whether a part of what an operator makes is made of that part."""
+        if node.op != "call_function" or not all(map(self._is_alone, (node, *tensor_operands(node)))):
+            return False
+        if node.target in ALONG_OTHERS:
+            return self._runs_beside(node)
+        return node.target in SHAPED or node.target in MOVES or (rule_for(node) is broadcast and not is_random(node))
+
+    def _runs_beside(self, node: fx.Node) -> bool:
+        """Whether an operator keeps the axis, and runs along others."""
+        signature, letters = self.axes.signatures.get(node), self.axes.letters.get(node, {})
+        own = [letter for letter, dim in letters.items() if self.axis in self.axes.table.resolve(dim)]
+        return signature is not None and not signature.contracted().intersection(own) and not any(map(signature.is_special, own))
+
+    def of(self, value: fx.Node) -> tuple[fx.Node, ...]:
+        """The parts of a value of which they `are_there`."""
+        if self.dim(value) is None:
+            return (value,) * len(self.lengths)
+        if value not in self.known:
+            if self._is_join(value):
+                self.known[value] = tensor_operands(value)
+            else:
+                operands = {operand: self.of(operand) for operand in tensor_operands(value)}
+                self.writer.before(behind(value))
+                self.known[value] = tuple(self._part(value, operands, i) for i in range(len(self.lengths)))
+        return self.known[value]
+
+    def _part(self, value: fx.Node, operands: dict[fx.Node, tuple[fx.Node, ...]], i: int) -> fx.Node:
+        args, kwargs = fx.node.map_arg((value.args, value.kwargs), lambda node: operands[node][i] if node in operands else node)
+        if (at := SHAPED.get(value.target)) is not None:
+            shape: list[Any] = list(args[at])  # type: ignore[arg-type]
+            shape[self.dim(value)] = self.lengths[i]  # type: ignore[index]
+            args = (*args[:at], shape, *args[at + 1 :])
+        return self.writer.call(value.target, *args, **kwargs)
+
+
+def _dim_of(node: fx.Node) -> int:
+    return int(bound_arguments(node)["dim"]) % node.meta[VALUE].dim()
+
+
+def behind(value: fx.Node) -> fx.Node:
+    """The first operator behind a value."""
+    node = value.next
+    while node.op in ("placeholder", "get_attr"):
+        node = node.next
+    return node

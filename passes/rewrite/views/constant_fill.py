@@ -1,0 +1,48 @@
+"""Constants without the operand that they were made like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_size, node_argument
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.constants import fill_of
+from streamfx.passes.rewrite.pattern import equation
+
+aten = torch.ops.aten
+FILLED_WITH: dict[Any, Any] = {  # what memory that nobody has written holds is of no use to anybody
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_empty.default: 0,
+    aten.new_empty_strided.default: 0,
+}
+
+
+@equation(*FILLED_WITH, aten.new_full.default)
+def constant_like_another(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    """new_zeros(x, shape) -> full(shape, 0)"""
+    arguments, own = bound_arguments(node), node.meta[VALUE]
+    fill = FILLED_WITH.get(node.target, arguments.get("fill_value"))
+    fill = bool(fill) if own.dtype == torch.bool and not is_size(fill) else fill
+    return writer.call(aten.full.default, arguments["size"], fill, dtype=own.dtype, device=own.device)
+
+
+@equation(aten.fill.Scalar, aten.zero.default)
+def filled(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    """fill(x, value) -> full_like(x, value), zero(x) -> full_like(x, 0)"""
+    return writer.call(aten.full_like.default, *node.args, *(() if node.target is aten.fill.Scalar else (0,)))
+
+
+@equation(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+def constant_like_a_row(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """zeros_like(x[:, 0]) -> full(shape, 0), so that nobody has to make x first: recurrences begin so"""
+    row, own = node_argument(node), node.meta[VALUE]
+    fill = fill_of(node)
+    if row.target is not aten.select.int or fill is None or not all(isinstance(size, int) for size in own.shape):
+        return None
+    number = bool(fill) if own.dtype == torch.bool else fill if own.is_floating_point() else int(fill)
+    return writer.call(aten.full.default, list(own.shape), number, dtype=own.dtype, device=own.device)

@@ -1,0 +1,131 @@
+"""Indices that depend on no input: whether they are the row numbers of rows that a view has flattened.
+
+    x[arange(b * t).view(b, t), labels]            x[arange(b)[:, None] * t + arange(t), labels]
+    x[arange(b).repeat_interleave(t), arange(t).repeat(b), labels.flatten()]
+
+The proof is the index itself: it is evaluated at compile time and compared with the row numbers. With dynamic sizes only a view
+of a vector that counts up is recognized.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
+from streamfx.ir.ranges import is_exact_in
+from streamfx.ir.sizes import Size, product
+from streamfx.node_meta import CONSTANT, VALUE
+from streamfx.passes.ops.ranges.transfer import longest
+from streamfx.passes.rewrite.views.iota_index import COUNTS, NUMBERS, VIEWS, repeats
+from streamfx.torch_private import unset_fake_temporarily
+
+aten = torch.ops.aten
+MOST = 2**22  # elements of an index that is evaluated
+WITHOUT_MEANING = ("device", "layout", "pin_memory", "memory_format")  # arguments that change no element
+EVALUATED = (
+    *COUNTS,
+    *VIEWS,
+    aten.full.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+    aten.repeat.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.lift_fresh_copy.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.cat.default,
+    aten.stack.default,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.floor_divide.default,
+    aten.remainder.Scalar,
+)
+
+
+def are_row_numbers(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
+    """Whether indices, broadcast to `shape`, name each place of dimensions of sizes `rows` once, in the order of memory."""
+    if product(shape) != product(rows):
+        return False
+    if len(indices) == 1 and _is_view_of_count(indices[0], rows[0], shape):
+        return True
+    count = product(shape)
+    if not isinstance(count, int) or count > MOST or not all(isinstance(size, int) for size in (*rows, *shape)):
+        return False
+    if not all(_broadcasts(shape_of_node(index), shape) for index in indices):
+        return False
+    with unset_fake_temporarily():
+        known: dict[fx.Node, Tensor | None] = {}
+        numbers = [_evaluated(index, known) for index in indices]
+        if any(number is None for number in numbers):
+            return False
+        expected = torch.arange(count).view(shape)  # type: ignore[arg-type]
+        for size, number in zip(reversed(rows), reversed(numbers), strict=True):
+            if not torch.equal(number.expand(shape).long(), expected % size):  # type: ignore[union-attr]
+                return False
+            expected = expected // size
+    return True
+
+
+def counts_in_steps(node: fx.Node, step: int) -> bool:
+    """Whether a vector is 0, step, 2 * step, ... as its type holds it."""
+    if node.target is aten.arange.start_step:
+        arguments = bound_arguments(node)
+        is_held = is_exact_in(node.meta[VALUE].dtype, 0, step * longest(shape_of_node(node)[0]))
+        if is_held and (arguments["start"], arguments["step"]) == (0, step):
+            return True
+    with unset_fake_temporarily():
+        numbers = _evaluated(node, {})
+        return numbers is not None and numbers.dim() == 1 and torch.equal(numbers.long(), torch.arange(len(numbers)) * step)
+
+
+def _evaluated(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
+    """A tensor of whole numbers that depends on no input, on the CPU; None for any other, and for one of very many elements."""
+    if node not in known:
+        own = node.meta.get(VALUE)
+        is_index = isinstance(own, Tensor) and own.dtype in NUMBERS and all(isinstance(size, int) for size in own.shape)
+        known[node] = _value(node, known) if is_index and math.prod(own.shape) <= MOST else None  # type: ignore[union-attr]
+    return known[node]
+
+
+def _value(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
+    constant = node.meta.get(CONSTANT)
+    if isinstance(constant, Tensor):
+        return constant.cpu()
+    if node.op != "call_function" or node.target not in EVALUATED:
+        return None
+    operands: dict[fx.Node, Any] = {operand: _evaluated(operand, known) for operand in node.all_input_nodes}
+    if any(value is None for value in operands.values()):
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operands[operand])
+    kwargs = {name: value for name, value in kwargs.items() if name not in WITHOUT_MEANING}
+    try:
+        made: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    except RuntimeError:  # the code raises it in its turn: a remainder by zero
+        return None
+    own = node.meta[VALUE]
+    return made if made.dtype == own.dtype and made.shape == own.shape else None
+
+
+def _is_view_of_count(index: fx.Node, rows: Size, shape: tuple[Size, ...]) -> bool:
+    """Whether an index has this shape, and is a vector that counts up in the order of memory."""
+    if shape_of_node(index) != shape:
+        return False
+    while index.target in VIEWS and is_tensor(index.args[0]):
+        index = node_argument(index)
+    return len(shape_of_node(index)) == 1 and repeats(index, rows) == 1
+
+
+def _broadcasts(own: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
+    beside = shape[len(shape) - len(own) :]
+    return len(own) <= len(shape) and all(size in (1, other) for size, other in zip(own, beside, strict=True))

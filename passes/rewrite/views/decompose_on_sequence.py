@@ -1,0 +1,175 @@
+"""Operators that are written as sums where they turn out to run along the sequence, because sums are made chunk by chunk.
+
+    cat(memory, x)  ->  pad(memory, behind) + pad(x, in front)       each has rows at a place of its own
+    norm(x)         ->  sqrt(sum(x * x))
+    roll(x)         ->  cat(last rows of x, those in front of them)
+    x[2:5] = y      ->  where(2 <= arange < 5, pad(y, around), x)
+
+Along any other axis they stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import AxisFacts, Facts
+from streamfx.ir.joint import (
+    JointGraph,
+    bound_arguments,
+    is_alike,
+    joint_graph,
+    node_argument,
+    shape_of_node,
+    tensor_operands,
+)
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.rules.views import first_row
+
+aten = torch.ops.aten
+
+MOST = 3  # operands: a value joined row by row would be padded once for each row
+
+
+@dataclass(frozen=True)
+class SumsAlongSequence:
+    """Once it is written, the axes of the new graph have to be found."""
+
+    name: ClassVar[str] = "sums along the sequence"
+
+    def apply(self, facts: Facts) -> Facts:
+        axes = facts.found_axes
+        found = [] if axes is None or axes.sequence is None else _run_along_sequence(facts.joint, axes)
+        return replace(facts, joint=_taken_apart(facts.joint, found), found_axes=None) if found else facts
+
+
+def _run_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
+    """The joins, norms and rolls of computed values along the sequence, and rows of it that are written over."""
+    tests = {
+        aten.cat.default: _is_join,
+        aten.linalg_vector_norm.default: _is_norm,
+        aten.roll.default: _is_roll,
+        aten.slice_scatter.default: _is_written_over,
+    }
+    return [node for node in joint.nodes if node.target in tests and tests[node.target](node, axes)]
+
+
+def _taken_apart(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
+    """The graph with each of these written as sums, in place."""
+    writer = GraphWriter(joint.graph)
+    writes: dict[Any, Callable[[fx.Node, GraphWriter], fx.Node]] = {
+        aten.cat.default: _sum_of_paddings,
+        aten.linalg_vector_norm.default: _root_of_sum,
+        aten.roll.default: _join_of_both,
+        aten.slice_scatter.default: _one_of_both,
+    }
+    for node in nodes:
+        write = writes[node.target]
+        node.replace_all_uses_with(write(node, writer.before(node)), propagate_meta=False)
+        joint.graph.erase_node(node)
+    return joint_graph(joint.graph, len(joint.primals), len(joint.outputs))
+
+
+def _is_join(node: fx.Node, axes: AxisFacts) -> bool:
+    operands, dim = node.args[0], bound_arguments(node)["dim"] % len(shape_of_node(node))
+    if node in axes.static or len(operands) > MOST or not all(_fits(node, item, dim) for item in operands):  # type: ignore[arg-type,union-attr]
+        return False
+    lengths = [item.meta[VALUE].shape[dim] for item in operands]  # type: ignore[union-attr]
+    if 2 * max(lengths) <= sum(lengths):  # several sequences side by side are no sequence with something in front or behind
+        return False
+    along = [axes.sequence_atom(axes.shapes[item][dim]) for item in (node, *operands)]  # type: ignore[misc]
+    return any(atom is not None for atom in along)
+
+
+def _fits(node: fx.Node, operand: fx.Node, dim: int) -> bool:
+    """Whether a padded operand can be added to the others."""
+    own, value = operand.meta[VALUE], node.meta[VALUE]
+    return bool(
+        own.dtype == value.dtype
+        and value.dtype.is_floating_point
+        and own.dim() == value.dim()
+        and isinstance(own.shape[dim], int)
+    )
+
+
+def _is_norm(node: fx.Node, axes: AxisFacts) -> bool:
+    """Whether a Euclidean norm is taken along the sequence."""
+    arguments, operand = bound_arguments(node), node_argument(node)
+    rank, value = len(shape_of_node(operand)), operand.meta[VALUE]
+    if not rank:
+        return False
+    dims = range(rank) if not arguments["dim"] else [dim % rank for dim in arguments["dim"]]
+    along = any(axes.sequence_atom(axes.shapes[operand][dim]) is not None for dim in dims)
+    return along and arguments["ord"] == 2 and arguments["dtype"] is None and value.dtype in (torch.float32, torch.float64)
+
+
+def _is_roll(node: fx.Node, axes: AxisFacts) -> bool:
+    """Whether rows of the sequence are shifted, those that leave it at one end coming in at the other."""
+    arguments, operand = bound_arguments(node), node_argument(node)
+    if len(arguments["dims"]) != 1 or node in axes.static:
+        return False
+    dim, value = arguments["dims"][0] % len(shape_of_node(operand)), operand.meta[VALUE]
+    are_known = isinstance(arguments["shifts"][0], int) and isinstance(value.shape[dim], int)
+    return are_known and value.dtype.is_floating_point and axes.sequence_atom(axes.shapes[operand][dim]) is not None
+
+
+def _is_written_over(node: fx.Node, axes: AxisFacts) -> bool:
+    """Whether some rows of the sequence, one after the other, are replaced by others."""
+    x, rows = tensor_operands(node)
+    dim, length = _written_dim(node), shape_of_node(node)[_written_dim(node)]
+    are_known = isinstance(length, int) and isinstance(shape_of_node(rows)[dim], int) and bound_arguments(node)["step"] == 1
+    fits = are_known and is_alike(x, rows) and first_row(bound_arguments(node)["start"], length) is not None
+    return fits and node not in axes.static and axes.sequence_atom(axes.shapes[x][dim]) is not None
+
+
+def _written_dim(node: fx.Node) -> int:
+    return int(bound_arguments(node)["dim"]) % len(shape_of_node(node))
+
+
+def _one_of_both(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Numbers are chosen, not added: those that are written over may be anything."""
+    (x, rows), dim, rank = tensor_operands(node), _written_dim(node), len(shape_of_node(node))
+    length, count = (item.meta[VALUE].shape[dim] for item in (x, rows))
+    start = min(first_row(bound_arguments(node)["start"], length), length)  # type: ignore[type-var]
+    placed = writer.call(aten.constant_pad_nd.default, rows, [0, 0] * (rank - 1 - dim) + [start, length - start - count], 0)
+    numbers = writer.call(aten.arange.default, length, device=node.meta[VALUE].device)
+    wide = writer.call(aten.view.default, numbers, [-1] + [1] * (rank - 1 - dim))
+    inside = (writer.call(aten.ge.Scalar, wide, start), writer.call(aten.lt.Scalar, wide, start + count))
+    return writer.call(aten.where.self, writer.call(aten.logical_and.default, *inside), placed, x)
+
+
+def _join_of_both(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    arguments, operand = bound_arguments(node), node_argument(node)
+    dim = arguments["dims"][0]
+    length = operand.meta[VALUE].shape[dim]
+    first = -arguments["shifts"][0] % max(length, 1)  # the row that comes to the front
+    parts = [writer.call(aten.slice.Tensor, operand, dim, *bounds) for bounds in ((first, length), (0, first))]
+    return writer.call(aten.cat.default, parts, dim) if first else operand
+
+
+def _root_of_sum(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    arguments, operand = bound_arguments(node), node_argument(node)
+    dims = arguments["dim"] or list(range(len(shape_of_node(operand))))
+    squares = writer.call(aten.mul.Tensor, operand, operand)
+    return writer.call(aten.sqrt.default, writer.call(aten.sum.dim_IntList, squares, dims, arguments["keepdim"]))
+
+
+def _sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    """What is added to minus zero keeps its sign, even if it is a zero."""
+    operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+    rank, dim = len(shape_of_node(node)), bound_arguments(node)["dim"] % len(shape_of_node(node))
+    lengths = [item.meta[VALUE].shape[dim] for item in operands]
+    total, befores = sum(lengths), [0, *accumulate(lengths)]
+    made: fx.Node | None = None
+    for operand, before, length in zip(operands, befores, lengths, strict=False):
+        pad = [0, 0] * (rank - 1 - dim) + [before, total - before - length]
+        part = writer.call(aten.constant_pad_nd.default, operand, pad, -0.0)
+        made = part if made is None else writer.call(aten.add.Tensor, made, part)
+    assert made is not None
+    return made

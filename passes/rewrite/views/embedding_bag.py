@@ -1,0 +1,138 @@
+"""Bags of embeddings whose bags are rows: a bag of k indices is a row of k look-ups, and what is summed of them is a sum over k.
+
+`nn.EmbeddingBag` flattens its indices [n k] and says by offsets where each bag begins. Offsets that are proven to be multiples of
+k cut the indices into the same rows again. Bags of other lengths, and bags of which the largest elements are taken, run whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, shape_of_node
+from streamfx.ir.sizes import quotient
+from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.node_meta import VALUE, WHY_WHOLE
+from streamfx.passes.rewrite.pattern import equation, results_in_use
+from streamfx.passes.rewrite.views.constant_indices import counts_in_steps
+
+aten = torch.ops.aten
+SUM, MEAN = 0, 1
+LARGEST = "takes the largest elements of each bag: of sums and means of bags the sequence streams"
+LENGTHS = "has bags whose lengths are not proven to be equal: of indices [rows, indices per row], without offsets, it streams"
+SPARSE = "has a sparse gradient, which is put together from all rows: with sparse=False it streams"
+FREQUENCY = (
+    "has a gradient that is divided by how often an index occurs, which all rows say: without scale_grad_by_freq it streams"
+)
+END = "has offsets of which the last one is the end: without include_last_offset, bags of one length stream"
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """Indices [n k], which of them count (None: all), and their weights [n k]."""
+
+    indices: fx.Node
+    counted: fx.Node | None
+    weights: fx.Node | None
+    is_mean: bool
+    writer: GraphWriter
+
+    def without_padding(self, values: fx.Node, rank: int) -> fx.Node:
+        """Zero for each index that does not count; `values` has dimensions behind those of the indices for a rank of 3."""
+        if self.counted is None:
+            return values
+        own = values.meta[VALUE]
+        zero = self.writer.call(aten.full.default, [], 0, dtype=own.dtype, device=own.device)
+        counted = self.writer.call(aten.unsqueeze.default, self.counted, 2) if rank == 3 else self.counted
+        return self.writer.call(aten.where.self, counted, values, zero)
+
+    def share(self, values: fx.Node) -> fx.Node:
+        """Divided by how many indices of a row count."""
+        if not self.is_mean:
+            return values
+        call = self.writer.call
+        if self.counted is None:
+            return call(aten.div.Tensor, values, size_arguments(self.indices, self.writer)[1])
+        number = call(aten.clamp.default, call(aten.sum.dim_IntList, self.counted, [1], True), 1)
+        return call(aten.div.Tensor, values, call(aten._to_copy.default, number, dtype=values.meta[VALUE].dtype))
+
+    def weighted(self, values: fx.Node) -> fx.Node:
+        if self.weights is None:
+            return values
+        return self.writer.call(aten.mul.Tensor, values, self.writer.call(aten.unsqueeze.default, self.weights, 2))
+
+
+@equation(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def sum_of_a_bag(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
+    """embedding_bag(table, i.view(n * k), arange(0, n * k, k)) -> embedding(table, i).sum(1)"""
+    used = results_in_use(node)
+    if not used or not any(part.users for part in used.get(0, [])):
+        return None
+    bags = _bags(node, writer)
+    if bags is None:
+        return None
+    table = bound_arguments(node)["weight"]
+    rows = bags.without_padding(bags.weighted(writer.call(aten.embedding.default, table, bags.indices)), 3)
+    total = bags.share(writer.call(aten.sum.dim_IntList, rows, [1]))
+    return dict.fromkeys(used[0], total)
+
+
+@equation(aten._embedding_bag_backward.default)
+def gradient_of_a_bag(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """embedding_bag_backward(d, i.view(n * k), arange(0, n * k, k)) -> embedding_dense_backward(expand(d[:, None], k), i)"""
+    bags, arguments = _bags(node, writer), bound_arguments(node)
+    if bags is None:
+        return None
+    row = writer.call(aten.unsqueeze.default, bags.share(arguments["grad"]), 1)
+    sizes = [*size_arguments(bags.indices, writer), size_arguments(arguments["grad"], writer)[1]]
+    each = bags.weighted(writer.call(aten.expand.default, row, sizes))
+    rest = arguments["num_weights"], arguments["padding_idx"], False
+    return writer.call(aten.embedding_dense_backward.default, each, bags.indices, *rest)
+
+
+@equation(aten._embedding_bag_per_sample_weights_backward.default)
+def gradient_of_weights_in_a_bag(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """embedding_bag_per_sample_weights_backward(d, table, i, arange(0, n * k, k)) -> (d[:, None] * embedding(table, i)).sum(2)"""
+    bags, arguments = _bags(node, writer), bound_arguments(node)
+    if bags is None:
+        return None
+    looked_up = writer.call(aten.embedding.default, arguments["weight"], bags.indices)
+    products = writer.call(aten.mul.Tensor, writer.call(aten.unsqueeze.default, arguments["grad"], 1), looked_up)
+    made = bags.without_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)
+    return writer.call(aten.view.default, made, size_arguments(arguments["indices"], writer))
+
+
+def _bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
+    arguments = bound_arguments(node)
+    why = _why_whole(arguments)
+    if why is not None:
+        node.meta[WHY_WHOLE] = f"{node.target} {why}"
+        return None
+    (count,) = size_arguments(arguments["offsets"], writer)
+    indices = writer.call(aten.view.default, arguments["indices"], [count, _length(arguments)])
+    padding, weights = arguments["padding_idx"], arguments.get("per_sample_weights")
+    counted = writer.call(aten.ne.Scalar, indices, padding) if padding >= 0 else None
+    if weights is not None:
+        weights = writer.call(aten.view.default, weights, [count, _length(arguments)])
+    return _Bags(indices, counted, weights, arguments["mode"] == MEAN, writer)
+
+
+def _why_whole(arguments: Mapping[str, Any]) -> str | None:
+    if arguments["mode"] not in (SUM, MEAN):
+        return LARGEST
+    for name, why in (("sparse", SPARSE), ("scale_grad_by_freq", FREQUENCY), ("include_last_offset", END)):
+        if arguments.get(name):
+            return why
+    length = _length(arguments)
+    return None if length is not None and counts_in_steps(arguments["offsets"], length) else LENGTHS
+
+
+def _length(arguments: Mapping[str, Any]) -> int | None:
+    """How many indices each bag has, if that is one number: all of them are in bags of a length."""
+    (total,), (count,) = (shape_of_node(arguments[name]) for name in ("indices", "offsets"))
+    length = quotient(total, count) if count != 0 else None
+    return length if isinstance(length, int) and length > 0 else None

@@ -1,0 +1,147 @@
+"""Rows that were sorted, worked on in their new order, and are put back: each is put where it stood, whenever it is made.
+
+    p = sort(keys).indices     gather(x, d, inverse of p)               ->    scatter(zeros, d, p, x)
+                               scatter_add(zeros, d, inverse of p, g)   ->    gather(g, d, p) + 0
+                               scatter_add(zeros, d, p, g)              ->    scatter(zeros, d, p, g + 0)
+
+Looking them up by what undoes an order needs all rows first. Putting them needs none but those of a chunk: the indices of a sort
+name each row once, so that each place is written once. (Where the order does not matter, `sort_elimination.py` takes it away.)
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
+from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.node_meta import EACH_ONCE, VALUE
+from streamfx.passes.ops.constants import is_zero
+from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.views.iota_index import ORDERS, VIEWS, counts_up
+
+aten = torch.ops.aten
+SORTS = (aten.sort.default, aten.sort.stable)
+
+
+@equation(aten.gather.default)
+def rows_put_back(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """gather(x, d, inverse of an order) -> scatter(zeros, d, order, x)"""
+    arguments = bound_arguments(node)
+    rows = arguments["self"]
+    order = _order_undone_by(arguments["index"], arguments["dim"])
+    if order is None or shape_of_node(rows) != shape_of_node(node):
+        return None
+    own = node.meta[VALUE]
+    zeros = writer.call(aten.full.default, size_arguments(rows, writer), 0, dtype=own.dtype, device=own.device)
+    return _put(zeros, arguments["dim"], _for_all_columns(order, rows, writer), rows, writer)
+
+
+@equation(aten.scatter_add.default)
+def gradient_of_rows_put_back(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """scatter_add(zeros, d, inverse of an order, g) -> gather(g, d, order) + 0
+
+    Zero plus -0 is zero.
+    """
+    arguments = bound_arguments(node)
+    rows, order = arguments["src"], _order_undone_by(arguments["index"], arguments["dim"])
+    if order is None or not _is_added_to_zeros(node):
+        return None
+    taken = writer.call(aten.gather.default, rows, arguments["dim"], _for_all_columns(order, rows, writer))
+    return writer.call(aten.add.Tensor, taken, 0.0)
+
+
+@equation(aten.scatter_add.default)
+def gradient_of_rows_in_order(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """scatter_add(zeros, d, order, g) -> scatter(zeros, d, order, g + 0)"""
+    arguments = bound_arguments(node)
+    order, dim = _before_columns(arguments["index"]), arguments["dim"] % max(len(shape_of_node(node)), 1)
+    if order is None or not _is_order(order, dim) or not _is_added_to_zeros(node):
+        return None
+    rows = writer.call(aten.add.Tensor, arguments["src"], 0.0)
+    return _put(arguments["self"], arguments["dim"], arguments["index"], rows, writer)
+
+
+def _is_added_to_zeros(node: fx.Node) -> bool:
+    """Whether as many numbers are added to zeros as there are places for."""
+    arguments = bound_arguments(node)
+    is_whole = shape_of_node(arguments["src"]) == shape_of_node(arguments["index"]) == shape_of_node(node)
+    return is_whole and is_zero(arguments["self"]) and node.meta[VALUE].is_floating_point()
+
+
+def _put(zeros: fx.Node, dim: int, index: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
+    made = writer.call(aten.scatter.src, zeros, dim, index, rows)
+    made.meta[EACH_ONCE] = True
+    return made
+
+
+def _order_undone_by(index: fx.Node, dim: int) -> fx.Node | None:
+    """The indices of a sort along a dimension which these undo, that are the same in all columns behind it."""
+    rank = len(shape_of_node(index))
+    numbers = _before_columns(index)
+    dim = dim % rank if rank else 0
+    if numbers is None or dim >= len(shape_of_node(numbers)):
+        return None
+    if numbers.target is aten.scatter.src:
+        arguments = bound_arguments(numbers)
+        order, written = arguments["index"], arguments["src"]
+        is_whole = shape_of_node(order) == shape_of_node(written) == shape_of_node(numbers)
+        is_along = is_whole and arguments["dim"] % len(shape_of_node(numbers)) == dim
+        return order if is_along and _is_order(order, dim) and _counts_along(written, dim) else None
+    sorted_again = _sorted(numbers, dim)
+    return sorted_again if sorted_again is not None and _is_order(sorted_again, dim) else None
+
+
+def _sorted(node: fx.Node, dim: int) -> fx.Node | None:
+    """What these are the indices of, from the least along a dimension to the largest."""
+    sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
+    if sort.target not in (SORTS if sort is not node else ORDERS):
+        return None
+    arguments = bound_arguments(sort)
+    keys: fx.Node = arguments["self"]
+    rank = len(shape_of_node(keys))
+    return keys if rank and arguments["dim"] % rank == dim and not arguments["descending"] else None
+
+
+def _is_order(node: fx.Node, dim: int) -> bool:
+    """Whether each number of a row occurs once along a dimension: the indices of a sort, in either direction."""
+    sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
+    if sort.target not in (SORTS if sort is not node else ORDERS):
+        return False
+    rank = len(shape_of_node(node))
+    return bool(rank) and bound_arguments(sort)["dim"] % rank == dim
+
+
+def _counts_along(node: fx.Node, dim: int) -> bool:
+    """Whether these are 0, 1, 2 ... along a dimension, and the same in all others: a vector that counts, repeated."""
+    shape = shape_of_node(node)
+    node = node_argument(node) if node.target is aten.expand.default else node
+    own = shape_of_node(node)
+    wide = (*(1 for _ in shape[len(own) :]), *own)
+    if any(size != (shape[dim] if i == dim else 1) for i, size in enumerate(wide)):
+        return False
+    while node.target in (aten.unsqueeze.default, *VIEWS):
+        node = node_argument(node)
+    return counts_up(node)
+
+
+def _before_columns(index: fx.Node) -> fx.Node | None:
+    """The numbers [... n] behind an index [... n *width] that is the same in all columns."""
+    if index.target is not aten.expand.default:
+        return index
+    column = node_argument(index)
+    if column.target not in (aten.unsqueeze.default, *VIEWS) or not is_tensor(column.args[0]):
+        return None
+    numbers, shape = node_argument(column), shape_of_node(index)
+    own = shape_of_node(numbers)
+    is_column = shape_of_node(column) == (*own, *(1 for _ in shape[len(own) :])) and shape[: len(own)] == own
+    return numbers if is_column and len(own) < len(shape) else None
+
+
+def _for_all_columns(order: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
+    """An order as an index of rows [... n *width]."""
+    for _ in shape_of_node(rows)[len(shape_of_node(order)) :]:
+        order = writer.call(aten.unsqueeze.default, order, -1)
+    return writer.call(aten.expand.default, order, size_arguments(rows, writer))

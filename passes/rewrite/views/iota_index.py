@@ -1,0 +1,234 @@
+"""Looking up rows, and adding to them, by a vector of numbers.
+
+By numbers that count up it is no look-up at all: each row once, or each row k times over.
+
+x[0 1 2 ...] -> x                           zeros.index_add(0, [0 1 2 ...], y) -> y
+x[0 0 1 1 2 2 ...] -> repeat(x, each 2)     zeros.index_add(0, [0 0 1 1 ...], y) -> y.view(n, 2).sum(1)
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
+from streamfx.ir.ranges import is_exact_in
+from streamfx.ir.sizes import Size, is_never_less, product
+from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.node_meta import CONSTANT, VALUE
+from streamfx.passes.ops.constants import is_zero
+from streamfx.passes.ops.ranges.transfer import longest
+from streamfx.passes.rewrite.pattern import equation
+
+aten = torch.ops.aten
+SAME_NUMBERS = (aten._to_copy.default, aten.clone.default)
+NUMBERS = (torch.int64, torch.int32)  # types of row numbers
+COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+ORDERS = (aten.argsort.default, aten.argsort.stable)
+SORTS = (aten.sort.default, aten.sort.stable, aten.topk.default)  # values, and the places where they stood
+LISTED = 16  # numbers in a list that is written as slices
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def looked_up_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """A look-up of rows, or a sum into rows, whose index counts up; None for anything else."""
+    if node.target in (aten.index.Tensor, aten._unsafe_index.Tensor):
+        return _look_up(node, writer)
+    if node.target in (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default):
+        return _sum_into(node, writer)
+    return None
+
+
+def _look_up(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    rows, index = node_argument(node), row_index(node)
+    times = None if index is None else repeats(index, shape_of_node(rows)[0])
+    if index is None or times is None:
+        return None
+    if times == 1:
+        return rows
+    sizes = size_arguments(rows, writer)
+    spread = writer.call(aten.expand.default, writer.call(aten.unsqueeze.default, rows, 1), [sizes[0], times, *sizes[1:]])
+    copied = writer.call(aten.clone.default, spread, memory_format=torch.contiguous_format)
+    return writer.call(aten.view.default, copied, [*size_arguments(index, writer), *sizes[1:]])
+
+
+def _sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    arguments = bound_arguments(node)
+    base, index = arguments["self"], row_index(node)
+    rows = arguments["source"] if node.target is aten.index_add.default else arguments["values"]
+    adds = arguments.get("accumulate", arguments.get("alpha") == 1)
+    if index is None or not adds or not is_zero(base):
+        return None
+    times = repeats(index, shape_of_node(base)[0])
+    expected = (*shape_of_node(index), *shape_of_node(base)[1:])
+    dtype = node.meta[VALUE].dtype
+    if times is None or shape_of_node(rows) != expected or rows.meta[VALUE].dtype != dtype or dtype == torch.bool:
+        return None
+    if times == 1:
+        return rows  # type: ignore[no-any-return]
+    sizes = size_arguments(base, writer)
+    apart = writer.call(aten.view.default, rows, [sizes[0], times, *sizes[1:]])
+    return writer.call(aten.sum.dim_IntList, apart, [1], dtype=node.meta[VALUE].dtype)  # small integers would become int64
+
+
+@equation(aten.gather.default, aten.scatter_add.default)
+def rows_of_a_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """gather(x, 0, expand(i)) -> x[i],  scatter_add(x, 0, expand(i), y) -> index_add(x, 0, i, y)
+
+    Where the index is a vector, repeated for all columns. x[i] takes negative numbers, too, which gather does not.
+    """
+    arguments, width = bound_arguments(node), shape_of_node(node)[1:]
+    index = _column(arguments["index"], width) if arguments["dim"] == 0 else None
+    if index is None or shape_of_node(arguments["self"])[1:] != width:
+        return None
+    if node.target is aten.gather.default:
+        if not is_never_negative(index):
+            is_there = writer.call(aten.all.default, writer.call(aten.ge.Scalar, index, 0))
+            writer.call(aten._assert_async.msg, is_there, "index out of bounds for dimension 0")
+        return writer.call(aten.index.Tensor, arguments["self"], [index])
+    if shape_of_node(arguments["src"]) != (*shape_of_node(index), *width):
+        return None
+    return writer.call(aten.index_add.default, arguments["self"], 0, index, arguments["src"])
+
+
+@equation(aten.index.Tensor)
+def rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """x[:, [0, 1, -1]] -> cat([x[:, 0:2], x[:, -1:]], 1)
+
+    By a few numbers that the trace holds, which are those of rows that are there.
+    """
+    found = _listed(node)
+    if found is None:
+        return None
+    dim, runs = found
+    parts = [writer.call(aten.slice.Tensor, node_argument(node), dim, start, end) for start, end, _ in runs]
+    return writer.call(aten.cat.default, parts, dim) if len(parts) > 1 else writer.call(aten.clone.default, parts[0])
+
+
+@equation(aten.index_put.default)
+def gradient_of_rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """index_put(zeros, [None, [0, 1, -1]], d, accumulate) -> slice_backward(d[:, :2], 0, 2) + slice_backward(d[:, 2:], -1)"""
+    arguments, found = bound_arguments(node), _listed(node)
+    base, rows = arguments["self"], arguments["values"]
+    if found is None or not is_zero(base) or not arguments["accumulate"] or rows.meta[VALUE].dtype != base.meta[VALUE].dtype:
+        return None
+    dim, runs = found
+    shape = shape_of_node(base)
+    if shape_of_node(rows) != (*shape[:dim], sum(count for *_, count in runs), *shape[dim + 1 :]):
+        return None
+    own, total, begin = base.meta[VALUE], None, 0
+    rows = writer.call(aten.add.Tensor, rows, writer.call(aten.full.default, [], 0, dtype=own.dtype, device=own.device))
+    for start, end, count in runs:  # zero plus -0 is zero
+        part = writer.call(aten.slice.Tensor, rows, dim, begin, begin + count) if len(runs) > 1 else rows
+        put = writer.call(aten.slice_backward.default, part, size_arguments(base, writer), dim, start, end, 1)
+        total, begin = put if total is None else writer.call(aten.add.Tensor, total, put), begin + count
+    return total
+
+
+def _listed(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | None:
+    """Along which dimension a constant list looks up rows, and as which slices: first row, behind the last, and how many."""
+    arguments = bound_arguments(node)
+    chosen = [(dim, index) for dim, index in enumerate(arguments["indices"]) if is_tensor(index)]
+    constant = chosen[0][1].meta.get(CONSTANT) if len(chosen) == 1 else None
+    if constant is None or constant.dtype not in NUMBERS or constant.dim() != 1 or not 0 < len(constant) <= LISTED:
+        return None
+    (dim, _), numbers = chosen[0], constant.tolist()
+    size = shape_of_node(arguments["self"])[dim]
+    if isinstance(size, int):
+        if not all(-size <= number < size for number in numbers):
+            return None
+        numbers = [number % size for number in numbers]
+    elif numbers not in ([0], [-1]) or not is_never_less(size, 1):
+        return None
+    runs: list[tuple[int, int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = runs[-1][0], number + 1, runs[-1][2] + 1
+        else:
+            runs.append((number, number + 1, 1))
+    return dim, [(start, sys.maxsize if end == 0 else end, count) for start, end, count in runs]
+
+
+def is_never_negative(index: fx.Node) -> bool:
+    """Whether a vector of numbers is made by what makes no negative ones: the places of sorted elements, divided perhaps."""
+    while index.meta[VALUE].dtype in NUMBERS and (index.target in (*SAME_NUMBERS, *VIEWS) or _is_share(index)):
+        index = node_argument(index)
+    if index.target is operator.getitem:
+        return bool(index.args[1] == 1) and node_argument(index).target in SORTS
+    return index.target in ORDERS or counts_up(index)
+
+
+def _is_share(node: fx.Node) -> bool:
+    return node.target is aten.floor_divide.default and isinstance(node.args[1], int) and node.args[1] > 0
+
+
+def _column(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | None:
+    """The vector [s] behind an index [s *width] that is the same in all columns."""
+    if len(shape_of_node(index)) == 1:
+        return index
+    if index.target is not aten.expand.default or shape_of_node(index)[1:] != width:
+        return None
+    column = node_argument(index)
+    if column.target not in (aten.unsqueeze.default, *VIEWS):
+        return None
+    vector = node_argument(column)
+    is_column = len(shape_of_node(vector)) == 1 and shape_of_node(column) == (shape_of_node(vector)[0], *(1 for _ in width))
+    return vector if is_column and shape_of_node(index)[0] == shape_of_node(vector)[0] else None
+
+
+def row_index(node: fx.Node) -> fx.Node | None:
+    """The vector by which a look-up or a write finds rows of the first dimension, where it looks into no other."""
+    arguments = bound_arguments(node)
+    if "indices" in arguments:
+        first, *others = arguments["indices"]
+    else:
+        first, others = arguments["index"] if arguments["dim"] == 0 else None, []
+    is_only = is_tensor(first) and not any(is_tensor(item) for item in others)
+    return first if is_only and len(shape_of_node(first)) == 1 else None
+
+
+def repeats(index: fx.Node, rows: Size) -> int | None:
+    """k, where a vector of row numbers is 0, 1, ... `rows` - 1, each number k times."""
+    if index.meta[VALUE].dtype not in NUMBERS:  # truth values and bytes are masks
+        return None
+    while index.target in SAME_NUMBERS and _holds(index, rows):
+        index = node_argument(index)
+    times: Any = None
+    if counts_up(index):
+        times = 1
+    elif index.target is aten.floor_divide.default and counts_up(index.args[0]) and _holds(index, rows):
+        times = index.args[1]
+    elif index.target in VIEWS:
+        times = _spread(node_argument(index))
+    known = isinstance(times, int) and times > 0 and product((rows, times)) == shape_of_node(index)[0]
+    return times if known else None
+
+
+def _holds(node: fx.Node, rows: Size) -> bool:
+    """Whether the type of a vector of row numbers, and that of what it is made of, hold all of them."""
+    types = [node.meta[VALUE].dtype, node_argument(node).meta[VALUE].dtype]
+    return all(not dtype.is_floating_point and is_exact_in(dtype, 0, longest(rows)) for dtype in types)
+
+
+def _spread(node: fx.Node) -> Size | None:
+    """k, where a matrix [n k] has n numbers counting up as its first index."""
+    node = node_argument(node) if node.target is aten.clone.default else node
+    if node.target is not aten.expand.default or len(shape_of_node(node)) != 2:
+        return None
+    column = node_argument(node)
+    is_column = column.target in (aten.unsqueeze.default, *VIEWS) and counts_up(column.args[0])
+    rows, times = shape_of_node(node)
+    return times if is_column and shape_of_node(column) == (rows, 1) else None
+
+
+def counts_up(node: Any) -> bool:
+    """Whether a vector is 0, 1, 2 ..., all of which its type holds."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in COUNTS:
+        return False
+    arguments = bound_arguments(node)
+    from_zero = arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1
+    return bool(from_zero and is_exact_in(node.meta[VALUE].dtype, 0, longest(shape_of_node(node)[0])))

@@ -1,0 +1,58 @@
+"""Conjugates and negatives that are only marked as such, on a view of the memory of what they are of, as numbers of their own.
+
+A loop stores numbers, and code that is compiled reads them from memory as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import is_tensor, node_argument, tensor_operands
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.views.strided_access import reads_memory, shown_by
+from streamfx.runtime.restride import is_marked
+from streamfx.torch_private.lines import source_line
+
+aten = torch.ops.aten
+MARKED = (
+    "{operator} gives a conjugate or a negative that is only marked as one, and its memory is read by the caller or by an "
+    "operator that streamfx does not know{where}: take what resolve_conj() or resolve_neg() makes of it"
+)
+
+
+def why_marks_stay(graph: fx.Graph, results: Sequence[Any]) -> str | None:
+    """Why a graph has to run as it stands, in a user's words: memory of a marked value, or of a view of one, is read by the
+    caller, whose result it is, or by an operator that no rule looks into.
+    """
+    readers = filter(reads_memory, graph.nodes)
+    read = [*filter(is_tensor, results), *(operand for node in readers for operand in tensor_operands(node))]
+    marked = next((value for value in read if any(map(_is_marked, shown_by(value)))), None)
+    if marked is None:
+        return None
+    line = source_line(marked)
+    return MARKED.format(operator=marked.target, where=f" ({line})" if line else "")
+
+
+def _is_marked(node: fx.Node) -> bool:
+    return is_tensor(node) and is_marked(node.meta[VALUE])
+
+
+@equation(aten._conj.default)
+def marked_conjugate(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    """_conj(x) -> conj_physical(x); of a number, by which a value is multiplied: the number that it is"""
+    if isinstance(number := node.args[0], (int, float, complex)):
+        own = node.meta[VALUE]
+        return writer.call(aten.full.default, [], number.conjugate(), dtype=own.dtype, device=own.device)
+    return writer.call(aten.conj_physical.default, node_argument(node))
+
+
+@equation(aten._neg_view.default)
+def marked_negative(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    """_neg_view(x) -> neg(x)"""
+    return writer.call(aten.neg.default, node_argument(node))

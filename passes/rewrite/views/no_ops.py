@@ -1,0 +1,92 @@
+"""Operators that give what they are given: aliases, views of the same shape, slices of everything."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, int_argument, is_alike, is_tensor, node_argument, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.rewrite.pattern import equation
+
+aten = torch.ops.aten
+
+
+@equation(aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
+def alias(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """detach(x) -> x"""
+    return node_argument(node)
+
+
+@equation(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+def view_of_the_same_shape(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """view(x, shape of x) -> x"""
+    return _unless_it_changes_shape(node)
+
+
+@equation(aten.slice.Tensor, aten.slice_backward.default)
+def slice_of_everything(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """x[:] -> x"""
+    return _unless_it_changes_shape(node) if bound_arguments(node)["step"] == 1 else None
+
+
+@equation(aten.slice.Tensor)
+def slice_without_padding(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """pad(x, behind)[: length of x] -> x
+
+    Kernels ask for aligned biases, which models make so.
+    """
+    arguments, padded = bound_arguments(node), node_argument(node)
+    if padded.target is not aten.constant_pad_nd.default or arguments["start"] not in (None, 0) or arguments["step"] != 1:
+        return None
+    operand, pads, rank = node_argument(padded), list(padded.args[1]), len(shape_of_node(node))  # type: ignore[arg-type]
+    behind = 2 * (rank - 1 - arguments["dim"] % rank) + 1
+    only_behind = all(pad == 0 for i, pad in enumerate(pads) if i != behind)
+    return operand if only_behind and shape_of_node(operand) == shape_of_node(node) else None
+
+
+@equation(aten.constant_pad_nd.default)
+def padding_by_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """pad(x, [0, 0]) -> clone(x)"""
+    operand = _unless_it_changes_shape(node)
+    is_moved = any(pad != 0 for pad in node.args[1])  # type: ignore[union-attr]
+    return None if operand is None or is_moved else writer.call(aten.clone.default, operand)
+
+
+@equation(aten.t.default, aten.transpose.int)
+def transposed_twice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """t(t(x)) -> x, transpose(transpose(x, i, j), i, j) -> x"""
+    inner = node_argument(node)
+    return node_argument(inner) if inner.target is node.target and _exchanged(inner) == _exchanged(node) else None
+
+
+def _exchanged(node: fx.Node) -> set[int]:
+    """The dimensions that a transposition exchanges."""
+    rank = len(shape_of_node(node))
+    return {int_argument(node, i) % rank for i in range(1, len(node.args))}
+
+
+@equation(aten.flip.default)
+def flipped_twice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """flip(flip(x, dims), dims) -> x"""
+    inner = node_argument(node)
+    return node_argument(inner) if inner.target is aten.flip.default and inner.args[1] == node.args[1] else None
+
+
+@equation(aten.copy.default)
+def copied_over(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """copy(y, x) -> x, of one shape; converted where y is of another type"""
+    over, value = node.args[:2]
+    if not isinstance(value, fx.Node) or not is_tensor(value) or shape_of_node(value) != shape_of_node(node):
+        return None
+    if is_alike(value, over):  # type: ignore[arg-type]
+        return value
+    own = node.meta[VALUE]
+    is_moved = value.meta[VALUE].device != own.device
+    return None if is_moved else writer.call(aten._to_copy.default, value, dtype=own.dtype)
+
+
+def _unless_it_changes_shape(node: fx.Node) -> fx.Node | None:
+    operand = node_argument(node)
+    return operand if shape_of_node(operand) == shape_of_node(node) else None

@@ -1,0 +1,187 @@
+"""A buffer that is written block by block, and read in other pieces, is what was written.
+
+    y[0:3] = a; y[3:6] = b; y[6:9] = c      as three slice_scatter, each of what the one before has made
+
+    y[3:6]         ->  b                    rows that one operator has written
+    y[0:9]         ->  cat([a, b, c])       rows that were written in whole pieces, one behind the other
+    y.view(3, 3)   ->  stack([a, b, c])     pieces of one size, in a dimension of their own
+
+A loop over blocks keeps its states so, and autograd takes them apart likewise. Who has written a row last is followed from link
+to link, for as long as all bounds are numbers; rows that nobody has written are the buffer's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_alike, node_argument, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.constants import fill_of
+from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.views.iota_index import VIEWS
+from streamfx.passes.rewrite.views.tile_views import is_fixed, sliced_rows
+
+aten = torch.ops.aten
+WRITES = (aten.slice_scatter.default, aten.select_scatter.default)
+FEWEST = 3  # pieces: two are no loop that could be rolled up (`passes/scan/row_access.py`)
+PADS = (aten.slice_backward.default, aten.constant_pad_nd.default)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a buffer, from `place` on: `count` rows of a value from `start` on, a value that is a row itself, or a number."""
+
+    place: int
+    count: int
+    value: fx.Node | float
+    start: int
+    is_row: bool = False
+
+    def within(self, low: int, high: int) -> _Piece:
+        begin, end = max(self.place, low), min(self.place + self.count, high)
+        return _Piece(begin, end - begin, self.value, self.start + begin - self.place, self.is_row)
+
+    def is_whole(self, dim: int) -> bool:
+        """Whether it is all of a value."""
+        return isinstance(self.value, fx.Node) and self.count == shape_of_node(self.value)[dim]
+
+
+@equation(aten.slice.Tensor)
+def rows_of_what_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """y[0:9] -> cat([a, b, c]), of a y into which a, b and c were written at 0, 3 and 6
+
+    Likewise y[3:5], which is b[0:2], and rows that nobody has written; but no part of one piece beside another.
+    """
+    source = node_argument(node)
+    own = sliced_rows(node, source) if source.target in (*WRITES, aten.slice_backward.default) else None
+    if own is None or not is_fixed(shape_of_node(source)):
+        return None
+    pieces = _pieces(source, *own)
+    if len(pieces) == 1:
+        return None if pieces[0].value is source else _alone(pieces[0], own[0], node, writer)
+    return _joined(pieces, own[0], node, writer)
+
+
+@equation(aten.slice_scatter.default)
+def all_that_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """y -> cat([a, b, c]), of a y of nine rows into which a, b and c were written at 0, 3 and 6
+
+    Where it is not only written over, or cut.
+    """
+    shape, dim = shape_of_node(node), bound_arguments(node)["dim"]
+    if all(_is_written_over(node, user) or user.target is aten.slice.Tensor for user in node.users) or not is_fixed(shape):
+        return None
+    dim %= len(shape)
+    pieces = _pieces(node, dim, 0, shape[dim])  # type: ignore[arg-type]
+    return _joined(pieces, dim, node, writer) if len(pieces) > 1 else None
+
+
+@equation(*VIEWS)
+def blocks_that_were_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """cat([a, b, c]).view(3, k) -> stack([a, b, c])
+
+    Of three values that have k rows each.
+    """
+    source = node_argument(node)
+    if source.target is not aten.cat.default:
+        return None
+    shape, parts = shape_of_node(source), list[fx.Node](source.args[0])  # type: ignore[arg-type]
+    dim = bound_arguments(source)["dim"] % len(shape)
+    own = {shape_of_node(part) for part in parts}
+    size = shape_of_node(parts[0])[dim : dim + 1]
+    blocks = (*shape[:dim], len(parts), *size, *shape[dim + 1 :])
+    are_blocks = len(own) == 1 and len(parts) >= FEWEST and shape_of_node(node) == blocks
+    return writer.call(aten.stack.default, parts, dim) if are_blocks and all(is_alike(part, node) for part in parts) else None
+
+
+def _alone(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """Rows that are all of one value, or all one number."""
+    if not isinstance(piece.value, fx.Node):
+        return _constant(piece, dim, node, writer)
+    if piece.is_row:
+        return writer.call(aten.unsqueeze.default, piece.value, dim)
+    if piece.is_whole(dim):
+        return piece.value
+    return writer.call(aten.slice.Tensor, piece.value, dim, piece.start, piece.start + piece.count)
+
+
+def _joined(pieces: list[_Piece], dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """Pieces of several rows one behind the other, two of them written at least, each whole, or untouched and constant."""
+    written = [piece for piece in pieces if isinstance(piece.value, fx.Node)]
+    if len(pieces) < FEWEST or len(written) < 2 or not all(not piece.is_row and piece.is_whole(dim) for piece in written):
+        return None
+    parts = [_alone(piece, dim, node, writer) for piece in pieces]
+    return None if None in parts else writer.call(aten.cat.default, parts, dim)
+
+
+def _constant(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    own, shape = node.meta[VALUE], list(shape_of_node(node))
+    if not own.is_floating_point():
+        return None
+    shape[dim] = piece.count
+    return writer.call(aten.full.default, shape, piece.value, dtype=own.dtype, device=own.device)
+
+
+# -- who has written a row
+
+
+def _pieces(value: fx.Node, dim: int, low: int, high: int) -> list[_Piece]:
+    """What rows [low, high) hold, from the first to the last."""
+    found: list[_Piece] = []
+    open_rows, root = [(low, high)], None
+    while open_rows and root is None and (written := _written(value, dim)) is not None:
+        rest = []
+        for begin, end in open_rows:
+            piece = written.within(begin, end)
+            if piece.count <= 0:
+                rest.append((begin, end))
+                continue
+            found.append(piece)
+            sides = (begin, piece.place), (piece.place + piece.count, end)
+            rest += [(one, other) for one, other in sides if one < other]
+        open_rows = rest
+        value, root = (value, _padding(value)) if value.target in PADS else (node_argument(value), None)
+    root = fill_of(value) if root is None else root
+    found += [_Piece(begin, end - begin, value if root is None else root, begin) for begin, end in open_rows]
+    return sorted(found, key=lambda piece: piece.place)
+
+
+def _written(node: fx.Node, dim: int) -> _Piece | None:
+    """Rows that an operator has put along a dimension into a value of its shape; None if it has done something else."""
+    if node.target not in (*WRITES, *PADS):
+        return None
+    rows = node_argument(node, 1 if node.target in WRITES else 0)
+    if not is_alike(rows, node) or not is_fixed(shape_of_node(rows)):
+        return None
+    if node.target is aten.constant_pad_nd.default:
+        pads: Any = node.args[1]
+        behind = 2 * (len(shape_of_node(node)) - 1 - dim)
+        before = pads[behind] if behind < len(pads) else 0
+        is_along = all(pad == 0 for i, pad in enumerate(pads) if i not in (behind, behind + 1))
+        is_along &= all(isinstance(pad, int) and pad >= 0 for pad in pads)
+        return _Piece(before, shape_of_node(rows)[dim], rows, 0) if is_along else None  # type: ignore[arg-type]
+    arguments, shape = bound_arguments(node), shape_of_node(node)
+    if arguments["dim"] % len(shape) != dim:
+        return None
+    if node.target is aten.select_scatter.default:
+        index = arguments["index"]
+        return _Piece(index % shape[dim], 1, rows, 0, is_row=True) if isinstance(index, int) else None  # type: ignore[operator]
+    place = sliced_rows(node, node)
+    across = (*shape[:dim], *shape[dim + 1 :])
+    own = shape_of_node(rows)
+    if place is None or (*own[:dim], *own[dim + 1 :]) != across or own[dim] != place[2] - place[1]:
+        return None
+    return _Piece(place[1], place[2] - place[1], rows, 0)
+
+
+def _padding(node: fx.Node) -> float:
+    return 0.0 if node.target is aten.slice_backward.default else float(bound_arguments(node)["value"])
+
+
+def _is_written_over(node: fx.Node, user: fx.Node) -> bool:
+    return user.target in WRITES and node_argument(user) is node and node_argument(user, 1) is not node

@@ -1,0 +1,213 @@
+"""What operators that no rule looks into have to be given, noted before anything is rewritten: the memory that they read.
+
+as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     what it reads is x's memory
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, number_of, tensor_operands
+from streamfx.ir.sizes import Size, product, simplified, size_of
+from streamfx.ir.writer import GraphWriter, offset_argument, size_arguments, stride_arguments
+from streamfx.node_meta import LAYOUTS, MEMORIES, PLACES, VALUE
+from streamfx.passes.ops.aliasing import OtherMemory, is_view, memories
+from streamfx.passes.ops.opaque import is_opaque
+from streamfx.passes.ops.traits import READS_STRIDES
+from streamfx.passes.rewrite.pattern import equation
+from streamfx.runtime.restride import RestridedOperator, part_of, strided, strided_scatter
+from streamfx.torch_private import OpOverload
+
+aten = torch.ops.aten
+Place = tuple["int | str | OtherMemory", Size, tuple[Size, ...]]
+SHOWS_MEMORY = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unfold.default,
+        aten.diagonal.default,
+        aten.detach.default,
+        aten.alias.default,
+        aten.as_strided.default,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+    }
+)
+
+
+def note_layouts(graph: fx.Graph, count: int) -> None:
+    """Note of each opaque operator, and of what is returned, how operands lie in memory, before anything is rewritten; so many
+    of the results are the caller's.
+    """
+    writer = GraphWriter(graph)
+    for node in list(graph.nodes):
+        if node.target in READS_STRIDES:
+            (_read_in_order if _is_in_order(node) else _read_from_root)(node, writer.before(node))
+    for node in graph.nodes:
+        if is_opaque(node):
+            strides = (operand.meta[VALUE].stride() for operand in tensor_operands(node))
+            node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in own) for own in strides)
+    output = graph.output_node()
+    results: Any = output.args[0]
+    has_lengths = any(_has_lengths(node) for node in graph.find_nodes(op="placeholder"))
+    places = [_place(item, results[:count]) for item in results[:count]]
+    shared = Counter(place[0] for place in places if place)
+    output.meta[PLACES] = tuple(place if place and _matters(place[0], shared, has_lengths) else None for place in places)
+    output.meta[LAYOUTS] = tuple(map(_strides, results))
+    output.meta[MEMORIES] = tuple(
+        frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
+    )
+
+
+def _place(item: Any, results: Sequence[Any]) -> Place | None:
+    """Of a result that shows part of an input (its name), or of another result (its number): how many elements behind the
+    beginning of that it begins, and its strides; of other memory, as of an input that was written to, behind the beginning of all
+    of it. With dynamic lengths AOTAutograd reads from there where it begins; without them, it makes the view by itself.
+    """
+    base = _base(item) if is_tensor(item) else item
+    if base is item or not is_tensor(base):
+        return None
+    own, other = item.meta[VALUE], base.meta[VALUE]
+    strides, offset = tuple(size_of(stride) for stride in own.stride()), size_of(own.storage_offset())
+    where = base.name if base.op == "placeholder" else results.index(base) if base in results else None
+    if where is None:
+        return OtherMemory(base.name), offset, strides
+    begins = size_of(other.storage_offset()) * other.element_size() // own.element_size()
+    return where, simplified(offset - begins), strides
+
+
+def _matters(where: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
+    """Whether anybody can tell where a result lies: who writes into what it shares memory with, or AOTAutograd."""
+    return has_lengths or shared[where] > 1 or not isinstance(where, OtherMemory)
+
+
+def reads_memory(node: fx.Node) -> bool:
+    """Whether an operator may read its operands' memory as it lies: one that does, or one that no rule looks into."""
+    if isinstance(node.target, RestridedOperator):  # of one that reads memory as it lies there is none
+        return False
+    return node.target in READS_STRIDES or (is_opaque(node) and not _makes_view(node))
+
+
+def _makes_view(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and is_view(node.target)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The value that a chain of views begins with."""
+    return list(shown_by(node))[-1]
+
+
+def shown_by(node: fx.Node) -> Iterator[fx.Node]:
+    """A value, and those that it is a view of, as autograd counts views: by what the schemas of operators say."""
+    while True:
+        yield node
+        producer = node_argument(node) if node.target is operator.getitem else node
+        if not _makes_view(producer) or not producer.all_input_nodes:
+            return
+        node = producer.all_input_nodes[0]
+
+
+def _has_lengths(node: fx.Node) -> bool:
+    """Whether an input is a dynamic length, or has one."""
+    value = node.meta.get(VALUE)
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, torch.SymInt)
+    return not all(isinstance(size, int) for size in (*value.shape, *value.stride(), value.storage_offset()))
+
+
+def _strides(item: Any) -> tuple[Size, ...] | None:
+    """The strides of a tensor of which there is more than one way to lie in memory."""
+    value = item.meta[VALUE] if is_tensor(item) else None
+    return None if value is None or value.dim() < 2 else tuple(size_of(stride) for stride in value.stride())
+
+
+def _is_in_order(node: fx.Node) -> bool:
+    """Whether an operator that reads memory says no more than a view: as its operand lies, or all of it, row after row.
+
+    Torch's own decomposition of a group norm ends so.
+    """
+    if node.target is not aten.as_strided.default:
+        return False
+    arguments, own = bound_arguments(node), node_argument(node).meta[VALUE]
+    size, stride = ([number_of(item) for item in arguments[name]] for name in ("size", "stride"))
+    given = arguments["storage_offset"]
+    shape, strides = ([size_of(item) for item in items] for items in (own.shape, own.stride()))
+    is_elsewhere = given is not None and number_of(given) != size_of(own.storage_offset())
+    if is_elsewhere or (given is not None and _root(node_argument(node)).op == "placeholder"):
+        return False
+    as_it_lies = (size, stride) == (shape, strides)
+    return as_it_lies or (stride == _row_after_row(size) and strides == _row_after_row(shape) and product(size) == product(shape))
+
+
+def _row_after_row(shape: Sequence[Size]) -> list[Size]:
+    """The strides of a tensor that is contiguous."""
+    return [product(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def _read_in_order(node: fx.Node, writer: GraphWriter) -> None:
+    node.replace_all_uses_with(writer.call(aten.view.default, node_argument(node), node.args[1]), propagate_meta=False)
+    writer.graph.erase_node(node)
+
+
+def _read_from_root(node: fx.Node, writer: GraphWriter) -> None:
+    """Let an operator that reads memory be given the value that was made, not one of its views: all of the memory is its own.
+
+    An offset that the code gives counts from where an input's memory begins, not from where the input does: nobody knows how far
+    these are apart in later calls.
+    """
+    operand, arguments = node_argument(node), bound_arguments(node)
+    root, given = _root(operand), arguments["storage_offset"]
+    if root.op == "placeholder" and given is not None:
+        return
+    begins, shown = offset_argument(root, writer), offset_argument(operand, writer)
+    where = (arguments["size"], arguments["stride"], _less(shown if given is None else given, begins, writer))
+    if node.target is aten.as_strided.default:
+        made = writer.call(strided, root, *where)
+    else:
+        written = writer.call(strided_scatter, root, node.args[1], *where)
+        lies = size_arguments(operand, writer), stride_arguments(operand, writer)
+        made = writer.call(strided, written, *lies, _less(shown, begins, writer))
+    node.replace_all_uses_with(made, propagate_meta=False)
+    writer.graph.erase_node(node)
+
+
+def _less(number: Any, other: Any, writer: GraphWriter) -> Any:
+    return (
+        writer.call(operator.sub, number, other) if isinstance(number, fx.Node) or isinstance(other, fx.Node) else number - other
+    )
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The value whose memory a chain of views shows."""
+    while node.target in SHOWS_MEMORY or (node.target is operator.getitem and node_argument(node).target in SHOWS_MEMORY):
+        node = node_argument(node)
+    return node
+
+
+@equation(operator.getitem)
+def result_within_a_result(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """getitem(getitem(cond, 1), 0) -> part_of(cond, 1, 0)
+
+    So are those that have names.
+    """
+    path, inner = list[Any](), node
+    while inner.target is operator.getitem:
+        path, inner = [inner.args[1], *path], node_argument(inner)
+    return None if len(path) == 1 and isinstance(path[0], int) else writer.call(part_of, inner, *path)

@@ -1,0 +1,186 @@
+"""A block that is cut out of rows which a view cuts into blocks, too, is one of that view's blocks.
+
+    x.view(n, k), x[2 * k : 3 * k]                    ->    x.view(n, k), x.view(n, k)[2]
+    d.view(n * k) + slice_backward(g, 2 * k, 3 * k)   ->    d.view(n * k) + select_backward(g, 2).view(n * k)
+
+Loops over blocks cut them out; what is worked on for all blocks at once has them in a dimension of their own. Said in one way,
+rows within a block are not taken for rows of the sequence. What such a loop writes and autograd takes apart is said shorter, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_alike, node_argument, shape_of_node
+from streamfx.ir.sizes import Size
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.views.iota_index import VIEWS
+
+aten = torch.ops.aten
+
+
+@equation(aten.slice.Tensor)
+def block_of_a_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """x[2 * k : 3 * k] -> x.view(n, k)[2]
+
+    Where a view of x has the same blocks.
+    """
+    source = node_argument(node)
+    place = _block(node, source)
+    if place is None:
+        return None
+    dim, number, size = place
+    blocks = _in_blocks(shape_of_node(source), dim, size)
+    if not any(user.target in VIEWS and shape_of_node(user) == blocks for user in source.users):
+        return None
+    return writer.call(aten.select.int, writer.call(aten.view.default, source, list(blocks)), dim, number)
+
+
+@equation(aten.slice_backward.default)
+def gradient_of_a_block(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """slice_backward(g, 2 * k, 3 * k) -> select_backward(g, 2).view(n * k)
+
+    Where it is added to what a view joins of such blocks.
+    """
+    shape = shape_of_node(node)
+    place = _block(node, node)
+    if place is None:
+        return None
+    dim, number, size = place
+    blocks = _in_blocks(shape, dim, size)
+    joined = (part for part in _summands(_sum_of(node)) if part.target in VIEWS)
+    if not any(shape_of_node(node_argument(part)) == blocks for part in joined):
+        return None
+    put = writer.call(aten.select_backward.default, node.args[0], list(blocks), dim, number)
+    return writer.call(aten.view.default, put, list(shape))
+
+
+@equation(aten.add.Tensor)
+def sum_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """x.view(n * k) + select_backward(g, 2).view(n * k) -> (x + select_backward(g, 2)).view(n * k)
+
+    Likewise what has been added to such a gradient.
+    """
+    parts = node.all_input_nodes
+    if len(parts) != 2 or len(node.args) != 2 or node.kwargs or any(part.target not in VIEWS for part in parts):
+        return None
+    one, other = (node_argument(part) for part in parts)
+    is_put = any(map(_is_put, (part for item in (one, other) for part in (item, *_added(item)))))
+    if (
+        not is_put
+        or shape_of_node(one) != shape_of_node(other)
+        or not _are_like(node, parts)
+        or not is_fixed(shape_of_node(node))
+    ):
+        return None
+    return writer.call(aten.view.default, writer.call(aten.add.Tensor, one, other), list(shape_of_node(node)))
+
+
+@equation(aten.slice.Tensor)
+def block_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """x.view(n * k)[2 * k : 3 * k] -> x[2]
+
+    Where x has the blocks in a dimension of their own.
+    """
+    source = node_argument(node)
+    place = _block(node, source)
+    if place is None or source.target not in VIEWS:
+        return None
+    dim, number, size = place
+    blocks = node_argument(source)
+    is_joined = shape_of_node(blocks) == _in_blocks(shape_of_node(source), dim, size)
+    return writer.call(aten.select.int, blocks, dim, number) if is_joined else None
+
+
+@equation(aten.slice.Tensor)
+def rows_of_a_sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """(slice_backward(a, 0, 0, 3) + slice_backward(b, 0, 3, 5))[1:3] -> a[1:3] + 0
+
+    Zero plus -0 is zero.
+    """
+    total = node_argument(node)
+    own, parts = sliced_rows(node, total), total.all_input_nodes
+    if own is None or total.target is not aten.add.Tensor or len(parts) != 2 or total.kwargs or not _are_like(total, parts):
+        return None
+    places = [sliced_rows(part, part) if part.target is aten.slice_backward.default else None for part in parts]
+    inside = [part for part, rows in zip(parts, places, strict=True) if rows is not None and _holds(rows, own)]
+    beside = [part for part, rows in zip(parts, places, strict=True) if rows is not None and _is_beside(rows, own)]
+    if len(inside) != 1 or len(beside) != 1 or not node.meta[VALUE].is_floating_point():
+        return None
+    start = places[parts.index(inside[0])][1]  # type: ignore[index]
+    rows = writer.call(aten.slice.Tensor, inside[0].args[0], own[0], own[1] - start, own[2] - start)
+    return writer.call(aten.add.Tensor, rows, 0.0)
+
+
+def _is_put(node: fx.Node) -> bool:
+    return node.target is aten.select_backward.default
+
+
+def _added(node: fx.Node) -> list[fx.Node]:
+    return node.all_input_nodes if node.target is aten.add.Tensor else []
+
+
+def _are_like(node: fx.Node, parts: Iterable[fx.Node]) -> bool:
+    """Whether nothing is repeated or converted to be added up."""
+    return all(shape_of_node(part) == shape_of_node(node) and is_alike(part, node) for part in parts)
+
+
+def sliced_rows(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
+    """Along which dimension of `whole` a slice is taken or put, its first row and the one behind its last."""
+    arguments, shape = bound_arguments(node), shape_of_node(whole)
+    dim = arguments["dim"] % max(len(shape), 1)
+    start, end, length = arguments["start"], arguments["end"], shape[dim] if shape else None
+    is_known = all(bound is None or isinstance(bound, int) for bound in (start, end)) and isinstance(length, int)
+    if not is_known or arguments["step"] != 1:
+        return None
+    begin, behind, _ = slice(start, end).indices(length)  # type: ignore[arg-type]
+    return (dim, begin, behind) if begin < behind else None
+
+
+def _holds(rows: tuple[int, int, int], others: tuple[int, int, int]) -> bool:
+    return rows[0] == others[0] and rows[1] <= others[1] and others[2] <= rows[2]
+
+
+def _is_beside(rows: tuple[int, int, int], others: tuple[int, int, int]) -> bool:
+    return rows[0] == others[0] and (rows[2] <= others[1] or others[2] <= rows[1])
+
+
+def is_fixed(shape: Iterable[Size]) -> bool:
+    return all(isinstance(size, int) for size in shape)
+
+
+def _block(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
+    """Along which dimension of `whole` a slice is one of several blocks, all of one size: which of them, and the size."""
+    shape, rows = shape_of_node(whole), sliced_rows(node, whole)
+    if rows is None or not is_fixed(shape):
+        return None
+    dim, start, end = rows
+    size = end - start
+    is_block = 1 < size < shape[dim] and start % size == 0 and shape[dim] % size == 0  # type: ignore[operator]
+    return (dim, start // size, size) if is_block else None
+
+
+def _in_blocks(shape: tuple[Size, ...], dim: int, size: int) -> tuple[Size, ...]:
+    return (*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])  # type: ignore[operator]
+
+
+def _sum_of(node: fx.Node) -> fx.Node:
+    """The whole sum that a value is part of, and of nothing else."""
+    while len(node.users) == 1 and (user := next(iter(node.users))).target is aten.add.Tensor:
+        node = user
+    return node
+
+
+def _summands(total: fx.Node) -> Iterator[fx.Node]:
+    todo = [total]
+    while todo:
+        part = todo.pop()
+        if part.target is aten.add.Tensor:
+            todo.extend(part.all_input_nodes)
+        else:
+            yield part

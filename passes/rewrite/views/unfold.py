@@ -1,0 +1,43 @@
+"""Windows of rows, taken apart: each place of a window is a slice."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, node_argument
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.rules.decompositions import WIDEST
+from streamfx.passes.rewrite.pattern import equation
+
+aten = torch.ops.aten
+
+
+@equation(aten.unfold.default)
+def windows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """unfold(x, dim, 3, 1) -> stack([x[0 : n - 2], x[1 : n - 1], x[2 : n]])"""
+    arguments, value = bound_arguments(node), node.args[0].meta[VALUE]  # type: ignore[union-attr]
+    dim, size = arguments["dimension"] % max(value.dim(), 1), arguments["size"]
+    length = value.shape[dim] if value.dim() else 1
+    if arguments["step"] != 1 or not isinstance(length, int) or not 1 < size <= min(WIDEST, length):
+        return None
+    count = length - size + 1
+    rows = [writer.call(aten.slice.Tensor, node_argument(node), dim, i, i + count) for i in range(size)]
+    return writer.call(aten.stack.default, rows, value.dim())
+
+
+@equation(aten.unfold_backward.default)
+def gradient_of_windows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """unfold_backward(d) -> the sum of all places' gradients, each at its rows"""
+    arguments = bound_arguments(node)
+    sizes, dim, size = arguments["input_sizes"], arguments["dim"] % max(len(arguments["input_sizes"]), 1), arguments["size"]
+    if arguments["step"] != 1 or not isinstance(sizes[dim], int) or not 1 < size <= min(WIDEST, sizes[dim]):
+        return None
+    count = sizes[dim] - size + 1
+    total: fx.Node | None = None
+    for i in range(size):
+        rows = writer.call(aten.select.int, arguments["grad_in"], len(sizes), i)
+        placed = writer.call(aten.slice_backward.default, rows, sizes, dim, i, i + count, 1)
+        total = placed if total is None else writer.call(aten.add.Tensor, total, placed)
+    return total

@@ -1,0 +1,228 @@
+"""Rows taken out of a value one by one, and rows put together one by one.
+
+x[:, 0], x[:, 1], ...                                 rows of x
+y[:, 0] = a; y[:, 1] = b; ...   or  stack([a, b])     a value whose rows are a, b, ...
+select_backward(a, 0) + select_backward(b, 1) + ...   likewise: what autograd makes of the first line
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, drop_unused, node_argument, shape_of_node
+from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.constants import fill_of
+from streamfx.passes.ops.traits import is_random
+from streamfx.passes.scan.trim import cut_rows, cut_stacks, is_plain_sum
+
+aten = torch.ops.aten
+FEWEST = 3  # rows: two are rather the halves of something
+
+
+@dataclass(frozen=True)
+class RowAccess:
+    """One of `length` rows of a value."""
+
+    source: fx.Node
+    dim: int
+    step: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ConcatAccess:
+    """`node` has these rows along `dim`."""
+
+    node: fx.Node
+    dim: int
+    values: tuple[fx.Node, ...]
+
+
+@dataclass
+class RowAccesses:
+    """Which operators take a row out of a value, and which values are made of rows."""
+
+    reads: dict[fx.Node, RowAccess] = field(default_factory=dict)
+    joins: list[ConcatAccess] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Chain:
+    """Rows written into `root` one after the other; `written` says by row at which links of the chain, and what."""
+
+    root: fx.Node
+    dim: int
+    links: list[fx.Node] = field(default_factory=list)
+    written: dict[int, tuple[list[int], list[fx.Node]]] = field(default_factory=lambda: defaultdict(lambda: ([], [])))
+
+    def add(self, link: fx.Node, step: int) -> None:
+        positions, values = self.written[step]
+        positions.append(len(self.links))
+        values.append(node_argument(link, 1))
+        self.links.append(link)
+
+    def at(self, step: int, link: int) -> fx.Node | None:
+        """What a row holds after a link of the chain; None where it is the root's."""
+        positions, values = self.written.get(step, ([], []))
+        found = bisect_right(positions, link)
+        return values[found - 1] if found else None
+
+
+def rows_of(graph: fx.Graph) -> RowAccesses:
+    """All single rows of a graph, and all that is made of rows.
+
+    The graph becomes simpler on the way: a row that has just been written is not read again, and rows that are written into
+    zeros, or padded with zeros and added up, are stacked.
+    """
+    writer = GraphWriter(graph)
+    found, chains = _single_rows(graph)
+    for node in drop_unused(graph, is_random):  # random draws are told apart by their seed
+        chains.pop(node, None)
+        found.reads.pop(node, None)
+    for chain in dict.fromkeys(chain for chain, _ in chains.values()):
+        _stack_written([link for link in chain.links if link in chains], chain, writer)
+    _stack_sums(graph, writer)
+    cut_stacks(graph, {node: (row.source, row.length) for node, row in found.reads.items()}, writer)
+    cut_rows(found.reads, writer)
+    drop_unused(graph, is_random)
+    found, _ = _single_rows(graph)  # out of what they are taken now
+    for node in graph.nodes:
+        if node.target is aten.stack.default and len(node.args[0]) >= FEWEST:
+            dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
+            found.joins.append(ConcatAccess(node, dim, tuple(node.args[0])))
+    found.reads = {node: row for node, row in found.reads.items() if node.users}
+    return found
+
+
+def _single_rows(graph: fx.Graph) -> tuple[RowAccesses, dict[fx.Node, tuple[_Chain, int]]]:
+    """Rows that are taken out of values, and by link the chains in which they are written."""
+    found, chains = RowAccesses(), dict[fx.Node, tuple[_Chain, int]]()
+    for node in list(graph.nodes):
+        if node.target is aten.select_scatter.default:
+            _write(node, chains)
+        elif node.target is aten.select.int:
+            _read(node, chains, found)
+        elif node.target is operator.getitem and node_argument(node).target is aten.unbind.int:
+            whole = node_argument(node_argument(node))
+            place = _place(whole, bound_arguments(node_argument(node))["dim"], node.args[1])
+            if place is not None and place[2] >= FEWEST:
+                found.reads[node] = RowAccess(whole, *place)
+    return found, chains
+
+
+def _place(whole: fx.Node, dim: Any, step: Any) -> tuple[int, int, int] | None:
+    """(dimension, row, number of rows) where all are known."""
+    shape = shape_of_node(whole)
+    if not isinstance(dim, int) or not isinstance(step, int) or not isinstance(length := shape[dim % len(shape)], int):
+        return None
+    return dim % len(shape), step % length, length
+
+
+def _write(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]]) -> None:
+    place = _place(node, *node.args[2:4])
+    same_type = node_argument(node, 1).meta[VALUE].dtype == node.meta[VALUE].dtype  # else what is written is converted
+    if place is None or place[2] < FEWEST or not same_type:
+        return
+    base = node_argument(node)
+    chain, position = chains.get(base, (None, -1))
+    if chain is None or chain.dim != place[0] or position != len(chain.links) - 1:
+        chain = _Chain(base, place[0])
+    chains[node] = chain, len(chain.links)
+    chain.add(node, place[1])
+
+
+def _read(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]], found: RowAccesses) -> None:
+    source = node_argument(node)
+    place = _place(source, *node.args[1:3])
+    if place is None or place[2] < FEWEST:
+        return
+    dim, step, length = place
+    while source in chains and chains[source][0].dim == dim:
+        chain, position = chains[source]
+        written = chain.at(step, position)
+        if written is not None:
+            node.replace_all_uses_with(written, delete_user_cb=lambda user: user.op != "output", propagate_meta=False)
+            return
+        source = chain.root
+    node.update_arg(0, source)
+    found.reads[node] = RowAccess(source, dim, step, length)
+
+
+def _stack_written(left: list[fx.Node], chain: _Chain, writer: GraphWriter) -> None:
+    """Where only the end of a chain is used as a whole, and nothing of its root is left but zeros."""
+    if not left or left != chain.links[: len(left)]:
+        return
+    *inner, end = left
+    if any(user not in left for link in inner for user in link.users):
+        return
+    length = end.meta[VALUE].shape[chain.dim]
+    values = [chain.at(step, len(left) - 1) for step in range(length)]
+    if None not in values or fill_of(chain.root) == 0:
+        end.replace_all_uses_with(_stacked(values, chain.dim, end, writer), propagate_meta=False)
+
+
+def _stacked(values: Sequence[fx.Node | None], dim: int, whole: fx.Node, writer: GraphWriter) -> fx.Node:
+    """A value like `whole` with these rows, zeros where there is none."""
+    own, zeros = whole.meta[VALUE], None
+    if None in values:
+        sizes = size_arguments(next(value for value in values if value is not None), writer.before(whole))
+        zeros = writer.call(aten.full.default, sizes, 0, dtype=own.dtype, device=own.device)
+    rows = [zeros if value is None else value for value in values]
+    with writer.graph.inserting_before(whole):
+        made = writer.graph.call_function(aten.stack.default, (rows, dim))
+    made.meta = dict(whole.meta)
+    return made
+
+
+def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
+    """Sums of rows with zeros around them, each at its last addition."""
+    parts: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.target is aten.select_backward.default or (is_plain_sum(node) and any(item in parts for item in node.args)):
+            parts[node] = None
+    order = {node: i for i, node in enumerate(graph.nodes)} if parts else {}
+    for node in parts:
+        if node.target is aten.add.Tensor and not _is_summand(node, parts):
+            _stack_sum(node, parts, order, writer)
+
+
+def _is_summand(node: fx.Node, parts: Collection[fx.Node]) -> bool:
+    """Whether a sum is nothing but part of another one."""
+    return len(node.users) == 1 and (user := next(iter(node.users))) in parts and user.target is aten.add.Tensor
+
+
+def _stack_sum(node: fx.Node, parts: Collection[fx.Node], order: Mapping[fx.Node, int], writer: GraphWriter) -> None:
+    todo, others = list(node.args), list[Any]()
+    rows: dict[tuple[int, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    padded: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
+    while todo:
+        part: Any = todo.pop()
+        place = _place(part, *part.args[2:4]) if part.target is aten.select_backward.default else None
+        if place is not None:
+            rows[place[0], place[2]][place[1]].append(node_argument(part))
+            padded[place[0], place[2]].append(part)
+        elif part in parts and part.target is aten.add.Tensor and len(part.users) == 1:
+            todo.extend(part.args)
+        else:
+            others.append(part)
+    dim, length = max(rows, key=lambda key: len(rows[key]), default=(0, 0))
+    if length < FEWEST or 2 * len(rows[dim, length]) < length:
+        return
+    others += [part for key, own in padded.items() if key != (dim, length) for part in own]
+    most = max(len(own) for own in rows[dim, length].values())
+    for number in range(most):  # several values for a row come from several loops, one after the other
+        values = [sorted(rows[dim, length].get(step, ()), key=lambda value: order.get(value, 0)) for step in range(length)]
+        others.append(_stacked([own[number] if number < len(own) else None for own in values], dim, node, writer))
+    total = others[0]
+    for other in others[1:]:
+        total = writer.before(node).call(aten.add.Tensor, total, other)
+    node.replace_all_uses_with(total, propagate_meta=False)

@@ -1,0 +1,375 @@
+"""How does an unrolled loop run in chunks of its rows?
+
+What crosses from row to row gets its place in the carry, what comes in and goes out its letters. Whatever does not fit says so by
+`NoRecurrenceError`: the loop stays as it was written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.axis_table import Dim
+from streamfx.ir.facts import AxisFacts
+from streamfx.ir.joint import is_size, is_tensor
+from streamfx.ir.recurrence import (
+    CarrySlot,
+    ConcatResult,
+    Instruction,
+    Number,
+    Operation,
+    RecurrenceAxes,
+    RecurrencePlan,
+    RowRead,
+    SingleStepResult,
+    Steps,
+    StepValue,
+)
+from streamfx.ir.signature import LetterShape
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.traits import READS_LAYOUT
+from streamfx.passes.scan.row_access import ConcatAccess, RowAccess
+from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+
+MOST_FINALS = 24  # values of single rows that are used outside of a loop
+
+
+class NoRecurrenceError(Exception):
+    """Why an unrolled loop cannot run in chunks."""
+
+
+@dataclass(frozen=True)
+class UnrolledLoop:
+    """The operators of an unrolled loop, forward and backward, the rows that they read and what is made of theirs."""
+
+    length: int
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    forward_joins: tuple[ConcatAccess, ...]
+    backward_joins: tuple[ConcatAccess, ...]
+    forward_reads: Mapping[fx.Node, RowAccess]
+    backward_reads: Mapping[fx.Node, RowAccess]
+    step: Mapping[fx.Node, int]
+    order: Mapping[fx.Node, int]
+
+
+@dataclass(frozen=True)
+class RecurrenceCall:
+    """One operator to be: its plan, its operands, and what its results stand for."""
+
+    plan: RecurrencePlan
+    operands: tuple[fx.Node, ...]
+    joins: tuple[ConcatAccess, ...]
+    finals: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class RecurrencePair:
+    forward: RecurrenceCall | None
+    backward: RecurrenceCall | None
+    inside: frozenset[fx.Node]  # the loop's operators, and those that put its rows together
+
+
+def planned(pair: UnrolledLoop, axes: AxisFacts, nodes: list[fx.Node]) -> RecurrencePair:
+    for half in filter(None, (pair.forward, pair.backward)):
+        _check_order(frozenset(half), nodes[pair.order[half[0]] : pair.order[half[-1]] + 1])
+    return _Planner(pair, axes).planned()
+
+
+def _check_order(inside: frozenset[fx.Node], nodes: list[fx.Node]) -> None:
+    """Nothing that the loop needs may follow from what the loop makes."""
+    after: set[fx.Node] = set()
+    for node in nodes:
+        sources = node.all_input_nodes
+        if node not in inside:
+            after.update([node] if any(source in inside or source in after for source in sources) else ())
+        elif any(source in after for source in sources):
+            raise NoRecurrenceError("it needs what follows from its own results")
+
+
+class _Planner:
+    def __init__(self, pair: UnrolledLoop, axes: AxisFacts) -> None:
+        self.pair, self.axes = pair, axes
+        self.values = {*pair.forward, *pair.backward, *pair.forward_reads, *pair.backward_reads}
+        self.early = {*pair.forward, *pair.forward_reads}  # values of the forward half
+        numbers = count()
+        self.number: dict[fx.Node, Number] = defaultdict(lambda: next(numbers))
+        self.ends = {join.node for join in (*pair.forward_joins, *pair.backward_joins)}
+
+    def planned(self) -> RecurrencePair:
+        pair = self.pair
+        self._check()
+        uses = self._uses(pair.forward, pair.forward_joins), self._uses(pair.backward, pair.backward_joins)
+        ahead, back = self._lifetimes(*uses)
+        dtype = _carry_type([*ahead, *back])
+        early = self._steps(pair.forward, pair.forward_reads, pair.forward_joins, ahead, dtype, reverse=False)
+        late = self._steps(pair.backward, pair.backward_reads, pair.backward_joins, back, dtype, reverse=True)
+        if not pair.forward and not late.carried:
+            raise NoRecurrenceError("nothing crosses from row to row, and the forward half has them as they are")
+        name = "recurrence"
+        forward = self._half(name, early, None, pair.forward_joins, pair.forward) if pair.forward else None
+        backward = None
+        if pair.backward:
+            again = early if pair.forward or pair.forward_reads else None
+            backward = self._half(f"{name}_backward", late, again, pair.backward_joins, pair.backward)
+        self._check_size(forward or backward, max(early.carried, late.carried))
+        return RecurrencePair(forward, backward, frozenset(self.values | self.ends))
+
+    def _check(self) -> None:
+        for node in (*self.pair.forward, *self.pair.backward):
+            if any(is_size(source) for source in node.all_input_nodes) or not _is_static(node):
+                raise NoRecurrenceError(f"{node.name} has sizes that change from call to call")
+            if node.target in READS_LAYOUT:
+                raise NoRecurrenceError(f"{node.name} reads the memory layout of a computed value")
+        if 4 * sum(map(self._is_of_sequence, self._given_to_one_step())) > self.pair.length:
+            raise NoRecurrenceError("steps read other rows than those that are taken out one by one")
+
+    def _given_to_one_step(self) -> list[fx.Node]:
+        """What comes from outside to one step alone, but for the first and the last: these are given states and gradients."""
+        steps: dict[fx.Node, set[int]] = defaultdict(set)
+        for node in (*self.pair.forward, *self.pair.backward):
+            for source in node.all_input_nodes:
+                if source not in self.values:
+                    steps[source].add(self.pair.step[node])
+        return [source for source, own in steps.items() if len(own) == 1 and 0 < min(own) < self.pair.length - 1]
+
+    def _is_of_sequence(self, value: fx.Node) -> bool:
+        """Whether a value is made of rows of the sequence."""
+        todo, seen = [value], set[fx.Node]()
+        while todo:
+            node = todo.pop()
+            if any(self.axes.sequence_atom(dim) is not None for dim in self.axes.shapes.get(node, ())):
+                return True
+            todo += [source for source in node.all_input_nodes if source not in seen]
+            seen.update(node.all_input_nodes)
+        return False
+
+    def _check_size(self, half: RecurrenceCall | None, carried: int) -> None:
+        assert half is not None
+        if carried > sum(value.meta[VALUE].numel() for value in (*half.operands, *(join.node for join in half.joins))):
+            raise NoRecurrenceError("as much crosses from row to row as the rows hold")
+        sizes = [sum(slot.stop - slot.start for slot in slots) for slots in half.plan.own.crossing]
+        quarter = self.pair.length // 4
+        if quarter > 1 and 2 * max(sizes[quarter], sizes[-1 - quarter]) > 3 * max(min(sizes[quarter], sizes[-1 - quarter]), 1):
+            raise NoRecurrenceError("what crosses from row to row grows with the rows")
+
+    # -- what is used where
+
+    def _uses(self, nodes: Iterable[fx.Node], joins: Iterable[ConcatAccess]) -> dict[fx.Node, list[int]]:
+        """At which steps each value is used, by operators and as a row."""
+        found: dict[fx.Node, list[int]] = defaultdict(list)
+        for node in nodes:
+            for source in node.all_input_nodes:
+                if source in self.values:
+                    found[source].append(self.pair.step[node])
+        for join in joins:
+            for step, item in enumerate(join.values):
+                if item in self.values:
+                    found[item].append(step)
+        return found
+
+    def _lifetimes(
+        self, forward: Mapping[fx.Node, list[int]], backward: Mapping[fx.Node, list[int]]
+    ) -> tuple[dict[fx.Node, tuple[int, int]], dict[fx.Node, tuple[int, int]]]:
+        """The first and the last boundary that each value crosses: left to right, and right to left."""
+        ahead, back = {}, {}
+        step = self.pair.step
+        for value in sorted(self.values, key=self.pair.order.__getitem__):
+            own = step[value]
+            if value in self.early:
+                if any(use < own for use in forward.get(value, ())):
+                    raise NoRecurrenceError(f"an earlier row needs {value.name}")
+                last = max((*forward.get(value, ()), *backward.get(value, ())), default=own)
+                if last > own:
+                    ahead[value] = own + 1, last
+            elif any(use > own for use in backward.get(value, ())):
+                raise NoRecurrenceError(f"a later row needs {value.name}")
+            first = min(backward.get(value, ()), default=own)
+            if first < own:
+                back[value] = first + 1, own
+        return ahead, back
+
+    # -- steps
+
+    def _steps(
+        self,
+        nodes: tuple[fx.Node, ...],
+        reads: Mapping[fx.Node, RowAccess],
+        joins: tuple[ConcatAccess, ...],
+        lifetimes: Mapping[fx.Node, tuple[int, int]],
+        dtype: torch.dtype,
+        reverse: bool,
+    ) -> Steps:
+        steps: list[list[Instruction]] = [[] for _ in range(self.pair.length)]
+        for node, row in reads.items():
+            steps[row.step].append(RowRead(self.number[node], self.number[row.source], row.dim, row.step))
+        for node in nodes:
+            steps[self.pair.step[node]].append(self._operation(node))
+        made = tuple(self._join(join) for join in joins)
+        finals = tuple(self._final(node) for node in self._finals(nodes))
+        crossing = _slots(lifetimes, self.number, self.pair.length, reverse)
+        kept = {slot.value for slots in crossing for slot in slots} | {final.value for final in finals}
+        kept |= {number for join in made for number in join.values}
+        dead = _dead(steps, kept, reverse)
+        return Steps(tuple(map(tuple, steps)), crossing, made, finals, dtype, reverse, dead)
+
+    def _operation(self, node: fx.Node) -> Operation:
+        def numbered(item: fx.Node) -> Any:
+            return StepValue(self.number[item])
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbered)
+        return Operation(self.number[node], COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
+
+    def _join(self, join: ConcatAccess) -> ConcatResult:
+        value = join.node.meta[VALUE]
+        numbers = tuple(self.number[item] for item in join.values)
+        return ConcatResult(numbers, join.dim, tuple(value.shape), value.dtype)
+
+    def _finals(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+        """Values that something outside of the loop uses, other than by its rows."""
+        return tuple(node for node in nodes if any(self._is_outside(user) for user in node.users))
+
+    def _is_outside(self, user: fx.Node) -> bool:
+        return user not in self.values and user not in self.ends
+
+    def _final(self, node: fx.Node) -> SingleStepResult:
+        if not is_tensor(node) or node.meta[VALUE].dtype == torch.bool:
+            raise NoRecurrenceError(f"{node.name} is no number")
+        value = node.meta[VALUE]
+        return SingleStepResult(self.number[node], self.pair.step[node], tuple(value.shape), value.dtype)
+
+    # -- operands and results
+
+    def _half(
+        self, name: str, own: Steps, again: Steps | None, joins: tuple[ConcatAccess, ...], nodes: tuple[fx.Node, ...]
+    ) -> RecurrenceCall:
+        rows: dict[fx.Node, int] = {}
+        given: dict[fx.Node, None] = {}
+        reads = (self.pair.forward_reads, self.pair.backward_reads) if again is not None else None
+        for row in (r for part in (reads or (self._own_reads(own),)) for r in part.values()):
+            if rows.setdefault(row.source, row.dim) != row.dim:
+                raise NoRecurrenceError(f"{row.source.name} is read along two dimensions")
+        everything = (*(self.pair.forward if again is not None else ()), *nodes)
+        for source in (source for node in everything for source in node.all_input_nodes):
+            if source not in self.values:
+                given[source] = None
+        for item in (item for join in joins for item in join.values):
+            if item not in self.values:
+                given[item] = None
+        if not rows or not all(is_tensor(value) for value in given):
+            raise NoRecurrenceError("it reads no rows, or something else than tensors")
+        operands = [(value, True) for value in rows] + [(value, False) for value in given]
+        finals = self._finals(nodes)
+        if len(finals) > MOST_FINALS:
+            raise NoRecurrenceError(f"{len(finals)} values of single rows are used elsewhere")
+        plan = RecurrencePlan(
+            name,
+            self.pair.length,
+            own,
+            again,
+            tuple(self._operand(value, has_rows) for value, has_rows in operands),
+            {self._operand(value, True): dim for value, dim in rows.items()},
+            {self._operand(value, False): self.number[value] for value in given},
+            self._letters([(value, rows[value] if has_rows else None) for value, has_rows in operands], joins, finals),
+        )
+        return RecurrenceCall(plan, tuple(value for value, _ in operands), joins, finals)
+
+    def _own_reads(self, own: Steps) -> Mapping[fx.Node, RowAccess]:
+        return self.pair.backward_reads if own.reverse else self.pair.forward_reads
+
+    def _operand(self, value: fx.Node, has_rows: bool) -> Number:
+        """A value may be read by rows and be used whole as well: those are two operands."""
+        return self.number[value] if has_rows else -1 - self.number[value]
+
+    def _letters(
+        self, operands: list[tuple[fx.Node, int | None]], joins: tuple[ConcatAccess, ...], finals: tuple[fx.Node, ...]
+    ) -> RecurrenceAxes:
+        """Dimensions that index the same thing in the loop as it was written have the same letter."""
+        letters: dict[Dim, int] = {}
+
+        def read(value: fx.Node, stepped: int | None) -> LetterShape:
+            dims = [self.axes.table.resolve(dim) for dim in self.axes.shapes[value]]
+            own = [(letters.setdefault(dim, 1 + len(letters)),) if dim and i != stepped else () for i, dim in enumerate(dims)]
+            return tuple((0,) if i == stepped else dim for i, dim in enumerate(own))
+
+        shapes = tuple(read(value, stepped) for value, stepped in operands)
+        made = (*(read(join.node, join.dim) for join in joins), *(read(final, None) for final in finals))
+        return RecurrenceAxes(shapes, made, 0)
+
+
+def _is_static(node: fx.Node) -> bool:
+    values = node.meta.get(VALUE)
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+
+
+def _carry_type(values: Iterable[fx.Node]) -> torch.dtype:
+    """The widest type of what crosses: every narrower number is kept exactly."""
+    found = {value.meta[VALUE].dtype if is_tensor(value) else None for value in values}
+    wide = [dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) if dtype in found]
+    if found - {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}:
+        raise NoRecurrenceError("other values than numbers cross from row to row")
+    mixed = {torch.bfloat16, torch.float16} <= found
+    return torch.float32 if mixed and wide[0] not in (torch.float64, torch.float32) else (wide or [torch.float32])[0]
+
+
+def _slots(
+    lifetimes: Mapping[fx.Node, tuple[int, int]], number: Mapping[fx.Node, Number], length: int, reverse: bool
+) -> tuple[tuple[CarrySlot, ...], ...]:
+    """A place in the carry for each value, for as long as it is needed; what was another's may be taken again."""
+    crossing: list[list[CarrySlot]] = [[] for _ in range(length + 1)]
+    free: dict[int, list[int]] = defaultdict(list)
+    ending: dict[int, list[CarrySlot]] = defaultdict(list)
+    end = 0
+    starting: dict[int, list[fx.Node]] = defaultdict(list)
+    for value, (low, high) in lifetimes.items():
+        starting[high if reverse else low].append(value)
+    for boundary in range(length, -1, -1) if reverse else range(length + 1):
+        for slot in ending.pop(boundary, ()):
+            free[slot.stop - slot.start].append(slot.start)
+        for value in starting[boundary]:
+            shape, size = tuple(value.meta[VALUE].shape), prod(value.meta[VALUE].shape)
+            if free[size]:
+                start = free[size].pop()
+            else:
+                start, end = end, end + size
+            slot = CarrySlot(number[value], start, shape, value.meta[VALUE].dtype)
+            low, high = lifetimes[value]
+            for crossed in range(low, high + 1):
+                crossing[crossed].append(slot)
+            ending[low - 1 if reverse else high + 1].append(slot)
+    return tuple(map(tuple, crossing))
+
+
+def _dead(steps: list[list[Instruction]], kept: set[Number], reverse: bool) -> tuple[tuple[Number, ...], ...]:
+    """Values that no later step needs, by the step after which they are not needed."""
+    last: dict[Number, int] = {}
+    positions = range(len(steps) - 1, -1, -1) if reverse else range(len(steps))
+    made: set[Number] = set()
+    for step in positions:
+        for item in steps[step]:
+            made.add(item.made)
+            last[item.made] = step
+            if isinstance(item, Operation):
+                last.update(dict.fromkeys(numbers_in((item.args, item.kwargs)), step))
+    dead: list[list[Number]] = [[] for _ in steps]
+    for number, step in last.items():
+        if number in made and number not in kept:
+            dead[step].append(number)
+    return tuple(map(tuple, dead))
+
+
+def numbers_in(item: Any) -> list[Number]:
+    """The values that an operator's arguments name."""
+    if isinstance(item, StepValue):
+        return [item.number]
+    if isinstance(item, Mapping):
+        return [number for part in item.values() for number in numbers_in(part)]
+    return [number for part in item for number in numbers_in(part)] if isinstance(item, (tuple, list)) else []

@@ -1,0 +1,95 @@
+"""A table that several parts of the sequence read is one of its own for each reader.
+
+    cat([x[:8] * table, x[8:16] * table])  ->  cat([x[:8] * its own view of table, x[8:16] * its own view of table])
+
+What is computed together runs along one axis. A table made of no rows, such as the decays of a block, would make the blocks that
+read it one axis, whose rows stand in two places of the sequence: in none. Each reader takes its numbers from the table by itself,
+so each may have axes of its own: a view of all of it, cut out at row 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from streamfx.ir.axis_table import Atom
+from streamfx.ir.facts import AxisFacts, Facts
+from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, joint_graph
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import OWN_AXES
+from streamfx.passes.analysis.axes import sequence_axes
+from streamfx.passes.analysis.derived_axes import join_of, stands_in_place
+from streamfx.passes.ops.collectives import is_collective
+from streamfx.passes.ops.traits import is_random
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OwnTables:
+    """It is done where more joins stand in place with it than without, which the axes found anew have to say."""
+
+    name: ClassVar[str] = "own tables"
+
+    def apply(self, facts: Facts) -> Facts:
+        axes = facts.found_axes
+        shared = set() if axes is None or axes.sequence is None else _shared_by_parts(facts.joint, axes)
+        if axes is None or not shared or not (views := _with_own_views(facts.joint, axes, shared)):
+            return facts
+        joint = joint_graph(facts.joint.graph, len(facts.joint.primals), len(facts.joint.outputs))
+        if _in_place(sequence_axes(joint)) > _in_place(axes):
+            return replace(facts, joint=joint, found_axes=None)
+        for view in views:
+            view.replace_all_uses_with(view.all_input_nodes[0], propagate_meta=False)
+            joint.graph.erase_node(view)
+        return facts
+
+
+def _shared_by_parts(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Axes of the sequence that are those of several parts of one join."""
+    found: set[Atom] = set()
+    for node in joint.nodes:
+        if node.target is aten.cat.default and node in axes.signatures and (join := join_of(node, axes)) is not None:
+            parts = [part for part, _ in join.parts]
+            found |= {part for part in parts if parts.count(part) > 1 and axes.sequence_atom((part,)) is not None}
+    return found
+
+
+def _with_own_views(joint: JointGraph, axes: AxisFacts, shared: set[Atom]) -> list[fx.Node]:
+    """Views of the tables along these axes, written before each reader."""
+    writer, views = GraphWriter(joint.graph), []
+    tables = _tables(joint)
+    for table in tables:
+        if is_tensor(table) and any(shared.intersection(axes.table.resolve(dim)) for dim in axes.shapes[table]):
+            for reader in [user for user in table.users if user not in tables and user.op == "call_function"]:
+                view = writer.before(reader).call(aten.alias.default, table)
+                view.meta[OWN_AXES] = True
+                reader.replace_input_with(table, view)
+                views.append(view)
+    return views
+
+
+def _tables(joint: JointGraph) -> dict[fx.Node, None]:
+    """What is made of parameters, buffers and constants alone."""
+    found = dict.fromkeys(node for node in joint.sources if _is_constant(node))
+    for node in joint.nodes:
+        if not is_random(node) and not is_collective(node) and all(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return found
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return node.op == "get_attr" or is_parameter(node)
+
+
+def _in_place(axes: AxisFacts) -> int:
+    """How many joins put rows of the sequence where they stand."""
+    return sum(1 for _ in _joins_in_place(axes))
+
+
+def _joins_in_place(axes: AxisFacts) -> Iterator[fx.Node]:
+    return (node for node in axes.signatures if node.target is aten.cat.default and stands_in_place(node, axes))

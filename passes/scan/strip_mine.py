@@ -1,0 +1,254 @@
+"""Blocks of rows that a loop cuts out one by one, and joins again, are rows of a value that has the blocks in a dimension.
+
+    x[:, 0:4], x[:, 4:8], x[:, 8:12]                ->   v[:, 0], v[:, 1], v[:, 2]   of v = x[:, 0:12].view(b, 3, 4)
+    cat([a, b, c, rest], 1)                         ->   cat([stack([a, b, c], 1).view(b, 12), rest], 1)
+    slice_backward(a, 0:4) + slice_backward(b, 4:8) + ...   ->   of a stack, likewise: what autograd makes of the first line
+
+It is written so where as many blocks of one size are cut out as are joined, or all but the first or the last: nobody asks for the
+state behind the last block, nor for what that alone is made of. What no recurrence takes is written back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import JointGraph, bound_arguments, int_argument, node_argument, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.node_meta import VALUE
+from streamfx.passes.analysis.axes import widths
+from streamfx.passes.rewrite.views.tile_views import is_fixed, sliced_rows
+from streamfx.passes.scan.row_access import FEWEST
+from streamfx.passes.scan.trim import is_plain_sum
+
+aten = torch.ops.aten
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The first `count` blocks of `size` rows each, along a dimension."""
+
+    dim: int
+    count: int
+    size: int
+
+    @property
+    def rows(self) -> int:
+        return self.count * self.size
+
+
+@dataclass(frozen=True)
+class CutBlocks:
+    """What was written in other words: views that blocks are taken out of, and views of stacks of blocks."""
+
+    cut: tuple[tuple[fx.Node, Blocks], ...]
+    joined: tuple[tuple[fx.Node, Blocks], ...]
+
+
+def cut_blocks(joint: JointGraph, writer: GraphWriter) -> CutBlocks:
+    """Write blocks that loops cut out and join as rows of values with a dimension of blocks; features are no rows."""
+    graph = joint.graph
+    joins = {node: blocks for node in graph.find_nodes(op="call_function", target=aten.cat.default) if (blocks := _joined(node))}
+    kinds = {(blocks.count, blocks.size) for blocks in joins.values()}
+    places = _places(graph) if kinds else {}
+    cuts = {source: found for source, own in places.items() if (found := _cut(own, shape_of_node(source), kinds))}
+    if cuts:
+        is_width = widths(joint)
+        cuts = {source: own for source, own in cuts.items() if not is_width(source, own.dim)}
+    kinds &= {(blocks.count, blocks.size) for blocks in cuts.values()}
+    if not kinds:
+        return CutBlocks((), ())
+    joined = [
+        (_join(node, blocks, _operands(node)[: blocks.count], writer), blocks)
+        for node, blocks in joins.items()
+        if (blocks.count, blocks.size) in kinds
+    ]
+    joined += _joined_gradients(graph, kinds, writer)
+    return CutBlocks(tuple((_cut_out(source, own, places[source], writer), own) for source, own in cuts.items()), tuple(joined))
+
+
+def put_back(blocks: CutBlocks, graph: fx.Graph, writer: GraphWriter) -> None:
+    """Write as before what is still taken out of such views, and what is still stacked."""
+    left = set(graph.nodes)
+    for view, own in blocks.cut:
+        for node in list(view.users) if view in left else ():
+            if node.target is aten.select.int and node.args[1] == own.dim:
+                start = int_argument(node, 2) * own.size
+                rows = writer.before(node).call(aten.slice.Tensor, node_argument(view), own.dim, start, start + own.size)
+                node.replace_all_uses_with(rows, propagate_meta=False)
+    for view, own in blocks.joined:
+        if view in left and (stacked := node_argument(view)).target is aten.stack.default and stacked.args[1] == own.dim:
+            view.replace_all_uses_with(writer.before(view).call(aten.cat.default, stacked.args[0], own.dim), propagate_meta=False)
+
+
+# -- what is cut out
+
+
+def _places(graph: fx.Graph) -> dict[fx.Node, dict[tuple[int, int, int], list[fx.Node]]]:
+    """By value: where along which of its dimensions rows are cut out of it, and by what."""
+    found: dict[fx.Node, dict[tuple[int, int, int], list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
+        source = node_argument(node)
+        if is_fixed(shape_of_node(source)) and (rows := sliced_rows(node, source)) is not None:
+            found[source][rows].append(node)
+    for target in SPLITS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            for rows, part in _parts(node):
+                found[node_argument(node)][rows].append(part)
+    return found
+
+
+def _parts(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
+    shape, sizes = shape_of_node(node_argument(split)), [tuple(part.shape) for part in split.meta[VALUE]]
+    if not is_fixed(shape) or not all(map(is_fixed, sizes)):
+        return
+    dim = bound_arguments(split)["dim"] % len(shape)
+    for part in split.users:
+        if part.target is operator.getitem:
+            number = int_argument(part, 1)
+            start = sum(size[dim] for size in sizes[:number])
+            yield (dim, start, start + sizes[number][dim]), part
+
+
+def _cut(places: Collection[tuple[int, int, int]], shape: Sequence[Any], kinds: Collection[tuple[int, int]]) -> Blocks | None:
+    """Blocks of one of these kinds that a value of this shape has, and all cut out, but for one at an end perhaps."""
+    for dim in sorted({dim for dim, _, _ in places}):
+        for count, size in sorted(kinds, reverse=True):
+            missing = [number for number in range(count) if (dim, number * size, number * size + size) not in places]
+            if missing in ([], [0], [count - 1]) and count * size <= shape[dim]:
+                return Blocks(dim, count, size)
+    return None
+
+
+def _cut_out(
+    source: fx.Node, blocks: Blocks, places: Mapping[tuple[int, int, int], Sequence[fx.Node]], writer: GraphWriter
+) -> fx.Node:
+    """Take blocks out of a view of the source that has them in a dimension."""
+    writer.before(source.next)
+    shape = [int(size) for size in shape_of_node(source)]
+    rows = source if shape[blocks.dim] == blocks.rows else writer.call(aten.slice.Tensor, source, blocks.dim, 0, blocks.rows)
+    in_blocks = [*shape[: blocks.dim], blocks.count, blocks.size, *shape[blocks.dim + 1 :]]
+    view = writer.call(aten.view.default, rows, in_blocks)
+    for number in range(blocks.count):
+        start = number * blocks.size
+        for node in places.get((blocks.dim, start, start + blocks.size), ()):
+            block = writer.before(node).call(aten.select.int, view, blocks.dim, number)
+            node.replace_all_uses_with(block, propagate_meta=False)
+    for place, nodes in places.items():  # what a split leaves behind the blocks
+        for node in nodes:
+            if node.target is operator.getitem and node.users:
+                node.replace_all_uses_with(writer.before(node).call(aten.slice.Tensor, source, *place), propagate_meta=False)
+    return view
+
+
+# -- what is joined
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    return list(node.args[0])  # type: ignore[arg-type]
+
+
+def _joined(node: fx.Node) -> Blocks | None:
+    """The blocks that a concatenation begins with, all of one size; what is shorter may follow."""
+    parts = _operands(node)
+    dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
+    if not all(is_fixed(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in parts):
+        return None
+    sizes = [int(shape_of_node(part)[dim]) for part in parts]
+    count = next((number for number, size in enumerate(sizes) if size != sizes[0]), len(sizes))
+    is_like = len({part.meta[VALUE].dtype for part in parts}) == 1
+    return Blocks(dim, count, sizes[0]) if is_like and sizes[0] > 0 and count >= FEWEST else None
+
+
+def _join(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: GraphWriter) -> fx.Node:
+    view = _stacked(values, blocks, writer.before(node))
+    rest = _operands(node)[blocks.count :]
+    whole = writer.call(aten.cat.default, [view, *rest], blocks.dim) if rest else view
+    node.replace_all_uses_with(whole, propagate_meta=False)
+    return view
+
+
+def _stacked(values: Sequence[fx.Node | None], blocks: Blocks, writer: GraphWriter) -> fx.Node:
+    """Blocks one behind the other, zeros where there is none."""
+    own = next(value.meta[VALUE] for value in values if value is not None)
+    shape = [int(size) for size in own.shape]
+    is_short = None in values
+    zeros = writer.call(aten.full.default, shape, 0, dtype=own.dtype, device=own.device) if is_short else None
+    stacked = writer.call(aten.stack.default, [zeros if value is None else value for value in values], blocks.dim)
+    return writer.call(aten.view.default, stacked, [*shape[: blocks.dim], blocks.rows, *shape[blocks.dim + 1 :]])
+
+
+# -- gradients of what is cut out
+
+
+def _joined_gradients(graph: fx.Graph, kinds: Collection[tuple[int, int]], writer: GraphWriter) -> list[tuple[fx.Node, Blocks]]:
+    """Gradients of blocks, each among zeros, that are added up."""
+    parts: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        is_padded = node.target is aten.slice_backward.default and is_fixed(shape_of_node(node))
+        if is_padded or (is_plain_sum(node) and any(item in parts for item in node.args)):
+            parts[node] = None
+    order = {node: number for number, node in enumerate(graph.nodes)} if parts else {}
+    found: list[tuple[fx.Node, Blocks]] = []
+    for node in parts:
+        is_summand = len(node.users) == 1 and (user := next(iter(node.users))) in parts and user.target is aten.add.Tensor
+        if node.target is aten.add.Tensor and not is_summand:
+            padded, others = _summands(node, parts)
+            blocks = _cut(padded, shape_of_node(node), kinds)
+            if blocks is not None:
+                found += _join_gradients(node, blocks, padded, others, order, writer)
+    return found
+
+
+def _summands(total: fx.Node, parts: Collection[fx.Node]) -> tuple[dict[tuple[int, int, int], list[fx.Node]], list[fx.Node]]:
+    """What is added up: gradients among zeros, by their place, and others."""
+    padded: dict[tuple[int, int, int], list[fx.Node]] = defaultdict(list)
+    todo, others = list(total.all_input_nodes) if total.args[0] is not total.args[1] else [], list[fx.Node]()
+    while todo:
+        part = todo.pop()
+        rows = sliced_rows(part, part) if part.target is aten.slice_backward.default else None
+        if rows is not None:
+            padded[rows].append(part)
+        elif part in parts and is_plain_sum(part) and len(part.users) == 1 and part.args[0] is not part.args[1]:
+            todo.extend(part.all_input_nodes)
+        else:
+            others.append(part)
+    return padded, others
+
+
+def _join_gradients(
+    node: fx.Node,
+    blocks: Blocks,
+    padded: Mapping[tuple[int, int, int], list[fx.Node]],
+    others: list[fx.Node],
+    order: Mapping[fx.Node, int],
+    writer: GraphWriter,
+) -> list[tuple[fx.Node, Blocks]]:
+    """Several gradients of a block come from several loops, one after the other; where a block is not cut out, zeros."""
+    places = [(blocks.dim, number * blocks.size, number * blocks.size + blocks.size) for number in range(blocks.count)]
+    rounds = [sorted(padded.get(place, ()), key=order.__getitem__) for place in places]
+    counts = {len(own) for own in rounds if own}
+    if len(counts) != 1:
+        return []
+    shape = list(node.meta[VALUE].shape)
+    writer.before(node)
+    rows = [[node_argument(own[number]) if own else None for own in rounds] for number in range(counts.pop())]
+    views = [_stacked(values, blocks, writer) for values in rows]
+    pad = (blocks.dim, 0, blocks.rows, 1)
+    terms = [
+        view if shape[blocks.dim] == blocks.rows else writer.call(aten.slice_backward.default, view, shape, *pad)
+        for view in views
+    ]
+    terms += [part for place, own in padded.items() if place not in places for part in own] + others
+    total = terms[0]
+    for term in terms[1:]:
+        total = writer.call(aten.add.Tensor, total, term)
+    node.replace_all_uses_with(total, propagate_meta=False)
+    return [(view, blocks) for view in views]

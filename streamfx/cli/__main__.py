@@ -1,7 +1,0 @@
-"""`python -m streamfx.cli` is `streamfx`."""
-
-import sys
-
-from streamfx.cli import command
-
-sys.exit(command())

@@ -1,0 +1,95 @@
+"""What the bytes of a loop are for: the terms into which a peak is broken down."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.program import BufferOutput, BufferPart, ChunkSlice, ConcatOutput, LoopSpec
+from streamfx.ir.span import Span
+from streamfx.runtime.loop import Loop
+
+PARAMETERS, INPUTS, OPTIMIZER = "parameters", "inputs", "optimizer"
+WEIGHTS = "whole weights"
+GRADIENTS = "gradients"
+STAGE_INPUTS = "stage inputs"
+STREAM_GRADIENT = "gradient of the stream"
+KEYS = "keys and values"
+KEY_GRADIENTS = "gradients of keys and values"
+CHUNK, LOSS = "chunk work", "loss chunk work"
+STATES = "states"
+EXCHANGED = "exchanged rows"
+ATTENTION = "whole attention"
+BETWEEN_GRAPHS = "kept between graphs"
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class LoopTerms:
+    """The terms of a loop's buffers, of its stacked results, and of all else that its chunks make."""
+
+    buffers: tuple[str, ...]
+    stacked: tuple[str, ...]
+    chunk: str
+
+
+def loss_values(facts: Facts) -> frozenset[str]:
+    """Names of the values of a loss stage whose gradient is found along with the loss."""
+    last = [stage for stage in facts.found_stages or () if stage.gradient_in_forward]
+    return frozenset(node.name for stage in last for node in (*stage.forward, *stage.backward))
+
+
+def terms_of(
+    module: fx.GraphModule, is_backward: bool, between: Mapping[str, str], loss: frozenset[str] = frozenset()
+) -> dict[str, LoopTerms]:
+    """The terms of each loop of an outer graph, by the loop's name; `between` are those of nodes between loops, `loss` are names
+    of values that the loss stage makes.
+    """
+    found: dict[str, LoopTerms] = {}
+    for call in module.graph.find_nodes(op="call_module"):
+        loop = module.get_submodule(call.target)
+        if isinstance(loop, Loop):
+            is_loss = not is_backward and bool(loop.spec.labels) and loop.spec.labels[0] in loss
+            is_gradient = (is_backward and loop.spec.reverse) or is_loss
+            stacked = _stacked(loop.spec, call, module, STREAM_GRADIENT if is_gradient else STAGE_INPUTS, between)
+            found[call.target] = LoopTerms(_buffers(loop.spec), stacked, LOSS if is_loss else CHUNK)
+    return found
+
+
+def _buffers(spec: LoopSpec) -> tuple[str, ...]:
+    totals = {feed.buffer for feed in spec.feeds if isinstance(feed, BufferPart) and not feed.where}
+    kept = {item.buffer for item in spec.yields if isinstance(item, BufferOutput)}
+    return tuple(
+        (GRADIENTS if i in kept and buffer.is_sum else STATES) if i in totals else KEY_GRADIENTS if buffer.is_sum else KEYS
+        for i, buffer in enumerate(spec.buffers)
+    )
+
+
+def _stacked(spec: LoopSpec, call: fx.Node, module: fx.GraphModule, other: str, between: Mapping[str, str]) -> tuple[str, ...]:
+    results = {user.args[1]: user for user in call.users if user.target is operator.getitem}
+    positions = [i for i, item in enumerate(spec.yields) if isinstance(item, ConcatOutput)]
+    return tuple(_stacked_term(results.get(i), module, between) or other for i in positions)
+
+
+def _stacked_term(result: fx.Node | None, module: fx.GraphModule, between: Mapping[str, str]) -> str | None:
+    """Of rows that other rows look at, or that are sent to other ranks."""
+    if result is None:
+        return None
+    if any(_reads_keys(user, result, module) for user in result.users):
+        return KEYS
+    return EXCHANGED if any(between.get(user.name) == EXCHANGED for user in result.users) else None
+
+
+def _reads_keys(user: fx.Node, result: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether a loop takes the rows that its chunk's queries see."""
+    if user.op != "call_module" or not isinstance(loop := module.get_submodule(user.target), Loop):  # type: ignore[arg-type]
+        return False
+    own = {i for i, argument in enumerate(user.args[len(loop.spec.symbols) :]) if argument is result}
+    return any(
+        source in own and isinstance(feed, ChunkSlice) and any(isinstance(selector, Span) for _, selector in feed.where)
+        for feed, source in zip(loop.spec.feeds, loop.spec.sources, strict=True)
+    )

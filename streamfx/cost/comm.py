@@ -1,0 +1,128 @@
+"""What does a call send to other ranks? One function looks at an operator, its arguments and its result.
+
+Of a group of n ranks, each sends and receives, in the rings that libraries use for large values:
+
+    gather            (n-1)/n of the whole result
+    reduce, scatter   (n-1)/n of the whole operand
+    all-reduce        twice that: a scatter, and a gather of the sums
+    exchange          (n-1)/n of the operand (all to all), of the value (broadcast)
+
+Values that are sent between two ranks alone (isend, irecv) are not counted. Ranks are taken to stand in machines of `TOGETHER`
+devices, in order: a group that does not lie inside of one sends all its bytes far, as the slowest connection bounds a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from streamfx.cost.flops import arguments_by_name
+from streamfx.cost.nested_tensors import tensors_in
+from streamfx.ir.collective_ops import group_among
+from streamfx.node_meta import VALUE
+from streamfx.torch_private import OpOverload, tree_map
+from streamfx.torch_private.groups import members_of, ranks_in
+from streamfx.torch_private.symbolic_sizes import size_hint
+
+GATHERS, REDUCTIONS, EXCHANGES = KINDS = "gathers", "reductions", "exchanges"
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "streamfx")
+ALL_REDUCE = "all_reduce"
+KIND_OF = {
+    "all_gather_into_tensor": GATHERS,
+    "reduce_scatter_tensor": REDUCTIONS,
+    ALL_REDUCE: REDUCTIONS,
+    "all_to_all_single": EXCHANGES,
+    "shard_dim_alltoall": EXCHANGES,
+    "broadcast": EXCHANGES,
+}
+TOGETHER = 8  # devices of one machine
+WAYS = ("_coalesced", "_out", "_")  # several values in one call; in memory that is given
+
+
+class Sent(NamedTuple):
+    """What one call sends: its kind, the ranks of its group, the bytes that each of them sends; whether to other machines."""
+
+    kind: str
+    ranks: int
+    bytes: int
+    is_far: bool = False
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(1, self.bytes, self.bytes if self.is_far else 0)
+
+
+class Traffic(NamedTuple):
+    """Calls, and bytes on the wire of each rank; of them, those of groups that do not lie inside of one machine."""
+
+    calls: int = 0
+    bytes: int = 0
+    far: int = 0
+
+    def plus(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.far + other.far)
+
+    @property
+    def halved(self) -> Traffic:
+        """One of two equal parts of what is sent."""
+        return Traffic(self.calls, self.bytes // 2, self.far // 2)
+
+
+def sent_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sent | None:
+    """What a call of an operator sends, None of one that sends nothing."""
+    name = _name_of(target)
+    if name is None:
+        return None
+    given = arguments_by_name(target, args, kwargs)
+    group = group_among(given)
+    ranks = given.get("group_size") or ranks_in(group)
+    kind = KIND_OF[name]
+    whole = _bytes(result if kind == GATHERS else args[0])
+    return Sent(kind, ranks, (2 if name == ALL_REDUCE else 1) * whole * (ranks - 1) // ranks, ranks > TOGETHER or _is_far(group))
+
+
+def sent_by_node(node: fx.Node) -> Sent | None:
+    """The same of a node, by the values that it was traced with."""
+    if node.op != "call_function" or _name_of(node.target) is None:
+        return None
+    args, kwargs = (tree_map(_value, given) for given in (tuple(node.args), dict(node.kwargs)))
+    return sent_by(node.target, args, kwargs, _value(node))
+
+
+def added(parts: Iterable[Traffic]) -> Traffic:
+    """All of them together."""
+    total = Traffic()
+    for part in parts:
+        total = total.plus(part)
+    return total
+
+
+def _is_far(group: Any) -> bool:
+    """Whether ranks of a group stand in several machines."""
+    members = members_of(group)
+    return bool(members) and members[0] // TOGETHER != members[-1] // TOGETHER
+
+
+def _name_of(target: Any) -> str | None:
+    """The name of a collective that is counted, without the way in which it is called."""
+    if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
+        return None
+    name = target.name().split("::")[1].split(".")[0]
+    names = (name, *(name.removesuffix(way) for way in WAYS))
+    return next((own for own in names if own in KIND_OF), None)
+
+
+def _value(item: Any) -> Any:
+    return item.meta.get(VALUE) if isinstance(item, fx.Node) else item
+
+
+def _bytes(values: Any) -> int:
+    total = 0
+    for value in tensors_in(values):
+        count = value.element_size()
+        for size in value.shape:
+            count *= size_hint(size)
+        total += count
+    return total

@@ -1,0 +1,51 @@
+"""Integers keep their values while everything else is fake.
+
+Models look at ids and positions in Python (is this batch packed? is anything padded?) to choose their masks. Such values are
+small, so they are computed, and code that asks for them goes the way it would go with data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamfx.cost.nested_tensors import tensors_in
+from streamfx.torch_private import FakeTensor, TorchDispatchMode, real_values
+
+MOST = 1 << 22  # elements of a value that is computed
+LIKE = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}  # gives the same, which fake tensors remember
+ASKS_FOR_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class RealIntegers(TorchDispatchMode):
+    """Inside of a FakeTensorMode: operators that make integers of real integers, or of nothing, are run."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        operands = list(tensors_in((args, kwargs)))
+        if not all(map(_is_known, operands)):
+            return LIKE.get(func, func)(*args, **kwargs)
+        tags = set(getattr(func, "tags", ()))
+        if torch.Tag.nondeterministic_seeded in tags:
+            return func(*args, **kwargs)
+        if not (operands and tags & ASKS_FOR_DATA):
+            fake = func(*args, **kwargs)
+            if not all(map(_is_worth_knowing, tensors_in(fake))):
+                return fake
+        with real_values():
+            return func(*args, **kwargs)
+
+
+def _is_known(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta and _is_worth_knowing(tensor)
+
+
+def _is_worth_knowing(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MOST

@@ -1,0 +1,188 @@
+"""Do all ranks of a group run the same chunks? They compare before they run.
+
+Where a loop reduces rows over ranks, the collective of each chunk meets that of the same chunk on the other ranks. How a graph is
+cut follows from sizes, from what buffers hold, from options and budgets, and no rank knows those of another: its shards may be
+smaller, its device another one. So each rank writes down the collectives that it is about to run, their chunks and order, and
+reads what the others have written. Where that is not the same, rows are reduced between loops, and ranks compare once more;
+where it is still not the same, all of them run the graph as it stands.
+
+Lengths are not compared: eager's own reduction asks that they are the same on all ranks, in each call.
+
+Collectives on weights have no rows, and rows that are exchanged between loops are as many as a rank has: ranks may have sequences
+of other lengths, and compile again in other steps. What is exchanged, and made again in the backward half, follows from the graph
+and the options, not from sizes. So for a group that has only such collectives ranks compare what they have not yet agreed on, and
+raise an error where that is not the same. So does a rank that would run the collectives of a model in another order than before:
+no other could tell which of both it runs. A rank that raises an error tells all its groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import zip_longest
+from typing import TypeAlias
+
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.passes.lowering.collective_order import (
+    AS_IT_STANDS,
+    order_between_loops,
+    order_with_chunks,
+    traced_order,
+    values_of_weights,
+)
+from streamfx.passes.ops.collectives import groups_of, is_all_reduce, is_reduced_over_ranks
+from streamfx.rank_errors import (
+    NOTHING_MORE,
+    failed_elsewhere,
+    failure,
+    nothing_from_others,
+    other_collectives,
+    other_order_than_before,
+)
+from streamfx.torch_private.ranks import RankChangedError, RanksMissingError, written_by_all
+
+Capture: TypeAlias = "Callable[[], Facts]"
+Exchange: TypeAlias = "Callable[..., list[str]]"  # `written_by_all`
+FAILED = "failed: "
+GOES_ON = "all groups of this rank agree"
+SEVERAL = "rows are reduced over ranks of several groups: there is no one group that could agree on chunks"
+DIFFER = "rows are reduced over ranks that would cut this graph in other ways"
+STAND = "the ranks that reduce rows of this graph would cut it in other ways, also between loops"
+
+
+def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange | None = None, asked: str = "") -> Facts:
+    """What `run` makes of a graph; where rows of it are reduced over ranks, what all of these ranks make of it alike.
+
+    `asked` says what was asked for, and of which weights; it is this rank's own.
+    """
+    channel = _Channel(capture, exchange or written_by_all, asked)
+    try:
+        return _agreed(run, capture, channel)
+    except _RankFailedError as error:
+        channel.leave(error.failure)
+        raise failed_elsewhere(error.failure) from None
+    except Exception as error:
+        refused = _refused(error)
+        channel.leave(failure(refused))  # nobody is to wait for this rank
+        raise refused from (None if refused is error else error)
+
+
+class _RankFailedError(Exception):
+    """Another rank has said that it does not run a graph."""
+
+    def __init__(self, failure: str) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
+def _refused(error: Exception) -> Exception:
+    if isinstance(error, RankChangedError):
+        return other_order_than_before(str(error))
+    return nothing_from_others(error) if isinstance(error, RanksMissingError) else error
+
+
+@dataclass
+class _Channel:
+    """Where this rank writes for the others of a group. Each text says which graph it is about: the one that was traced, which a
+    rank knows also where its analysis fails.
+    """
+
+    capture: Capture
+    exchange: Exchange
+    asked: str
+
+    def read(self, text: str, group: str, known_by: str | None = None) -> list[str]:
+        """What all ranks write with this text; a text known by what its weights send is agreed on once."""
+        subject = traced_order(self.graph, group)
+        about = None if known_by is None else f"{self.asked}\n{known_by}\n{subject}"
+        texts = self.exchange(text, group, subject=subject, about=about)
+        failed = next((item for item in texts if item.startswith(FAILED)), None)
+        if failed is not None:
+            raise _RankFailedError(failed.removeprefix(FAILED))
+        return texts
+
+    def leave(self, failure: str) -> None:
+        """Say to all groups of this graph that this rank does not run it."""
+        for group in groups_of(self.graph.nodes):
+            self.exchange(FAILED + failure, group, subject=traced_order(self.graph, group), waits=False)
+
+    @cached_property
+    def graph(self) -> fx.Graph:
+        return self.capture().joint.graph
+
+
+def _agreed(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
+    facts = _rows_agreed(run, capture, channel)
+    reduced = groups_of(rows_over_ranks(facts))
+    known_by = {group: _known_by(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
+    compared = [group for group in known_by if group not in reduced]
+    for group in reduced if len(reduced) > 1 else ():
+        _raise_unless_same(channel.read(order_between_loops(facts, group), group))
+    for group in compared:
+        _raise_unless_same(channel.read(order_between_loops(facts, group), group, known_by[group]))
+    groups = [*reduced, *compared]
+    for _ in groups[1:]:  # a rank may have refused in another group: each round tells those that are one group further
+        for group in groups:
+            channel.read(GOES_ON, group, f"{GOES_ON}\n{known_by[group]}" if group in compared else None)
+    return facts
+
+
+def _known_by(facts: Facts, group: str) -> str:
+    """What an order belongs to. A step of generation, where nothing streams, has one of its own beside that of its prompt."""
+    values = values_of_weights(facts, group)
+    return f"{AS_IT_STANDS}\n{values}" if facts.program is None and not facts.joint.gradients else values
+
+
+def _raise_unless_same(texts: Sequence[str]) -> None:
+    if len(set(texts)) > 1:
+        raise other_collectives(*_first_difference(texts))
+
+
+def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
+    """With the rows that are reduced over ranks where all of these ranks reduce them."""
+    facts = run(capture)
+    rows = rows_over_ranks(facts)
+    groups = groups_of(rows)
+    if not rows or (len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], channel)):
+        return facts
+    facts = run(lambda: replace(capture(), apart=DIFFER if len(groups) == 1 else SEVERAL))
+    if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], channel):
+        return facts
+    return replace(facts, program=None, stands=STAND)
+
+
+def rows_over_ranks(facts: Facts) -> list[fx.Node]:
+    """What a graph reduces over ranks that has rows of the sequence, also where this rank does not read it."""
+    axes = facts.found_axes
+    if axes is None or axes.sequence is None:
+        return []
+    reduced = (node for node in facts.joint.graph.nodes if is_reduced_over_ranks(node) or is_all_reduce(node))
+    return [node for node in reduced if axes.sequence_dims(axes.shapes[node])]
+
+
+def groups_of_weights(facts: Facts) -> list[str]:
+    """The groups over which weights are gathered and their gradients reduced."""
+    found = facts.collectives
+    stretches = () if found is None else (*(gather.stretch for gather in found.gathers.values()), *found.reductions.values())
+    return groups_of(node for stretch in stretches for node in stretch.graph.nodes)
+
+
+def groups_of_exchanges(facts: Facts) -> list[str]:
+    """The groups over which more than sums is sent: rows, also on a rank that has too few of them to find a sequence."""
+    nodes = facts.joint.graph.nodes
+    return groups_of(node for node in nodes if not is_all_reduce(node) and not is_reduced_over_ranks(node))
+
+
+def is_same_on_all_ranks(facts: Facts, group: str, channel: _Channel) -> bool:
+    """Whether all ranks of a group run the same collectives, in the same chunks and in the same order."""
+    return len(set(channel.read(order_with_chunks(facts, group), group))) == 1
+
+
+def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:
+    """The first rank that runs something else than the first rank, and what both run there."""
+    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    lines = zip_longest(texts[0].split("\n"), texts[other].split("\n"), fillvalue=NOTHING_MORE)
+    return (other, *next((one.strip(), another.strip()) for one, another in lines if one != another))

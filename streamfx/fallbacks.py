@@ -1,0 +1,56 @@
+"""What a compilation does without where it fails: the result is exact all the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from streamfx.errors import NotStreamedError, told
+from streamfx.log import log
+
+T = TypeVar("T")
+NO_TREES = "associative scans of a graph run whole: the search for them failed"
+NO_PRODUCTS = "products of blocks of rows run whole: the search for those with weights that decay failed"
+NOT_DEFERRED = "a graph returns all its outputs as plain tensors: the search for those to defer failed"
+INTERNAL = (
+    "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
+    "Please report this; strict=True raises an error instead."
+)
+NOT_LOOKED_AT = "nobody knows whether a graph fits into the memory budget as it stands: looking at that failed"
+NOT_COMPARED = "nobody knows whether a graph takes less memory as it stands than in loops: looking at that failed"
+AT_ONCE = "gradients of a graph are handed over at once, at the end: the search for where each is complete failed"
+NOT_SPLIT = "a graph of two sequences is not split between them: that failed"
+PARTLY_ON_META = (
+    "a graph runs as in eager, without streaming: some of its inputs are on the meta device and others are not, and AOTAutograd "
+    "cannot trace it (%s). Move all inputs to one device."
+)
+ALL_THE_SAME = "%s (%s). The result is exact; strict=True raises an error instead"
+
+
+def attempted(what: Callable[[], T], otherwise: T, failed: str, strict: bool) -> T:
+    """What is found, or something else and a warning that says what `failed`; under `strict` an error."""
+    try:
+        return what()
+    except Exception as error:
+        if strict:
+            raise not_streamed(f"{failed} ({told(error)})") from error
+        log.warning(ALL_THE_SAME, failed, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
+        return otherwise
+
+
+def told_of_meta(inputs: Sequence[Any], error: Exception) -> bool:
+    """Warn of inputs of which some have no numbers and others have; false where there are none."""
+    is_mixed = {item.is_meta for item in inputs if isinstance(item, torch.Tensor)} == {True, False}
+    if is_mixed:
+        log.warning(PARTLY_ON_META, told(error))
+    return is_mixed
+
+
+def not_streamed(found: str) -> NotStreamedError:
+    """What `strict=True` raises where something failed that nobody asked for by name."""
+    return NotStreamedError(
+        "strict=True asks that every stage streams", found, do="drop strict=True: the result is exact either way"
+    )

@@ -1,0 +1,401 @@
+"""What `torch.compile(model, backend="streambp")` calls."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.argument_checks import refuse_unless, refusing
+from streamfx.cost.inductor_choice import compiles_whole, uses_inductor
+from streamfx.distributed.rank_consensus import Exchange, run_agreed
+from streamfx.distributed.zero_3 import refuse_partitioned
+from streamfx.errors import IntegrationError, NotStreamedError, OptionError, OverBudgetError, RanksDifferError, told
+from streamfx.fallbacks import (
+    INTERNAL,
+    NO_PRODUCTS,
+    NO_TREES,
+    NOT_COMPARED,
+    NOT_DEFERRED,
+    NOT_LOOKED_AT,
+    attempted,
+    not_streamed,
+    told_of_meta,
+)
+from streamfx.frontend.associative_scan_match import with_trees
+from streamfx.frontend.capture import captured
+from streamfx.frontend.mask_buffers import MaskGuard, WatchedInput, patterns_of, watched_inputs
+from streamfx.frontend.quick_bound import fits_by_far
+from streamfx.frontend.split_graphs import SplittableCompilation, TwoSequencesError
+from streamfx.frontend.ssd_matmul import with_block_products
+from streamfx.frontend.weight_ids import numbers_of_weights
+from streamfx.ir.dynamic_lengths import Lengths
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import graph_copy, outputs_of
+from streamfx.ir.piecewise import Pieces
+from streamfx.lazy import Deferral, defer_outputs
+from streamfx.lazy.outputs import DeferredCall
+from streamfx.lazy.uses import Uses, bytes_of_results
+from streamfx.log import log
+from streamfx.node_meta import VALUE
+from streamfx.options import Options, check_mode, from_environment, resolved
+from streamfx.passes import run_pipeline
+from streamfx.passes.lowering.gradient_release import in_stretches, plan_chain
+from streamfx.passes.ops.collectives import has_collectives, has_unused_waits
+from streamfx.passes.ops.rules import DECOMPOSITIONS
+from streamfx.passes.partition.unchunked import Halves, fits_whole, may_fit_whole, may_stand, smaller_than
+from streamfx.progress import doing
+from streamfx.rank_errors import failed_here
+from streamfx.runtime.inductor_errors import NOT_COMPILED, blame
+from streamfx.runtime.outer import OuterRunner
+from streamfx.runtime.stagewise import GradientReleaseChain, StagewiseFunction
+from streamfx.tools.report.dump import show_product
+from streamfx.tools.report.fallback_reasons import check_budget, why_smaller
+from streamfx.tools.report.first_step_notice import note
+from streamfx.tools.report.no_gain_notice import tell_of_lost_writes, tell_of_no_gain, tell_of_untested_torch
+from streamfx.tools.report.notices import predicted, priced
+from streamfx.tools.report.stage_table import place_loops
+from streamfx.torch_private import (
+    NoMaskForCudnn,
+    aot_autograd,
+    default_partition,
+    given_positions,
+    is_held_by_model,
+    keep_saved_tensors,
+    min_cut_rematerialization_partition,
+    mutated_inputs,
+    static_inputs,
+    tracing_undone,
+)
+from streamfx.torch_private.autograd import asked_gradients, inputs_in_results
+from streamfx.torch_private.dynamo import known_as, raised_as_itself
+from streamfx.torch_private.inductor import compile_whole
+from streamfx.torch_private.symbolic_sizes import FirstProxyOfSymbol, pair_dimensions
+
+COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
+
+
+class FitsUnchunkedError(Exception):
+    """Raised while a graph is partitioned: it fits as it stands, so that Inductor gets it and nothing is partitioned here."""
+
+
+@refusing(IntegrationError, "streamfx.streambp(...)", do=COMPILE)
+def streambp(
+    module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """The backend: a Dynamo graph and its inputs in, a callable with the same results out. `torch.compile` calls it.
+
+    Args:
+        module: the graph that Dynamo has traced.
+        example_inputs: its inputs, as fake tensors.
+        options: a dictionary of options, or `streamfx.Options`.
+        mode: None or "default": modes are settings of Inductor.
+
+    Returns:
+        A function of the same inputs, whose gradients are computed in chunks of the sequence.
+
+    Raises:
+        OptionError: an option that does not exist, a value that it cannot have, or a mode.
+        IntegrationError: `module` is no graph.
+        NotStreamedError, OverBudgetError: what `strict=True`, or `memory_budget`, asks for cannot be.
+
+    Example:
+        >>> import torch
+        >>> torch.compile(torch.nn.Linear(8, 8), backend="streambp")(torch.randn(1, 64, 8)).square().mean().backward()
+    """
+    asked = "streamfx.streambp(...) takes a graph that Dynamo has traced"
+    refuse_unless(isinstance(module, fx.GraphModule), IntegrationError, asked, module, COMPILE)
+    with raised_as_itself(module.graph):
+        check_mode(mode)
+        tell_of_untested_torch()
+        tell_of_lost_writes(module.graph)
+        compilation, start = Compilation(module, resolved(options)), time.perf_counter()
+        with doing("tracing", compilation.options.progress):
+            run = compilation.compile(example_inputs)
+        note(compilation.facts, time.perf_counter() - start, whole=compilation.is_trained_whole)
+        return run
+
+
+from_environment()  # a bad one is said where the backend is asked for, not at the first call of a model
+known_as(("streambp", "streamfx"), f"{__name__}:streambp")  # where no entry point says so: a checkout, an older installation
+
+
+@dataclass
+class Compilation(SplittableCompilation):
+    """One graph on its way through AOTAutograd; `facts` are what the passes found, for reports."""
+
+    module: fx.GraphModule
+    options: Options
+    facts: list[Facts] = field(default_factory=list)
+    num_inputs: int = 0
+    num_outputs: int = 0
+    watched: list[WatchedInput] = field(default_factory=list)
+    reads_inputs: bool = True
+    traced: fx.GraphModule = field(init=False)  # what AOTAutograd gets: `module`, with operators for associative scans
+    deferred: Deferral | None = None
+    parameters: Sequence[int] = ()  # positions of inputs that are weights, where no Dynamo tells which
+    chain: GradientReleaseChain | None = None
+    tell = staticmethod(tell_of_no_gain)
+    exchange: Exchange | None = None  # with other ranks
+    weights: Sequence[int] = ()  # by number, so that two models are told apart
+    standing: Halves | None = None  # what runs where the graph as it stood takes less memory than its loops
+    is_trained_whole: bool = False  # Inductor got a step as Dynamo gave it, and nothing was found out about it
+
+    def __post_init__(self) -> None:
+        self.traced = self.module
+
+    def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""
+        inputs = list(example_inputs)
+        refuse_partitioned(inputs)
+        if self.fits_by_far(inputs):
+            self.is_trained_whole = torch.is_grad_enabled() and any(getattr(it, "requires_grad", False) for it in inputs)
+            return self._compile_whole(inputs)
+        try:
+            with tracing_undone(), NoMaskForCudnn(), FirstProxyOfSymbol():
+                return self._compile(inputs)
+        except FitsUnchunkedError:
+            return self._compile_whole(inputs)
+        except TwoSequencesError as error:
+            found = error.with_traceback(None)  # else it holds all values of the trace
+        except RuntimeError as error:
+            if self.options.strict or not told_of_meta(inputs, error):
+                raise
+            return self.module.forward
+        return self.in_parts_or_whole(inputs, found)
+
+    def _compile_whole(self, inputs: list[Any]) -> Callable[..., Any]:
+        try:
+            with doing("compiling", self.options.progress):
+                return compile_whole(self.module, inputs)
+        except Exception as error:
+            if self.options.strict:
+                raise
+            log.warning(NOT_COMPILED, blame(error), exc_info=log.isEnabledFor(logging.DEBUG))
+            self.facts[:] = [facts for facts in self.facts if facts.fits != "compiled"]
+            self.is_trained_whole = False
+            self.options = replace(self.options, bodies="eager")
+            return self.compile(inputs)
+
+    def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
+        self.standing = None
+        if self.reads_inputs:
+            held = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
+            self.watched = watched_inputs(inputs, held)
+        self.num_inputs, self.weights, self.inputs_are_own = len(inputs), numbers_of_weights(inputs), self.is_alone(inputs)
+        compiler = aot_autograd(
+            fw_compiler=self.run_forward,
+            bw_compiler=self.run,
+            inference_compiler=self.run_inference,
+            partition_fn=self.partition_in_stretches,
+            decompositions=DECOMPOSITIONS,
+        )
+        self.traced = attempted(lambda: with_trees(self.module), self.module, NO_TREES, self.options.strict)
+        self.traced = attempted(lambda: with_block_products(self.traced), self.traced, NO_PRODUCTS, self.options.strict)
+        deferral = self.deferred = self.deferral() if self.inputs_are_own else None
+        self.chain = GradientReleaseChain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
+        compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
+        compiled = StagewiseFunction(compiled, self.chain) if self.chain is not None and self.chain.places else compiled
+        if deferral is not None:
+            compiled = DeferredCall(compiled, deferral.plan, Uses(self.options, compiled_use), deferral.unread)
+        watched = [item for item in self.watched if item.seen is not None]
+        return MaskGuard(compiled, watched, self.without_patterns()) if watched else compiled
+
+    def fits_by_far(self, inputs: list[Any]) -> bool:
+        """Whether Inductor is to have the graph, and nothing needs to be traced to see that: a short sequence."""
+        budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
+        if budget is None or not self.is_alone(inputs) or not compiles_whole(self.options, inputs):
+            return False
+        furthest = attempted(partial(fits_by_far, self.module.graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
+        if furthest:
+            furthest.guard(self.module.graph)
+        return furthest is not None
+
+    def part_of(self, module: fx.GraphModule) -> Compilation:
+        """For a part of the graph: nobody hears of it unless it is taken."""
+        return Compilation(module, self.options, exchange=self.exchange)
+
+    def deferral(self) -> Deferral | None:
+        """The graph without its outputs that are large and cheap to rebuild, where it has any."""
+        if self.options.outputs == "dense":
+            return None
+        deferral = attempted(lambda: defer_outputs(self.traced), None, NOT_DEFERRED, self.options.strict)
+        if deferral is not None:
+            log.debug("%s", deferral.plan)
+        return deferral
+
+    def without_patterns(self) -> Callable[..., Any]:
+        """The same graph, compiled once it is called, without relying on what any input holds.
+
+        Dynamo compiles it: for the lengths that are asked for, which need not be those that this compilation was made for.
+        """
+
+        def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            return Compilation(module, self.options, self.facts, reads_inputs=False).compile(example_inputs)
+
+        return torch.compile(self.module.forward, backend=backend)
+
+    def patterns(self, graph: fx.Graph, num_primals: int) -> dict[int, Pieces]:
+        """Patterns of the inputs that hold a mask, which the compiled graph then relies on."""
+        return patterns_of(self.watched, self.num_inputs, given_positions(graph, num_primals))
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Called by AOTAutograd: the joint graph in, the forward and the backward graph out."""
+
+        def halves_by(way: Callable[..., Any], graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return way(graph, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
+
+        def plain() -> tuple[fx.GraphModule, fx.GraphModule]:
+            return halves_by(min_cut_rematerialization_partition if has_unused_waits(joint.graph) else default_partition, joint)
+
+        def copied(way: Callable[..., Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return halves_by(way, fx.GraphModule(joint, graph_copy(joint.graph)))
+
+        if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
+            return plain()
+        self.num_outputs = num_fwd_outputs
+        pair_dimensions(joint.graph)
+        count = len(joint_inputs[0])
+        static = others.get("static_lifetime_input_indices") or ()
+        patterns = self.patterns(joint.graph, count)
+        capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
+        self.check_part(capture().joint if self.is_part else None)
+        may_run_whole = not has_collectives(joint.graph)  # whether it fits may be seen otherwise by another rank
+        budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
+        if budget is not None and may_fit_whole((whole := capture()).joint, budget):
+            halves = plain()
+            if self.fits_as_it_stands(whole, *halves):
+                return halves
+        facts = self.analysed(capture, [partial(copied, way) for way in (default_partition, min_cut_rematerialization_partition)])
+        if self.standing is not None and self.standing[1] is not None:
+            return self.standing[0], self.standing[1]
+        if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is asked for
+            return plain()
+        return facts.program.forward, facts.program.backward
+
+    def partition_in_stretches(
+        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The same, and which gradients autograd can have before the end of the backward graph."""
+        forward, backward = self.partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        if self.chain is not None and isinstance(joint_inputs, tuple):
+            plan_chain(self.chain, joint.graph, forward.graph, backward, num_fwd_outputs, self.num_inputs)
+        return forward, backward
+
+    def fits_as_it_stands(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
+        """Whether the halves that AOTAutograd would run stay within the budget; raises where Inductor is to have the graph."""
+        budget, num_outputs = self.options.memory_budget, len(facts.joint.outputs)
+        assert budget is not None
+        compiled = compiles_whole(self.options, [node.meta.get(VALUE) for node in facts.joint.graph.find_nodes(op="placeholder")])
+
+        def fits(lengths: Lengths) -> bool:
+            return fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)
+
+        now = Lengths.now(facts.joint.graph)
+        furthest = now.furthest_beyond(fits) if fits(now) else None
+        if furthest is None:
+            return False
+        self.found(replace(facts, fits="compiled" if compiled else "eager", lengths=furthest))
+        if compiled:
+            self.hand_over()
+        return True
+
+    def found(self, facts: Facts) -> None:
+        """Keep the facts of a graph."""
+        facts = replace(facts, begins=self.begins)
+        place_loops(facts)
+        self.costs = self.priced(facts)
+        self.keep(facts)
+
+    def deferred_bytes(self) -> int:
+        """Bytes of the outputs that are made when they are touched."""
+        return 0 if self.deferred is None else max(0, bytes_of_results(self.module) - bytes_of_results(self.deferred.module))
+
+    def hand_over(self) -> None:
+        """Let Inductor have the graph as Dynamo gave it."""
+        raise FitsUnchunkedError
+
+    def analysed(self, capture: Callable[[], Facts], ways: Sequence[Callable[[], Halves]]) -> Facts:
+        """The facts after all passes; without a program where the graph is to run as it stood. `ways` make halves that do so."""
+        self.ways = ways
+        try:
+            with doing("planning", self.options.progress):
+                facts = run_agreed(self.found_by_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
+            self.check_strict(facts)
+        except OverBudgetError as error:
+            raise self.told_of_split(error, capture) from None
+        except (OptionError, NotStreamedError, RanksDifferError):
+            raise
+        except Exception as error:
+            if self.options.strict:
+                raise not_streamed(told(error)) from error
+            if has_collectives(capture().joint.graph):
+                raise failed_here(error) from error
+            log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
+            facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
+        check_budget(facts, self.options)
+        in_loops = facts
+        if may_stand(facts, self.options):
+            facts = attempted(partial(self.unless_smaller, facts, capture(), ways), facts, NOT_COMPARED, strict=False)
+        self.raise_if_two(in_loops)
+        self.found(facts)
+        if facts.fits == "compiled":
+            self.hand_over()
+        return facts
+
+    def unless_smaller(self, facts: Facts, traced: Facts, ways: Sequence[Callable[[], Halves]]) -> Facts:
+        """The facts as `traced`, where it takes less memory than its loops as it stood, and the halves to run for the least."""
+        ours = None if facts.program is None else predicted(facts)
+        piece = smaller_than(ours, facts, traced.joint, ways)
+        if piece is None:
+            return facts
+        self.standing, trains, peak = piece.halves, piece.halves[1] is not None, piece.cost.peak
+        if ours is None:
+            return replace(facts, lengths=piece.lengths)
+        compiled = trains and uses_inductor(self.options, facts.joint.graph) and peak + self.deferred_bytes() <= ours.peak
+        return replace(traced, stands=why_smaller(ours.peak, peak), fits="compiled" if compiled else None, lengths=piece.lengths)
+
+    def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
+        """What the passes make of a graph; a refusal of `strict=True` is raised where other ranks still hear of it."""
+        facts = run_pipeline(capture, self.options, show_product)
+        self.check_strict(facts)
+        return facts
+
+    def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        keep_saved_tensors()
+        if self.chain is not None:
+            self.chain.keep_out(inputs_in_results())
+        runner = OuterRunner(module, self.num_outputs, asked_gradients(module.graph))
+        runner.about = priced(self.facts[-1]) if self.facts else None
+        return runner
+
+    def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        runner = OuterRunner(module, is_backward=True)
+        return runner if self.chain is None else in_stretches(runner, self.chain)
+
+    def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """A graph without gradients: the same forward loops, nothing saved."""
+        self.check_part()
+        weights = static_inputs() or self.parameters
+        pair_dimensions(module.graph)
+        patterns = self.patterns(module.graph, len(inputs))
+        capture = partial(captured, module, len(inputs), len(outputs_of(module.graph)), weights, patterns)
+        facts = self.analysed(capture, [lambda: (module, None)])
+        return OuterRunner(facts.program.forward if facts.program is not None else module)
+
+
+def compiled_use(
+    graph: fx.GraphModule, inputs: list[Any], options: Options, weights: Sequence[int]
+) -> tuple[Callable[..., Any], Facts | None]:
+    """What is asked for of deferred outputs, as a function, and what was found out about it."""
+    compilation = Compilation(graph, options, parameters=weights)
+    run = compilation.compile(inputs)
+    return run, compilation.facts[-1] if compilation.facts else None

@@ -1,0 +1,83 @@
+"""From AOTAutograd's joint graph to ours and back: what `partition_fn` is given and has to return."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from streamfx.frontend.mask_buffers import pattern_of
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import graph_copy, is_object, joint_graph
+from streamfx.ir.piecewise import Pieces
+from streamfx.node_meta import CONSTANT, GRAPH, MUTATED, PATTERN, STATIC_ADDRESS, STAYS, VALUE
+from streamfx.passes.ops.collectives import is_wait
+from streamfx.runtime.restride import unmarked
+from streamfx.torch_private import FakeTensor, tree_leaves, unset_fake_temporarily
+
+
+def captured(
+    module: fx.GraphModule,
+    num_primals: int,
+    num_outputs: int,
+    static_inputs: Sequence[int] = (),
+    known_masks: dict[int, Pieces] | None = None,
+    mutated_inputs: Sequence[int] | None = (),
+) -> Facts:
+    """A copy of a joint (or forward-only) graph as the facts that the pipeline starts from.
+
+    `static_inputs` are the positions of parameters and buffers among the inputs that are no objects, which AOTAutograd does not
+    count (2.13); `known_masks` tells for some of the inputs, by position among all, which constant pattern of rows and keys they
+    hold. `mutated_inputs` are those that the graph writes to; None where that is not known.
+    """
+    graph = graph_copy(module.graph)
+    _inline_numbers(graph, module)
+    output = graph.output_node()
+    flat = tree_leaves(output.args[0], is_leaf=lambda item: item is None)
+    output.args = (tuple(flat),)
+    for node in graph.find_nodes(op="get_attr"):
+        _keep_constant(node, module)
+    for node in graph.nodes:
+        if is_wait(node) and not node.users:  # another rank may read the result, and waits for this one
+            node.meta[STAYS] = True
+    joint = joint_graph(graph, num_primals, num_outputs)
+    inputs, counted = joint.inputs, [node for node in joint.inputs if not is_object(node)]
+    for position in static_inputs:
+        if position < len(counted):
+            counted[position].meta[STATIC_ADDRESS] = True
+    for position in range(num_primals) if mutated_inputs is None else mutated_inputs:
+        joint.primals[position].meta[MUTATED] = True
+    for position, pieces in (known_masks or {}).items():
+        inputs[position].meta[PATTERN] = pieces
+    return Facts(joint)
+
+
+def _inline_numbers(graph: fx.Graph, module: fx.GraphModule) -> None:
+    """Replace constants that hold one number by that number, so that masks made from it can be read."""
+    for node in graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(str(node.target))(module)
+        if isinstance(value, fx.GraphModule) or value.dim() > 0 or isinstance(value, FakeTensor):
+            continue
+        with graph.inserting_before(node), unset_fake_temporarily():
+            keywords = {"dtype": value.dtype, "device": value.device}
+            made = graph.call_function(torch.ops.aten.full.default, ([], value.item()), keywords)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
+def _keep_constant(node: fx.Node, module: fx.GraphModule) -> None:
+    """Hold a constant or a function that tracing found in the node itself: the graph's copy has no module to look it up in."""
+    value = operator.attrgetter(str(node.target))(module)
+    if isinstance(value, fx.GraphModule):
+        node.meta[GRAPH] = value
+        return
+    with unset_fake_temporarily():
+        value = unmarked(value)
+        pattern = pattern_of(value)
+    node.meta[CONSTANT] = value
+    node.meta.setdefault(VALUE, value)
+    if pattern is not None:
+        node.meta[PATTERN] = pattern

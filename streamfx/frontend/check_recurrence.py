@@ -1,0 +1,204 @@
+"""Does what is declared of an operator with a state hold? Looked at on sample inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from streamfx.argument_checks import described, refuse_unless, refusing
+from streamfx.errors import RuleError, told
+from streamfx.frontend.register_rules import TENSORS, overload_of
+from streamfx.ir.scan_schema import NotStatefulError, Stateful, StatefulPlan, backward_plan, forward_plan
+from streamfx.passes.ops.rules.stateful import STATEFUL
+from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.runtime.custom_scan import Backward, Forward, called, rows_of
+from streamfx.torch_private import FakeTensor
+
+LAW = "in chunks of {size} rows, each given the state that the last one left, {what} is off by {error:.1e} from that of all rows"
+DO = "look at rows, results and states of register_recurrence, and at block, if its state is one only behind whole blocks"
+
+
+@refusing(RuleError, "streamfx.check_recurrence(...)")
+def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: int | None = None) -> None:
+    """Look on sample inputs whether what was declared of an operator with a state holds: that chunks of its rows, each given the
+    state that the one before it left, give what all rows give, and that the same holds for its backward, from the last chunk on.
+
+    Whether the backward gives gradients at all is not looked at: `torch.autograd.gradcheck` does that.
+
+    Args:
+        operator: an operator that `streamfx.register_recurrence` was told of.
+        arguments: what to call it with, by name. Small tensors in float64 say most.
+        chunk_size: rows of a chunk; if not given, the fewest that are declared to be taken together, and a third of all.
+
+    Raises:
+        RuleError: the operator is not declared, the declaration does not hold for these arguments, or a result differs.
+
+    Example:
+        >>> import torch, streamfx
+        >>> try:
+        ...     streamfx.check_recurrence(torch.ops.aten.mm.default, {"self": torch.ones(2, 2), "mat2": torch.ones(2, 2)})
+        ... except streamfx.RuleError as error:
+        ...     print(error.found)
+        nothing was declared of it
+    """
+    asked = f"whether chunks of {operator} give what all rows give"
+    declared = STATEFUL.get((overload := overload_of(operator, asked)).name())
+    if declared is None:
+        raise RuleError(asked, found="nothing was declared of it", do="streamfx.register_recurrence(...)")
+    _check_arguments(overload, arguments, asked)
+    schema = overload._schema.arguments
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+        raise RuleError(asked, found=f"chunk_size={chunk_size!r}", do="give a number of rows, 1 or more")
+    given = {argument.name: arguments.get(argument.name, argument.default_value) for argument in schema}
+    own = {name: value.detach() if isinstance(value, Tensor) else value for name, value in given.items()}
+    try:
+        with torch.no_grad():
+            _Law(declared, own, chunk_size, asked).check()
+    except NotStatefulError as why:
+        raise RuleError(asked, found=str(why), do=DO) from why
+
+
+def _check_arguments(operator: Any, arguments: Any, asked: str) -> None:
+    """Whether these are arguments of the operator, by name, with numbers in them."""
+    schema = operator._schema.arguments
+    do = f"give a dictionary, by name, of what {operator._schema} takes"
+    refuse_unless(isinstance(arguments, Mapping), RuleError, asked, f"arguments={described(arguments)}", do)
+    if unknown := [str(name) for name in arguments if name not in {argument.name for argument in schema}]:
+        raise RuleError(asked, found=f"{', '.join(unknown)} among the arguments", do=f"give those of {operator._schema}")
+    needed = [one.name for one in schema if not one.has_default_value() and not str(one.type).startswith("Optional")]
+    if missing := [name for name in needed if name not in arguments]:
+        raise RuleError(asked, found=f"no {', '.join(missing)} among the arguments", do=do)
+    for one in schema:
+        value = arguments.get(one.name)
+        is_said = one.name in arguments and str(one.type) in TENSORS
+        fits = isinstance(value, Tensor) or (value is None and str(one.type) != "Tensor")
+        refuse_unless(not is_said or fits, RuleError, asked, f"{one.name}={described(value)}", do)
+        if isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
+            raise RuleError(asked, found=f"{one.name} holds no data", do="give real tensors: their numbers are compared")
+
+
+Chunks: TypeAlias = "list[tuple[Tensor, ...]]"
+
+
+class _Law:
+    size: int
+    starts: range
+
+    def __init__(self, declared: Stateful, arguments: Mapping[str, Any], chunk_size: int | None, asked: str) -> None:
+        self.declared, self.arguments, self.asked = declared, arguments, asked
+        wanted = [n for n, dim in enumerate(declared.results) if dim is not None or n in declared.states.values()]
+        try:
+            self.plan, self.kinds = forward_plan(declared, _kinds(arguments), wanted)
+            self.results = called(self.plan, arguments)
+        except NotStatefulError:
+            raise
+        except Exception as error:
+            raise RuleError(
+                asked, found=f"with these arguments it raises {told(error)}", do="give those of a real call"
+            ) from error
+        self.length = rows_of(self.plan, arguments)
+        self.device = next(item.device for item in self.results if isinstance(item, Tensor))
+        block = self.plan.block
+        sizes = {-(-size // block) * block for size in ([chunk_size] if chunk_size else [1, -(-self.length // 3)])}
+        self.sizes = sorted(size for size in sizes if 0 < size < self.length)
+        if not self.sizes:
+            do = f"give more than {max(block, chunk_size or 1)} rows: in one chunk nothing is handed on"
+            raise RuleError(asked, found=f"{self.length} rows", do=do)
+
+    def check(self) -> None:
+        for size in self.sizes:
+            self.size, self.starts = size, range(0, self.length, size)
+            self.check_chunks()
+
+    def check_chunks(self) -> None:
+        """Of the size and from the starts that are set."""
+        states = torch.empty(len(self.starts), int(self.plan.carried), dtype=torch.uint8, device=self.device)
+        forward = Forward(self.plan)
+        chunks = self._run(lambda: self._forward_chunks(forward, states))
+        self._compare(self.plan, _alike(dict(enumerate(self.results)), self.kinds), chunks, "result")
+        known = self._given_to_backward()
+        numbers = [n for n, name in enumerate(self.declared.gradients) if name is not None and self._is_there(name)]
+        plan, kinds = backward_plan(self.declared, self.plan, _kinds(known), self.kinds, numbers)
+        run = Backward(plan)
+        whole = run(*(known[name] for name in plan.operands))
+        chunks = self._run(lambda: self._backward_chunks(run, states, known))
+        self._compare(plan, _alike(dict(zip(numbers, whole, strict=True)), kinds), chunks, "gradient")
+
+    def _run(self, chunks: Callable[[], Chunks]) -> Chunks:
+        """What an operator says of chunks that it does not take is said of the declaration."""
+        try:
+            return chunks()
+        except Exception as error:
+            found = f"in chunks of {self.size} rows it raises {told(error)}"
+            raise RuleError(self.asked, found=found, do=DO) from error
+
+    def _is_there(self, name: str) -> bool:
+        return isinstance(self.arguments[name], Tensor)
+
+    def _given_to_backward(self) -> dict[str, Any]:
+        """Its own arguments of the call, some gradient of each result, and what the call saved."""
+        declared, draw = self.declared, torch.Generator().manual_seed(0)
+        own = {name: self.arguments[name] for name in declared.takes if declared.remade or name in declared.backward_takes}
+        own |= dict.fromkeys(declared.counts & set(declared.backward_takes), self.length)
+        for name, number in declared.cotangents.items():
+            like, dense = self.kinds[number], torch.randn(self.kinds[number].shape, generator=draw, dtype=torch.float64)
+            own[name] = dense.to(self.device, like.dtype)
+        return own | {name: self.results[number] for name, number in declared.saved.items() if name not in declared.remade}
+
+    def _forward_chunks(self, run: Recurrence, states: Tensor) -> Chunks:
+        carry = torch.zeros_like(states[0])
+        made = []
+        for i, start in enumerate(self.starts):
+            own = self._operands(self.plan, self.arguments, start)
+            made.append(run.advance(start, self.length - self._stop(start), carry, states, i, *own))
+        return made
+
+    def _backward_chunks(self, run: Backward, states: Tensor, known: Mapping[str, Any]) -> Chunks:
+        carry = torch.zeros(int(run.plan.carried), dtype=torch.uint8, device=states.device)
+        made = []
+        for i, start in reversed([*enumerate(self.starts)]):
+            own = self._operands(run.plan, known, start)
+            made.append(run.retreat(self.length - self._stop(start), start, carry, states, i, *own))
+        return made[::-1]
+
+    def _stop(self, start: int) -> int:
+        return min(start + self.size, self.length)
+
+    def _operands(self, plan: StatefulPlan, values: Mapping[str, Any], start: int) -> list[Tensor]:
+        """Operands of a chunk."""
+        count = self._stop(start) - start
+        return [values[n].narrow(plan.rows[n], start, count) if n in plan.rows else values[n] for n in plan.operands]
+
+    def _compare(self, plan: StatefulPlan, truth: Mapping[int, Any], chunks: Sequence[tuple[Tensor, ...]], what: str) -> None:
+        for place, part in enumerate(plan.results):
+            if part.number not in truth:
+                continue
+            parts = [chunk[place] for chunk in chunks]
+            made = torch.cat(parts, part.rows) if part.rows is not None else torch.stack(parts).sum(0)
+            error = _relative(made, truth[part.number])
+            tolerance = torch.finfo(made.dtype).eps ** 0.5 if made.is_floating_point() or made.is_complex() else 0.0
+            if not error <= tolerance:
+                named = self.declared.gradients[part.number] if what == "gradient" else part.number
+                found = LAW.format(size=self.size, what=f"{what} {named}", error=error)
+                raise RuleError(self.asked, found=found, do=DO)
+
+
+def _kinds(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of which no numbers are looked at."""
+    return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def _alike(truth: Mapping[int, Any], kinds: Sequence[Any]) -> dict[int, Tensor]:
+    """Results of a call as it stands that are what chunks leave: it may have no first state, and not ask for its last one."""
+    return {number: value for number, value in truth.items() if value is not None and value.shape == kinds[number].shape}
+
+
+def _relative(made: Tensor, truth: Tensor) -> float:
+    if made.shape != truth.shape:
+        return float("inf")
+    wide = torch.complex128 if truth.is_complex() else torch.float64
+    distance, norm = float((made.to(wide) - truth.to(wide)).norm()), float(truth.to(wide).norm())
+    return distance / norm if norm else distance

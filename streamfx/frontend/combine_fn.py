@@ -1,0 +1,113 @@
+"""The function that an associative scan combines two rows with, as it was traced under `vmap`: what it is given, and whether it
+computes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from streamfx.passes.rewrite.scans.scan_hop import ScanStep, computes
+from streamfx.runtime.associative import known_combine
+from streamfx.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, is_traceable_wrapper_subclass, tree_map
+from streamfx.torch_private.vmapped import traced_on_rows
+
+EXAMPLE = "example_value"
+
+
+@dataclass(frozen=True)
+class CombineInput:
+    """Stands for one of the rows that a function is given."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class CombineValue:
+    """Stands for what an operator of the function makes."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Body:
+    """The function's operators, with numbers for values: that of another level is equal. What it is `given` is from outside."""
+
+    operators: tuple[tuple[Any, ...], ...]
+    results: tuple[Any, ...]
+    given: tuple[fx.Node, ...]
+
+    @classmethod
+    def read(cls, rows: Sequence[fx.Node], inside: Sequence[fx.Node], results: Sequence[Any]) -> Body | None:
+        """None where something is not made of rows, or of tensors from outside, alone."""
+        names: dict[fx.Node, Any] = {row: CombineInput(number) for number, row in enumerate(rows)}
+        names |= {node: CombineValue(number) for number, node in enumerate(inside)}
+        sources = [source for node in inside for source in node.all_input_nodes]
+        given = dict.fromkeys(source for source in sources if source not in names)
+        if not all(map(is_plain, given)) or not all(map(_is_of_torch, inside)) or not all(result in names for result in results):
+            return None
+        operators = [
+            (node.op, node.target, *fx.node.map_arg((node.args, node.kwargs), lambda source: names.get(source, source)))
+            for node in inside
+        ]
+        return cls(tuple(operators), tuple(names[result] for result in results), tuple(given))
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Whether a value is a tensor, and none that is made of others, as shards are."""
+    value = node.meta.get(EXAMPLE)
+    return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    """Whether a function of torch makes a tensor: one whose gradient is that of the operators it calls. A user's own that Dynamo
+    was told not to look into, or an `autograd.Function`, may have another.
+    """
+    target = node.target
+    is_known = isinstance(target, (str, BuiltinFunctionType, OpOverload, OpOverloadPacket)) or (
+        getattr(target, "__module__", "") in ("torch.functional", "torch.nn.functional", "torch._tensor")
+    )
+    return is_plain(node) and is_known and not isinstance(target, HigherOrderOperator)
+
+
+def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
+    """The number of the function that combines rows of these elements; None where it does more than to compute."""
+    rows = [_row(node) for node in (*elements, *elements)]  # each a value of its own: by that tracing tells them apart
+    try:
+        traced = traced_on_rows(_module(body, len(rows)), [*rows, *map(_whole, body.given)])
+    except Exception:  # its operators say in many ways that they do not run on fake rows
+        return None
+    nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
+    if not all(node.op == "call_function" and computes(node) for node in nodes):
+        return None
+    return known_combine(ScanStep(traced.graph, 0).with_views().graph, len(body.given))
+
+
+def _row(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta[EXAMPLE]
+    return value.new_empty(value.shape[1:])
+
+
+def _whole(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta[EXAMPLE]
+    return value.new_empty(value.shape)
+
+
+def _module(body: Body, rows: int) -> fx.GraphModule:
+    """The function, which is given so many rows, and tensors from outside."""
+    graph = fx.Graph()
+    known: dict[Any, fx.Node] = {CombineInput(number): graph.placeholder(f"row_{number}") for number in range(rows)}
+    known |= {node: graph.placeholder(f"given_{number}") for number, node in enumerate(body.given)}
+    for number, (kind, target, args, kwargs) in enumerate(body.operators):
+        own = tree_map(
+            lambda item: known.get(item, item) if isinstance(item, (CombineInput, CombineValue, fx.Node)) else item,
+            (args, kwargs),
+        )
+        known[CombineValue(number)] = graph.create_node(kind, target, *own)
+    graph.output(tuple(known[result] for result in body.results))
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -1,0 +1,184 @@
+"""Inputs that hold a mask, or a few numbers: buffers whose values are read once, as a pattern of rows and keys, and watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Buffer, Parameter
+
+from streamfx.cost.memory import bytes_like
+from streamfx.ir.fingerprint import MOST_BYTES, Fingerprint, any_hidden_change, has_memory
+from streamfx.ir.piecewise import Pieces, everywhere, joined
+from streamfx.ir.ranges import ACTIVATION, INFINITY, Range, constant, everything
+from streamfx.torch_private import FakeTensor
+
+MOST_PIECES = 16
+MOST_READ = 1 << 20  # bytes of ordinary numbers that are read at each call
+MOST_COUNTED = 1 << 24  # up to here float32 holds all whole numbers
+PLACES = everywhere(Range(0, MOST_COUNTED))  # what a table of row numbers holds: of experts, of positions
+NUMBERS = everywhere(Range(-ACTIVATION, ACTIVATION, assumed=1))  # ordinary numbers, as weights are
+
+
+def pattern_of(tensor: Tensor) -> Pieces | None:
+    """What a tensor [..., n, n] holds as a function of delta = column - row, where most of it is a constant.
+
+    A registered `tril` buffer is 1 for delta <= 0 and 0 above; an additive mask is minus infinity above. Of any other tensor it
+    is said whether it holds ordinary numbers: none is infinite, NaN, or so large that it may stand for infinity; of a table of
+    whole numbers, whether they may be numbers of rows.
+    """
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:  # weights of a model that is only looked at
+        return NUMBERS if isinstance(tensor, Parameter) and tensor.is_floating_point() else None
+    if type(tensor) not in (Tensor, Buffer, Parameter) or not has_memory(tensor):
+        return None
+    n = tensor.shape[-1] if tensor.dim() > 1 else 0
+    is_mask = n > 1 and tensor.shape[-2] == n and not tensor.is_complex() and not tensor.requires_grad
+    return (_mask_pattern(tensor.detach().reshape(-1, n, n)) if is_mask else None) or _ordinary(tensor) or _places(tensor)
+
+
+def _mask_pattern(values: Tensor) -> Pieces | None:
+    """Of square matrices [k, n, n]: constants above or below the diagonal, or one per diagonal."""
+    if bool((values == values[:1]).all()) and bool((values[0, 1:, 1:] == values[0, :-1, :-1]).all()):
+        return _toeplitz(values[0])
+    above = _constant_above(values, 1)
+    below = _constant_above(values.transpose(1, 2), 1)
+    if above is None and below is None:
+        return None
+    low, high = values.aminmax()
+    nan = low != low
+    inside = Range(-INFINITY, INFINITY, True) if nan else Range(low.item(), high.item())
+    return joined((0, 1), (below or inside, inside, above or inside))
+
+
+def _ordinary(tensor: Tensor) -> Pieces | None:
+    """That all numbers are ordinary ones, as trained weights are."""
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.dtype.itemsize == 1:
+        return None
+    least, most = tensor.detach().aminmax()
+    if least.item() >= -ACTIVATION and most.item() <= ACTIVATION:
+        return NUMBERS
+    return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None  # not what is assumed of trained weights
+
+
+def _places(tensor: Tensor) -> Pieces | None:
+    """That all numbers of a table are whole, and none is negative. Of single numbers, which may count steps, nothing is said."""
+    if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() < 2 or not tensor.numel():
+        return None
+    least, most = tensor.aminmax()
+    return PLACES if least.item() >= 0 and most.item() <= MOST_COUNTED else None
+
+
+def _toeplitz(values: Tensor) -> Pieces | None:
+    along = torch.cat((values[1:, 0].flip(0), values[0])).tolist()  # delta = -(n - 1) .. n - 1
+    first = -(values.shape[0] - 1)
+    cuts = [first + i for i in range(1, len(along)) if along[i] != along[i - 1]]
+    if len(cuts) >= MOST_PIECES:
+        return None
+    return joined(cuts, [constant(along[0]), *(constant(along[cut - first]) for cut in cuts)])
+
+
+def _constant_above(values: Tensor, diagonal: int) -> Range | None:
+    n = values.shape[-1]
+    above = torch.ones(n, n, dtype=torch.bool, device=values.device).triu_(diagonal)
+    first = values[0, 0, n - 1]
+    return constant(first.item()) if bool((values == first).logical_or_(~above).all()) else None
+
+
+@dataclass
+class WatchedInput:
+    """One input whose values were read: where it stands, and what was found in it.
+
+    `seen` is what it held; None of weights that are trained, which are assumed to stay ordinary numbers.
+    """
+
+    position: int
+    pattern: Pieces
+    seen: Fingerprint | None
+    address: int = 0
+
+    @staticmethod
+    def of(position: int, tensor: Tensor, pattern: Pieces) -> WatchedInput:
+        if tensor.requires_grad or not has_memory(tensor):
+            return WatchedInput(position, pattern, None)
+        return WatchedInput(position, pattern, Fingerprint.of(tensor, reads=_is_read(tensor, pattern)), tensor.data_ptr())
+
+    def looks_the_same(self, tensor: Any) -> bool:
+        """Whether the input is what it was, as far as can be told without a look at its values."""
+        if self.seen is None:
+            return True
+        if not isinstance(tensor, Tensor) or self.seen.visible_change(tensor) is not None:
+            return False
+        return self.seen.sums is not None or tensor.data_ptr() == self.address
+
+    def still_holds(self, tensor: Any) -> bool:
+        """Whether the input still has the pattern, which is looked for again only if it is not what it was."""
+        if self.looks_the_same(tensor) and (self.seen is None or self.seen.hidden_change(tensor) is None):
+            return True
+        if not isinstance(tensor, Tensor) or pattern_of(tensor) != self.pattern:
+            return False
+        again = WatchedInput.of(self.position, tensor, self.pattern)
+        self.seen, self.address = again.seen, again.address
+        return True
+
+
+def _is_read(tensor: Tensor, pattern: Pieces) -> bool:
+    """Whether an input is read at each call: masks and small tables are, frozen weights are told by version and address."""
+    return bool(pattern.cuts) or bytes_like(tensor) <= MOST_READ
+
+
+def _is_watchable(tensor: Tensor, pattern: Pieces) -> bool:
+    """Tensors made in inference mode do not count who writes to them: they are read, or not relied on."""
+    return bytes_like(tensor) <= MOST_BYTES if _is_read(tensor, pattern) else not tensor.is_inference()
+
+
+def _pattern(tensor: Tensor, belongs: bool) -> Pieces | None:
+    """What the caller hands in may be anything, with a gradient, too: a bias is no activation."""
+    if belongs:
+        return pattern_of(tensor)
+    return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None
+
+
+def watched_inputs(inputs: Sequence[Any], held: Sequence[bool]) -> list[WatchedInput]:
+    """The inputs of which something is known, among those that belong to the model (`held`) rather than to its caller."""
+    watched = []
+    for position, (tensor, belongs) in enumerate(zip(inputs, held, strict=True)):
+        pattern = _pattern(tensor, belongs) if isinstance(tensor, Tensor) else None
+        if pattern is not None and _is_watchable(tensor, pattern):
+            watched.append(WatchedInput.of(position, tensor, pattern))
+    return watched
+
+
+def patterns_of(watched: Sequence[WatchedInput], count: int, given: Sequence[int | None]) -> dict[int, Pieces]:
+    """Patterns of watched inputs of Dynamo's graph, which has `count` inputs, by position among the inputs of the traced graph,
+    where sharded tensors have been taken apart: of each of these `given` tells which of Dynamo's it is.
+    """
+    if count == len(given):
+        return {item.position: item.pattern for item in watched}
+    whole = {position: i for i, position in enumerate(given) if position is not None}
+    if None not in given:  # AOTAutograd has put inputs together
+        return {}
+    return {whole[item.position]: item.pattern for item in watched if item.position in whole}
+
+
+def all_hold(watched: Sequence[WatchedInput], inputs: Sequence[Any]) -> bool:
+    """Whether all watched inputs have their patterns. Where nothing has changed, each device is waited for once."""
+    if all(item.looks_the_same(inputs[item.position]) for item in watched):
+        read = [(item.seen, inputs[item.position]) for item in watched if item.seen is not None]
+        if not any_hidden_change(read):
+            return True
+    return all(item.still_holds(inputs[item.position]) for item in watched)
+
+
+@dataclass(frozen=True)
+class MaskGuard:
+    """A compiled graph that relies on the values of some inputs, and what to run once they have changed."""
+
+    compiled: Callable[..., Any]
+    watched: Sequence[WatchedInput]
+    otherwise: Callable[..., Any]
+
+    def __call__(self, *inputs: Any) -> Any:
+        return (self.compiled if all_hold(self.watched, inputs) else self.otherwise)(*inputs)

@@ -1,0 +1,244 @@
+"""Operators with a state of the user's own: which argument is the state, and which result is what is left of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from streamfx.argument_checks import described, did_you_mean, refusing
+from streamfx.errors import RuleError
+from streamfx.frontend.register_rules import TENSORS, has_rule, overload_of
+from streamfx.ir.scan_schema import Stateful
+from streamfx.passes.ops.rules.stateful import declare
+from streamfx.torch_private import OpOverload
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
+
+GIVEN = ("rows", "results", "states", "cotangents", "gradients")
+WHAT = {
+    "gradients": "names of the operator's arguments, or None",
+    "counts": "names of arguments",
+    "results": "dimensions, or None",
+}
+
+
+class ExtraDeclaration(TypedDict, total=False):
+    """What few operators need to be said of."""
+
+    saved: Mapping[str, int]
+    always: Mapping[str, Any]
+    only: Mapping[str, Any]
+    counts: Collection[str]
+    block: int | str
+
+
+@refusing(RuleError, "streamfx.register_recurrence(...)")
+def register_recurrence(
+    operator: Any,
+    backward: Any,
+    *,
+    rows: Mapping[str, int],
+    results: Sequence[int | None],
+    states: Mapping[str, int],
+    cotangents: Mapping[str, int],
+    gradients: Sequence[str | None],
+    **more: Unpack[ExtraDeclaration],
+) -> None:
+    """Tell streamfx where an operator of your own has its state, so that it streams: a chunk of rows begins with the state that
+    the chunk before it left, and the backward of a chunk with the gradient of the state that the chunk after it left.
+
+    Both are operators of `torch.library`, which run on a chunk's rows as on any others. That two halves, the state handed over,
+    give what all rows give, is your word, and `streamfx.check_recurrence` looks whether it holds: docs/recurrences.md.
+
+    Args:
+        operator: what `torch.library.custom_op` returned, or `torch.ops.<namespace>.<name>` (with an overload of several).
+        backward: the operator that gives its gradients. Arguments of it that are the operator's own bear the same names.
+        rows: arguments that have rows, each with the dimension that rows run along. Gradients of others are sums over rows.
+        results: for each of the operator's results the dimension that rows run along; None of one without rows.
+        states: arguments that are states before the first row, each with the number of the result that is it after the last.
+        cotangents: the backward's arguments that are gradients of results, each with the number of the result.
+        gradients: for each result of the backward, of which of the operator's arguments it is the gradient, or None.
+        more: `saved`, the backward's arguments that are results of the operator, by number; `always`, arguments that chunks need
+            for a last state, and its gradient; `only`, arguments of the calls that all this is true of; `counts`, arguments that
+            are the number of rows; `block`, how many rows are taken together, or the argument that says so.
+
+    Raises:
+        RuleError: what is said does not fit the schemas of both, which the error names.
+
+    Example:
+        >>> import torch, streamfx
+        >>> from torch import Tensor
+        >>> def sums(x: Tensor, w: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        ...     y = (w * x).cumsum(1) + first[:, None]
+        ...     return y, y[:, -1].clone()
+        >>> def back(dy: Tensor, dlast: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ...     dsums = dy.flip(1).cumsum(1).flip(1) + dlast[:, None]
+        ...     return w * dsums, (x * dsums).sum((0, 1)), dsums[:, 0].clone()
+        >>> own = [torch.library.custom_op(f"streamfx_docs::{f.__name__}", f, mutates_args=()) for f in (sums, back)]
+        >>> _ = [one.register_fake(f) for one, f in zip(own, (sums, back))]
+        >>> forward, backward = {"states": {"first": 1}, "results": (1, None)}, {"cotangents": {"dy": 0, "dlast": 1}}
+        >>> streamfx.register_recurrence(*own, rows={"x": 1}, **forward, **backward, gradients=("x", "w", "first"))
+        >>> streamfx.check_recurrence(own[0], {"x": torch.randn(2, 7, 3), "w": torch.randn(3), "first": torch.randn(2, 3)})
+    """
+    said = _Declaration(operator, backward)
+    said.check(rows=rows, results=results, states=states, cotangents=cotangents, gradients=gradients, **more)
+    declare(said.said)
+
+
+class _Declaration:
+    """What is said of two operators, to be held against their schemas."""
+
+    said: Stateful
+
+    def __init__(self, operator: Any, backward: Any) -> None:
+        self.asked = f"a recurrence of {operator}"
+        self.own, self.other = (
+            overload_of(operator, self.asked),
+            overload_of(backward, f"{self.asked}, whose backward is {backward}"),
+        )
+
+    def check(self, **how: Any) -> None:
+        for name in ("rows", "states", "cotangents", "saved", "always", "only"):
+            known = how.get(name, {})
+            by_name = isinstance(known, Mapping) and all(isinstance(key, str) for key in known)
+            self._needs(by_name, f"{name}={described(known)}", "give a dictionary, by the names of arguments")
+        for name in ("results", "gradients"):
+            known = how[name]
+            self._needs(isinstance(known, (list, tuple)), f"{name}={described(known)}", "give a list, one entry for each result")
+        for name, kind in (("gradients", str), ("counts", str), ("results", int)):
+            known = how.get(name, ())
+            is_list = isinstance(known, (list, tuple, set, frozenset))
+            fits = is_list and all(type(one) is kind or (one is None and name != "counts") for one in known)
+            self._needs(fits, f"{name}={described(known)}", f"give a list of {WHAT[name]}")
+        unknown = [name for name in how if name not in {*GIVEN, *ExtraDeclaration.__annotations__}]
+        hint = did_you_mean(unknown[0], ExtraDeclaration.__annotations__) if unknown else ""
+        self._needs(not unknown, f"{', '.join(unknown)}", f"{hint}it may be {', '.join(ExtraDeclaration.__annotations__)}")
+        takes, backward_takes = ([argument.name for argument in one._schema.arguments] for one in (self.own, self.other))
+        copied: dict[str, Any] = {
+            name: dict(value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value
+            for name, value in how.items()
+        }
+        copied["counts"] = frozenset(how.get("counts", ()))
+        names = self.own.name(), self.other.name()
+        self.said = Stateful(
+            name=names[0].replace("::", "_"),
+            operators=names,
+            forward=self.own,
+            backward=self.other,
+            takes=tuple(takes),
+            backward_takes=tuple(backward_takes),
+            **copied,
+        )
+        for operator in (self.own, self.other):
+            self._check_operator(operator)
+        self._check_forward()
+        self._check_backward()
+        self._check_options()
+
+    def _check_operator(self, operator: OpOverload[Any, Any]) -> None:
+        self._needs(not has_rule(operator), f"{operator} has a rule already", "leave it: rules that are there are tested")
+        self._needs(
+            not operator._schema.is_mutable,
+            f"{operator} writes into its arguments: {operator._schema}",
+            "wrap it in an operator that returns what it writes (mutates_args=())",
+        )
+        lists = [argument.name for argument in operator._schema.arguments if "List[Tensor]" in str(argument.type)]
+        self._needs(not lists, f"{operator} takes lists of tensors: {', '.join(lists)}", "give it each as an argument of its own")
+
+    def _check_forward(self) -> None:
+        said, count = self.said, len(self.own._schema.returns)
+        self._are_tensors("rows", said.rows, self.own)
+        self._are_tensors("states", said.states, self.own)
+        self._needs(bool(said.rows), "no argument with rows", "name those that have rows, and the dimension: rows={'x': 1}")
+        self._needs(bool(said.states), "no state", "an operator without one takes a rule: streamfx.register_rule")
+        both = sorted(set(said.rows) & set(said.states))
+        self._needs(not both, f"{', '.join(both)} among rows and among states", "a state has no rows")
+        self._needs(
+            len(said.results) == count, f"{len(said.results)} entries in results", f"write one for each of its {count} results"
+        )
+        self._are_numbers("states", said.states, count)
+        with_rows = [name for name, number in said.states.items() if said.results[number] is not None]
+        self._needs(not with_rows, f"the last {', '.join(with_rows)} has rows", "a state has none: write None in results")
+        dims = [*said.rows.values(), *(dim for dim in said.results if dim is not None)]
+        self._needs(all(type(dim) is int for dim in dims), f"dimensions {dims}", "give each as a number")
+
+    def _check_backward(self) -> None:
+        said, count = self.said, len(self.other._schema.returns)
+        for what, names in (("cotangents", said.cotangents), ("saved", said.saved)):
+            self._are_tensors(what, names, self.other)
+            self._are_numbers(what, names, len(said.results))
+            own = sorted(set(names) & set(said.takes))
+            self._needs(not own, f"{', '.join(own)} in {what}, a name of the operator's own", "give it a name of its own")
+        both = sorted(set(said.saved) & set(said.cotangents))
+        self._needs(not both, f"{', '.join(both)} among cotangents and among saved", "an argument is one of the two")
+        self._needs(
+            len(said.gradients) == count,
+            f"{len(said.gradients)} entries in gradients",
+            f"write one for each of its {count} results",
+        )
+        named = [name for name in said.gradients if name is not None]
+        self._are_tensors("gradients", named, self.own)
+        self._needs(len({*named}) == len(named), f"gradients {named}, one of them twice", "name each argument once")
+        unknown = [name for name in tensors_of(self.other) if name not in (*said.takes, *said.cotangents, *said.saved)]
+        self._needs(
+            not unknown,
+            f"{', '.join(unknown)} of the backward, of which nothing is said",
+            "name it as the operator does, or say what it is in cotangents or saved",
+        )
+        for name, number in said.states.items():
+            self._needs(name in named, f"the backward gives no gradient of {name}", "a chunk hands it to the chunk before it")
+            self._needs(
+                number in said.cotangents.values(),
+                f"the backward takes no gradient of result {number}, the last {name}",
+                "a chunk is given it by the chunk after it",
+            )
+        with_rows = [name for name, number in said.cotangents.items() if said.results[number] is not None]
+        with_rows += [name for name in said.backward_takes if name in said.rows]
+        self._needs(
+            bool(with_rows), "no argument of the backward has rows", "say of which results it takes gradients: cotangents"
+        )
+
+    def _check_options(self) -> None:
+        said = self.said
+        takes = {*said.takes, *said.backward_takes}
+        tensors = {
+            argument.name
+            for operator in (self.own, self.other)
+            for argument in operator._schema.arguments
+            if str(argument.type) in TENSORS
+        }
+        for what, names in (("always", said.always), ("counts", said.counts), ("only", said.only)):
+            known = takes if what == "only" else takes - tensors
+            unknown = sorted(name for name in names if name not in known)
+            self._needs(
+                not unknown, f"{', '.join(unknown)} in {what}", f"name arguments of it, no tensors: {sorted(takes - tensors)}"
+            )
+        is_size = type(said.block) is int and said.block > 0
+        self._needs(
+            is_size or said.block in set(said.takes) - tensors,
+            f"block={said.block!r}",
+            "give a number of rows, 1 or more, or the operator's argument that is one",
+        )
+
+    def _are_tensors(self, what: str, names: Iterable[str], operator: OpOverload[Any, Any]) -> None:
+        known = tensors_of(operator)
+        unknown = [name for name in names if name not in known]
+        self._needs(
+            not unknown, f"{', '.join(map(str, unknown))} in {what}", f"name tensors that {operator} takes: {', '.join(known)}"
+        )
+
+    def _are_numbers(self, what: str, numbers: Mapping[str, int], count: int) -> None:
+        values = list(numbers.values())
+        wrong = [number for number in values if type(number) is not int or not 0 <= number < count]
+        self._needs(not wrong, f"results {wrong} in {what}", f"the operator has results 0 to {count - 1}")
+        self._needs(len({*values}) == len(values), f"{what} {dict(numbers)}, a result twice", "name each result once")
+
+    def _needs(self, holds: bool, found: str, do: str) -> None:
+        if not holds:
+            raise RuleError(self.asked, found=found, do=do)
+
+
+def tensors_of(operator: OpOverload[Any, Any]) -> list[str]:
+    """The arguments of an operator that are tensors, or may be."""
+    return [argument.name for argument in operator._schema.arguments if str(argument.type) in TENSORS]

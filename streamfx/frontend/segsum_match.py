@@ -1,0 +1,331 @@
+"""What is a matrix of weights, of a Dynamo graph, made of? Proven for each element (c, z), by what the operators between do.
+
+    expand(x[..., None])              repeated    x[c]
+    masked_fill(.., ~tril(-1), 0)     strict      x[c] below the diagonal, else 0
+    cumsum over c                     totals      x[z + 1] + ... + x[c], on and below the diagonal
+    masked_fill(.., ~tril(0), -inf)   hidden      the same, and -inf above the diagonal
+    exp                               weights     exp of it, and 0 above the diagonal
+
+or, for the totals, `cumsum(x)[c] - cumsum(x)[z]`. A diagonal that lies elsewhere is another matrix, and none of these.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from math import inf
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from streamfx.frontend.combine_fn import EXAMPLE, is_plain
+from streamfx.ir.sizes import Size, shape_of
+from streamfx.torch_private.vmapped import PAD
+
+COLUMN = -1  # beside the dimensions of a source: that of z
+Place: TypeAlias = "int | None"  # a dimension of the source, or COLUMN; None has size one
+
+
+class FactKind(Enum):
+    SOURCE = "the source itself"
+    RUNNING = "its running sum"
+    REPEATED = "the same for each column"
+    STRICT = "nothing on and above the diagonal"
+    TOTALS = "sums of rows from z + 1 to c, where z <= c"
+    HIDDEN = "these, and minus infinity above the diagonal"
+    GROWN = "exp of totals"
+    WEIGHTS = "exp of totals, and zero above the diagonal"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Elements of a value by those of its `source`, whose rows run along dimension `rows`; `dims` says what each dimension is."""
+
+    kind: FactKind
+    source: fx.Node
+    dims: tuple[Place, ...]
+    rows: int | None = None
+
+    @property
+    def has_last_square(self) -> bool:
+        """Whether the last two dimensions are rows and columns: those that masks and triangles speak of."""
+        return len(self.dims) > 1 and self.dims[-2] == self.rows and self.dims[-1] == COLUMN
+
+
+@dataclass(frozen=True)
+class Triangle:
+    """Truth values of the last two dimensions: where c - z >= `least`, or everywhere but there."""
+
+    least: int
+    inside: bool
+
+
+@dataclass
+class Reader:
+    """Reads values of a Dynamo graph; `own` are the operators that it has read."""
+
+    own: set[fx.Node] = field(default_factory=set)
+
+    def fact(self, node: fx.Node) -> Fact:
+        """What is known of a value; at least that it is itself."""
+        rule = _RULES.get(name_of(node))
+        found = rule(self, node) if rule is not None and all(map(_is_tensor_or_size, node.all_input_nodes)) else None
+        if found is not None:
+            self.own.add(node)
+            return found
+        return Fact(FactKind.SOURCE, node, tuple(range(node.meta[EXAMPLE].dim())))
+
+    def triangle(self, node: Any) -> Triangle | None:
+        """Whether truth values are those of a triangle."""
+        name = name_of(node)
+        if name == "logical_not" or (name == "invert" and node.meta[EXAMPLE].dtype == torch.bool):
+            known = self.triangle(node.args[0])
+            found = None if known is None else replace(known, inside=not known.inside)
+        elif name in ("tril", "triu"):
+            found = self._cut(node)
+        elif name in ("bool", "to") and node.meta[EXAMPLE].dtype == torch.bool:
+            found = self.triangle(node.args[0])
+        else:
+            found = None
+        if found is not None:
+            self.own.add(node)
+        return found
+
+    def _cut(self, node: fx.Node) -> Triangle | None:
+        arguments = arguments_of(node, "input", "diagonal")
+        if arguments is None or name_of(arguments["input"]) != "ones":
+            return None
+        self.own.add(arguments["input"])
+        return _triangle_of(node, arguments)
+
+
+def _triangle_of(node: fx.Node, arguments: dict[str, Any]) -> Triangle | None:
+    """What `tril` or `triu` keeps: z - c <= diagonal, or z - c >= diagonal."""
+    diagonal = arguments.get("diagonal", 0)
+    if type(diagonal) is not int:
+        return None
+    return Triangle(-diagonal, True) if name_of(node) == "tril" else Triangle(1 - diagonal, False)
+
+
+def _is_tensor_or_size(node: fx.Node) -> bool:
+    return is_plain(node) or isinstance(node.meta.get(EXAMPLE), torch.SymInt)
+
+
+# -- calls
+
+
+_FUNCTIONS: dict[Any, str] = {
+    operator.getitem: "getitem",
+    operator.invert: "invert",
+    operator.sub: "sub",
+    operator.matmul: "matmul",
+    torch.nn.functional.pad: "pad",
+    PAD: "pad",
+    **{
+        getattr(torch, name): name
+        for name in (
+            *("bmm", "cat", "cumsum", "einsum", "exp", "logical_not", "masked_fill", "matmul", "ones", "permute", "sub"),
+            *("swapaxes", "transpose", "tril", "triu", "unsqueeze", "where", "zeros", "zeros_like"),
+        )
+    },
+}
+
+
+def name_of(node: Any) -> str:
+    """What a call of torch is called; nothing for any other value."""
+    if not isinstance(node, fx.Node):
+        return ""
+    if node.op == "call_method":
+        return str(node.target) if isinstance(node.args[0], fx.Node) and is_plain(node.args[0]) else ""
+    return _FUNCTIONS.get(node.target, "") if node.op == "call_function" else ""
+
+
+def arguments_of(node: fx.Node, *names: str) -> dict[str, Any] | None:
+    """Arguments by name; None where a call has others, that are not left at None."""
+    if len(node.args) > len(names):
+        return None
+    found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if "self" in found and names[0] == "input":
+        found["input"] = found.pop("self")
+    return None if any(name not in names and value is not None for name, value in found.items()) else found
+
+
+def _dim(value: Any, rank: int) -> int | None:
+    return value % rank if type(value) is int and -rank <= value < rank else None
+
+
+# -- what moves no element to another (c, z)
+
+
+def _permuted(reader: Reader, node: fx.Node) -> Fact | None:
+    known = reader.fact(node.args[0])  # type: ignore[arg-type]
+    dims = node.args[1:] if len(node.args) > 2 or isinstance(node.args[-1], int) else node.args[1]
+    order = [_dim(dim, len(known.dims)) for dim in dims]  # type: ignore[union-attr]
+    if node.kwargs or None in order:
+        return None
+    return replace(known, dims=tuple(known.dims[dim] for dim in order))  # type: ignore[index]
+
+
+def _transposed(reader: Reader, node: fx.Node) -> Fact | None:
+    arguments = arguments_of(node, "input", "dim0", "dim1")
+    if arguments is None:
+        return None
+    known = reader.fact(arguments["input"])
+    one, other = (_dim(arguments.get(name), len(known.dims)) for name in ("dim0", "dim1"))
+    if one is None or other is None:
+        return None
+    dims = list(known.dims)
+    dims[one], dims[other] = dims[other], dims[one]
+    return replace(known, dims=tuple(dims))
+
+
+def _unsqueezed(reader: Reader, node: fx.Node) -> Fact | None:
+    arguments = arguments_of(node, "input", "dim")
+    if arguments is None:
+        return None
+    known = reader.fact(arguments["input"])
+    dim = _dim(arguments.get("dim"), len(known.dims) + 1)
+    return None if dim is None else replace(known, dims=(*known.dims[:dim], None, *known.dims[dim:]))
+
+
+def _indexed(reader: Reader, node: fx.Node) -> Fact | None:
+    """Dimensions of size one beside those that are there: x[..., None], x[:, None, :]."""
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    known = reader.fact(node.args[0])  # type: ignore[arg-type]
+    taken = sum(item == slice(None) for item in index if isinstance(item, slice))
+    if index.count(...) > 1 or not all(item is None or item is ... or item == slice(None) for item in index):
+        return None
+    left, dims = list(known.dims), list[Place]()
+    for item in index:
+        count = len(known.dims) - taken if item is ... else 0 if item is None else 1
+        dims += [None] if item is None else left[:count]
+        del left[:count]
+    return replace(known, dims=(*dims, *left))
+
+
+def _expanded(reader: Reader, node: fx.Node) -> Fact | None:
+    return _with_column(reader.fact(node.args[0]), node)  # type: ignore[arg-type]
+
+
+def _with_column(known: Fact, node: fx.Node) -> Fact | None:
+    """What is repeated along one dimension, which is that of the columns from then on, and along none that the source has."""
+    shape, own = shape_of(node.meta[EXAMPLE]), shape_of(known.source.meta[EXAMPLE])
+    if len(shape) != len(known.dims) or any(own[place] != size for place, size in _of_source(known.dims, shape)):
+        return None
+    wide = [i for i, (place, size) in enumerate(zip(known.dims, shape, strict=True)) if place is None and size != 1]
+    if not wide:
+        return known
+    if known.kind is not FactKind.SOURCE or len(wide) > 1:
+        return None
+    return replace(
+        known, kind=FactKind.REPEATED, dims=tuple(COLUMN if i in wide else place for i, place in enumerate(known.dims))
+    )
+
+
+def _of_source(dims: tuple[Place, ...], shape: tuple[Size, ...]) -> Iterator[tuple[int, Size]]:
+    """The dimensions of a source, with their sizes in what was made of it."""
+    return ((place, size) for place, size in zip(dims, shape, strict=True) if place is not None and place != COLUMN)
+
+
+# -- what makes one kind of another
+
+
+def _filled(reader: Reader, node: fx.Node) -> Fact | None:
+    arguments = arguments_of(node, "input", "mask", "value")
+    triangle = None if arguments is None else reader.triangle(arguments["mask"])
+    if arguments is None or triangle is None or triangle.inside:
+        return None
+    return _cut_off(reader, node, arguments["input"], triangle.least, arguments["value"], arguments["mask"])
+
+
+def _chosen(reader: Reader, node: fx.Node) -> Fact | None:
+    """where(triangle, x, number)"""
+    arguments = arguments_of(node, "condition", "input", "other")
+    triangle = None if arguments is None or len(arguments) != 3 else reader.triangle(arguments["condition"])
+    if arguments is None or triangle is None or not triangle.inside or not isinstance(arguments["input"], fx.Node):
+        return None
+    return _cut_off(reader, node, arguments["input"], triangle.least, arguments["other"], arguments["condition"])
+
+
+def _lower(reader: Reader, node: fx.Node) -> Fact | None:
+    arguments = arguments_of(node, "input", "diagonal")
+    triangle = None if arguments is None else _triangle_of(node, arguments)
+    return None if arguments is None or triangle is None else _cut_off(reader, node, arguments["input"], triangle.least, 0, node)
+
+
+NOTHING_LEFT = -1000.0  # exp of it is zero in every type
+_CUTS = {  # by what c - z has to be at least, and by what stands elsewhere
+    (FactKind.REPEATED, 1, 0.0): FactKind.STRICT,
+    (FactKind.TOTALS, 0, -inf): FactKind.HIDDEN,
+    (FactKind.GROWN, 0, 0.0): FactKind.WEIGHTS,
+}
+
+
+def _cut_off(reader: Reader, node: fx.Node, source: fx.Node, least: int, value: Any, mask: fx.Node) -> Fact | None:
+    """A number in place of all elements above a diagonal."""
+    known = _with_column(reader.fact(source), node)
+    if known is None or not isinstance(value, (int, float)) or len(known.dims) < 2:
+        return None
+    if known.kind is FactKind.REPEATED:
+        known = replace(known, rows=known.dims[-2])
+    square, sizes = shape_of(node.meta[EXAMPLE])[-2:], shape_of(mask.meta[EXAMPLE])
+    kind = _CUTS.get((known.kind, least, -inf if value <= NOTHING_LEFT else float(value)))
+    if kind is None or not known.has_last_square or square[0] != square[1] or sizes[-2:] != square:
+        return None
+    return replace(known, kind=kind) if mask is node or all(size == 1 for size in sizes[:-2]) else None
+
+
+def _summed(reader: Reader, node: fx.Node) -> Fact | None:
+    """A running sum over the rows."""
+    arguments = arguments_of(node, "input", "dim")
+    known = None if arguments is None else reader.fact(arguments["input"])
+    dim = None if arguments is None or known is None else _dim(arguments.get("dim"), len(known.dims))
+    if known is None or dim is None or known.dims[dim] in (None, COLUMN):
+        return None
+    if known.kind is FactKind.SOURCE:
+        return replace(known, kind=FactKind.RUNNING, rows=known.dims[dim])
+    is_total = known.kind is FactKind.STRICT and known.dims[dim] == known.rows
+    return replace(known, kind=FactKind.TOTALS) if is_total else None
+
+
+def _difference(reader: Reader, node: fx.Node) -> Fact | None:
+    """cumsum(x)[c] - cumsum(x)[z]"""
+    arguments = arguments_of(node, "input", "other")
+    if arguments is None or not isinstance(arguments.get("other"), fx.Node) or not is_plain(arguments["other"]):
+        return None
+    one, other = reader.fact(arguments["input"]), reader.fact(arguments["other"])
+    if {one.kind, other.kind} != {FactKind.RUNNING} or (one.source, one.rows) != (other.source, other.rows):
+        return None
+    if len(one.dims) != len(other.dims):
+        return None
+    pairs = [*zip(one.dims, other.dims, strict=True)]
+    if pairs.count((one.rows, None)) != 1 or pairs.count((None, one.rows)) != 1:
+        return None
+    if any(a != b for a, b in pairs if (a, b) not in ((one.rows, None), (None, one.rows))):
+        return None
+    return replace(one, kind=FactKind.TOTALS, dims=tuple(COLUMN if a is None and b is not None else a for a, b in pairs))
+
+
+def _exponential(reader: Reader, node: fx.Node) -> Fact | None:
+    known = reader.fact(node.args[0])  # type: ignore[arg-type]
+    kinds = {FactKind.HIDDEN: FactKind.WEIGHTS, FactKind.TOTALS: FactKind.GROWN}
+    return replace(known, kind=kinds[known.kind]) if known.kind in kinds and len(node.args) == 1 and not node.kwargs else None
+
+
+_RULES: dict[str, Callable[[Reader, fx.Node], Fact | None]] = {
+    "permute": _permuted,
+    "transpose": _transposed,
+    "swapaxes": _transposed,
+    "unsqueeze": _unsqueezed,
+    "getitem": _indexed,
+    "expand": _expanded,
+    "masked_fill": _filled,
+    "where": _chosen,
+    "tril": _lower,
+    "cumsum": _summed,
+    "sub": _difference,
+    "exp": _exponential,
+}

@@ -1,0 +1,243 @@
+"""Runs a graph of two sequences as two graphs, one after the other, each with chunks of its own.
+
+An encoder's rows end before a decoder's begin. What the first part computes and the second one reads is handed over as between
+the graphs of a graph break, and autograd hands its gradient back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from streamfx.cost.call_order import bytes_of_parameters, peak_of_calls
+from streamfx.cost.memory import Cost, cost_of
+from streamfx.errors import NotStreamedError, OverBudgetError
+from streamfx.fallbacks import NOT_SPLIT, attempted
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import JointGraph
+from streamfx.log import log
+from streamfx.options import Options
+from streamfx.passes import run_pipeline
+from streamfx.passes.ops.collectives import has_collectives
+from streamfx.passes.partition.two_sequences import where_to_split
+from streamfx.passes.partition.unchunked import Halves, is_compared
+from streamfx.tools.report.fallback_reasons import check_strict
+from streamfx.tools.report.notices import log_brief, predicted
+from streamfx.torch_private import given_positions, is_sharded, mutated_inputs
+from streamfx.torch_private.lines import source_line
+from streamfx.torch_private.split import (
+    GraphPart,
+    asks_gradient,
+    may_write_to_inputs,
+    split_in_front_of,
+    splits_for_ddp,
+    stand_in,
+)
+
+GAIN = 1.1  # times less memory, for which a graph is traced once more in two parts
+MOST = 3  # times that a graph is split, and a part of it again
+
+
+class TwoSequencesError(Exception):
+    """Raised while a graph is partitioned: it may take less memory in two parts than the `peak` bytes that it takes as one."""
+
+    def __init__(self, place: fx.Node, peak: int) -> None:
+        super().__init__(place, peak)
+        self.place, self.peak = place, peak
+
+
+class InseparableError(Exception):
+    """Raised while a part is compiled: two graphs would not do what the one does."""
+
+
+WRITES = "a part writes to what it is given: the other part may have saved it for its backward half"
+NOT_TRIED = (
+    "or leave it out: without a budget this graph may run in two parts, of one sequence each, split in front of {begins}; within "
+    "one that is not tried"
+)
+NO_GRADIENT = "the second part has no gradient for what the first one hands on: zeros would reach its parameters, and not None"
+
+
+@dataclass(frozen=True)
+class GraphSplit:
+    """A graph in two parts, and the line with which the second one begins."""
+
+    graph: fx.Graph
+    parts: tuple[GraphPart, GraphPart]
+    begins: str
+
+    @staticmethod
+    def of(module: fx.GraphModule, place: fx.Node) -> GraphSplit:
+        return GraphSplit(module.graph, split_in_front_of(module, place), source_line(place))
+
+    def inputs_of(self, part: GraphPart, inputs: Sequence[Any]) -> list[Any]:
+        """What a part is traced with."""
+        given = dict(zip(self.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        return [given[node] if node in given else stand_in(node) for node in part.given]
+
+    def handed_on(self, already: Collection[int]) -> list[frozenset[int]]:
+        """Positions of each part's inputs that ask for gradients and are computed, by the other part or `already` before."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        computed = {node for i, node in enumerate(placeholders) if i in already}
+        computed |= {node for node in self.parts[0].results if asks_gradient(node)}
+        return [frozenset(i for i, node in enumerate(part.given) if node in computed) for part in self.parts]
+
+    def run_by(self, runs: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Any, ...]]:
+        """What is called with the inputs of the graph, and returns its results."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        output = self.graph.output_node().args[0]
+
+        def run(*arguments: Any) -> tuple[Any, ...]:
+            values = dict(zip(placeholders, arguments, strict=True))
+            for part, compiled in zip(self.parts, runs, strict=True):
+                values.update(zip(part.results, compiled(*(values[node] for node in part.given)), strict=True))
+            return tuple(values[item] if isinstance(item, fx.Node) else item for item in output)  # type: ignore[union-attr]
+
+        return run
+
+
+class SplittableCompilation(ABC):
+    """A compilation that may become that of two parts, or is that of one of them.
+
+    `begins` is the line that a second part begins with, `splits` is how often the graph was split that it is a part of,
+    `handed_on` are the positions of its inputs that another part computes and that ask for gradients. `inputs_are_own` says that
+    no other rank has a part of the inputs. If the graph as it stood takes less memory than its loops, its halves are `standing`.
+    """
+
+    module: fx.GraphModule
+    options: Options
+    facts: list[Facts]
+    standing: Halves | None
+    tell: Callable[[Facts, Options], None]
+    ways: Sequence[Callable[[], Halves]] = ()  # to run it as it stood
+    costs: Sequence[tuple[Cost, int]] = ()  # of each graph that a part became: of a step, and bytes of parameters' gradients
+    may_split, is_part, inputs_are_own = True, False, False
+    begins, splits = "", 0
+    sought: tuple[Facts, fx.Node | None] | None = None  # where these facts' graph is better split
+    handed_on: frozenset[int] = frozenset()
+
+    @abstractmethod
+    def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]: ...
+
+    @abstractmethod
+    def part_of(self, module: fx.GraphModule) -> SplittableCompilation:
+        """A compilation of a part of the graph, with facts of its own."""
+
+    def is_alone(self, inputs: Sequence[Any]) -> bool:
+        """Whether no other rank takes part: it would be waited for where somebody touches a deferred output."""
+        return not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
+
+    def in_parts_or_whole(self, inputs: list[Any], found: TwoSequencesError) -> Callable[..., Any]:
+        """The graph in two parts, if they take less memory; else as one, compiled once more."""
+        run = attempted(lambda: self.in_parts(inputs, found), None, NOT_SPLIT, strict=False)
+        if run is not None:
+            return run
+        self.may_split = False
+        return self.compile(inputs)
+
+    def in_parts(self, inputs: Sequence[Any], found: TwoSequencesError) -> Callable[..., Any] | None:
+        """The graph as two graphs, where they take less memory than it takes as one; None where they do not, or cannot be two."""
+        split = GraphSplit.of(self.module, found.place)
+        parts = [self.part_of(part.module) for part in split.parts]
+        for part, begins in zip(parts, (self.begins, split.begins), strict=True):
+            part.is_part, part.begins, part.splits = True, begins, self.splits + 1
+        parts[0].handed_on, parts[1].handed_on = split.handed_on(self.handed_on)
+        parts[0].options = replace(parts[0].options, outputs="dense")  # the second part reads them
+        try:
+            runs = [part.compile(split.inputs_of(own, inputs)) for part, own in zip(parts, split.parts, strict=True)]
+        except (NotStreamedError, InseparableError) as error:
+            log.info("a graph of two sequences is not split in front of %s: %r", split.begins, error)
+            return None
+        costs = [cost for part in parts for cost in part.costs]
+        peak = peak_of_calls(*zip(*costs, strict=True))
+        log.info("split in front of %s a graph takes %d bytes, in one part %d", split.begins, peak, found.peak)
+        if (1.0 if self.options.strict else GAIN) * peak > found.peak:
+            return None
+        self.take(parts)
+        return split.run_by(runs)
+
+    def take(self, parts: Sequence[SplittableCompilation]) -> None:
+        """Run two parts instead of the graph."""
+        self.costs = [cost for part in parts for cost in part.costs]
+        for facts in (facts for part in parts for facts in part.facts):
+            self.keep(facts)
+
+    def keep(self, facts: Facts) -> None:
+        """Keep the facts of a graph, and log them, unless it is a part, which may not be taken. Have calls that are longer than
+        its plan was shown to hold for planned anew.
+        """
+        self.facts.append(facts)
+        if self.is_part:
+            return
+        log_brief(facts)
+        if facts.joint.tangents and facts.fits is None:
+            self.tell(facts, self.options)
+        if facts.lengths:
+            log.info("this plan holds for %s; a longer call is planned again", facts.lengths)
+            facts.lengths.guard(facts.joint.graph)
+
+    def priced(self, facts: Facts) -> Sequence[tuple[Cost, int]]:
+        """What a step through a part takes, and the gradients of its parameters; nobody asks for that of a graph that is one."""
+        return [(self.cost_of(facts), bytes_of_parameters(facts.joint))] if self.is_part else ()
+
+    def cost_of(self, facts: Facts) -> Cost:
+        """What a step through the graph takes, in loops or as it stood."""
+        if self.standing is None and facts.program is not None:
+            return predicted(facts)
+        return cost_of(*(self.standing or self.ways[0]()), len(facts.joint.outputs))
+
+    def raise_if_two(self, in_loops: Facts) -> None:
+        """Raise `TwoSequencesError` if a graph, of which it is known how it is to run, may take less in two parts."""
+        place = self.place_to_split(in_loops)
+        if place is not None and is_compared(peak := self.cost_of(in_loops).peak):
+            raise TwoSequencesError(place, peak)
+
+    def place_to_split(self, facts: Facts) -> fx.Node | None:
+        """Where the graph is better split in two. Within a budget it is not, and not where ranks have to agree."""
+        if self.sought is None or self.sought[0] is not facts:  # `strict=True` asks for it, too
+            self.sought = facts, None if self.options.memory_budget is not None else self.place_without_budget(facts)
+        return self.sought[1]
+
+    def place_without_budget(self, facts: Facts) -> fx.Node | None:
+        """Where the graph would be split, if no memory budget was to be kept."""
+        may_split = self.may_split and self.inputs_are_own and self.splits < MOST and not splits_for_ddp()
+        asks = self.options.adjoints != "exact"
+        if not may_split or asks or facts.program is None or facts.program.backward is None:
+            return None
+        find = partial(where_to_split, facts, self.module.graph, lambda: predicted(facts).peak)
+        return attempted(find, None, NOT_SPLIT, strict=False)
+
+    def told_of_split(self, error: OverBudgetError, capture: Callable[[], Facts]) -> OverBudgetError:
+        """The error, which also says that no split was tried if, without a budget, there would be one."""
+        free = replace(self.options, memory_budget=None)
+        place = attempted(lambda: self.place_without_budget(run_pipeline(capture, free)), None, NOT_SPLIT, strict=False)
+        if place is None:
+            return error
+        other = OverBudgetError(
+            error.asked, error.found, error.where, f"{error.do}; {NOT_TRIED.format(begins=source_line(place))}"
+        )
+        other.smallest, other.terms = error.smallest, error.terms
+        return other
+
+    def check_strict(self, facts: Facts) -> None:
+        """Raise where something runs whole and `strict=True`, unless it may stream in two parts."""
+        if self.options.strict and self.place_to_split(facts) is None:
+            check_strict(facts, self.options)
+
+    def check_part(self, joint: JointGraph | None = None) -> None:
+        """Refuse a part that writes to what it is given, or has no gradient for what is handed on. Without gradients there is no
+        joint graph.
+        """
+        if not self.is_part:
+            return
+        if may_write_to_inputs() if joint is None else mutated_inputs(joint.graph) != []:
+            raise InseparableError(WRITES)
+        given = [] if joint is None else given_positions(joint.graph, len(joint.primals))
+        driven = set() if joint is None else {given[joint.inputs.index(primal)] for _, primal, _ in joint.trained}
+        if not self.handed_on <= driven:
+            raise InseparableError(NO_GRADIENT)

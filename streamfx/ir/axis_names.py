@@ -1,0 +1,83 @@
+"""Letters for axes, so that shapes read like `b t d`. For people only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from streamfx.ir.axis_table import Atom, Dim
+from streamfx.ir.facts import AxisFacts, Role, Shape
+from streamfx.ir.joint import JointGraph, is_tensor
+
+SEQUENCE = {Role.ROWS: "t", Role.KEYS: "s", Role.WHOLE: "T"}
+POOL = "dhkfvegmnpqruwxyzijloac"
+
+
+class Letters:
+    """A letter for each axis: `t` for the sequence (`s` where it means keys, `T` where all rows are meant), `b` for the batch.
+
+    Slices and paddings of the sequence are `t'`, `t''`. The others are named by how many values have them.
+    """
+
+    def __init__(self, joint: JointGraph, axes: AxisFacts) -> None:
+        self.axes = axes
+        self._names = _names(joint, axes)
+
+    def shape(self, shape: Shape, roles: Mapping[int, Role] | None = None) -> str:
+        """A shape as `[b t d]`; `roles` says for its dimensions which rows of the sequence are meant."""
+        return f"[{' '.join(self.dim(dim, (roles or {}).get(i, Role.ROWS)) for i, dim in enumerate(shape))}]"
+
+    def dim(self, dim: Dim, role: Role = Role.ROWS) -> str:
+        names = [self._name(atom, role) for atom in self.axes.table.resolve(dim)]
+        return names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1"
+
+    def _name(self, atom: Atom, role: Role) -> str:
+        name = self._names.get(atom, "?")
+        return name.replace("t", SEQUENCE[role]) if self._is_member(atom) else name
+
+    def _is_member(self, atom: Atom) -> bool:
+        return self.axes.sequence is not None and atom in self.axes.sequence.members
+
+    def legend(self) -> str:
+        """`t=12 b=2 d=16`: what each letter's axis measures; members of the sequence with the row they start at."""
+        sequence, parts = self.axes.sequence, []
+        for atom, name in self._names.items():
+            text = f"{name}={self.axes.table.size(atom)}"
+            if sequence is not None and atom in sequence.members and atom != sequence.main:
+                text += f" from row {sequence.members[atom][0]} of t"
+                text += f" in blocks of {sequence.block(atom)}" if atom in sequence.blocks else ""
+            parts.append(text)
+        return ", ".join(parts)
+
+
+def _names(joint: JointGraph, axes: AxisFacts) -> dict[Atom, str]:
+    shapes = [axes.shapes[node] for node in (*joint.sources, *joint.nodes) if is_tensor(node)]
+    resolved = [[atom for dim in shape for atom in axes.table.resolve(dim)] for shape in shapes]
+    members = list(axes.sequence.members) if axes.sequence is not None else []
+    names = {atom: "t" + "'" * i for i, atom in enumerate(members)}
+    counts = Counter(atom for atoms in resolved for atom in dict.fromkeys(atoms))
+    batch = _batch(joint, axes, set(members))
+    if batch is not None:
+        names[batch] = "b"
+    others = [atom for atom, _ in counts.most_common() if atom not in names]
+    names.update((atom, _letter(i)) for i, atom in enumerate(others))
+    return {atom: name for atom, name in names.items() if atom in counts}
+
+
+def _batch(joint: JointGraph, axes: AxisFacts, members: set[Atom]) -> Atom | None:
+    """The axis that most values share with the sequence, among those that no weight has."""
+    beside: Counter[Atom] = Counter()
+    weights: set[Atom] = set()
+    for node in (*joint.sources, *joint.nodes):
+        if is_tensor(node):
+            atoms = {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
+            if atoms & members:
+                beside.update(sorted(atoms - members))
+            elif node.op == "placeholder":
+                weights |= atoms
+    return next((atom for atom, _ in beside.most_common() if atom not in weights), None)
+
+
+def _letter(number: int) -> str:
+    turn, place = divmod(number, len(POOL))
+    return POOL[place] + (str(turn) if turn else "")

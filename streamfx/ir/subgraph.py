@@ -1,0 +1,49 @@
+"""Operators that make one value of another, as a graph of their own: taken out of one graph, and written into another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from torch import fx
+
+from streamfx.node_meta import VALUE
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """A graph with one input and one result."""
+
+    graph: fx.Graph
+
+    @staticmethod
+    def between(source: fx.Node, end: fx.Node, nodes: Collection[fx.Node]) -> Subgraph:
+        """A copy of `nodes`, which make `end` of `source` and of nothing else."""
+        graph = fx.Graph()
+        copies = {source: graph.placeholder(source.name)}
+        copies[source].meta = {VALUE: source.meta[VALUE]}
+        for node in sorted(nodes):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(copies[end])
+        return Subgraph(graph)
+
+    @property
+    def source(self) -> fx.Node:
+        return next(iter(self.graph.nodes))
+
+    @property
+    def end(self) -> fx.Node:
+        return self.graph.output_node().all_input_nodes[0]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The operators, in order."""
+        return list(self.graph.nodes)[1:-1]
+
+    def written(self, source: fx.Node, before: Callable[[fx.Node], fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Write the operators into the graph of `source`, each in front of the node that `before` names for it; the copies."""
+        copies = {self.source: source}
+        for node in self.nodes:
+            with source.graph.inserting_before(before(node)):
+                copies[node] = source.graph.node_copy(node, copies.__getitem__)
+        return copies

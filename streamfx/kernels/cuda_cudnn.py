@@ -1,0 +1,110 @@
+"""cuDNN's fused attention, which is faster than FlashAttention-2 on Hopper and Blackwell.
+
+    queries see all keys      causal=False      the past of a chunk
+    square causal mask        causal=True       its diagonal, or a whole sequence
+
+cuDNN aligns a causal mask at the first query and key, so a chunk with a past takes two calls, whose results `attention.py`
+merges. Masks never come here: since PyTorch 2.11 a masked backward may return NaN (pytorch#196678).
+
+The place in PyTorch's sources: aten/src/ATen/native/cudnn/MHA.cpp. Its cache of backward plans is keyed by the sizes and
+strides of queries, keys and values alone, while a plan also fixes the strides of the result, of its gradient and of the
+log-sum-exp. So these three always have the one layout that `backward` gives them, and a call never meets a plan that was built
+for another.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streamfx.kernels import kernel_selftest, layouts
+from streamfx.kernels.device_kinds import kind_of
+from streamfx.kernels.plain_attention import Causal
+from streamfx.torch_private import FakeTensor
+
+aten = torch.ops.aten
+
+TYPES = {torch.float16, torch.bfloat16}  # sdp_utils.cpp: check_dtypes_low_precision
+WIDTHS = range(8, 129, 8)  # sdp_utils.cpp: check_cudnn_tensor_shapes
+LATENT = (192, 128)  # widths of queries and values that are taken, too (cuDNN 9.11 on sm_90 and sm_100)
+MULTIPLE = 128  # rows: tiles of the kernels; other lengths were wrong before cuDNN 9.15.1 (pytorch#169849)
+MOST = 1 << 31  # elements of a tensor: offsets inside of the kernels have 32 bits
+TRIED = ((MULTIPLE, False), (MULTIPLE, True), (3 * MULTIPLE, False))  # keys, and whether the mask is causal
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> bool:
+    """Whether cuDNN runs this call."""
+    is_known = causal is False or (causal is True and query.shape[2] == key.shape[2])
+    return is_known and bias is None and takes_parts(query, key, value, scale)
+
+
+def takes_parts(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Whether cuDNN runs both the past of these queries and their diagonal."""
+    if query.dtype not in TYPES or (scale is not None and scale <= 0):
+        return False
+    if query.shape[2] % MULTIPLE or key.shape[2] % MULTIPLE or not key.shape[2]:
+        return False
+    widths = query.shape[3], value.shape[3]
+    if widths != LATENT and not all(width in WIDTHS for width in widths):
+        return False
+    if max(query.numel(), key.numel(), value.numel(), query.numel() // query.shape[3] * value.shape[3]) >= MOST:
+        return False
+    return _is_preferred(query.device) and (isinstance(query, FakeTensor) or agrees(query.device, query.dtype, *widths))
+
+
+def _is_preferred(device: torch.device) -> bool:
+    """Whether PyTorch itself would take cuDNN first: not if the user switched it off, or activated FlashAttention-3.
+
+    sdp_utils.cpp: check_prefer_cudnn_attention, check_runtime_disabled_cudnn, check_cudnn_deterministic.
+    """
+    if not kind_of(device).has_cudnn or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    return not torch.are_deterministic_algorithms_enabled() and torch.nn.attention.current_flash_attention_impl() is None
+
+
+@kernel_selftest.isolated("cuDNN's attention")
+def agrees(device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
+    """Whether the device's kernels give what plain operators give, with and without a causal mask."""
+    return all(
+        kernel_selftest.agree(
+            lambda q, k, v: forward(q, k, v, causal, None),  # noqa: B023
+            lambda g, q, k, v, out, lse: backward(g, q, k, v, out, lse, causal, None),  # noqa: B023
+            causal,
+            kernel_selftest.AttentionSizes(device, dtype, (4, MULTIPLE), (2, keys), width, value_width),
+        )
+        for keys, causal in TRIED
+    )
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, causal: Causal, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Result [b h m e] and log-sum-exp [b h m] of operands that are readable."""
+    made = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, bool(causal), False, scale=scale)
+    return made[0], made[1].reshape(query.shape[:3])
+
+
+def backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: Causal, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values."""
+    gradient, out, lse = _packed(gradient), _packed(out), lse.contiguous().unsqueeze(-1)
+    seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
+    ends = (None, None, query.shape[2], key.shape[2])
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        gradient, _own(query), key, value, out, lse, seed, offset, None, *ends, 0.0, bool(causal), scale=scale
+    )
+    return dq, dk, dv
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Heads [b h m e] that lie in memory as [b m h e] with no gap."""
+    return layouts.aligned(tensor.transpose(1, 2).contiguous()).transpose(1, 2)
+
+
+def _own(query: Tensor) -> Tensor:
+    """The queries of one sequence with a batch stride that no dense tensor has: the stride is never used, but it is part of the
+    key of cuDNN's plans, so that a plan of the user's own calls, for a result in another layout, is never taken for ours.
+    """
+    if query.shape[0] != 1:
+        return query
+    strides = (2 * query.numel(), *query.stride()[1:])
+    return query.as_strided(query.shape, strides)

@@ -1,0 +1,167 @@
+"""Attention in a window on CUDA: one call of a kernel that hides the keys outside of it, instead of one with a bias.
+
+    attention_window(q [b h m d], k [b g n d], v [b g n e], left)       query i sees keys i + n - m - left .. i + n - m
+
+The place in PyTorch's sources, under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_fwd and mha_bwd take
+`window_size_left` and `window_size_right`, and mask.h aligns them at the last row and key. No result of theirs was seen by us, so
+a device's kernels are tried once on numbers that are known, and where they refuse or differ a bias stands for the window. What
+flash attention does not take is left to `efficient_bottom_right.py`, without a window, too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streamfx.kernels import cuda_attention, cuda_cudnn, efficient_bottom_right, kernel_selftest, layouts, plain_attention
+from streamfx.kernels.plain_attention import BottomRightCausal, Causal
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("streamfx", "FRAGMENT")
+_library.define("attention_window(Tensor query, Tensor key, Tensor value, *, int left, float? scale) -> (Tensor, Tensor)")
+_library.define(
+    "attention_window_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, *, "
+    "int left, float? scale) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Result [b h m e] and log-sum-exp [b h m], as `cuda_attention.forward` gives them, of windows too."""
+    left = _left(causal, query, key, value, scale)
+    if left is None:
+        return cuda_attention.forward(query, key, value, bias, causal, scale)
+    query, key, value, scale = _readable(query, key, value, scale)
+    out, lse = ATTENTION_WINDOW(query, key, value, left=left, scale=scale)
+    return out, lse
+
+
+def backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: Causal,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values."""
+    left = _left(causal, query, key, value, scale)
+    if left is None:
+        return cuda_attention.backward(gradient, query, key, value, out, lse, bias, causal, scale)
+    query, key, value, scale = _readable(query, key, value, scale)
+    gradient, out = cuda_attention.readable_results(gradient, out, query)
+    dq, dk, dv = ATTENTION_WINDOW_BACKWARD(gradient, query, key, value, out, lse, left=left, scale=scale)
+    return dq, dk, dv
+
+
+def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, last: BottomRightCausal) -> bool:
+    """Whether queries at the end of their keys take one call; a window that flash attention does not hide is a bias.
+
+    A past and a diagonal that cuDNN takes are faster as two calls.
+    """
+    if last.left is None and cuda_cudnn.takes_parts(query, key, value, scale):
+        return False
+    return cuda_attention.takes_flash(query, value, scale) or efficient_bottom_right.takes(query, scale, last)
+
+
+def _left(causal: Causal, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> int | None:
+    """How many keys before its own a row sees, if not all; all of them, too, where flash attention does not take them."""
+    if not isinstance(causal, BottomRightCausal):
+        return None
+    if causal.left is not None:
+        return min(causal.left, key.shape[2])
+    return None if cuda_attention.takes_flash(query, value, scale) else key.shape[2]
+
+
+def _readable(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """With keys for all heads, where flash attention does not take them."""
+    query, key, value, scale = cuda_attention.readable(query, key, value, scale)
+    if not cuda_attention.takes_flash(query, value, scale):
+        key, value = (plain_attention.for_all_heads(item, query) for item in (key, value))
+    return query, key, value, scale
+
+
+@torch.library.impl(_library, "attention_window", "CompositeExplicitAutograd")
+def _forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    if not cuda_attention.takes_flash(query, value, scale):
+        return efficient_bottom_right.forward(query, key, value, left, scale)
+    if hides(query.device, query.dtype, query.shape[3]):
+        return _flash(query, key, value, left, scale)
+    bias = plain_attention.triangle(query, key, BottomRightCausal(left))
+    return cuda_attention.forward(query, key, value, bias, False, scale)
+
+
+@torch.library.impl(_library, "attention_window_backward", "CompositeExplicitAutograd")
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    left: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not cuda_attention.takes_flash(query, value, scale):
+        return efficient_bottom_right.backward(grad_out, query, key, value, out, logsumexp, left, scale)
+    if hides(query.device, query.dtype, query.shape[3]):
+        return _flash_backward(grad_out, query, key, value, out, logsumexp, left, scale)
+    bias = plain_attention.triangle(query, key, BottomRightCausal(left))
+    return cuda_attention.backward(grad_out, query, key, value, out, logsumexp, bias, False, scale)
+
+
+@kernel_selftest.isolated("flash attention in a window")
+def hides(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the device's flash attention hides what is outside of a window, with heads of a width: seen on a few rows."""
+    return kernel_selftest.agree(
+        lambda q, k, v: _flash(q, k, v, 3, None),
+        lambda g, q, k, v, out, lse: _flash_backward(g, q, k, v, out, lse, 3, None),
+        BottomRightCausal(3),
+        kernel_selftest.AttentionSizes(device, dtype, (2, 7), (1, 12), width),
+    )
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    by_rows = (item.transpose(1, 2) for item in (query, key, value))
+    ends = (None, None, query.shape[2], key.shape[2])
+    window = {"window_size_left": left, "window_size_right": 0}
+    out, lse, *_ = aten._flash_attention_forward(*by_rows, *ends, 0.0, False, False, scale=scale, **window)
+    return out.transpose(1, 2), lse
+
+
+def _flash_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, left: int, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop takes its pointer and none of its strides
+    by_rows = (item.transpose(1, 2) for item in (gradient, query, key, value, out))
+    ends = (None, None, query.shape[2], key.shape[2])
+    window = {"window_size_left": left, "window_size_right": 0}
+    states = cuda_attention.no_dropout(query.device)
+    made = aten._flash_attention_backward(*by_rows, lse, *ends, 0.0, False, *states, scale=scale, **window)
+    dq, dk, dv = (item.transpose(1, 2) for item in made)
+    return dq, dk, dv
+
+
+@torch.library.register_fake("streamfx::attention_window", lib=_library)  # type: ignore[untyped-decorator]
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    by_rows = query.transpose(1, 2)
+    out = by_rows.new_empty(*by_rows.shape[:-1], value.shape[3]).transpose(1, 2)
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("streamfx::attention_window_backward", lib=_library)  # type: ignore[untyped-decorator]
+def _fake_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *, left: int, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(item.transpose(1, 2)).transpose(1, 2) for item in (query, key, value))
+    return dq, dk, dv
+
+
+ATTENTION_WINDOW = torch.ops.streamfx.attention_window.default
+ATTENTION_WINDOW_BACKWARD = torch.ops.streamfx.attention_window_backward.default

@@ -1,0 +1,198 @@
+"""Products in which each row has a weight of its own among several, chosen by number: the experts of a mixture.
+
+    grouped_mm(x [s k], weight [e k n], group [s]) -> [s n]           row i is x[i] @ weight[group[i]]
+    grouped_outer(x [s k], y [s n], group [s], e) -> [e k n]          for each group the sum of outer products of its rows
+
+A row whose group is e or more belongs to none: its product is zero. Groups are not negative. In a chunk the rows are sorted by
+group once (`arrange`), for all products that share their groups.
+
+How many rows a group has is known on the device alone. On a CPU, and where CUDA has nothing better, groups are taken one by one;
+on CUDA that makes the host wait. PyTorch's grouped product does not, but makes a gradient of all groups, which is then added;
+`triton_grouped_mm.py` adds to the groups that have rows, in place.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from streamfx.kernels import accumulate, kernel_selftest
+from streamfx.kernels.device_kinds import kind_of
+from streamfx.torch_private import FakeTensor
+
+_library = torch.library.Library("streamfx", "FRAGMENT")
+_library.define("grouped_mm(Tensor x, Tensor weight, Tensor group) -> Tensor")
+_library.define("grouped_outer(Tensor x, Tensor y, Tensor group, SymInt groups) -> Tensor")
+_library.define("arrange(Tensor group, SymInt groups) -> (Tensor order, Tensor ends)")
+_library.define("arranged_mm(Tensor x, Tensor weight, Tensor order, Tensor ends) -> Tensor")
+_library.define("arranged_outer(Tensor x, Tensor y, Tensor order, Tensor ends) -> Tensor")
+_library.define("add_arranged_outer(Tensor(a!) total, Tensor x, Tensor y, Tensor order, Tensor ends) -> ()")
+
+ALIGNMENT = 16  # bytes: what the device's grouped product asks of rows
+# Capability of devices that take all groups at once: others are given them one by one, with their sizes on the host
+FAST = (9, 0)  # cuda/GroupedBlas.cpp: _grouped_mm_cuda
+HALF = (torch.bfloat16, torch.float16)
+HALF_PRODUCTS = (8, 0)  # capability of devices for whose tensor cores Triton writes products of both
+
+
+def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """The rows in the order of their groups, and where each group ends in it: as the number after it tells, which need not be one
+    of the groups' own type.
+    """
+    ordered, order = torch.sort(group.to(torch.float64 if group.is_floating_point() else torch.int64), stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(1, groups + 1, device=group.device, dtype=ordered.dtype))
+    return order, ends.to(torch.int32)
+
+
+def arranged_mm(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """x [s k], weight [e k n] -> [s n]"""
+    if not has_kernel(x, weight) and multiplies_by_group(x, weight):
+        return _triton().multiply(x, weight, order, ends)  # type: ignore[no-any-return]
+    rows = x[order]
+    if has_kernel(rows, weight):
+        made = torch.nn.functional.grouped_mm(rows, weight, offs=ends)
+        made = made.masked_fill_((torch.arange(len(order), device=x.device) >= ends[-1]).unsqueeze(1), 0)
+    else:
+        made = rows.new_zeros(len(order), weight.shape[2])
+        for number, (start, stop) in enumerate(_spans(ends)):
+            if start < stop:
+                torch.mm(rows[start:stop], weight[number], out=made[start:stop])
+    return torch.empty_like(made).index_copy_(0, order, made)
+
+
+def arranged_outer(x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """x [s k], y [s n] -> [e k n]"""
+    if has_kernel(x, y):
+        made = torch.nn.functional.grouped_mm(x[order].t(), y[order], offs=ends)
+        is_empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        return made.masked_fill_(is_empty[:, None, None], 0)
+    total = x.new_zeros(len(ends), x.shape[1], y.shape[1])
+    add_arranged_outer(total, x, y, order, ends)
+    return total
+
+
+def add_arranged_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
+    """total [e k n] += the same, and nothing to groups without rows where these are known"""
+    if adds_by_group(total, x, y):
+        _triton().add_outer(total, x, y, order, ends)
+        return
+    if has_kernel(x, y):
+        total.add_(arranged_outer(x, y, order, ends))
+        return
+    x, y = x[order], y[order]
+    for number, (start, stop) in enumerate(_spans(ends)):
+        if start < stop:
+            accumulate.add_product(total[number], x[start:stop].t(), y[start:stop], is_first=False)
+
+
+def _spans(ends: Tensor) -> list[tuple[int, int]]:
+    stops = ends.tolist()
+    return list(zip([0, *stops], stops, strict=False))
+
+
+def has_kernel(x: Tensor, other: Tensor) -> bool:
+    """Whether the device multiplies all groups in one call, without being told their sizes on the host."""
+    kind = kind_of(x.device)
+    if kind.type != "cuda" or kind.capability < FAST or x.dtype != torch.bfloat16 or other.dtype != x.dtype:
+        return False
+    is_dense = sorted(other.stride()[-2:]) in ([1, other.shape[-1]], [1, other.shape[-2]])
+    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *other.shape[-2:]))
+    return is_dense and aligned
+
+
+def adds_by_group(total: Tensor, x: Tensor, y: Tensor) -> bool:
+    """Whether sums of outer products are added in place, to the groups that have rows, whose sizes the host is not told.
+
+    Of a device that is planned for it is taken for granted.
+    """
+    if total.dtype not in (torch.float32, *HALF) or not _has_half_products(x, y):
+        return False
+    return _is_planned(x) or _adds_right(x.device, x.dtype, total.dtype)
+
+
+def multiplies_by_group(x: Tensor, weight: Tensor) -> bool:
+    """The same of products with the group's weight."""
+    return _has_half_products(x, weight) and (_is_planned(x) or _multiplies_right(x.device, x.dtype))
+
+
+def _has_half_products(x: Tensor, other: Tensor) -> bool:
+    kind = kind_of(x.device)
+    return kind.type == "cuda" and kind.capability >= HALF_PRODUCTS and x.dtype in HALF and other.dtype == x.dtype
+
+
+def _is_planned(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor) or x.device.type != "cuda"
+
+
+@kernel_selftest.isolated("sums of experts' outer products")
+def _adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
+    return _triton().adds_right(device, dtype, total_type)  # type: ignore[no-any-return]
+
+
+@kernel_selftest.isolated("products with experts' weights")
+def _multiplies_right(device: torch.device, dtype: torch.dtype) -> bool:
+    return _triton().multiplies_right(device, dtype)  # type: ignore[no-any-return]
+
+
+def _triton() -> ModuleType:
+    from streamfx.kernels import triton_grouped_mm
+
+    return triton_grouped_mm
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:
+    return arranged_mm(x, weight, *arrange(group, weight.shape[0]))
+
+
+def _grouped_outer(x: Tensor, y: Tensor, group: Tensor, groups: int) -> Tensor:
+    return arranged_outer(x, y, *arrange(group, groups))
+
+
+def _fake_product(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _fake_grouped_outer(x: Tensor, y: Tensor, group: Tensor, groups: int) -> Tensor:
+    return x.new_empty(groups, x.shape[1], y.shape[1])
+
+
+def _fake_arranged_outer(x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    return _fake_grouped_outer(x, y, order, ends.shape[0])
+
+
+def _fake_arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    return group.new_empty(group.shape, dtype=torch.int64), group.new_empty((groups,), dtype=torch.int32)
+
+
+def _register(name: str, function: Any, fake: Any, flops: Any = None) -> Any:
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"streamfx::{name}", fake, lib=_library)
+    packet = getattr(torch.ops.streamfx, name)
+    if flops is not None:
+        register_flop_formula(packet)(flops)
+    return packet.default
+
+
+def _product_flops(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 2 * x[0] * x[1] * weight[-1]
+
+
+def _sum_flops(total: Any, *operands: Any, **__: Any) -> int:
+    return _product_flops(*operands)
+
+
+GROUPED_MM = _register("grouped_mm", _grouped_mm, _fake_product, _product_flops)
+GROUPED_OUTER = _register("grouped_outer", _grouped_outer, _fake_grouped_outer, _product_flops)
+ARRANGE = _register("arrange", arrange, _fake_arrange)
+ARRANGED_MM = _register("arranged_mm", arranged_mm, _fake_product, _product_flops)
+ARRANGED_OUTER = _register("arranged_outer", arranged_outer, _fake_arranged_outer, _product_flops)
+ADD_ARRANGED_OUTER = _register("add_arranged_outer", add_arranged_outer, lambda *_: None, _sum_flops)
+
+
+def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
+    """The sum's operator as a function of the runtime: totals are no affair of a compiler's."""
+    ADD_ARRANGED_OUTER(total, x, y, order, ends)

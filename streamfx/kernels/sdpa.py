@@ -1,0 +1,243 @@
+"""The device's fused attention kernels behind one operator: square causal attention, or all keys and a bias.
+
+All of them compute the result and the log-sum-exp of each query, and take both back in the backward; they differ in names,
+in what they need of a bias, and in whether they know grouped queries. `streamfx::attention` is what the passes write for
+any of them (`passes/rewrite/attention/sdpa_variants.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from streamfx.kernels import cuda_attention, flash_varlen, flash_window, layouts, plain_attention
+from streamfx.kernels.device_kinds import kind_of
+from streamfx.kernels.plain_attention import BottomRightCausal, Causal
+
+aten = torch.ops.aten
+Result: TypeAlias = "tuple[Tensor, Tensor]"
+Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
+
+
+class Kernels(NamedTuple):
+    """One device's: (q, k, v, bias, causal, scale), and the same with (gradient, ..., out, lse, ...), for some types.
+
+    `aligns_last` (q, k, v, scale, last): whether `causal` may be that; `takes_documents` (q, k, v, scale), whether documents.
+    `are_there` (q): whether this device has them for q's type.
+    """
+
+    types: Collection[torch.dtype]
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Result]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Gradients]
+    aligns_last: Callable[[Tensor, Tensor, Tensor, float | None, BottomRightCausal], bool] = lambda *_: False
+    are_there: Callable[[Tensor], bool] = lambda _: True
+    takes_documents: Callable[[Tensor, Tensor, Tensor, float | None], bool] = lambda *_: False
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
+    """Result [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
+
+    With `causal`, query i sees keys 0 .. i, however many there are; with LAST, which not all kernels take, as many fewer than all
+    as there are queries after it; with `Last(left)` no more than so many before the last of these. `Documents` are seen apart.
+    """
+    if not math.prod(query.shape[:3]) or not key.shape[2]:  # kernels divide by their numbers
+        lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
+        return query.new_zeros((*query.shape[:3], value.shape[3])), lse
+    bias, causal = _visible(query, key, bias, causal, scale)
+    key, value = _of_one_kind(query, key, value)
+    out, lse = _kernels(query).forward(query, key, value, bias, causal, scale)
+    return out[..., : value.shape[3]], lse
+
+
+def backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: Causal,
+    scale: float | None,
+) -> Gradients:
+    """Gradients of queries, keys and values."""
+    if not math.prod(query.shape[:3]) or not key.shape[2]:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    if bias is not None:  # it may hide all keys from a row, which then has no share of any, in whatever chunk it went forth
+        lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+    bias, causal = _visible(query, key, bias, causal, scale)
+    keys, values = _of_one_kind(query, key, value)
+    dq, dk, dv = _kernels(query).backward(gradient, query, keys, values, out, lse, bias, causal, scale)
+    dk, dv = (plain_attention.for_groups(own, of.shape[1]) for own, of in ((dk, key), (dv, value)))
+    width = query.shape[3]
+    return dq[..., :width], dk[..., :width], dv[..., : value.shape[3]]
+
+
+def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, last: BottomRightCausal) -> bool:
+    """Whether queries at the end of their keys take one call."""
+    return _kernels(query).aligns_last(query, key, value, scale, last)
+
+
+def takes_documents(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Whether all documents of a chunk take one call."""
+    return _kernels(query).takes_documents(query, key, value, scale)
+
+
+def _kernels(query: Tensor) -> Kernels:
+    """The device's, if they are made for numbers of this type."""
+    made = KERNELS[kind_of(query.device).type]
+    return made if query.dtype in made.types and query.shape[-1] and made.are_there(query) else PLAIN
+
+
+def _of_one_kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of as many heads: kernels count those of the keys and take them for both."""
+    if key.shape[1] == value.shape[1]:
+        return key, value
+    return plain_attention.for_all_heads(key, query), plain_attention.for_all_heads(value, query)
+
+
+def _visible(
+    query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
+) -> tuple[Tensor | None, Causal]:
+    """The bias, of four dimensions, and whether kernels hide later keys: they hide before they scale, with minus infinity."""
+    if bias is not None and bias.dim() < 4:
+        bias = bias[(None,) * (4 - bias.dim())]
+    if causal and scale is not None and scale <= 0:
+        triangle = plain_attention.triangle(query, key, causal)
+        return (triangle if bias is None else bias + triangle), False
+    return bias, causal
+
+
+# -- CPU
+
+
+def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
+    query, key, value, scale = _for_cpu(query, key, value, scale)
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+
+
+def _cpu_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: Causal,
+    scale: float | None,
+) -> Gradients:
+    query, key, value, scale = _for_cpu(query, key, value, scale)
+    gradient, out = (layouts.dense(layouts.widened(item, query.shape[3])) for item in (gradient, out))
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+
+
+def _for_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """Heads as aten/src/ATen/native/cpu/FlashAttentionKernel.cpp reads them: cpu_flash_attention takes no stride of their last
+    dimension, and all have one width (attention.cpp: _scaled_dot_product_flash_attention_cpu)."""
+    width = max(query.shape[3], value.shape[3])
+    if query.shape[3] < width and scale is None:
+        scale = query.shape[3] ** -0.5
+    query, key, value = (layouts.dense(layouts.widened(item, width)) for item in (query, key, value))
+    return query, key, value, scale
+
+
+KERNELS = {
+    "cpu": Kernels((torch.float64, torch.float32, torch.float16, torch.bfloat16), _cpu_forward, _cpu_backward),
+    "cuda": Kernels(
+        cuda_attention.TYPES,
+        flash_varlen.forward,
+        flash_varlen.backward,
+        flash_window.aligns_last,
+        cuda_attention.are_there,
+        flash_varlen.takes,
+    ),
+}
+PLAIN = Kernels((), plain_attention.forward, plain_attention.backward)
+
+
+# -- the operator that the passes write
+
+
+_library = torch.library.Library("streamfx", "FRAGMENT")
+_library.define(
+    "attention(Tensor query, Tensor key, Tensor value, *, Tensor? attn_mask=None, bool is_causal=False, float? scale=None) "
+    "-> (Tensor output, Tensor logsumexp)"
+)
+_library.define(
+    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, *, "
+    "Tensor? attn_mask=None, bool is_causal=False, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+)
+
+
+@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: Causal = False,
+    scale: float | None = None,
+) -> Result:
+    return forward(query, key, value, attn_mask, is_causal, scale)
+
+
+@torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
+def _attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: Causal = False,
+    scale: float | None = None,
+) -> Gradients:
+    return backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
+
+
+@torch.library.register_fake("streamfx::attention", lib=_library)  # type: ignore[untyped-decorator]
+def _fake_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: Causal = False,
+    scale: float | None = None,
+) -> Result:
+    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+    rows = query.transpose(1, 2)
+    out = rows.new_empty(*rows.shape[:-1], value.shape[-1]).transpose(1, 2)
+    return out, query.new_empty(query.shape[:-1], dtype=precision)
+
+
+@torch.library.register_fake("streamfx::attention_backward", lib=_library)  # type: ignore[untyped-decorator]
+def _fake_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: Causal = False,
+    scale: float | None = None,
+) -> Gradients:
+    dq, dk, dv = (torch.empty_like(item.transpose(1, 2)).transpose(1, 2) for item in (query, key, value))
+    return dq, dk, dv
+
+
+ATTENTION = torch.ops.streamfx.attention.default
+ATTENTION_BACKWARD = torch.ops.streamfx.attention_backward.default
+ONE_FOR_ALL: dict[Any, Callable[..., Any]] = {ATTENTION: _attention, ATTENTION_BACKWARD: _attention_backward}

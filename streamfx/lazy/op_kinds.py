@@ -1,0 +1,102 @@
+"""Which torch functions may run a second time, later: pure ones, cheap for the size of what they make.
+
+They are the functions and methods of Dynamo's graphs. One that is not listed ends the search for what a value can be
+rebuilt from; the value is then kept where it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+
+class OpKind(Enum):
+    """What a function does with the dimensions of its operands."""
+
+    POINTWISE = "pointwise"  # the operands broadcast against each other
+    SAME = "same"  # the dimensions of the first operand: casts, copies
+    INDEX = "index"  # x[...]
+    SOFTMAX = "softmax"  # mixes along one dimension
+    NORM = "norm"  # mixes along the last dimensions
+    REDUCTION = "reduction"  # sums over given dimensions
+    LINEAR = "linear"  # contracts the last dimension of the first operand with a weight
+    CONTRACTION = "contraction"  # any other matrix product
+    VIEW = "view"  # dimensions split, merged, moved
+    NUMBER = "number"  # a Python number from a tensor of no dimensions
+
+
+NAMES: dict[OpKind, str] = {
+    OpKind.POINTWISE: """
+        abs add clamp clamp_max clamp_min div divide exp expit gelu log masked_fill maximum minimum mul multiply neg
+        negative pow reciprocal relu rsqrt sigmoid silu softplus sqrt square sub subtract tanh true_divide truediv where
+    """,
+    OpKind.SAME: "bfloat16 clone contiguous detach double float half to type type_as",
+    OpKind.INDEX: "getitem",
+    OpKind.SOFTMAX: "log_softmax softmax",
+    OpKind.NORM: "layer_norm rms_norm",
+    OpKind.REDUCTION: "mean std sum var",
+    OpKind.LINEAR: "linear matmul",
+    OpKind.CONTRACTION: "addmm baddbmm bmm einsum inner mm tensordot",
+    OpKind.VIEW: """
+        H T adjoint expand flatten mT mH moveaxis movedim narrow permute reshape select squeeze swapaxes swapdims t transpose
+        unflatten unsqueeze view view_as
+    """,
+    OpKind.NUMBER: "item",
+}
+KINDS: dict[str, OpKind] = {name: kind for kind, names in NAMES.items() for name in names.split()}
+ALIASING = frozenset({OpKind.SAME, OpKind.INDEX, OpKind.VIEW})  # the result may be the operand's memory
+CONTRACTING = frozenset({OpKind.LINEAR, OpKind.CONTRACTION})
+
+
+def _functions(names: Iterable[str]) -> dict[Any, OpKind]:
+    """The functions that go by a name in torch and in `operator`."""
+    homes = (torch, functional, torch.special, torch.linalg, operator)
+    return {getattr(home, name): KINDS[name] for name in names for home in homes if callable(getattr(home, name, None))}
+
+
+def _turns(*names: str) -> dict[Any, OpKind]:
+    """Operators that Dynamo writes for an attribute: `x.T` is `getattr(x, "T")` up to torch 2.13, then `aten.numpy_T(x)`."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return dict.fromkeys([*packets, *(packet.default for packet in packets)], OpKind.VIEW)
+
+
+FUNCTIONS = _functions(KINDS) | _turns("numpy_T", "matrix_H", "mT", "mH", "adjoint", "t")
+METHODS = frozenset(name for name in KINDS if hasattr(torch.Tensor, name))
+ATTRIBUTES = frozenset({"H", "T", "mT", "mH"})
+
+
+SUMMING = set(
+    """addmm baddbmm binary_cross_entropy binary_cross_entropy_with_logits bmm cosine_similarity cross_entropy dot einsum
+    huber_loss kl_div l1_loss linear log_softmax logsumexp matmul mean mm mse_loss nanmean nansum nll_loss norm smooth_l1_loss
+    softmax std sum var vector_norm""".split()  # noqa: SIM905  (as the table above)
+)
+
+
+def sums(node: fx.Node) -> bool:
+    """Whether a function adds up so many products or elements that none of them can be told from the result."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op not in ("call_function", "call_method") or name not in SUMMING:
+        return False
+    orders = [item for item in (*node.args[1:], *node.kwargs.values()) if isinstance(item, (int, float))]
+    return not name.endswith("norm") or all(order in (1, 2) for order in orders)  # of infinite order it is the largest element
+
+
+def kind_of(node: fx.Node) -> OpKind | None:
+    """The kind of a pure function from the table; None for all else, and for a call that writes into something."""
+    if "out" in node.kwargs or node.kwargs.get("inplace", False):
+        return None
+    if node.op == "call_method":
+        return KINDS[str(node.target)] if node.target in METHODS else None
+    if node.op != "call_function":
+        return None
+    if node.target is getattr:
+        return KINDS[str(node.args[1])] if node.args[1] in ATTRIBUTES else None
+    if node.target in FUNCTIONS:
+        return FUNCTIONS[node.target]
+    return None

@@ -1,0 +1,168 @@
+"""A stretch of a loop's body, compiled by Inductor once for all bodies that have the same one and for chunks of all lengths."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from streamfx.ir.structural_hash import structure
+from streamfx.log import log
+from streamfx.progress import Tally
+from streamfx.runtime.inductor_errors import blame
+from streamfx.runtime.shape_families import (
+    Family,
+    FamilyCode,
+    Numbers,
+    any_size,
+    family_of,
+    fitting,
+    graph_for,
+    layout_of,
+    packed,
+    shapes_for,
+    single,
+    wider,
+)
+from streamfx.torch_private.dynamo import compiling
+from streamfx.torch_private.inductor import InductorMemoryError, compile_for_one_size, compile_for_sizes
+
+MOST_READY = 32  # of one stretch: of lengths that come and go no more are remembered
+MOST_FORMS = 6  # of one stretch: with more shapes than that it is not compiled again
+FIRST_PAUSE = 32  # calls
+NOT_COMPILED = "a part of a loop's body runs without a compiler: %s. The result is exact, the step is slower."
+NO_MEMORY = (
+    "memory ran out while a part of a loop's body was compiled (%s). It runs eagerly until another attempt succeeds: "
+    "the result is exact, the step is slower. A smaller memory_budget or chunk_size leaves more memory free."
+)
+
+
+@dataclass
+class CompilePause:
+    """Calls that run eagerly after an attempt to compile has run out of memory; each pause is twice as long as the last one.
+
+    Memory that is short now may be free in another layer or step, so there is always another attempt. An attempt takes seconds,
+    so there are few of them: ten in the first 32,000 calls.
+    """
+
+    length: int = FIRST_PAUSE
+    left: int = 0
+
+    def begin(self) -> None:
+        self.left, self.length = self.length, 2 * self.length
+
+    def lasts(self) -> bool:
+        """Whether this call is a part of the pause."""
+        self.left -= self.left > 0
+        return self.left > 0
+
+
+_forms: dict[Hashable, list[FamilyCode]] = {}
+
+
+class Segment:
+    """A stretch of a body. `several`: it is called for a loop whose chunks have more than one length.
+
+    If there are several, what comes first is interpreted, until two lengths are known: then one form is compiled for all. If
+    there is one, a form is compiled for it, and a form for all lengths once another call brings another one.
+
+    How inputs lie in memory says which form they take. That is found once for inputs that lie alike, and `_ready` has it.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.structure = structure(module.graph)
+        self.tally: Tally | None = None  # of those that are compiled for the same program
+        self._seen: dict[Hashable, Numbers] = {}
+        self._ready: dict[Hashable, Callable[..., Sequence[Any]]] = {}
+        self._pause = CompilePause()
+
+    def __call__(self, *given: Any, several: bool = False) -> Sequence[Any]:
+        lie = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in given])
+        run = self._ready.get(lie) or self._prepared(given, lie, several)
+        return run(*given)
+
+    def _prepared(self, given: Sequence[Any], lie: Hashable, several: bool) -> Callable[..., Sequence[Any]]:
+        """What runs for inputs that lie so."""
+        inputs = [packed(value) for value in given]
+        kinds, numbers = layout_of(inputs)
+        forms = _forms.setdefault((self.structure, kinds), [])
+        form = fitting(forms, numbers)
+        if form is None and len(forms) < MOST_FORMS and not self._pause.lasts():
+            with compiling():
+                form = fitting(forms, numbers) or self._new_form(kinds, numbers, inputs, forms, several)
+                forms += [form] if form is not None and form not in forms else []
+        if form is None and len(forms) < MOST_FORMS:
+            return self._interpreted  # once more: then there may be a form
+        if len(self._ready) >= MOST_READY:
+            self._ready.clear()
+        run = self._ready[lie] = self._interpreted if form is None else form.bound(numbers, given)
+        return run
+
+    def _interpreted(self, *given: Any) -> Sequence[Any]:
+        return self.module.forward(*map(packed, given))  # type: ignore[no-any-return]
+
+    def _new_form(
+        self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], forms: Sequence[FamilyCode], several: bool
+    ) -> FamilyCode | None:
+        """Code for these sizes, and for all of the family that they make with others that were met before."""
+        if several:
+            first = self._seen.setdefault(kinds, numbers)
+            if first == numbers:
+                return None
+            return self._compiled(family_of(first, numbers) or single(numbers), numbers, inputs)
+        return self._compiled(wider(forms, numbers), numbers, inputs)
+
+    def _compiled(self, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode | None:
+        """The form of a family; None if memory ran out."""
+        with nullcontext() if self.tally is None else self.tally.one():
+            try:
+                return compiled(self.module, family, numbers, inputs)
+            except InductorMemoryError as error:
+                self._pause.begin()
+                tell(NO_MEMORY, str(error))
+                return None
+
+
+def compiled(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode:
+    """A subgraph compiled for a family of sizes, or for those of the family that Inductor's code holds for.
+
+    It runs eagerly if Inductor cannot compile it.
+
+    Raises:
+        InductorMemoryError: memory ran out, also after the allocator returned its cached memory to the driver.
+    """
+    graph = graph_for(module, family, inputs)
+    try:
+        try:
+            return _form(graph, family, numbers, inputs)
+        except InductorMemoryError:
+            torch.cuda.empty_cache()  # kernels are loaded into the driver's memory, which the allocator's cache takes up
+            return _form(graph, family, numbers, inputs)
+    except InductorMemoryError:
+        raise
+    except Exception as error:
+        tell(NOT_COMPILED, blame(error))
+        return FamilyCode(family, graph, any_size)
+
+
+def _form(graph: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode:
+    if family.at is None:
+        return FamilyCode(family, compile_for_one_size(graph, [value for value in inputs if isinstance(value, Tensor)]), any_size)
+    run, holds = compile_for_sizes(graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))
+    return FamilyCode(family, run, holds)
+
+
+_told: set[str] = set()
+
+
+def tell(text: str, reason: str) -> None:
+    """Warn, inside of an `except`, that a part of a body is not compiled: once for each text."""
+    if text not in _told:
+        _told.add(text)
+        log.warning(text, reason, exc_info=log.isEnabledFor(logging.DEBUG))

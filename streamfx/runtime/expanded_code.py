@@ -1,0 +1,206 @@
+"""Python that is written for a list of calls, so that nothing walks over them while they run.
+
+    def outer(arguments):
+        try:
+            [x, weight] = arguments
+            arguments.clear()
+            mm = run_0(x, weight)
+            x = weight = None
+            return (mm,)
+        except Exception as error:
+            failed(error)
+            raise
+
+Each value is a variable, which is set to None after its last use. What is written holds nothing of a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from keyword import iskeyword
+from typing import Any, Protocol
+
+from torch import fx
+
+from streamfx.runtime.error_location import name_line
+
+PLAIN = (int, bool, str, type(None))  # what is written as it is printed; of other types are names
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class CodeCall:
+    """`makes = run(*args, **kwargs)`; nodes among the arguments stand for values.
+
+    `makes` is the one node whose value the result is, or several whose values the results are. `stands_for`: the operators of
+    the user's, one of which this is at any time.
+    """
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    makes: fx.Node | tuple[fx.Node, ...]
+    stands_for: tuple[fx.Node, ...] = ()
+
+    @property
+    def made(self) -> tuple[fx.Node, ...]:
+        return (self.makes,) if isinstance(self.makes, fx.Node) else self.makes
+
+    @property
+    def used(self) -> list[fx.Node]:
+        return nodes_in((self.args, self.kwargs))
+
+
+class CodeStep(Protocol):
+    """What takes values, and what it makes of them."""
+
+    @property
+    def made(self) -> tuple[fx.Node, ...]: ...
+
+    @property
+    def used(self) -> list[fx.Node]: ...
+
+
+def nodes_in(arguments: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+
+    def seen(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.node.map_arg(arguments, seen)
+    return found
+
+
+class Text:
+    """Lines of a function, and what its names stand for."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}
+        self._taken = set(taken)
+        self._next: Counter[str] = Counter()  # by hint the first number that may not be taken
+
+    def line(self, text: str, depth: int = 1) -> None:
+        self.lines.append("    " * depth + text)
+
+    def unused(self, hint: str) -> str:
+        """A name that no value has."""
+        while (own := f"{hint}_{self._next[hint]}") in self._taken:
+            self._next[hint] += 1
+        self._taken.add(own)
+        return own
+
+    def name(self, hint: str, value: Any) -> str:
+        """A name for a thing that the text refers to."""
+        own = self.unused(hint)
+        self.names[own] = value
+        return own
+
+    def argument(self, value: Any) -> str:
+        """An argument as Python has it."""
+        if isinstance(value, fx.Node):
+            return value.name
+        if type(value) in PLAIN or (type(value) is float and math.isfinite(value)):
+            return repr(value)
+        if nodes_in((value,)) or type(value) in (list, fx.immutable_collections.immutable_list):  # lists may be written to
+            return self._collection(value)
+        return self.name("value", value)
+
+    def _collection(self, value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key!r}: {self.argument(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"slice({', '.join(map(self.argument, (value.start, value.stop, value.step)))})"
+        items = "".join(f"{self.argument(item)}, " for item in value)
+        if isinstance(value, list):
+            return f"[{items}]"
+        return f"{self.name('kind', type(value))}({items})" if hasattr(value, "_fields") else f"({items})"
+
+    def function(self, title: str) -> Callable[..., Any]:
+        """What the lines define; tracebacks show them."""
+        source, file = "\n".join(self.lines) + "\n", f"streamfx's {title}, {next(_numbers)}"
+        space = {**self.names, "__name__": file, "__loader__": _Source(source)}
+        exec(compile(source, file, "exec"), space)
+        made: Callable[..., Any] = space[title]
+        return made
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where `linecache` finds the text of a line."""
+
+    text: str
+
+    def get_source(self, name: str) -> str:
+        return self.text
+
+
+def function_of(
+    title: str, given: Sequence[fx.Node], calls: Sequence[CodeCall], result: Any, boxed: bool = False
+) -> Callable[..., Any]:
+    """A function of the values of `given`, which it takes one by one or, boxed, in a list that it empties."""
+    text = Text(node.name for node in (*given, *(node for call in calls for node in call.made)))
+    names, arguments = ", ".join(node.name for node in given), text.unused("arguments")
+    text.line(f"def {title}({arguments if boxed else names}):", 0)
+    text.line("try:")
+    if boxed:
+        text.line(f"[{names}] = {arguments}", 2)
+        text.line(f"{arguments}.clear()", 2)
+    before, *after = dying(given, calls, result)
+    drop(text, before)
+    at: dict[int, tuple[fx.Node, ...]] = {}  # by line
+    for call, values in zip(calls, after, strict=True):
+        write(text, call)
+        at[len(text.lines)] = call.stands_for
+        drop(text, values)
+    text.line(f"return {text.argument(result)}", 2)
+    end(text, at)
+    return text.function(title)
+
+
+def write(text: Text, call: CodeCall) -> None:
+    named = {key: text.argument(item) for key, item in call.kwargs.items()}
+    arguments = [text.argument(item) for item in call.args] + [
+        f"{key}={item}" for key, item in named.items() if not iskeyword(key)
+    ]
+    arguments += [f"**{{{key!r}: {item}}}" for key, item in named.items() if iskeyword(key)]
+    made = call.makes.name if isinstance(call.makes, fx.Node) else f"[{', '.join(node.name for node in call.makes)}]"
+    text.line(f"{made} = {text.name('run', call.run)}({', '.join(arguments)})", 2)
+
+
+def drop(text: Text, values: Sequence[fx.Node]) -> None:
+    if values:
+        text.line(" = ".join([*(node.name for node in values), "None"]), 2)
+
+
+def end(text: Text, at: dict[int, tuple[fx.Node, ...]]) -> None:
+    """The end of what began with `try`: `at` has the nodes that a line stands for."""
+    error = text.unused("error")
+    text.line(f"except Exception as {error}:")
+    text.line(f"{text.name('failed', _blame(at))}({error})", 2)
+    text.line("raise", 2)
+
+
+def dying(given: Sequence[fx.Node], calls: Sequence[CodeStep], result: Any) -> list[list[fx.Node]]:
+    """What nobody asks for any more: of what is given, before all calls, and after each of them."""
+    last: dict[fx.Node, int] = dict.fromkeys(given, -1)
+    for position, call in enumerate(calls):
+        last.update(dict.fromkeys((*call.used, *call.made), position))
+    last.update(dict.fromkeys(nodes_in((result,)), len(calls)))
+    after: list[list[fx.Node]] = [[] for _ in range(len(calls) + 2)]
+    for node, position in last.items():
+        after[position + 1].append(node)
+    return after[:-1]
+
+
+def _blame(at: dict[int, tuple[fx.Node, ...]]) -> Callable[[Exception], None]:
+    def failed(error: Exception) -> None:
+        trace = error.__traceback__
+        name_line(error, at.get(trace.tb_lineno, ()) if trace is not None else ())
+
+    return failed

@@ -1,0 +1,263 @@
+"""Python that is written for a loop over chunks: what does not change from chunk to chunk is found before it.
+
+    def loop(run, bounds, step, chunks, env, tensors, buffers, results):
+        [tensor_0, tensor_1] = tensors
+        [buffer_0] = buffers
+        [result_0] = results
+        blocks = blocks_of(bounds)
+        for (start, stop), rows_0, rows_1 in zip(bounds, in_turn(tensor_1, 1, 1, blocks), in_turn(result_0, 1, 1, blocks)):
+            [made_0] = run(tensor_0, rows_0, buffer_0.narrow(2, 0, stop))
+            put(rows_1, made_0)
+            made_0 = None
+
+Copies of rows go straight to the body, so that nothing but the body holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from torch import Tensor
+
+from streamfx.ir import program
+from streamfx.ir.program import (
+    CHUNK,
+    Broadcast,
+    BufferPart,
+    ChunkKey,
+    ChunkSlice,
+    ConcatOutput,
+    Feed,
+    IsFirst,
+    LoopSpec,
+    Number,
+    Placement,
+    Selector,
+)
+from streamfx.ir.sizes import Size, free_symbols, simplified
+from streamfx.ir.span import Span
+from streamfx.runtime.buffers import rows_of, rows_view
+from streamfx.runtime.chunks import blocks_of, in_turn
+from streamfx.runtime.runtime_sizes import BOUNDS, FUNCTIONS, SizePrinter, kind_of_size
+
+WHOLE = (sympy.Add, sympy.Mul, sympy.Symbol, sympy.Integer)  # what makes whole numbers of whole numbers
+MOVING = {program.START, program.STOP, program.CHUNK}
+
+
+@dataclass(frozen=True)
+class Code:
+    """An expression in Python; `moves` if its value changes from chunk to chunk."""
+
+    text: str
+    moves: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+START, STOP = Code("start", True), Code("stop", True)
+
+
+class LoopWriter:
+    """Writes what runs before a loop, and what runs for each of its chunks."""
+
+    def __init__(self, spec: LoopSpec) -> None:
+        self.spec = spec
+        self.once: list[str] = []
+        self.each: list[str] = []
+        self.counts = False  # whether the number of the chunk is asked for
+        self.turns: dict[str, Code] = {}  # what comes chunk by chunk, by what it comes from
+        self._known: dict[str, tuple[Code, ...]] = {}
+        self._length = self.size(spec.length)
+
+    # -- values with names
+
+    def named(self, code: Code, *hints: str) -> tuple[Code, ...]:
+        """Variables for a value, or for the values that it consists of; one for equal ones."""
+        found = self._known.get(code.text)
+        if found is None:
+            found = tuple(Code(f"{hint}_{len(self._known)}", code.moves) for hint in hints)
+            self._known[code.text] = found
+            (self.each if code.moves else self.once).append(f"{', '.join(map(str, found))} = {code}")
+        return found
+
+    def size(self, size: Size) -> Code:
+        """A size, or another number that follows from sizes."""
+        if isinstance(size, int):
+            return Code(str(size))
+        symbols = free_symbols([size])
+        moves, self.counts = not symbols.isdisjoint(MOVING), self.counts or CHUNK in symbols
+        kind, size = kind_of_size(size), simplified(size.replace(_is_bound, self._found))
+        if size == program.STOP - program.START:
+            return self._rows()
+        text = SizePrinter().doprint(size)
+        if text.isidentifier() or text.isdigit():
+            return Code(text, moves)
+        is_whole = all(isinstance(part, WHOLE) for part in sympy.preorder_traversal(size))
+        return self.named(Code(text if is_whole else f"{kind.__name__}({text})", moves), "n")[0]
+
+    def _rows(self) -> Code:
+        return self.named(Code("stop - start", True), "n")[0]
+
+    def _found(self, expression: Any) -> Any:
+        """The variable, or the number, for the first row or the number of rows that a function of sizes stands for."""
+        function, part = BOUNDS[type(expression).__name__]
+        text = self.bounds(function, [self._argument(argument) for argument in expression.args])[part].text
+        return sympy.Integer(text) if text.isdigit() else sympy.Symbol(text, integer=True)
+
+    def _argument(self, argument: Any) -> Code:
+        """A number or a name, so that it may be part of any expression."""
+        text = SizePrinter().doprint(argument)
+        return Code(text) if text.isidentifier() or text.removeprefix("-").isdigit() else self.size(argument)
+
+    def times(self, one: Code, other: Code) -> Code:
+        if "1" in (one.text, other.text):
+            return one if other.text == "1" else other
+        return self.named(Code(f"{one} * {other}", one.moves or other.moves), "n")[0]
+
+    def bounds(self, function: str, arguments: Sequence[Code]) -> tuple[Code, Code]:
+        """First row and number of rows, by a function of `sizes.py`; where the axis is the sequence itself without a call."""
+        texts = [argument.text for argument in arguments]
+        rows, whole = self._length, self._length.text
+        if function == "member_bounds" and texts[2:] == [whole, "0", whole]:
+            return START, self._rows()
+        if function == "span_bounds":
+            low, high = texts[3:5]
+            if (low, high) == ("None", "None"):
+                return Code("0"), arguments[6]
+            if texts[5:] == ["0", whole] and (low == "None" or int(low) <= 0) and high in ("None", "0"):
+                first = Code("0") if low == "None" else self.named(Code(f"max(start + {low}, 0)", True), "n")[0]
+                last = rows if high == "None" else STOP
+                return first, last if first.text == "0" else self.named(Code(f"{last} - {first}", True), "n")[0]
+        found, count = self.named(Code(f"{function}({', '.join(texts)})", True), "first", "count")
+        return found, count
+
+    # -- rows
+
+    def part(self, tensor: Code, where: Iterable[tuple[Placement, Selector]], view: bool) -> Code:
+        """Rows of a tensor along each placement."""
+        for placement, selector in where:
+            first, count = self._selected(placement, selector)
+            outer, inner, dim = self.size(placement.outer), self.size(placement.inner), placement.dim
+            rows = self.size(placement.rows.length)
+            moves = tensor.moves or first.moves or count.moves
+            if not isinstance(placement.outer, int):
+                take = "rows_view" if view else "rows_of"
+                tensor = Code(f"{take}({tensor}, {dim}, {outer}, {inner}, {rows}, {first}, {count})", moves)
+                continue
+            end = ""
+            if placement.outer != 1:
+                split = Code(f"{tensor}.unflatten({dim}, ({outer}, {self.times(rows, inner)}))", tensor.moves)
+                tensor = split if split.moves else self.named(split, "split")[0]
+                dim, end = dim + 1, "" if view else f".flatten({dim}, {dim + 1})"
+            if first is START and not tensor.moves:
+                turn = f"in_turn({tensor}, {dim}, {inner}, blocks)"
+                tensor = self.turns.setdefault(turn, Code(f"rows_{len(self.turns)}", True))
+            else:
+                tensor = Code(f"{tensor}.narrow({dim}, {self.times(first, inner)}, {self.times(count, inner)})", moves)
+            tensor = Code(f"{tensor}{end}", tensor.moves)
+        return tensor if tensor.moves or tensor.text.isidentifier() else self.named(tensor, "part")[0]
+
+    def _selected(self, placement: Placement, selector: Selector) -> tuple[Code, Code]:
+        """First row and number of rows, in the placement's own axis."""
+        offset, rows, block = self.size(placement.rows.offset), self.size(placement.rows.length), placement.rows.block
+        chunk = (START, STOP, self._length)
+        if isinstance(selector, Span):
+            return self.bounds("span_bounds", (*chunk, Code(str(selector.low)), Code(str(selector.high)), offset, rows))
+        if selector is None:
+            return self.bounds("member_bounds", (*chunk, offset, rows, *[Code(str(block))] * (block != 1)))
+        other, by = (self.size(selector.rows.offset), self.size(selector.rows.length)), self.size(selector.by)
+        reach, block = Code(str(selector.reach)), selector.rows.block
+        window = (reach, Code(str(block))) if block != 1 else (reach,) if selector.reach else ()
+        return self.bounds("shifted_bounds", (*chunk, *other, by, rows, *window))
+
+    # -- what the body takes
+
+    def feeds(self, positions: Iterable[int]) -> list[str]:
+        """What these placeholders of the body are fed; nothing where nobody asks."""
+        given = self.spec.body.graph.find_nodes(op="placeholder")
+        return [self._feed(self.spec.feeds[i], self.spec.sources[i]).text if given[i].users else "None" for i in positions]
+
+    def _feed(self, feed: Feed, source: int | None) -> Code:
+        match feed:
+            case Broadcast():
+                return Code(f"tensor_{source}")
+            case ChunkSlice():
+                return self.part(Code(f"tensor_{source}"), feed.where, view=False)
+            case BufferPart():
+                return self.part(Code(f"buffer_{feed.buffer}"), feed.where, view=True)
+            case Number():
+                return self.size(feed.value)
+            case ChunkKey():
+                return START
+            case IsFirst():
+                return Code(f"stop == {self._length}" if self.spec.reverse else "start == 0", True)
+
+
+def _is_bound(expression: Any) -> bool:
+    return type(expression).__name__ in BOUNDS
+
+
+def put(own: Tensor, rows: Tensor) -> None:
+    """Rows into the place of a chunk's own, which has a dimension more where the sequence is an inner factor."""
+    own.copy_(rows if rows.shape == own.shape else rows.reshape(own.shape))
+
+
+def written_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None]:
+    """loop(run, bounds, step, chunks, env, tensors, buffers, results): runs the body for all chunks, and fills the results.
+
+    Of a single chunk `results` are functions of the rows that were made: they give the result, and whether it is still empty.
+    """
+    writer = LoopWriter(spec)
+    stacked = [item for item in spec.yields if isinstance(item, ConcatOutput)]
+    feeds = writer.feeds(range(len(spec.feeds)))
+    made = [f"made_{i}" for i in range(len(stacked))]
+    body = [f"[{', '.join(made)}] = run({', '.join(feeds)})"]
+    for i, item in enumerate(stacked):
+        result = Code(f"results[{i}]" if is_single else f"result_{i}", moves=is_single)
+        put = f"put({writer.part(result, ((item.placement, None),), view=True)}, made_{i})"
+        if is_single:
+            body.append(f"results[{i}], is_empty = result_{i}(made_{i})")
+            put = f"if is_empty: {put}"
+        body.append(put)
+    body += [" = ".join([*made, "None"])] if made else []
+    return _function(_text(writer, body, len(stacked)))
+
+
+def written_inputs(spec: LoopSpec, positions: Sequence[int]) -> Callable[..., Iterable[tuple[Any, ...]]]:
+    """The same arguments, to what these placeholders of the body are fed for each chunk."""
+    writer = LoopWriter(spec)
+    feeds = writer.feeds(positions)
+    stacked = sum(isinstance(item, ConcatOutput) for item in spec.yields)
+    return _function(_text(writer, [f"yield ({''.join(f'{feed}, ' for feed in feeds)})"], stacked))
+
+
+def _text(writer: LoopWriter, body: Sequence[str], results: int) -> str:
+    spec = writer.spec
+    tensors = len({source for source in spec.sources if source is not None})
+    before = [f"{symbol.name} = env[{symbol.name!r}]" for symbol in spec.symbols]
+    for name, count in (("tensor", tensors), ("buffer", len(spec.buffers)), ("result", results)):
+        before.append(f"[{', '.join(f'{name}_{i}' for i in range(count))}] = {name}s")
+    number = [f"{CHUNK.name} = start // step"] if writer.counts else []
+    lines = ["def loop(run, bounds, step, chunks, env, tensors, buffers, results):"]
+    each = "for start, stop in bounds:"
+    if writer.turns:
+        names, turns = ", ".join(map(str, writer.turns.values())), ", ".join(writer.turns)
+        each = f"for (start, stop), {names} in zip(bounds, {turns}, strict=True):"
+        before.append("blocks = blocks_of(bounds)")
+    lines += [f"    {line}" for line in (*before, *writer.once, each)]
+    lines += [f"        {line}" for line in (*number, *writer.each, *body)]
+    return "\n".join(lines) + "\n"
+
+
+@lru_cache(maxsize=1024)
+def _function(text: str) -> Callable[..., Any]:
+    """Loops of equal layers are one."""
+    space = {**FUNCTIONS, "rows_of": rows_of, "rows_view": rows_view, "blocks_of": blocks_of, "in_turn": in_turn, "put": put}
+    exec(compile(text, "streamfx's loop", "exec"), space)
+    made: Callable[..., Any] = space["loop"]
+    return made

@@ -1,0 +1,97 @@
+"""Scans over rows that are one operator (`scan` of PyTorch), chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from streamfx.ir.recurrence import ScanPlan
+from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.runtime.select_row import nothing_to_add
+from streamfx.torch_private import SCAN, FakeTensor
+
+ALIGNED = 16  # bytes: where a value of any type may begin
+
+
+class ChunkedScan(Recurrence):
+    """The operator of a graph that runs a `ScanPlan`. Its carry holds the bytes of what crosses from row to row: of any type."""
+
+    carry_type = torch.uint8
+
+    def __init__(self, plan: ScanPlan) -> None:
+        self.plan = plan
+        self.name, self.axes, self.reverse = plan.name, plan.axes, plan.reverse
+        self._slots = list(slots(plan.carry))
+        self.carried = self._slots[-1][1] if self._slots else 0
+        self.__name__ = self.__qualname__ = plan.name
+        self.__module__ = __name__
+
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        first, rows, given = self._parts(operands)
+        if any(isinstance(operand, FakeTensor) for operand in operands):
+            made = SCAN(self.plan.combine, first, rows, given)  # looks at one row: there may be many, or a number to come
+            return (*(made[number] for number in self.plan.finals), *made[len(first) :])
+        last, made = self._run(first, rows, given)
+        return (*(last[number] for number in self.plan.finals), *made)
+
+    def advance(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        if states is not None:
+            states[chunk].copy_(carry)
+        return self._carried(before, after, carry, operands)
+
+    def retreat(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        return self._carried(before, after, carry, operands)
+
+    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        return self._carried(before, after, states[chunk].clone(), operands)
+
+    def _carried(self, before: int, after: int, carry: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What rows leave behind is a result of the chunk that has the last one, to which the others add nothing."""
+        first, rows, given = self._parts(operands)
+        last, made = self._run(first if before == 0 else self._restored(carry), rows, given)
+        is_last = after == 0 and rows[0].shape[0] > 0
+        for (start, stop), value in zip(self._slots, last, strict=True):
+            carry[start:stop].view(value.dtype)[: value.numel()].copy_(value.reshape(-1))
+        finals = [last[number] for number in self.plan.finals]
+        return (*(value if is_last else nothing_to_add(value.shape, value.dtype, value.device) for value in finals), *made)
+
+    def _restored(self, carry: Tensor) -> list[Tensor]:
+        parts = (carry[start:stop].clone() for start, stop in self._slots)
+        return [part.view(dtype)[: prod(shape)].view(shape) for part, (shape, dtype) in zip(parts, self.plan.carry, strict=True)]
+
+    def _run(
+        self, carry: Sequence[Tensor], rows: Sequence[Tensor], given: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], list[Tensor]]:
+        """What the last row leaves behind, and the rows of each result."""
+        plan, count = self.plan, rows[0].shape[0]
+        steps = []
+        for step in reversed(range(count)) if plan.reverse else range(count):
+            result = plan.combine(*carry, *(operand.select(0, step) for operand in rows), *given)
+            carry = result[: len(plan.carry)]
+            steps.append(result[len(plan.carry) :])
+        if plan.reverse:
+            steps.reverse()
+        stacks = [torch.stack(values) for values in zip(*steps, strict=True)]
+        like = rows[0]
+        return carry, stacks if steps else [like.new_empty((0, *shape), dtype=dtype) for shape, dtype in plan.made]
+
+    def _parts(self, operands: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """The first carry, what has rows, and what all rows are given."""
+        carries, rows = len(self.plan.carry), len(self.plan.carry) + self.plan.rows
+        return operands[:carries], operands[carries:rows], operands[rows:]
+
+
+def slots(carry: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Iterator[tuple[int, int]]:
+    """Where each value of the carry begins and ends, in bytes."""
+    start = 0
+    for shape, dtype in carry:
+        size = -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+        yield start, start + size
+        start += size

@@ -1,0 +1,157 @@
+"""Sums over rows that decay: `sums[c]` is what is left, in front of row c, of a first sum and of the rows before it.
+
+    sums[0] = first        sums[c + 1] = exp(decays[c]) * sums[c] + rows[c]
+
+State space models write this as a product with a matrix of weights, exp of sums of decays, and so it is written here: all rows at
+once, or those of a chunk, which is handed the sum in front of it. A second operator gives the sums behind each row, sums[c + 1].
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.flop_counter import register_flop_formula
+
+from streamfx.ir.scan_schema import Stateful
+
+_library = torch.library.Library("streamfx", "FRAGMENT")
+
+
+def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, behind: bool = False) -> tuple[Tensor, Tensor]:
+    """decays [... n], rows [... n f], first [... f]: the sums [... n f] in front of each row, or behind, and the last [... f]."""
+    _require_sizes(decays, rows, first)
+    weights = _weights(decays)
+    inner, started = weights[..., 1:], weights[..., :1]
+    sums = inner[..., 1:, :] @ rows if behind else inner[..., :-1, :-1] @ rows[..., :-1, :]
+    last = sums[..., -1, :].clone() if behind else (inner[..., -1:, :] @ rows).squeeze(-2)
+    if first is not None:
+        sums += (started[..., 1:, :] if behind else started[..., :-1, :]) * first.unsqueeze(-2)
+        last += started[..., -1, :] * first
+    return sums, last
+
+
+def decayed_sums_backward(
+    dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None, behind: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of decays, rows and first, from those of the sums and of the last."""
+    weights = _weights(decays)
+    dsums = torch.zeros_like(rows) if dsums is None else dsums
+    dlast = torch.zeros_like(rows[..., 0, :]) if dlast is None else dlast
+    dlast = dlast.unsqueeze(-2)
+    if first is None:
+        weights[..., :1] = 0  # of nothing nothing is left: with what grows without bounds it would be no number
+    places = slice(1, None) if behind else slice(None, -1)
+    inner = weights[..., 1:]
+    drows = inner[..., places, :].mT @ dsums
+    drows += inner[..., -1:, :].mT * dlast
+    dfirst = (weights[..., places, :1].mT @ dsums + weights[..., -1:, :1] * dlast).squeeze(-2)
+    dweights = torch.zeros_like(weights)
+    dweights[..., places, 1:] = dsums @ rows.mT
+    dweights[..., -1:, 1:] += dlast @ rows.mT
+    if first is not None:
+        dweights[..., places, :1] = dsums @ first.unsqueeze(-1)
+        dweights[..., -1:, :1] += dlast @ first.unsqueeze(-1)
+    return _gradient_of_decays(dweights * weights), drows, dfirst
+
+
+def _require_sizes(decays: Tensor, rows: Tensor, first: Tensor | None) -> None:
+    """Nothing is repeated: fake results have the sizes of rows."""
+    if decays.shape != rows.shape[:-1] or (first is not None and first.shape != rows[..., 0, :].shape):
+        shapes = [None if part is None else list(part.shape) for part in (decays, rows, first)]
+        raise ValueError(f"decays, rows and a first sum of {shapes} do not fit together")
+
+
+def _weights(decays: Tensor) -> Tensor:
+    """[c, z]: what is left in front of row c of what stands behind row z - 1; nothing for z > c."""
+    own = pad(decays, (1, 0))
+    count = own.shape[-1]
+    below = torch.ones(count, count, dtype=torch.bool, device=own.device).tril(-1)
+    totals = own.unsqueeze(-1).expand(*own.shape, count).masked_fill(~below, 0).cumsum(-2)
+    return totals.masked_fill_(below.mT, -torch.inf).exp_()
+
+
+def _gradient_of_decays(dtotals: Tensor) -> Tensor:
+    """A decay is part of the totals of all later rows over all earlier ones."""
+    return dtotals.flip(-2).cumsum(-2).flip(-2).tril(-1).sum(-1)[..., 1:]
+
+
+# -- the operators that are differentiated
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    decays, rows, first = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(decays, rows, first)
+
+
+def _like(decays: Tensor, rows: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    _require_sizes(decays, rows, first)
+    return rows.new_empty(rows.shape), rows.new_empty((*rows.shape[:-2], rows.shape[-1]))
+
+
+def _gradients_like(
+    dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    drows, dfirst = _like(decays, rows, first)
+    return decays.new_empty(decays.shape), drows, dfirst
+
+
+def _flops(decays: Any, rows: Any, first: Any, *_: Any, **__: Any) -> int:
+    """One product of all rows with all rows."""
+    return 2 * prod(rows) * int(decays[-1])
+
+
+def _flops_of_gradients(dsums: Any, dlast: Any, decays: Any, rows: Any, first: Any, *_: Any, **__: Any) -> int:
+    return 2 * _flops(decays, rows, first)
+
+
+def _declared(name: str, behind: bool) -> tuple[Any, Any, Stateful]:
+    """The operator of this name, its backward, and how both run in chunks."""
+    back, forward, backward = (
+        f"{name}_backward",
+        partial(decayed_sums, behind=behind),
+        partial(decayed_sums_backward, behind=behind),
+    )
+    _library.define(f"{name}(Tensor decays, Tensor rows, Tensor? first) -> (Tensor, Tensor)")
+    _library.define(
+        f"{back}(Tensor? dsums, Tensor? dlast, Tensor decays, Tensor rows, Tensor? first) -> (Tensor, Tensor, Tensor)"
+    )
+    made, differentiated = getattr(torch.ops.streamfx, name), getattr(torch.ops.streamfx, back)
+
+    def gradients(ctx: Any, dsums: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+        decays, rows, first = ctx.saved_tensors
+        if dsums is None and dlast is None:
+            return None, None, None
+        ddecays, drows, dfirst = differentiated.default(dsums, dlast, decays, rows, first)
+        return ddecays, drows, None if first is None else dfirst
+
+    _library.impl(name, forward, "CompositeExplicitAutograd")
+    _library.impl(back, backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"streamfx::{name}", _like, lib=_library)
+    torch.library.register_fake(f"streamfx::{back}", _gradients_like, lib=_library)
+    torch.library.register_autograd(f"streamfx::{name}", gradients, setup_context=_setup, lib=_library)
+    register_flop_formula(made)(_flops)
+    register_flop_formula(differentiated)(_flops_of_gradients)
+    stateful = Stateful(
+        name=name,
+        operators=(f"streamfx::{name}", f"streamfx::{back}"),
+        forward=forward,
+        backward=backward,
+        takes=("decays", "rows", "first"),
+        backward_takes=("dsums", "dlast", "decays", "rows", "first"),
+        rows={"decays": -1, "rows": -2},
+        results=(-2, None),
+        states={"first": 1},
+        cotangents={"dsums": 0, "dlast": 1},
+        gradients=("decays", "rows", "first"),
+    )
+    return made.default, differentiated.default, stateful
+
+
+DECAYED_SUMS, BACKWARD, IN_FRONT = _declared("decayed_sums", behind=False)
+SUMS_BEHIND, BEHIND_BACKWARD, BEHIND = _declared("decayed_sums_behind", behind=True)

@@ -1,0 +1,164 @@
+"""Sizes that change from call to call: what two calls of different length tell about those of any length."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Lists of numbers of which each is slope * n + offset, n being the number at position `at`; None: a single list."""
+
+    slopes: Numbers
+    offsets: Numbers
+    at: int | None
+
+    def member(self, numbers: Numbers) -> int | None:
+        """The n of a list; None if the list is no member, and 0 for that of a family without n."""
+        n = 0 if self.at is None else numbers[self.at]
+        same = all(slope * n + offset == own for slope, offset, own in zip(self.slopes, self.offsets, numbers, strict=True))
+        return n if same else None
+
+
+@dataclass(frozen=True)
+class FamilyCode:
+    """Code for inputs whose sizes belong to a family, and are of those that `holds` allows."""
+
+    family: Family
+    run: Callable[..., Any]
+    holds: Callable[[int], bool]
+
+    def fits(self, numbers: Numbers) -> bool:
+        n = self.family.member(numbers)
+        return n is not None and (self.family.at is None or self.holds(n))
+
+    def call(self, numbers: Numbers, inputs: Sequence[Any]) -> Any:
+        tensors = (value for value in inputs if isinstance(value, Tensor))
+        return self.run(*tensors) if self.family.at is None else self.run(numbers[self.family.at], *tensors)
+
+    def bound(self, numbers: Numbers, given: Sequence[Any]) -> Callable[..., Any]:
+        """What runs for all inputs that are like `given`; packed, these make the numbers."""
+        run = self.run.forward if isinstance(self.run, fx.GraphModule) else self.run
+        if self.family.at is not None:
+            run = partial(run, numbers[self.family.at])
+        tensors = [i for i, value in enumerate(given) if isinstance(value, Tensor)]
+        packs = {i for i in tensors if packed(given[i]) is not given[i]}
+        if len(tensors) == len(given) and not packs:
+            return run
+        return lambda *own: run(*[own[i].contiguous() if i in packs else own[i] for i in tensors])
+
+
+def fitting(forms: Sequence[FamilyCode], numbers: Numbers) -> FamilyCode | None:
+    """The code that holds for these sizes, if there is some."""
+    return next((form for form in forms if form.fits(numbers)), None)
+
+
+def any_size(n: int) -> bool:
+    return True
+
+
+def single(numbers: Numbers) -> Family:
+    return Family((0,) * len(numbers), numbers, None)
+
+
+def family_of(first: Numbers, second: Numbers) -> Family | None:
+    """The family that both lists belong to.
+
+    >>> family_of((2, 128, 256), (2, 116, 232))
+    Family(slopes=(0, 1, 2), offsets=(2, 0, 0), at=1)
+    >>> family_of((128, 7), (116, 4)), family_of((1, 8), (2, 4))
+    (Family(slopes=(4, 1), offsets=(100, 0), at=1), None)
+    """
+    steps = [a - b for a, b in zip(first, second, strict=True)]
+    varying = [i for i, step in enumerate(steps) if step]
+    at = min(varying, key=lambda i: abs(steps[i]), default=None)
+    if at is None:
+        return single(first)
+    if any(steps[i] % steps[at] for i in varying) or min(first[at], second[at]) < 2:
+        return None
+    slopes = tuple(step // steps[at] for step in steps)
+    return Family(slopes, tuple(a - slope * first[at] for a, slope in zip(first, slopes, strict=True)), at)
+
+
+def wider(forms: Sequence[FamilyCode], numbers: Numbers) -> Family:
+    """The family that these numbers make with others that there is a form for; else that of these alone."""
+    families = (family_of(form.family.offsets, numbers) for form in forms if form.family.at is None)
+    return next((found for found in families if found is not None), single(numbers))
+
+
+def layout_of(inputs: Sequence[Any]) -> tuple[Hashable, Numbers]:
+    """What has to be equal for code to be shared, and the numbers of sizes and strides, which may belong to a family.
+
+    The stride of a dimension of size 1 says nothing; it is taken as if the tensor were contiguous there.
+    """
+    kinds: list[Hashable] = []
+    numbers: list[int] = []
+    for value in inputs:
+        if isinstance(value, Tensor):
+            kinds.append((value.dtype, value.device, value.dim()))
+            numbers += value.shape
+            numbers += strides_of(value)
+        else:
+            kinds.append("number")
+            numbers.append(value)
+    return tuple(kinds), tuple(numbers)
+
+
+def packed(value: Any) -> Any:
+    """A chunk's rows of several sequences put side by side: their layout then does not depend on how long these are."""
+    if not isinstance(value, Tensor) or value.dim() < 2 + value.is_floating_point() or value.is_contiguous():
+        return value
+    return value.contiguous() if value.stride(0) and value[0].is_contiguous() else value
+
+
+def strides_of(value: Tensor) -> list[int]:
+    strides = list(value.stride())
+    following = 1
+    for dim in range(value.dim() - 1, -1, -1):
+        if value.shape[dim] == 1:
+            strides[dim] = following
+        following = strides[dim] * value.shape[dim]
+    return strides
+
+
+def shapes_for(family: Family, n: Any, inputs: Sequence[Any]) -> list[tuple[list[Any], list[Any], Tensor]]:
+    """Sizes and strides of each tensor among the inputs for some n, a number or a symbol."""
+    numbers = iter([slope * n + offset if slope else offset for slope, offset in zip(family.slopes, family.offsets, strict=True)])
+    found = []
+    for value in inputs:
+        if isinstance(value, Tensor):
+            found.append(([next(numbers) for _ in value.shape], [next(numbers) for _ in value.shape], value))
+        else:
+            next(numbers)
+    return found
+
+
+def graph_for(module: fx.GraphModule, family: Family, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The graph as a function of n and of tensors: the other numbers follow from n, or are constants."""
+    graph = fx.Graph()
+    n = None if family.at is None else graph.placeholder("n")
+    copies: dict[fx.Node, Any] = {}
+    position = 0
+    for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if isinstance(value, Tensor):
+            copies[node], position = graph.placeholder(node.name), position + 2 * value.dim()
+            continue
+        slope, copies[node], position = family.slopes[position], family.offsets[position], position + 1
+        if slope:
+            product = graph.call_function(operator.mul, (n, slope))
+            copies[node] = graph.call_function(operator.add, (product, copies[node]))
+    for node in module.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
+    results = module.graph.output_node().args[0]
+    graph.output(tuple(copies[node] for node in results))  # type: ignore[index,union-attr]
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -1,0 +1,7 @@
+"""`python -m streamfx.tools.cli` is `streamfx`."""
+
+import sys
+
+from streamfx.tools.cli import command
+
+sys.exit(command())

@@ -1,0 +1,48 @@
+"""The arguments that say which model is called, and how. They are read, and refused, before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from streamfx.errors import ModelError
+from streamfx.tools.planner.model_names import TYPES, builtin_names, config_file
+from streamfx.tools.report.paths import is_there
+
+SOURCES = "a Hugging Face folder, its config.json, org/name of the local cache, a shipped name, or package.module:factory"
+EXAMPLE = 'write for example {"chunk_size": 1024}'
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, seq: int, dtype: str) -> None:
+    """The arguments that say which model is called, and how."""
+    shipped = ", ".join(builtin_names())
+    parser.add_argument("model", help=f"{SOURCES}, a function that returns a model, or a model and its arguments ({shipped})")
+    parser.add_argument("--seq", type=int, default=seq, metavar="TOKENS", help="length of a sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a step (default: %(default)s)")
+    parser.add_argument("--dtype", choices=[*TYPES, "float64"], default=dtype, help="type of parameters (default: %(default)s)")
+    parser.add_argument("--layers", type=int, metavar="N", help="only so many layers of a Hugging Face model")
+    parser.add_argument("--options", metavar="JSON", help="options of the backend, for example '{\"chunk_size\": 1024}'")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+
+
+def options_of(arguments: argparse.Namespace) -> Any:
+    """The backend's options, which it checks itself."""
+    if arguments.options is None:
+        return None
+    try:
+        return json.loads(arguments.options)
+    except json.JSONDecodeError as error:
+        raise ModelError("--options must be JSON", found=f"{arguments.options!r}: {error}", do=EXAMPLE) from None
+
+
+def is_factory(model: str) -> bool:
+    """Whether a model is made by a function of the user's: `package.module:factory`."""
+    return ":" in model and not is_there(Path(model))
+
+
+def check_model(arguments: argparse.Namespace) -> None:
+    """Refuse a name that nobody knows before anything slow begins."""
+    if not is_factory(arguments.model):
+        config_file(arguments.model)

@@ -1,0 +1,120 @@
+"""`streamfx doctor`: does it work on this machine?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from importlib import metadata
+from typing import Any
+
+import streamfx
+from streamfx.errors import told
+from streamfx.tools.cli.codes import NOT_SO, CommandResult
+
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning", "triton")
+GROUP = "torch_dynamo_backends"
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    """The arguments of the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "doctor",
+        help="versions, device, kernels, entry point, and a self-test of a second",
+        description="Looks at the installation, and trains one step of a small decoder with and without the backend.",
+    )
+    parser.add_argument("--json", action="store_true", help="print all findings as JSON")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> CommandResult:
+    """The text to print, and the exit code."""
+    found = findings()
+    healthy = found["entry_point"] == "found" and found["self_test"]["ok"]
+    text = json.dumps(found, indent=2) if arguments.json else _text(found, healthy)
+    return CommandResult(text, 0 if healthy else NOT_SO)
+
+
+def findings() -> dict[str, Any]:
+    """What is installed, what can be used, and whether it works."""
+    import torch
+
+    from streamfx.kernels.sdpa import KERNELS
+    from streamfx.torch_private.versions import untested
+
+    return {
+        "streamfx": streamfx.__version__,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "untested": untested(),
+        "device": _device(),
+        "fused_attention": sorted(KERNELS),
+        "entry_point": _entry_point(),
+        "optimize_ddp": bool(torch._dynamo.config.optimize_ddp),
+        "self_test": self_test(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return f"{torch.cuda.get_device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def _entry_point() -> str:
+    found = [point for point in metadata.entry_points(group=GROUP) if point.name == "streambp"]
+    if not found:
+        return "missing: install streamfx with pip (an editable install will do), or pass backend=streamfx.streambp"
+    try:
+        loaded = found[0].load()
+    except Exception as error:
+        return f"broken ({found[0].value}, {told(error)}): install streamfx anew"
+    return "found" if loaded is streamfx.streambp else f"another package's: {found[0].value}"
+
+
+def self_test() -> dict[str, Any]:
+    """One step of a small decoder, beside eager."""
+    from streamfx.tools.cli.small import difference
+
+    start = time.perf_counter()
+    try:
+        report = difference()
+    except Exception as error:
+        return {"ok": False, "error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - start}
+    return {"ok": report.ok, "max_error": report.max_error, "seconds": time.perf_counter() - start}
+
+
+def _installed(name: str, version: str | None) -> str:
+    from streamfx.integrations.minimum_versions import LEAST, is_too_old
+
+    too_old = f" (streamfx.enable needs {LEAST[name]})" if is_too_old(name, version) else ""
+    return f"{name} {version or 'not installed'}{too_old}"
+
+
+def _text(found: dict[str, Any], healthy: bool) -> str:
+    installed = ", ".join(_installed(name, version) for name, version in found["packages"].items())
+    test = found["self_test"]
+    outcome = f"largest relative difference from eager {test['max_error']:.1e}" if "max_error" in test else test["error"]
+    lines = {
+        "streamfx": f"{found['streamfx']}, Python {found['python']}",
+        "packages": installed,
+        **({"untested": found["untested"]} if found["untested"] else {}),
+        "device": found["device"],
+        "fused attention": f"streams on {', '.join(found['fused_attention'])}",
+        "entry point": found["entry_point"],
+        "DDP": "set torch._dynamo.config.optimize_ddp = False before training with it" if found["optimize_ddp"] else "ready",
+        "self-test": f"{'passed' if test['ok'] else 'FAILED'} in {test['seconds']:.1f} s, {outcome}",
+    }
+    verdict = "streamfx works here" if healthy else "something is wrong: see above"
+    return "\n".join([*(f"{name:<16}{text}" for name, text in lines.items()), verdict])

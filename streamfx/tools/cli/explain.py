@@ -1,0 +1,42 @@
+"""`streamfx explain`: what streams, what does not and why, memory and FLOPs, without running the model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from streamfx.progress import doing
+from streamfx.tools.cli.arguments import add_model_arguments, check_model, options_of
+from streamfx.tools.cli.codes import NOT_SO, CommandResult
+from streamfx.tools.cli.html_option import add_html_argument, written_as_html
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    """The arguments of the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "explain",
+        help="what of a model streams, what does not and why; nothing is run",
+        description="Traces one training step on the meta device and reports what the backend makes of it.",
+    )
+    add_model_arguments(parser, seq=4096, dtype="bfloat16")
+    add_html_argument(parser)
+    parser.add_argument("--strict", action="store_true", help=f"exit code {NOT_SO} if anything runs whole")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> CommandResult:
+    """The text to print, and the exit code."""
+    check_model(arguments)
+    from streamfx.tools.cli.model_lookup import model_and_inputs
+    from streamfx.tools.inspect.explain import explain
+
+    with written_as_html(arguments) as made:
+        model, args, kwargs = model_and_inputs(arguments, "meta")
+        with doing("explaining"):
+            report = explain(model, *args, options=options_of(arguments), **kwargs)
+            summary = report.summary()
+        made.append(report)
+    runs_whole = any(stage["kind"] == "whole" for stage in summary["stages"]) or not summary["stages"]
+    text = json.dumps(summary, indent=2) if arguments.json else str(report)
+    return CommandResult(text, NOT_SO if arguments.strict and runs_whole else 0)

@@ -1,0 +1,134 @@
+"""What the commands look at: a Hugging Face folder, or `package.module:factory`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamfx.budget import free_on, in_bytes
+from streamfx.errors import ModelError, one, told
+from streamfx.tools.cli.arguments import is_factory
+from streamfx.tools.cli.lookups import arguments_of
+from streamfx.tools.planner.model_names import config_file
+from streamfx.tools.planner.models import TYPES, configuration, language_model
+
+COPIES = 3  # of the parameters' bytes that `verify` holds at once: parameters, eager's gradients, and the streamed ones
+RETURN = "let it return a model, or a pair of a model and its arguments (a dictionary or a tuple)"
+
+
+def model_and_inputs(arguments: argparse.Namespace, device: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The model and what to call it with; `device` may be "meta" where nothing is computed."""
+    if arguments.seq < 2 or arguments.batch < 1:
+        raise ModelError("--seq is 2 or more and --batch 1 or more", found=f"{arguments.seq} and {arguments.batch}")
+    if arguments.layers is not None and arguments.layers < 1:
+        raise ModelError("--layers is 1 or more", found=str(arguments.layers))
+    if is_factory(arguments.model):
+        if arguments.layers is not None:
+            do = "leave --layers out, and let the function make the model with so many layers"
+            raise ModelError("--layers is for configurations of Hugging Face", found=f"the function {arguments.model}", do=do)
+        return _from_factory(arguments)
+    model = _hugging_face(arguments, device)
+    ids = torch.zeros(arguments.batch, arguments.seq, dtype=torch.int64, device=device)
+    if device != "meta":
+        ids = torch.randint(0, model.config.vocab_size, ids.shape, generator=torch.Generator().manual_seed(0))
+    return model, (), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def _hugging_face(arguments: argparse.Namespace, device: str) -> Any:
+    config = configuration(arguments.model)
+    config = getattr(config, "get_text_config", lambda: config)()
+    if arguments.layers is not None:
+        _cut(config, arguments.layers)
+    dtype = {**TYPES, "float64": torch.float64}[arguments.dtype]
+    folder = config_file(arguments.model).parent
+    if device != "meta":
+        _check_room(language_model(config, dtype, "meta"))
+    if device != "meta" and arguments.layers is None and any(folder.glob("*.safetensors")):
+        return _with_weights(folder, dtype)
+    torch.manual_seed(0)
+    return language_model(config, dtype, device)
+
+
+def _cut(config: Any, layers: int) -> None:
+    """Leave a configuration its first layers."""
+    has = getattr(config, "num_hidden_layers", None)
+    if not isinstance(has, int) or layers > has:
+        found = f"it has {has}" if isinstance(has, int) else "it does not say how many it has"
+        do = f"give a number from 1 to {has}, or leave --layers out" if isinstance(has, int) else "leave --layers out"
+        raise ModelError(f"--layers {layers} asks for so many layers of a configuration", found=found, do=do)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+
+
+def _check_room(model: torch.nn.Module) -> None:
+    """Refuse a model whose parameters, and two runs' gradients of them, are more than the host has room for."""
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    needed, free = COPIES * parameters, free_on(torch.device("cpu"))
+    if needed > free:
+        asked = (
+            f"a model is run here whose parameters take {in_bytes(parameters)}, and their gradients as much in each of two runs"
+        )
+        found = f"{in_bytes(needed)} needed, without activations, {in_bytes(max(0, free))} free"
+        do = "give fewer --layers, or a --dtype of fewer bytes; `streamfx explain` needs no such memory"
+        raise ModelError(asked, found=found, do=do)
+
+
+def _with_weights(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
+    except Exception as error:
+        do = "look at the weights, or use --layers: a model with few layers is made with new ones"
+        raise ModelError(f"the model in {folder} cannot be loaded", found=told(error), do=do) from error
+
+
+def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What a function returns: a model that is called with ids and labels, or a pair of a model and its arguments."""
+    module_name, _, name = arguments.model.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        factory = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        do = "write package.module:factory, where the module can be imported from here"
+        raise ModelError(f"there is no {arguments.model!r}", found=str(error), do=do) from None
+    except Exception as error:
+        do = f"python -c 'import {module_name}' shows all of it"
+        raise ModelError(f"{module_name} cannot be imported", found=told(error), where=place_of(error), do=do) from error
+    if not callable(factory):
+        raise ModelError(f"{arguments.model} is a function that returns a model", found=one(type(factory).__name__), do=RETURN)
+    try:
+        made = factory if isinstance(factory, torch.nn.Module) else factory()
+    except Exception as error:
+        do = "call it without arguments, and see"
+        raise ModelError(f"{arguments.model} makes no model", found=told(error), where=place_of(error), do=do) from error
+    return _model_and_arguments(arguments, made)
+
+
+def _model_and_arguments(arguments: argparse.Namespace, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What a factory has made, and what it is called with: ids are drawn where it gives no arguments."""
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], (Mapping, tuple, list)):
+        model, given = made
+        return (model, (), dict(given)) if isinstance(given, Mapping) else (model, tuple(given), {})
+    if not callable(made):
+        kinds = (
+            f"a tuple of {', '.join(type(item).__name__ for item in made)}" if isinstance(made, tuple) else type(made).__name__
+        )
+        raise ModelError(f"{arguments.model} is a function that returns a model", found=kinds, do=RETURN)
+    return made, *arguments_of(made, arguments.model, arguments.batch, arguments.seq)
+
+
+def place_of(error: BaseException) -> str:
+    """File and line that raised an error."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,0 +1,51 @@
+"""`streamfx verify`: one step in eager and through the backend, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from streamfx.tools.cli.arguments import add_model_arguments, check_model, options_of
+from streamfx.tools.cli.codes import NOT_SO, CommandResult
+
+if TYPE_CHECKING:
+    from streamfx.tools.inspect.verify import Verification
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    """The arguments of the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "verify",
+        help="loss and gradients beside eager's; runs the model twice, here",
+        description="Runs one training step in eager and through the backend, and compares loss and gradients.",
+    )
+    add_model_arguments(parser, seq=256, dtype="float32")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> CommandResult:
+    """The text to print, and the exit code."""
+    check_model(arguments)
+    from streamfx.frontend.gc_pause import collected
+    from streamfx.tools.cli.model_lookup import model_and_inputs
+    from streamfx.tools.inspect.verify import verify
+
+    model, args, kwargs = model_and_inputs(arguments, "cpu")
+    with collected():  # steps are run
+        report = verify(model, *args, options=options_of(arguments), **kwargs)
+    return CommandResult(json.dumps(summary(report), indent=2) if arguments.json else str(report), 0 if report.ok else NOT_SO)
+
+
+def summary(report: Verification) -> dict[str, Any]:
+    """All figures, in values that JSON knows."""
+    return {
+        "ok": report.ok,
+        "max_error": report.max_error,
+        "tolerance": report.tolerance,
+        "precision": str(report.precision).removeprefix("torch."),
+        "loss": report.loss,
+        "streamed_loss": report.streamed_loss,
+        "loss_error": report.loss_error,
+        "errors": report.errors,
+    }

@@ -1,0 +1,40 @@
+"""Compilations that are there to be compared: their loops have several chunks, so that what chunks hand on is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from streamfx.frontend.backend import Compilation
+from streamfx.ir.facts import Facts
+from streamfx.ir.stage_plan import AutoChunk
+from streamfx.options import Options
+from streamfx.runtime.loop import Loop
+from streamfx.tools.inspect.tracing import QuietCompilation
+
+PARTS = 3  # chunks of a loop, at least: a first one, a last one, and one between
+NOT_CUT = "nothing was cut into chunks, so that this says little: streamfx.explain tells why"
+ONE_CHUNK = "some loops had all rows in one chunk: with a smaller chunk_size or loss_chunk_size it is seen what chunks hand on"
+
+
+class ChunkedCompilation(QuietCompilation):
+    """A compilation whose chunks, where their size is left to streamfx, have a third of the rows at most."""
+
+    @staticmethod
+    def tell(facts: Facts, options: Options) -> None:
+        for loop in () if facts.program is None else facts.program.loops:
+            size, length = loop.spec.chunk_size, loop.spec.length
+            if isinstance(size, AutoChunk) and isinstance(length, int):
+                most = -(-max(length, 1) // (PARTS * size.granule)) * size.granule
+                loop.spec = replace(loop.spec, chunk_size=replace(size, most=min(most, size.most or most)))
+
+
+def what_was_not_cut(compilations: Sequence[Compilation]) -> str:
+    """What keeps a comparison from seeing what chunks hand to one another; empty if nothing does."""
+    loops = [loop for item in compilations for facts in item.facts if facts.program is not None for loop in facts.program.loops]
+    return NOT_CUT if not loops else ONE_CHUNK if any(map(_is_of_one_chunk, loops)) else ""
+
+
+def _is_of_one_chunk(loop: Loop) -> bool:
+    length = loop.spec.length
+    return isinstance(length, int) and length > 1 and loop.rows_per_chunk(length, {}) >= length

@@ -1,0 +1,164 @@
+"""The layers that a model repeats, and whether few of them can stand for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+from torch import Tensor, nn
+
+from streamfx.cost.repeats import Repeat
+from streamfx.tools.inspect.side_effect_guard import held_tensors, modules_of
+
+List = nn.ModuleList | nn.ModuleDict | nn.Sequential
+PLAIN = (bool, int, float, str, type(None))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
+    """The layers that a model repeats: the elements of its outermost lists of modules, the longest list first. A `Sequential` or
+    a `ModuleDict` of modules that are alike is such a list.
+    """
+    return [layer for modules in sorted(_lists_of(model), key=len, reverse=True) for layer in _in(modules)]
+
+
+@contextmanager
+def first_layers(model: Callable[..., Any], count: int) -> Iterator[None]:
+    """The model with the first layers of each of its outermost lists, in place, and with all of them afterwards."""
+    lists = [module for module in _lists_of(model) if len(module) > count]
+    kept = [module._modules for module in lists]
+    for module in lists:
+        module._modules = dict(list(module._modules.items())[:count])
+    try:
+        yield
+    finally:
+        for module, layers in zip(lists, kept, strict=True):
+            module._modules = layers
+
+
+def _lists_of(model: Callable[..., Any]) -> list[List]:
+    found: list[List] = []
+    inside: set[nn.Module] = set()
+    for module in modules_of(model):
+        if _is_list(module) and module not in inside:
+            found.append(module)
+            inside.update(part for layer in _in(module) for part in layer.modules())
+    return found
+
+
+def _is_list(module: nn.Module) -> TypeGuard[List]:
+    """Whether a module holds layers: as a list does, or by name or one after the other, each like the others and with parts of
+    its own. What holds a single module with lists of its own is what is around a model.
+    """
+    if isinstance(module, nn.ModuleList):
+        return True
+    if not isinstance(module, (nn.Sequential, nn.ModuleDict)):
+        return False
+    layers = _in(module)
+    are_alike = len(layers) == len(module) > 0 and len({type(layer) for layer in layers}) == 1
+    is_around = len(layers) == 1 and any(map(_is_list, layers[0].modules()))
+    return are_alike and all(any(layer.children()) for layer in layers) and not is_around
+
+
+def _in(modules: List) -> list[nn.Module]:
+    return [layer for layer in modules._modules.values() if layer is not None and has_forward(layer)]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: containers, and modules that say nothing of it, cannot.
+
+    >>> has_forward(nn.Linear(1, 1)), has_forward(nn.ModuleList()), has_forward(nn.Module())
+    (True, False, False)
+    """
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is made of torch's own, without hooks: what these run follows from what they are given.
+
+    >>> is_plain(nn.Linear(1, 1)), is_plain(type("Other", (nn.Linear,), {})(1, 1))
+    (True, False)
+    """
+    return all(
+        type(part).__module__.startswith("torch.nn.modules.")
+        and "forward" not in vars(part)
+        and not any(getattr(part, hooks) for hooks in HOOKS)
+        for part in module.modules()
+    )
+
+
+def name_of_layers(model: Callable[..., Any]) -> str:
+    """The name of the longest list of layers, in the outermost module that it is in."""
+    longest = max(_lists_of(model), key=len)
+    return next(name for root in modules_of(model) for name, module in root.named_modules() if module is longest)
+
+
+def repeat_of(model: Callable[..., Any], by_settings: bool = False) -> Repeat | None:
+    """Which of a model's layers may stand for all by what they hold, `by_settings` also by numbers and words that modules have;
+    None if none do, or that saves little.
+
+    Whether they do the same is for who runs them to see. The last layer that is kept is like the last of all, and so are those
+    before it.
+    """
+    lists = sorted(_lists_of(model), key=len)
+    if not lists:
+        return None
+    layers = _in(lists[-1])
+    count, longest = len(layers), len(lists[-2]) if len(lists) > 1 else 0
+    if not layers or count != len(lists[-1]) or not _stand_alone(model, layers):
+        return None
+    kinds: list[Any] = [_kind(layer) for layer in layers]
+    if by_settings:
+        kinds = list(zip(kinds, _settings(layers), strict=True))
+    found = min((_repeat(kinds, period) for period in range(1, count // 4 + 1)), key=lambda one: one.kept, default=None)
+    return found if found is not None and longest <= found.kept <= count // 2 else None
+
+
+def _repeat(kinds: Sequence[Any], period: int) -> Repeat:
+    count = len(kinds)
+    changes = [i for i in range(count - period) if kinds[i] != kinds[i + period]]
+    front = max(1, changes[-1] + 1 if changes else 0)
+    least = front + 2 * period + 1
+    return Repeat(front, period, least + (count - least) % period, count)
+
+
+def _stand_alone(model: Callable[..., Any], layers: Sequence[nn.Module]) -> bool:
+    """Whether no tensor of a layer is held anywhere else."""
+    held = Counter(id(tensor) for module in modules_of(model) for tensor in held_tensors(module))
+    own = Counter(id(tensor) for layer in layers for module in layer.modules() for tensor in held_tensors(module))
+    return all(held[tensor] == count == 1 for tensor, count in own.items())
+
+
+def _kind(layer: nn.Module) -> Any:
+    """The modules of a layer, whose hooks are its own, and what tensors these hold."""
+    return [
+        (name, type(module), module.training, [getattr(module, hooks) and id(module) for hooks in HOOKS], _held_by(module))
+        for name, module in layer.named_modules()
+    ]
+
+
+def _settings(layers: Sequence[nn.Module]) -> list[dict[tuple[str, str], Any]]:
+    """The numbers and words that the modules of each layer hold, but for the layer's own number."""
+    found = [
+        {
+            (name, key): value
+            for name, module in layer.named_modules()
+            for key, value in vars(module).items()
+            if type(value) in PLAIN
+        }
+        for layer in layers
+    ]
+    own = {key for key in found[0] if all(one.get(key) == number for number, one in enumerate(found))}
+    return [{key: value for key, value in one.items() if key not in own} for one in found]
+
+
+def _held_by(module: nn.Module) -> list[Any]:
+    held = {**module._parameters, **module._buffers}
+    return [(name, None if tensor is None else _described(tensor)) for name, tensor in held.items()]
+
+
+def _described(tensor: Tensor) -> Any:
+    hooks = (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)) and id(tensor)
+    return type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad, hooks

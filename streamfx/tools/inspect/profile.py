@@ -1,0 +1,237 @@
+"""`streamfx.profile`: what a step really takes, loop by loop."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamfx.argument_checks import refusing
+from streamfx.errors import ProfileError
+from streamfx.frontend.unpicklable import Unpicklable
+from streamfx.runtime.probes import LoopPlace, watching
+from streamfx.tools.report.notices import CostedProgram
+from streamfx.tools.report.paths import checked_path, written
+from streamfx.tools.report.perfetto import trace_of
+from streamfx.tools.report.profile_text import MeasuredStep, as_plain, measured, table_of
+from streamfx.tools.report.timeline import Timeline
+from streamfx.torch_private.allocations import allocations, is_profiled
+from streamfx.torch_private.dynamo import noted_compilations
+
+_turn = threading.Lock()  # held while something is measured
+
+
+TAKEN = (
+    "another profiler of torch's was opened inside of the block, and took this one's place: there can be one. Leave it out of "
+    "the block, or measure behind it"
+)
+ELSEWHERE = (
+    "the step ran in another thread than the one that entered the block, and torch's profiler sees no other thread but "
+    "autograd's. Enter the block in the thread that runs the step"
+)
+
+
+class Profile(Unpicklable):
+    """What a step took, as `streamfx.profile` has measured it; prints as a table. Complete once its block is left.
+
+    Raises:
+        ProfileError: it is asked for anything before, or for bytes that nobody saw.
+
+    Example:
+        >>> import torch, streamfx
+        >>> with streamfx.profile() as profile:
+        ...     x = torch.randn(64, 64).square()
+        >>> profile.peak_bytes >= 64 * 64 * 4
+        True
+    """
+
+    _keep = "keep summary(), which is a dictionary, or the trace that to_perfetto(path) writes"
+
+    def __init__(self) -> None:
+        self._found: MeasuredStep | None = None
+        self._graphs: list[CostedProgram | None] = []
+        self._missing = "its block was not entered"
+        self._measuring: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> Profile:
+        if self._measuring is not None:
+            raise ProfileError("a step is to be measured", found="a profile that has measured one", do="make another: profile()")
+        measuring = self._measure()
+        measuring.__enter__()
+        self._measuring, self._missing = measuring, "its block is still running, or has ended with an error"
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._measuring is not None:
+            self._measuring.__exit__(*exception)
+
+    @contextmanager
+    def _measure(self) -> Iterator[None]:
+        _begin()
+        try:
+            watch = _Watch()
+            with noted_compilations() as compiled, allocations() as seen:
+                watching.by, begin = watch, watch.now()
+                try:
+                    yield
+                finally:
+                    watching.by, end = None, watch.now()
+            unseen = TAKEN if not seen.is_complete else ELSEWHERE if watch.is_elsewhere else ""
+            self._graphs, self._found = watch.graphs, measured(begin, end, seen.moves, watch.ran, unseen, compiled)
+        finally:
+            _turn.release()
+
+    @property
+    def measured(self) -> MeasuredStep:
+        """The bytes alive over the seconds of the step, and its loops."""
+        if self._found is None:
+            raise ProfileError(
+                "a profile is asked for what it has measured",
+                found=self._missing,
+                do="ask behind the block: with streamfx.profile() as profile: step()",
+            )
+        return self._found
+
+    @property
+    def _seen(self) -> MeasuredStep:
+        """The same, where bytes were seen."""
+        if self.measured.unseen:
+            asked, do = "a profile is asked for the bytes that it has measured", "the seconds of its loops are in summary()"
+            raise ProfileError(asked, found=self.measured.unseen, do=do)
+        return self.measured
+
+    @property
+    def timeline(self) -> Timeline:
+        """The same as a timeline, such as those of `streamfx.explain`, of one course."""
+        return self._seen.timeline
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were alive at once, beyond those at the begin of the block."""
+        return self._seen.timeline.peak_bytes
+
+    @cached_property
+    def predicted_peak_bytes(self) -> int | None:
+        """What was predicted for activations and gradients of one call; None where no graph ran in loops, or there were several
+        calls, whose bytes may have been alive at once.
+        """
+        return self._graphs[0].cost.peak if len(self._graphs) == 1 and self._graphs[0] is not None else None
+
+    def summary(self) -> dict[str, Any]:
+        """All of it as a dictionary, in values that JSON knows.
+
+        Returns:
+            Seconds, those of them in which something was compiled, the measured and the predicted peak, the device, and the
+            loops. A peak that nobody saw is None, and `unseen` says why.
+
+        Raises:
+            ProfileError: the block is not left yet.
+
+        Example:
+            >>> import torch, streamfx
+            >>> with streamfx.profile() as profile:
+            ...     x = torch.randn(64, 64).square()
+            >>> sorted(profile.summary())
+            ['compiled_seconds', 'device', 'loops', 'peak_bytes', 'predicted_peak_bytes', 'seconds', 'unseen']
+        """
+        return as_plain(self.measured, self.predicted_peak_bytes)
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> Path:
+        """Write a trace that ui.perfetto.dev and chrome://tracing open: bytes as a counter, stages and loops as tracks.
+
+        Args:
+            path: of the file to write.
+
+        Returns:
+            Its path.
+
+        Raises:
+            ReportError: the file cannot be written.
+            ProfileError: the block is not left yet.
+
+        Example:
+            >>> import tempfile, torch, streamfx
+            >>> with streamfx.profile() as profile:
+            ...     x = torch.randn(64, 64).square()
+            >>> profile.to_perfetto(tempfile.mkdtemp() + "/step.json").name
+            'step.json'
+        """
+        found = self.measured
+        return written(checked_path(path), trace_of(found.timeline, {loop.name: loop.stage for loop in found.loops}))
+
+    def __str__(self) -> str:
+        return "\n".join(table_of(self.measured, self.predicted_peak_bytes))
+
+
+@refusing(ProfileError, "streamfx.profile()")
+def profile() -> Profile:
+    """Measure what a training step of a compiled model takes: bytes alive over time, and the seconds of each loop over chunks.
+
+    A context manager around one step, better not the first, which compiles: these seconds are told apart. It counts the bytes
+    that allocators give and take (torch's profiler tells), those of the accelerator where there are any, else those of the host
+    for tensors that are made in the block, by the thread that entered it and by autograd's. On CUDA it waits for the device
+    around each loop, so that a step takes a little longer than by itself.
+
+    Returns:
+        A `Profile`, which is complete behind the block: it prints as a table, `to_perfetto(path)` writes it as a trace, and
+        `summary()` is a dictionary.
+
+    Raises:
+        ProfileError: inside of another `profile`, or while another profiler of torch's is on; also by the profile, where it is
+            asked for bytes that nobody saw: the step ran in a thread of its own, or another profiler was opened in the block.
+
+    Example:
+        >>> import torch, streamfx
+        >>> from torch.nn import functional as F
+        >>> def loss(w, x): return F.cross_entropy((x @ w).flatten(0, 1), torch.zeros(256, dtype=torch.long))
+        >>> w, x = torch.randn(8, 50, requires_grad=True), torch.randn(1, 256, 8)
+        >>> step = torch.compile(loss, backend="streambp", options={"chunk_size": 64, "loss_chunk_size": 64})
+        >>> step(w, x).backward()
+        >>> with streamfx.profile() as profile:
+        ...     step(w, x).backward()
+        >>> profile.measured.loops[0].chunks
+        4
+    """
+    return Profile()
+
+
+def _begin() -> None:
+    asked, do = "a step is to be measured", "measure one thing at a time"
+    if not _turn.acquire(blocking=False):
+        raise ProfileError(asked, found="another streamfx.profile() is on", do=do)
+    if is_profiled():
+        _turn.release()
+        raise ProfileError(asked, found="torch's profiler is on in this thread, and only one can be", do=do)
+
+
+class _Watch:
+    """Notes loops as they run."""
+
+    def __init__(self) -> None:
+        self.graphs: list[CostedProgram | None] = []
+        self.ran: list[tuple[int, int, str, str, str, int]] = []
+        self.is_elsewhere = False
+
+    def now(self) -> int:
+        """The moment at which a device has done what it was asked for."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.time_ns()
+
+    def half(self, about: Any) -> None:
+        self.graphs.append(about)
+        self.is_elsewhere |= not is_profiled()
+
+    def loop(self, name: str, place: LoopPlace, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        self.is_elsewhere |= not is_profiled()
+        begin = self.now()
+        results = run()
+        self.ran.append((begin, self.now(), name, place.stage, place.half, chunks))
+        return results

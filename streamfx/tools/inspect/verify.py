@@ -1,0 +1,357 @@
+"""`streamfx.verify`: the same call in eager and through the backend, side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from streamfx.argument_checks import refusing
+from streamfx.cost.nested_tensors import tensors_returned
+from streamfx.distributed.zero_3 import refuse_partitioned
+from streamfx.errors import NotComparableError, StreamFXError, one, told
+from streamfx.frontend.backend import Compilation
+from streamfx.node_meta import EXAMPLE_VALUE, VALUE
+from streamfx.options import resolved
+from streamfx.tools.inspect.chunk_override import ChunkedCompilation, what_was_not_cut
+from streamfx.tools.inspect.input_checks import DO, advice_on, empty_among
+from streamfx.tools.inspect.keywords import options_among
+from streamfx.tools.inspect.lock import alone
+from streamfx.tools.inspect.side_effect_guard import original, parameters_of, randomness_kept, untouched
+from streamfx.tools.report.notices import Record, record_of
+from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
+from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, compiled_apart, is_switched_off, raised_as_itself
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+SHOWN = 8
+NOTHING = "the loss and all gradients are zero or not a number: nothing was compared"
+NUMBERS = "give inputs, weights and a loss for which eager computes gradients that are numbers, not all of them zero"
+ASKED = "streamfx.verify asks for a call that can be run twice with the same outcome"
+
+
+@refusing(NotComparableError, "streamfx.verify(...)")
+@alone
+def verify(
+    model: Callable[..., Any], *args: Any, loss: Callable[[Any], Tensor] | None = None, options: Any = None, **kwargs: Any
+) -> Verification:
+    """Run `model(*args, **kwargs)` and its gradients in eager and through the backend, and compare.
+
+    `loss` makes the number to differentiate of the model's output; without it that is `output.loss`, the output itself if it is
+    a number, or a fixed random combination of all its floating point tensors. Gradients are those of parameters and of inputs
+    that require them. The model's state, its `.grad`s and all random generators are left as they were. Where sizes of chunks are
+    left to streamfx, the rows are cut into three chunks at least.
+
+    Args:
+        model: a module, or a function of one.
+        args, kwargs: what it is called with. A keyword that is called like an option (`chunk_size=512`) is one, unless `forward`
+            names an argument so.
+        loss: a function from the output to a tensor with one element.
+        options: the backend's, as a dictionary or `streamfx.Options`; they may also be given by their names. What a model was
+            compiled or enabled with holds where they say nothing else.
+
+    Returns:
+        The differences: it prints, `ok` says whether all are within rounding, `max_error` is the largest.
+
+    Raises:
+        NotComparableError: the call fails in eager, draws random numbers, has no loss, or computes nothing, as of an empty batch.
+        OptionError: an option that does not exist, or a value that it cannot have.
+        OverBudgetError: no plan is within `memory_budget`.
+
+    Example:
+        >>> import torch, streamfx
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)).double()
+        >>> found = streamfx.verify(model, torch.randn(2, 64, 8).double(), loss=lambda y: y.square().mean(), chunk_size=16)
+        >>> found.ok, found.max_error < 1e-12
+        (True, True)
+    """
+    asked, kwargs = options_among(model, options, args, kwargs, "streamfx.verify(...)")
+    model = original(model)
+    given = resolved(asked)
+    _check_functions(model, loss)
+    sources = gradient_sources(model, (args, kwargs))
+    _check_data([*sources.values(), *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))])
+    compilations: list[Compilation] = []
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        compilations.append(ChunkedCompilation(module, given))
+        with raised_as_itself(module.graph):
+            return compilations[-1].compile(inputs)
+
+    def run(function: Callable[..., Any]) -> Run:
+        with untouched(model):
+            return run_of(lambda: function(*args, **kwargs), loss or default_loss, list(sources.values()))
+
+    with failing_in_eager((args, kwargs)):
+        eager = run(model)
+    _check_not_random(eager)
+    with compiled_apart(backend) as keywords:
+        streamed = run(torch.compile(model, backend=backend, **keywords))
+    _check_arrived(compilations)
+    precision, not_cut = lowest_precision(compilations, sources.values()), what_was_not_cut(compilations)
+    records = [record_of(facts, number) for number, facts in enumerate(facts for item in compilations for facts in item.facts)]
+    found = Verification(list(sources), eager, streamed, precision, given.adjoints, not_cut, records)
+    return _saying_something(found, (args, kwargs))
+
+
+def _check_not_random(eager: Run) -> None:
+    if eager.is_random:
+        raise NotComparableError(
+            ASKED,
+            found="the model draws random numbers (dropout?): eager for all rows at once, the backend for each chunk by "
+            "a generator of its own, and no seed gives both the same",
+            do="call model.eval(), or set the probabilities of dropout to 0",
+        )
+
+
+def _check_arrived(compilations: Sequence[Compilation]) -> None:
+    if not compilations:
+        raise NotComparableError(
+            "streamfx.verify asks for a call that torch.compile can trace",
+            found=SWITCHED_OFF if is_switched_off() else "no graph of it arrives at the backend: it runs in eager",
+            do=SWITCH_ON if is_switched_off() else "streamfx.explain tells why",
+        )
+
+
+@contextmanager
+def failing_in_eager(inputs: Any) -> Iterator[None]:
+    """Says so if the call fails without the backend."""
+    try:
+        yield
+    except StreamFXError:
+        raise
+    except Exception as error:
+        raise NotComparableError(
+            ASKED,
+            found=f"in eager, without the backend, it raises {told(error)}",
+            do=advice_on(inputs)
+            or "check that model(*args, **kwargs) runs with these arguments, and that its loss has gradients",
+        ) from error
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: the loss, a gradient for each tensor asked for (None where it does not matter), whether it drew at random."""
+
+    loss: Tensor
+    gradients: tuple[Tensor | None, ...]
+    is_random: bool
+
+
+def run_of(call: Callable[[], Any], loss: Callable[[Any], Tensor], sources: Sequence[Tensor]) -> Run:
+    with randomness_kept(), torch.enable_grad():
+        before = _generator_states()
+        value = loss(call())
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise NotComparableError(
+                ASKED, found=f"the loss is {_described(value)}", do="let loss= return a tensor with one element"
+            )
+        is_random = any(not torch.equal(a, b) for a, b in zip(before, _generator_states(), strict=True))
+        gradients: tuple[Tensor | None, ...] = tuple(None for _ in sources)
+        if value.requires_grad and sources:
+            gradients = torch.autograd.grad(value.reshape(()), list(sources), allow_unused=True)
+        return Run(value.detach().reshape(()).clone(), gradients, is_random)
+
+
+class Verification:
+    """Differences between eager and the backend, relative to eager's norms.
+
+    `errors` maps each parameter and input to the norm of the difference of its gradients over their norm. What lies below the
+    rounding error of the whole gradient is no difference: a gradient that is zero but for rounding has no digits to compare.
+
+    Args:
+        names: of the tensors whose gradients are compared.
+        eager: the run without the backend; `streamfx.verify` makes both.
+        streamed: the run through the backend.
+        precision: the least precise type that anything is computed in; the tolerance follows from it.
+        adjoints: how far the gradients of recurrences were asked to reach back: such as are truncated are not eager's.
+        not_cut: why it was not seen what chunks hand to one another, if it was not.
+        records: what became of each graph that ran.
+
+    Example:
+        >>> import torch, streamfx
+        >>> found = streamfx.verify(torch.nn.Linear(8, 8), torch.randn(1, 64, 8), chunk_size=16)
+        >>> print(found)  # doctest: +ELLIPSIS
+        streamfx: the same as eager; largest relative difference ...
+        >>> sorted(found.errors)
+        ['bias', 'weight']
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        eager: Run,
+        streamed: Run,
+        precision: torch.dtype,
+        adjoints: int | str = "exact",
+        not_cut: str = "",
+        records: Sequence[Record] = (),
+    ) -> None:
+        self.adjoints, self.not_cut, self.records = adjoints, not_cut, tuple(records)
+        self.loss, self.streamed_loss = eager.loss.item(), streamed.loss.item()
+        self.loss_error = relative_difference(streamed.loss, eager.loss, 0.0)
+        self.precision, self.tolerance = precision, TOLERANCES.get(precision, 1e-2)
+        self.norms = {name: _norm(gradient) for name, gradient in zip(names, eager.gradients, strict=True)}
+        finite = [_norm(_numbers(gradient)) for gradient in eager.gradients]
+        floor = torch.finfo(precision).eps / self.tolerance * sum(norm**2 for norm in finite) ** 0.5
+        pairs = zip(names, streamed.gradients, eager.gradients, strict=True)
+        self.errors = {name: relative_difference(ours, theirs, floor) for name, ours, theirs in pairs}
+
+    @property
+    def max_error(self) -> float:
+        """The largest relative difference, of the loss or of any gradient."""
+        return max([self.loss_error, *self.errors.values()])
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether eager's loss and all its gradients are zero, or not a number."""
+        return not any(math.isfinite(number) and number for number in (self.loss, *self.norms.values()))
+
+    @property
+    def ok(self) -> bool:
+        """Whether all differences are within the tolerance of the type."""
+        return self.max_error <= self.tolerance
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    __repr__ = __str__
+
+    def _lines(self) -> Iterator[str]:
+        verdict = "the same as eager" if self.ok else "NOT the same as eager"
+        kind = str(self.precision).removeprefix("torch.")
+        yield f"streamfx: {verdict}; largest relative difference {self.max_error:.1e}, tolerance {self.tolerance:.0e} ({kind})"
+        yield f"  loss {self.loss:.10g} in eager, {self.streamed_loss:.10g} with streambp, difference {self.loss_error:.1e}"
+        yield from dict.fromkeys(f"  ran: {', '.join(filter(None, (record.streams, record.rows)))}" for record in self.records)
+        if self.adjoints != "exact" and not self.ok:
+            yield f"  gradients of recurrences are to reach back few rows (adjoints={self.adjoints}): they are not eager's"
+        if self.not_cut:
+            yield f"  {self.not_cut}"
+        if not self.errors:
+            yield "  nothing requires a gradient"
+            return
+        worst = sorted(self.errors, key=lambda name: -self.errors[name])
+        width = max(len(name) for name in ["gradient of", *worst[:SHOWN]])
+        yield f"  {'gradient of':<{width}}  difference   norm in eager"
+        for name in worst[:SHOWN]:
+            yield f"  {name:<{width}}  {self.errors[name]:10.1e}   {self.norms[name]:13.4g}"
+        if len(worst) > SHOWN:
+            yield f"  and {len(worst) - SHOWN} more, none larger"
+
+
+def relative_difference(value: Tensor | None, truth: Tensor | None, floor: float) -> float:
+    """The norm of the difference over the norm of the truth, which counts as `floor` at least; no gradient counts as zero.
+
+    An infinity or NaN that one side alone has differs infinitely.
+    """
+    if value is None or truth is None:
+        difference = _norm(truth if value is None else value)
+    else:
+        wide = value.to(torch.promote_types(value.dtype, torch.float64))
+        is_same = (wide == truth) | (wide.isnan() & truth.isnan())
+        difference = _norm(torch.where(is_same, 0.0, wide - truth))
+    if difference == 0:
+        return 0.0
+    scale = max(_norm(_numbers(truth)), floor)
+    return difference / scale if scale and math.isfinite(difference) else math.inf
+
+
+def _numbers(tensor: Tensor | None) -> Tensor | None:
+    """Zero in place of infinities and NaN."""
+    return None if tensor is None else tensor.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _norm(tensor: Tensor | None) -> float:
+    if tensor is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float64)))
+
+
+def gradient_sources(model: Callable[..., Any], inputs: Any) -> dict[str, Tensor]:
+    """Parameters and inputs that require gradients, by name."""
+    found: dict[str, Tensor] = {**parameters_of(model)}
+    for path, value in tree_flatten_with_path(inputs)[0]:
+        if isinstance(value, Tensor):
+            found[f"input {keystr(path[1:])}"] = value
+    distinct = {id(tensor): name for name, tensor in reversed(found.items()) if tensor.requires_grad}
+    return {name: found[name] for name in reversed(distinct.values())}
+
+
+def default_loss(output: Any) -> Tensor:
+    """`output.loss`, the output itself if it is a number, or a fixed random combination of its tensors."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.numel() == 1:
+        return own
+    if isinstance(output, Tensor) and output.dim() == 0:
+        return output
+    tensors = [tensor for tensor in tensors_returned(output) if tensor.is_floating_point()]
+    if not tensors:
+        raise NotComparableError(
+            ASKED, found=f"the output, {_described(output)}, has no loss", do="say with loss= which number to differentiate"
+        )
+    return sum((_combined(tensor, seed) for seed, tensor in enumerate(tensors)), tensors[0].new_zeros(()))
+
+
+def _combined(tensor: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device=tensor.device)
+    return (tensor * weights.to(tensor.dtype)).sum() / max(tensor.numel(), 1) ** 0.5
+
+
+def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch.dtype:
+    """The least precise type that anything is computed in."""
+    values = [node.meta.get(VALUE) for item in compilations for facts in item.facts for node in facts.joint.graph.nodes]
+    values += [
+        node.meta.get(EXAMPLE_VALUE) for item in compilations for node in item.module.graph.nodes
+    ]  # all there is, if whole
+    found = {value.dtype for value in (*values, *tensors) if isinstance(value, Tensor) and value.is_floating_point()}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def _check_functions(model: Any, loss: Any) -> None:
+    if not callable(model):
+        raise NotComparableError(
+            ASKED, found=f"{_described(model)}, which cannot be called", do="give a model, or a function of one"
+        )
+    if isinstance(model, type):  # torch.compile would change the class for good
+        found = f"a class ({model.__name__}), not an object of it"
+        raise NotComparableError(ASKED, found=found, do="make a model of it: pass Model(...), not Model")
+    if loss is not None and not callable(loss):
+        raise NotComparableError(
+            ASKED, found=f"loss is {_described(loss)}", do="let loss be a function from the output to a number"
+        )
+    refuse_partitioned(parameters_of(model).values())
+
+
+def _saying_something(found: Verification, inputs: Any) -> Verification:
+    """The same, unless nothing was computed: that nothing differs is no finding then."""
+    if found.ok and found.says_nothing:
+        empty = empty_among(inputs)
+        found_what, do = (f"{empty}, and {NOTHING}", DO) if empty else (NOTHING, NUMBERS)
+        raise NotComparableError("streamfx.verify asks for a call whose numbers can be compared", found=found_what, do=do)
+    return found
+
+
+def _check_data(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            raise NotComparableError(
+                ASKED,
+                found=f"{_described(tensor)} holds no data",
+                do="give real tensors, or use streamfx.explain, which needs none",
+            )
+
+
+def _described(value: Any) -> str:
+    return (
+        f"{one(type(value).__name__)} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else one(type(value).__name__)
+    )
+
+
+def _generator_states() -> list[Tensor]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]

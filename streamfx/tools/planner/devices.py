@@ -1,0 +1,152 @@
+"""How fast a device is, by published rates or measured ones, and which kernels it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from streamfx.argument_checks import one_of
+from streamfx.cost.comm import Traffic
+from streamfx.cost.work import ATTENTION, Work
+from streamfx.errors import PlanError
+from streamfx.kernels.device_kinds import CUDNN_CAPABILITIES, DeviceKind, kind_of
+
+EFFICIENCY = 0.6  # of the published rates, what training reaches where nobody has measured it
+HOPPER_REACHES = (0.69, 0.8)  # of published FLOP/s and bytes/s: a decoder's steps on an H100 (docs/performance.md)
+
+
+@dataclass(frozen=True)
+class Device:
+    """FLOPs of 16-bit products and bytes of memory moved per second, as reached in practice; `kind` says which kernels run.
+
+    `wires` are the bytes per second that a device sends to others of its machine, and to other machines, `to_host` those that it
+    copies to its host's memory, or from there; none where not known. `attention` are the FLOPs per second that kernels of fused
+    attention reach, by the names in `cost.work.ATTENTION`; those of products where not known.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    kind: DeviceKind
+    wires: tuple[float, float] | None = None
+    to_host: float | None = None
+    attention: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def near_and_far(self) -> tuple[float, float]:
+        """Bytes per second that each device sends in a ring, inside of a machine and between machines."""
+        if self.wires is None:
+            raise PlanError("how fast this machine's devices send is not measured", do=f"plan for one of {', '.join(PUBLISHED)}")
+        return self.wires
+
+    def sending(self, traffic: Traffic) -> float:
+        """Seconds that it takes to send so much: what stays in the machine, and then what leaves it."""
+        if not traffic.bytes:
+            return 0.0
+        near, far = self.near_and_far
+        return (traffic.bytes - traffic.far) / near + traffic.far / far
+
+    def copying(self, size: int) -> float:
+        """Seconds that it takes to copy so many bytes to the host, or back; nothing where that is not known."""
+        return size / self.to_host if self.to_host else 0.0
+
+    def seconds(self, work: Work) -> float:
+        """Seconds of work: of its products, of attention at the rate of each kernel and pass, of the bytes that other operators
+        move, and of the share of totals' bytes for which products wait.
+
+        The host launches operators meanwhile, and is waited for if that takes longer.
+        """
+        by_kernel = {name: getattr(work, name) for name in ATTENTION}
+        others = work.flops - sum(by_kernel.values())
+        computing = others / self.flops + sum(count / self.attention.get(name, self.flops) for name, count in by_kernel.items())
+        waits = work.launches * LAUNCH if self.kind.type == "cuda" else 0
+        return max(computing + (work.moved + WAITED * work.total_bytes) / self.bandwidth, waits)
+
+
+LAUNCH = 5e-6  # seconds of the host per operator
+WAITED = 0.5  # of the time that a total's bytes take alone: 0.28 to 0.66 on an H100, for weights of a layer and the head
+HOSTS = {  # bytes/s in one direction between a device and its host (PCIe 4.0 or 5.0, 16 lanes)
+    "A100": 32e9,
+    "H100": 64e9,
+    "H200": 64e9,
+    "B200": 64e9,
+    "L40S": 32e9,
+    "RTX4090": 32e9,
+    "MI300X": 64e9,
+}
+WIRES = {  # bytes/s in one direction: to devices of the same machine (NVLink, Infinity Fabric, else PCIe), to others (network)
+    "A100": (300e9, 25e9),
+    "H100": (450e9, 50e9),
+    "H200": (450e9, 50e9),
+    "B200": (900e9, 50e9),
+    "L40S": (32e9, 25e9),
+    "RTX4090": (32e9, 12.5e9),
+    "MI300X": (448e9, 50e9),
+}
+HOPPER = {  # FLOP/s of causal attention with heads of 128, 8K to 32K keys, on an H100 (`python -m benchmarks.gpu kernels`)
+    "cudnn": 570e12,
+    "cudnn_backward": 490e12,
+    "flash": 345e12,
+    "flash_backward": 310e12,
+}
+ATTENTION_RATES = {"H100": HOPPER, "H200": HOPPER}
+REACHED = {"H100": HOPPER_REACHES, "H200": HOPPER_REACHES}
+PUBLISHED = {  # dense bfloat16 FLOP/s, bytes/s, capability
+    "A100": (312e12, 2.039e12, (8, 0)),
+    "H100": (989e12, 3.35e12, (9, 0)),
+    "H200": (989e12, 4.8e12, (9, 0)),
+    "B200": (2250e12, 8.0e12, (10, 0)),
+    "L40S": (362e12, 0.864e12, (8, 9)),
+    "RTX4090": (165e12, 1.008e12, (8, 9)),
+    "MI300X": (1307e12, 5.3e12, (9, 4)),
+}
+
+
+def device_called(name: str) -> Device:
+    """A device by name; "here" is measured."""
+    if name == "here":
+        return measured()
+    known = {key.lower(): key for key in PUBLISHED}
+    if str(name).lower() not in known:
+        raise PlanError(f"there are no rates of a device {name!r}", do=one_of(name, (*PUBLISHED, "here")))
+    flops, bandwidth, capability = PUBLISHED[known[name.lower()]]
+    kind = DeviceKind("cuda", capability, has_flash=True, has_cudnn=capability in CUDNN_CAPABILITIES)
+    near, far = WIRES[known[name.lower()]]
+    wires, host = (EFFICIENCY * near, EFFICIENCY * far), EFFICIENCY * HOSTS[known[name.lower()]]
+    attention = ATTENTION_RATES.get(known[name.lower()], {})
+    computing, moving = REACHED.get(known[name.lower()], (EFFICIENCY, EFFICIENCY))
+    return Device(known[name.lower()], computing * flops, moving * bandwidth, kind, wires, host, attention)
+
+
+def here() -> torch.device:
+    """The device of this machine."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def measured() -> Device:
+    """The device of this machine, by one product and one copy."""
+    place = here()
+    size, dtype = (8192, torch.bfloat16) if place.type == "cuda" else (1024, torch.float32)
+    generator = torch.Generator(place).manual_seed(0)  # the user's own generators are left as they are
+    # Random numbers, as in training: products of equal numbers draw less power, and a GPU then runs at a higher clock.
+    left, right = (torch.randn(size, size, generator=generator, device=place, dtype=dtype) for _ in range(2))
+    product = _seconds(lambda: torch.mm(left, right), place)
+    copy = _seconds(lambda: torch.add(left, 1), place)
+    return Device(f"this {place.type}", 2 * size**3 / product, 2 * left.nbytes / copy, kind_of(place))
+
+
+def _seconds(work: Callable[[], object], place: torch.device) -> float:
+    """Seconds of the best of four runs, after a run that does not count: it loads kernels and waits for earlier work."""
+    _timed(work, place)
+    return min(_timed(work, place) for _ in range(4))
+
+
+def _timed(work: Callable[[], object], place: torch.device) -> float:
+    start = time.perf_counter()
+    work()
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+    return time.perf_counter() - start

@@ -1,0 +1,51 @@
+"""What waits on the host for the backward half, and what is copied for which loop."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from streamfx.cost.comm import TOGETHER
+from streamfx.cost.memory import bytes_like
+from streamfx.ir.facts import Facts
+from streamfx.ir.program import Program
+from streamfx.node_meta import VALUE
+from streamfx.runtime.offload import from_host, to_host
+from streamfx.runtime.pinned import bytes_pinned
+from streamfx.tools.report.comm_table import HALVES, halves_of
+
+
+class Copies(NamedTuple):
+    """Bytes that come from the host for a loop, and bytes that go there once it has made them."""
+
+    fetched: int = 0
+    left: int = 0
+
+    def plus(self, other: Copies) -> Copies:
+        return Copies(self.fetched + other.fetched, self.left + other.left)
+
+
+def bytes_on_host(facts: Facts) -> int:
+    """Bytes that one device's graph takes of the host at the end of its forward half, when it takes most: whole pages."""
+    if facts.program is None:
+        return 0
+    nodes = facts.program.forward.graph.find_nodes(op="call_function", target=to_host)
+    return sum(bytes_pinned(bytes_like(node.meta[VALUE])) for node in nodes)
+
+
+def copies_by_loop(program: Program, num_outputs: int) -> dict[str, dict[str, Copies]]:
+    """By half, and by the name of a loop, what is copied for it."""
+    found: dict[str, dict[str, Copies]] = {half: {} for half in HALVES}
+    for name, half in halves_of(program, num_outputs):
+        for node, before in half.between():
+            if node.target in (from_host, to_host):
+                comes = node.target is from_host
+                size = bytes_like((node.all_input_nodes[0] if comes else node).meta[VALUE])
+                loop = half.loop_of(node, comes, before)
+                copies = Copies(fetched=size) if comes else Copies(left=size)
+                found[name][loop] = found[name].get(loop, Copies()).plus(copies)
+    return found
+
+
+def sharing(world: int) -> int:
+    """How many devices share the memory of a host."""
+    return min(world, TOGETHER)

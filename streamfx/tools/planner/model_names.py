@@ -1,0 +1,83 @@
+"""What may be planned, by name, and where a configuration is: told without torch, so that help and refusals are quick."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from streamfx.errors import PlanError
+from streamfx.tools.report.paths import is_file, is_there
+
+FOLDER = Path(__file__).parent / "configurations"
+FILE = "config.json"
+TYPES = ("float32", "bfloat16", "float16")
+GROUP = 8  # answers to a prompt that grpo compares, by default
+OBJECTIVES = ("sft", "dpo", "grpo")
+OPTIMIZERS = ("none", "sgd", "adamw", "adamw8bit")
+SCHEMES = ("nf4", "int8", "fp8")
+SHARDS = ("ddp", "zero1", "zero2", "zero3")
+DEVICES = ("A100", "H100", "H200", "B200", "L40S", "RTX4090", "MI300X")
+
+
+def builtin_names() -> list[str]:
+    """Names of the configurations that are shipped."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def config_file(source: str | Path) -> Path:
+    """The file of a Hugging Face configuration: in a folder, by its path, in the local cache, or shipped.
+
+    An `org/name` is looked for in the cache first, and then by its last part among those that are shipped. Nothing is downloaded.
+    """
+    path = Path(source)
+    for candidate in (path / FILE, path):
+        if is_file(candidate):
+            return candidate
+    names = {name.lower(): name for name in builtin_names()}
+    if is_there(path) and path.is_dir():
+        raise PlanError(
+            f"the folder {str(source)!r} has no {FILE}", do="give the folder of a Hugging Face model, or a configuration"
+        )
+    cached = _in_cache(str(source))
+    if cached is not None:
+        return cached
+    asked = str(source).lower()
+    name = names.get(asked) or (names.get(asked.partition("/")[2]) if asked.count("/") == 1 else None)
+    if name is None:
+        raise _unknown(str(source))
+    return FOLDER / f"{name}.json"
+
+
+def _in_cache(name: str) -> Path | None:
+    """Where an earlier download has put the configuration of `org/name`."""
+    if name.count("/") != 1:
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return None
+    try:
+        found = try_to_load_from_cache(name, FILE)
+    except HFValidationError:  # no such name can be
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _may_be_of_hub(source: str) -> bool:
+    """Whether this may be an `org/name`: a path of a folder that is there, or that begins with a dot, is none."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None and not is_there(Path(source).parent)
+
+
+def _unknown(source: str) -> PlanError:
+    names = builtin_names()
+    known = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(source.lower().rpartition("/")[2], known, n=1, cutoff=0.6)
+    hint = f"did you mean {known[near[0]]!r}? " if near else ""
+    download = f"`hf download {source} {FILE}` puts it into the cache, or " if _may_be_of_hub(source) else ""
+    return PlanError(
+        f"there is no configuration {source!r}",
+        found=f"neither a folder with a {FILE}, nor a JSON file, nor an org/name of the local cache, nor a shipped name",
+        do=f"{hint}{download}give a path, or one of {', '.join(names)}",
+    )

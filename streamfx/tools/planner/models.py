@@ -1,0 +1,156 @@
+"""Models to plan for, on the meta device: sizes without memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamfx.argument_checks import did_you_mean
+from streamfx.errors import PlanError, one, told
+from streamfx.tools.planner.config_typos import misspelt_in
+from streamfx.tools.planner.model_names import config_file
+from streamfx.tools.planner.quantized import quantized
+from streamfx.torch_private import FakeTensor
+
+KINDS = "a Hugging Face configuration (an object, a mapping, a folder, a JSON file, a name that is known), or an nn.Module"
+LAYERS, MOST_LAYERS = "num_hidden_layers", 2000
+SIZES = (LAYERS, "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def configuration(source: Any) -> Any:
+    """A Hugging Face configuration: itself, a mapping, or what `config_file` finds: a folder, a JSON file, a name."""
+    if isinstance(source, Mapping):
+        return _of_mapping(dict(source), "a mapping")
+    if not isinstance(source, (str, Path)):
+        if not hasattr(source, "model_type"):
+            raise PlanError(f"{one(type(source).__name__)} is no configuration", do=f"give {KINDS}")
+        return source
+    path = config_file(source)
+    try:
+        values = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path} is not JSON", found=str(error), do="give the config.json of a Hugging Face model") from None
+    return _of_mapping(values, str(path))
+
+
+def _of_mapping(values: dict[str, Any], origin: str) -> Any:
+    try:
+        import transformers
+        from transformers import CONFIG_MAPPING, AutoConfig
+    except ImportError:
+        raise PlanError("a configuration needs transformers", do="pip install 'streamfx[plan]'") from None
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise PlanError(f"{origin} has no model_type", do="give the config.json of a Hugging Face model")
+    known, model_type = list(CONFIG_MAPPING), values["model_type"]
+    if model_type not in known:
+        asked = f"{origin} is of a model_type that the installed transformers ({transformers.__version__}) does not know"
+        hint = did_you_mean(model_type, known, cutoff=0.7)
+        raise PlanError(asked, found=repr(model_type), do=f"{hint}give the config.json of a Hugging Face model")
+    try:
+        config = AutoConfig.for_model(**values)
+    except Exception as error:
+        asked = f"{origin} is no configuration that the installed transformers ({transformers.__version__}) can read"
+        raise PlanError(asked, found=told(error), do="check its model_type and its sizes") from None
+    for key, meant in misspelt_in(values, config):
+        asked = f"{origin} has a key that a configuration of type {model_type!r} does not know"
+        raise PlanError(asked, found=repr(key), do=f"did you mean {meant!r}? Left out, it would be what it is by default")
+    return config
+
+
+def built(source: Any, dtype: str = "bfloat16", lora_rank: int | None = None, quantize: str | None = None) -> nn.Module:
+    """The model of a configuration on the meta device, quantized or not, with or without adapters; a model as it is."""
+    model = source if isinstance(source, nn.Module) else language_model(configuration(source), TYPES[dtype], "meta")
+    if any(not isinstance(tensor, FakeTensor) and not tensor.is_meta for tensor in model.parameters()):
+        raise PlanError(
+            "a model is planned on the meta device", found="parameters with data", do="make it under torch.device('meta')"
+        )
+    model = model if quantize is None else quantized(model, quantize)
+    return model if lora_rank is None else with_adapters(model, lora_rank)
+
+
+def language_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
+    """The causal language model of a configuration, or of the text part of it, with new parameters."""
+    from transformers import AutoModelForCausalLM
+
+    config = getattr(config, "get_text_config", lambda: config)()
+    _check_sizes(config)
+    config.use_cache = False
+    try:
+        with torch.device(device):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:
+        asked = f"transformers makes no causal language model of a configuration of type {config.model_type!r}"
+        raise PlanError(
+            asked, found=told(error), do="give the configuration of a decoder, with sizes that fit together"
+        ) from error
+    return model.train()
+
+
+def _check_sizes(config: Any) -> None:
+    """Refuse what transformers makes a model of that computes nothing, or is never done with."""
+    for name in SIZES:
+        size = getattr(config, name, None)
+        if isinstance(size, int) and size < 1:
+            do = f"give {name} as a whole number, 1 or more"
+            raise PlanError(f"a configuration of type {config.model_type!r} has sizes", found=f"{name} = {size}", do=do)
+    layers = getattr(config, LAYERS, None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        asked = f"a model of up to {MOST_LAYERS:,} layers is made, and each of them is looked at"
+        raise PlanError(asked, found=f"{LAYERS} = {layers:,}", do=f"give {LAYERS} as a number up to {MOST_LAYERS:,}")
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and a trained product of low rank beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        weight = base.weight
+        like: dict[str, Any] = {"bias": False, "device": weight.device, "dtype": weight.dtype}
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, **like)
+        self.up = nn.Linear(rank, base.out_features, **like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Freeze a model and give each of its linear layers but the head an adapter."""
+    model.requires_grad_(False)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and child is not head and not isinstance(module, LoraLinear):
+                setattr(module, name, LoraLinear(child, rank))
+    return model
+
+
+def loss_of(model: nn.Module) -> Callable[..., Tensor]:
+    """The step's forward half as a training loop sees it: the loss, and nothing else is kept."""
+
+    def loss(**inputs: Tensor) -> Tensor:
+        outputs = model(**inputs)
+        found = getattr(outputs, "loss", None)
+        if found is None and isinstance(outputs, Mapping):
+            found = outputs.get("loss")
+        if found is None:
+            found = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        if found.dim() == 0:
+            return found
+        labels = inputs["labels"]
+        return F.cross_entropy(found.flatten(0, -2).float(), labels.flatten())
+
+    return loss
+
+
+def language_inputs(batch: int, length: int) -> dict[str, Tensor]:
+    """Ids that are their own labels."""
+    ids = torch.empty(batch, length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}

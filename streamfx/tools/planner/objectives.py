@@ -1,0 +1,109 @@
+"""What a step computes: supervised fine-tuning, preferences in pairs, or groups of rewarded answers.
+
+These are stand-ins of what trainers compute, as far as memory and time go; nobody trains with them. A loss of one's own is
+planned as a model that returns it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamfx.argument_checks import one_of
+from streamfx.errors import PlanError
+from streamfx.tools.planner.models import LoraLinear, language_inputs
+
+BETA, CLIP = 0.1, 0.2
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`step` makes of a model one that returns the loss of `inputs(sequences, length)`; `sequences` are those of one example."""
+
+    step: Callable[[nn.Module], nn.Module]
+    inputs: Callable[[int, int], Mapping[str, Tensor]]
+    sequences: int
+
+
+def objective_called(name: str, group: int) -> Objective:
+    """The objective of a name; `group` is how many answers to one prompt are compared."""
+    known = {
+        "sft": Objective(lambda model: model, language_inputs, 1),
+        "dpo": Objective(PairsStep, _answers, 2),
+        "grpo": Objective(GroupStep, _rewarded_answers, group),
+    }
+    if name not in known:
+        raise PlanError(f"there is no objective {name!r} to plan for", do=one_of(name, known))
+    return known[name]
+
+
+OBJECTIVES = ("sft", "dpo", "grpo")
+
+
+class PairsStep(nn.Module):
+    """DPO (Rafailov et al., 2023, equation 7): ids [2 n, t], the preferred sequences first."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy, self.reference = policy, reference_of(policy)
+
+    def forward(self, ids: Tensor, answer: Tensor) -> Tensor:
+        with torch.no_grad():
+            reference = (token_logps(self.reference, ids) * answer).sum(-1)
+        ratio = (token_logps(self.policy, ids) * answer).sum(-1) - reference
+        preferred, rejected = ratio.chunk(2)
+        return -F.logsigmoid(BETA * (preferred - rejected)).mean()
+
+
+class GroupStep(nn.Module):
+    """GRPO (Shao et al., 2024, equation 3) with a penalty on the distance from a reference: ids [n, t], advantages [n]."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy, self.reference = policy, reference_of(policy)
+
+    def forward(self, ids: Tensor, answer: Tensor, advantages: Tensor, sampled: Tensor) -> Tensor:
+        with torch.no_grad():
+            reference = token_logps(self.reference, ids)
+        logps = token_logps(self.policy, ids)
+        ratio, gain = (logps - sampled).exp(), advantages[:, None]
+        clipped = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
+        distance = (reference - logps).exp() - (reference - logps) - 1
+        return (((BETA * distance - clipped) * answer).sum(-1) / answer.sum(-1)).mean()
+
+
+def token_logps(model: nn.Module, ids: Tensor) -> Tensor:
+    """Log-probabilities [n, t - 1] of each next token."""
+    logits = model(input_ids=ids).logits[:, :-1]
+    return torch.log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def reference_of(policy: nn.Module) -> nn.Module:
+    """What the policy was before training: itself without its adapters where it has some, else a frozen copy."""
+    if any(isinstance(module, LoraLinear) for module in policy.modules()):
+        return _without_adapters(policy)
+    return copy.deepcopy(policy).requires_grad_(False)
+
+
+def _without_adapters(module: nn.Module) -> nn.Module:
+    """The same modules with the same parameters; shared ones, such as a tied head, stay shared."""
+    if isinstance(module, LoraLinear):
+        return module.base
+    bare = copy.copy(module)
+    bare._modules = {name: None if child is None else _without_adapters(child) for name, child in module._modules.items()}
+    return bare
+
+
+def _answers(sequences: int, length: int) -> dict[str, Tensor]:
+    ids = torch.empty(sequences, length, dtype=torch.int64, device="meta")
+    return {"ids": ids, "answer": torch.empty(sequences, length - 1, device="meta")}
+
+
+def _rewarded_answers(sequences: int, length: int) -> dict[str, Tensor]:
+    sampled = torch.empty(sequences, length - 1, device="meta")
+    return {**_answers(sequences, length), "advantages": torch.empty(sequences, device="meta"), "sampled": sampled}

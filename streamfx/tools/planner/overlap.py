@@ -1,0 +1,100 @@
+"""What does a step wait for? Loops run in order; while those of one stage compute, weights of the next are gathered, gradients of
+the one before are reduced (`lowering/reinsert_collectives.py`), and inputs of stages are copied to the host and back (`runtime/offload.py`).
+So a stage takes the longest of the three.
+
+    loops      | stage 0 | stage 1 | stage 2 |
+    wire  g 0  |   g 1   |   g 2   |   r 1   | r 2        max(loops 1, gathers 2 + reductions 0), and so on
+    host       |         |   k 0   |   k 1   | k 2        what stage 0 has left goes to the host while stage 1 computes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from streamfx.cost.comm import EXCHANGES, GATHERS, REDUCTIONS, Traffic, added
+from streamfx.cost.memory import Cost
+from streamfx.cost.work import NO_WORK, Work, summed
+from streamfx.ir.facts import Facts
+from streamfx.runtime.loop import Loop
+from streamfx.tools.planner.host_memory import Copies, copies_by_loop
+from streamfx.tools.report.comm_table import HALVES, IN_LOOPS, Wire, sent_by_program
+from streamfx.tools.report.stage_table import loops_of
+
+NOTHING, NO_COPIES = Traffic(), Copies()
+
+
+@dataclass(frozen=True)
+class OverlapInterval:
+    """Loops of one stage that run after each other in one half, what is sent for them, and what is copied from and to the host.
+
+    `alone` is sent while nothing computes: what a loop, or a value between loops, waits for at once.
+    """
+
+    half: str
+    work: Work = NO_WORK
+    gathered: Traffic = NOTHING
+    reduced: Traffic = NOTHING
+    alone: Traffic = NOTHING
+    copies: Copies = NO_COPIES
+
+
+class Seconds(NamedTuple):
+    """How long loops, the wire and copies take."""
+
+    loops: Callable[[OverlapInterval], float]
+    sent: Callable[[Traffic], float]
+    copied: Callable[[int], float]
+
+
+def stretches_of(facts: Facts, cost: Cost) -> tuple[OverlapInterval, ...]:
+    """The stretches of a graph's program in order, none where it runs as it stands."""
+    program = facts.program
+    if program is None:
+        return ()
+    num_outputs = len(facts.joint.outputs)
+    sent, copies = sent_by_program(program, num_outputs, cost.loops).by_loop, copies_by_loop(program, num_outputs)
+    stage_of = {loop.spec.name: i for i, stage in enumerate(facts.stages) for loop in loops_of(stage, facts)}
+    found: list[OverlapInterval] = []
+    for half, module in zip(HALVES, (program.forward, program.backward), strict=True):
+        names = [] if module is None else [name for name, child in module.named_children() if isinstance(child, Loop)]
+        elsewhere = added(wire[half][REDUCTIONS] for name, wire in sent.items() if name not in names)
+        if elsewhere.calls:  # of gradients that a loop of the forward half has made
+            found.append(OverlapInterval(half, reduced=elsewhere))
+        for _, run in groupby(names, key=lambda name: stage_of.get(name, -1)):
+            found.append(_together(half, list(run), cost, sent, copies[half]))
+    return tuple(found)
+
+
+def _together(half: str, names: Sequence[str], cost: Cost, sent: dict[str, Wire], copies: dict[str, Copies]) -> OverlapInterval:
+    loops = [cost.loops[name] for name in names]
+    own = [sent[name][half] for name in names if name in sent]
+    work = summed(loop.work for loop in loops)
+    gathered, reduced = (added(columns[kind] for columns in own) for kind in (GATHERS, REDUCTIONS))
+    alone = added(columns[kind] for columns in own for kind in (EXCHANGES, IN_LOOPS))
+    copied = Copies(*map(sum, zip(*(copies.get(name, NO_COPIES) for name in names), strict=True)))
+    return OverlapInterval(half, work, gathered, reduced, alone, copied)
+
+
+def waited(stretches: Sequence[OverlapInterval], seconds: Seconds) -> tuple[float, float]:
+    """Seconds in which nothing computes: those in which ranks wait for each other, and what copies to and from the host add."""
+    sent = sum(seconds.sent(part.alone) for part in stretches)
+    copied = 0.0
+    for half in HALVES:
+        for part, wire, copies in _beside([part for part in stretches if part.half == half]):
+            free = 0.0 if part is None else seconds.loops(part)
+            late = max(0.0, sum(map(seconds.sent, wire)) - free)
+            sent += late
+            copied += max(0.0, seconds.copied(copies) - free - late)
+    return sent, copied
+
+
+def _beside(parts: Sequence[OverlapInterval]) -> Iterator[tuple[OverlapInterval | None, list[Traffic], int]]:
+    """Each stretch of a half with what is sent and copied meanwhile; first and last, what nothing computes beside."""
+    for i in range(-1, len(parts) + 1 if parts else -1):
+        before, following = parts[i - 1 : i] if i > 0 else [], parts[i + 1 : i + 2]
+        wire = [*(part.gathered for part in following), *(part.reduced for part in before)]
+        copies = sum(part.copies.fetched for part in following) + sum(part.copies.left for part in before)
+        yield parts[i] if 0 <= i < len(parts) else None, wire, copies

@@ -1,0 +1,291 @@
+"""`streamfx.plan`: what fits and what it costs, for a model of any size, on any machine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from streamfx.argument_checks import described, did_you_mean, one_of, plain, refusing
+from streamfx.budget import FORMS, amount_of, bytes_of, is_budget
+from streamfx.errors import OptionError, PlanError
+from streamfx.frontend.gc_pause import uncollected
+from streamfx.options import NAMES, Options, merged, resolved
+from streamfx.tools.inspect.lock import alone
+from streamfx.tools.planner.context import check_heads
+from streamfx.tools.planner.devices import device_called, here
+from streamfx.tools.planner.host_memory import sharing
+from streamfx.tools.planner.inputs import Inputs, check_inputs
+from streamfx.tools.planner.model_names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
+from streamfx.tools.planner.models import TYPES, built
+from streamfx.tools.planner.objectives import objective_called
+from streamfx.tools.planner.optimizers import UPDATING, state_bytes
+from streamfx.tools.planner.predict import Prediction
+from streamfx.tools.planner.report import PlanReport
+from streamfx.tools.planner.search import Limits
+from streamfx.tools.planner.shards import ZERO1, Sharding, checked_sharding
+from streamfx.tools.planner.step import StepSearch, TrainingStep
+from streamfx.tools.planner.tensors import check_plan
+
+CHOICES = {
+    "dtype": tuple(TYPES),
+    "quantize": SCHEMES,
+    "optimizer": OPTIMIZERS,
+    "shard": SHARDS,
+    "objective": OBJECTIVES,
+    "device": (*DEVICES, "here"),
+}
+SWITCHES = ("optimizer_in_backward", "max_length", "max_batch", "baselines")
+FUNCTIONS = {
+    "inputs": "give inputs=, a function of (batch, length) that returns what the model takes, by name",
+    "noted": "give a function that is told each prediction",
+}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The arguments of `plan`, which says what they mean."""
+
+    model: Any
+    seq: int
+    batch: int
+    memory: int | float | str | None
+    host_memory: int | str | None
+    dtype: str
+    lora_rank: int | None
+    quantize: str | None
+    optimizer: str
+    optimizer_in_backward: bool
+    world: int
+    shard: str
+    tensor: int
+    context: int
+    max_length: bool
+    max_batch: bool
+    device: str
+    baselines: bool
+    objective: str
+    group: int
+    inputs: Inputs | None
+    options: Mapping[str, Any]
+    noted: Callable[[Prediction], None] | None
+
+
+@refusing(PlanError, "streamfx.plan(...)")
+@alone
+def plan(
+    model: Any,
+    *,
+    seq: int = 4096,
+    batch: int = 1,
+    memory: int | float | str | None = None,
+    host_memory: int | str | None = None,
+    dtype: str = "bfloat16",
+    lora_rank: int | None = None,
+    quantize: str | None = None,
+    optimizer: str = "none",
+    optimizer_in_backward: bool = False,
+    world: int = 1,
+    shard: str = "ddp",
+    tensor: int = 1,
+    context: int = 1,
+    max_length: bool = False,
+    max_batch: bool = False,
+    device: str = "H100",
+    baselines: bool = True,
+    objective: str = "sft",
+    group: int = GROUP,
+    inputs: Inputs | None = None,
+    options: Mapping[str, Any] | Options | None = None,
+    noted: Callable[[Prediction], None] | None = None,
+    **keywords: Any,
+) -> PlanReport:
+    """Predict a training step, and the longest length or largest batch that fits into `memory`; nothing is computed.
+
+    Args:
+        model: a Hugging Face configuration (an object, a mapping, a folder, a JSON file, `org/name` of the local cache, a name
+            that is shipped), or a model on the meta device from which loss or logits come.
+        inputs: a function of (batch, length) that gives the arguments of a model of your own, tensors of these sizes by name.
+        seq, batch, max_length, max_batch: tokens and sequences on each device; whether the most that fit are looked for.
+        memory, host_memory: of a device ("80G"), and of a host of up to 8 devices for inputs of stages that wait there.
+        dtype, lora_rank, quantize: type of parameters; rank of adapters; "nf4", "int8" or "fp8" for layers' weights, then frozen.
+        optimizer, optimizer_in_backward: "adamw", "adamw8bit", "sgd", "none"; whether it frees gradients in the backward pass.
+        world, shard: how many devices divide nothing ("ddp"), the state ("zero1"), also gradients ("zero2"), weights ("zero3").
+        tensor, context: how many of them cut layers, as the configuration says, and how many divide each sequence (Ulysses).
+        device: whose kernels and rates are planned for: "H100" and others, or "here".
+        objective, group: "sft"; "dpo", for `batch` pairs; "grpo", for `batch` groups of `group` answers; both with a reference.
+        baselines, noted: whether other ways are followed, too; what is told each prediction.
+        options, keywords: the backend's options, as a dictionary or `streamfx.Options`, and by their names.
+    Returns:
+        What was found: it prints as a page, and `summary()` is a dictionary.
+    Raises:
+        PlanError, OptionError: this cannot be asked.
+        OverBudgetError: nothing fits into `memory`.
+    Example:
+        >>> import torch, streamfx
+        >>> class Mean(torch.nn.Linear):
+        ...     def forward(self, x): return torch.nn.functional.linear(x, self.weight).square().mean()
+        >>> inputs = lambda batch, length: {"x": torch.empty(batch, length, 64, device="meta")}
+        >>> streamfx.plan(Mean(64, 64, device="meta"), seq=1024, inputs=inputs).prediction.length
+        1024
+    """
+    given = _options(options, keywords)
+    step = (model, seq, batch, memory, host_memory, dtype, lora_rank, quantize, optimizer, optimizer_in_backward, world, shard)
+    rest = (tensor, context, max_length, max_batch, device, baselines, objective, group, inputs, given, noted)
+    return _planned(PlanRequest(*map(plain, (*step, *rest))))
+
+
+def _planned(asked: PlanRequest) -> PlanReport:
+    _check_kinds(asked)
+    _check(asked.dtype, asked.memory)
+    _check_host_memory(asked.host_memory)
+    _check_budgets(asked.memory, asked.options)
+    _check_counts(seq=(asked.seq, 2), batch=(asked.batch, 1), group=(asked.group, 1))
+    _check_counts(lora_rank=(1 if asked.lora_rank is None else asked.lora_rank, 1))
+    _check_counts(world=(asked.world, 1), tensor=(asked.tensor, 1), context=(asked.context, 1))
+    _check_search(asked.memory, asked.max_length, asked.max_batch)
+    wanted = objective_called(asked.objective, asked.group)
+    _check_has_effect(asked)
+    ranks = checked_sharding(asked.world, asked.shard, asked.tensor, asked.context)
+    _check_rows(asked.context, asked.seq)
+    _check_divided(ranks, asked.objective, asked.inputs, asked.lora_rank or asked.quantize)
+    _check_updates(asked.optimizer_in_backward, asked.optimizer, ranks)
+    with uncollected():
+        made = wanted.step(built(asked.model, asked.dtype, asked.lora_rank, asked.quantize))
+    name = Path(asked.model).name if isinstance(asked.model, str) else type(made).__name__
+    _check_takes_ids(asked.model, asked)
+    if asked.inputs is not None:
+        check_inputs(asked.inputs, asked.batch, asked.seq, asked.max_batch)
+    _check_made(made, asked.tensor, asked.context)
+    state = state_bytes(made, asked.optimizer, ranks)
+    kind = device_called(asked.device)
+    step = TrainingStep(name, made, wanted, kind, asked.inputs, state, asked.noted, ranks, asked.optimizer_in_backward)
+    limits = _limits(asked.memory, asked.host_memory, asked.world)
+    if asked.max_length or asked.max_batch:
+        few = not isinstance(asked.model, nn.Module)
+        return step.searched(limits, asked.options, StepSearch(asked.batch, asked.seq, asked.max_batch, few, asked.baselines))
+    return step.planned(limits, asked.options, asked.batch, asked.seq, asked.baselines)
+
+
+def _options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The backend's options; a name that is none may be a misspelt argument."""
+    for name in keywords.keys() - set(NAMES):
+        known = [*inspect.signature(plan).parameters, *NAMES]
+        hint = did_you_mean(name, known)
+        asked = f"streamfx.plan(...) has no argument {name!r}, and the backend no such option"
+        raise OptionError(asked, found=f"{name}={keywords[name]!r}", do=f"{hint}help(streamfx.plan) says which there are")
+    return merged(options, keywords, "streamfx.plan(...)")
+
+
+def _limits(memory: Any, host_memory: Any, world: int) -> Limits:
+    """Of a device, and of a host for each of the devices that share it."""
+    device = None if memory is None else bytes_of(memory, here())
+    return Limits(device, None if host_memory is None else bytes_of(host_memory, here()) // sharing(world))
+
+
+def _check_made(model: nn.Module, tensor: int, context: int) -> None:
+    """Whether devices can divide its heads, and cut its layers."""
+    if tensor * context > 1:
+        check_heads(model, tensor, context)
+    if tensor > 1:
+        check_plan(model)
+
+
+def _check_host_memory(size: Any) -> None:
+    if size is not None and not isinstance(amount_of(size), int):
+        raise PlanError(f"host_memory cannot be {size!r}", do="give bytes, or a text like '1TiB' or '1T'")
+
+
+def _check_has_effect(asked: PlanRequest) -> None:
+    """Refuse what would be without effect: somebody expects one."""
+    if asked.group != GROUP and asked.objective != "grpo":
+        found = f"group={asked.group}, and the objective {asked.objective!r}"
+        do = "plan the objective 'grpo', or leave group out"
+        raise PlanError("group has no effect: it is how many answers to a prompt grpo compares", found=found, do=do)
+    if asked.host_memory is not None and (offload := resolved(asked.options).offload) == "none":
+        found = f"host_memory={asked.host_memory!r}, and offload={offload!r}"
+        do = "give offload='inputs' (--offload) or 'attention', or leave host_memory out"
+        raise PlanError("host_memory has no effect: it is for values that wait on the host", found=found, do=do)
+
+
+def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:
+    if max_length and max_batch:
+        raise PlanError("the longest length and the largest batch are asked for at once", do="give one of them")
+    if (max_length or max_batch) and memory is None:
+        what = "longest length" if max_length else "largest batch"
+        raise PlanError(f"the {what} is asked for, but not within which memory", do="give memory='80GiB'")
+
+
+def _check(dtype: Any, memory: Any) -> None:
+    if dtype not in TYPES:
+        raise PlanError(f"there is no type {dtype!r} to plan for", do=one_of(dtype, TYPES))
+    if not is_budget(memory):
+        raise PlanError(f"memory cannot be {memory!r}", do=f"give {FORMS}")
+
+
+def _check_kinds(asked: PlanRequest) -> None:
+    """Before what is asked for is looked up anywhere: names are texts, switches True or False, functions functions."""
+    for name, choices in CHOICES.items():
+        value = getattr(asked, name)
+        if not isinstance(value, str) and not (value is None and name == "quantize"):
+            raise PlanError(f"{name} cannot be {described(value)}", do=one_of(value, choices))
+    for name in SWITCHES:
+        if not isinstance(value := getattr(asked, name), bool):
+            raise PlanError(f"{name} cannot be {described(value)}", do="give True or False")
+    for name, do in FUNCTIONS.items():
+        if (value := getattr(asked, name)) is not None and not callable(value):
+            raise PlanError(f"{name} cannot be {described(value)}", do=do)
+
+
+def _check_takes_ids(model: Any, asked: PlanRequest) -> None:
+    """A model of somebody's own is given ids by name, where no function says what it takes."""
+    names = ("input_ids", "labels") if asked.objective == "sft" else ("input_ids",)
+    if not isinstance(model, nn.Module) or asked.inputs is not None:
+        return
+    try:
+        inspect.signature(model.forward).bind(**dict.fromkeys(names))
+    except TypeError as error:
+        called = f"a model that is planned without inputs= is called with {' and '.join(names)}"
+        raise PlanError(called, found=f"{type(model).__name__}.forward: {error}", do=FUNCTIONS["inputs"]) from None
+
+
+def _check_budgets(memory: Any, options: Mapping[str, Any]) -> None:
+    """Both say what a step may take."""
+    budget = options.get("memory_budget")
+    if memory is not None and budget is not None and amount_of(memory) != amount_of(budget):
+        found = f"memory={memory!r} and memory_budget={budget!r}"
+        raise PlanError("what a step may take is said twice, differently", found=found, do="give memory= alone")
+
+
+def _check_updates(in_backward: bool, optimizer: str, ranks: Sharding) -> None:
+    if in_backward and optimizer == "none":
+        found = "none"
+        raise PlanError("an optimizer is to run in the backward pass", found=found, do=f"give one of {', '.join(UPDATING)}")
+    if in_backward and ranks.shard == ZERO1:
+        found = "zero1, which gathers updated parameters behind the step"
+        raise PlanError("an optimizer is to run in the backward pass", found=found, do="plan with ddp, zero2 or zero3")
+
+
+def _check_rows(context: int, seq: int) -> None:
+    if seq % context:
+        raise PlanError(f"a sequence is divided among {context} devices", found=f"seq={seq}", do=f"give a multiple of {context}")
+
+
+def _check_divided(ranks: Sharding, objective: str, inputs: Any, changed: Any) -> None:
+    """Refuse what is cut by no plan or rows: models that were changed, inputs of one's own, losses that look at other rows."""
+    if ranks.context > 1 and (inputs is not None or objective != "sft"):
+        found = "inputs of your own" if inputs is not None else f"the objective {objective!r}"
+        raise PlanError("context divides sequences of ids and labels", found=found, do="plan the objective 'sft', or context=1")
+    if ranks.tensor > 1 and (changed or objective != "sft"):
+        found = "adapters, or quantized weights" if changed else f"the objective {objective!r}"
+        raise PlanError("tensor cuts the layers of a configuration", found=found, do="plan all parameters and 'sft', or tensor=1")
+
+
+def _check_counts(**counts: tuple[Any, int]) -> None:
+    for name, (value, least) in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise PlanError(f"{name} cannot be {value!r}", do=f"give a whole number, {least} or more")

@@ -1,0 +1,94 @@
+"""What a plan's report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from streamfx.budget import in_bytes
+from streamfx.tools.report.page import (
+    NOT_CHECKPOINTED,
+    Figure,
+    Page,
+    Table,
+    grouped,
+    peak_beside,
+    place_of_peak,
+    run_whole,
+    sentence,
+    ways_table,
+    wire_table_of,
+)
+from streamfx.tools.report.text import in_flops, in_seconds
+from streamfx.tools.report.timeline import Timeline
+from streamfx.tools.report.verdict import StepCost, gains, ratio, times
+
+
+def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, divided: str) -> Page:
+    """The page of a plan's summary; `counted` says what its bytes are of, `divided` among which devices the step is."""
+    ours, *others = (StepCost(course.way, course.peak_bytes, course.flops) for course in timeline.courses)
+    memory = "" if summary["memory"] is None else f", {in_bytes(summary['memory'])} of memory"
+    return Page(
+        title=summary["model"],
+        subtitle=f"A step of {summary['batch']} x {summary['length']:,} tokens on {summary['device']}{divided}{memory}",
+        verdict=sentence(_found(summary) or summary["verdict"]),
+        gains=gains(ours, others) if others else None,
+        figures=tuple(_figures(summary, ours, others, counted, place_of_peak(timeline.ours, summary["stages"]))),
+        timeline=timeline,
+        stages=grouped(summary["stages"], summary["flops"], summary["sequence"]),
+        whole=run_whole(summary["stages"], matters=True),
+        small=run_whole(summary["stages"], matters=False),
+        tables=tuple(_tables(summary, timeline)),
+        options=summary["options"],
+        notes=tuple(_notes(summary)),
+    )
+
+
+def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if summary["not_checkpointed"]:
+        yield NOT_CHECKPOINTED, sentence(summary["not_checkpointed"])
+    if summary["stopped"]:
+        yield "The call could not be followed to its end", summary["stopped"]
+
+
+def _found(summary: Mapping[str, Any]) -> str:
+    """What a search has found, where one was asked for."""
+    if summary["max_length"] is not None:
+        fits = f"{summary['max_length']:,} tokens fit into {in_bytes(summary['memory'])}"
+        return f"{fits}; {summary['verdict']}" if summary["lengths"] else fits
+    if summary["max_batch"] is not None:
+        return f"a batch of {summary['max_batch']:,} fits into {in_bytes(summary['memory'])}"
+    return ""
+
+
+def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost], counted: str, at_peak: str) -> Iterator[Figure]:
+    fits = {None: "", True: " It fits.", False: " It does not fit."}[summary["fits"]]
+    yield Figure("Peak", in_bytes(ours.peak_bytes), f"{at_peak}; {counted}.{fits}")
+    for other in others:
+        yield peak_beside(other, ours)
+    yield Figure("Compute", in_flops(summary["flops"]))
+    yield Figure("Time of a step", in_seconds(summary["seconds"]), f"predicted for {summary['device']}")
+
+
+def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
+    if timeline.others:
+        yield ways_table(timeline)
+    if summary["lengths"]:
+        rows = [("streambp", f"{summary['max_length']:,}", "")]
+        for way, length in summary["lengths"].items():
+            rows.append((way, f"{length:,}", times(ratio(summary["max_length"], length)) if length else "fits at no length"))
+        yield Table("Longest sequences that fit", ("", "tokens", "ours is as long"), tuple(rows))
+    if summary["wire"] is not None:
+        yield wire_table_of(summary["wire"])
+    if summary["host"] is not None:
+        host = summary["host"]
+        rows_ = (("of this device", in_bytes(host["bytes"])), (f"of {host['devices']} devices", in_bytes(host["bytes_of_all"])))
+        yield Table("What waits on the host for the backward half", ("", "bytes"), rows_)
+    if summary["choices"]:
+        tried = tuple(_choice(item) for item in summary["choices"])
+        yield Table("Choices tried, in order", ("", "work of a chunk", "peak"), tried, "The first that fits the budget is taken.")
+
+
+def _choice(item: Mapping[str, Any]) -> tuple[str, str, str]:
+    work = item["chunk_work_bytes"]
+    return item["choice"], "as asked" if work is None else in_bytes(work), in_bytes(item["peak_bytes"])

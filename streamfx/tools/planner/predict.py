@@ -1,0 +1,158 @@
+"""What one step of a model takes at one length: traced, planned and simulated by the very code that compiles and runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from streamfx.cost.categories import INPUTS, OPTIMIZER, OTHER, PARAMETERS
+from streamfx.cost.curve import Curve
+from streamfx.cost.memory import Cost
+from streamfx.cost.work import Work, summed
+from streamfx.tools.inspect.curves import curve_of_call
+from streamfx.tools.inspect.eager import Around, eager_cost
+from streamfx.tools.inspect.explain import Explanation
+from streamfx.tools.inspect.tracing import traced
+from streamfx.tools.planner.host_memory import bytes_on_host
+from streamfx.tools.planner.models import loss_of
+from streamfx.tools.planner.overlap import OverlapInterval, stretches_of
+from streamfx.tools.planner.shards import own_bytes
+from streamfx.tools.report.dataflow import LoopTraffic, flow_of
+from streamfx.tools.report.text import streams_of
+from streamfx.tools.report.verdict import CHECKPOINTING, EAGER
+from streamfx.torch_private.groups import has_ranks
+
+Inputs = Callable[[int, int], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """The peak and the work of a step by one way of running it."""
+
+    peak_bytes: int
+    work: Work
+
+    @property
+    def flops(self) -> int:
+        return self.work.flops
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step with the backend at one length, in bytes and FLOPs; `ways` are others to compare with, by name.
+
+    `streams` says how much of it does. `layers_twice` are the FLOPs, and those of attention, of gradient checkpointing in which
+    the forward half of each layer runs twice from its first operator to its last; None where there are no layers.
+    `not_checkpointed` says why checkpointing is not among the ways. `options` are those in force, `sequence` the rows of each
+    graph, `flows` what its loops hand to each other; `curves` are the bytes alive along the step by each way, ours first, and
+    FLOPs.
+    """
+
+    length: int
+    batch: int
+    peak_bytes: int
+    peak_by_term: dict[str, int]
+    work: Work
+    stages: list[dict[str, Any]]
+    choices: list[dict[str, Any]]
+    budget: int | None
+    ways: dict[str, StepPrediction]
+    layers_twice: tuple[int, int] | None
+    stopped: str | None
+    not_checkpointed: str | None = None
+    wire: dict[str, Any] | None = None
+    stretches: tuple[OverlapInterval, ...] = ()
+    host_bytes: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sequence: tuple[int | None, ...] = ()
+    flows: tuple[list[LoopTraffic], ...] = ()
+    curves: Mapping[str, tuple[Curve, int]] = field(default_factory=dict, compare=False, repr=False)
+    streams: str = ""
+
+    @property
+    def flops(self) -> int:
+        return self.work.flops
+
+
+def predict(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    length: int,
+    options: Mapping[str, Any],
+    baselines: bool = False,
+    state: int = 0,
+    updates: bool = False,
+    beside: Mapping[str, tuple[nn.Module, Around]] = MappingProxyType({}),
+) -> Prediction:
+    """Trace a step of a model on the meta device, as compiled with `options`, beside an optimizer's `state` of so many bytes; it
+    `updates` in the backward pass, or behind it. Baselines are eager, gradient checkpointing, and those `beside` them.
+    """
+    of_few = not has_ranks()  # collectives have an order, in which they come for all layers
+    explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines, of_few), updates)
+    own, given = held_by(model), sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values())
+    held = own + given + state
+    summary = explanation.summary(with_baseline=baselines)
+    costs, facts = explanation.costs, [graph.facts for graph in explanation.call.graphs]
+    called = [graph.facts for graph in explanation.call.calls or explanation.call.graphs]
+    terms = {PARAMETERS: own, OPTIMIZER: state, INPUTS: given, **max(costs, key=lambda cost: cost.peak).peak_terms}
+    peak = held + int(summary["peak_bytes"])
+    terms[OTHER] = terms.get(OTHER, 0) + peak - sum(terms.values())
+    fittings = [one.fitting for one in facts if one.fitting is not None]
+    ways = {EAGER: explanation.baseline} if baselines else {}
+    if explanation.call.checkpointed is not None:
+        ways[CHECKPOINTING] = explanation.visible(explanation.call.checkpointed)
+    for name, (other, around) in (beside if baselines else {}).items():
+        if (cost := eager_cost(loss_of(other), inputs, around, explanation.call.alike)) is not None:
+            ways[name] = explanation.visible(cost)
+    return Prediction(
+        length=length,
+        batch=next(iter(inputs.values())).shape[0],
+        peak_bytes=peak,
+        peak_by_term={name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size},
+        work=summed(cost.work for cost in costs),
+        stages=list(summary["stages"]),
+        streams=streams_of(summary),
+        choices=[item.as_dict() for fitting in fittings for item in fitting.tried],
+        budget=next((fitting.budget for fitting in fittings), None),
+        ways={name: _way(cost, held) for name, cost in ways.items()},
+        layers_twice=_layers_twice(explanation.baseline) if baselines else None,
+        stopped=summary["stopped"],
+        not_checkpointed=summary["not_checkpointed"],
+        wire=summary["wire"],
+        stretches=tuple(part for one, cost in zip(called, costs, strict=True) for part in stretches_of(one, cost)),
+        host_bytes=sum(map(bytes_on_host, called)),
+        options=summary["options"],
+        sequence=tuple(summary["sequence"]),
+        flows=tuple(map(flow_of, facts)),
+        curves=_curves(explanation, ways, beside, {PARAMETERS: own, OPTIMIZER: state, INPUTS: given}),
+    )
+
+
+def _curves(
+    explanation: Explanation, ways: Mapping[str, Cost], beside: Collection[str], held: Mapping[str, int]
+) -> dict[str, tuple[Curve, int]]:
+    """What is alive along the step by each way, beside what is held all the time; and FLOPs."""
+    found = explanation.curves(with_baseline=bool(ways))
+    found |= {name: (curve_of_call(ways[name]), ways[name].flops) for name in beside if name in ways}
+    found = dict(sorted(found.items(), key=lambda item: item[0] == EAGER))
+    return {way: (curve.above(Work(), held), flops) for way, (curve, flops) in found.items()}
+
+
+def held_by(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers, or of this rank's part of them, each once."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(map(own_bytes, tensors.values()))
+
+
+def _way(cost: Cost, held: int) -> StepPrediction:
+    return StepPrediction(held + cost.peak, cost.work)
+
+
+def _layers_twice(eager: Cost) -> tuple[int, int] | None:
+    if not eager.layer_flops:
+        return None
+    return eager.flops + eager.layer_flops, eager.work.attention_flops + eager.layer_attention

@@ -1,0 +1,78 @@
+"""Frozen weights in fewer bits, unpacked when they are used: what they take, not what they hold.
+
+Bytes are those of bitsandbytes' nf4 with its scales quantized once more (Dettmers et al., 2023, section 3), of one byte and a
+scale for each row in int8, and of one byte and a scale for the whole weight in fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from streamfx.argument_checks import one_of
+from streamfx.errors import PlanError
+from streamfx.tools.inspect.layers import layers_of
+
+BLOCK = 64  # numbers with one scale, of one byte
+SECOND_BLOCK = 256  # such scales with one scale of their own, in float32
+LEAST = 1 << 20  # numbers of a weight that is worth it
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Bytes that the packed numbers and the scales of a weight take."""
+
+    packed: Callable[[Tensor], int]
+    scales: Callable[[Tensor], int]
+
+
+SCHEMES = {
+    "nf4": Scheme(
+        lambda weight: weight.numel() // 2,
+        lambda weight: weight.numel() // BLOCK + 4 * (weight.numel() // (BLOCK * SECOND_BLOCK) + 2),
+    ),
+    "int8": Scheme(lambda weight: weight.numel(), lambda weight: 4 * (weight.numel() // weight.shape[-1])),
+    "fp8": Scheme(lambda weight: weight.numel(), lambda weight: 4),
+}
+
+_library = torch.library.Library("streamfx", "FRAGMENT")
+_library.define("unpacked(Tensor packed, Tensor scales, SymInt[] shape, ScalarType dtype) -> Tensor")
+
+
+@torch.library.register_fake("streamfx::unpacked", lib=_library)  # type: ignore[untyped-decorator]
+def _fake_unpacked(packed: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(shape, dtype=dtype)
+
+
+class DequantizedWeight(nn.Module):
+    """A weight as its packed bytes and scales; the other way round only its sizes count."""
+
+    def __init__(self, weight: Tensor, scheme: Scheme) -> None:
+        super().__init__()
+        self.shape, self.dtype, self.scheme = weight.shape, weight.dtype, scheme
+
+    def forward(self, packed: Tensor, scales: Tensor) -> Tensor:
+        unpacked: Tensor = torch.ops.streamfx.unpacked(packed, scales, self.shape, self.dtype)
+        return unpacked
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        sizes = self.scheme.packed(weight), self.scheme.scales(weight)
+        packed, scales = (torch.empty(size, dtype=torch.uint8, device=weight.device) for size in sizes)
+        return packed, scales
+
+
+def quantized(model: nn.Module, name: str) -> nn.Module:
+    """Freeze a model and let the large matrices of its layers, those of experts too, take the bytes of a scheme."""
+    if name not in SCHEMES:
+        raise PlanError(f"there is no way {name!r} to quantize weights", do=one_of(name, SCHEMES))
+    model.requires_grad_(False)
+    for layer in layers_of(model):
+        for module in list(layer.modules()):
+            for key, weight in list(module.named_parameters(recurse=False)):
+                if weight.dim() >= 2 and weight.numel() >= LEAST:
+                    parametrize.register_parametrization(module, key, DequantizedWeight(weight, SCHEMES[name]), unsafe=True)
+    return model

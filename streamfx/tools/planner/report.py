@@ -1,0 +1,388 @@
+"""A plan as a dictionary and as a page of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from streamfx.budget import in_bytes
+from streamfx.cost.categories import OPTIMIZER
+from streamfx.cost.comm import Traffic, added
+from streamfx.cost.work import Work
+from streamfx.tools.inspect.explain import OURS
+from streamfx.tools.planner.devices import REACHED, Device
+from streamfx.tools.planner.host_memory import sharing
+from streamfx.tools.planner.overlap import NOTHING, Seconds, waited
+from streamfx.tools.planner.plan_page import page_of_plan
+from streamfx.tools.planner.predict import Prediction, StepPrediction
+from streamfx.tools.planner.search import Limits
+from streamfx.tools.planner.shards import ALONE, ZERO1, Sharding
+from streamfx.tools.report.diagram import Diagram, diagram_of
+from streamfx.tools.report.exports import Exports
+from streamfx.tools.report.page import Page
+from streamfx.tools.report.stage_titles import joint_name, unnumbered
+from streamfx.tools.report.text import in_flops, in_seconds, marked, reason_lines
+from streamfx.tools.report.timeline import Timeline, course_of
+from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
+
+RESERVE = 0.02  # of a device's memory, for what no plan can count
+NOT_COUNTED = "the driver's context, buffers of collectives and libraries, and gaps between allocations are not counted"
+KINDS = {"linear": "products", "attention": "attention"}
+ASSUMED = "{rates}; element-wise work fused if compiled; 5 us of the host per kernel"
+PUBLISHED_RATES, MEASURED_RATES = "60 % of published rates", "shares of published rates as on an H100"
+ASSUMED_HERE = "rates of one product and one copy; element-wise work fused if compiled"
+ASSUMED_WIRE = "60 % of published rates in one direction; rings; near in groups inside of a machine of 8 devices, else far"
+ASSUMED_HOST = "60 % of the published rate of a link that each device has for itself; copied while loops run"
+NONE = Limits()
+COMPILED = "compiled_seconds"
+TIMES = ("seconds", COMPILED)
+LAYERS_TWICE = "gradient checkpointing, whole layers"
+
+
+@dataclass(frozen=True)
+class PlanReport(Exports):
+    """What `streamfx.plan` found: prints as a page; `summary()` is a dictionary of plain values.
+
+    `prediction` is for the length asked for, or for the longest one that fits. `lengths` are those that other ways reach, 0 where
+    not even the shortest fits; `gains_from` is a length at which memory is saved, where the one asked for is too short.
+
+    Args:
+        name: of the model.
+        prediction: memory, operations and stages of a step, by way of running it.
+        device: whose rates the times are predicted for.
+        limits: bytes of a device, and of its share of a host, that a step may take.
+        max_length: the longest length that fits, where it was asked for.
+        max_batch: the largest batch that fits, where it was asked for.
+        ranks: how devices divide the model and the step.
+        updates: whether an optimizer in the backward pass takes gradients.
+        gains_from: a length at which memory is saved.
+        lengths: the longest length by way of running a step.
+
+    Example:
+        >>> import torch, streamfx
+        >>> class Mean(torch.nn.Linear):
+        ...     def forward(self, x): return torch.nn.functional.linear(x, self.weight).square().mean()
+        >>> inputs = lambda batch, length: {"x": torch.empty(batch, length, 64, device="meta")}
+        >>> report = streamfx.plan(Mean(64, 64, device="meta"), seq=1024, inputs=inputs)
+        >>> report.max_length is None, report.prediction.batch
+        (True, 1)
+    """
+
+    name: str
+    prediction: Prediction
+    device: Device
+    limits: Limits = NONE
+    max_length: int | None = None
+    max_batch: int | None = None
+    ranks: Sharding = ALONE
+    updates: bool = False
+    gains_from: int | None = None
+    lengths: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the backend pays: one sentence."""
+        found, limit = self.prediction, self.limits.device
+        if self.max_length is not None:
+            return length_verdict(self.max_length, self.lengths)
+        others = [StepCost(name, way.peak_bytes, way.flops) for name, way in found.ways.items()]
+        others.sort(key=lambda other: other.way == EAGER)
+        ours, why = StepCost("streambp", found.peak_bytes, found.flops), why_nothing_streams(found.stages)
+        if limit is not None and found.peak_bytes <= limit and not self.limits.hold(found):
+            return (
+                f"{in_bytes(found.host_bytes)} do not fit into the {in_bytes(self.limits.host or 0)} of the host for each device"
+            )
+        if limit is not None:
+            return verdict_within(limit, ours, others, why)
+        return verdict(ours, others, why, self.gains_from)
+
+    def summary(self) -> dict[str, Any]:
+        """All figures, in values that JSON knows; bytes count parameters, inputs, gradients and the optimizer's state.
+
+        Returns:
+            The report as a dictionary.
+
+        Example:
+            >>> import torch, streamfx
+            >>> class Mean(torch.nn.Linear):
+            ...     def forward(self, x): return torch.nn.functional.linear(x, self.weight).square().mean()
+            >>> inputs = lambda batch, length: {"x": torch.empty(batch, length, 64, device="meta")}
+            >>> summary = streamfx.plan(Mean(64, 64, device="meta"), seq=1024, memory="1GiB", inputs=inputs).summary()
+            >>> summary["fits"], summary["length"], summary["memory"]
+            (True, 1024, 1073741824)
+        """
+        found = self.prediction
+        other = {name: self._way(way) for name, way in found.ways.items()}
+        twice = found.layers_twice
+        return {
+            "model": self.name,
+            "length": found.length,
+            "batch": found.batch,
+            "memory": self.limits.device,
+            "max_length": self.max_length,
+            "max_batch": self.max_batch,
+            "verdict": self.verdict,
+            "gains_from": self.gains_from,
+            "lengths": dict(self.lengths),
+            "fits": None if self.limits == NONE else self.limits.hold(found),
+            "peak_bytes": found.peak_bytes,
+            "peak_by_term": dict(found.peak_by_term),
+            "flops": found.flops,
+            "baseline_flops": twice[0] if twice else None,
+            "flops_by_kind": {name: by_kind(*counts) for name, counts in self._counts().items()},
+            "seconds": self._seconds(found.work) + sum(self._waited()),
+            "optimizer_in_backward": self.updates,
+            "world": self.ranks.world,
+            "shard": self.ranks.shard,
+            "tensor": self.ranks.tensor,
+            "context": self.ranks.context,
+            "host": self._host(),
+            "wire": self._wire(),
+            "launches": found.work.launches,
+            "bytes_of_products": found.work.product_bytes,
+            "bytes_of_totals": found.work.total_bytes,
+            "device": self.device.name,
+            "ways": other,
+            "choices": found.choices,
+            "stages": found.stages,
+            "sequence": list(found.sequence),
+            "options": dict(found.options),
+            "stopped": found.stopped,
+            "not_checkpointed": found.not_checkpointed,
+        }
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Bytes alive over the step, by term, beside those of other ways; its peak is `peak_bytes` of the summary."""
+        courses = (
+            course_of(way, curve, self._seconds if way == OURS else self.device.seconds, flops)
+            for way, (curve, flops) in self.prediction.curves.items()
+        )
+        waiting = "; what a device waits for others is left out" if self.prediction.wire is not None else ""
+        return Timeline(tuple(courses), f"predicted for {self.device.name}, {self._assumed}{waiting}")
+
+    @property
+    def page(self) -> Page:
+        """What the HTML report shows."""
+        return page_of_plan(self.summary(), self.timeline, self._counted(), self._divided())
+
+    @property
+    def diagram(self) -> Diagram:
+        """Stages, their loops, and what these hand to each other."""
+        return diagram_of(self.page.stages, self.prediction.flows)
+
+    @property
+    def _assumed(self) -> str:
+        if self.device.kind.type != "cuda":
+            return ASSUMED_HERE
+        return ASSUMED.format(rates=MEASURED_RATES if self.device.name in REACHED else PUBLISHED_RATES)
+
+    def _host(self) -> dict[str, Any] | None:
+        """What waits on the host between the halves; None where nothing does. Its times are None where no rate is known."""
+        size, devices = self.prediction.host_bytes, sharing(self.ranks.world)
+        if not size:
+            return None
+        limit, rate = None if self.limits.host is None else self.limits.host * devices, self.device.to_host
+        copied = sum(part.copies.left + part.copies.fetched for part in self.prediction.stretches)
+        times = {"seconds": self.device.copying(copied), "waited_seconds": self._waited()[1]} if rate else {}
+        return {
+            "bytes": size,
+            "devices": devices,
+            "bytes_of_all": size * devices,
+            "memory": limit,
+            "copied_bytes": copied,
+            "bytes_per_second": rate,
+            "seconds": None,
+            "waited_seconds": None,
+            **times,
+        }
+
+    def _wire(self) -> dict[str, Any] | None:
+        """What each device sends in a step; None where it sends nothing."""
+        wire = self.prediction.wire
+        if wire is None:
+            return None
+        near, far = self.device.near_and_far
+        seconds = self.device.sending(Traffic(0, wire["bytes"], wire["far_bytes"]))
+        return {**wire, "bytes_per_second": {"near": near, "far": far}, "seconds": seconds, "waited_seconds": self._waited()[0]}
+
+    def _waited(self) -> tuple[float, float]:
+        """Seconds in which a device waits for others, and for copies to and from the host. With zero1 half of an all-reduce's
+        bytes are sent after the step: it is a reduction of each gradient to the parts, and a gather of updated parameters.
+        """
+        stretches, device = self.prediction.stretches, self.device
+        late = NOTHING
+        if self.ranks.shard == ZERO1:
+            late = added(part.reduced for part in stretches).halved
+            stretches = tuple(replace(part, reduced=part.reduced.halved) for part in stretches)
+        computes = Seconds(lambda part: self._seconds(part.work), device.sending, device.copying)
+        sent, copied = waited(stretches, computes)
+        return device.sending(late) + sent, copied
+
+    def _counted(self) -> str:
+        state = self.prediction.peak_by_term.get(OPTIMIZER)
+        if self.updates:
+            return "parameters included, gradients until they are used" + (", and the optimizer's state" if state else "")
+        return "parameters and gradients included, " + ("and the optimizer's state" if state else "without optimizer")
+
+    def _counts(self) -> dict[str, tuple[int, int]]:
+        """FLOPs, and those of attention, by way."""
+        found = self.prediction
+        works = {"streambp": found.work, **{name: way.work for name, way in found.ways.items()}}
+        counts = {name: (work.flops, work.attention_flops) for name, work in works.items()}
+        return counts | ({LAYERS_TWICE: found.layers_twice} if found.layers_twice else {})
+
+    def _way(self, way: StepPrediction) -> dict[str, Any]:
+        seconds = {name: self.device.seconds(work) for name, work in (("seconds", way.work), (COMPILED, way.work.compiled))}
+        return {"peak_bytes": way.peak_bytes, "flops": way.flops, "launches": way.work.launches, **seconds}
+
+    def _seconds(self, work: Work) -> float:
+        """Seconds of our own work: a compiler fuses what lies between products, unless bodies are to run eagerly."""
+        return self.device.seconds(work if self.prediction.options.get("bodies") == "eager" else work.compiled)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    __repr__ = __str__
+
+    def _lines(self) -> Iterator[str]:
+        summary, found = self.summary(), self.prediction
+        memory = f", {in_bytes(self.limits.device)} of memory" if self.limits.device is not None else ""
+        yield f"{self.name}: {self.verdict}"
+        yield f"  planned  a step of {found.batch} x {found.length:,} tokens{self._divided()}{memory}"
+        if self.max_length is not None:
+            yield f"  longest  {self.max_length:,} tokens fit"
+            for way, length in self.lengths.items():
+                yield f"{length:>19,}  {way}{f': ours is {times(self.max_length / length)} as long' if length else ''}"
+        if self.max_batch is not None:
+            yield f"  largest  a batch of {self.max_batch:,} fits"
+        yield f"  memory   {in_bytes(found.peak_bytes)} at the peak, {self._counted()}:"
+        for term, size in found.peak_by_term.items():
+            yield f"             {in_bytes(size):>10}  {term}"
+        yield from self._spare()
+        yield from self._waiting(summary["host"])
+        yield ""
+        yield from table(["", "peak", "compute", f"time on {self.device.name}", "if compiled"], self._comparison(summary))
+        if found.not_checkpointed:
+            yield f"  not compared with gradient checkpointing: {found.not_checkpointed}"
+        yield from self._shares(summary["flops_by_kind"])
+        yield f"  time     {self._assumed}"
+        yield from self._sent(summary["wire"])
+        yield ""
+        yield f"  {found.streams}"
+        yield from table(["stage", "chunk", "saved"], list(_stages(found.stages)))
+        yield from reason_lines(found.stages)
+        if found.choices:
+            yield ""
+            yield from table(["choices tried, in order", "work of a chunk", "peak"], [_choice(item) for item in found.choices])
+        if found.stopped:
+            yield ""
+            yield f"the call could not be followed to its end: {found.stopped}"
+
+    def _spare(self) -> Iterator[str]:
+        """What is left of a device's memory, where a step fits, beside what should be."""
+        limit = self.limits.device
+        if limit is not None and (spare := limit - self.prediction.peak_bytes) >= 0:
+            reserve = int(RESERVE * limit)
+            found = (
+                f"{in_bytes(spare)} are left, {'at least' if spare >= reserve else 'less than'} the {in_bytes(reserve)} to keep"
+            )
+            yield f"  reserve  {found}: {NOT_COUNTED}"
+
+    def _divided(self) -> str:
+        ranks = self.ranks
+        if ranks.world == 1:
+            return ""
+        cut = "" if ranks.tensor == 1 else f", layers cut by {ranks.tensor}"
+        if ranks.near == 1:
+            return f" on each of {ranks.world} devices, {ranks.shard}"
+        return f" on each {ranks.near} of {ranks.world} devices, {ranks.shard}{cut}, sequences divided by {ranks.context}"
+
+    def _waiting(self, host: dict[str, Any] | None) -> Iterator[str]:
+        if host is not None:
+            limit = "" if host["memory"] is None else f" of {in_bytes(host['memory'])}"
+            every = (
+                ""
+                if host["devices"] == 1
+                else f", {in_bytes(host['bytes_of_all'])}{limit} for the {host['devices']} of a machine"
+            )
+            yield f"  host     {in_bytes(host['bytes'])} wait there for the backward half{every or limit}"
+            yield from self._copied(host)
+
+    def _copied(self, host: dict[str, Any]) -> Iterator[str]:
+        copied, rate = in_bytes(host["copied_bytes"]), host["bytes_per_second"]
+        if rate is None:
+            yield f"           {copied} copied there and back, in a time that is not counted: how fast is not known"
+            return
+        takes, adds = in_seconds(host["seconds"]), in_seconds(host["waited_seconds"])
+        yield f"           {copied} copied there and back at {in_bytes(int(rate))} per second: {takes}; {adds} of it waited for"
+        yield f"           {ASSUMED_HOST}"
+
+    def _sent(self, wire: dict[str, Any] | None) -> Iterator[str]:
+        if wire is not None:
+            parts = {"near": wire["bytes"] - wire["far_bytes"], "far": wire["far_bytes"]}
+            rates = {name: in_bytes(int(rate)) for name, rate in wire["bytes_per_second"].items()}
+            sent = " and ".join(f"{in_bytes(size)} {name}, at {rates[name]} per second" for name, size in parts.items() if size)
+            takes, waits = in_seconds(wire["seconds"]), in_seconds(wire["waited_seconds"])
+            yield f"  wire     each device sends {sent}: {takes}; {waits} of it waited for"
+            yield f"           {ASSUMED_WIRE}"
+
+    def _comparison(self, summary: dict[str, Any]) -> list[list[str]]:
+        rows = [("streambp", summary), *summary["ways"].items()]
+        return [
+            [
+                name,
+                in_bytes(row["peak_bytes"]),
+                in_flops(row["flops"]),
+                *(in_seconds(row[key]) if key in row else "" for key in TIMES),
+            ]
+            for name, row in rows
+        ]
+
+    def _shares(self, kinds: dict[str, dict[str, int]]) -> Iterator[str]:
+        """What is computed, against checkpointing that runs the forward half of each layer twice."""
+        if LAYERS_TWICE in kinds:
+            own, other = kinds["streambp"], kinds[LAYERS_TWICE]
+            parts = [f"{in_flops(own[kind])} in {name} ({ratio(own[kind], other[kind])})" for kind, name in KINDS.items()]
+            yield f"  compute  {', '.join(parts)} of what it is if each layer's forward half runs twice"
+
+
+def by_kind(flops: int, attention: int) -> dict[str, int]:
+    return {"linear": flops - attention, "attention": attention}
+
+
+def ratio(part: int, whole: int) -> str:
+    return f"{part / whole:.3f}" if whole else "-"
+
+
+def _stages(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    keys = ("chunk_size", "saved_bytes")
+    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), marked(stage), *(stage[key] for key in keys))):
+        alike = list(run)
+        stage, saved = alike[0], in_bytes(alike[0]["saved_bytes"])
+        name = joint_name([item["name"] for item in alike]) + marked(stage)
+        yield [name, str(stage["chunk_size"] or "-"), saved if len(alike) == 1 else f"{len(alike)} x {saved}"]
+
+
+def _choice(item: dict[str, Any]) -> list[str]:
+    work = item["chunk_work_bytes"]
+    return [item["choice"], "as asked" if work is None else in_bytes(work), in_bytes(item["peak_bytes"])]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns, the first to the left and the others to the right.
+
+    >>> print("\\n".join(table(["a", "bc"], [["def", "1"]])))
+      a     bc
+      def    1
+    """
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    for line in lines:
+        cells = (
+            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        yield ("  " + "   ".join(cells)).rstrip()

@@ -1,0 +1,226 @@
+"""A training step of any size, on each of some ranks: planned at one size, or as large as fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from streamfx.budget import in_bytes
+from streamfx.cost.repeats import Repeat
+from streamfx.errors import OverBudgetError, StreamFXError, told
+from streamfx.frontend.gc_pause import uncollected
+from streamfx.kernels.device_kinds import supposed
+from streamfx.log import log
+from streamfx.tools.inspect.eager import alike_layers
+from streamfx.tools.inspect.layers import first_layers, layers_of
+from streamfx.tools.planner.baselines import Peaks, Way, longest, peak_of, peaks_of_few, ways_of
+from streamfx.tools.planner.break_even import gains_from
+from streamfx.tools.planner.context import part_of_a_sequence
+from streamfx.tools.planner.devices import Device
+from streamfx.tools.planner.initial_guess import FEWEST, of_all
+from streamfx.tools.planner.inputs import Inputs, given_by
+from streamfx.tools.planner.models import loss_of
+from streamfx.tools.planner.objectives import Objective
+from streamfx.tools.planner.predict import Prediction, held_by, predict
+from streamfx.tools.planner.report import PlanReport
+from streamfx.tools.planner.scaling import Growth, growth_of
+from streamfx.tools.planner.search import FIRST_LENGTH, OFFLOADED, Limits, SearchedSize, largest, least_memory
+from streamfx.tools.planner.shards import Sharding
+from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, why_nothing_streams
+
+OFFLOAD = "let inputs of stages wait on the host (--offload, offload='inputs'), and it fits: {takes}"
+LENGTHS = 256  # what the longest length of a rank is a multiple of
+
+
+class StepSearch(NamedTuple):
+    """A search: for the longest sequences of a batch, or the most of so many tokens, beside those of other ways or not."""
+
+    batch: int
+    seq: int
+    max_batch: bool
+    few: bool
+    baselines: bool
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A step of a model beside the state of an optimizer, which `updates` in the backward pass or behind it; `noted` is told each
+    prediction.
+    """
+
+    name: str
+    model: nn.Module
+    objective: Objective
+    device: Device
+    inputs: Inputs | None
+    state: int
+    noted: Callable[[Prediction], None] | None
+    ranks: Sharding
+    updates: bool = False
+
+    def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False, chunked: bool = True) -> Prediction:
+        """`chunked` says whether checkpointing with the loss in chunks, which takes long to follow, is among the baselines."""
+        inputs = self._inputs(batch, length)
+        with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
+            in_chunks = ways_of(model).get(IN_CHUNKS) if self._is_usual and chunked else None
+            beside = {} if in_chunks is None else {CHUNKED: in_chunks}
+            found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state, self.updates, beside)
+        if self.inputs is not None:  # whose first tensor need not have a dimension for the batch
+            found = replace(found, batch=batch)
+        if self.noted is not None:
+            self.noted(found)
+        return found
+
+    @property
+    def _is_usual(self) -> bool:
+        """Whether all ways can be followed: on one device, of ids and labels."""
+        return self.ranks.world == 1 and self.inputs is None and self.objective.sequences == 1
+
+    def _inputs(self, batch: int, length: int) -> Mapping[str, Tensor]:
+        """What a rank is given of a step of so many sequences."""
+        if self.ranks.context > 1:
+            return part_of_a_sequence(batch, length // self.ranks.context)
+        if self.inputs is not None:
+            return given_by(self.inputs, batch, length)
+        return self.objective.inputs(self.objective.sequences * batch, length)
+
+    def planned(self, limits: Limits, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
+        within = {} if limits.device is None else {"memory_budget": max(limits.device - self.state, 1)}
+        try:
+            found = self.at(batch, seq, {**given, **within}, baselines)
+        except OverBudgetError as error:
+            raise self._naming_offload(error, limits, {**given, **within}, batch, seq) from None
+        report = PlanReport(self.name, found, self.device, limits, ranks=self.ranks, updates=self.updates)
+        if limits.device is not None or CHECKPOINTING not in found.ways or why_nothing_streams(found.stages) is not None:
+            return report
+        if found.ways[CHECKPOINTING].peak_bytes >= GAIN * found.peak_bytes:
+            return report
+        return replace(report, gains_from=self._gains_from(batch, seq, given))
+
+    def _naming_offload(
+        self, refusal: OverBudgetError, limits: Limits, given: Mapping[str, Any], batch: int, seq: int
+    ) -> OverBudgetError:
+        """The refusal, with what would turn it into a fit, if letting values wait on the host does."""
+        if given.get("offload", "none") != "none":
+            return refusal
+        try:
+            found = self.at(batch, seq, {**given, "offload": "inputs"})
+        except StreamFXError:
+            return refusal
+        if not limits.hold(found):
+            return refusal
+        takes = f"{in_bytes(found.peak_bytes)} at the peak, {in_bytes(found.host_bytes)} wait on the host"
+        naming = OverBudgetError(refusal.asked, refusal.found, refusal.where, f"{OFFLOAD.format(takes=takes)}; or {refusal.do}")
+        naming.smallest, naming.terms = refusal.smallest, refusal.terms
+        return naming
+
+    def _gains_from(self, batch: int, seq: int, given: Mapping[str, Any]) -> int | None:
+        """A length at which memory is saved; guessed by few layers, which take a fraction of the time."""
+        layers = len(layers_of(self.model))
+
+        def traced(length: int) -> tuple[int, int] | None:
+            try:
+                return _peaks(self.at(batch, length, given, baselines=True, chunked=False))
+            except StreamFXError as error:  # there may be no such length: inputs of one's own, positions that end
+                log.info("whether %d tokens gain is not known: %s", length, told(error))
+                return None
+
+        def of_first(count: int, length: int) -> tuple[int, int] | None:
+            with first_layers(self.model, count):
+                return traced(length)
+
+        def guess(length: int) -> tuple[int, int] | None:
+            few, more = of_first(FEWEST, length), of_first(FEWEST + 1, length)
+            if few is None or more is None:
+                return None
+            ours, other = (of_all(*pair, layers - FEWEST) for pair in zip(few, more, strict=True))
+            return int(ours), int(other)
+
+        return gains_from(guess if layers > 2 * FEWEST else traced, traced, seq, self.ranks.context)
+
+    def lengths(self, limits: Limits, batch: int, first: int) -> dict[str, int]:
+        """The longest sequences by other ways, where these can be followed."""
+        if not self._is_usual:
+            return {}
+        assert limits.device is not None
+        found: dict[str, int] = {}
+        layers = len(layers_of(self.model))
+        for name, way in ways_of(self.model).items():
+            peak, few = partial(self._peak_by, way, batch), partial(self._peaks_of_few, way, batch)
+            length = longest(Peaks(partial(peak, layers), partial(peak, 1), few), layers, limits.device, first, LENGTHS)
+            if length is not None:
+                found[name] = length
+        return found
+
+    def _peak_by(self, way: Way, batch: int, count: int, length: int) -> int | None:
+        inputs, layers = self._inputs(batch, length), len(layers_of(self.model))
+        with supposed(self.device.kind), uncollected(), first_layers(self.model, count):
+            # layers are the same by all ways, and heads in many chunks take long to follow
+            alike = None if count < layers or way[0] is self.model else self._alike(inputs)
+            peak = peak_of(way, inputs, alike)
+            return None if peak is None else peak + self._beside(inputs)
+
+    def _peaks_of_few(self, way: Way, batch: int, length: int) -> tuple[int, int] | None:
+        """Of the first few layers, and of one more."""
+        inputs, beside = self._inputs(batch, length), list[int]()
+        for count in (FEWEST, FEWEST + 1):
+            with first_layers(self.model, count):
+                beside.append(self._beside(inputs))
+        with supposed(self.device.kind), uncollected():
+            found = peaks_of_few(way, inputs)
+        return None if found is None else (found[0] + beside[0], found[1] + beside[1])
+
+    def _beside(self, inputs: Mapping[str, Tensor]) -> int:
+        """Bytes that are there all the time."""
+        return held_by(self.model) + self.state + sum(value.nbytes for value in set(inputs.values()))
+
+    def _alike(self, inputs: Mapping[str, Tensor]) -> Repeat | None:
+        try:
+            return alike_layers(loss_of(self.model), inputs)
+        except Exception:  # what cannot be followed as it is may be followed by another way
+            return None
+
+    def searched(self, limits: Limits, given: Mapping[str, Any], sought_by: StepSearch) -> PlanReport:
+        """The longest sequences, or the most of them. Models of few layers, where there may be such, show how chunks grow."""
+        batch, seq, max_batch, few, baselines = sought_by
+        assert limits.device is not None
+        sequences, layers = self.objective.sequences, len(layers_of(self.model))
+        if max_batch:
+            sought, first = SearchedSize(1, lambda size: sequences * size), batch
+        else:
+            sought, first = (
+                SearchedSize(LENGTHS * self.ranks.context, lambda _: sequences * batch),
+                max(seq, self._first_length(given)),
+            )
+
+        def at(size: int, options: Mapping[str, Any]) -> Prediction:
+            return self.at(size, seq, options) if max_batch else self.at(batch, size, options)
+
+        def work(size: int, found: Prediction, other: int) -> Growth:
+            with first_layers(self.model, FEWEST):
+                options = {**least_memory(sought.sequences(other), layers + 1, given), **given}
+                return growth_of(size, found, other, at(other, options))
+
+        best = largest(at, limits, given, first, sought, layers + 1, work if few and layers > 2 * FEWEST else None)
+        if best is None:
+            what = "batch" if max_batch else "length"
+            refusal = OverBudgetError(f"no {what} fits into {in_bytes(limits.device)}", do="give more memory, or a smaller model")
+            least = (1, seq) if max_batch else (batch, sought.multiple)
+            raise self._naming_offload(refusal, limits, {**least_memory(sequences, layers + 1, given), **given}, *least)
+        size, found = best
+        length, most = (None, size) if max_batch else (size, None)
+        others = self.lengths(limits, batch, first) if baselines and not max_batch else {}
+        return PlanReport(self.name, found, self.device, limits, length, most, self.ranks, self.updates, lengths=others)
+
+    def _first_length(self, given: Mapping[str, Any]) -> int:
+        return FIRST_LENGTH * self.ranks.context * (1 if given.get("offload", "none") == "none" else OFFLOADED)
+
+
+def _peaks(found: Prediction) -> tuple[int, int] | None:
+    """Ours, and that of checkpointing, where it could be followed."""
+    other = found.ways.get(CHECKPOINTING)
+    return None if other is None else (found.peak_bytes, other.peak_bytes)

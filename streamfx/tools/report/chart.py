@@ -1,0 +1,220 @@
+"""A timeline as shapes of an SVG picture: what a template needs to draw it, in the picture's own units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from streamfx.budget import in_bytes
+from streamfx.cost.categories import (
+    BETWEEN_GRAPHS,
+    CHUNK,
+    GRADIENTS,
+    INPUTS,
+    KEY_GRADIENTS,
+    KEYS,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    STAGE_INPUTS,
+    STATES,
+    STREAM_GRADIENT,
+    WEIGHTS,
+)
+from streamfx.tools.report.text import in_seconds
+from streamfx.tools.report.timeline import LoopTime, StepCourse, Timeline
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 960, 78, 14, 16, 26
+STRIP = 14  # height of the row of loops under a chart
+MOST_MOMENTS = 1400  # of a chart: it is not wider than so many dots
+TICKS = 5
+FAR = 1.5  # times the highest of what is compared: beyond that another way is cut off
+COLOURS = (
+    *(PARAMETERS, OPTIMIZER, INPUTS, GRADIENTS, STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES),
+    *(WEIGHTS, BETWEEN_GRAPHS, OTHER),
+)
+WAYS = 6  # colours of the style sheet for ways of running a step
+SPARE = 6  # colours of the style sheet for terms that have none of their own
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An area, or a line, of one term or way; `colour` is the number of a colour of the style sheet."""
+
+    name: str
+    colour: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    at: float
+    label: str
+
+
+@dataclass(frozen=True)
+class LoopBar:
+    """A loop under the chart."""
+
+    x: float
+    width: float
+    title: str
+    is_odd: bool
+
+
+@dataclass(frozen=True)
+class ChartMark:
+    """A point to look at."""
+
+    x: float
+    y: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Shapes from the back to the front, axes, where the backward half begins (if there is one), the highest points, and loops.
+
+    Ways that are `beyond` are cut off at the top.
+    """
+
+    height: int
+    floor: float
+    shapes: tuple[Shape, ...]
+    xs: tuple[Tick, ...]
+    ys: tuple[Tick, ...]
+    turn: float | None
+    marks: tuple[ChartMark, ...]
+    blocks: tuple[LoopBar, ...] = ()
+    beyond: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Seconds and bytes to places in a picture."""
+
+    seconds: float
+    most: int
+    height: int
+
+    def x(self, seconds: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (seconds / self.seconds if self.seconds else 0.0)
+
+    def y(self, size: float) -> float:
+        return TOP + (self.height - TOP - BOTTOM) * (1 - size / self.most)
+
+
+def stacked_chart(course: StepCourse, height: int = 330) -> Chart:
+    """What one step's bytes are for, one term on top of the other, and its loops."""
+    short = course.shortened(MOST_MOMENTS)
+    scale = Scale(course.end, most_of(course.peak_bytes), height)
+    totals = [0] * len(short.seconds)
+    shapes = []
+    for name, sizes in short.terms.items():
+        totals = [below + own for below, own in zip(totals, sizes, strict=True)]
+        shapes.append(Shape(name, colour_of(name, tuple(short.terms)), area(short.seconds, totals, course.end, scale)))
+    blocks = tuple(_blocks(course.loops, scale))
+    return replace(_chart(scale, shapes[::-1], [course]), blocks=blocks, height=height + STRIP)
+
+
+def beside_chart(timeline: Timeline, height: int = 240) -> Chart:
+    """All ways of running the step on one scale, ours filled: that of ours and the next one, which others may be far beyond."""
+    near = timeline.courses[:2]
+    most = max(course.peak_bytes for course in near)
+    highest = max(course.peak_bytes for course in timeline.courses)
+    scale = Scale(max(course.end for course in timeline.courses), most_of(highest if highest <= FAR * most else most), height)
+    shapes = []
+    for number, course in enumerate(timeline.courses):
+        short = course.shortened(MOST_MOMENTS)
+        shapes.append(Shape(course.way, number % WAYS, area(short.seconds, short.totals, course.end, scale)))
+    beyond = frozenset(course.way for course in timeline.courses if course.peak_bytes > scale.most)
+    return replace(_chart(scale, shapes[::-1], near), beyond=beyond)
+
+
+def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[StepCourse]) -> Chart:
+    """A chart whose first marked course is ours."""
+    ours = marked[0]
+    turn = scale.x(ours.turn) if ours.turn < ours.end else None
+    xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _round_steps(scale.seconds))
+    ys = tuple(Tick(scale.y(size), _exactly(size)) for size in range(0, scale.most + 1, _step(scale.most)))
+    marks = tuple(_peak(course, scale) for course in marked if course.seconds)
+    return Chart(scale.height, scale.y(0), tuple(shapes), xs, ys, turn, marks)
+
+
+def _peak(course: StepCourse, scale: Scale) -> ChartMark:
+    label = f"{course.way}: {in_bytes(course.peak_bytes)}"
+    return ChartMark(scale.x(course.seconds[course.peak]), scale.y(course.peak_bytes), label)
+
+
+def area(seconds: Sequence[float], sizes: Sequence[int], end: float, scale: Scale) -> str:
+    """A path around steps: each size lasts until the next moment, the last one to the end."""
+    parts, place = [f"M{scale.x(0):.1f} {scale.y(0):.1f}"], ("", "")
+    for at, size in zip(seconds, sizes, strict=True):
+        x, y = f"{scale.x(at):.1f}", f"{scale.y(size):.1f}"
+        parts += ([f"H{x}"] if x != place[0] else []) + ([f"V{y}"] if y != place[1] else [])
+        place = x, y
+    return "".join([*parts, f"H{scale.x(end):.1f}", f"V{scale.y(0):.1f}", "Z"])
+
+
+def colour_of(term: str, terms: Sequence[str]) -> int:
+    """The number of a term's colour: its own, or one of those that are left for others."""
+    if term in COLOURS:
+        return COLOURS.index(term)
+    others = [name for name in terms if name not in COLOURS]
+    return len(COLOURS) + others.index(term) % SPARE
+
+
+def most_of(size: int) -> int:
+    """Where an axis of bytes ends: a tick at or above a size, with room for a label.
+
+    >>> most_of(1000), most_of(5 * 2**30) // 2**30
+    (1280, 6)
+    """
+    step = _step(max(int(size * 1.08), 1))
+    return -(-int(size * 1.08 + 1) // step) * step
+
+
+def _step(most: int) -> int:
+    """Bytes between two ticks: a round number of a unit of 1024."""
+    unit = 1
+    while most >= 1024 * unit:
+        unit *= 1024
+    factors = (1, 2, 5, 10, 20, 50, 100, 200, 256, 512)
+    small = [unit // 8, unit // 4, unit // 2] if unit > 1 else []
+    return next(step for step in (*small, *(unit * factor for factor in factors)) if step * TICKS >= most)
+
+
+def _exactly(size: int) -> str:
+    """A tick's bytes, with as many digits as it takes.
+
+    >>> _exactly(0), _exactly(1280 * 2**20), _exactly(3 * 2**18)
+    ('0', '1.25 GiB', '768 KiB')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):g} {unit}"
+    return f"{size} bytes" if size else "0"
+
+
+def _round_steps(seconds: float) -> list[float]:
+    """Moments from the beginning, some round number of seconds apart."""
+    if seconds <= 0:
+        return [0.0]
+    power = 10.0**-20
+    while True:
+        for factor in (1, 2, 5):
+            if power * factor * (TICKS + 1) >= seconds:
+                step = power * factor
+                return [number * step for number in range(int(seconds / step) + 1)]
+        power *= 10
+
+
+def _blocks(loops: Sequence[LoopTime], scale: Scale) -> Iterator[LoopBar]:
+    for number, loop in enumerate(loops):
+        x = scale.x(loop.begins)
+        drawn = f", {loop.drawn} of them drawn" if loop.drawn < loop.chunks else ""
+        takes = in_seconds(loop.ends - loop.begins)
+        yield LoopBar(
+            x, max(scale.x(loop.ends) - x, 0.5), f"{loop.name}: {loop.chunks:,} chunks{drawn}, {takes}", number % 2 == 1
+        )

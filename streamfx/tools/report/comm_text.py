@@ -1,0 +1,62 @@
+"""What a step sends to other ranks, as text: nothing where it sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from streamfx.budget import in_bytes
+from streamfx.tools.report.comm_table import COLUMNS, HALVES
+from streamfx.tools.report.stage_titles import joint_name, unnumbered
+
+Plain = Mapping[str, Any]
+
+
+def wire_totals(wire: Plain | None) -> Iterator[str]:
+    """Bytes of the step, beside eager's."""
+    if wire is None:
+        return
+    early, whole = wire["early_reductions"], wire["whole_weights_bytes"]
+    parts = [f"{in_bytes(wire['bytes'])} sent by each rank"]
+    parts += [] if early is None else [f"{100 * early:.0f} % of the reductions begin before the last loop"]
+    parts += [f"{in_bytes(whole)} of whole weights at the peak"] if whole else []
+    yield f"  wire     {', '.join(parts)}"
+    eager = wire["eager"]
+    yield f"           {'unknown' if eager is None else in_bytes(eager['bytes'])} in {_eager(eager)}"
+
+
+def wire_table(stages: Sequence[Plain], wire: Plain | None) -> Iterator[str]:
+    """For each stage and half how many calls send how many bytes, and all together, beside eager's."""
+    if wire is None:
+        return
+    rows: list[list[str]] = []
+    shown = [stage for stage in stages if stage["wire"] is not None]
+    for _, run in groupby(shown, key=lambda stage: (stage["graph"], unnumbered(stage["name"]), stage["wire"])):
+        alike = list(run)
+        rows += _rows(joint_name([stage["name"] for stage in alike]), alike[0]["wire"], len(alike))
+    rows += _rows("the step", wire, 1)
+    rows += [] if wire["eager"] is None else _rows(_eager(wire["eager"]), wire["eager"], 1)
+    used = [i for i in range(2 + len(COLUMNS)) if i < 2 or any(row[i] != "-" for row in rows)]
+    table = [["on the wire", "half", *(name.replace("_", " ") for name in COLUMNS)], *rows]
+    widths = {i: max(len(row[i]) for row in table) for i in used}
+    yield ""
+    for row in table:
+        yield "  " + "   ".join(row[i].ljust(widths[i]) if i < 2 else row[i].rjust(widths[i]) for i in used)
+
+
+def _rows(name: str, wire: Plain, count: int) -> Iterator[list[str]]:
+    for half in HALVES:
+        cells = [_cell(wire[half][column], count) for column in COLUMNS]
+        if any(cell != "-" for cell in cells):
+            yield [name, half, *cells]
+            name = ""
+
+
+def _cell(traffic: Plain, count: int) -> str:
+    each = f"{count} x " if count > 1 else ""
+    return f"{each}{traffic['calls']}, {in_bytes(traffic['bytes'])}" if traffic["calls"] else "-"
+
+
+def _eager(eager: Plain | None) -> str:
+    return "eager, layers checkpointed" if eager is not None and eager["checkpointed"] else "eager"

@@ -1,0 +1,70 @@
+"""What a stage unfolds to: its loops, which keys its attention sees, what it saves, what of it runs whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from streamfx.cost.memory import LoopCost, bytes_like
+from streamfx.ir.facts import Facts, known
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.program import Program
+from streamfx.ir.span import Span
+from streamfx.ir.stage import Stage
+from streamfx.node_meta import VALUE
+from streamfx.runtime.loop import Loop
+from streamfx.tools.report.listing import shape_text
+from streamfx.torch_private.lines import source_line
+
+
+@dataclass(frozen=True)
+class LoopReport:
+    """A loop of a stage: in which half it runs, its chunks, the rows of each, and what all of them take."""
+
+    name: str
+    half: str
+    chunks: int
+    rows: int
+    flops: int
+    launches: int
+
+
+@dataclass(frozen=True)
+class SavedReport:
+    """A value that the forward half keeps for the backward half, and the line of code that it comes from."""
+
+    value: str
+    shape: str
+    bytes: int
+    where: str
+
+
+def loop_reports(loops: Iterable[Loop], program: Program, costs: Mapping[str, LoopCost]) -> tuple[LoopReport, ...]:
+    forward = {name for name, _ in program.forward.named_children()}
+    return tuple(_loop_report(loop, loop.spec.name in forward, costs[loop.spec.name]) for loop in loops)
+
+
+def _loop_report(loop: Loop, is_forward: bool, cost: LoopCost) -> LoopReport:
+    half = "forward" if is_forward else "backward"
+    return LoopReport(loop.spec.name, half, cost.chunks, cost.rows, cost.flops, cost.work.launches)
+
+
+def saved_reports(stage: Stage, facts: Facts) -> tuple[SavedReport, ...]:
+    """The values of a stage that are kept, the largest first."""
+    own = {id(node.meta[VALUE]) for node in (*stage.forward, *stage.backward) if is_tensor(node)}
+    kept = [node for node in known(facts.program).saved if id(node.meta.get(VALUE)) in own]
+    return tuple(sorted(map(_saved_report, kept), key=lambda item: -item.bytes))
+
+
+def _saved_report(node: fx.Node) -> SavedReport:
+    value = node.meta[VALUE]
+    kind = str(value.dtype).removeprefix("torch.")
+    where = next(filter(None, map(source_line, (node, *node.all_input_nodes))), "")
+    return SavedReport(node.name, f"{kind} {shape_text(value)}", bytes_like(value), where)
+
+
+def bounds_of(span: Span | None) -> list[int | None] | None:
+    """The keys that a chunk of rows s to e sees, as [low, high] of s + low to e + high; None for no bound, or all at once."""
+    return None if span is None else [span.low, span.high]

@@ -1,0 +1,26 @@
+"""Shows each pass's product as it is made: `TORCH_LOGS="+streamfx"` writes it to the log, `TORCH_TRACE` keeps it for tlparse."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from streamfx.ir.facts import Facts
+from streamfx.log import log
+from streamfx.tools.report.printer import text_of
+from streamfx.torch_private import trace_artifact
+
+
+def show_product(step: Any, facts: Facts) -> None:
+    """Called by the pipeline after each pass."""
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("after %s:\n%s", step.name, _text(step.name, facts))
+    trace_artifact(f"streamfx_{step.name.replace(' ', '_')}", lambda: _text(step.name, facts))
+
+
+def _text(product: str, facts: Facts) -> str:
+    """A product's text; a product that cannot be printed must not keep a graph from being compiled."""
+    try:
+        return text_of(facts, product)
+    except Exception as error:
+        return f"({product} could not be printed: {type(error).__name__}: {error})\n"

@@ -1,0 +1,261 @@
+"""Why an operator runs whole, in a user's words: the operator, what is in the way, the line of code, what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from streamfx.budget import AUTO, in_bytes
+from streamfx.cost.memory import bytes_like
+from streamfx.errors import NotStreamedError, OverBudgetError
+from streamfx.ir.facts import Facts, StorageClass
+from streamfx.ir.joint import is_parameter, is_tensor, tensor_operands
+from streamfx.node_meta import FORWARD_MODULES, MODULES, VALUE
+from streamfx.options import Options
+from streamfx.passes.analysis.diagnostics import JOINS, PUTS, TAKES, joins_blocks
+from streamfx.passes.ops.collectives import is_collective
+from streamfx.passes.ops.hub_kernels import is_attention
+from streamfx.passes.ops.opaque import is_opaque, is_triton, why_opaque
+from streamfx.passes.ops.traits import CONTRACTIONS, CUTS, producer_of
+from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
+from streamfx.torch_private.lines import source_line
+
+MOST = 160  # characters of an unexpected error that a report shows
+FEW = 3  # operators that a reason names
+OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
+
+SMALLER = (
+    "the graph as it stands takes {other} at the peak for activations and gradients, and loops over chunks {ours}, so nothing is "
+    "cut into chunks; chunk_size=... cuts it all the same"
+)
+FITS = "everything fits into the memory budget as it stands, so nothing is cut into chunks"
+NO_RULE = (
+    "write it with operators that streamfx knows, or give it a rule (streamfx.register_rule; where it has a state, "
+    "streamfx.register_recurrence)"
+)
+RANKS = "nothing in the code needs to change"
+FROM_RANKS = "{target} works on rows that ranks have sent each other, in one piece"
+PARTS = "keep the parts in a dimension of their own (torch.stack, unflatten), so that rows stay rows of one sequence"
+BY_NUMBER = (
+    "compare numbers of rows instead (torch.where); experts stream where rows are sorted, multiplied by grouped products "
+    "(torch.nn.functional.grouped_mm, with ends that are counted in tensors) and put back"
+)
+BY_MASK = (
+    "keep all rows and let the loss leave some out (labels of -100, ignore_index), which streams; or take rows of all tensors in "
+    "one place (xk, yk = x[k], y[k]), so that the head and its loss are in one graph"
+)
+MIXES = "let it run along another dimension than the sequence, or outside of the compiled model"
+JOINED = (
+    "torch.nn.functional.scaled_dot_product_attention sees rows and blocks each by itself: where keys, values and mask are "
+    "joined in one way, and the mask hides by minus infinity"
+)
+RECURRENT = "write the layer out as a loop over rows with torch.nn.LSTMCell, GRUCell or RNNCell: such a loop streams"
+KERNEL = (
+    "let the kernel be an operator of torch.library, with a backward that is another (torch.library.custom_op), and tell what "
+    "it does with rows: streamfx.register_recurrence where it has a state, else streamfx.register_rule"
+)
+WRITES = "wrap it in an operator that returns what it writes, and tell what that does with rows: streamfx.register_rule"
+ON_HOST = (
+    "keep numbers of the data in tensors: .item() and .tolist() hand them to Python. Of experts, grouped products take counts as "
+    "tensors (torch.nn.functional.grouped_mm, by where groups end)"
+)
+IN_ORDER = "give the operator memory that lies in the order of its dimensions: x.contiguous()"
+ATTENTION = (
+    'attn_implementation="sdpa" streams, and so do "flash_attention_2" and "flex_attention"; or give the operator a rule '
+    "(streamfx.register_rule)"
+)
+NO_SHAPES = (
+    "let the operator tell the shapes of its results (torch.library.register_fake) and what it does with rows "
+    f"(streamfx.register_rule); where it is attention of a kernel from the hub, {ATTENTION.partition(';')[0]}"
+)
+LOOP = "a loop over rows streams as torch._higher_order_ops.scan, or written out"
+CHOICE = "torch.where of what both functions give streams, where both may run"
+IN_PAIRS = (
+    'with combine_mode="generic" it streams, and has the gradients of all leaves (PyTorch\'s own of "pointwise" are wrong where '
+    "one leaf depends on another)"
+)
+OTHER = "write it with plain operators that keep the sequence in a dimension of its own"
+SINGLE_ROW = "the inputs are a single row, of which nothing can be cut: give sequences of more rows"
+NO_SEQUENCE = "compile a larger part of the model in one graph, so that its attention or its loss is in it"
+
+OF_FUNCTIONS = {"cond": CHOICE, "while_loop": LOOP, "while_loop_stack_output": LOOP, "associative_scan": IN_PAIRS}
+
+OF_FAMILIES = {CUTS: PARTS, JOINS: PARTS, TAKES: BY_NUMBER, PUTS: BY_NUMBER}
+
+ON_BREAKS = {  # what Dynamo says of what it does not trace; where its own hint helps nobody with a kernel
+    "RNN, GRU, or LSTM": RECURRENT,
+    "aten._local_scalar_dense": ON_HOST,
+    "Tensor.item()": ON_HOST,
+    "Dynamic shape operator": BY_MASK,
+    "torch.compiler.disable": KERNEL,
+    "created with pybind": KERNEL,
+    "does not support running with fake tensors": NO_SHAPES,
+    "non-contiguous `out=` tensor": IN_ORDER,
+}
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """One operator that runs whole; `matters` unless it works on little. All rows of its values at once take `bytes`."""
+
+    operator: str
+    found: str
+    where: str
+    do: str
+    matters: bool
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.found}{where}: {self.do}"
+
+
+def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
+    """The operators that run whole, by node."""
+    if facts.found_demand is None:
+        return {}
+    widest = max((bytes_like(node.meta.get(VALUE)) for node in facts.joint.nodes), default=0)
+    return {node: _obstacle(node, found, facts, widest) for node, found in facts.demand.reasons.items()}
+
+
+def _obstacle(node: fx.Node, found: str, facts: Facts, widest: int) -> Obstacle:
+    sizes = {value: bytes_like(value.meta[VALUE]) for value in (node, *tensor_operands(node)) if is_tensor(value)}
+    matters = node.target in CONTRACTIONS or max(sizes.values(), default=0) * OF_SUBSTANCE >= widest
+    along = sum(size for value, size in sizes.items() if _is_along_sequence(value, facts))
+    found, do = (FROM_RANKS.format(target=node.target), RANKS) if is_from_ranks(node, facts) else (found, _advice(node, facts))
+    return Obstacle(str(node.target), found, source_line(node), do, matters, along)
+
+
+def is_from_ranks(node: fx.Node, facts: Facts) -> bool:
+    """Whether collectives give an operator all rows that it reads, and no loop works on them in between."""
+    if is_collective(node) or is_opaque(node):
+        return False
+    todo, seen, is_found = [node], {node}, False
+    while todo:
+        for operand in tensor_operands(todo.pop()):
+            maker = producer_of(operand)
+            if operand in facts.axes.static or maker in seen or not _is_along_sequence(operand, facts):
+                continue
+            is_sent = is_collective(maker)
+            if not is_sent and (maker.op == "placeholder" or facts.demand.form(operand) is not StorageClass.WHOLE):
+                return False
+            is_found |= is_sent
+            seen.add(maker)
+            todo += [] if is_sent else [maker]
+    return is_found
+
+
+def _is_along_sequence(value: fx.Node, facts: Facts) -> bool:
+    shape = facts.axes.shapes.get(value)
+    return shape is None or bool(facts.axes.sequence_dims(shape))
+
+
+def _advice(node: fx.Node, facts: Facts) -> str:
+    if is_collective(node):
+        return RANKS
+    if is_opaque(node):
+        return _advice_on_opaque(node)
+    if _is_of_recurrent_layer(node):
+        return RECURRENT
+    signature = facts.axes.signatures.get(node)
+    if signature is not None and joins_blocks(node, signature, facts.axes):
+        return JOINED
+    if any(operand.meta[VALUE].dtype == torch.bool for operand in tensor_operands(node)[1:]) and node.target in TAKES | PUTS:
+        return BY_MASK
+    if signature is None or not signature.whole:
+        return OTHER
+    return next((advice for operators, advice in OF_FAMILIES.items() if node.target in operators), MIXES)
+
+
+def _advice_on_opaque(node: fx.Node) -> str:
+    if is_triton(node):
+        return KERNEL
+    if is_attention(node.args[0] if node.target is AUTO_FUNCTIONALIZED else node.target):
+        return ATTENTION
+    if node.target is AUTO_FUNCTIONALIZED:
+        return WRITES
+    return NO_RULE if isinstance(node.target, OpOverload) else OF_FUNCTIONS.get(str(node.target), OTHER)
+
+
+def advice_on_break(reason: str, hint: str) -> str:
+    """What helps where Dynamo does not trace something: its own hint, unless more is known."""
+    return next((advice for found, advice in ON_BREAKS.items() if found in reason), hint)
+
+
+def _is_of_recurrent_layer(node: fx.Node) -> bool:
+    """Whether an operator is of torch's own LSTM, GRU or RNN, whose steps over rows it writes out."""
+    stack = node.meta.get(MODULES) or node.meta.get(FORWARD_MODULES) or {}
+    names = [str(kind) for _, kind in stack.values()]
+    return any("torch.nn.modules.rnn." in name and "Cell" not in name for name in names)
+
+
+def why_smaller(ours: int, other: int) -> str:
+    """Why a graph runs as it stood that could be cut into chunks."""
+    return SMALLER.format(ours=in_bytes(ours), other=in_bytes(other))
+
+
+def why_no_stages(facts: Facts) -> str:
+    """Why a graph has no stages at all."""
+    if facts.fits is not None:
+        runs = ", and Inductor compiles it" if facts.fits == "compiled" else ""
+        return f"{facts.stands or FITS}{runs}"
+    if facts.failed:
+        return f"the analysis failed ({facts.failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
+    if facts.stands is not None:
+        return facts.stands
+    if facts.faults:
+        return f"{'; '.join(facts.faults)}; without that nothing streams"
+    if _is_single_row(facts):
+        return SINGLE_ROW
+    found = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
+    unknown = list(dict.fromkeys(_unknown(node) for node in facts.joint.nodes if is_opaque(node)))
+    if unknown:
+        return f"{found}, and {'; '.join(unknown[:FEW])}; {NO_RULE}"
+    return f"{found}; {NO_SEQUENCE}"
+
+
+def _is_single_row(facts: Facts) -> bool:
+    """Whether the tensors that change from call to call are one row each: the id of one token, or the features of one."""
+    primals = [primal for primal in facts.joint.primals if is_tensor(primal) and not is_parameter(primal)]
+    rows = [_sizes_of_rows(primal.meta[VALUE]) for primal in primals]
+    return bool(rows) and all(isinstance(size, int) and size == 1 for sizes in rows for size in sizes)
+
+
+def _sizes_of_rows(value: torch.Tensor) -> Sequence[int | torch.SymInt]:
+    """The sizes of a value's dimensions, without that of features."""
+    return value.shape[:-1] if value.is_floating_point() and value.dim() > 1 else value.shape
+
+
+def _unknown(node: fx.Node) -> str:
+    line = source_line(node)
+    return f"{why_opaque(node)} ({line})" if line else why_opaque(node)
+
+
+def check_strict(facts: Facts, options: Options) -> None:
+    """Raise an error where `strict=True` asks that everything streams, and something of a graph does not."""
+    if options.strict and (reasons := facts.reasons()):
+        raise NotStreamedError(
+            "strict=True asks that every stage streams",
+            found="; ".join(reasons),
+            do="change the code named above, or drop strict=True: the result is exact either way",
+        )
+
+
+def check_budget(facts: Facts, options: Options) -> None:
+    """Raise an error where a graph runs as it stands because something failed, and a memory budget was asked for."""
+    failed = facts.failed or "; ".join(facts.faults)
+    if failed and facts.program is None and options.memory_budget not in (None, AUTO):
+        raise OverBudgetError(
+            f"memory_budget={options.memory_budget!r} is to hold for this graph, which cannot be planned",
+            found=failed,
+            do="leave memory_budget out: the graph runs as it stands, and takes the memory of plain autograd",
+        )
+
+
+def told_of_strict(found: Sequence[Facts], options: Options) -> str:
+    """The end of a report on a call that `strict=True` refuses: nothing if it does not, or was not asked for."""
+    refused = options.strict and any(facts.reasons() for facts in found)
+    return "\n\nstrict=True: the backend raises NotStreamedError for what runs whole" if refused else ""

@@ -1,0 +1,249 @@
+"""A rewritten program as code: outer graphs, and for each loop what it takes, what its body computes and what it gives."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from streamfx.ir.program import (
+    START,
+    STOP,
+    Broadcast,
+    Buffer,
+    BufferOutput,
+    BufferPart,
+    ChunkKey,
+    ChunkSlice,
+    ConcatOutput,
+    IsFirst,
+    LoopSpec,
+    Number,
+    Placement,
+    Program,
+    Selector,
+    ShiftedRows,
+)
+from streamfx.ir.sizes import shape_of
+from streamfx.ir.span import Span
+from streamfx.ir.stage_plan import AutoChunk, ChunkSize
+from streamfx.node_meta import JOINT, VALUE
+from streamfx.torch_private import OpOverload
+
+
+@dataclass(frozen=True)
+class ListingContext:
+    """What is known of values by their names in the joint graph: axes, and the names of fake values that copies still hold."""
+
+    shapes: Mapping[str, str]
+    names: Mapping[int, str]
+
+    def name(self, node: fx.Node) -> str | None:
+        """The name of the joint graph's value that a node of an outer graph or of a body makes."""
+        return node.meta.get(JOINT) or self.names.get(id(node.meta.get(VALUE)))
+
+
+class Scope:
+    """The names of one graph: those of the joint graph, as long as no two nodes share one."""
+
+    def __init__(self, graph: fx.Graph, known: ListingContext) -> None:
+        self.known = known
+        made = [node for node in graph.nodes if node.op != "placeholder"]
+        wanted = Counter(known.name(node) or node.name for node in made)
+        wanted.update(node.name for node in graph.nodes if node.op == "placeholder")
+        joint = {node: name for node in made if (name := known.name(node)) and wanted[name] == 1}
+        taken = set(joint.values())
+        self._names = {node: joint.get(node, f"{node.name}_" if node.name in taken else node.name) for node in graph.nodes}
+
+    def name(self, node: fx.Node) -> str:
+        return self._names[node]
+
+    def line(self, node: fx.Node) -> str:
+        """`name = operator(arguments)  # [axes]`."""
+        shape = self.known.shapes.get(self.known.name(node) or "")
+        return f"{self.name(node)} = {call_text(node, self.name)}" + (f"  # {shape}" if shape else "")
+
+    def text(self, argument: Any) -> str:
+        return argument_text(argument, self.name)
+
+
+def program_lines(program: Program, known: ListingContext) -> Iterator[str]:
+    """All of a program."""
+    yield from outer_lines(program, known)
+    for half in (program.forward, program.backward):
+        for node in half.graph.find_nodes(op="call_module") if half is not None else ():
+            spec = getattr(half.get_submodule(str(node.target)), "spec", None)  # type: ignore[union-attr]
+            if isinstance(spec, LoopSpec):
+                yield ""
+                yield from _loop_lines(spec, node, known)
+
+
+# -- outer graphs
+
+
+def outer_lines(program: Program, known: ListingContext) -> Iterator[str]:
+    """Both halves of a program, without the bodies of loops."""
+    for name, half in {"forward": program.forward, "backward": program.backward}.items():
+        if half is not None:
+            yield from _outer_lines(name, half, known)
+
+
+def _outer_lines(name: str, module: fx.GraphModule, known: ListingContext) -> Iterator[str]:
+    scope = Scope(module.graph, known)
+    yield f"{name}({', '.join(scope.name(node) for node in module.graph.find_nodes(op='placeholder'))})"
+    for node in module.graph.nodes:
+        if node.op == "output":
+            yield f"  return {scope.text(node.args[0])}"
+        elif node.op == "call_module":
+            expression = getattr(module.get_submodule(str(node.target)), "expression", None)
+            call = f"{node.target}{scope.text(tuple(node.args))}" if expression is None else str(expression)
+            yield f"  {_results(node, scope)} = {call}"
+        elif node.op == "call_function" and not _is_part_of_loop(node):
+            yield f"  {scope.line(node)}"
+
+
+def _is_part_of_loop(node: fx.Node) -> bool:
+    source = node.args[0] if node.args else None
+    return node.target is operator.getitem and isinstance(source, fx.Node) and source.op == "call_module"
+
+
+def _results(call: fx.Node, scope: Scope) -> str:
+    """The names of a loop's results, in order; those that nobody uses are left out."""
+    parts = [user for user in call.users if user.target is operator.getitem]
+    parts.sort(key=lambda part: part.args[1])  # type: ignore[arg-type,return-value]
+    return ", ".join(scope.name(part) for part in parts) or call.name
+
+
+# -- loops
+
+
+def _loop_lines(spec: LoopSpec, call: fx.Node, known: ListingContext) -> Iterator[str]:
+    around, scope = Scope(call.graph, known), Scope(spec.body.graph, known)
+    tensors = call.args[len(spec.symbols) :]
+    yield f"loop {spec.name}: {chunk_text(spec.chunk_size)} [s, e), {'last to first' if spec.reverse else 'first to last'}"
+    for number, buffer in enumerate(spec.buffers):
+        yield f"  buffer {number} = {_buffer_text(buffer, known)}"
+    same: list[str] = []
+    for node, feed, source in zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, spec.sources, strict=True):
+        taken = "" if source is None else around.text(tensors[source])
+        if isinstance(feed, Broadcast):
+            same.append(node.name if node.name == taken else f"{node.name} = {taken}")
+        else:
+            yield f"  {node.name} = {feed_text(feed, taken)}"
+    yield f"  the same for all chunks: {', '.join(same) or 'nothing'}"
+    yield "  body"
+    for node in spec.body.graph.nodes:
+        if node.op in ("call_function", "call_module"):
+            yield f"    {scope.line(node)}"
+    given = iter(spec.body.graph.output_node().args[0])  # type: ignore[arg-type]
+    for item, label in zip(spec.yields, spec.labels, strict=False):
+        value = label if isinstance(item, BufferOutput) else scope.text(next(given))
+        yield f"  {label}{'' if value == label else f' = {value}'}{yield_text(item, [around.text(tensor) for tensor in tensors])}"
+
+
+def chunk_text(chunk: ChunkSize) -> str:
+    """How large chunks are, if that does not wait for the length of the sequence."""
+    if isinstance(chunk, AutoChunk):
+        return f"chunks to measure ({chunk.row_bytes} bytes per row inside, {chunk.stream_bytes} at cuts)"
+    return f"chunks of {chunk} rows"
+
+
+def _buffer_text(buffer: Buffer, known: ListingContext) -> str:
+    return (
+        f"{'zeros' if buffer.zeroed else 'empty'} {dtype_text(buffer.dtype)}{known.shapes.get(buffer.name, '')} for {buffer.name}"
+    )
+
+
+def feed_text(feed: Any, source: str) -> str:
+    """How a body's input comes about."""
+    match feed:
+        case ChunkSlice():
+            return f"{source} {_where_text(feed.where)}"
+        case BufferPart():
+            return f"buffer {feed.buffer} {_where_text(feed.where)}"
+        case Number():
+            return str(sympy.sympify(feed.value).subs({START: sympy.Symbol("s"), STOP: sympy.Symbol("e")}))
+        case ChunkKey():
+            return "s"
+        case IsFirst():
+            return "whether this chunk runs first"
+    return str(feed)
+
+
+def _where_text(where: tuple[tuple[Placement, Selector], ...]) -> str:
+    return ", ".join(f"rows {_selector_text(selector)} of dim {placement.dim}" for placement, selector in where)
+
+
+def _selector_text(selector: Selector) -> str:
+    if isinstance(selector, ShiftedRows):
+        window = f" to {selector.by + selector.reach}" if selector.reach else ""
+        return f"[s, e) shifted by {selector.by}{window}"
+    return str(selector) if isinstance(selector, Span) else "[s, e)"
+
+
+def yield_text(item: Any, arguments: Sequence[str]) -> str:
+    """Where the result of a loop stands."""
+    if isinstance(item, ConcatOutput):
+        over = "" if item.reuse is None else f", over {arguments[item.reuse]}"
+        return f", stacked along dim {item.placement.dim}{over}"
+    if isinstance(item, BufferOutput):
+        return f" = buffer {item.buffer}{f' / {item.count}' if item.count != 1 else ''}"
+    return f", {item}"
+
+
+# -- pieces of code
+
+
+Name = Callable[[fx.Node], str]
+
+
+def own_name(node: fx.Node) -> str:
+    return node.name
+
+
+def call_text(node: fx.Node, name: Name = own_name) -> str:
+    """An operator call as `mm(x, t)` or `x[0]`."""
+    arguments = [argument_text(argument, name) for argument in node.args]
+    if node.target is operator.getitem:
+        return f"{arguments[0]}[{arguments[1]}]"
+    keywords = [f"{key}={argument_text(value, name)}" for key, value in node.kwargs.items() if value is not None]
+    return f"{target_text(node.target)}({', '.join([*arguments, *keywords])})"
+
+
+def target_text(target: Any) -> str:
+    if isinstance(target, OpOverload):
+        namespace = "" if target.namespace == "aten" else f"{target.namespace}."
+        return namespace + target.overloadpacket.__name__
+    module = getattr(target, "__module__", "").rsplit(".", 1)[-1]
+    name = getattr(target, "__name__", str(target))
+    return name if module in ("_operator", "builtins", "math") else f"{module}.{name}"
+
+
+def argument_text(argument: Any, name: Name = own_name) -> str:
+    if isinstance(argument, (list, tuple)):
+        inside = ", ".join(argument_text(item, name) for item in argument)
+        return f"[{inside}]" if isinstance(argument, list) else f"({inside})"
+    if isinstance(argument, fx.Node):
+        return name(argument)
+    if isinstance(argument, torch.dtype):
+        return dtype_text(argument)
+    return str(argument)
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """
+    >>> dtype_text(torch.float32), dtype_text(torch.bfloat16), dtype_text(torch.int64), dtype_text(torch.bool)
+    ('f32', 'bf16', 'i64', 'bool')
+    """
+    text = str(dtype).removeprefix("torch.")
+    return text.replace("bfloat", "bf").replace("float", "f").replace("complex", "c").replace("uint", "u").replace("int", "i")
+
+
+def shape_text(value: torch.Tensor) -> str:
+    return f"[{' '.join(map(str, shape_of(value)))}]"

@@ -1,0 +1,190 @@
+"""What a report shows, whatever it is of: put together of plain figures, drawn by the templates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from streamfx.budget import in_bytes
+from streamfx.options import Options
+from streamfx.tools.report.stage_titles import joint_name, names_together, unnumbered
+from streamfx.tools.report.text import in_flops, in_seconds, obstacles_of
+from streamfx.tools.report.timeline import StepCourse, Timeline
+from streamfx.tools.report.verdict import StepCost, ratio, times
+
+Stage = Mapping[str, Any]
+NOT_CHECKPOINTED = "Not compared with gradient checkpointing"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that a page begins with."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A plain table; the first column is to the left, the others to the right."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class SpanFigure:
+    """Which keys an attention sees: a name, and bounds as `details.bounds_of` gives them."""
+
+    kind: str
+    bounds: Sequence[int | None] | None
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """Stages that are alike, as one line; what it unfolds to is of the first of them."""
+
+    name: str
+    count: int
+    stage: Stage
+    saved: str
+    share: str
+    sequence: int | None
+    every: Sequence[Stage] = ()
+
+    @property
+    def loops_of_stages(self) -> list[tuple[str, str]]:
+        """Each loop of these stages, and the stage that it is of."""
+        return [(run["name"], stage["name"]) for stage in self.every for run in stage["runs"]]
+
+    @property
+    def spans(self) -> list[SpanFigure]:
+        """The attentions, of which all but one that are alike are left out."""
+        pairs = zip(self.stage["attention"], self.stage["spans"], strict=True)
+        return list({(kind, str(bounds)): SpanFigure(kind, bounds) for kind, bounds in pairs}.values())
+
+
+@dataclass(frozen=True)
+class FallbackRow:
+    """Operators of a line of code that run whole: how often, in which stages, why, bytes of all rows, what would help."""
+
+    operators: tuple[str, ...]
+    where: str
+    found: tuple[str, ...]
+    do: str
+    count: int
+    stages: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report: what it is of, the verdict, and everything below it."""
+
+    title: str
+    subtitle: str
+    verdict: str
+    gains: bool | None
+    figures: tuple[Figure, ...]
+    timeline: Timeline
+    stages: tuple[StageRow, ...]
+    whole: tuple[FallbackRow, ...]
+    small: tuple[FallbackRow, ...]
+    tables: tuple[Table, ...]
+    options: Mapping[str, Any]
+    notes: tuple[tuple[str, str], ...] = field(default=())
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Options that are not what they are by default."""
+        usual = Options().as_dict()
+        return frozenset(name for name, value in self.options.items() if usual.get(name) != value)
+
+
+def sentence(text: str) -> str:
+    """A verdict, or a reason, as a sentence of its own."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def peak_beside(other: StepCost, ours: StepCost) -> Figure:
+    """What another way takes, and how many times as much as ours."""
+    name = f"{other.way[:1].upper()}{other.way[1:]}"
+    return Figure(name, in_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} ours")
+
+
+def place_of_peak(course: StepCourse, stages: Sequence[Stage]) -> str:
+    """Where in a step most bytes are alive: "in model.layers.3, forward half"."""
+    moment = course.seconds[course.peak] if course.seconds else 0.0
+    half = "forward half" if moment < course.turn else "backward half"
+    loop = next((loop.name for loop in course.loops if loop.begins <= moment <= loop.ends), None)
+    stage = next((stage["name"] for stage in stages for run in stage["runs"] if run["name"] == loop), None)
+    return f"in {stage}, {half}" if stage is not None else f"in the {half}"
+
+
+def grouped(stages: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> tuple[StageRow, ...]:
+    """Runs of stages that differ in a number of their names."""
+    return tuple(_group(list(run), flops, sequences) for _, run in groupby(stages, key=_alike))
+
+
+def _alike(stage: Stage) -> tuple[Any, ...]:
+    keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
+    return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
+
+
+def _group(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> StageRow:
+    stage, name = run[0], joint_name([stage["name"] for stage in run])
+    share = f"{100 * sum(one['flops'] for one in run) / flops:.1f} %" if flops else "-"
+    saved = in_bytes(stage["saved_bytes"])
+    sequence = sequences[stage["graph"]] if stage["graph"] < len(sequences) else None
+    return StageRow(name, len(run), stage, saved if len(run) == 1 else f"{len(run)} x {saved}", share, sequence, run)
+
+
+def run_whole(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, ...]:
+    """What runs whole, by line of code: the most bytes first."""
+    found: dict[tuple[str, str], list[tuple[str, Stage]]] = {}
+    for stage in stages:
+        for item in obstacles_of(stage):
+            if item["matters"] == matters:
+                found.setdefault((item["where"], item["do"]), []).append((stage["name"], item))
+    return tuple(sorted((_whole(*key, items) for key, items in found.items()), key=lambda row: -row.bytes))
+
+
+def _whole(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> FallbackRow:
+    operators = tuple(dict.fromkeys(item["operator"] for _, item in items))
+    found = tuple(dict.fromkeys(item["found"] for _, item in items))
+    size = sum(item["bytes"] for _, item in items)
+    return FallbackRow(
+        operators, where, found, do, len(items), names_together(list(dict.fromkeys(name for name, _ in items))), size
+    )
+
+
+def ways_table(timeline: Timeline) -> Table:
+    """Peaks, compute and time of each way of running the step."""
+    rows = [
+        (course.way, in_bytes(course.peak_bytes), in_flops(course.flops), in_seconds(course.end)) for course in timeline.courses
+    ]
+    return Table("Ways to run this step", ("", "peak", "compute", "predicted time"), tuple(rows), f"Time: {timeline.clock}.")
+
+
+def wire_table_of(wire: Mapping[str, Any]) -> Table:
+    """What each rank sends to others in a step, by half and kind."""
+    rows = []
+    for half in ("forward", "backward"):
+        for kind, traffic in wire[half].items():
+            if traffic["calls"]:
+                rows.append((f"{half}: {kind.replace('_', ' ')}", f"{traffic['calls']:,}", in_bytes(traffic["bytes"])))
+    eager = wire.get("eager")
+    if eager is not None:
+        checkpointed = ", layers checkpointed" if eager["checkpointed"] else ""
+        rows.append((f"for comparison, all of eager{checkpointed}", "", in_bytes(eager["bytes"])))
+    notes = [f"{in_bytes(wire['bytes'])} sent by each rank in a step."]
+    if wire.get("early_reductions") is not None:
+        notes.append(f"{100 * wire['early_reductions']:.0f} % of the reductions begin before the last loop.")
+    if wire.get("whole_weights_bytes"):
+        notes.append(f"{in_bytes(wire['whole_weights_bytes'])} of whole weights are alive at the peak.")
+    return Table("What ranks exchange", ("", "calls", "bytes"), tuple(rows), " ".join(notes))

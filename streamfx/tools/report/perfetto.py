@@ -1,0 +1,62 @@
+"""A timeline as a trace in the JSON format of trace events, which Perfetto and Chrome's tracing open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from streamfx.tools.report.timeline import LoopTime, StepCourse, Timeline
+
+MICROSECONDS = 1e6
+STAGES, LOOPS = 1, 2  # tracks
+Event = dict[str, Any]
+
+
+def trace_of(timeline: Timeline, stage_of: Mapping[str, str]) -> str:
+    """Counters of bytes by term, and stages and loops as slices; each way of running the step is a process of its own.
+
+    `stage_of` has the stage of each loop.
+    """
+    source = timeline.source
+    events = [event for number, course in enumerate(timeline.courses, 1) for event in _of_course(course, number, source)]
+    events += _named(1, STAGES, "stages"), _named(1, LOOPS, "loops")
+    events += _slices(timeline.ours.loops, stage_of)
+    about = {"source": f"{source} by streamfx", "time": f"{source} seconds: {timeline.clock}"}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+
+
+def _of_course(course: StepCourse, process: int, source: str) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"{course.way} ({source})"}}
+    for i, at in enumerate(course.seconds):
+        sizes = {name: column[i] for name, column in course.terms.items()}
+        yield {"ph": "C", "name": "bytes alive", "pid": process, "ts": at * MICROSECONDS, "args": sizes}
+    nothing = dict.fromkeys(course.terms, 0)
+    yield {"ph": "C", "name": "bytes alive", "pid": process, "ts": course.end * MICROSECONDS, "args": nothing}
+
+
+def _named(process: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
+    """Loops, and a stage for as long as loops of it follow one another."""
+    open_: list[LoopTime] = []
+    for loop in loops:
+        if open_ and stage_of.get(open_[0].name) != stage_of.get(loop.name):
+            yield from _stage(open_, stage_of)
+            open_ = []
+        open_.append(loop)
+        chunks = {"chunks": loop.chunks, "chunks drawn": loop.drawn}
+        yield _slice(loop.name, LOOPS, loop.begins, loop.ends, chunks)
+    yield from _stage(open_, stage_of)
+
+
+def _stage(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
+    if loops and (name := stage_of.get(loops[0].name)):
+        yield _slice(name, STAGES, loops[0].begins, loops[-1].ends, {"loops": len(loops)})
+
+
+def _slice(name: str, thread: int, begins: float, ends: float, about: Event) -> Event:
+    times = {"ts": begins * MICROSECONDS, "dur": (ends - begins) * MICROSECONDS}
+    return {"ph": "X", "name": name, "cat": "streamfx", "pid": 1, "tid": thread, **times, "args": about}

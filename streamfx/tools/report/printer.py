@@ -1,0 +1,280 @@
+"""The product of each pass as text: for `TORCH_LOGS="+streamfx"`, for golden files, for people."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.axis_names import Letters
+from streamfx.ir.facts import Facts, Role, StorageClass
+from streamfx.ir.joint import is_tensor, tensor_operands
+from streamfx.ir.signature import LetterShape
+from streamfx.ir.stage import Stage
+from streamfx.kernels.mask_programs import MaskProgram
+from streamfx.node_meta import VALUE
+from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.tools.report.listing import ListingContext, call_text, chunk_text, dtype_text, program_lines, shape_text
+from streamfx.tools.report.weight_collectives import halves_after_buckets, halves_after_put_back, taken_off
+from streamfx.torch_private.lines import source_line
+
+Lines = Iterator[str]
+
+
+def text_of(facts: Facts, product: str) -> str:
+    """What the pass called `product` has found."""
+    return "\n".join(line.rstrip() for line in PRODUCTS[product](facts)) + "\n"
+
+
+# -- canonicalize, recurrences, axes: the graph, with the shape of each value
+
+
+def _graph(facts: Facts) -> Lines:
+    yield from _listing(facts, _sizes)
+
+
+def _recurrences(facts: Facts) -> Lines:
+    if any(isinstance(node.target, Recurrence) for node in facts.joint.nodes):
+        yield from _graph(facts)
+    else:
+        yield "no loop over rows was unrolled"
+
+
+def _axes(facts: Facts) -> Lines:
+    axes, letters = facts.axes, Letters(facts.joint, facts.axes)
+    if axes.sequence is None:
+        yield "no sequence"
+    yield f"axes {letters.legend()}"
+    yield from _listing(facts, lambda node: " ".join(letters.shape(shape) for shape in _shapes(node, facts)))
+    for node, reason in axes.declined.items():
+        yield f"unknown {node.name}: {reason}"
+
+
+def _shapes(node: fx.Node, facts: Facts) -> Sequence[Any]:
+    if is_tensor(node):
+        return (facts.axes.shapes[node],)
+    return facts.axes.results.get(node, ())
+
+
+def _sizes(node: fx.Node) -> str:
+    values = node.meta.get(VALUE)
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return ", ".join(f"{dtype_text(value.dtype)}{shape_text(value)}" for value in values if isinstance(value, torch.Tensor))
+
+
+def _listing(facts: Facts, describe: Callable[[fx.Node], str]) -> Lines:
+    joint = facts.joint
+    yield "inputs"
+    for node in joint.sources:
+        yield f"  {node.name}  # {describe(node)}" if is_tensor(node) else f"  {node.name}"
+    halves = {
+        "forward": [n for n in joint.nodes if n in joint.forward],
+        "backward": [n for n in joint.nodes if n not in joint.forward],
+    }
+    for half, nodes in halves.items():
+        yield half
+        for node in nodes:
+            described = describe(node)
+            yield f"  {node.name} = {call_text(node)}" + (f"  # {described}" if described else "")
+    yield f"outputs {_names(joint.outputs)}"
+    if joint.gradients:
+        yield f"gradients {_names(joint.gradients)}"
+
+
+def _names(values: Sequence[Any]) -> str:
+    return ", ".join(value.name if isinstance(value, fx.Node) else str(value) for value in values)
+
+
+# -- demand: which rows each operator needs, and in which form its result exists
+
+
+def _demand(facts: Facts) -> Lines:
+    letters = Letters(facts.joint, facts.axes)
+    yield "t: the chunk's rows, s: the keys they see, T: all rows"
+    for node in facts.joint.nodes:
+        if node.target is operator.getitem or node not in facts.demand.forms:
+            continue
+        forms = ", ".join(_plain(form) for form in facts.demand.forms[node])
+        yield f"  {forms:<9} {node.name} = {_roles_text(node, facts, letters)}"
+    for node, reason in facts.demand.reasons.items():
+        yield f"whole {node.name}: {reason}"
+
+
+def _plain(form: StorageClass) -> str:
+    return form.name.lower()
+
+
+def _roles_text(node: fx.Node, facts: Facts, letters: Letters) -> str:
+    """The call with the rows that it needs of each operand, and the shape of what it makes of a chunk."""
+    signature, roles = facts.axes.signatures.get(node), facts.demand.roles.get(node, {})
+    if signature is None:
+        return f"{_operator(node)}(?)"
+
+    def shape(value: Any, of: LetterShape) -> str:
+        found = {i: roles[letter] for i, dim in enumerate(of) for letter in dim if letter in roles}
+        return letters.shape(value, found if roles else dict.fromkeys(range(len(of)), Role.WHOLE))
+
+    operands = zip(tensor_operands(node), signature.operands, strict=True)
+    taken = ", ".join(f"{operand.name} {shape(facts.axes.shapes[operand], of)}" for operand, of in operands)
+    made = zip(facts.axes.results[node], signature.results, strict=False)
+    return f"{_operator(node)}({taken}) -> {', '.join(shape(value, of) for value, of in made)}"
+
+
+def _operator(node: fx.Node) -> str:
+    return call_text(node).split("(", 1)[0]
+
+
+# -- causality
+
+
+def _causality(facts: Facts) -> Lines:
+    groups: dict[int, list[fx.Node]] = {}
+    for node, span in facts.causality.spans.items():
+        groups.setdefault(id(span), []).append(node)
+    for nodes in groups.values():
+        exact = ", exactly what its mask shows" if any(node in facts.causality.exact for node in nodes) else ""
+        verdict = facts.causality.verdicts.get(nodes[0], "positions only")
+        yield f"{verdict}: rows [s, e) see keys {facts.causality.spans[nodes[0]]}{exact}"
+        yield f"  {', '.join(node.name for node in nodes)}"
+    if not groups:
+        yield "no attention"
+
+
+# -- stages
+
+
+def _stages(facts: Facts) -> Lines:
+    letters = Letters(facts.joint, facts.axes)
+    for number in range(len(facts.stages)):
+        yield from _stage(number, facts, letters)
+
+
+def _loss_gradient(facts: Facts) -> Lines:
+    """The last stage, if its gradient is found along with the loss."""
+    stages = facts.stages
+    if stages[-1].gradient_in_forward:
+        yield from _stage(len(stages) - 1, facts, Letters(facts.joint, facts.axes))
+    else:
+        yield "the gradient of the last stage is found in the backward half"
+
+
+def _stage(number: int, facts: Facts, letters: Letters) -> Lines:
+    stages, axes = facts.stages, facts.axes
+    stage = stages[number]
+
+    def values(nodes: Sequence[fx.Node]) -> str:
+        return ", ".join(f"{node.name} {letters.shape(axes.shapes[node])}" for node in nodes if is_tensor(node)) or "nothing"
+
+    inside = {*stage.forward, *stage.backward}
+    taken = [source for node in stage.forward for source in node.all_input_nodes if source not in inside]
+    taken = [node for node in dict.fromkeys(taken) if node.op != "placeholder" and node not in axes.static]
+    yield f"stage {number + 1} of {len(stages)}   {stage.name}   {first_line(stage)}".rstrip()
+    yield f"  forward    {_stretch(stage.forward)}"
+    yield f"  backward   {_stretch(stage.backward)}{', run in the forward loop' if stage.gradient_in_forward else ''}"
+    yield f"  in         {values(taken)}"
+    yield f"  out        {values(stage.outputs)}"
+    yield f"  gradients  {values(stage.gradients)}"
+
+
+def _stretch(nodes: Sequence[fx.Node]) -> str:
+    return f"{len(nodes)} operators, {nodes[0].name} .. {nodes[-1].name}" if nodes else "nothing"
+
+
+def first_line(stage: Stage) -> str:
+    """`file:line` of the first line of the user's code that a stage comes from."""
+    line = next((line for node in stage.forward if (line := source_line(node))), "")
+    return line.split(", in ")[0].rsplit("/", 1)[-1]
+
+
+# -- plan and program
+
+
+def _plan(facts: Facts) -> Lines:
+    plan = facts.plan
+    for number, stage in enumerate(facts.stages):
+        kept = _names(plan.kept[number]) or "nothing"
+        yield f"stage {number + 1} {stage.name}: {chunk_text(plan.chunk_sizes[number])}, kept beside its outputs: {kept}"
+        if plan.dropped and plan.dropped[number]:
+            yield f"  made again from the last boundary: {_names(plan.dropped[number])}"
+
+
+def _fit(facts: Facts) -> Lines:
+    if facts.fitting is None:
+        yield "no memory budget"
+        return
+    yield f"at most {facts.fitting.budget} bytes"
+    for item in facts.fitting.tried:
+        yield f"{item.peak} bytes with {item.candidate}, {item.working_set or 'given'} bytes of work per chunk"
+    if facts.lengths:
+        yield f"holds for {facts.lengths}"
+
+
+def _program(facts: Facts) -> Lines:
+    if facts.program is None:
+        yield "no program: the graph runs as it stands"
+        return
+    letters, axes = Letters(facts.joint, facts.axes), facts.axes
+    values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
+    shapes = {node.name: letters.shape(axes.shapes[node], _roles_of_value(node, facts)) for node in values}
+    yield from program_lines(facts.program, ListingContext(shapes, {id(node.meta[VALUE]): node.name for node in values}))
+
+
+def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
+    """Which rows of the sequence the dimensions of a value stand for in the loop that makes it."""
+    producer, result = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
+    signature, roles = facts.axes.signatures.get(producer), facts.demand.roles.get(producer, {})  # type: ignore[arg-type]
+    if signature is None:
+        return {}
+    return {i: roles[letter] for i, dim in enumerate(signature.results[result]) for letter in dim if letter in roles}  # type: ignore[index]
+
+
+def _truncations(facts: Facts) -> Lines:
+    """How far the gradients of recurrences reach back."""
+    for node, truncation in facts.truncations.items():
+        yield f"{node.name}: gradients reach back {truncation.rows} rows, rounded up to chunks"
+    if not facts.truncations:
+        yield "gradients are exact"
+
+
+def _masks(facts: Facts) -> Lines:
+    """The masks that are looked at once per step, and the loops in which they hide something."""
+    loops = facts.program.loops if facts.program is not None else ()
+    users: dict[MaskProgram, list[str]] = {}
+    for loop in loops:
+        for program in loop.body.children():
+            users.setdefault(program, []).append(loop.spec.name)
+    for program, names in users.items():
+        yield f"mask({_names(program.body.graph.find_nodes(op='placeholder'))}) in {', '.join(names)}"
+        calls = [node for node in program.body.graph.nodes if node.op == "call_function"]
+        yield from (f"  {node.name} = {call_text(node)}" for node in calls)
+    if not users:
+        yield "no mask depends on data alone"
+
+
+def _bodies(facts: Facts) -> Lines:
+    """Who runs the body of each loop."""
+    for loop in facts.program.loops if facts.program is not None else ():
+        yield f"{loop.spec.name}: {'the interpreter of torch.fx' if loop.compiled is None else loop.compiled}"
+
+
+PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
+    "unshard": taken_off,
+    "canonicalize": _graph,
+    "recurrences": _recurrences,
+    "axes": _axes,
+    "demand": _demand,
+    "truncations": _truncations,
+    "causality": _causality,
+    "stages": _stages,
+    "loss gradient": _loss_gradient,
+    "plan": _plan,
+    "rewrite": _program,
+    "put back": halves_after_put_back,
+    "fit": _fit,
+    "buckets": halves_after_buckets,
+    "visibility": _masks,
+    "lower": _bodies,
+}

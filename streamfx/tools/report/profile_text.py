@@ -1,0 +1,192 @@
+"""What a step was measured to take: bytes alive over its seconds, its loops, and both as a short table."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from streamfx.budget import in_bytes
+from streamfx.cost.curve import MOST_POINTS
+from streamfx.tools.report.stage_titles import joint_name, unnumbered
+from streamfx.tools.report.text import counted, in_seconds
+from streamfx.tools.report.timeline import LoopTime, StepCourse, Timeline
+
+MEASURED = "measured"
+HEADER = ("stage", "half", "loops", "chunks", "time", "share", "peak")
+NO_LOOPS = (
+    'no loop of streamfx ran: nothing in this block was compiled with backend="streambp", or all of it runs as it stands; '
+    "streamfx.explain says which"
+)
+COMPILED = (
+    "  compiled {seconds} of it: a first step, or one of a new length; measure the next one, whose times and bytes are its own"
+)
+NOTHING = "nothing was allocated in the thread that entered the block, and torch's profiler sees no other thread but autograd's"
+
+
+@dataclass(frozen=True)
+class MeasuredLoop:
+    """One run of a loop, in seconds since the step began, and the most bytes that were alive during it, as in `MeasuredStep`; None
+    where nobody saw them.
+    """
+
+    name: str
+    stage: str
+    half: str
+    chunks: int
+    begins: float
+    ends: float
+    peak_bytes: int | None = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.ends - self.begins
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step: at each of the `moments` so many bytes were `alive`, beyond those that were at its begin. `unseen` says why nobody
+    saw bytes, or not all; then none are told, as what is not measured is not zero. In `compiled_seconds` something was compiled.
+    """
+
+    seconds: float
+    moments: tuple[float, ...]
+    alive: tuple[int, ...]
+    loops: tuple[MeasuredLoop, ...]
+    device: str
+    unseen: str = ""
+    compiled_seconds: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.unseen else max(self.alive, default=0)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The same as a timeline, such as `explain` predicts."""
+        loops = tuple(LoopTime(loop.name, loop.begins, loop.ends, loop.chunks, loop.chunks) for loop in self.loops)
+        turn = next((loop.begins for loop in self.loops if loop.half == "backward"), self.seconds)
+        moments = () if self.unseen else (0.0, *self.moments)
+        terms = {} if self.unseen else {"bytes over the begin": (0, *self.alive)}
+        course = StepCourse("streamfx", moments, terms, turn, self.seconds, loops=loops)
+        return Timeline((course.shortened(MOST_POINTS),), "the host's clock", MEASURED)
+
+
+def measured(
+    begin: int,
+    end: int,
+    moves: Sequence[tuple[int, int, str]],
+    ran: Sequence[tuple[int, int, str, str, str, int]],
+    unseen: str = "",
+    compiled: Sequence[tuple[int, int]] = (),
+) -> MeasuredStep:
+    """All moments in nanoseconds; `moves` are those of allocators, `ran` the begin and the end of each loop, its name, its
+    stage, its half and its chunks. `unseen` says why moves are missing, if some are; where there are none at all, nobody saw any.
+    Something was `compiled` from one moment to another.
+
+    Bytes are those of the accelerator where one took any, else of the host.
+
+    >>> found = measured(0, 10**9, [(10**8, 40, "cpu"), (9 * 10**8, -40, "cpu")], [(0, 5 * 10**8, "a", "layers.0", "forward", 4)])
+    >>> found.peak_bytes, found.loops[0].seconds, found.loops[0].peak_bytes
+    (40, 0.5, 40)
+    """
+    kinds = sorted({kind for _, _, kind in moves}, key=lambda kind: kind == "cpu")
+    device = kinds[0] if kinds else "cpu"
+    own = [(at, size) for at, size, kind in moves if kind == device and begin <= at <= end]
+    moments, alive = [at for at, _ in own], list(accumulate(size for _, size in own))
+    unseen = unseen or ("" if own else NOTHING)
+
+    def highest(first: int, last: int) -> int | None:
+        return None if unseen else _highest(moments, alive, first, last)
+
+    loops = [
+        MeasuredLoop(name, stage, half, chunks, _seconds(first, begin), _seconds(last, begin), highest(first, last))
+        for first, last, name, stage, half, chunks in ran
+    ]
+    seconds, at = _seconds(end, begin), tuple(_seconds(moment, begin) for moment in moments)
+    compiling = sum(_seconds(last, first) for first, last in compiled)
+    return MeasuredStep(seconds, at, tuple(alive), tuple(loops), device, unseen, compiling)
+
+
+def _seconds(moment: int, begin: int) -> float:
+    return (moment - begin) / 1e9
+
+
+def _highest(moments: Sequence[int], alive: Sequence[int], first: int, last: int) -> int:
+    """The most bytes from a moment to another, with those that were alive at its begin."""
+    low = bisect_left(moments, first)
+    return max(alive[max(low - 1, 0) : bisect_right(moments, last)], default=0)
+
+
+def table_of(found: MeasuredStep, predicted: int | None) -> Iterator[str]:
+    """A measured step in lines: its peak beside the one that was predicted, and loops that are alike on one line."""
+    in_loops = sum(loop.seconds for loop in found.loops)
+    share = (
+        f", {_percent(in_loops, found.seconds)} of it in {counted(len(found.loops), 'loop')} over chunks" if found.loops else ""
+    )
+    yield f"streamfx: a step of {in_seconds(found.seconds)}{share}"
+    if found.compiled_seconds:
+        yield COMPILED.format(seconds=in_seconds(found.compiled_seconds))
+    beside = "" if predicted is None else f"; {in_bytes(predicted)} were predicted for activations and gradients"
+    peak = found.peak_bytes
+    if peak is None:
+        yield f"  memory   not measured: {found.unseen}{beside}"
+    else:
+        yield f"  memory   {in_bytes(peak)} at the peak, over what was alive before ({found.device}){beside}"
+    if not found.loops:
+        yield f"  {NO_LOOPS}"
+        return
+    yield ""
+    rows = [HEADER, *(_row(run, found.seconds) for run in _alike(found.loops))]
+    if found.compiled_seconds:
+        rows.append(("compiling", "", "", "", *_time(found.compiled_seconds, found.seconds), ""))
+    rest = max(found.seconds - in_loops - found.compiled_seconds, 0.0)
+    rows.append(("outside of loops", "", "", "", *_time(rest, found.seconds), ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    for row in rows:
+        cells = (
+            cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield f"  {'   '.join(cells)}".rstrip()
+
+
+def _alike(loops: Sequence[MeasuredLoop]) -> list[list[MeasuredLoop]]:
+    """Loops of a half and of stages that differ in a number of their names, in the order in which the first of them ran."""
+    runs: dict[tuple[str, str], list[MeasuredLoop]] = {}
+    for loop in loops:
+        runs.setdefault((loop.half, unnumbered(loop.stage)), []).append(loop)
+    return list(runs.values())
+
+
+def _row(run: Sequence[MeasuredLoop], whole: float) -> tuple[str, ...]:
+    names = list(dict.fromkeys(loop.stage for loop in (reversed(run) if run[0].half == "backward" else run)))
+    seconds = sum(loop.seconds for loop in run)
+    chunks = sum(loop.chunks for loop in run)
+    peaks = [loop.peak_bytes for loop in run if loop.peak_bytes is not None]
+    peak = in_bytes(max(peaks)) if peaks else "-"
+    return joint_name(names), run[0].half, f"{len(run):,}", f"{chunks:,}", in_seconds(seconds), _percent(seconds, whole), peak
+
+
+def _time(seconds: float, whole: float) -> tuple[str, str]:
+    return in_seconds(seconds), _percent(seconds, whole)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def as_plain(found: MeasuredStep, predicted: int | None) -> dict[str, Any]:
+    """In values that JSON knows."""
+    loops = [{**vars(loop), "seconds": loop.seconds} for loop in found.loops]
+    return {
+        "seconds": found.seconds,
+        "compiled_seconds": found.compiled_seconds,
+        "peak_bytes": found.peak_bytes,
+        "predicted_peak_bytes": predicted,
+        "unseen": found.unseen or None,
+        "device": found.device,
+        "loops": loops,
+    }

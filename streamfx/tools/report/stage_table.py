@@ -1,0 +1,187 @@
+"""What becomes of each stage: streamed or whole, how its attention sees keys, in which loops it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from streamfx.cost.flops import flops_of_graph, is_fused_attention
+from streamfx.cost.memory import LoopCost
+from streamfx.ir.facts import Facts, Role, known
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.span import Span
+from streamfx.ir.stage import Stage
+from streamfx.node_meta import PART_OF
+from streamfx.passes.ops.rules.attention import M
+from streamfx.runtime.loop import Loop
+from streamfx.runtime.probes import LoopPlace
+from streamfx.tools.report.comm_table import Wire, as_plain, calls_of, sent_by_program, together
+from streamfx.tools.report.details import LoopReport, SavedReport, bounds_of, loop_reports, saved_reports
+from streamfx.tools.report.fallback_reasons import Obstacle, is_from_ranks, obstacles, why_no_stages
+from streamfx.torch_private.lines import source_line
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage of one graph. `reasons` say why it runs whole; `also_whole` are operators too small to matter.
+
+    `wire` is what it sends to other ranks, by half and kind, None where nothing is sent. `spans` are the bounds of the keys that
+    each attention sees, `runs` the loops, `saved` the values behind `saved_bytes`, `obstacles` what the reasons are made
+    of. `truncated` are recurrences whose gradients reach back few rows, as was asked for.
+    """
+
+    graph: int
+    name: str
+    reasons: tuple[str, ...]
+    attention: tuple[str, ...]
+    chunk_size: int
+    loops: int
+    saved_bytes: int
+    flops: int
+    source: tuple[str, ...]
+    also_whole: tuple[str, ...] = ()
+    wire: dict[str, dict[str, dict[str, int]]] | None = None
+    spans: tuple[list[int | None] | None, ...] = ()
+    runs: tuple[LoopReport, ...] = ()
+    saved: tuple[SavedReport, ...] = ()
+    obstacles: tuple[Obstacle, ...] = ()
+    truncated: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return "whole" if self.reasons else "streamed"
+
+    def as_dict(self) -> dict[str, Any]:
+        items = {key: list(item) if isinstance(item, tuple) else item for key, item in asdict(self).items()}
+        return {"kind": self.kind, "reason": "; ".join(self.reasons) or None, **items}
+
+
+def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> list[StageReport]:
+    """The stages of a graph that have work along the sequence."""
+    if facts.program is None:
+        return [_whole_graph(facts, graph)] if computes(facts) else []
+    view = _View(facts, graph, costs)
+    return [report for stage in facts.stages if (report := view.report(stage)) is not None]
+
+
+def computes(facts: Facts) -> bool:
+    """Whether a graph does more than make positions, masks and tables: a break in the code may leave those by themselves.
+
+    A table of the model's that is looked up by positions has neither a product nor a gradient.
+    """
+    if facts.found_axes is None:
+        return True
+    works = facts.joint.tangents or flops_of_graph(facts.joint.graph)
+    return bool(works) and not facts.axes.static.issuperset(facts.joint.nodes)
+
+
+def _whole_graph(facts: Facts, graph: int) -> StageReport:
+    nodes = [node for node in facts.joint.nodes if node in facts.joint.forward]
+    return StageReport(graph, f"graph {graph}", (why_no_stages(facts),), (), 0, 0, 0, 0, source_lines(nodes))
+
+
+@dataclass
+class _View:
+    facts: Facts
+    graph: int
+    costs: Mapping[str, LoopCost]
+    found: dict[fx.Node, Obstacle] = field(init=False)
+    sent: dict[str, Wire] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.found = obstacles(self.facts)
+        self.sent = sent_by_program(known(self.facts.program), len(self.facts.joint.outputs), self.costs).by_loop
+
+    def report(self, stage: Stage) -> StageReport | None:
+        loops, saved = loops_of(stage, self.facts), saved_reports(stage, self.facts)
+        whole = [self.found[node] for node in (*stage.forward, *stage.backward) if node in self.found]
+        if not loops and not whole:
+            return None
+        whole = whole if loops else [replace(item, matters=True) for item in whole]  # there is nothing beside them
+        costs = [self.costs[loop.spec.name] for loop in loops]
+        attention = attention_kinds(stage, self.facts)
+        return StageReport(
+            graph=self.graph,
+            name=stage.name,
+            reasons=_texts(item for item in whole if item.matters),
+            attention=tuple(kind for kind, _ in attention),
+            chunk_size=max((cost.rows for cost in costs), default=0),
+            loops=len(loops),
+            saved_bytes=sum(value.bytes for value in saved),
+            flops=sum(cost.flops for cost in costs),
+            source=source_lines(stage.forward),
+            also_whole=_texts(item for item in whole if not item.matters),
+            wire=self._wire(loops),
+            spans=tuple(bounds_of(span) for _, span in attention),
+            runs=loop_reports(loops, known(self.facts.program), self.costs),
+            saved=saved,
+            obstacles=tuple(whole),
+            truncated=tuple(node.name for node in stage.backward if self._is_truncated(node, costs)),
+        )
+
+    def _is_truncated(self, node: fx.Node, costs: Iterable[LoopCost]) -> bool:
+        """Whether gradients of a recurrence do not reach back over all chunks that there are."""
+        if node not in self.facts.truncations:
+            return False
+        rows = self.facts.truncations[node].rows
+        return any(cost.chunks - 1 > -(-(rows - 1) // max(cost.rows, 1)) for cost in costs)
+
+    def _wire(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:
+        wire = together(self.sent[loop.spec.name] for loop in loops if loop.spec.name in self.sent)
+        return as_plain(wire) if calls_of(wire) else None
+
+
+def _texts(found: Iterable[Obstacle]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(item) for item in found))
+
+
+def loops_of(stage: Stage, facts: Facts) -> list[Loop]:
+    """The loops that make the values of a stage, forward and backward."""
+    names = {node.name for node in (*stage.forward, *stage.backward)}
+    return [loop for loop in known(facts.program).loops if loop.spec.labels and loop.spec.labels[0] in names]
+
+
+def place_loops(facts: Facts) -> None:
+    """Tell each loop of a program which stage and which half it is part of, for measurements."""
+    program = facts.program
+    if program is None:
+        return
+    stage_of = {node.name: stage.name for stage in facts.stages for node in (*stage.forward, *stage.backward)}
+    forward = {name for name, _ in program.forward.named_children()}
+    for loop in program.loops:
+        stage = next((stage_of[label] for label in loop.spec.labels if label in stage_of), "between stages")
+        loop.place = LoopPlace(stage, "forward" if loop.spec.name in forward else "backward")
+
+
+def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]:
+    """For each attention of the forward half, which keys a row sees, and their span; "whole" if it does not stream, "all ranks'
+    rows" if that is because ranks have sent each other what it works on. Groups of heads count as one attention.
+
+    Keys that are no rows of the sequence, or were collected from it, are seen by the rows of every chunk.
+    """
+    spans, verdicts = facts.causality.spans, facts.causality.verdicts
+    kinds: dict[Any, tuple[str, Span | None]] = {}
+    for node in stage.forward:
+        if node in verdicts:
+            kinds.setdefault(id(spans[node]), (verdicts[node], spans[node]))
+        elif is_fused_attention(node.target) and facts.demand.roles.get(node, {}).get(M) is Role.ROWS:
+            kinds[node] = "all keys", None
+        elif is_fused_attention(node.target) or (node in facts.demand.reasons and _is_pair(node, facts)):
+            kinds[node.meta.get(PART_OF, node)] = ("all ranks' rows" if is_from_ranks(node, facts) else "whole"), None
+    return list(kinds.values())
+
+
+def _is_pair(node: fx.Node, facts: Facts) -> bool:
+    """Whether an operator normalises a value with rows and keys, as attention does."""
+    signature = facts.axes.signatures.get(node)
+    if signature is None or not signature.whole or not is_tensor(node):
+        return False
+    return len(facts.axes.sequence_dims(facts.axes.shapes[node])) == 2
+
+
+def source_lines(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The lines of the user's code that the operators come from, each once."""
+    return tuple(dict.fromkeys(line for node in nodes if (line := source_line(node))))

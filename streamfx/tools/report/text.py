@@ -1,0 +1,305 @@
+"""The report of `streamfx.explain`, made of its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from streamfx.budget import in_bytes
+from streamfx.tools.report.comm_text import wire_table, wire_totals
+from streamfx.tools.report.stage_titles import joint_name, names_together, unnumbered
+from streamfx.tools.report.verdict import CHECKPOINTING, EAGER, NOTHING, StepCost, gains, verdict, why_nothing_streams
+
+Stage = Mapping[str, Any]
+NOT_ALL = "not compared with other ways: part of the step is not traced, runs in eager, and is missing from these figures"
+COUNTED = "memory for activations and gradients"
+CHUNK_WORK = "what loops compute for a chunk, less with a smaller chunk_size"
+NOT_TRAINED = "nothing is trained in this call, so nothing is kept for a backward pass"
+IN_PART_HEADING = "of {names} this runs whole between loops, the rest streams:"
+PLACES = 3  # lines of code that a reason names
+IN_PART = 0.995  # of FLOPs; where less is in loops, it is not said that everything streams
+HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
+
+
+def report_text(summary: Mapping[str, Any]) -> str:
+    """The report, a page at most for a model of equal layers."""
+    return "\n".join(line.rstrip() for line in _lines(summary))
+
+
+def _lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    yield f"streamfx: {verdict_of(summary)}"
+    yield f"  {headline(summary)}"
+    yield from _totals(summary)
+    yield ""
+    yield from stage_lines(summary["stages"], summary["flops"])
+    yield from wire_table(summary["stages"], summary["wire"])
+    yield from _splits(summary)
+    yield from _breaks(summary)
+
+
+def stage_lines(stages: Sequence[Stage], flops: int) -> Iterator[str]:
+    """A table of stages, and what runs whole, with reasons."""
+    yield from _table(stages, flops)
+    yield from reason_lines(stages)
+
+
+def reason_lines(stages: Sequence[Stage]) -> Iterator[str]:
+    """What runs whole, each reason once: with the stages and the lines of code that it holds for."""
+    small: dict[str, list[str]] = {}
+    headed: dict[str, list[str]] = {}
+    for (kind, found, do), items in _alike_obstacles(stages).items():
+        names = names_together(list(dict.fromkeys(name for name, _ in items)))
+        where = _places(list(dict.fromkeys(place for _, place in items if place)))
+        text = ": ".join(filter(None, (f"{found}{where}", do)))
+        if kind == "small":
+            small.setdefault(names, []).append(text)
+        else:
+            heading = f"{names} runs whole:" if kind == "whole" else IN_PART_HEADING.format(names=names)
+            headed.setdefault(heading, []).append(text)
+    for heading, texts in headed.items():
+        yield ""
+        yield heading
+        yield from (f"  {text}" for text in texts)
+    for names, texts in small.items():
+        yield from (f"{names}: a small operator runs whole: {text}" for text in texts)
+
+
+def _alike_obstacles(stages: Sequence[Stage]) -> dict[tuple[str, str, str], list[tuple[str, str]]]:
+    """The stages and lines of code of each reason: of a stage that runs whole, of one that streams in part, of what is small."""
+    found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+    for stage in stages:
+        for item in obstacles_of(stage):
+            kind = extent(stage) if item["matters"] else "small"
+            found.setdefault((kind, item["found"], item["do"]), []).append((stage["name"], item["where"]))
+    return found
+
+
+def obstacles_of(stage: Stage) -> Sequence[Mapping[str, Any]]:
+    """What runs whole of a stage; of a graph that has no stages at all, why that is so."""
+    if stage["obstacles"]:
+        return list(stage["obstacles"])
+    empty = {"operator": "", "where": "", "do": "", "matters": True, "bytes": 0}
+    return [{**empty, "found": reason} for reason in stage["reasons"]]
+
+
+def _places(lines: Sequence[str]) -> str:
+    """
+    >>> _places(["a.py:1: x"]), _places(["a.py:1: x", "a.py:2: y", "a.py:3: z", "a.py:4: w"])
+    (' (a.py:1: x)', ' (a.py:1: x; a.py:2: y; and 2 more lines)')
+    """
+    if not lines:
+        return ""
+    shown = lines if len(lines) <= PLACES else lines[: PLACES - 1]
+    more = f"; and {counted(len(lines) - len(shown), 'more line')}" if len(shown) < len(lines) else ""
+    return f" ({'; '.join(shown)}{more})"
+
+
+def verdict_of(summary: Mapping[str, Any]) -> str:
+    """Whether the backend pays for this call."""
+    if is_traced_in_part(summary):
+        return NOT_ALL
+    others = [StepCost(EAGER, summary["baseline_peak_bytes"], summary["baseline_flops"])]
+    if summary["checkpointing_peak_bytes"] is not None:
+        others.insert(0, StepCost(CHECKPOINTING, summary["checkpointing_peak_bytes"], summary["checkpointing_flops"]))
+    ours = StepCost("streambp", summary["peak_bytes"], summary["flops"])
+    why_whole = why_nothing_streams(summary["stages"])
+    if not summary["trains"] and why_whole is None and not gains(ours, others):
+        return f"{NOT_TRAINED}: {in_bytes(ours.peak_bytes)} at the peak, {in_bytes(others[0].peak_bytes)} in {others[0].way}"
+    return verdict(ours, others, why_whole, counted=COUNTED)
+
+
+def is_traced_in_part(summary: Mapping[str, Any]) -> bool:
+    """Whether some of the call runs in eager, and is in the figures of other ways alone."""
+    return bool(summary["stopped"]) or any(item["given_up"] for item in summary["break_reasons"])
+
+
+def extent(stage: Stage) -> str:
+    """
+    >>> [extent({"loops": loops, "reasons": reasons}) for loops, reasons in ((2, []), (2, ["no rule"]), (0, ["no rule"]))]
+    ['streamed', 'in part', 'whole']
+    """
+    return "whole" if not stage["loops"] else "in part" if stage["reasons"] else "streamed"
+
+
+def how_many_stream(extents: Sequence[str], share: float | None, traced: str = "") -> str:
+    """Of stages, and of FLOPs: `share` of them are in loops, where that is known.
+
+    >>> how_many_stream(["streamed", "whole"], 0.5), how_many_stream(["streamed"], 1.0, "traced ")
+    ('1 of 2 stages run whole', 'every traced stage streams')
+    >>> how_many_stream(["streamed"], 0.25), how_many_stream([], 1.0)
+    ('every stage streams in part: 25.0 % of the FLOPs are in loops', 'nothing streams')
+    >>> how_many_stream(["streamed", "in part"], 1.0), how_many_stream(["whole", "in part"], 0.5)
+    ('every stage streams, 1 of 2 but for some operators', '1 of 2 stages run whole, 1 streams but for some operators')
+    """
+    if all(extent == "whole" for extent in extents):
+        return NOTHING
+    whole, partly = extents.count("whole"), extents.count("in part")
+    if whole:
+        others = f", {partly} stream{'s' if partly == 1 else ''} but for some operators" if partly else ""
+        return f"{whole} of {len(extents)} {traced}stages run whole{others}"
+    every = f"every {traced}stage streams"
+    if share is not None and share < IN_PART:
+        every += f" in part: {in_percent(share)} of the FLOPs are in loops"
+    return f"{every}, {partly} of {len(extents)} but for some operators" if partly else every
+
+
+def share_text(summary: Mapping[str, Any]) -> str:
+    """How much of the computation is in loops."""
+    share = summary["streamed_flops_share"]
+    if share is None:
+        return "without what is not traced; how much of it all is in loops is not known"
+    of = "of the whole call's" if is_traced_in_part(summary) else "of it"
+    return f"{in_percent(share)} {of} in loops over chunks"
+
+
+def in_percent(share: float) -> str:
+    """A part is no whole, however it is rounded.
+
+    >>> in_percent(0.99999), in_percent(1.0), in_percent(0.25)
+    ('99.9 %', '100.0 %', '25.0 %')
+    """
+    return f"{min(100 * share, 99.9 if share < 1 else 100.0):.1f} %"
+
+
+def streams_of(summary: Mapping[str, Any]) -> str:
+    """How much of a call streams, in words."""
+    traced = "traced " if is_traced_in_part(summary) else ""
+    return how_many_stream(list(map(extent, summary["stages"])), summary["streamed_flops_share"], traced)
+
+
+def headline(summary: Mapping[str, Any]) -> str:
+    lengths = " and ".join(str(length) for length in dict.fromkeys(summary["sequence"]) if length is not None)
+    rows = f", {lengths} rows" if lengths else ""
+    graphs = f"{counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
+    truncated = sum(len(stage["truncated"]) for stage in summary["stages"])
+    return f"{streams_of(summary)}; {graphs}{how_far_back(summary['options']['adjoints'], truncated)}"
+
+
+def how_far_back(reach: int | str, truncated: int) -> str:
+    """
+    >>> how_far_back("exact", 0), how_far_back(64, 0)
+    ('', '; adjoints=64: no recurrence is truncated, gradients are exact')
+    >>> how_far_back(64, 2)
+    "; adjoints=64: gradients are not eager's, those of 2 recurrences reach back 64 rows, rounded up to chunks"
+    """
+    if reach == "exact":
+        return ""
+    if not truncated:
+        return f"; adjoints={reach}: no recurrence is truncated, gradients are exact"
+    return (
+        f"; adjoints={reach}: gradients are not eager's, those of {counted(truncated, 'recurrence')} reach back "
+        f"{counted(int(reach), 'row')}, rounded up to chunks"
+    )
+
+
+def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
+    peak, baseline = summary["peak_bytes"], summary["baseline_peak_bytes"]
+    checkpointing = summary["checkpointing_peak_bytes"]
+    flops, before = summary["flops"], summary["baseline_flops"]
+    ratio = f" ({flops / before:.2f} times)" if before else ""
+    yield f"  memory   {in_bytes(peak)} at the peak for activations and gradients"
+    checkpointed = f", {in_bytes(checkpointing)} with every layer checkpointed" if checkpointing is not None else ""
+    yield f"           {in_bytes(baseline)} in eager{checkpointed}"
+    if checkpointing is not None and checkpointing < peak:
+        yield f"           more by {in_bytes(peak - checkpointing)}; most at the peak: {_values(summary['at_peak'], peak)}"
+    if summary["not_checkpointed"]:
+        yield f"           not compared with gradient checkpointing: {summary['not_checkpointed']}"
+    yield f"  compute  {in_flops(flops)}, {share_text(summary)}"
+    yield f"           {in_flops(before)} in eager{ratio}"
+    yield from wire_totals(summary["wire"])
+
+
+def _values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
+    """The values that take most of the peak; loops first, if values between them take less than half of it.
+
+    >>> sort = {"operator": "aten.sort.stable", "where": "a.py:1: x.sort()", "bytes": 2048, "values": 2}
+    >>> _values([sort], 4096)
+    '2.0 KiB, 2 results of aten.sort.stable (a.py:1: x.sort())'
+    >>> _values([sort], 5000)
+    'what loops compute for a chunk, less with a smaller chunk_size; 2.0 KiB, 2 results of aten.sort.stable (a.py:1: x.sort())'
+    """
+    texts = [] if 2 * sum(item["bytes"] for item in items) >= peak else [CHUNK_WORK]
+    for item in items:
+        where = _places(list(filter(None, [item["where"]])))
+        texts.append(f"{in_bytes(item['bytes'])}, {counted(item['values'], 'result')} of {item['operator']}{where}")
+    return "; ".join(texts)
+
+
+def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
+    rows = [HEADER, *(_row(list(run), flops) for _, run in groupby(stages, key=_alike))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  " + "   ".join(cells)
+
+
+def marked(stage: Stage) -> str:
+    """What a table puts behind the name of a stage of which not all streams."""
+    return "" if extent(stage) == "streamed" else f" ({extent(stage)})"
+
+
+def _alike(stage: Stage) -> tuple[Any, ...]:
+    """Stages that share a line of the table: equal but for a number in the name."""
+    keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
+    return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
+
+
+def _row(run: list[Stage], flops: int) -> tuple[str, ...]:
+    stage, name = run[0], joint_name([stage["name"] for stage in run])
+    share = 100 * sum(stage["flops"] for stage in run) / flops if flops else 0.0
+    saved = in_bytes(stage["saved_bytes"])
+    return (
+        name + marked(stage),
+        ", ".join(stage["attention"]) or "-",
+        str(stage["chunk_size"] or "-"),
+        str(stage["loops"]),
+        saved if len(run) == 1 else f"{len(run)} x {saved}",
+        f"{share:.1f} %",
+    )
+
+
+def _splits(summary: Mapping[str, Any]) -> Iterator[str]:
+    if summary["splits"]:
+        yield ""
+        yield "split where another sequence begins: each part streams by itself, and what crosses is kept whole"
+        yield from (f"  {line}" for line in summary["splits"])
+
+
+def _breaks(summary: Mapping[str, Any]) -> Iterator[str]:
+    if summary["break_reasons"]:
+        yield ""
+        yield "graph breaks: each piece that is traced streams by itself, and what crosses from one to the next is kept whole"
+        for item in summary["break_reasons"]:
+            yield f"  {item['reason']}"
+            yield f"    {item['where']}"
+            if item["given_up"]:
+                yield "    the rest of this function is not traced: it runs in eager, and is not in this report"
+            if item["do"]:
+                yield f"    {item['do']}"
+    if summary["stopped"]:
+        yield ""
+        yield f"the call could not be followed to its end without data, so what comes later is not shown: {summary['stopped']}"
+
+
+def counted(number: int, thing: str) -> str:
+    return f"{number or 'no'} {thing}{'' if number == 1 else 's'}"
+
+
+def in_flops(number: int) -> str:
+    for unit, size in (("P", 10**15), ("T", 10**12), ("G", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}FLOP"
+    return f"{number} FLOP"
+
+
+def in_seconds(number: float) -> str:
+    """
+    >>> in_seconds(0.0042), in_seconds(12.3), in_seconds(720)
+    ('4.2 ms', '12.3 s', '12.0 min')
+    """
+    if number < 1:
+        return f"{1000 * number:.1f} ms" if number >= 0.001 or not number else f"{1e6 * number:.0f} us"
+    return f"{number:.1f} s" if number < 180 else f"{number / 60:.1f} min"

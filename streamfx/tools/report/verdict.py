@@ -1,0 +1,162 @@
+"""Does it pay? Bytes and FLOPs of a step, ours and another's, as one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streamfx.budget import in_bytes
+
+GAIN = 1.1  # times less memory; with less than that nobody would change a line of code
+LITTLE = 1.02  # with less than that two figures are the same
+CHECKPOINTING, EAGER = "gradient checkpointing", "eager"
+NOTHING = "nothing streams"
+IN_CHUNKS = "with the loss in chunks"
+CHUNKED = f"{CHECKPOINTING} {IN_CHUNKS}"  # logits never exist for all rows
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step takes by one way of running it; both steps of a comparison count the same bytes. FLOPs may be unknown."""
+
+    way: str
+    peak_bytes: int
+    flops: int | None = None
+
+
+def verdict(
+    ours: StepCost,
+    others: Sequence[StepCost],
+    why_whole: str | None = None,
+    gains_from: int | None = None,
+    counted: str = "memory",
+) -> str:
+    """One sentence: how much less memory a step takes than the first of `others`, and how many of its FLOPs; also how much less
+    than checkpointing with the loss in chunks, where that is among them. It is made of these figures alone.
+
+    `counted` says which memory that is.
+
+    `why_whole` says why nothing streams, where nothing does. `gains_from` is a length at which there is a gain, None where nobody
+    knows one.
+
+    >>> checkpointing = Taken("gradient checkpointing", 42 << 30, 100)
+    >>> verdict(Taken("streambp", 10 << 30, 92), [checkpointing])
+    '4.2 times less memory than gradient checkpointing, 0.92 of its FLOPs'
+    >>> verdict(Taken("streambp", 10 << 30, 92), [checkpointing, Taken(CHUNKED, 15 << 30)])
+    '4.2 times less memory than gradient checkpointing (1.5 times with the loss in chunks), 0.92 of its FLOPs'
+    >>> verdict(Taken("streambp", 42 << 30), [checkpointing], gains_from=2100)
+    'no gain over gradient checkpointing at this length; from about 2,100 tokens on'
+    >>> verdict(Taken("streambp", 40 << 30, 75), [checkpointing])
+    'little gain over gradient checkpointing at this length: 0.95 of its memory, 0.75 of its FLOPs'
+    >>> verdict(Taken("streambp", 84 << 30), [checkpointing])
+    '2.0 times as much memory as gradient checkpointing at this length'
+    >>> verdict(Taken("streambp", 21 << 30), [checkpointing], "no rule")
+    '2.0 times less memory than gradient checkpointing, though nothing streams, because no rule'
+    >>> verdict(Taken("streambp", 42 << 30), [checkpointing], "no rule")
+    'no gain: nothing streams, because no rule'
+    >>> verdict(Taken("streambp", 1 << 30), [])
+    'compared with nothing: no other way was followed'
+    """
+    if not others:
+        return f"{NOTHING}, because {why_whole}" if why_whole is not None else "compared with nothing: no other way was followed"
+    other = others[0]
+    less, more = ratio(other.peak_bytes, ours.peak_bytes), ratio(ours.peak_bytes, other.peak_bytes)
+    if less >= GAIN:
+        though = "" if why_whole is None else f", though {NOTHING}, because {why_whole}"
+        return f"{times(less)} less {counted} than {other.way}{_in_chunks(ours, others)}{_flops(ours, other)}{though}"
+    if why_whole is not None and less < LITTLE:
+        found = "no gain" if more < GAIN else f"{times(more)} as much {counted} as {other.way}"
+        return f"{found}: {NOTHING}, because {why_whole}"
+    if more >= GAIN:
+        found = f"{times(more)} as much {counted} as {other.way} at this length"
+    else:
+        found = f"{'little' if less >= LITTLE else 'no'} gain over {other.way} at this length{_beside(ours, other)}"
+    later = "" if gains_from is None else f"; from about {gains_from:,} tokens on"
+    return f"{found}{'' if why_whole is None else f'; {NOTHING}, because {why_whole}'}{later}"
+
+
+def verdict_within(budget: int, ours: StepCost, others: Sequence[StepCost], why_whole: str | None = None) -> str:
+    """The same where so many bytes may be taken, and are made use of: what matters is what fits, and what it costs.
+
+    >>> ours, checkpointing = Taken("streambp", 78 << 30, 78), Taken("gradient checkpointing", 131 << 30, 100)
+    >>> verdict_within(80 << 30, ours, [checkpointing])
+    'fits into 80.0 GiB; gradient checkpointing takes 131.0 GiB'
+    >>> verdict_within(160 << 30, ours, [checkpointing])
+    'fits into 160.0 GiB with 0.78 of the FLOPs of gradient checkpointing, which fits, too'
+    >>> verdict_within(70 << 30, ours, [checkpointing], "no rule")
+    'does not fit into 70.0 GiB: nothing streams, because no rule; gradient checkpointing takes 131.0 GiB'
+    """
+    fits = f"fits into {in_bytes(budget)}" if ours.peak_bytes <= budget else f"does not fit into {in_bytes(budget)}"
+    fits += "" if why_whole is None else f": {NOTHING}, because {why_whole}"
+    if not others:
+        return fits
+    other = others[0]
+    if other.peak_bytes > budget or ours.peak_bytes > budget:
+        return f"{fits}; {other.way} takes {in_bytes(other.peak_bytes)}"
+    if why_whole is not None or not ours.flops or not other.flops:
+        return f"{fits}{';' if why_whole else ','} {f'{other.way} fits, too' if why_whole else f'as does {other.way}'}"
+    return f"{fits} with {ours.flops / other.flops:.2f} of the FLOPs of {other.way}, which fits, too"
+
+
+def length_verdict(ours: int, others: Mapping[str, int]) -> str:
+    """How much longer sequences are than the longest of the first of `others`, which is 0 where not even a short one fits.
+
+    >>> length_verdict(559_104, {"gradient checkpointing": 65_536, "the same, loss in chunks": 131_072})
+    '8.5 times the length of gradient checkpointing: 559,104 tokens for 65,536'
+    >>> length_verdict(512, {"gradient checkpointing": 0}), length_verdict(512, {})
+    ('512 tokens fit; gradient checkpointing fits at no length', '512 tokens fit, compared with nothing')
+    """
+    for way, length in others.items():
+        if not length:
+            return f"{ours:,} tokens fit; {way} fits at no length"
+        return f"{times(ratio(ours, length))} the length of {way}: {ours:,} tokens for {length:,}"
+    return f"{ours:,} tokens fit, compared with nothing"
+
+
+def why_nothing_streams(stages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Of stages as reports list them: the first reason, where none has a loop; None where one has.
+
+    >>> why_nothing_streams([{"loops": 0, "reasons": ["no rule"]}])
+    'no rule'
+    """
+    if any(stage["loops"] for stage in stages):
+        return None
+    return next((reason for stage in stages for reason in stage["reasons"]), "nothing is computed along a sequence")
+
+
+def gains(ours: StepCost, others: Sequence[StepCost]) -> bool:
+    """Whether a verdict says that memory is saved."""
+    return bool(others) and ratio(others[0].peak_bytes, ours.peak_bytes) >= GAIN
+
+
+def ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 1.0
+
+
+def times(factor: float) -> str:
+    """
+    >>> times(4.23), times(12.3), times(250.4)
+    ('4.2 times', '12 times', '250 times')
+    """
+    return f"{factor:.1f} times" if factor < 10 else f"{factor:,.0f} times"
+
+
+def _in_chunks(ours: StepCost, others: Sequence[StepCost]) -> str:
+    found = next((other for other in others if other.way == CHUNKED), None)
+    return "" if found is None else f" ({times(ratio(found.peak_bytes, ours.peak_bytes))} {IN_CHUNKS})"
+
+
+def _flops(ours: StepCost, other: StepCost) -> str:
+    if not ours.flops or not other.flops:
+        return ""
+    return f", {ours.flops / other.flops:.2f} of its FLOPs"
+
+
+def _beside(ours: StepCost, other: StepCost) -> str:
+    """What is less than another way takes, where there is little gain in memory: that, and FLOPs."""
+    memory = ratio(ours.peak_bytes, other.peak_bytes)
+    found = [f"{memory:.2f} of its memory"] if ratio(other.peak_bytes, ours.peak_bytes) >= LITTLE else []
+    if ours.flops and other.flops and other.flops >= GAIN * ours.flops:
+        found.append(f"{ours.flops / other.flops:.2f} of its FLOPs")
+    return f": {', '.join(found)}" if found else ""

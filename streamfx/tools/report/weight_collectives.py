@@ -1,0 +1,59 @@
+"""Collectives on weights as text: what was taken off the graph, and where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.subgraph import Subgraph
+from streamfx.node_meta import VALUE
+from streamfx.tools.report.listing import ListingContext, call_text, outer_lines, shape_text
+
+
+def taken_off(facts: Facts) -> Iterator[str]:
+    """How each weight is made of its shard, and each rank's part of a gradient of the gradient."""
+    found = facts.collectives
+    if found is None:
+        yield "no collectives"
+        return
+    for weight, gather in found.gathers.items():
+        yield f"weight {weight.name} {_shape(weight)} = {_chain(gather.stretch)}"
+    trained = {position: primal for position, primal, _ in facts.joint.trained}
+    for position, stretch in found.reductions.items():
+        yield f"gradient of {trained[position].name} = {_chain(stretch)}"
+
+
+def halves_after_put_back(facts: Facts) -> Iterator[str]:
+    """Both halves, with collectives between loops."""
+    yield from _halves(facts, otherwise="no collective was taken off")
+
+
+def halves_after_buckets(facts: Facts) -> Iterator[str]:
+    """Both halves, with those collectives as one that stand between the same loops."""
+    yield from _halves(facts, otherwise="no collectives run as one")
+
+
+def _halves(facts: Facts, otherwise: str) -> Iterator[str]:
+    """Both halves of a program that ranks run together; `otherwise` is said of a graph without collectives on weights."""
+    if facts.collectives is None:
+        yield otherwise
+        return
+    if facts.program is None:
+        return
+    values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
+    yield from outer_lines(facts.program, ListingContext({}, {id(node.meta[VALUE]): node.name for node in values}))
+
+
+def _chain(stretch: Subgraph) -> str:
+    """The operators, each in brackets around the one before."""
+    text = {stretch.source: f"{stretch.source.name} {_shape(stretch.source)}"}
+    for node in stretch.nodes:
+        text[node] = call_text(node, text.__getitem__)
+    return text[stretch.end]
+
+
+def _shape(node: fx.Node) -> str:
+    return shape_text(node.meta[VALUE])
