@@ -66,7 +66,7 @@ def test_decoders(make: Callable[[], nn.Module], forms: dict[Any, list[Form]], c
 @pytest.mark.parametrize(
     ("place", "error", "text"),
     [
-        ("compile_for_sizes", RuntimeError("no compiler here"), "no compiler here"),
+        ("compile_for_sizes", InductorFailed("no compiler here"), "no compiler here"),
         ("shapes_for", KeyError(1024), "streamfx failed (KeyError: 1024; please report this)"),
     ],
 )

@@ -88,7 +88,7 @@ def test_a_whole_step_is_seen() -> None:
     assert {VOCABULARY, INNER} <= {size for shape in shapes_of("opt", ROWS) for size in shape}
 
 
-@pytest.mark.parametrize("name", only(["gpt_oss"], ALL))
+@pytest.mark.parametrize("name", only(["falcon"], ALL))
 def test_nothing_is_made_in_one_piece_and_live_bytes_fall_with_the_chunk_size(name: str) -> None:
     assert not shapes_of(name, 5), "made in one piece"
     model, given = case(name)

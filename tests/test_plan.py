@@ -15,7 +15,6 @@ from torch import nn
 import streamfx
 from streamfx.cli import main
 from streamfx.inspection.layers import first_layers
-from streamfx.planner import devices
 from streamfx.planner.models import built, configuration
 from streamfx.planner.names import builtin_names
 
@@ -203,10 +202,3 @@ def test_keys_that_are_nearly_known_are_refused(given: dict[str, Any], key: str,
     for source in (given, str(tmp_path)):
         with pytest.raises(streamfx.PlanError, match=f"does not know\n.*found '{key}'\n.*did you mean '{meant}'"):
             configuration(source)
-
-
-def test_the_first_run_on_a_device_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, lengths = [0.0], iter((1.0, 5.0, 4.0, 6.0, 7.0))
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    assert devices._seconds(lambda: now.append(now.pop() + next(lengths)), torch.device("cpu")) == 4
-    assert next(lengths, None) is None

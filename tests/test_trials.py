@@ -130,3 +130,12 @@ def test_a_file_of_somebody_else_is_no_answer(text: str, card: Path) -> None:
     card.write_text(text)
     assert even(torch.device("cuda"), 4)
     assert [Outcome(*item) for item in json.loads(card.read_text()).values()] == [(True, "", True)]
+
+
+def test_a_user_without_a_home_keeps_nothing(card: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert even(torch.device("cuda"), 4) and trials._kept() == {}
