@@ -89,7 +89,7 @@ class GivenNumber(nn.Module):
         self.table, self.mask = nn.Parameter(torch.randn(11, 8)), nn.Buffer(torch.ones(40, 40).tril())
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        return self.down(attended(self.program(self, self.up(x), number))).sin().square().mean()  # type: ignore[no-any-return]
+        return self.down(attended(self.program(self, self.up(x), number))).sin().square().mean()
 
 
 def attended(x: Tensor, mask: Tensor | None = None, **more: Any) -> Tensor:

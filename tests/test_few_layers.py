@@ -55,7 +55,7 @@ class Layer(nn.Module):
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=masks[self.window])
         mixed = mixed.transpose(1, 2).flatten(-2)
         if does.startswith("back"):
-            mixed = OwnBackward.apply(mixed, does == "back more")  # type: ignore[no-untyped-call]
+            mixed = OwnBackward.apply(mixed, does == "back more")
         return x + self.out({"more": torch.cos, "draws": F.dropout}.get(does, lambda y: y)(mixed))
 
 

@@ -33,13 +33,13 @@ class Decoder(nn.Module):
 
     def layer(self, x: Tensor) -> Tensor:
         q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
-        return self.block(self, x, F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])  # type: ignore[no-any-return]
+        return self.block(self, x, F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
 
     def hidden(self, ids: Tensor) -> Tensor:
         return self.layer(self.embed(ids))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(F.layer_norm(self.hidden(ids), (WIDTH,)))  # type: ignore[no-any-return]
+        return self.head(F.layer_norm(self.hidden(ids), (WIDTH,)))
 
 
 BLOCKS: dict[str, Callable[[Decoder, Tensor, Tensor], Tensor]] = {

@@ -192,7 +192,7 @@ def test_from_where_on_there_is_a_gain_does_not_depend_on_the_length_that_was_as
 
         def noted(length: int, peaks: Any = peaks, traced: list[int] = traced) -> tuple[int, int]:
             traced.append(length)
-            return peaks(length)  # type: ignore[no-any-return]
+            return peaks(length)
 
         found = set()
         for length in {3, 17, 64, 250, 1024, 4500, 15_000, 16_000, 65_536, bend - 1}:

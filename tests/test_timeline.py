@@ -102,7 +102,12 @@ def test_equal_layers_are_drawn_though_one_of_them_ran(monkeypatch: pytest.Monke
     """What is known of one is drawn for the others, at their own times."""
     drawn: list[int] = []
     of_all = SampledLoop._curve_of_all
-    monkeypatch.setattr(SampledLoop, "_curve_of_all", lambda *given: drawn.append(1) or of_all(*given))
+
+    def noted(*given: Any) -> Any:
+        drawn.append(1)
+        return of_all(*given)
+
+    monkeypatch.setattr(SampledLoop, "_curve_of_all", noted)
     ids = tokens(2, 40)
     ours = streamfx.explain(Small(6), ids, ids, options={"chunk_size": 4, "loss_chunk_size": 4}).timeline.ours
     assert len(drawn) < len(ours.loops)
