@@ -147,7 +147,7 @@ def test_numbers_that_follow_from_sizes_or_are_given(name: str) -> None:
     model, backend = GivenNumber(program).double(), recorder(bodies="eager", chunk_size=5)
     call = torch.compile(model, backend=backend, dynamic=True)
     for length, number in ((13, 5), (21, 7), (14, 7))[: 3 if name == "a mask that changes" else 2]:
-        x, how = torch.randn(2, length, 8, dtype=torch.float64), {"allow_unused": True, "materialize_grads": True}
+        x, how = torch.randn(2, length, 8, dtype=torch.float64), dict[str, Any](allow_unused=True, materialize_grads=True)
         found, truth = (torch.autograd.grad(run(x, number), [*model.parameters()], **how) for run in (call, model))
         torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
         model.mask[3, 7] = 1

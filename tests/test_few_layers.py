@@ -56,7 +56,8 @@ class Layer(nn.Module):
         mixed = mixed.transpose(1, 2).flatten(-2)
         if does.startswith("back"):
             mixed = OwnBackward.apply(mixed, does == "back more")
-        return x + self.out({"more": torch.cos, "draws": F.dropout}.get(does, lambda y: y)(mixed))
+        then: dict[str, Callable[[Tensor], Tensor]] = {"more": torch.cos, "draws": F.dropout}
+        return x + self.out(then.get(does, lambda y: y)(mixed))
 
 
 class Stack(nn.Module):
@@ -115,11 +116,11 @@ MORE, MORE_BACKWARD = [*[""] * 5, "more", *[""] * 3], [*["back"] * 4, "back more
 )
 def test_few_layers_cost_what_all_cost(make: Callable[[], Stack], stand: bool) -> None:
     """With checkpoints around them, too; all are run where few do not stand for them."""
-    model = make()
-    mode, faker = faker_of(model, (), {"ids": ids()})
+    model, inputs = make(), {"ids": ids()}
+    mode, faker = faker_of(model, (), inputs)
     for around in (None, checkpointed):
         with accepting_real(mode), mode:
-            call, every = (EagerCall(model, (), {"ids": ids()}, faker) for _ in range(2))
+            call, every = (EagerCall(model, (), inputs, faker) for _ in range(2))
             every.__dict__["alike"] = None
             found, whole = call.cost(around), every.cost(around)
         assert (call.alike is not None) == stand
@@ -182,7 +183,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [(in_turn, {"save": "inputs", "keep_every": 3}), (lambda: frozen(stack()), {"memory_budget": "1MiB", "chunk_size": "auto"})],
+    [
+        (in_turn, {"save": "inputs", "keep_every": 3}),
+        (lambda: frozen(stack(*[""] * 8)), {"memory_budget": "1MiB", "chunk_size": "auto"}),
+    ],
     ids=["windows in turn", "frozen weights, within a budget"],
 )
 def test_a_plan_of_few_layers_is_that_of_all(make: Callable[[], Stack], options: dict[str, Any], watched: Watched) -> None:

@@ -172,7 +172,7 @@ def test_the_smallest_plan_that_is_named_is_taken() -> None:
 def test_no_product_more_than_with_checkpoints(make: Callable[[], Any]) -> None:
     """A model that returns its logits beside the loss: the head's forward and backward half are one loop."""
     ids, chunks = torch.randint(0, hf.VOCABULARY, (2, 24)), {"chunk_size": 6, "loss_chunk_size": 6}
-    model = hf.deep(make, 2)
+    model: Any = hf.deep(make, 2)
     run = torch.compile(model, backend="streambp", options=dict(chunks))
     ours = products(lambda: run(input_ids=ids, labels=ids).loss)
     stages = streamfx.explain(model, input_ids=ids, labels=ids, options=chunks).summary()["stages"]

@@ -100,7 +100,9 @@ def test_each_moment_is_asked_where_it_would_reach_the_limit() -> None:
 
 def test_few_layers_show_how_the_work_on_a_chunk_grows() -> None:
     step = Stepped()
-    best = largest(step, Limits(500_000), {}, 1000, LENGTH, 9, lambda *of: growth_of(*of, step.at(of[-1], 1)))
+    best = largest(
+        step, Limits(500_000), {}, 1000, LENGTH, 9, lambda size, found, far: growth_of(size, found, far, step.at(far, 1))
+    )
     assert best is not None and 0.99 * 449_000 / 6 < best[0] <= 449_000 / 6
     assert len(step.traced) == 2
 

@@ -166,7 +166,7 @@ def test_printed_bodies_compute_what_loops_do(example: str, monkeypatch: pytest.
     monkeypatch.setattr(Loop, "runner", runner)
     model, given = EXAMPLES[example].model(), EXAMPLES[example].arguments()
     arguments = [value.requires_grad_() if value.is_floating_point() else value for value in given]
-    options = {"bodies": "eager", "chunk_size": 3, "loss_chunk_size": 2}
+    options: dict[str, Any] = {"bodies": "eager", "chunk_size": 3, "loss_chunk_size": 2}
     results = torch.compile(model, backend="streambp", options=options)(*arguments)
     torch.stack([value.sum() for value in (results if isinstance(results, tuple) else (results,))]).sum().backward()
     assert any("forward" in name for name in seen) and any("backward" in name for name in seen)
