@@ -89,8 +89,13 @@ def test_a_whole_step_is_seen() -> None:
 
 
 @pytest.mark.parametrize("name", only(["falcon"], ALL))
-def test_nothing_is_made_in_one_piece_and_live_bytes_fall_with_the_chunk_size(name: str) -> None:
+def test_nothing_is_made_in_one_piece(name: str) -> None:
     assert not shapes_of(name, 5), "made in one piece"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ALL)
+def test_live_bytes_fall_with_the_chunk_size(name: str) -> None:
     model, given = case(name)
     peaks = []
     for chunk in (ROWS, 16, 4):

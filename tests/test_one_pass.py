@@ -168,12 +168,13 @@ def test_the_smallest_plan_that_is_named_is_taken() -> None:
     check_steps(in_turn((4, 256)), memory_budget=int(found.value.smallest * 1.01))
 
 
-@pytest.mark.parametrize("make", [hf.llama, hf.gemma2], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", only([hf.llama], [hf.llama, hf.gemma2]), ids=lambda make: make.__name__)
 def test_no_product_more_than_with_checkpoints(make: Callable[[], Any]) -> None:
     """A model that returns its logits beside the loss: the head's forward and backward half are one loop."""
-    ids, chunks = torch.randint(0, hf.VOCABULARY, (2, 24)), {"chunk_size": 6, "loss_chunk_size": 6}
+    ids, chunks = torch.randint(0, hf.VOCABULARY, (2, 24)), {"chunk_size": 6, "loss_chunk_size": 6, "keep_every": 1}
     model: Any = hf.deep(make, 2)
     run = torch.compile(model, backend="streambp", options=dict(chunks))
+    run(input_ids=ids, labels=ids).loss.backward()  # compiles
     ours = products(lambda: run(input_ids=ids, labels=ids).loss)
     stages = streamfx.explain(model, input_ids=ids, labels=ids, options=chunks).summary()["stages"]
     assert (stages[-1]["kind"], stages[-1]["loops"]) == ("streamed", 1)

@@ -214,6 +214,7 @@ def test_within_a_budget_the_verdict_is_what_fits() -> None:
     assert not waiting.summary()["fits"] and "do not fit into the 1 bytes of the host" in waiting.verdict
 
 
+@pytest.mark.long
 def test_the_longest_lengths_of_other_ways_were_traced_and_fit() -> None:
     budget = 24 << 20
     report = streamfx.plan(TINY, memory=budget, max_length=True, seq=256)
