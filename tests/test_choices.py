@@ -112,18 +112,6 @@ def test_work_takes_a_stated_share(length: int, row_bytes: int, stream_bytes: in
     assert rows * row_bytes <= max(least, min(worthwhile * row_bytes, share)) / NEAR[0] + TILE * row_bytes
 
 
-def test_rows_of_a_large_model() -> None:
-    """Qwen3-8B at 8,192 tokens, as traced for an H100: chunks of 144 rows would move totals 57 times."""
-    layers = AutoChunk(row_bytes=476936, stream_bytes=8192, worthwhile=8192, held=32763007236, cuts=37)
-    head = AutoChunk(row_bytes=1089374, stream_bytes=8192, worthwhile=5593, held=32763007236, cuts=37, enough=2048)
-    assert layers.rows(8192, 476936, 8192) == 8192  # one chunk, whose sums need no totals
-    assert layers.rows(16384, 476936, 8192) == 4096
-    assert head.rows(8192, 1089374, 8192) == 2048
-    spelled_out = AutoChunk(row_bytes=100 << 20, stream_bytes=8192, worthwhile=8192, enough=2048)  # scores of all keys in a row
-    assert spelled_out.rows(8192, 100 << 20, 8192) == 64  # and not 2,048
-    assert AutoChunk(476936, 8192).rows(8192, 476936, 8192) == 128
-
-
 def test_totals_are_worth_rows(trained: Facts) -> None:
     """Totals take a small share of the time of products; frozen weights have none, and a faster device wants more rows."""
     stage, frozen = layer(trained), facts_of("mlp", "self_attn")
