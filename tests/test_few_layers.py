@@ -203,7 +203,7 @@ def test_a_plan_of_few_layers_is_that_of_all(make: Callable[[], Stack], options:
 @pytest.mark.parametrize(
     ("does", "how"),
     [(MORE, {}), (MORE_BACKWARD, {}), ((), {"skips": True}), ((), {"reads_all": True})],
-    ids=["", "", "skips", "all"],
+    ids=["one", "backward", "skips", "reads all"],
 )
 def test_all_layers_are_traced_where_few_do_not_stand_for_them(does: list[str], how: dict[str, Any], watched: Watched) -> None:
     """Whatever was said of the layers."""
