@@ -134,7 +134,7 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of steps that are too short look for no length that gains: `tests/test_plan_verdict.py` sees that they do."""
+    """Plans of steps that are too short look for no length that gains: `tests/test_plan_search.py` sees that they do."""
     monkeypatch.setattr("streamfx.planner.step.gains_from", lambda *_: None)
 
 

@@ -217,7 +217,7 @@ DYNAMIC = (
         SIZES,
         "return kinds.get(type(size), int)",
         "return int",
-        ("test_host_work.py::test_numbers_that_follow_from_sizes_need_not_be_whole",),
+        ("test_bodies.py::test_numbers_that_follow_from_sizes_need_not_be_whole",),
     ),
     Mutation(
         "sizes",
@@ -225,7 +225,7 @@ DYNAMIC = (
         "streamfx/runtime/loop_code.py",
         'return Code(text) if text.isidentifier() or text.removeprefix("-").isdigit() else self.size(argument)',
         "return Code(text)",
-        ("test_host_work.py::test_sizes_are_written_as_they_are_computed",),
+        ("test_bodies.py::test_sizes_are_written_as_they_are_computed",),
     ),
     Mutation(
         "sizes",

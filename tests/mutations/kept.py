@@ -66,7 +66,7 @@ STATE = (
         "streamfx/runtime/outer.py",
         "        if isinstance(value, Tensor) and id(value) not in others:\n",
         "        if False:\n",
-        ("test_host_work.py::test_a_step_with_a_mask_of_data_waits_once",),
+        ("test_bodies.py::test_a_step_with_a_mask_of_data_waits_once",),
     ),
     Mutation(
         "5",

@@ -252,7 +252,7 @@ SEGMENTS = (
         "streamfx/runtime/segments.py",
         f"{LIE}{PREPARED}several)",
         f"{LIE.replace(', value.stride()', '')}{PREPARED}several)",
-        ("test_host_work.py::test_inputs_that_lie_otherwise_take_other_code",),
+        ("test_bodies.py::test_inputs_that_lie_otherwise_take_other_code",),
     ),
     Mutation(
         "segments",
@@ -268,7 +268,7 @@ SEGMENTS = (
         FORMS,
         "kinds.append((value.dtype, value.device, value.dim()))",
         "kinds.append((value.device, value.dim()))",
-        ("test_host_work.py::test_inputs_that_lie_otherwise_take_other_code",),
+        ("test_bodies.py::test_inputs_that_lie_otherwise_take_other_code",),
     ),
     Mutation(
         "segments",
@@ -276,7 +276,7 @@ SEGMENTS = (
         FORMS,
         "            numbers += strides_of(value)\n",
         "            numbers += strides_of(value.contiguous())\n",
-        ("test_host_work.py::test_inputs_that_lie_otherwise_take_other_code",),
+        ("test_bodies.py::test_inputs_that_lie_otherwise_take_other_code",),
     ),
     Mutation(
         "segments",

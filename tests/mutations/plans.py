@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.row import Mutation
 
 ANALYSED, SEARCH = "streamfx/inspection/analysed.py", "test_plan_search.py"
-TOLD = "test_analysed_layers.py::test_few_layers_tell_what_is_found_in_all"
+TOLD = "test_few_layers.py::test_few_layers_tell_what_is_found_in_all"
 ONE_PIECE, NEVER_MORE = "passes/partition/in_one_piece.py", "test_never_more.py::test_what_any_run_in_one_piece_holds"
 NO_MORE = "test_never_more.py::test_no_more_than_without"
 
@@ -32,7 +32,7 @@ ROWS = (
         ANALYSED,
         "            if _found_of(before, facts) != _found_of(after, facts):\n",
         "            if _found_of(before, facts) is None:\n",
-        ("test_analysed_layers.py::test_periods_of_which_something_else_is_found_tell_nothing",),
+        ("test_few_layers.py::test_periods_of_which_something_else_is_found_tell_nothing",),
     ),
     Mutation(
         "plans",
@@ -40,7 +40,7 @@ ROWS = (
         ANALYSED,
         "    if _voted(facts.axes) != {facts.axes.sequence.main} or not is_unanimous(facts):\n",
         "    if not is_unanimous(facts):\n",
-        ("test_analysed_layers.py::test_what_belongs_to_a_graph_as_a_whole_is_looked_for_in_all",),
+        ("test_few_layers.py::test_what_belongs_to_a_graph_as_a_whole_is_looked_for_in_all",),
     ),
     Mutation(
         "plans",

@@ -27,7 +27,7 @@ ROWS = (
         "streamfx/cost/curve.py",
         "for pick in (max, min))",
         "for pick in (min,))",
-        ("test_timeline.py::test_shortened_curves_keep_what_stands_out",),
+        ("test_timeline.py::test_curves_are_shortened_and_chunks_grouped",),
     ),
     Mutation(
         "reports",
@@ -107,7 +107,7 @@ ROWS = (
         "streamfx/report/bodies.py",
         'node.op in ("get_attr", "call_module")',
         'node.op == "get_attr"',
-        ("test_bodies_as_python.py::test_printed_bodies_compute_what_loops_do",),
+        ("test_timeline.py::test_printed_bodies_compute_what_loops_do",),
     ),
     Mutation(
         "reports",
@@ -115,7 +115,7 @@ ROWS = (
         "streamfx/inspection/all_layers.py",
         "        number += place.beside\n",
         "",
-        ("test_plans_of_few_layers.py::test_a_plan_of_few_layers_is_that_of_all",),
+        ("test_few_layers.py::test_a_plan_of_few_layers_is_that_of_all",),
     ),
     Mutation(
         "reports",
@@ -123,7 +123,7 @@ ROWS = (
         "streamfx/inspection/all_layers.py",
         "            twins[id(value)] = fake_twin(value)\n",
         "            twins[id(value)] = value\n",
-        ("test_plans_of_few_layers.py::test_a_plan_of_few_layers_is_that_of_all",),
+        ("test_few_layers.py::test_a_plan_of_few_layers_is_that_of_all",),
     ),
     Mutation(
         "reports",
@@ -131,6 +131,6 @@ ROWS = (
         "streamfx/inspection/same_layers.py",
         "    return all(every.stretches[i] == few.stretches[place] for i, place in enumerate(order))\n",
         "    return True\n",
-        ("test_plans_of_few_layers.py::test_all_layers_are_traced_where_few_do_not_stand_for_them",),
+        ("test_few_layers.py::test_all_layers_are_traced_where_few_do_not_stand_for_them",),
     ),
 )

@@ -20,8 +20,8 @@ ROWS = (
         "        at = named(high, multiple)\n",
         "        at = length * named(high, multiple)\n",
         (
-            "test_plan_verdict.py::test_a_plan_names_the_same_length_whatever_was_asked_for",
-            "test_plan_verdict.py::test_from_where_on_there_is_a_gain_does_not_depend_on_the_length_that_was_asked_for",
+            "test_plan_search.py::test_a_plan_names_the_same_length_whatever_was_asked_for",
+            "test_plan_search.py::test_from_where_on_there_is_a_gain_does_not_depend_on_the_length_that_was_asked_for",
         ),
     ),
     Mutation(
@@ -38,7 +38,7 @@ ROWS = (
         "streamfx/planner/step.py",
         "            found = replace(found, batch=batch)\n",
         "            pass\n",
-        ("test_plan_given.py::test_inputs_of_a_models_own_are_as_many_as_was_asked_for",),
+        ("test_plan.py::test_inputs_of_a_models_own_are_as_many_as_was_asked_for",),
     ),
     Mutation(
         "told",
@@ -54,7 +54,7 @@ ROWS = (
         "streamfx/planner/misspelt.py",
         "            yield from misspelt_in(value, own)\n",
         "            pass\n",
-        ("test_plan_given.py::test_keys_that_are_nearly_known_are_refused",),
+        ("test_plan.py::test_keys_that_are_nearly_known_are_refused",),
     ),
     Mutation(
         "told",
@@ -62,7 +62,7 @@ ROWS = (
         "streamfx/planner/misspelt.py",
         "key not in known and (meant := _meant(key, missing))",
         "key not in known and (meant := None)",
-        ("test_plan_given.py::test_keys_that_are_nearly_known_are_refused",),
+        ("test_plan.py::test_keys_that_are_nearly_known_are_refused",),
     ),
     Mutation(
         "told",
@@ -158,7 +158,7 @@ ROWS = (
         "streamfx/report/reasons.py",
         "    if _is_single_row(facts):\n",
         "    if False:\n",
-        ("test_given.py::test_a_single_row_is_named_as_what_it_is",),
+        ("test_comparisons.py::test_a_single_row_is_named_as_what_it_is",),
     ),
     Mutation(
         "told",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.row import Mutation
 
 COST, REPORT, OVERLAP = "streamfx/cost/wire.py", "streamfx/report/wire.py", "streamfx/planner/overlap.py"
-BETWEEN, TERMS = "streamfx/cost/between.py", ("test_plan_context.py::test_what_lies_between_loops_has_terms_of_its_own",)
+BETWEEN, TERMS = "streamfx/cost/between.py", ("test_plan_sharded.py::test_what_lies_between_loops_has_terms_of_its_own",)
 CALL, STEP = "test_wire.py::test_bytes_of_a_call", "test_wire.py::test_wire"
 
 ROWS = (
@@ -72,7 +72,7 @@ ROWS = (
         "streamfx/cost/handed_over.py",
         "if number >= handed.first:",
         "if number + 1 >= len(handed.stretches):",
-        ("test_plan_updates.py::test_the_peak_is_that_of_a_run",),
+        ("test_plan_sharded.py::test_the_peak_is_that_of_a_run",),
     ),
     Mutation(
         "wire",
