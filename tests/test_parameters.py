@@ -1,85 +1,130 @@
-"""Promise one, under what is done to parameters and buffers: freezing, adapting, tying, sharing, writing to them."""
+"""Promise one, under what is done to parameters, buffers and autograd: freezing, tying, checkpoints, backwards of one's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
 from tests.support.spread import only
-from tests.support.twins import LENGTH, batch, compiled, same_gradients, twins
+from tests.support.twins import LENGTH, batch, compiled, same_gradients, same_step, twins
 
 
-def test_frozen_parameters() -> None:
-    model = decoders.made(decoders.Plain)
+class Checkpointed(decoders.Plain):
+    reentrant = True
+
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        for i in range(2):
+            x = checkpoint(self.layer, x, i, use_reentrant=self.reentrant)  # type: ignore[assignment]
+        return self.norms[-1](x)
+
+    def layer(self, x: Tensor, i: int) -> Tensor:
+        x = x + self.attend[i](self.norms[2 * i](x))
+        return x + self.mlp[i](self.norms[2 * i + 1](x))
+
+
+class NotReentrant(Checkpointed):
+    reentrant = False
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator: its own backward is the truth, not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+class Quantised(decoders.Plain):
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        return super().hidden(Rounded.apply(x))
+
+
+class Detached(decoders.Plain):
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        return super().hidden(x) + super().hidden(x.detach() * 2)
+
+
+class LowRank(nn.Module):
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.down, self.up = inner, nn.Linear(inner.in_features, 2), nn.Linear(2, inner.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x)) * 0.5
+
+
+def adapted() -> nn.Module:
+    model = decoders.Plain().requires_grad_(False)
+    for attend in model.attend:
+        attend.q, attend.v = LowRank(attend.q), LowRank(attend.v)  # type: ignore[arg-type]
+    return model
+
+
+def frozen() -> nn.Module:
+    model = decoders.Plain()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" not in name and "embed" not in name)
-    report = compare(model, batch(), attention={"causal"}, also=(1, 16))
-    assert report.errors
+    return model
 
 
-def test_only_low_rank_adapters_are_trained() -> None:
-    class Adapted(nn.Module):
-        def __init__(self, inner: nn.Linear) -> None:
-            super().__init__()
-            self.inner = inner
-            self.down, self.up = nn.Linear(inner.in_features, 2, bias=False), nn.Linear(2, inner.out_features, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x) + self.up(self.down(x)) * 0.5
-
-    model = decoders.made(decoders.Plain).requires_grad_(False)
-    for attend in model.attend:  # type: ignore[union-attr]
-        attend.q, attend.v = Adapted(attend.q).double(), Adapted(attend.v).double()  # type: ignore[union-attr]
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert len(trained) == 8
-    compare(model, batch(), attention={"causal"}, also=(1, 16))
+def tied() -> nn.Module:
+    model = decoders.Plain()
+    model.head.weight = model.embed.weight
+    return model
 
 
-def test_tied_weights() -> None:
-    class Tied(decoders.Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head.weight = self.embed.weight
-
-    compare(decoders.made(Tied), batch(), attention={"causal"}, also=(1, 16))
+def used_twice() -> nn.Module:
+    model = decoders.Plain()
+    model.attend[1], model.mlp[1] = model.attend[0], model.mlp[0]
+    return model
 
 
-def test_a_layer_used_twice() -> None:
-    class Shared(decoders.Plain):
-        def __init__(self) -> None:
-            super().__init__(2)
-            self.attend[1], self.mlp[1] = self.attend[0], self.mlp[0]
-
-    compare(decoders.made(Shared), batch(), attention={"causal"}, also=(1, 16))
+def with_one_unused() -> nn.Module:
+    model = decoders.Plain()
+    model.spare = nn.Parameter(torch.ones(3))
+    return model
 
 
-def test_an_unused_parameter_keeps_no_gradient() -> None:
-    class Spare(decoders.Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare = nn.Parameter(torch.ones(3))
-
-    compare(decoders.made(Spare), batch(), attention={"causal"})
-
-
-def test_requires_grad_toggled_between_steps() -> None:
-    own, eager = twins()
-    function, _ = compiled(own)
-    for trained in (True, False, True):
-        for model in (own, eager):
-            model.zero_grad(set_to_none=True)
-            model.mlp.requires_grad_(trained)  # type: ignore[operator,union-attr]
-        function(**batch()).backward()
-        eager(**batch()).backward()
-        same_gradients(own, eager, f"trained: {trained}")
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "reentrant checkpoints": Checkpointed,
+    "checkpoints": NotReentrant,
+    "a backward of its own": Quantised,
+    "a detached branch": lambda: Detached(1),
+    "adapters alone are trained": adapted,
+    "frozen parameters": frozen,
+    "tied weights": tied,
+    "layers used twice": used_twice,
+    "a parameter that is not used": with_one_unused,
+}
+EVERY_TIME = ["reentrant checkpoints", "a backward of its own", "adapters alone are trained"]
 
 
-@pytest.mark.parametrize("attention", only(["eager"], ["sdpa", "eager"]))
+@pytest.mark.parametrize("name", only(EVERY_TIME, MODELS))
+def test_gradients_are_those_of_eager(name: str) -> None:
+    compare(decoders.made(MODELS[name]), batch(), also=(1, 16), attention={"causal"})
+
+
+@pytest.mark.long
+def test_checkpointing_of_a_huggingface_model() -> None:
+    model = hf.made("llama")
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    model.train()
+    compare(model, layouts.plain(layouts.tokens(hf.VOCABULARY, 2, LENGTH)), also=(1, 16), attention={"causal"})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gradients_of_inputs_embeds(attention: str) -> None:
     ids = layouts.tokens(hf.VOCABULARY, 2, LENGTH)
     embeds = torch.randn(2, LENGTH, hf.WIDTH, dtype=torch.float64, requires_grad=True)
@@ -87,24 +132,31 @@ def test_gradients_of_inputs_embeds(attention: str) -> None:
     compare(hf.made("llama", attention), {"inputs_embeds": embeds, "labels": ids}, also=(1, 16), attention={found})
 
 
-# -- buffers
+def test_requires_grad_toggled_between_steps() -> None:
+    own, eager = twins()
+    function, _ = compiled(own)
+    for trained in (True, False, True):
+        for model in (own, eager):
+            model.mlp.requires_grad_(trained)  # type: ignore[operator,union-attr]
+        same_step(function, own, eager, batch())
+
+
+class Counting(decoders.Plain):
+    """A running statistic is written in the forward pass."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(decoders.WIDTH))
+
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        out = super().hidden(x, **more)
+        self.seen.add_(out.detach().mean((0, 1)))
+        return out
 
 
 def test_a_buffer_that_is_updated() -> None:
-    """A running statistic is written in the forward pass: exact, streamed or not."""
-
-    class Counting(decoders.Plain):
-        seen: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(decoders.WIDTH))
-
-        def hidden(self, x: Tensor, **more: Any) -> Tensor:
-            out = super().hidden(x, **more)
-            self.seen.add_(out.detach().mean((0, 1)))
-            return out
-
     own, eager = twins(Counting)
     function, _ = compiled(own)
     for seed in range(2):
@@ -118,12 +170,8 @@ def test_a_mask_buffer_that_is_written_to_after_compiling() -> None:
     """The compiled graph relies on the mask that it found; a change must not be overlooked."""
     own, eager = twins(decoders.TrilBuffer)
     function, _ = compiled(own)
-    for mask in (None, torch.ones(48, 48).tril(2), torch.ones(48, 48), torch.ones(48, 48).tril()):
+    for mask in (torch.ones(48, 48).tril(), torch.ones(48, 48).tril(2), torch.ones(48, 48), torch.ones(48, 48).tril()):
         for model in (own, eager):
-            model.zero_grad()
             for attend in model.attend:  # type: ignore[union-attr]
-                if mask is not None:
-                    attend.tril.copy_(mask)  # type: ignore[union-attr,operator]
-        function(**batch()).backward()
-        eager(**batch()).backward()
-        same_gradients(own, eager)
+                attend.tril.copy_(mask)  # type: ignore[union-attr,operator]
+        same_step(function, own, eager, batch())
