@@ -16,6 +16,7 @@ Objective: TypeAlias = "Callable[[Any, Batch], Tensor]"
 
 VOCABULARY, ROWS, SEQUENCES = 2053, 29, 4  # many classes: what is small is made at once for all rows
 IGNORED = -100
+TEMPERATURE = 2.0
 SHIFTS = {"old_logps": 7.9, "reference_logps": 7.8, "advantages_per_token": 0.0, "old_values": 0.0}
 
 
@@ -112,6 +113,17 @@ def entropies(logits: Tensor) -> Tensor:
 
 def sequence_logps(logits: Tensor, batch: Batch) -> Tensor:
     return (token_logps(logits, batch["ids"]) * batch["mask"]).sum(-1)
+
+
+def ratios_to_reference(models: Models, batch: Batch) -> Tensor:
+    """Log-ratios of policy and reference, of each sequence."""
+    return sequence_logps(models.logits(batch), batch) - sequence_logps(models.reference_logits(batch), batch)
+
+
+def policy_and_teacher(models: Models, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of both for each next token."""
+    student, teacher = models.logits(batch)[:, :-1], models.teacher_logits(batch)[:, :-1]
+    return (student / TEMPERATURE).log_softmax(-1), (teacher / TEMPERATURE).log_softmax(-1)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
