@@ -1,8 +1,4 @@
-"""Deferred outputs agree with themselves: what one pass over them gives is compared with what another pass makes.
-
-A product rounds in another way where it has another number of rows. The loops that make such logits for a value, for its
-gradient, for a few rows or as a whole all cut them alike: so a maximum is found again among the logits that it is one of.
-"""
+"""Deferred outputs agree with themselves: what one pass over them gives is found again in what another pass makes."""
 
 from __future__ import annotations
 
@@ -11,48 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from streamfx.lazy import in_chunks, steps
 from streamfx.lazy.deferred import DeferredTensor
+from tests.support.spread import only
+from tests.test_uses_of_outputs import VOCABULARY, Model, made, small_values_are_large, some_ids
 
-VOCABULARY, WIDTH, LENGTH = 1500, 16, 37
-CHUNKS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 5}
-
-
-@pytest.fixture(autouse=True)
-def small_values_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "LEAST", 50_000)
-    monkeypatch.setattr(in_chunks, "_forms", {})
+__all__ = ["small_values_are_large"]
 
 
-class Model(nn.Module):
-    """A decoder, and what it returns beside its logits."""
-
-    def __init__(self, beside: Callable[[Tensor], Any] | None = None) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.mix, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.beside = beside
-
-    def forward(self, ids: Tensor) -> Any:
-        x = self.embedding(ids)
-        x = x + F.scaled_dot_product_attention(x[:, None], x[:, None], self.mix(x)[:, None], is_causal=True)[:, 0]
-        logits = self.head(F.layer_norm(x, (WIDTH,)))
-        return logits if self.beside is None else (logits, self.beside(logits))
-
-
-def some_ids(length: int = LENGTH, batch: int = 2) -> Tensor:
-    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
-
-
-def logits_of(
-    beside: Callable[[Tensor], Any] | None = None, options: dict[str, Any] = CHUNKS, **shape: int
-) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    model = Model(beside).double()
-    return model, torch.compile(model, backend="streambp", options=options)(some_ids(**shape))
+def logits_of(beside: Callable[[Tensor], Any] | None = None) -> tuple[Model, Any]:
+    model, compiled = made(beside)
+    return model, compiled(some_ids())
 
 
 def kth(logits: Tensor, k: int = 50) -> Tensor:
@@ -65,14 +32,11 @@ def nucleus(logits: Tensor, p: float = 0.9) -> Tensor:
     return ordered.gather(-1, (ordered.cumsum(-1) < p).sum(-1, keepdim=True))
 
 
-# -- what is compared: each gives a mask, whose number of hits per token is known
-
-
+# what is compared: each gives a mask, whose number of hits per token is known
 HITS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "amax": (lambda x: x == x.amax(-1, keepdim=True), 1),
     "max": (lambda x: x >= x.max(-1, keepdim=True).values, 1),
     "top-k": (lambda x: x >= kth(x), 50),
-    "top-k, the rest": (lambda x: x < kth(x), VOCABULARY - 50),
     "kthvalue": (lambda x: x <= x.kthvalue(7, -1, keepdim=True).values, 7),
     "median": (lambda x: x == x.median(-1, keepdim=True).values, 1),
     "sort": (lambda x: x >= x.sort(-1).values[..., 100:101], VOCABULARY - 100),
@@ -83,14 +47,15 @@ HITS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "two functions": (lambda x: x.topk(3).values[..., :1] == x.amax(-1, keepdim=True), 1),
     "rows, then all": (lambda x: (x == x[:, 9:10].amax(-1, keepdim=True))[:, 9:10], 1),
     "all, then a few rows": (lambda x: x[:, 9:12] == x.amax(-1, keepdim=True)[:, 9:12], 1),
-    "all, then rows": (lambda x: x[:, -1:] == x.amax(-1, keepdim=True)[:, -1:], 1),
+    "all, then the last row": (lambda x: x[:, -1:] == x.amax(-1, keepdim=True)[:, -1:], 1),
     "whole, later": (lambda x: x.amax(-1, keepdim=True).flip(1) == x.flip(1), 1),
     "through numbers": (lambda x: x == torch.tensor(x.amax(-1).tolist(), dtype=x.dtype)[..., None], 1),
 }
+EVERY_TIME = ["amax", "top-k", "kthvalue", "a probability", "rows, then all", "all, then a few rows", "whole, later"]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", HITS)
+@pytest.mark.parametrize("name", only(EVERY_TIME, HITS))
 def test_what_was_found_is_found_again(name: str) -> None:
     hits, count = HITS[name]
     _, logits = logits_of()
@@ -109,27 +74,26 @@ def test_a_use_that_streams_along_another_axis_makes_all_of_it_whole() -> None:
     assert ((logits == logits.amax(1, keepdim=True)).sum(1) == 1).all()
 
 
-def losses() -> dict[str, Callable[[Tensor], Tensor]]:
-    return {
-        "amax": lambda x: x.amax(-1).mean(),
-        "max": lambda x: x.max(-1).values.square().mean(),
-        "aminmax": lambda x: (x.amax(-1) - x.amin(-1)).mean(),
-        "margin": lambda x: F.relu(x - x.amax(-1, keepdim=True) + 0.5).sum(-1).mean(),
-        "top-k filter": lambda x: x.masked_fill(x < kth(x), float("-inf")).logsumexp(-1).mean(),
-        "top-p filter": lambda x: x.masked_fill(x.softmax(-1) < nucleus(x.detach()), float("-inf")).logsumexp(-1).mean(),
-        "clamp": lambda x: x.clamp(min=kth(x.detach())).square().mean(),
-        "maximum": lambda x: torch.maximum(x, kth(x.detach())).square().mean(),
-        "infinity norm": lambda x: x.norm(float("inf"), -1).mean(),
-    }
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda x: x.amax(-1).mean(),
+    "max": lambda x: x.max(-1).values.square().mean(),
+    "aminmax": lambda x: (x.amax(-1) - x.amin(-1)).mean(),
+    "margin": lambda x: F.relu(x - x.amax(-1, keepdim=True) + 0.5).sum(-1).mean(),
+    "top-k filter": lambda x: x.masked_fill(x < kth(x), float("-inf")).logsumexp(-1).mean(),
+    "top-p filter": lambda x: x.masked_fill(x.softmax(-1) < nucleus(x.detach()), float("-inf")).logsumexp(-1).mean(),
+    "clamp": lambda x: x.clamp(min=kth(x.detach())).square().mean(),
+    "maximum": lambda x: torch.maximum(x, kth(x.detach())).square().mean(),
+    "infinity norm": lambda x: x.norm(float("inf"), -1).mean(),
+}
 
 
-@pytest.mark.parametrize("name", losses())
+@pytest.mark.parametrize("name", only(["margin", "top-k filter"], LOSSES))
 def test_gradients_know_what_was_chosen(name: str) -> None:
     model, logits = logits_of()
     found = []
-    for made in (logits, model(some_ids())):
+    for one in (logits, model(some_ids())):
         model.zero_grad()
-        value = losses()[name](made)
+        value = LOSSES[name](one)
         value.backward()
         found.append([value.detach() * 1, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for ours, theirs in zip(*found, strict=True):
@@ -138,13 +102,11 @@ def test_gradients_know_what_was_chosen(name: str) -> None:
 
 BESIDE: dict[str, Callable[[Tensor], Any]] = {
     "maxima": lambda x: x.amax(-1),
-    "the maximum": lambda x: x.max(),
     "log-probabilities": lambda x: x.log_softmax(-1)[..., 7],
     "predictions": lambda x: x.argmax(-1),
 }
-
-
 NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the maximum": lambda x: x.max(),
     "the largest sum of a row": lambda x: x.logsumexp(-1).max(),
     "the largest log-probability": lambda x: x.log_softmax(-1).max(),
     "the sum of one element": lambda x: x[0, -1, 7].sum(),
@@ -155,26 +117,17 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_that_tells_of_one_logit(name: str) -> None:
-    """It was rounded with the rows of a loop: what it is compared with has to be, too."""
-    _, (logits, told) = logits_of(NUMBERS[name])
-    assert not isinstance(logits, DeferredTensor)
-    assert (NUMBERS[name](logits) == told).all()
-
-
-def loss_of(logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), some_ids().flatten())
-
-
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", only(["maxima", "the largest of one row"], [*BESIDE, *NUMBERS]))
 def test_what_the_model_returned_is_found_among_its_logits(name: str) -> None:
-    _, (logits, told) = logits_of(BESIDE[name])
-    assert (BESIDE[name](logits) == told).all()
+    """It was rounded with the rows of a loop: what it is compared with has to be, too."""
+    beside = {**BESIDE, **NUMBERS}[name]
+    _, (logits, told) = logits_of(beside)
+    assert name in BESIDE or not isinstance(logits, DeferredTensor)
+    assert (beside(logits) == told).all()
 
 
 def test_a_loss_tells_nothing_of_single_logits() -> None:
-    _, (logits, _) = logits_of(loss_of)
+    _, (logits, _) = logits_of(lambda logits: F.cross_entropy(logits.flatten(0, 1), some_ids().flatten()))
     assert isinstance(logits, DeferredTensor)
 
 

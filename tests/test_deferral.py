@@ -1,8 +1,9 @@
-"""The search for outputs to defer: what is rebuilt from what, which rows are known, and what is left dense."""
+"""Which outputs are deferred, what they are rebuilt from, and that they are exact under every head and for every length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from streamfx.backend import Compilation
+from streamfx.backend import Compilation, streambp
 from streamfx.errors import NotStreamed
-from streamfx.lazy import defer_outputs
+from streamfx.lazy import defer_outputs, steps
+from streamfx.lazy.deferred import DeferredTensor
 from streamfx.options import resolved
-from tests.support.heads import HEADS, Decoder, decoder, some_ids
+from tests.support.deferred import OPTIONS, assert_same, gradients, own_loss
+from tests.support.heads import HEADS, MIXED, Decoder, decoder, some_ids
+from tests.support.spread import only
 
 
 def dynamo_graph(model: nn.Module, *arguments: Any) -> fx.GraphModule:
@@ -49,73 +53,68 @@ def test_the_plan_as_text() -> None:
     assert module.print_readable(print_output=False) == before
 
 
+def recipe_of(head: Callable[..., Any]) -> Any:
+    deferral = defer_outputs(dynamo_graph(decoder(head), some_ids()))
+    return None if deferral is None else deferral.plan.recipes[0]
+
+
 @pytest.mark.parametrize(("head", "given"), [("linear", "weight, x_1"), ("low rank", "up, matmul")])
 def test_a_value_is_rebuilt_from_the_fewest_bytes(head: str, given: str) -> None:
-    deferral = defer_outputs(dynamo_graph(decoder(HEADS[head][0]), some_ids()))
-    assert deferral is not None
-    assert str(deferral.plan.recipes[0]).endswith(f"from {given}")
+    assert str(recipe_of(HEADS[head][0])).endswith(f"from {given}")
 
 
-@pytest.mark.parametrize(
-    ("head", "dims"),
-    [
-        ("linear", (0, 1, None)),
-        ("softcap", (0, 1, None)),
-        ("mask", (0, 1, None)),
-        ("log-probabilities", (0, 1, None)),
-        ("einsum", None),
-        ("less the mean over time", (0, None, None)),
-        ("a norm behind a mean over time", (0, None, None)),
-        ("less the mean of all", None),
-        ("less the mean over no dimension, which is all", None),
-        ("less the mean over sequences and time", None),
-        ("in proportion to all", None),
-        ("a scale made of rows", None),
-        ("weights made of rows", None),
-        ("all rows added", None),
-    ],
-)
-def test_rows_are_known_where_functions_work_row_by_row(head: str, dims: tuple[int | None, ...] | None) -> None:
-    deferral = defer_outputs(dynamo_graph(decoder(HEADS[head][0]), some_ids()))
-    assert deferral is not None
-    rows = deferral.plan.recipes[0].rows
-    assert (None if rows is None else rows.dims) == dims
-
-
-TRANSPOSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "T": lambda w: w.T,
-    "mT": lambda w: w.mT,
-    "H": lambda w: w.H,
-    "mH": lambda w: w.mH,
-    "t": lambda w: w.t(),
-    "torch.t": torch.t,
-    "adjoint": lambda w: w.adjoint(),
-    "torch.adjoint": torch.adjoint,
-    "transpose": lambda w: w.transpose(0, 1),
-    "swapaxes": lambda w: w.swapaxes(0, 1),
-    "permute": lambda w: w.permute(1, 0),
-    "movedim": lambda w: w.movedim(0, 1),
-    "moveaxis": lambda w: w.moveaxis(0, 1),
-    **{f"aten.{name}": getattr(torch.ops.aten, name) for name in ("numpy_T", "matrix_H", "mT", "mH", "adjoint", "t")},
-    **{f"{name}.default": getattr(torch.ops.aten, name).default for name in ("numpy_T", "matrix_H", "mT", "mH", "adjoint", "t")},
+ROWS: dict[str, tuple[int | None, ...] | None] = {
+    "softcap": (0, 1, None),
+    "mask": (0, 1, None),
+    "log-probabilities": (0, 1, None),
+    "einsum": None,
+    "less the mean over time": (0, None, None),
+    "a norm behind a mean over time": (0, None, None),
+    "less the mean of all": None,
+    "less the mean over no dimension, which is all": None,
+    "less the mean over sequences and time": None,
+    "in proportion to all": None,
+    "a scale made of rows": None,
+    "weights made of rows": None,
+    "all rows added": None,
 }
 
 
-@pytest.mark.parametrize("name", [*TRANSPOSED, "torch.linalg.matmul"])
-def test_a_head_is_found_however_its_weight_is_transposed(name: str) -> None:
+@pytest.mark.parametrize("head", ROWS)
+def test_rows_are_known_where_functions_work_row_by_row(head: str) -> None:
+    rows = recipe_of(HEADS[head][0]).rows
+    assert (None if rows is None else rows.dims) == ROWS[head]
+
+
+def attribute(name: str, weight: Tensor) -> Any:
+    return getattr(weight, name)
+
+
+def method(name: str, weight: Tensor, *dims: int) -> Any:
+    return getattr(weight, name)(*dims)
+
+
+OPERATORS = [getattr(torch.ops.aten, name) for name in ("numpy_T", "matrix_H", "mT", "mH", "adjoint", "t")]
+TRANSPOSED: list[Callable[[Tensor], Any]] = [
+    *(partial(attribute, name) for name in ("T", "mT", "H", "mH")),
+    *(partial(method, name) for name in ("t", "adjoint")),
+    *(lambda w, name=name: method(name, w, 0, 1) for name in ("transpose", "swapaxes", "movedim", "moveaxis")),
+    lambda w: w.permute(1, 0),
+    *(torch.t, torch.adjoint, *OPERATORS, *(operator.default for operator in OPERATORS)),
+]
+
+
+def test_a_head_is_found_however_its_weight_is_transposed() -> None:
     """Dynamo writes an attribute as one until torch 2.13, later as an operator."""
-    turn, product = TRANSPOSED.get(name, torch.t), torch.linalg.matmul if name == "torch.linalg.matmul" else torch.matmul
-    deferral = defer_outputs(dynamo_graph(decoder(lambda model, x, ids: product(x, turn(model.weight))), some_ids()))
-    assert deferral is not None
-    rows = deferral.plan.recipes[0].rows
-    assert rows is not None and rows.dims == (0, 1, None)
+    for turn in TRANSPOSED:
+        for product in (torch.matmul, torch.linalg.matmul) if turn is torch.t else (torch.matmul,):
+            torch._dynamo.reset()
+            rows = recipe_of(lambda model, x, ids, turn=turn, product=product: product(x, turn(model.weight))).rows
+            assert rows is not None and rows.dims == (0, 1, None), turn
 
 
 def test_small_outputs_stay_as_they_are() -> None:
-    def head(model: Decoder, x: Tensor, ids: Tensor) -> Tensor:
-        return F.linear(x, model.weight[:12])  # less than twice the width
-
-    assert defer_outputs(dynamo_graph(decoder(head), some_ids())) is None
+    assert recipe_of(lambda model, x, ids: F.linear(x, model.weight[:12])) is None  # less than twice the width
 
 
 def test_an_error_in_the_search_leaves_outputs_dense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +126,83 @@ def test_an_error_in_the_search_leaves_outputs_dense(monkeypatch: pytest.MonkeyP
     assert Compilation(module, resolved()).deferral() is None
     with pytest.raises(NotStreamed, match="KeyError: 'lost'"):
         Compilation(module, resolved({"strict": True})).deferral()
+
+
+# -- they are exact
+
+ALONE = ["linear", "weights made of rows", "all rows added", *MIXED]
+
+
+@pytest.mark.parametrize("name", only([*ALONE[:2], "less the mean over time", "a norm behind a mean over time"], ALONE))
+def test_rows_that_are_read_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of logits so large that they are never made whole, where the norm in front of the head reads other rows."""
+    monkeypatch.setattr(steps, "LEAST", 1)
+    model = decoder(HEADS[name][0])
+    for ids in (some_ids(60)[:1], some_ids(60)):
+        compiled = torch.compile(model, backend="streambp", options=OPTIONS, dynamic=False)
+        for read in (lambda logits: logits[:, -1], lambda logits: logits[:, 3:9] * 1, lambda logits: logits[-1, 5].argmax(-1)):
+            with torch.no_grad():
+                torch.testing.assert_close(read(compiled(ids)) * 1, read(model(ids)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", only(["less the largest", "less the third", "capped beside the largest", "detached"], HEADS))
+def test_heads_are_exact(name: str) -> None:
+    """Outputs, and gradients of the loss alone and of all outputs, equal eager's; as many as expected are deferred."""
+    head, number = HEADS[name]
+    model, ids = decoder(head), some_ids()
+    compiled = torch.compile(model, backend="streambp", options=OPTIONS)
+    results = []
+    for function in (compiled, model):
+        outputs = function(ids, ids)
+        if function is compiled:
+            assert sum(isinstance(output, DeferredTensor) for output in outputs) == number
+            assert outputs[-1] is outputs[1] or name != "twice the same"
+        outputs[0].backward(retain_graph=True)
+        of_loss = gradients(model)
+        weighted = [(o * torch.arange(o.numel()).view(o.shape)).sum() for o in outputs[1:] if o.requires_grad]
+        (outputs[0] + sum(weighted)).backward()
+        results.append((outputs, of_loss, gradients(model)))
+    assert_same(results[0], results[1])
+
+
+def test_views_of_one_value_share_memory() -> None:
+    with torch.no_grad():
+        model = decoder(HEADS["a view of it"][0])
+        _, logits, shifted, _ = torch.compile(model, backend="streambp", options=OPTIONS)(some_ids(), some_ids())
+        shifted[:, 0] = 7.0
+    assert isinstance(logits, DeferredTensor)
+    assert (logits[:, 0] == 7.0).all()
+
+
+def test_lengths_that_change() -> None:
+    model, compilations = decoder(), list[fx.GraphModule]()
+
+    def counted(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compilations.append(module)
+        return streambp(module, inputs, options=OPTIONS)
+
+    compiled = torch.compile(model, backend=counted)
+    for length in (11, 7, 19, 23):
+        ids, results = some_ids(length), []
+        for function in (compiled, model):
+            loss, logits = function(ids, ids)
+            (loss + own_loss(logits, ids)).backward()
+            results.append((loss, logits, gradients(model)))
+        assert_same(results[0], results[1])
+        assert isinstance(results[0][1], DeferredTensor)
+    assert len(compilations) == 2
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_of_the_call_is_that_of_the_touch(inside: bool) -> None:
+    def head(model: Decoder, x: Tensor, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside or torch.is_autocast_enabled("cpu")):
+            return torch.tanh(F.linear(x, model.weight))
+
+    model, ids = Decoder(head), some_ids()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        _, ours = torch.compile(model, backend="streambp", options=OPTIONS)(ids, ids)
+        _, theirs = model(ids, ids)
+    assert isinstance(ours, DeferredTensor)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    assert_same(ours * 1, theirs, tolerance=2e-2)

@@ -71,8 +71,9 @@ def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def yes_or_no(logits: Tensor, labels: Tensor) -> Tensor:
     """Each class is a yes or no of its own."""
-    target = (labels[..., None] == torch.arange(logits.shape[-1])).to(logits.dtype)
-    return F.binary_cross_entropy_with_logits(logits, target) + F.binary_cross_entropy(logits.sigmoid(), target)
+    compared = (labels[..., None] == torch.arange(logits.shape[-1])).to(logits.dtype)
+    target = F.one_hot(labels.clamp(min=0), logits.shape[-1]).to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, compared) + F.binary_cross_entropy(logits.sigmoid(), target)
 
 
 def to_a_constant(logits: Tensor, labels: Tensor) -> Tensor:

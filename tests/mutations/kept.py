@@ -84,7 +84,7 @@ CHANGES = (
         FINGERPRINT,
         "same = torch.equal(checksum(tensor), self.sums)",
         "same = True",
-        ("test_changed_weights.py::test_a_change_is_noticed",),
+        ("test_deferred_lifetime.py::test_a_change_is_noticed",),
     ),
     Mutation(
         "6",
