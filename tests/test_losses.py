@@ -69,11 +69,15 @@ def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(*flat(logits, labels)) + 1e-2 * picked.pow(2).mean()
 
 
-def yes_or_no(logits: Tensor, labels: Tensor) -> Tensor:
+def probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     """Each class is a yes or no of its own."""
-    compared = (labels[..., None] == torch.arange(logits.shape[-1])).to(logits.dtype)
     target = F.one_hot(labels.clamp(min=0), logits.shape[-1]).to(logits.dtype)
-    return F.binary_cross_entropy_with_logits(logits, compared) + F.binary_cross_entropy(logits.sigmoid(), target)
+    return F.binary_cross_entropy(logits.sigmoid(), target)
+
+
+def yes_or_no(logits: Tensor, labels: Tensor) -> Tensor:
+    target = (labels[..., None] == torch.arange(logits.shape[-1])).to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, target)
 
 
 def to_a_constant(logits: Tensor, labels: Tensor) -> Tensor:
@@ -112,6 +116,7 @@ LOSSES: dict[str, Loss] = {
     # of several tokens: whole chunks have no label
     "three tokens ahead": lambda x, y: F.cross_entropy(*flat(x[:, :-3], y[:, 3:])) + F.cross_entropy(*flat(x[:, :-1], y[:, 1:])),
     "shifted by padding": lambda x, y: F.cross_entropy(*flat(F.pad(x, (0, 0, 3, 0))[:, : y.shape[1]], y)),
+    "probabilities": probabilities,
     "yes or no": yes_or_no,
     "to a constant": to_a_constant,
     "two terms": lambda x, y: F.cross_entropy(*flat(x, y)) + 0.3 * F.mse_loss(x, torch.zeros_like(x)),

@@ -200,7 +200,7 @@ SHOWN = (
         "passes/codegen/rewrite.py",
         "value if strides is None else forward.laid_out(value, output, strides)",
         "value",
-        ("test_results.py::test_results_have_eagers_strides",),
+        ("test_results.py::test_views_of_any_length_show_eagers_rows",),
     ),
 )
 MARKS = (
