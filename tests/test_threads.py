@@ -6,8 +6,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,18 +21,17 @@ from tests.support.small import Padded
 from tests.support.twins import batch
 
 THREADS, CHUNKS = 4, {"chunk_size": 8, "loss_chunk_size": 8}
-REPEATS = pytest.mark.parametrize("repeats", [6, pytest.param(60, marks=pytest.mark.long)])
+Inputs = dict[str, Tensor]
+long = pytest.mark.long
 
 
-@contextmanager
-def frequent_switches() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def frequent_switches(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Threads take turns after every few instructions, so that what they share is touched by all of them."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+    yield
+    sys.setswitchinterval(before)
 
 
 def together(work: Callable[[int], Any], threads: int = THREADS) -> list[Any]:
@@ -48,11 +46,9 @@ def together(work: Callable[[int], Any], threads: int = THREADS) -> list[Any]:
             failed.append(error)
 
     workers = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
-    with frequent_switches():
+    for act in (threading.Thread.start, threading.Thread.join):
         for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+            act(worker)
     if failed:
         raise failed[0]
     return results
@@ -62,7 +58,7 @@ def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
     return torch.compile(model, backend="streambp", options={**CHUNKS, **options})
 
 
-def stepped(model: nn.Module, call: Callable[..., Any], inputs: dict[str, Tensor]) -> list[Tensor]:
+def stepped(model: nn.Module, call: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
     """A loss and the gradients of all parameters, in tensors of their own."""
     loss = call(**inputs)
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
@@ -74,7 +70,6 @@ def assert_same(found: Any, truth: Any, what: str = "") -> None:
 
 def test_a_run_keeps_nothing() -> None:
     """What it was given is gone with the step: nothing that is compiled holds it for another run to find."""
-    torch.manual_seed(0)
     weight = torch.randn(4, 4, requires_grad=True)
     call = torch.compile(lambda x: F.scaled_dot_product_attention(x @ weight, x, x, is_causal=True).sum(), backend="streambp")
     x = torch.randn(1, 2, 20, 4)
@@ -85,24 +80,6 @@ def test_a_run_keeps_nothing() -> None:
     assert gone() is None
 
 
-@REPEATS
-def test_training_steps_of_several_threads(repeats: int) -> None:
-    model = decoders.made(decoders.Plain)
-    call, inputs = compiled(model), [batch(length=37, seed=seed) for seed in range(THREADS)]
-    truth = [stepped(model, model, item) for item in inputs]
-    stepped(model, call, inputs[0])
-    for found in zip(*together(lambda number: [stepped(model, call, inputs[number]) for _ in range(repeats)]), strict=True):
-        assert_same(list(found), truth)
-
-
-def test_threads_that_compile_at_once() -> None:
-    """One thread each for a model of its own, and for deferred outputs of it, which are compiled when they are used."""
-    models = [decoders.made(decoders.Plain) for _ in range(2)]
-    inputs = batch(length=37)
-    truth = [stepped(model, model, inputs) for model in models]
-    assert_same(together(lambda number: stepped(models[number], compiled(models[number]), inputs), 2), truth)
-
-
 class PaddedLoss(Padded):
     """The sum of squares of layers under a padding mask."""
 
@@ -110,16 +87,51 @@ class PaddedLoss(Padded):
         return super().forward(x, keep).square().sum()
 
 
-@REPEATS
-def test_masks_of_several_threads(repeats: int) -> None:
+def padded() -> tuple[PaddedLoss, list[Inputs]]:
     """What one thread has found of its mask is not what another one sees, and is not forgotten for it."""
-    model = PaddedLoss(layers=3, width=8).double()
     x = torch.randn(2, 37, 8, dtype=torch.float64)
-    inputs = [{"x": x, "keep": torch.arange(37).expand(2, -1) < 9 * (number + 1)} for number in range(THREADS)]
-    truth, call = [stepped(model, model, item) for item in inputs], compiled(model)
+    keeps = [torch.arange(37).expand(2, -1) < 9 * (number + 1) for number in range(THREADS)]
+    return PaddedLoss(layers=2, width=8).double(), [{"x": x, "keep": keep} for keep in keeps]
+
+
+def plain() -> tuple[nn.Module, list[Inputs]]:
+    return decoders.made(decoders.Plain), [batch(length=37, seed=seed) for seed in range(THREADS)]
+
+
+@pytest.mark.parametrize("made", [padded, pytest.param(plain, marks=long)])
+def test_steps_of_several_threads(made: Callable[[], tuple[nn.Module, list[Inputs]]]) -> None:
+    """Some of them without gradients."""
+    model, inputs = made()
+    call = compiled(model)
+    truth = [stepped(model, model, item) for item in inputs]
     stepped(model, call, inputs[0])
-    for found in zip(*together(lambda number: [stepped(model, call, inputs[number]) for _ in range(repeats)]), strict=True):
-        assert_same(list(found), truth)
+    with torch.no_grad():
+        call(**inputs[0])
+
+    def work(number: int) -> list[Any]:
+        if number != 3:
+            return [stepped(model, call, inputs[number]) for _ in range(6)]
+        with torch.no_grad():
+            return [[call(**inputs[number])] for _ in range(6)]
+
+    for number, found in enumerate(together(work)):
+        for one in found:
+            assert_same(one, truth[number][: len(one)])
+
+
+@long
+def test_models_that_share_what_they_hold() -> None:
+    """Two models with the same parameters and buffers, each compiled and called in a thread of its own."""
+    models = [decoders.made(decoders.Triangle) for _ in range(2)]
+    for name, parameter in models[0].named_parameters():
+        owner, _, own = name.rpartition(".")
+        setattr(models[1].get_submodule(owner), own, parameter)
+    inputs = [batch(length=37, seed=seed) for seed in range(2)]
+    truth = [stepped(models[0], models[0], item) for item in inputs]
+    calls = [compiled(model) for model in models]
+    found = together(lambda number: [stepped(models[number], calls[number], inputs[number]) for _ in range(6)], 2)
+    for number, steps_of_one in enumerate(found):
+        assert_same(steps_of_one, [truth[number]] * 6)
 
 
 class Dropping(nn.Module):
@@ -129,14 +141,13 @@ class Dropping(nn.Module):
         return F.dropout(torch.rand_like(x) * x, 0.4, True)
 
 
-@REPEATS
-def test_draws_of_several_threads(repeats: int) -> None:
+def test_draws_of_several_threads() -> None:
     """A backward half draws what its own forward half has drawn, whoever draws meanwhile; nobody's generator is set."""
     x, call = torch.ones(2, 37, 8, dtype=torch.float64), compiled(Dropping())
     call(x.clone().requires_grad_()).sum().backward()
 
     def draws(number: int) -> None:
-        for _ in range(repeats):
+        for _ in range(6):
             own = x.clone().requires_grad_()
             out = call(own)
             torch.rand(3)
@@ -166,29 +177,6 @@ def test_draws_leave_the_generator_alone() -> None:
     assert torch.equal(after(lambda: None), after(lambda: None))
 
 
-@REPEATS
-def test_passes_without_gradients_beside_training(repeats: int) -> None:
-    model = decoders.made(decoders.Plain)
-    call, inputs = compiled(model), [batch(length=37, seed=seed) for seed in range(THREADS)]
-    truth = [stepped(model, model, item) for item in inputs]
-    stepped(model, call, inputs[0])
-    with torch.no_grad():
-        call(**inputs[0])
-
-    def work(number: int) -> list[Any]:
-        if number % 2:
-            return [stepped(model, call, inputs[number]) for _ in range(repeats)]
-        with torch.no_grad():
-            return [[call(**inputs[number])] for _ in range(repeats)]
-
-    for number, found in enumerate(together(work)):
-        for one in found:
-            assert_same(one, truth[number][: len(one)])
-
-
-# -- deferred outputs
-
-
 class Logits(nn.Module):
     """Logits that are not made until somebody asks for them."""
 
@@ -200,16 +188,15 @@ class Logits(nn.Module):
         return self.head(torch.tanh(self.up(x)))
 
 
-@REPEATS
-@pytest.mark.parametrize("least", [steps.LEAST, 1000], ids=["made whole", "made along the sequence"])
-def test_deferred_outputs_that_several_threads_read(least: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least", [pytest.param(steps.LEAST, marks=long), 1000], ids=["made whole", "made along the sequence"])
+def test_deferred_outputs_that_several_threads_read(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One output is read in all threads at once: whole, by rows, cast, with its gradient."""
     monkeypatch.setattr(steps, "LEAST", least)
     model = Logits().double()
     x, call = torch.randn(2, 37, 8, dtype=torch.float64), compiled(model)
     truth = model(x)
     wanted = torch.autograd.grad(truth.square().sum(), list(model.parameters()))
-    for _ in range(repeats):
+    for _ in range(6):
         logits = call(x)
         assert type(logits) is not Tensor
 
@@ -224,67 +211,34 @@ def test_deferred_outputs_that_several_threads_read(least: int, repeats: int, mo
         together(read)
 
 
-# -- models that share, halves that cross
-
-
-@REPEATS
-def test_models_that_share_what_they_hold(repeats: int) -> None:
-    """Two models with the same parameters and buffers, each in a thread of its own."""
-    models = [decoders.made(decoders.Triangle) for _ in range(2)]
-    for name, parameter in models[0].named_parameters():
-        owner, _, own = name.rpartition(".")
-        setattr(models[1].get_submodule(owner), own, parameter)
-    for name, buffer in models[0].named_buffers():
-        owner, _, own = name.rpartition(".")
-        models[1].get_submodule(owner).register_buffer(own, buffer, persistent=False)
-    inputs = [batch(length=37, seed=seed) for seed in range(2)]
-    truth = [stepped(models[0], models[0], item) for item in inputs]
-    calls = [compiled(model) for model in models]
-    for model, call, item in zip(models, calls, inputs, strict=True):
-        stepped(model, call, item)
-
-    def work(number: int) -> list[Any]:
-        return [stepped(models[number], calls[number], inputs[number]) for _ in range(repeats)]
-
-    for found in zip(*together(work, 2), strict=True):
-        assert_same(list(found), truth)
+# -- halves that cross
 
 
 def test_a_backward_half_in_another_thread_than_its_forward_half() -> None:
     """All forward halves come first, in one thread; each backward half runs in a thread of its own."""
-    model = PaddedLoss(layers=2, width=8).double()
-    x = torch.randn(2, 37, 8, dtype=torch.float64)
-    keeps = [torch.arange(37).expand(2, -1) < 9 * (number + 1) for number in range(THREADS)]
-    truth, call = [torch.autograd.grad(model(x, keep), model.w)[0] for keep in keeps], compiled(model)
-    torch.autograd.grad(call(x, keeps[0]), model.w)
-    losses = [call(x, keep) for keep in keeps]
-    assert_same(together(lambda number: torch.autograd.grad(losses[number], model.w)[0]), truth)
+    model, inputs = padded()
+    call, (weight,) = compiled(model), model.parameters()
+    truth = [torch.autograd.grad(model(**item), weight)[0] for item in inputs]
+    losses = [call(**item) for item in inputs]
+    assert_same(together(lambda number: torch.autograd.grad(losses[number], weight)[0]), truth)
 
 
 def test_a_step_inside_of_a_backward_half() -> None:
     """A hook runs a step of the same compiled model while its backward half runs; then the outer one goes on."""
-    model = PaddedLoss(layers=2, width=8).double()
-    x = torch.randn(2, 37, 8, dtype=torch.float64, requires_grad=True)
-    keeps = [torch.arange(37).expand(2, -1) < length for length in (20, 31)]
-    truth, call = [torch.autograd.grad(model(x, keep), (x, model.w)) for keep in keeps], compiled(model)
-    inner: list[Any] = []
+    (model, inputs), inner = padded(), list[Any]()
+    call, (weight,) = compiled(model), model.parameters()
+    truth = [torch.autograd.grad(model(**item), weight) for item in inputs]
 
-    class Between(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: Tensor) -> Tensor:
-            return value.clone()
+    def between(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            inner.append(torch.autograd.grad(call(**inputs[1]), weight))
 
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            with torch.enable_grad():
-                inner.append(torch.autograd.grad(call(x, keeps[1]), (x, model.w)))
-            return gradient
-
-    loss = Between.apply(call(x, keeps[0]))
-    pending = call(x, keeps[1])
-    assert_same(torch.autograd.grad(loss, (x, model.w)), truth[0], "the outer one")
+    loss = call(**inputs[0])
+    loss.register_hook(between)
+    pending = call(**inputs[1])
+    assert_same(torch.autograd.grad(loss, weight), truth[0], "the outer one")
     assert_same(inner, [truth[1]], "the inner one")
-    assert_same(torch.autograd.grad(pending, (x, model.w)), truth[1], "one that waited")
+    assert_same(torch.autograd.grad(pending, weight), truth[1], "one that waited")
 
 
 # -- what is counted
@@ -324,7 +278,7 @@ def test_first_calls_of_several_threads_stream_each() -> None:
     assert (counts.compiled, counts.plain) == (2, 0)
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", [pytest.param(True, marks=long), False])
 def test_what_traces_a_call_traces_the_model_as_it_was(strict: bool) -> None:
     """Export, and a larger function that is compiled: these see the model's own operators."""
     model, inputs = decoders.made(decoders.Plain), batch(length=37)
