@@ -31,29 +31,6 @@ def test_huggingface_models(name: str, attention: str, layout: str) -> None:
     compare(hf.made(name, attention), inputs, also=CHUNKS, attention=hf.verdicts(name, attention, layout))
 
 
-LENGTHS = {  # that could be mistaken for other sizes
-    "equal to the batch": (3, 3),
-    "equal to the head size": (2, hf.HEAD),
-    "equal to the width": (2, hf.WIDTH),
-    "equal to the vocabulary": (2, hf.VOCABULARY),
-    "batch of one": (1, 13),
-    "batch equal to the width": (hf.WIDTH, 5),
-    "all equal to the head size": (hf.HEAD, hf.HEAD),
-    "shorter than a chunk": (2, 3),
-    "two": (2, 2),
-    "one": (2, 1),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("size", "attention"), product(LENGTHS, ("sdpa", "eager")))
-def test_lengths(attention: str, size: str) -> None:
-    """Two tokens leave one label, an axis of size one: the loss then runs whole. One token has nothing to stream."""
-    batch, length = LENGTHS[size]
-    inputs, found = layouts.plain(layouts.tokens(hf.VOCABULARY, batch, length)), {"causal"} if length > 1 else None
-    compare(hf.made("llama", attention), inputs, also=CHUNKS, attention=found, streams=length > 2 or None)
-
-
 # -- decoders in other styles
 
 
@@ -167,13 +144,3 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any]]
 def test_other_models(name: str) -> None:
     make, inputs, asked = ODD[name]
     compare(decoders.made(make), inputs(), also=CHUNKS, **asked)
-
-
-@pytest.mark.long
-def test_lone_layer_of_a_huggingface_model() -> None:
-    """FSDP compiles layer by layer: positions and mask arrive as tensors."""
-    model: Any = hf.made("llama")
-    x = rows(2, LENGTH, hf.WIDTH)
-    rotary = model.model.rotary_emb(x, torch.arange(LENGTH)[None])
-    inputs = {"hidden_states": x, "position_embeddings": tuple(t.detach() for t in rotary)}
-    compare(model.model.layers[0], inputs, also=CHUNKS, attention={"causal"})

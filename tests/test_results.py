@@ -57,44 +57,16 @@ class Returns(nn.Module):
         return (self.down(y).square().mean(), *self.views(x, y))
 
 
-def spelled(x: Tensor, drop: float = 0.0) -> Tensor:
-    """Probabilities of attention: a chunk's rows see its own keys and those before."""
-    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-    return F.dropout((x @ x.transpose(1, 2)).masked_fill(hidden, -torch.inf).softmax(-1), drop)
-
-
-@pytest.mark.parametrize("of_rows", only(["dropped out"], ["as they are", "dropped out", "sorted"]))
-def test_shares_of_all_keys_are_returned_in_full(of_rows: str) -> None:
-    """What is returned, or sorted along the rows, has all keys."""
-
-    def shown(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        shares = spelled(y, 0.25 if of_rows == "dropped out" else 0.0)
-        return (shares @ y, shares.sort(1).values if of_rows == "sorted" else shares)
-
-    model, x = Returns(shown), rows()
-    found, wanted = compiled(model)(x)[2], model(x)[2]
-    if of_rows == "dropped out":
-        found, wanted = found * (wanted != 0), wanted * (found != 0)  # what neither has drawn
-    torch.testing.assert_close(found, wanted)
-
-
 VIEWS: dict[str, Views] = {
     "heads": lambda x, y: (y.unflatten(-1, (2, 2)).transpose(1, 2), y.permute(2, 0, 1), y.transpose(0, 1) * 2),
     "half": lambda x, y: (y, y[:, y.shape[1] // 2 :]),
-    "from the end": lambda x, y: (y, y.narrow(1, y.shape[1] - 5, 3)),
-    "features": lambda x, y: (y, y[..., y.shape[1] // 9 :]),
-    "turned": lambda x, y: (y, y[:, y.shape[1] // 2 :].mT),
     "a row": lambda x, y: (y, y[:, y.shape[1] // 2], y.flatten(0, 1)),
     "two parts": lambda x, y: (y[:, y.shape[1] // 2 :], y[:, y.shape[1] // 3 :]),
     "of an input": lambda x, y: (x[:, x.shape[1] // 2 :], x[..., x.shape[1] // 9 :]),
     "in numbers, of all rows": lambda x, y: (y, y.roll(2, 1), y.flatten(0, 1)[3:9], y.flatten(0, 1)[3:9].t(), y.flatten(0, 1)[3]),
-    "of a product": lambda x, y: ((z := y @ torch.eye(4, dtype=y.dtype)), z[:, z.shape[1] // 2 :]),
     "real parts": lambda x, y: ((z := torch.view_as_complex(y.unflatten(-1, (2, 2)) * 2)), z.real[:, y.shape[1] // 2 :], y),
-    "as real numbers": lambda x, y: ((z := torch.polar(y, y)), torch.view_as_real(z)[:, y.shape[1] // 2 :]),
     "conjugates": lambda x, y: ((z := torch.polar(y, y)), z.conj()[:, y.shape[1] // 2 :]),
-    "bits": lambda x, y: ((z := x * 2), z.detach().view(torch.int64)[:, y.shape[1] // 2 :]),
     "part of an input, in numbers": lambda x, y: (x[:, : x.shape[1] - 3][0, 2:5], x.view(2, x.shape[1], 2, 2)[0, 3]),
-    "of one sequence": lambda x, y: (y, y[:1, y.shape[1] // 2 :].expand(3, -1, -1)),
 }
 
 
@@ -117,18 +89,13 @@ def test_views_of_any_length_show_eagers_rows(name: str, with_gradients: bool) -
 
 DETACHED: dict[str, Views] = {  # results beside others that are cut off from autograd
     "a row": lambda x, y: (y[:, -1], y.detach()),
-    "a row, behind": lambda x, y: (y.detach(), y[:, -1]),
     "all of it": lambda x, y: (y, y.detach()),
-    "all of it, as a view": lambda x, y: (y.view(y.shape), y.detach()),
     "parts": lambda x, y: (y[:, -1], y[:, :4].detach(), y.detach()[:, 4:]),
     "turned": lambda x, y: (y.mT, y.flatten(0, 1), y.detach()),
-    "data": lambda x, y: (y[:, -1], y.data),
     "several": lambda x, y: (y[:, -1], y[:, 0], y.detach(), y.data, y.detach().mT, y[:, 3:5].detach()),
     "detached alone": lambda x, y: (y.detach(), y.data, y.detach()[:, 1]),
     "of an input": lambda x, y: (x[:, -1], x.detach(), x.detach()[:, 2:]),
     "written": lambda x, y: ((z := y * 2)[:, -1], z.detach().add_(1), z.detach()),
-    "of complex numbers": lambda x, y: ((z := torch.polar(y, y))[:, -1], z.detach(), z.real.detach()),
-    "in blocks": lambda x, y: (y.unsqueeze(1), *y.detach().split([2, y.shape[1] - 2], 1)),
 }
 
 
@@ -145,13 +112,9 @@ def test_detached_results_ask_for_no_gradients(name: str, dynamic: bool) -> None
 
 SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {  # what is returned, and part of it
     "rows": lambda y: (y, y[:, y.shape[1] // 2 :]),
-    "rows, first": lambda y: (y[:, y.shape[1] // 2 :], y),
     "detached": lambda y: (y, y.detach()),
-    "turned": lambda y: (y, y.unflatten(-1, (2, 2)).transpose(1, 2)),
-    "two parts": lambda y: (y[:, 3:], y[:, :-1]),
     "conjugates": lambda y: ((z := torch.polar(y, y)), z.conj()),
     "conjugates, part of each": lambda y: ((z := torch.polar(y, y)).conj()[:, 3:], z[:, :-1]),
-    "negatives": lambda y: ((z := torch.polar(y, y)).imag, z.conj().imag),
     "two parts, turned": lambda y: (y[:, 1:].mT, y.expand(3, 2, -1, -1)),
 }
 
@@ -175,27 +138,6 @@ def test_results_that_share_memory_do_so(name: str, dynamic: bool) -> None:
             for results in (found, wanted):
                 results[0][..., -2:, :] = 7.0
             torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("with_gradients", [True, False])
-def test_a_view_of_memory_that_two_inputs_share_and_one_writes(with_gradients: bool) -> None:
-    """AOTAutograd takes the memory for one input: what is returned is part of what was written into it."""
-    layer = nn.Linear(4, 4).double()
-
-    def function(a: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = attended(layer, x + b.transpose(0, 1))
-        a.mul_(2)
-        return y.square().mean(), a[:, a.shape[1] // 2 :]
-
-    both = compiled(function, dynamic=True), function
-    for length in (13, 11):
-        memory, x, results = rows(length), rows(length), []
-        for call in both:
-            own = memory.clone()
-            with torch.set_grad_enabled(with_gradients):
-                results.append([*call(own, own.transpose(0, 1), x), own])
-        torch.testing.assert_close(*results)
 
 
 # -- numbers that are marked as conjugates or negatives: memory holds other numbers than they are
@@ -230,19 +172,6 @@ def test_numbers_that_are_marked_as_conjugates() -> None:
                 loss = torch.complex(real, imaginary).conj().imag.sin().sum()
                 results.append([real, imaginary, *torch.autograd.grad(loss, [given, *model.parameters()])])
             torch.testing.assert_close(*results)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [1 + 1j, 3j])
-def test_a_complex_number_that_multiplies(number: complex) -> None:
-    """Its conjugate multiplies the gradient: autograd marks a number, too."""
-    layer, given = nn.Linear(4, 4).double(), rows(requires_grad=True)
-
-    def function(x: Tensor) -> Tensor:
-        return (torch.view_as_complex(attended(layer, x).unflatten(-1, (2, 2))) * number).imag.sin().sum()
-
-    both = compiled(function, strict=True), function
-    torch.testing.assert_close(*(torch.autograd.grad(call(given), [given, *layer.parameters()]) for call in both))
 
 
 def test_gradients_that_are_marked_as_conjugates(monkeypatch: pytest.MonkeyPatch) -> None:

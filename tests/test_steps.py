@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support import decoders
 from tests.support.exactness import check_streamed
-from tests.support.twins import batch, compiled, same_gradients, twins
+from tests.support.twins import batch, compiled, twins
 
 
 def descend(parameter: Tensor) -> None:
@@ -44,22 +44,6 @@ def test_without_gradients(mode: Callable[[], Any]) -> None:
     with mode():
         torch.testing.assert_close(function(**batch()), eager(**batch()), rtol=1e-12, atol=0)
     check_streamed(backend.facts, True, {"causal"})
-
-
-@pytest.mark.long
-def test_evaluation_between_training_steps() -> None:
-    own, eager = twins()
-    function, _ = compiled(own)
-    function(**batch()).backward()
-    own.eval()
-    with torch.no_grad():
-        evaluated = function(**batch(seed=4))
-    own.train()
-    function(**batch(seed=1)).backward()
-    for seed in (0, 1):
-        eager(**batch(seed=seed)).backward()
-    same_gradients(own, eager)
-    torch.testing.assert_close(evaluated, eager(**batch(seed=4)), rtol=1e-12, atol=0)
 
 
 def test_backward_twice_is_refused() -> None:

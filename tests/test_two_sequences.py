@@ -123,13 +123,6 @@ def test_a_part_without_a_gradient_for_what_it_is_given_is_none(way: str) -> Non
         assert_exact(model, batch())
 
 
-def test_a_result_of_attention_may_be_joined_at_once() -> None:
-    """In front of a transpose of it, that of the first part is only returned."""
-    with split_at(lambda places: [node for node in places if node.target == "transpose"][7]):
-        found = streamfx.explain(Translator().double(), *batch())
-    assert not any(graph.facts.faults for graph in found.call.graphs)
-
-
 # -- where it is split, and what that saves
 
 
@@ -200,16 +193,6 @@ def test_parts_that_are_not_trained(frozen: str) -> None:
         assert_exact(model, batch(96, 24))
 
 
-@pytest.mark.long
-def test_lengths_that_change() -> None:
-    model = Translator().double()
-    with however_small(), noted("take") as found, mock.patch.object(in_parts, "GAIN", 1):
-        run = compiled(model)
-        for lengths in ((96, 24), (104, 26), (70, 30), (31, 60)):
-            assert_exact(model, batch(*lengths), run)
-    assert len(found) >= 2  # of the first length, and of any
-
-
 class WithLogits(Translator):
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
         memory = self.encoded(ids)
@@ -225,14 +208,6 @@ def test_deferred_outputs_of_the_second_part() -> None:
         loss, logits, words = compiled(model)(*inputs)
     assert type(words) is Tensor and type(logits) is not Tensor
     assert all(torch.allclose(own, wanted) for own, wanted in zip((loss, logits, words), model(*inputs), strict=True))
-
-
-@pytest.mark.long
-def test_a_part_is_not_split_for_ever() -> None:
-    """Here the head and its loss have no sequence, and a width is taken for one."""
-    with however_small(), noted("in_parts") as tried:
-        streamfx.explain(Translator(1), *batch(512, 512))
-    assert 1 <= len(tried) <= 2**in_parts.MOST - 1 and max(splits for splits, _ in tried) < in_parts.MOST
 
 
 def in_buckets(rank: int) -> float:

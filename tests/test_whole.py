@@ -75,11 +75,6 @@ flat.register_fake(lambda x: torch.empty_like(x))
 flat.register_autograd(lambda ctx, gradient: flat(gradient.contiguous()))
 
 
-def rotated(self: Decoder, x: Tensor) -> Tensor:
-    skew, one = self.w - self.w.T, torch.eye(WIDTH, dtype=x.dtype)
-    return x @ torch.linalg.solve(one + skew, one - skew)
-
-
 def solved(self: Decoder, x: Tensor) -> Tensor:
     gram = x.transpose(1, 2) @ x / LENGTH + torch.eye(WIDTH, dtype=x.dtype)
     return torch.linalg.solve(gram, x.transpose(1, 2)).transpose(1, 2)
@@ -114,25 +109,17 @@ def windows(self: Decoder, x: Tensor) -> Tensor:
     return x + rows.as_strided((2, LENGTH, 3, WIDTH), (padded.stride(0), WIDTH, WIDTH, 1), 0).sum(2)
 
 
-def permuted(self: Decoder, x: Tensor) -> Tensor:
-    """Rows of one batch after those of the other in memory, as `sin` leaves them; a loop would put both side by side."""
-    rows = x.transpose(0, 1).sin()
-    return x + rows.as_strided((2, LENGTH, WIDTH), (LENGTH * WIDTH, WIDTH, 1))
-
-
 def scattered(self: Decoder, x: Tensor) -> Tensor:
     return torch.as_strided_scatter(x.contiguous(), x[:, :5].sin(), (2, 5, WIDTH), (LENGTH * WIDTH, WIDTH, 1), 2 * WIDTH)
 
 
 PROGRAMS: dict[str, tuple[Between, str]] = {
-    "solve of weights": (rotated, ""),
     "solve of rows": (solved, "torch.linalg.solve(gram, x"),
     "cond": (lambda self, x: either(x.sum() > 0, x, self.w), "torch.cond(flag"),
     "cond of a flag": (lambda self, x: either(self.seen[0] > 0, x, self.w), "torch.cond(flag"),
     "scan": (scanned, ""),
     "while_loop": (looped, "while_loop(lambda i, y"),
     "as_strided": (windows, "rows.as_strided("),
-    "as_strided of permuted rows": (permuted, "rows.as_strided("),
     "as_strided_scatter": (scattered, "torch.as_strided_scatter("),
     "bits": (lambda self, x: x * (x.detach().view(torch.int64) >> 62).to(x.dtype), ""),
     "a list of results": (lambda self, x: x + two_of_each(x)[0] * two_of_each(x)[1].sin(), "two_of_each(x)[0]"),
