@@ -84,8 +84,6 @@ def batch_of(sequences: int = SEQUENCES, rows: int = ROWS) -> Batch:
         "advantages": torch.randn(sequences, generator=draw, dtype=torch.float64),
         "desirable": torch.arange(sequences) % 2 == 0,
         "scores": torch.randn(sequences, 3, generator=draw, dtype=torch.float64),
-        "top_ids": torch.randint(0, VOCABULARY, (sequences, rows, 5), generator=draw),
-        "top_logps": torch.randn(sequences, rows, 5, generator=draw, dtype=torch.float64).log_softmax(-1),
         "old_sequence_logps": (per_token["old_logps"] * completion[:, 1:]).sum(-1),
         **per_token,
     }
@@ -99,12 +97,6 @@ def token_logps(logits: Tensor, ids: Tensor) -> Tensor:
     return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
-def selected_logps(logits: Tensor, ids: Tensor) -> Tensor:
-    """The same by the chosen logit minus logsumexp."""
-    logits = logits[:, :-1]
-    return logits.gather(-1, ids[:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)
-
-
 def entropies(logits: Tensor) -> Tensor:
     """Of each next token [B, T - 1]."""
     logp = logits[:, :-1].log_softmax(-1)
@@ -113,11 +105,6 @@ def entropies(logits: Tensor) -> Tensor:
 
 def sequence_logps(logits: Tensor, batch: Batch) -> Tensor:
     return (token_logps(logits, batch["ids"]) * batch["mask"]).sum(-1)
-
-
-def ratios_to_reference(models: Models, batch: Batch) -> Tensor:
-    """Log-ratios of policy and reference, of each sequence."""
-    return sequence_logps(models.logits(batch), batch) - sequence_logps(models.reference_logits(batch), batch)
 
 
 def policy_and_teacher(models: Models, batch: Batch) -> tuple[Tensor, Tensor]:
