@@ -35,13 +35,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "metadata": lambda x: (x.shape, x.size(1), x.ndim, x.numel(), x.dtype, x.layout, x.is_floating_point(), len(x)),
     "strides": lambda x: (x.stride(), x[:, -1].stride(), x[:, -1].storage_offset(), x[:, -1].is_contiguous()),
     "last rows": lambda x: (x[:, -1], x[:, -3:].neg(), x.argmax(-1)),
-    "every third row": lambda x: x[:, ::3] > 0,
     "numbers": lambda x: (x[0, 0, 0].item(), x.tolist()),
     "numpy": lambda x: (x.detach().numpy(), np.asarray(x.detach())),
     "numpy of what needs a gradient": lambda x: x.numpy(),
-    "dlpack": lambda x: torch.utils.dlpack.from_dlpack(x.detach()),
     "text": lambda x: (repr(x.detach()), f"{x[0, 0, 0].detach():.4f}"),
-    "iteration": lambda x: [row.sum() for row in x],
     "equal": lambda x: (torch.equal(x, x), bool((x == x).all())),
     "detach": lambda x: (x.detach(), x.data.sum()),
     "same device": lambda x: (x.cpu() is x, x.to(x.dtype) is x, x.contiguous() is x),
@@ -52,20 +49,14 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "mask": lambda x: x[x > 0],
     "gather": lambda x: x.log_softmax(-1).gather(-1, IDS),
     "topk": lambda x: x.topk(3).values,
-    "stack": lambda x: torch.stack([x, x * 2]),
     "cross entropy": lambda x: F.cross_entropy(x.transpose(1, 2), IDS[..., 0]),
-    "einsum": lambda x: torch.einsum("btv,btv->bt", x, x),
     "vmap": lambda x: torch.vmap(torch.sum)(x),
     "as strided": lambda x: x.as_strided((2, 3), (440, 1), 40) * 1,
-    "expand": lambda x: x[:, -1:].expand(2, 5, VOCABULARY) + 1,
     "clone": lambda x: x.clone(),
-    "foreach": lambda x: torch._foreach_mul([x, x], 2.0)[0],
-    "write": lambda x: changed(x, lambda x: x.add_(1)),
     "write a row": lambda x: changed(x, lambda x: x[:, 0].mul_(3)),
     "set an item": lambda x: changed(x, lambda x: x.__setitem__((slice(None), -1), 0.0)),
     "write after a row was read": lambda x: (lambda row, sum: (x.mul_(2), row + sum)[1])(x[:, -1], x[:, -1].sum()),
     "write into a row that was read": lambda x: (lambda row: (row.sum(), row.mul_(2), x.sum()))(x[:, -1]),
-    "transpose in place": lambda x: changed(x * 1, lambda x: x.transpose_(0, 2)),
     "transpose it in place": lambda x: (lambda x, row: (x.transpose_(0, 2), x.add_(1), row * 1)[2])(x.detach(), x.detach()[0]),
     "detach in place": lambda x: (x.detach_().requires_grad, x.sum()),
     "other data": lambda x: changed(x.detach(), lambda x: setattr(x, "data", torch.ones_like(x))),
@@ -128,32 +119,10 @@ def with_hook(x: Tensor) -> list[Tensor | None]:
     return [*seen, x.grad]
 
 
-def with_history(x: Tensor) -> Any:
-    """A gradient that is differentiated itself, for what is not part of the model."""
-    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad((scale * x.gather(-1, IDS)).square().sum(), x, create_graph=True)
-    return torch.autograd.grad(gradient.sum(), scale)
-
-
-def emptied_later(x: Tensor) -> None:
-    """One gradient goes to two uses; the one that comes later has a hook that empties it."""
-    emptied, seen = torch.ones(*x.shape[:2], 1, dtype=torch.float64, requires_grad=True) * 2, list[Tensor]()
-    logps = x.log_softmax(-1).gather(-1, IDS)
-    logps.register_hook(seen.append)
-    x.register_hook(lambda gradient: [item.zero_() for item in seen] and None)
-    (logps.square() * emptied).sum().backward()
-
-
 def after_write(x: Tensor) -> None:
     x[:, 0].mul_(x[:, 1].detach().clone())
     x[:, :, 3] = 0.0
     (x * WEIGHTS).sum().backward()
-
-
-def of_stale(x: Tensor) -> None:
-    total = (x * x).sum()
-    x.add_(1)
-    total.backward()
 
 
 def checkpointed(x: Tensor) -> None:
@@ -169,14 +138,6 @@ def of_view_before_write(x: Tensor) -> Tensor:
     return best
 
 
-def of_view_with_hook(x: Tensor) -> None:
-    """A write that autograd does not see leaves the view its history."""
-    part = x[:, 1:]
-    part.register_hook(lambda gradient: gradient * 1.5)
-    x.data.mul_(0.75)
-    (part.square() * WEIGHTS[:, 1:]).sum().backward()
-
-
 BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
     "its own": lambda x: x.backward(WEIGHTS),
     "autograd.grad": lambda x: torch.autograd.grad((x * WEIGHTS).sum(), [x]),
@@ -185,11 +146,7 @@ BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
     "a custom function": lambda x: Exponential.apply(x).backward(),
     "twice, freed": lambda x: [(x * WEIGHTS).sum().backward() for _ in range(2)],
     "a hook and a retained gradient": with_hook,
-    "a gradient with a history": with_history,
-    "a gradient that is emptied": emptied_later,
     "after a write": after_write,
-    "of a value that was then written into": of_stale,
-    "of a view with a hook, past autograd": of_view_with_hook,
     "of a view taken before a write": of_view_before_write,
     "checkpoint": checkpointed,
 }

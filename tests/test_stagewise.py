@@ -205,6 +205,29 @@ def test_auto_looks_for_who_waits(staged: Staged, waits: str | None) -> None:
     assert any(isinstance(edge, stagewise._IDENTITY) for edge, _ in loss.grad_fn.next_functions) == (waits is not None)
 
 
+class Peeks(Layers):
+    """The first layer reads a weight of the last one, of which it makes no gradient: it must not be updated before."""
+
+    def first(self, ids: Tensor) -> Tensor:
+        return nn.functional.linear(self.embed(ids), self.get_parameter("out.1.weight").detach()).sin()
+
+
+def test_updates_are_those_of_an_optimizer_behind_the_backward_pass() -> None:
+    """Bit for bit."""
+    staged, found = Staged(Peeks(tied=True), *batch()), []
+    for in_backward in (True, False):
+        staged.reset()
+        staged.chain.always = in_backward
+        parameters = list(staged.model.parameters())
+        for seed in range(2):
+            with hooked(parameters if in_backward else [], descend):
+                staged(*batch(seed)).backward()
+            for parameter in () if in_backward else parameters:
+                descend(parameter)
+        found.append([parameter.detach().clone() for parameter in parameters])
+    assert all(map(torch.equal, *found))
+
+
 def test_gradients_of_two_stages_are_alive() -> None:
     """Of four layers; the optimizer in the backward pass frees each gradient, and so does adding it to one that is there."""
     staged = Staged(Layers(4, width=32), *batch())

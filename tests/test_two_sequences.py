@@ -185,14 +185,6 @@ def test_what_runs_whole_in_one_graph_may_stream_in_two() -> None:
         compiled(model, strict=True)(*inputs)
 
 
-@pytest.mark.parametrize("frozen", only(["encoder"], ["encoder", "embed", "decoder"]))
-def test_parts_that_are_not_trained(frozen: str) -> None:
-    model = Translator().double()
-    getattr(model, frozen).requires_grad_(False)
-    with however_small():
-        assert_exact(model, batch(96, 24))
-
-
 class WithLogits(Translator):
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
         memory = self.encoded(ids)

@@ -121,18 +121,12 @@ def of_each(logits: Tensor, ids: Tensor, rows: int = 1) -> Tensor:
 STREAMED: dict[str, Loss] = {
     "cross entropy, shifted": lambda x, ids: F.cross_entropy(x[:, :-1].double().reshape(-1, x.shape[-1]), ids[:, 1:].reshape(-1)),
     "label smoothing": lambda x, ids: F.cross_entropy(x.transpose(1, 2), ids, label_smoothing=0.1),
-    "sum of losses": lambda x, ids: F.cross_entropy(x.view(-1, x.size(-1)), ids.view(-1), reduction="sum", ignore_index=7),
     "weights of tokens": lambda x, ids: (F.cross_entropy(x.transpose(1, 2), ids, reduction="none") * (ids > 5)).sum(),
-    "weights of classes": lambda x, ids: F.cross_entropy(x.flatten(0, 1), ids.flatten(), weight=torch.arange(x.shape[-1]).to(x)),
-    "taken along a dimension": lambda x, ids: torch.take_along_dim(x.log_softmax(-1), ids[..., None], -1).sum(),
     "Trainer's smoothing": smoothed,
     "GRPO": clipped,
     "entropy": lambda x, ids: (x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
     "z-loss": lambda x, ids: F.cross_entropy(x.flatten(0, 1), ids.flatten()) + 1e-2 * x.logsumexp(-1).square().mean(),
-    "temperature": lambda x, ids: F.cross_entropy((x / x.new_tensor(0.7)).flatten(0, 1), ids.flatten()),
-    "written to": lambda x, ids: F.cross_entropy((x * 1).div_(2.0).flatten(0, 1), ids.flatten()),
     "written to at once": lambda x, ids: F.cross_entropy(x.div_(0.7).flatten(0, 1), ids.flatten()),
-    "norms": lambda x, ids: x.norm(dim=-1).sum(),
     "top-k": lambda x, ids: (x / 2).topk(3, -1).values.sum(),
     "maximum": lambda x, ids: x.max(-1).values.sum() + x.amax(-1).square().mean(),
     "last token": lambda x, ids: F.cross_entropy(x[:, -1], ids[:, 0]),
@@ -142,10 +136,8 @@ WHOLE: dict[str, Loss] = {
     "rows in another order": lambda x, ids: F.kl_div(x.log_softmax(-1), x.detach().flip(1).softmax(-1), reduction="batchmean"),
     "by index": lambda x, ids: x[torch.arange(ids.shape[0])[:, None], torch.arange(ids.shape[1])[None], ids].sum(),
     "by mask": lambda x, ids: F.cross_entropy(x[ids > 10], ids[ids > 10]),
-    "token by token": of_each,
     "in the user's chunks": lambda x, ids: of_each(x, ids, 9),
     "one-hot": lambda x, ids: -(F.one_hot(ids, x.shape[-1]) * x.log_softmax(-1)).sum(-1).mean(),
-    "dropout": lambda x, ids: F.cross_entropy(F.dropout(x, 0.0).flatten(0, 1), ids.flatten()),
 }
 
 

@@ -18,8 +18,6 @@ from streamfx.passes import run_pipeline
 from streamfx.passes.canonicalization.canonicalize import canonicalize
 from streamfx.passes.codegen import bodies
 from streamfx.passes.operators.whole import RunsWhole
-from streamfx.passes.recurrences import detection, rerolling
-from streamfx.runtime.recurrences import Recurrence
 from tests.support.exactness import compare, compare_replayed
 from tests.support.spread import only
 
@@ -75,11 +73,6 @@ flat.register_fake(lambda x: torch.empty_like(x))
 flat.register_autograd(lambda ctx, gradient: flat(gradient.contiguous()))
 
 
-def solved(self: Decoder, x: Tensor) -> Tensor:
-    gram = x.transpose(1, 2) @ x / LENGTH + torch.eye(WIDTH, dtype=x.dtype)
-    return torch.linalg.solve(gram, x.transpose(1, 2)).transpose(1, 2)
-
-
 def either(flag: Tensor, x: Tensor, w: Tensor) -> Tensor:
     return torch.cond(flag, lambda x, w: (x @ w).sin(), lambda x, w: (x @ w).cos(), (x, w))
 
@@ -114,7 +107,6 @@ def scattered(self: Decoder, x: Tensor) -> Tensor:
 
 
 PROGRAMS: dict[str, tuple[Between, str]] = {
-    "solve of rows": (solved, "torch.linalg.solve(gram, x"),
     "cond": (lambda self, x: either(x.sum() > 0, x, self.w), "torch.cond(flag"),
     "cond of a flag": (lambda self, x: either(self.seen[0] > 0, x, self.w), "torch.cond(flag"),
     "scan": (scanned, ""),
@@ -192,26 +184,3 @@ def test_an_operator_that_a_later_pass_refuses_runs_whole(target: str, monkeypat
     assert refused
     assert facts.reasons() == [f"{target} is refused"]
     assert len(known(facts.program).loops) > 1
-
-
-@pytest.mark.long
-def test_a_loop_that_would_follow_from_itself_stays_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rolled loops cannot be put in order, the one on the way is left as it was traced, and all passes begin again."""
-    rolled: list[int] = []
-
-    def carried(self: Decoder, x: Tensor) -> Tensor:
-        state, rows = torch.zeros_like(x[:, 0]), []
-        for row in x.unbind(1):
-            state = (state / 2 + row).tanh()
-            rows.append(state)
-        return torch.stack(rows, 1)
-
-    def crossing(graph: Any) -> None:
-        rerolling.sort_again(graph)
-        loops = [node for node in graph.nodes if isinstance(node.target, Recurrence)]
-        rolled.append(len(loops))
-        if loops:
-            raise rerolling._crossed(loops)
-
-    replayed(carried, monkeypatch, detection, "sort_again", crossing)
-    assert rolled == [2, 0]
