@@ -15,9 +15,9 @@ from streamfx import StaleOutput
 from streamfx.lazy import rebuild, steps
 from streamfx.lazy.deferred import DeferredTensor
 from streamfx.lazy.rebuild import Source
-from streamfx.runtime.outer import OuterRunner
 from tests.support.deferred import OPTIONS, WEIGHTS, Compiled, assert_same
 from tests.support.heads import BATCH, LENGTH, VOCABULARY, Decoder, capped_head, decoder, plain_head, some_ids
+from tests.test_live_bytes import Shapes
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]:
@@ -53,34 +53,15 @@ def test_few_rows_are_computed_by_themselves(compiled: Compiled, monkeypatch: py
     assert (len(rows), len(whole)) == (2, 1)
 
 
-class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-    """The numbers of elements of all tensors that operators make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.made += [item.numel() for item in pytree.tree_leaves(result) if isinstance(item, Tensor)]
-        return result
-
-
 @pytest.mark.parametrize("head", [plain_head, capped_head])
-def test_no_tensor_of_all_logits_exists_when_only_the_loss_is_used(
-    head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tensor_of_all_logits_exists_when_only_the_loss_is_used(head: Callable[..., Any]) -> None:
     """Neither the logits nor their gradient, in the forward and the backward."""
-    model, ids, sizes, run = decoder(head), some_ids(64), Sizes(), OuterRunner.__call__
-
-    def watched(self: OuterRunner, arguments: list[Any]) -> Any:
-        with sizes:
-            return run(self, arguments)
-
-    monkeypatch.setattr(OuterRunner, "__call__", watched)
-    loss, logits = torch.compile(model, backend="streambp", options=OPTIONS)(ids, ids)
-    loss.backward()
-    assert sizes.made and max(sizes.made) < logits.numel() == BATCH * 64 * VOCABULARY
+    compiled, ids = torch.compile(decoder(head), backend="streambp", options=OPTIONS), some_ids(64)
+    compiled(ids, ids)[0].backward()
+    with Shapes() as shapes:
+        loss, logits = compiled(ids, ids)
+        loss.backward()
+    assert shapes.made and max(torch.Size(shape).numel() for shape in shapes.made) < logits.numel() == BATCH * 64 * VOCABULARY
 
 
 # -- changed weights, in every way that torch has: the outputs are what they were, or raise `StaleOutput`

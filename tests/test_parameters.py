@@ -12,25 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
-from tests.support.spread import only
-from tests.support.twins import LENGTH, batch, compiled, same_gradients, same_step, twins
+from tests.support.twins import LENGTH, batch, compiled, same_step, twins
 
 
 class Checkpointed(decoders.Plain):
-    reentrant = True
-
     def hidden(self, x: Tensor, **more: Any) -> Tensor:
         for i in range(2):
-            x = checkpoint(self.layer, x, i, use_reentrant=self.reentrant)  # type: ignore[assignment]
+            x = checkpoint(self.layer, x, i, use_reentrant=True)  # type: ignore[assignment]
         return self.norms[-1](x)
 
     def layer(self, x: Tensor, i: int) -> Tensor:
         x = x + self.attend[i](self.norms[2 * i](x))
         return x + self.mlp[i](self.norms[2 * i + 1](x))
-
-
-class NotReentrant(Checkpointed):
-    reentrant = False
 
 
 class Rounded(torch.autograd.Function):
@@ -48,11 +41,6 @@ class Rounded(torch.autograd.Function):
 class Quantised(decoders.Plain):
     def hidden(self, x: Tensor, **more: Any) -> Tensor:
         return super().hidden(Rounded.apply(x))
-
-
-class Detached(decoders.Plain):
-    def hidden(self, x: Tensor, **more: Any) -> Tensor:
-        return super().hidden(x) + super().hidden(x.detach() * 2)
 
 
 class LowRank(nn.Module):
@@ -79,16 +67,13 @@ def tied() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "reentrant checkpoints": Checkpointed,
-    "checkpoints": NotReentrant,
     "a backward of its own": Quantised,
-    "a detached branch": lambda: Detached(1),
     "adapters alone are trained": adapted,
     "tied weights": tied,
 }
-EVERY_TIME = ["reentrant checkpoints", "a backward of its own", "adapters alone are trained"]
 
 
-@pytest.mark.parametrize("name", only(EVERY_TIME, MODELS))
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_eager(name: str) -> None:
     compare(decoders.made(MODELS[name]), batch(), also=(1, 16), attention={"causal"})
 
@@ -101,46 +86,15 @@ def test_checkpointing_of_a_huggingface_model() -> None:
     compare(model, layouts.plain(layouts.tokens(hf.VOCABULARY, 2, LENGTH)), also=(1, 16), attention={"causal"})
 
 
-def test_requires_grad_toggled_between_steps() -> None:
-    own, eager = twins()
-    function, _ = compiled(own)
-    for trained in (True, False, True):
-        for model in (own, eager):
-            model.mlp.requires_grad_(trained)  # type: ignore[operator,union-attr]
-        same_step(function, own, eager, batch())
-
-
-class Counting(decoders.Plain):
-    """A running statistic is written in the forward pass."""
-
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(decoders.WIDTH))
-
-    def hidden(self, x: Tensor, **more: Any) -> Tensor:
-        out = super().hidden(x, **more)
-        self.seen.add_(out.detach().mean((0, 1)))
-        return out
-
-
-def test_a_buffer_that_is_updated() -> None:
-    own, eager = twins(Counting)
-    function, _ = compiled(own)
-    for seed in range(2):
-        function(**batch(seed=seed)).backward()
-        eager(**batch(seed=seed)).backward()
-    same_gradients(own, eager)
-    torch.testing.assert_close(own.seen, eager.seen, rtol=1e-12, atol=1e-14)
-
-
 def test_a_mask_buffer_that_is_written_to_after_compiling() -> None:
-    """The compiled graph relies on the mask that it found; a change must not be overlooked."""
+    """The compiled graph relies on the mask that it found; a change must not be overlooked, nor what is trained."""
     own, eager = twins(decoders.TrilBuffer)
     function, _ = compiled(own)
-    for mask in (torch.ones(48, 48).tril(), torch.ones(48, 48).tril(2), torch.ones(48, 48), torch.ones(48, 48).tril()):
+    for trained, mask in enumerate(
+        (torch.ones(48, 48).tril(), torch.ones(48, 48).tril(2), torch.ones(48, 48), torch.ones(48, 48).tril())
+    ):
         for model in (own, eager):
+            model.mlp.requires_grad_(trained != 2)  # type: ignore[operator,union-attr]
             for attend in model.attend:  # type: ignore[union-attr]
                 attend.tril.copy_(mask)  # type: ignore[union-attr,operator]
         same_step(function, own, eager, batch())

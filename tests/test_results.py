@@ -67,47 +67,33 @@ VIEWS: dict[str, Views] = {
     "real parts": lambda x, y: ((z := torch.view_as_complex(y.unflatten(-1, (2, 2)) * 2)), z.real[:, y.shape[1] // 2 :], y),
     "conjugates": lambda x, y: ((z := torch.polar(y, y)), z.conj()[:, y.shape[1] // 2 :]),
     "part of an input, in numbers": lambda x, y: (x[:, : x.shape[1] - 3][0, 2:5], x.view(2, x.shape[1], 2, 2)[0, 3]),
+    "a row beside all, detached": lambda x, y: (y[:, -1], y.detach()),
+    "all of it, and detached": lambda x, y: (y, y.detach()),
+    "parts": lambda x, y: (y[:, -1], y[:, :4].detach(), y.detach()[:, 4:]),
+    "turned beside all, detached": lambda x, y: (y.mT, y.flatten(0, 1), y.detach()),
+    "detached of an input": lambda x, y: (x[:, -1], x.detach(), x.detach()[:, 2:]),
+    "written": lambda x, y: ((z := y * 2)[:, -1], z.detach().add_(1), z.detach()),
 }
-
-
-EVERY_VIEW = [("heads", True), ("half", True), ("two parts", False)]
+EVERY_VIEW = [("heads", True), ("half", True), ("two parts", False), ("parts", True)]
 
 
 @pytest.mark.parametrize(("name", "with_gradients"), only(EVERY_VIEW, list(product(VIEWS, (True, False)))))
 def test_views_of_any_length_show_eagers_rows(name: str, with_gradients: bool) -> None:
-    """AOTAutograd makes them again from where our results lie: their offset is asked for, which follows from the length."""
+    """AOTAutograd makes them again from where our results lie: their offset is asked for, which follows from the length.
+
+    What is detached asks for no gradients: a view of a result that does would ask for them, too, and give no arrays.
+    """
     model = Returns(VIEWS[name])
     function = compiled(model, dynamic=True)
     for length in (13, 11):
         given = rows(length + 3, requires_grad=with_gradients)
         found, wanted = ([*call(given[:, 3:])] for call in (function, model))
         torch.testing.assert_close(found, wanted)
-        assert [item.stride() for item in found] == [item.stride() for item in wanted]
+        assert [(item.stride(), item.requires_grad) for item in found] == [(item.stride(), item.requires_grad) for item in wanted]
+        arrays = ([item.resolve_conj().numpy() for item in items if not item.requires_grad] for items in (found, wanted))
+        torch.testing.assert_close(*arrays)
         if with_gradients:
             torch.testing.assert_close(*(torch.autograd.grad(sums_of(items), given)[0] for items in (found, wanted)))
-
-
-DETACHED: dict[str, Views] = {  # results beside others that are cut off from autograd
-    "a row": lambda x, y: (y[:, -1], y.detach()),
-    "all of it": lambda x, y: (y, y.detach()),
-    "parts": lambda x, y: (y[:, -1], y[:, :4].detach(), y.detach()[:, 4:]),
-    "turned": lambda x, y: (y.mT, y.flatten(0, 1), y.detach()),
-    "several": lambda x, y: (y[:, -1], y[:, 0], y.detach(), y.data, y.detach().mT, y[:, 3:5].detach()),
-    "detached alone": lambda x, y: (y.detach(), y.data, y.detach()[:, 1]),
-    "of an input": lambda x, y: (x[:, -1], x.detach(), x.detach()[:, 2:]),
-    "written": lambda x, y: ((z := y * 2)[:, -1], z.detach().add_(1), z.detach()),
-}
-
-
-@pytest.mark.parametrize(("name", "dynamic"), only([("parts", True)], list(product(DETACHED, (True, False)))))
-def test_detached_results_ask_for_no_gradients(name: str, dynamic: bool) -> None:
-    """A view of a result that does would ask for them, too, and give no arrays."""
-    model, given = Returns(DETACHED[name]), rows(requires_grad=True)
-    found, wanted = compiled(model, dynamic=dynamic)(given), model(given)
-    assert [item.requires_grad for item in found] == [item.requires_grad for item in wanted]
-    arrays = ([item.numpy() for item in items if not item.requires_grad] for items in (found, wanted))
-    torch.testing.assert_close(*arrays)
-    torch.testing.assert_close(*(torch.autograd.grad(sums_of(items), [given, *model.parameters()]) for items in (found, wanted)))
 
 
 SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {  # what is returned, and part of it

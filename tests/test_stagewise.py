@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from streamfx.cost.meter import Meter
 from streamfx.runtime import stagewise
 from tests.support.stages import Layers, Staged, batch, descend, hooked, noted_loops
-from tests.support.twins import same_gradients
 
 
 @pytest.fixture(scope="module")
@@ -156,19 +155,6 @@ def test_second_derivatives_are_refused(staged: Staged) -> None:
             gradient.sum().backward()
 
 
-def test_stages_run_without_autocast() -> None:
-    """As AOTAutograd runs a half that was traced under autocast: its type casts are in the graph."""
-    found: list[bool] = []
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        staged = Staged(Layers(1), *batch())
-        loss = staged(*batch(1))
-        with noted_loops(found, lambda _: torch.is_autocast_enabled("cpu")):
-            loss.backward()
-    assert found and not any(found)
-    staged.eager(*batch(1)).backward()
-    same_gradients(staged.model, staged.eager)
-
-
 def test_errors_of_hooks_leave_nothing_behind(staged: Staged) -> None:
     """Also that of a hook that writes to what a later stage needs, which is an error in eager, too."""
 
@@ -188,21 +174,45 @@ def test_errors_of_hooks_leave_nothing_behind(staged: Staged) -> None:
         staged.both(two_calls)
 
 
-@pytest.mark.parametrize("waits", [None, "hook", "gradient hook", "gradients"])
-def test_auto_looks_for_who_waits(staged: Staged, waits: str | None) -> None:
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda weight: weight.register_post_accumulate_grad_hook(lambda parameter: None).remove,
+    "gradient hook": lambda weight: weight.register_hook(lambda gradient: None).remove,
+    "gradients": lambda weight: setattr(weight, "grad", torch.zeros_like(weight)),
+    "nobody": lambda weight: None,
+}
+
+
+@pytest.mark.parametrize("who", WAITS)
+def test_auto_looks_for_who_waits(staged: Staged, who: str) -> None:
     staged.chain.always = False
-    weight = staged.model.get_parameter("out.0.weight")
-    handle = None
-    if waits == "hook":
-        handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    elif waits == "gradient hook":
-        handle = weight.register_hook(lambda gradient: None)
-    elif waits == "gradients":
-        weight.grad = torch.zeros_like(weight)
+    remove = WAITS[who](staged.model.get_parameter("out.0.weight"))
     loss = staged(*batch(1))  # whose node 2.11 takes apart with it
-    if handle is not None:
-        handle.remove()
-    assert any(isinstance(edge, stagewise._IDENTITY) for edge, _ in loss.grad_fn.next_functions) == (waits is not None)
+    if remove is not None:
+        remove()
+    assert any(isinstance(edge, stagewise._IDENTITY) for edge, _ in loss.grad_fn.next_functions) == (who != "nobody")
+
+
+class Odd(Layers):
+    """A weight is written, and a part of another one is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        with torch.no_grad():
+            self.code.mul_(0.9)
+        return super().forward(ids, labels) + (self.code * 2).sin().sum(), self.embed.weight[:3]
+
+
+def test_inputs_that_are_returned_or_written_are_left_alone() -> None:
+    staged = Staged(Odd(), *batch())
+    staged.reset()  # it has run once
+    kept_out = {staged.chain.sources[place].given for place in staged.chain.kept_out}
+    names = {id(parameter): name for name, parameter in staged.model.named_parameters()}
+    assert {names[id(staged._given[position])] for position in kept_out} == {"embed.weight", "code"}
+    assert len(staged.chain.places) > 2
+    staged.both(lambda call, model: sum(part.square().sum() for part in call(*batch(1))).backward())
 
 
 class Peeks(Layers):
@@ -248,36 +258,3 @@ def test_gradients_of_two_stages_are_alive() -> None:
     with hooked(list(staged.model.parameters()), descend):
         assert peak(True) - besides <= 2 * layer
     assert all_alive - besides >= 4 * layer
-
-
-# -- other graphs, and what is not chained
-
-
-class Odd(Layers):
-    """A buffer and a weight are written, and a part of another weight is returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Tensor
-        self.register_buffer("count", torch.zeros(3))
-        self.code = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        loss = super().forward(ids, labels)
-        self.count.add_(1.0)
-        with torch.no_grad():
-            self.code.mul_(0.9)
-        return loss + (self.code * 2).sin().sum(), self.embed.weight[:3]
-
-
-def test_inputs_that_are_returned_are_left_alone() -> None:
-    staged = Staged(Odd(), *batch())
-    staged.reset()  # it has run once
-    kept_out = {staged.chain.sources[place].given for place in staged.chain.kept_out}
-    names = {id(parameter): name for name, parameter in staged.model.named_parameters()}
-    assert {names[id(staged._given[position])] for position in kept_out} == {"embed.weight", "code"}
-    assert len(staged.chain.places) > 2
-    assert staged(*batch(1))[1]._base is staged.model.get_parameter("embed.weight")
-    staged.reset()
-    for _ in range(2):
-        staged.both(lambda call, model: sum(part.square().sum() for part in call(*batch(1))).backward())

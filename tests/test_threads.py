@@ -21,7 +21,6 @@ from tests.support.small import Padded
 from tests.support.twins import batch
 
 THREADS, CHUNKS = 4, {"chunk_size": 8, "loss_chunk_size": 8}
-Inputs = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +52,8 @@ def together(work: Callable[[int], Any], threads: int = THREADS) -> list[Any]:
     return results
 
 
-def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
-    return torch.compile(model, backend="streambp", options={**CHUNKS, **options})
-
-
-def stepped(model: nn.Module, call: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
-    """A loss and the gradients of all parameters, in tensors of their own."""
-    loss = call(**inputs)
-    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend="streambp", options=CHUNKS)
 
 
 def assert_same(found: Any, truth: Any, what: str = "") -> None:
@@ -79,38 +72,54 @@ def test_a_run_keeps_nothing() -> None:
     assert gone() is None
 
 
-class PaddedLoss(Padded):
-    """The sum of squares of layers under a padding mask."""
+class Steps:
+    """A compiled model under a padding mask that is another one in each thread, and what eager gives of each."""
 
-    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        return super().forward(x, keep).square().sum()
+    def __init__(self) -> None:
+        self.model = Padded(layers=2, width=8).double()
+        self.call = compiled(lambda x, keep: self.model(x, keep).square().sum())
+        self.x = torch.randn(2, 37, 8, dtype=torch.float64)
+        self.keeps = [torch.arange(37).expand(2, -1) < 9 * (number + 1) for number in range(THREADS)]
+        self.truth = [torch.autograd.grad(self.model(self.x, keep).square().sum(), self.model.w)[0] for keep in self.keeps]
+        self.gradient(self.loss(0))
 
+    def loss(self, number: int) -> Tensor:
+        return self.call(self.x, self.keeps[number])
 
-def padded() -> tuple[PaddedLoss, list[Inputs]]:
-    """What one thread has found of its mask is not what another one sees, and is not forgotten for it."""
-    x = torch.randn(2, 37, 8, dtype=torch.float64)
-    keeps = [torch.arange(37).expand(2, -1) < 9 * (number + 1) for number in range(THREADS)]
-    return PaddedLoss(layers=2, width=8).double(), [{"x": x, "keep": keep} for keep in keeps]
+    def gradient(self, loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, self.model.w)[0]
 
 
 def test_steps_of_several_threads() -> None:
-    """Some of them without gradients."""
-    model, inputs = padded()
-    call = compiled(model)
-    truth = [stepped(model, model, item) for item in inputs]
-    stepped(model, call, inputs[0])
-    with torch.no_grad():
-        call(**inputs[0])
+    """One of them without gradients."""
+    steps = Steps()
 
-    def work(number: int) -> list[Any]:
-        if number != 3:
-            return [stepped(model, call, inputs[number]) for _ in range(6)]
-        with torch.no_grad():
-            return [[call(**inputs[number])] for _ in range(6)]
+    def work(number: int) -> None:
+        for _ in range(6):
+            with torch.set_grad_enabled(number != 3):
+                loss = steps.loss(number)
+            assert_same(loss.detach(), steps.model(steps.x, steps.keeps[number]).square().sum().detach())
+            assert number == 3 or torch.allclose(steps.gradient(loss), steps.truth[number], 1e-10, 1e-12)
 
-    for number, found in enumerate(together(work)):
-        for one in found:
-            assert_same(one, truth[number][: len(one)])
+    together(work)
+
+
+def test_halves_of_steps_that_cross() -> None:
+    """All forward halves come first, in one thread; each backward half runs in a thread of its own, with a step inside."""
+    steps = Steps()
+    losses = [steps.loss(number) for number in range(THREADS)]
+
+    def work(number: int) -> None:
+        inner: list[Tensor] = []
+
+        def between(gradient: Tensor) -> None:
+            with torch.enable_grad():
+                inner.append(steps.gradient(steps.loss(0)))
+
+        losses[number].register_hook(between)
+        assert_same([steps.gradient(losses[number]), *inner], [steps.truth[number], steps.truth[0]])
+
+    together(work)
 
 
 class Dropping(nn.Module):
@@ -123,16 +132,15 @@ class Dropping(nn.Module):
 def test_draws_of_several_threads() -> None:
     """A backward half draws what its own forward half has drawn, whoever draws meanwhile; nobody's generator is set."""
     x, call = torch.ones(2, 37, 8, dtype=torch.float64), compiled(Dropping())
-    call(x.clone().requires_grad_()).sum().backward()
 
     def draws(number: int) -> None:
         for _ in range(6):
             own = x.clone().requires_grad_()
             out = call(own)
             torch.rand(3)
-            (gradient,) = torch.autograd.grad(out.sum(), own)
-            assert_same(gradient, out.detach(), "the gradient is not that of what was drawn")
+            assert_same(torch.autograd.grad(out.sum(), own)[0], out.detach(), "the gradient is not that of what was drawn")
 
+    draws(0)
     together(draws)
 
 
@@ -178,36 +186,6 @@ def test_deferred_outputs_that_several_threads_read(monkeypatch: pytest.MonkeyPa
         together(read)
 
 
-# -- halves that cross
-
-
-def test_a_backward_half_in_another_thread_than_its_forward_half() -> None:
-    """All forward halves come first, in one thread; each backward half runs in a thread of its own."""
-    model, inputs = padded()
-    call, (weight,) = compiled(model), model.parameters()
-    truth = [torch.autograd.grad(model(**item), weight)[0] for item in inputs]
-    losses = [call(**item) for item in inputs]
-    assert_same(together(lambda number: torch.autograd.grad(losses[number], weight)[0]), truth)
-
-
-def test_a_step_inside_of_a_backward_half() -> None:
-    """A hook runs a step of the same compiled model while its backward half runs; then the outer one goes on."""
-    (model, inputs), inner = padded(), list[Any]()
-    call, (weight,) = compiled(model), model.parameters()
-    truth = [torch.autograd.grad(model(**item), weight) for item in inputs]
-
-    def between(gradient: Tensor) -> None:
-        with torch.enable_grad():
-            inner.append(torch.autograd.grad(call(**inputs[1]), weight))
-
-    loss = call(**inputs[0])
-    loss.register_hook(between)
-    pending = call(**inputs[1])
-    assert_same(torch.autograd.grad(loss, weight), truth[0], "the outer one")
-    assert_same(inner, [truth[1]], "the inner one")
-    assert_same(torch.autograd.grad(pending, weight), truth[1], "one that waited")
-
-
 # -- what is counted
 
 
@@ -222,12 +200,12 @@ def test_a_call_streams_while_another_thread_compiles() -> None:
         return module.forward
 
     with streamfx.enable(model, options=CHUNKS) as done:
-        truth = stepped(model, model, inputs)
+        truth = model(**inputs).detach()
         other = threading.Thread(target=lambda: torch.compile(torch.sin, backend=waiting)(torch.ones(3)))
         other.start()
         assert began.wait(60)
         try:
-            found = stepped(model, model, inputs)
+            found = model(**inputs).detach()
         finally:
             go_on.set()
             other.join()

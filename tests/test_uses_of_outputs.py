@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from streamfx import StaleOutput
 from streamfx.lazy import in_chunks, steps
+from streamfx.lazy.deferred import DeferredTensor
 from tests.support.spread import only
 
 VOCABULARY, WIDTH, LENGTH = 1500, 16, 37
@@ -118,6 +119,16 @@ def of_each(logits: Tensor, ids: Tensor, rows: int = 1) -> Tensor:
     return torch.stack([F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum") for x, y in parts]).sum()
 
 
+def kth(logits: Tensor, k: int = 50) -> Tensor:
+    return logits.topk(k).values[..., -1:]
+
+
+def nucleus(logits: Tensor, p: float = 0.9) -> Tensor:
+    probabilities = logits.softmax(-1)
+    ordered = probabilities.sort(-1, descending=True).values
+    return ordered.gather(-1, (ordered.cumsum(-1) < p).sum(-1, keepdim=True))
+
+
 STREAMED: dict[str, Loss] = {
     "cross entropy, shifted": lambda x, ids: F.cross_entropy(x[:, :-1].double().reshape(-1, x.shape[-1]), ids[:, 1:].reshape(-1)),
     "label smoothing": lambda x, ids: F.cross_entropy(x.transpose(1, 2), ids, label_smoothing=0.1),
@@ -138,10 +149,15 @@ WHOLE: dict[str, Loss] = {
     "by mask": lambda x, ids: F.cross_entropy(x[ids > 10], ids[ids > 10]),
     "in the user's chunks": lambda x, ids: of_each(x, ids, 9),
     "one-hot": lambda x, ids: -(F.one_hot(ids, x.shape[-1]) * x.log_softmax(-1)).sum(-1).mean(),
+    "largest": lambda x, ids: x.amax(-1).mean(),
+    "margin": lambda x, ids: F.relu(x - x.amax(-1, keepdim=True) + 0.5).sum(-1).mean(),
+    "top-k filter": lambda x, ids: x.masked_fill(x < kth(x), float("-inf")).logsumexp(-1).mean(),
+    "top-p filter": lambda x, ids: x.masked_fill(x.softmax(-1) < nucleus(x.detach()), float("-inf")).logsumexp(-1).mean(),
+    "at least the fiftieth": lambda x, ids: torch.maximum(x, kth(x.detach())).square().mean(),
 }
 
 
-@pytest.mark.parametrize("name", only(["GRPO", "by mask"], [*STREAMED, *WHOLE]))
+@pytest.mark.parametrize("name", only(["GRPO", "by mask", "top-k filter"], [*STREAMED, *WHOLE]))
 def test_losses_are_exact(name: str) -> None:
     (network, compiled), ids, loss = made(), some_ids(), {**STREAMED, **WHOLE}[name]
     ours, largest = results(compiled, network, loss, ids)
@@ -234,3 +250,86 @@ def test_programs_that_never_repeat_are_not_compiled_without_end(monkeypatch: py
 
         assert_close(results(compiled, network, loss, ids)[0], results(network, network, loss, ids)[0])
     assert len(in_chunks._forms) == 3
+
+
+# -- in agreement with themselves
+
+
+def logits_of(beside: Callable[[Tensor], Any] | None = None) -> tuple[Model, Any]:
+    model, compiled = made(beside)
+    return model, compiled(some_ids())
+
+
+# what is compared: each gives a mask, whose number of hits per token is known
+HITS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "amax": (lambda x: x == x.amax(-1, keepdim=True), 1),
+    "top-k": (lambda x: x >= kth(x), 50),
+    "kthvalue": (lambda x: x <= x.kthvalue(7, -1, keepdim=True).values, 7),
+    "median": (lambda x: x == x.median(-1, keepdim=True).values, 1),
+    "sort": (lambda x: x >= x.sort(-1).values[..., 100:101], VOCABULARY - 100),
+    "argmax, gathered": (lambda x: x >= x.gather(-1, x.argmax(-1, keepdim=True)), 1),
+    "rank of a token": (lambda x: x == x.gather(-1, some_ids()[..., None]), 1),
+    "a probability": (lambda x: x.softmax(-1) == x.softmax(-1).amax(-1, keepdim=True), 1),
+    "rows, then all": (lambda x: (x == x[:, 9:10].amax(-1, keepdim=True))[:, 9:10], 1),
+    "all, then a few rows": (lambda x: x[:, 9:12] == x.amax(-1, keepdim=True)[:, 9:12], 1),
+    "whole, later": (lambda x: x.amax(-1, keepdim=True).flip(1) == x.flip(1), 1),
+    "through numbers": (lambda x: x == torch.tensor(x.amax(-1).tolist(), dtype=x.dtype)[..., None], 1),
+}
+EVERY_TIME = ["amax", "top-k", "kthvalue", "a probability", "rows, then all", "all, then a few rows", "whole, later"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", only(EVERY_TIME, HITS))
+def test_what_was_found_is_found_again(name: str) -> None:
+    hits, count = HITS[name]
+    _, logits = logits_of()
+    assert isinstance(logits, DeferredTensor)
+    found = hits(logits).sum(-1)
+    source = logits._cell.source
+    assert source is not None
+    assert source.agreement.in_chunks
+    assert (found == count).all(), (found != count).sum()
+
+
+@torch.no_grad()
+def test_a_use_that_streams_along_another_axis_makes_all_of_it_whole() -> None:
+    """The largest of each column: sequences could be chunks, in which products have other numbers of rows."""
+    _, logits = logits_of()
+    assert ((logits == logits.amax(1, keepdim=True)).sum(1) == 1).all()
+
+
+BESIDE: dict[str, Callable[[Tensor], Any]] = {
+    "maxima": lambda x: x.amax(-1),
+    "log-probabilities": lambda x: x.log_softmax(-1)[..., 7],
+}
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the maximum": lambda x: x.max(),
+    "the largest log-probability": lambda x: x.log_softmax(-1).max(),
+    "the mean of one element": lambda x: x[:1, -1].amax(-1).mean(),
+    "the largest of one row": lambda x: x[:1, -1].topk(5).values[:, -1].sum(),
+    "infinity norm": lambda x: x.norm(p=torch.inf),
+}
+
+
+@pytest.mark.parametrize("name", only(["maxima", "the largest of one row"], [*BESIDE, *NUMBERS]))
+def test_what_the_model_returned_is_found_among_its_logits(name: str) -> None:
+    """It was rounded with the rows of a loop: what it is compared with has to be, too."""
+    beside = {**BESIDE, **NUMBERS}[name]
+    _, (logits, told) = logits_of(beside)
+    assert name in BESIDE or not isinstance(logits, DeferredTensor)
+    assert (beside(logits) == told).all()
+
+
+def test_a_loss_tells_nothing_of_single_logits() -> None:
+    _, (logits, _) = logits_of(lambda logits: F.cross_entropy(logits.flatten(0, 1), some_ids().flatten()))
+    assert isinstance(logits, DeferredTensor)
+
+
+@torch.no_grad()
+def test_other_threads_and_other_modes_between_two_uses() -> None:
+    _, logits = logits_of()
+    maxima = logits.amax(-1, keepdim=True)
+    torch.set_num_threads(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ((logits == maxima).sum(-1) == 1).all()
+    assert torch.get_num_threads() == 2
