@@ -44,26 +44,6 @@ def chosen(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
 
 
-def weights(logits: Tensor) -> Tensor:
-    return torch.linspace(0.5, 2, logits.shape[-1], dtype=logits.dtype)
-
-
-def mean_of_row_means(logits: Tensor, labels: Tensor) -> Tensor:
-    mask = kept(labels).to(logits.dtype)
-    return ((token_losses(logits, labels) * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
-
-
-def sequence_log_probability(logits: Tensor, labels: Tensor) -> Tensor:
-    """Not a sum over tokens: a non-linear function of sums per row, as preference losses are."""
-    totals = (chosen(logits.log_softmax(-1), labels) * kept(labels)).sum(1)
-    return -F.logsigmoid(0.1 * (totals[0] - totals[1]))
-
-
-def focal(logits: Tensor, labels: Tensor) -> Tensor:
-    losses = token_losses(logits, labels)
-    return ((1 - torch.exp(-losses)) ** 2 * losses).sum() / kept(labels).sum()
-
-
 def yes_or_no(logits: Tensor, labels: Tensor) -> Tensor:
     target = (labels[..., None] == torch.arange(logits.shape[-1])).to(logits.dtype)
     return F.binary_cross_entropy_with_logits(logits, target)
@@ -80,15 +60,14 @@ LOSSES: dict[str, Loss] = {
     "one per token": token_losses,
     "summed over a count": lambda x, y: F.cross_entropy(*flat(x, y), reduction="sum") / kept(y).sum(),
     "square of a sum": lambda x, y: F.cross_entropy(*flat(x, y), reduction="sum").pow(2),
-    "mean of rows' means": mean_of_row_means,
     "weighted by position": lambda x, y: (token_losses(x, y) * torch.linspace(0.5, 2, y.shape[1], dtype=x.dtype)).sum(),
-    "weights of classes": lambda x, y: F.cross_entropy(*flat(x, y), weight=weights(x), label_smoothing=0.2),
+    "weights of classes": lambda x, y: F.cross_entropy(
+        *flat(x, y), weight=torch.linspace(0.5, 2, x.shape[-1]).to(x), label_smoothing=0.2
+    ),
     "z-loss on all": lambda x, y: F.cross_entropy(*flat(x, y)) + 1e-2 * x.logsumexp(-1).pow(2).mean(),
     "classes second, none": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, reduction="none").pow(2).mean(),
     "log softmax and gather": lambda x, y: -(chosen(x.log_softmax(-1), y) * kept(y)).sum() / kept(y).sum(),
     "logsumexp": lambda x, y: ((x.logsumexp(-1) - chosen(x, y)) * kept(y)).sum() / kept(y).sum(),
-    "sequence's log-probability": sequence_log_probability,
-    "focal": focal,
     # of several tokens: whole chunks have no label
     "three tokens ahead": lambda x, y: F.cross_entropy(*flat(x[:, :-3], y[:, 3:])) + F.cross_entropy(*flat(x[:, :-1], y[:, 1:])),
     "shifted by padding": lambda x, y: F.cross_entropy(*flat(F.pad(x, (0, 0, 3, 0))[:, : y.shape[1]], y)),

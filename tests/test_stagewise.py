@@ -53,6 +53,7 @@ def test_gradients_are_complete_between_loops(staged: Staged) -> None:
     for name in ("out.1.weight", "out.1.bias", "qkv.1.weight", "qkv.1.bias"):
         assert order.index(name) < first_of_layer_0, order
     assert order.index("embed.weight") > order.index(loops[-1])
+    staged.reset()
     staged.chain.always = False
     order, loops = order_of(staged, staged(*batch(1)).backward)
     assert order[: len(loops)] == loops, "at once all loops come first"

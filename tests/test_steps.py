@@ -1,4 +1,4 @@
-"""Promise one, over several steps that are compiled once: training, evaluating in between, updating in the backward pass."""
+"""Promise one, over steps, and under what is done to parameters, buffers and autograd: tying, adapters, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,10 +7,100 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.support import decoders
-from tests.support.exactness import check_streamed
-from tests.support.twins import batch, compiled, twins
+from tests.support import decoders, hf, layouts
+from tests.support.exactness import check_streamed, compare
+from tests.support.twins import LENGTH, batch, compiled, same_step, twins
+
+
+class Checkpointed(decoders.Plain):
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        for i in range(2):
+            x = checkpoint(self.layer, x, i, use_reentrant=True)  # type: ignore[assignment]
+        return self.norms[-1](x)
+
+    def layer(self, x: Tensor, i: int) -> Tensor:
+        x = x + self.attend[i](self.norms[2 * i](x))
+        return x + self.mlp[i](self.norms[2 * i + 1](x))
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator: its own backward is the truth, not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+class Quantised(decoders.Plain):
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        return super().hidden(Rounded.apply(x))
+
+
+class LowRank(nn.Module):
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.down, self.up = inner, nn.Linear(inner.in_features, 2), nn.Linear(2, inner.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x)) * 0.5
+
+
+def adapted() -> nn.Module:
+    model = decoders.Plain().requires_grad_(False)
+    for attend in model.attend:
+        attend.q, attend.v = LowRank(attend.q), LowRank(attend.v)  # type: ignore[arg-type]
+    return model
+
+
+def tied() -> nn.Module:
+    model = decoders.Plain()
+    model.head.weight = model.embed.weight
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "reentrant checkpoints": Checkpointed,
+    "a backward of its own": Quantised,
+    "adapters alone are trained": adapted,
+    "tied weights": tied,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_eager(name: str) -> None:
+    compare(decoders.made(MODELS[name]), batch(), also=(1, 16), attention={"causal"})
+
+
+@pytest.mark.long
+def test_checkpointing_of_a_huggingface_model() -> None:
+    model = hf.made("llama")
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    model.train()
+    compare(model, layouts.plain(layouts.tokens(hf.VOCABULARY, 2, LENGTH)), also=(1, 16), attention={"causal"})
+
+
+def test_a_mask_buffer_that_is_written_to_after_compiling() -> None:
+    """The compiled graph relies on the mask that it found; a change must not be overlooked, nor what is trained."""
+    own, eager = twins(decoders.TrilBuffer)
+    function, _ = compiled(own)
+    for trained, mask in enumerate(
+        (torch.ones(48, 48).tril(), torch.ones(48, 48).tril(2), torch.ones(48, 48), torch.ones(48, 48).tril())
+    ):
+        for model in (own, eager):
+            model.mlp.requires_grad_(trained != 2)  # type: ignore[operator,union-attr]
+            for attend in model.attend:  # type: ignore[union-attr]
+                attend.tril.copy_(mask)  # type: ignore[union-attr,operator]
+        same_step(function, own, eager, batch())
+
+
+# -- over several steps that are compiled once
 
 
 def test_training_steps() -> None:

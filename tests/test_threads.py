@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -34,22 +35,9 @@ def frequent_switches() -> Iterator[None]:
 
 def together(work: Callable[[int], Any], threads: int = THREADS) -> list[Any]:
     """What `work(number)` returns in each of several threads that begin at once; the first error is raised."""
-    start, results, failed = threading.Barrier(threads), [None] * threads, list[BaseException]()
-
-    def run(number: int) -> None:
-        try:
-            start.wait()
-            results[number] = work(number)
-        except BaseException as error:
-            failed.append(error)
-
-    workers = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
-    for act in (threading.Thread.start, threading.Thread.join):
-        for worker in workers:
-            act(worker)
-    if failed:
-        raise failed[0]
-    return results
+    start = threading.Barrier(threads)
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(lambda number: (start.wait(), work(number))[1], range(threads)))
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

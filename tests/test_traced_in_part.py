@@ -88,21 +88,3 @@ def test_a_line_at_which_data_decide_is_named() -> None:
     share = found.summary()["streamed_flops_share"]
     assert share is None or share < 1
     assert "100.0 %" not in str(found).splitlines()[5]
-
-
-class Hooked(Block):
-    """As transformers' models do at their first call, to record hidden states: they are told so by an attribute."""
-
-    is_hooked = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_hooked:
-            self.up.register_forward_hook(lambda *_: None)
-            self.is_hooked = True
-        return super().forward(x).square().mean()
-
-
-def test_a_look_takes_off_the_hooks_that_the_model_puts_on() -> None:
-    model = Hooked()
-    explained(model)
-    assert not model.is_hooked and not model.up._forward_hooks

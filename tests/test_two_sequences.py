@@ -176,15 +176,6 @@ def test_what_is_not_split() -> None:
         assert found.summary()["graphs"] == 1 and not found.summary()["splits"]
 
 
-@pytest.mark.long
-def test_what_runs_whole_in_one_graph_may_stream_in_two() -> None:
-    model, inputs = Translator().double(), batch(96, 24)
-    with however_small():
-        assert_exact(model, inputs, compiled(model, strict=True))
-    with pytest.raises(streamfx.NotStreamed), mock.patch.object(Compilation, "may_split", False):
-        compiled(model, strict=True)(*inputs)
-
-
 class WithLogits(Translator):
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
         memory = self.encoded(ids)

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.objectives.models import (
-    TEMPERATURE,
-    VOCABULARY,
     Batch,
     Models,
     Objective,
@@ -101,7 +99,6 @@ OF_SEQUENCES: dict[str, Objective] = {
     "simpo": of_pairs(lambda chosen, rejected: -F.logsigmoid(2.0 * (chosen - rejected) - 0.5), True, False),
     "orpo": of_pairs(orpo, True, False),
     "kto": of_sequences(kto),
-    "mean_of_sequence_means": of_sequences(lambda means, b: -means, True, False),
     "gspo": gspo,
     "reinforce_leave_one_out": reinforce_leave_one_out,
 }
@@ -158,12 +155,10 @@ OF_TOKENS: dict[str, Objective] = {
     "models_own_loss": lambda m, b: m.policy(input_ids=b["ids"], labels=b["labels"]).loss,
     "cross_entropy": lambda m, b: next_token(m.logits(b), b),
     "unlikelihood": of_tokens(lambda logps, ratio, b: -torch.log1p(-logps.exp().clamp(max=0.999))),
-    "weights_from_own_probabilities": of_tokens(lambda logps, ratio, b: -logps * logps.detach().exp()),
     "grpo": grpo,
     "grpo_reference_given": of_tokens(
         lambda logps, ratio, b: clipped(ratio, b["advantages"][:, None]) + 0.04 * divergence(logps, b["reference_logps"])
     ),
-    "grpo_first_step": of_tokens(lambda logps, ratio, b: clipped((logps - logps.detach()).exp(), b["advantages"][:, None])),
     "grpo_importance_sampling": of_tokens(
         lambda logps, ratio, b: (
             clipped(ratio, b["advantages"][:, None]) * (b["old_logps"] - b["reference_logps"]).exp().clamp(max=2.0)
@@ -221,17 +216,6 @@ def jensen_shannon(student: Tensor, teacher: Tensor) -> Tensor:
     return beta * parts[0] + (1 - beta) * parts[1]
 
 
-def kl_batchmean(m: Models, b: Batch) -> Tensor:
-    student, teacher = (one.reshape(-1, VOCABULARY) for one in policy_and_teacher(m, b))
-    return F.kl_div(student, teacher.exp(), reduction="batchmean") * TEMPERATURE**2
-
-
-def teacher_and_labels(m: Models, b: Batch) -> Tensor:
-    logits, teacher = m.logits(b), (m.teacher_logits(b) / TEMPERATURE).softmax(-1)
-    soft = -(teacher * (logits / TEMPERATURE).log_softmax(-1)).sum(-1)[:, :-1]
-    return 0.5 * next_token(logits, b) + 0.5 * masked_mean(soft, b["mask"])
-
-
 def top_k_of_teacher(m: Models, b: Batch) -> Tensor:
     """The largest logits of a teacher in the same step."""
     values, indices = m.teacher_logits(b).topk(5, dim=-1)
@@ -249,12 +233,9 @@ def hidden_states_too(m: Models, b: Batch) -> Tensor:
 
 TEACHERS: dict[str, Objective] = {
     "kl": of_teacher(lambda student, teacher: F.kl_div(student, teacher, log_target=True, reduction="none")),
-    "kl_batchmean": kl_batchmean,
     "reverse_kl": of_teacher(lambda student, teacher: student.exp() * (student - teacher)),
     "jensen_shannon": of_teacher(jensen_shannon),
-    "teacher_and_labels": teacher_and_labels,
     "soft_labels": lambda m, b: F.cross_entropy(m.logits(b).flatten(0, 1), m.teacher_logits(b).softmax(-1).flatten(0, 1)),
-    "logits_squared_error": lambda m, b: F.mse_loss(m.logits(b), m.teacher_logits(b)),
     "top_k_of_teacher": top_k_of_teacher,
     "hidden_states_too": hidden_states_too,
 }
