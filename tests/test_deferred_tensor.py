@@ -138,6 +138,29 @@ def of_view_before_write(x: Tensor) -> Tensor:
     return best
 
 
+def of_view_with_hook(x: Tensor) -> None:
+    """A write that autograd does not see leaves the view its history."""
+    part = x[:, 1:]
+    part.register_hook(lambda gradient: gradient * 1.5)
+    x.data.mul_(0.75)
+    (part.square() * WEIGHTS[:, 1:]).sum().backward()
+
+
+def of_stale(x: Tensor) -> None:
+    total = (x * x).sum()
+    x.add_(1)
+    total.backward()
+
+
+def emptied_later(x: Tensor) -> None:
+    """One gradient goes to two uses; the one that comes later has a hook that empties it."""
+    scale, seen = torch.ones(*x.shape[:2], 1, dtype=torch.float64, requires_grad=True), list[Tensor]()
+    logps = x.log_softmax(-1).gather(-1, IDS)
+    logps.register_hook(seen.append)
+    x.register_hook(lambda gradient: [item.zero_() for item in seen] and None)
+    (logps.square() * (scale * 2)).sum().backward()
+
+
 BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
     "its own": lambda x: x.backward(WEIGHTS),
     "autograd.grad": lambda x: torch.autograd.grad((x * WEIGHTS).sum(), [x]),
@@ -148,6 +171,9 @@ BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
     "a hook and a retained gradient": with_hook,
     "after a write": after_write,
     "of a view taken before a write": of_view_before_write,
+    "of a view with a hook, past autograd": of_view_with_hook,
+    "of a value that was then written into": of_stale,
+    "a gradient that is emptied": emptied_later,
     "checkpoint": checkpointed,
 }
 

@@ -157,15 +157,6 @@ def test_equal_calls_of_functions_stay_two() -> None:
     assert len(graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond)) == 2
 
 
-def replayed(between: Between, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, other: Callable[..., Any]) -> Facts:
-    """What the passes find where a function of theirs is another one; the result is the same."""
-    backend, seen = compare(Decoder(between), {"ids": ids()}, chunk_size=8, streams=None).recorder, list[Facts]()
-    monkeypatch.setattr(owner, name, other)
-    monkeypatch.setattr("tests.support.exactness.run_pipeline", lambda *args: seen.append(run_pipeline(*args)) or seen[-1])
-    compare_replayed(backend, 8, 1e-12, {}, rewritten=True)
-    return seen[0]
-
-
 @pytest.mark.parametrize(
     "target", only(["aten.mm.default"], ["aten.cumsum.default", "aten.mm.default", "streamfx.attention.default"])
 )
@@ -180,7 +171,11 @@ def test_an_operator_that_a_later_pass_refuses_runs_whole(target: str, monkeypat
             raise RunsWhole(node, f"{target} is refused")
         return emitter_of(node)
 
-    facts = replayed(lambda self, x: x + x.cumsum(1) / LENGTH, monkeypatch, bodies, "emitter_of", refusing)
+    model, seen = Decoder(lambda self, x: x + x.cumsum(1) / LENGTH), list[Facts]()
+    backend = compare(model, {"ids": ids()}, chunk_size=8, streams=None).recorder
+    monkeypatch.setattr(bodies, "emitter_of", refusing)
+    monkeypatch.setattr("tests.support.exactness.run_pipeline", lambda *args: seen.append(run_pipeline(*args)) or seen[-1])
+    compare_replayed(backend, 8, 1e-12, {}, rewritten=True)
     assert refused
-    assert facts.reasons() == [f"{target} is refused"]
-    assert len(known(facts.program).loops) > 1
+    assert seen[0].reasons() == [f"{target} is refused"]
+    assert len(known(seen[0].program).loops) > 1
