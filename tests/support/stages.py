@@ -83,10 +83,6 @@ class Staged:
     def chain(self) -> Any:
         return self.compilation.chain
 
-    @property
-    def program(self) -> Any:
-        return self.compilation.facts[-1].program
-
     def reset(self) -> None:
         """Weights as they were, no gradients."""
         for model in (self.model, self.eager):

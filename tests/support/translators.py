@@ -59,18 +59,6 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class InAutocast(Translator):
-    """A decoder that computes in another type, and an encoder of which a part is not trained."""
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        with torch.no_grad():
-            first = self.embed(ids).mean(1, keepdim=True)
-        memory = self.encoded(ids) + first
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
-            y = self.decoded(memory, labels)
-        return loss_of(y @ self.embed.weight.T, labels), memory.detach()
-
-
 class Counts(Translator):
     """Writes to a buffer in the encoder, and to the encoder's result in the decoder."""
 
@@ -105,8 +93,6 @@ class Unread(Translator):
         memory = self.encoded(ids)
         if self.way == "detached":
             return loss_of(self.logits(memory.detach(), labels), labels)
-        if self.way == "largest":
-            return loss_of(self.logits(self.embed(memory.argmax(-1)), labels), labels)
         y = self.embed(labels)
         with torch.no_grad():
             y = y + self.decoded(memory, labels)

@@ -71,14 +71,6 @@ def kto(ratio: Tensor, b: Batch) -> Tensor:
     return torch.where(b["desirable"], 1 - torch.sigmoid(better), 1.2 * (1 - torch.sigmoid(-better)))
 
 
-def reinforce_leave_one_out(m: Models, b: Batch) -> Tensor:
-    """RLOO: the KL to the reference is part of the reward."""
-    logps = sequence_logps(m.logits(b), b)
-    reward = b["advantages"] - 0.05 * (logps.detach() - sequence_logps(m.reference_logits(b), b))
-    advantage = reward - (reward.sum() - reward) / (len(reward) - 1)
-    return clipped((logps - b["old_sequence_logps"]).exp(), advantage).mean()
-
-
 def gspo(m: Models, b: Batch) -> Tensor:
     """One ratio per sequence, the mean of its tokens'."""
     logps, mask = token_logps(m.logits(b), b["ids"]), b["mask"]
@@ -100,7 +92,6 @@ OF_SEQUENCES: dict[str, Objective] = {
     "orpo": of_pairs(orpo, True, False),
     "kto": of_sequences(kto),
     "gspo": gspo,
-    "reinforce_leave_one_out": reinforce_leave_one_out,
 }
 
 
