@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
 from streamfx.backend import Compilation, streambp
 from streamfx.errors import NotStreamed
