@@ -84,7 +84,7 @@ CHANGES = (
         FINGERPRINT,
         "same = torch.equal(checksum(tensor), self.sums)",
         "same = True",
-        ("test_deferred_lifetime.py::test_a_change_is_noticed",),
+        ("test_deferral.py::test_a_change_is_noticed",),
     ),
     Mutation(
         "6",
@@ -124,7 +124,7 @@ CHANGES = (
         FINGERPRINT,
         "return None not in (self.version, version) and version != self.version",
         "return False",
-        ("test_deferred_lifetime.py::test_a_changed_parameter_is_noticed",),
+        ("test_deferral.py::test_a_changed_parameter_is_noticed",),
     ),
 )
 LENGTHS = (
