@@ -166,7 +166,12 @@ def test_lengths_that_change() -> None:
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]:
     calls: list[None] = []
     method = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args, **kwargs: calls.append(None) or method(*args, **kwargs))
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counted)
     return calls
 
 

@@ -32,7 +32,7 @@ def test_a_prompt_and_what_follows_it(mode: Any) -> None:
     both = torch.compile(model, backend="streambp", options=CHUNKS), model
     with mode():
         for prompt in (PROMPT, 6):
-            pasts = [None, None]
+            pasts: list[Any] = [None, None]
             for first, last in ((0, prompt), (prompt, prompt + 1), (prompt + 1, LENGTH)):
                 results = [
                     run(ids[:, first:last], past_key_values=past, use_cache=True) for run, past in zip(both, pasts, strict=True)

@@ -21,7 +21,8 @@ from tests.support import decoders
 from tests.support.small import Padded
 from tests.support.twins import batch
 
-THREADS, CHUNKS = 4, {"chunk_size": 8, "loss_chunk_size": 8}
+THREADS = 4
+CHUNKS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 8}
 
 
 @pytest.fixture(autouse=True)

@@ -174,7 +174,12 @@ def test_an_operator_that_a_later_pass_refuses_runs_whole(target: str, monkeypat
     model, seen = Decoder(lambda self, x: x + x.cumsum(1) / LENGTH), list[Facts]()
     backend = compare(model, {"ids": ids()}, chunk_size=8, streams=None).recorder
     monkeypatch.setattr(bodies, "emitter_of", refusing)
-    monkeypatch.setattr("tests.support.exactness.run_pipeline", lambda *args: seen.append(run_pipeline(*args)) or seen[-1])
+
+    def noted(*given: Any) -> Facts:
+        seen.append(run_pipeline(*given))
+        return seen[-1]
+
+    monkeypatch.setattr("tests.support.exactness.run_pipeline", noted)
     compare_replayed(backend, 8, 1e-12, {}, rewritten=True)
     assert refused
     assert seen[0].reasons() == [f"{target} is refused"]
