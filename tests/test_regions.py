@@ -50,14 +50,6 @@ def placed(values: tuple[Value, ...], size: int = 8) -> regions.Placed:
     return regions.best_placed(values, frozenset({2}), frozenset({2}), Bytes((size, 8, 8), (size, 8, 8)))
 
 
-def test_an_earlier_loop_stores_what_is_asked_for() -> None:
-    levels = regions.levels_of(table())
-    assert levels == (0, 0, 1)
-    found = regions.filled(table(), frozenset({2}), levels, Bytes((8, 8, 8), (8, 8, 8)))
-    assert [content.stacked for content in found.loops] == [{1}, {2}], "the first value is made again: it takes nothing to do so"
-    assert placed(table(Wanted(0, False, True, True))).loops[0].stacked == {0, 1}, "all rows of it are asked for"
-
-
 @pytest.mark.parametrize(
     "changed",
     [table(KEPT), table(form=Form.SUM), table(is_expensive=True), table(OWN._replace(is_stored_before=True))],

@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.cost.eager import EagerStep, eager_step
-from streamfx.cost.flops import visible_pairs
 from streamfx.cost.turns import FIRST, LAST, TurnsDiffer, in_turn
 from streamfx.inspection.eager import checkpointed, eager_cost
-from streamfx.ir.span import Span
 from streamfx.planner import ways
 from streamfx.planner.models import built, loss_of
 from streamfx.planner.objectives import objective_called
@@ -148,16 +146,6 @@ def test_sampled_chunks_stand_for_all(example: str, monkeypatch: pytest.MonkeyPa
     assert (sampled["flops"], sampled["peak_bytes"]) == (every["flops"], every["peak_bytes"])
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 9])
-def test_chunks_are_found_by_number(length: int, reverse: bool) -> None:
-    plain = [(start, min(start + 4, length)) for start in range(0, length, 4)] or [(0, length)]
-    chunks = Chunks(length, 4, reverse)
-    assert list(chunks) == plain[:: -1 if reverse else 1]
-    for row in range(-2, length + 3):
-        assert chunks.touching(row) == {i for i, (start, stop) in enumerate(chunks) if start <= row <= stop}
-
-
 def test_the_number_of_chunks_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten million rows in chunks of four: no chunk is looked at but those that run."""
     looked: list[int] = []
@@ -171,9 +159,3 @@ def test_the_number_of_chunks_does_not_matter(monkeypatch: pytest.MonkeyPatch) -
     ids: Any = torch.empty(1, 10**7, dtype=torch.int64, device="meta")
     assert summary_of(Causal().to("meta"), ids, ids, options={"chunk_size": 4})["sequence"] == [10**7]
     assert len(looked) < 1000
-
-
-@pytest.mark.parametrize(("low", "high"), [(None, 0), (-2, 0), (-1, 1), (None, None), (None, 3), (-3, None)])
-def test_visible_pairs(low: int | None, high: int | None) -> None:
-    seen = sum((low is None or key >= row + low) and (high is None or key <= row + high) for row in range(5) for key in range(7))
-    assert visible_pairs(5, 7, Span(low, high)) == seen
