@@ -111,24 +111,26 @@ def test_heads_of_torchs_own_alone_are_followed_in_few_turns(head: type[nn.Linea
     assert found is not None and bool(asked) is (head is nn.Linear)
 
 
-class Odd(nn.Module):
-    """Keeps each second piece as it is."""
-
-    def __init__(self, calls: list[Tensor]) -> None:
-        super().__init__()
-        self.layers, self.calls = nn.ModuleList([nn.Linear(WIDTH, WIDTH, device="meta")]), calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack(in_turn(self.loss, [(piece,) for piece in self.layers[0](x).split(ROWS, 1)])).sum()
-
-    def loss(self, piece: Tensor) -> Tensor:
-        self.calls.append(piece.clone() if len(self.calls) % 2 else piece)
-        return piece.square().sum()
-
-
 def test_where_turns_differ_all_are_followed() -> None:
-    calls: list[Tensor] = []
-    cost = eager_cost(Odd(calls), {"x": torch.empty(1, 30 * ROWS, WIDTH, device="meta")}, lambda forward: forward)
+    calls: list[int] = []
+
+    class Odd(nn.Module):
+        """Keeps each second piece as it is."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, device="meta")])
+            self.kept: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack(in_turn(self.loss, [(piece,) for piece in self.layers[0](x).split(ROWS, 1)])).sum()
+
+        def loss(self, piece: Tensor) -> Tensor:
+            calls.append(len(calls))
+            self.kept = [*self.kept, piece.clone() if len(self.kept) % 2 else piece]
+            return piece.square().sum()
+
+    cost = eager_cost(Odd(), {"x": torch.empty(1, 30 * ROWS, WIDTH, device="meta")}, lambda forward: forward)
     assert cost is not None and len(calls) == FIRST + 30  # what is refused when the fourth begins, and all
 
 
