@@ -257,7 +257,7 @@ DYNAMIC = (
         "streamfx/lazy/rows.py",
         "dim if dim in kept else None for dim in follows",
         "dim for dim in follows",
-        ("test_deferred_outputs.py::test_rows_that_are_read_alone",),
+        ("test_deferral.py::test_rows_that_are_read_alone",),
     ),
     Mutation(
         "rows",
@@ -265,7 +265,7 @@ DYNAMIC = (
         "streamfx/lazy/rewrite.py",
         "            or _tell_of(given, _of_kind(frontier, set(Kind) - ALIASING), _is_sum, values)\n",
         "",
-        ("test_deferred_outputs.py::test_heads_are_exact",),
+        ("test_deferral.py::test_heads_are_exact",),
     ),
     Mutation(
         "rows",

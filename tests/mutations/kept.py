@@ -15,7 +15,7 @@ PASSES = (
         USES,
         ", chunk_size=cut.rows, loss_chunk_size=cut.rows)",
         ")",
-        ("test_agreement.py::test_what_was_found_is_found_again",),
+        ("test_uses_of_outputs.py::test_what_was_found_is_found_again",),
     ),
     Mutation(
         "4",
@@ -23,7 +23,7 @@ PASSES = (
         USES,
         "        if not is_cut(known(facts), cut):\n",
         "        if False:\n",
-        ("test_agreement.py::test_a_use_that_streams_along_another_axis_makes_all_of_it_whole",),
+        ("test_uses_of_outputs.py::test_a_use_that_streams_along_another_axis_makes_all_of_it_whole",),
     ),
     Mutation(
         "4",
@@ -31,7 +31,7 @@ PASSES = (
         "streamfx/lazy/rebuild.py",
         "            self.in_chunks = in_chunks if self.in_chunks is None else self.in_chunks\n            return self.in_chunks",
         "            return in_chunks",
-        ("test_agreement.py::test_what_was_found_is_found_again",),
+        ("test_uses_of_outputs.py::test_what_was_found_is_found_again",),
     ),
     Mutation(
         "4",
@@ -40,7 +40,7 @@ PASSES = (
         "        first = max(0, min(start, stop - 2)) // step * step  # a single row is no sequence\n"
         "        last = min(source.length, -(-stop // step) * step)\n",
         "        first, last = start, stop\n",
-        ("test_agreement.py::test_what_was_found_is_found_again",),
+        ("test_uses_of_outputs.py::test_what_was_found_is_found_again",),
     ),
 )
 STATE = (
@@ -84,7 +84,7 @@ CHANGES = (
         FINGERPRINT,
         "same = torch.equal(checksum(tensor), self.sums)",
         "same = True",
-        ("test_changed_weights.py::test_a_change_is_noticed",),
+        ("test_deferral.py::test_a_change_is_noticed",),
     ),
     Mutation(
         "6",
@@ -124,7 +124,7 @@ CHANGES = (
         FINGERPRINT,
         "return None not in (self.version, version) and version != self.version",
         "return False",
-        ("test_deferred_lifetime.py::test_a_changed_parameter_is_noticed",),
+        ("test_deferral.py::test_a_changed_parameter_is_noticed",),
     ),
 )
 LENGTHS = (

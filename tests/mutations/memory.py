@@ -184,7 +184,7 @@ SHOWN = (
         "passes/codegen/rewrite.py",
         "            if place is not None and not isinstance(place[0], Elsewhere):\n",
         "            if False:\n",
-        ("test_results.py::test_views_of_any_length_show_eagers_rows",),
+        ("test_results.py::test_results_that_share_memory_do_so",),
     ),
     Mutation(
         "views",
@@ -200,7 +200,7 @@ SHOWN = (
         "passes/codegen/rewrite.py",
         "value if strides is None else forward.laid_out(value, output, strides)",
         "value",
-        ("test_results.py::test_results_have_eagers_strides",),
+        ("test_results.py::test_views_of_any_length_show_eagers_rows",),
     ),
 )
 MARKS = (

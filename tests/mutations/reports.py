@@ -67,7 +67,7 @@ ROWS = (
         "streamfx/cost/turns.py",
         "if number in half.behind and found != half.like:",
         "if False:",
-        ("test_turns.py::test_a_turn_behind_those_that_are_stood_for_is_looked_at",),
+        ("test_turns.py::test_a_turn_that_differs_is_refused",),
     ),
     Mutation(
         "reports",
