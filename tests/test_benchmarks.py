@@ -24,41 +24,30 @@ DECODER: dict[str, Any] = {"workload": "decoder", "length": 24, "sizes": {**TINY
 TRL: dict[str, Any] = {**DECODER, "workload": "TRL"}
 
 
-@pytest.mark.parametrize(
-    ("spec", "ways"),
-    [
-        (HEAD, ("checkpointing, loss in parts",)),
-        (MLP, ("checkpointing", "mini-sequences")),
-        (DECODER, ("checkpointing", "checkpointing, reentrant", "checkpointing, loss in parts")),
-        pytest.param({**TRL, "feed": "dpo"}, ("checkpointing", "streambp, eager bodies"), marks=pytest.mark.long),
-        ({**TRL, "feed": "grpo"}, ("checkpointing", "streambp, eager bodies")),
-    ],
-    ids=["head", "mlp", "decoder", "TRL's DPO", "TRL's GRPO"],
-)
-def test_every_way_computes_the_same(spec: dict[str, Any], ways: tuple[str, ...]) -> None:
+OURS = ("checkpointing", "streambp, eager bodies")
+SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "head": (HEAD, ("checkpointing, loss in parts",)),
+    "mlp": (MLP, ("checkpointing", "mini-sequences")),
+    "decoder": (DECODER, ("checkpointing", "checkpointing, reentrant", "checkpointing, loss in parts")),
+    "TRL's DPO": ({**TRL, "feed": "dpo"}, OURS),
+    "TRL's GRPO": ({**TRL, "feed": "grpo"}, OURS),
+    "DPO": ({**DECODER, "workload": "preferences", "feed": "dpo"}, OURS),
+    "GRPO": ({**DECODER, "workload": "preferences", "feed": "grpo"}, OURS),
+}
+
+
+@pytest.mark.parametrize("name", only(["head", "mlp"], SPECS))
+def test_every_way_computes_the_same(name: str) -> None:
+    spec, ways = SPECS[name]
     expected = Training("eager", **spec).step()
     for way in ways:
-        assert Training(way, **spec).step() == pytest.approx(expected, rel=1e-5), way
-
-
-@pytest.mark.parametrize("feed", only([], ["dpo", "grpo"]))
-def test_objectives_are_the_same_in_every_way(feed: str) -> None:
-    spec = {**DECODER, "workload": "preferences", "feed": feed}
-    expected = Training("eager", **spec).step()
-    for way in ("checkpointing", "streambp, eager bodies"):
-        assert Training(way, **spec).step() == pytest.approx(expected, rel=1e-5), way
+        assert (training := Training(way, **spec)).step() == pytest.approx(expected, rel=1e-5), way
+        assert all(weight.grad is None for weight in training.work.module.parameters())
 
 
 def test_packed_documents_start_anew() -> None:
     positions = Training("eager", feed="packed documents", **DECODER).work.inputs["position_ids"]
     assert positions.tolist() == [[0, 1, 2] * 8]
-
-
-def test_a_step_leaves_no_gradients() -> None:
-    training = Training("eager", **HEAD)
-    training.step()
-    assert training.work.module.weight.grad is None
-    assert training.work.inputs["hidden"].grad is None
 
 
 def test_a_process_answers_and_says_why_it_cannot() -> None:
@@ -80,6 +69,7 @@ def test_ratios_compare_what_ran_in_the_same_round() -> None:
     assert one.over(other, "s") == 0.5
 
 
+@pytest.mark.long
 def test_host_work_is_measured() -> None:
     """That it runs; no figure is asserted."""
     rows = host(Settings(quick=True, rounds=1, lengths=(20,)))

@@ -6,29 +6,20 @@ import asyncio
 import contextvars
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 import streamfx
 from streamfx import options
 from streamfx.options import resolved
 from streamfx.runtime.rng import draw_seed
-from tests.support.twins import compiled
 
 
 @pytest.fixture(autouse=True)
 def nothing_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "_of_process", [])
-
-
-def in_thread(function: Callable[[], object]) -> None:
-    worker = threading.Thread(target=function)
-    worker.start()
-    worker.join()
 
 
 def test_blocks_left_in_another_order_than_entered() -> None:
@@ -38,28 +29,6 @@ def test_blocks_left_in_another_order_than_entered() -> None:
     one.__exit__()
     assert (resolved().chunk_size, resolved().loss_chunk_size) == (4, 5)
     other.__exit__()
-    assert resolved() == options.Options()
-
-
-def test_a_block_in_one_thread_is_none_in_another() -> None:
-    inside, looked = threading.Event(), threading.Event()
-    seen: list[object] = []
-
-    def other() -> None:
-        with streamfx.configure(chunk_size=7):
-            inside.set()
-            looked.wait(5)
-            seen.append(resolved().chunk_size)
-
-    worker = threading.Thread(target=other)
-    with streamfx.configure(save="inputs"):
-        worker.start()
-        inside.wait(5)
-        seen.append((resolved().chunk_size, resolved().save))
-    assert resolved() == options.Options()
-    looked.set()
-    worker.join()
-    assert seen == [("auto", "inputs"), 7]
     assert resolved() == options.Options()
 
 
@@ -99,11 +68,17 @@ def test_a_thread_waits_until_it_is_known_whether_a_block_follows() -> None:
 def test_a_call_is_for_the_process() -> None:
     """In other threads, too, whether or not its result is kept; until the result is used as a block."""
     seen: list[object] = []
+
+    def look() -> None:
+        worker = threading.Thread(target=lambda: seen.append((resolved().chunk_size, resolved().loss_chunk_size)))
+        worker.start()
+        worker.join()
+
     streamfx.configure(chunk_size=3)
     kept = streamfx.configure(loss_chunk_size=4)
-    in_thread(lambda: seen.append((resolved().chunk_size, resolved().loss_chunk_size)))
+    look()
     with kept:
-        in_thread(lambda: seen.append((resolved().chunk_size, resolved().loss_chunk_size)))
+        look()
         assert resolved().loss_chunk_size == 4
         assert resolved({"loss_chunk_size": 5}).loss_chunk_size == 5
     assert resolved().loss_chunk_size == "auto"
@@ -133,24 +108,13 @@ def test_a_block_that_is_left_in_another_context_is_off() -> None:
     assert context.run(lambda: resolved().chunk_size) == "auto"
 
 
-def test_a_refused_call_changes_nothing() -> None:
-    with pytest.raises(streamfx.OptionError):
-        streamfx.configure(chunk_size=0)
-    assert resolved() == options.Options()
-
-
 # -- what else a process sets: the default device
-
-
-class Dropping(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x * 1.0, 0.4, True)
 
 
 def test_seeds_are_drawn_on_the_cpu() -> None:
     """Whatever the default device is: the host reads them, and would wait for any other device."""
     x = torch.ones(2, 37, 8, dtype=torch.float64, requires_grad=True)
-    function, _ = compiled(Dropping())
+    function = torch.compile(lambda x: F.dropout(x * 1.0, 0.4), backend="streambp", options={"chunk_size": 5})
     with torch.device("meta"):
         assert draw_seed().device.type == "cpu"
         out = function(x)

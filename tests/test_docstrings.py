@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -27,27 +27,12 @@ def public() -> Iterator[tuple[str, Any]]:
 
 
 PUBLIC = dict(public())
-PROPERTIES = {
-    f"{name}.{key}": it
-    for name in streamfx.__all__
-    for key, it in inspect.getmembers(getattr(streamfx, name), lambda it: isinstance(it, property))
-    if not key.startswith("_")
-}
 
 
 def section(documented: Any, title: str) -> str | None:
     """What stands, indented, below a line such as `Args:`."""
     found = re.search(rf"^{title}:\n((?:[ ]+.*\n|\n(?=[ ]))*)", f"{inspect.getdoc(documented)}\n", re.M)
     return found and found[1]
-
-
-def inherits_how_it_is_made(documented: Any) -> bool:
-    """An error is made as the base of all errors, whose docstring says how."""
-    return isinstance(documented, type) and "__init__" not in vars(documented)
-
-
-def parameters(documented: Callable[..., Any]) -> list[str]:
-    return [name for name in inspect.signature(documented).parameters if name != "self"]
 
 
 def names(text: str) -> list[str]:
@@ -70,29 +55,21 @@ def test_its_example_runs(name: str) -> None:
     assert not told, "".join(told)
 
 
-@pytest.mark.parametrize("name", [name for name, own in PUBLIC.items() if not inherits_how_it_is_made(own)])
-def test_every_parameter_is_named(name: str) -> None:
-    assert sorted(names(section(PUBLIC[name], "Args") or "")) == sorted(parameters(PUBLIC[name]))
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_it_takes_gives_and_raises_is_named(name: str) -> None:
+    own = PUBLIC[name]
+    if not isinstance(own, type) or "__init__" in vars(own):  # an error is made as the base of all errors, which says how
+        takes = [parameter for parameter in inspect.signature(own).parameters if parameter != "self"]
+        assert sorted(names(section(own, "Args") or "")) == sorted(takes)
+    if inspect.isfunction(own):
+        returns_nothing = inspect.signature(own).return_annotation in (None, "None")
+        assert bool(section(own, "Returns")) != returns_nothing
+    raised = names(section(own, "Raises") or "")
+    assert all(issubclass(getattr(streamfx, error), streamfx.StreamFXError) for error in raised)
+    assert bool(raised) == (section(own, "Raises") is not None)
+    properties = inspect.getmembers(own, lambda it: isinstance(it, property))
+    assert [key for key, it in properties if not key.startswith("_") and not inspect.getdoc(it)] == []
 
 
 def test_every_option_is_named() -> None:
     assert names(section(streamfx.Options, "Args") or "") == [field.name for field in fields(streamfx.Options)]
-
-
-@pytest.mark.parametrize("name", [name for name, own in PUBLIC.items() if inspect.isfunction(own)])
-def test_it_says_what_it_returns(name: str) -> None:
-    returns_nothing = inspect.signature(PUBLIC[name]).return_annotation in (None, "None")
-    assert bool(section(PUBLIC[name], "Returns")) != returns_nothing
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_errors_that_it_raises_are_public(name: str) -> None:
-    text = section(PUBLIC[name], "Raises")
-    raised = names(text or "")
-    assert all(issubclass(getattr(streamfx, error), streamfx.StreamFXError) for error in raised)
-    assert bool(raised) == (text is not None)
-
-
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_what_can_be_read_says_what_it_is(name: str) -> None:
-    assert inspect.getdoc(PROPERTIES[name])

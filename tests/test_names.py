@@ -58,24 +58,17 @@ def test_a_configuration_has_many_names(cached: Path, tmp_path: Path, monkeypatc
         ("lama-3.1-8b", "did you mean 'Llama-3.1-8B'?"),
         ("Qwen/Qwen3-80B", "did you mean 'Qwen3-8B'? `hf download Qwen/Qwen3-80B config.json` puts it into the cache"),
         ("some-org/another", "`hf download some-org/another config.json`"),
-        ("../nowhere", "give a path, or one of GPT-OSS-20B"),
-        ("an org/with -- odd..letters", "give a path, or one of"),
-        ("xyz", "do    give a path, or one of"),
+        *(
+            (name, "do    give a path, or one of GPT-OSS-20B")
+            for name in ("../nowhere", "an org/with -- odd..letters", "xyz", "~/my-model")
+        ),
     ],
 )
 def test_a_wrong_name_says_what_was_meant(cached: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", name]) == 1
     found = capsys.readouterr().err
     assert f"there is no configuration {name!r}" in found and said in found
-
-
-@pytest.mark.parametrize("name", ["./my-model", "../my-model", "models/my-model", "~/my-model"])
-def test_a_path_is_nothing_to_download(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("models").mkdir()
-    with pytest.raises(streamfx.PlanError) as refused:
-        config_file(name)
-    assert "hf download" not in refused.value.do and "give a path" in refused.value.do
+    assert ("hf download" in found) == ("hf download" in said)
 
 
 def test_a_cached_model_is_planned(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
