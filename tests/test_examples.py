@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +25,15 @@ FOLDER = Path(__file__).parents[1] / "examples"
 NEEDS = {"custom_loss": (), "distillation": (), "dpo_lora": ("trl", "peft", "datasets"), "grpo": ("trl", "datasets")}
 
 
-class Interrupting:
+class Interrupting(nullcontext[None]):
     """A progress bar that is interrupted at a way's first step."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
         self.tasks = 0
 
-    def __enter__(self) -> Interrupting:
+    def __enter__(self) -> Interrupting:  # type: ignore[override]
         return self
-
-    def __exit__(self, *_: object) -> None: ...
 
     def add_task(self, *_: Any, **__: Any) -> int:
         self.tasks += 1
@@ -86,13 +86,9 @@ def long_context(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("train_long_context")
 
 
-def test_the_table_has_shares_of_checkpointing_and_says_what_is_rounding(
-    long_context: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [
-        long_context.row(method, [{**TOLD, "peak": peak, "difference": difference}])
-        for method, peak, difference in (("eager", 3 << 20, None), ("checkpointing", 2 << 20, 0.0), ("streambp", 1 << 20, 0.5))
-    ]
+def test_the_table_has_shares_and_says_what_is_rounding(long_context: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    ways = ("eager", 3 << 20, None), ("checkpointing", 2 << 20, 0.0), ("streambp", 1 << 20, 0.5)
+    rows = [long_context.row(way, [{**TOLD, "peak": peak, "difference": difference}]) for way, peak, difference in ways]
     long_context.print_table(rows, "three ways")
     eager, usual, ours = (line for line in capsys.readouterr().out.splitlines() if "MiB" in line)
     assert "3 MiB (1.50)" in eager and " - " in eager
@@ -112,7 +108,6 @@ def test_what_is_compiled_is_shown_and_what_fails_is_kept(long_context: Any, tmp
     assert errors.read_text() == said.split("\n", 1)[1]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", NEEDS)
 def test_quick(name: str) -> None:
     for package in NEEDS[name]:
@@ -139,13 +134,7 @@ def try_peft() -> None:
         pytest.skip(f"PEFT makes no adapters here: {error}")
 
 
-PARALLEL = (
-    "ddp",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp2", "simple_fsdp", "tensor_parallel", "recurrent")),
-)
-
-
-@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "simple_fsdp", "tensor_parallel", "recurrent"])
 def test_two_ranks_are_one_process(name: str) -> None:
     """As torchrun starts them; the script fails where weights differ."""
     script, environment = FOLDER / "distributed" / f"{name}.py", {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -57,18 +57,13 @@ def test_wheel_holds_the_passes(wheel: Path) -> None:
 def test_wheel_works(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROBE}"
-    result = subprocess.run(
-        [sys.executable, "-P", "-c", code] if sys.version_info >= (3, 11) else [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=None,
-    )
+    safe = ["-P"] if sys.version_info >= (3, 11) else []
+    result = subprocess.run([sys.executable, *safe, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()).resolve() == tmp_path.resolve()
 
 
-def test_metadata_says_what_it_is(wheel: Path) -> None:
+def test_metadata_and_citation_say_what_it_is(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))).decode()
     metadata = message_from_string(text)
@@ -78,9 +73,6 @@ def test_metadata_says_what_it_is(wheel: Path) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
     known = pytest.importorskip("trove_classifiers").classifiers
     assert set(classifiers) <= known, "an index refuses what it does not know"
-
-
-def test_citation_names_this_version(wheel: Path) -> None:
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert f"streamfx-{citation['version']}-" in wheel.name
