@@ -14,8 +14,7 @@ import streamfx
 from streamfx.inspection.tracing import traced
 from streamfx.report.reasons import BY_NUMBER, JOINED, MIXES, ON_HOST, OTHER, PARTS, RANKS, advice_on_break, obstacles
 from tests.support.collectives import data_of
-from tests.support.decoders import VOCABULARY, Decoder
-from tests.support.decoders.fused import CausalHeads
+from tests.support.decoders import VOCABULARY, CausalHeads, Decoder
 from tests.support.over_ranks import one_of_many
 from tests.support.sharded import Decoder as ByRanks
 from tests.support.spread import spread
