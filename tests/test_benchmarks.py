@@ -12,7 +12,6 @@ from benchmarks.__main__ import main
 from benchmarks.gpu.models import TINY
 from benchmarks.processes import Failed, Measured
 from benchmarks.settings import Settings
-from benchmarks.suites.host import host
 from benchmarks.training import Training
 from benchmarks.turns import Outcome, in_turns
 from benchmarks.ways import WAYS
@@ -67,14 +66,6 @@ def test_what_cannot_run_says_why() -> None:
 def test_ratios_compare_what_ran_in_the_same_round() -> None:
     one, other = Outcome(later=[{"s": 1.0}, {"s": 10.0}, {"s": 2.0}]), Outcome(later=[{"s": 2.0}, {"s": 20.0}, {"s": 2.0}])
     assert one.over(other, "s") == 0.5
-
-
-@pytest.mark.long
-def test_host_work_is_measured() -> None:
-    """That it runs; no figure is asserted."""
-    rows = host(Settings(quick=True, rounds=1, lengths=(20,)))
-    assert {row["chunks"] for row in rows} == {3}
-    assert all(row["as an outer graph"] > 0 and row["as a compiled body"] > 0 for row in rows)
 
 
 def test_figures_are_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

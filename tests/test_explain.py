@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import streamfx
-from tests.support.small import WIDTH, Causal, Mixing, Streams, tokens
+from tests.support.small import WIDTH, Causal, Mixing, tokens
 
 IDS = tokens(2, 6)
 CHUNKS = {"chunk_size": 4, "loss_chunk_size": 2}
@@ -94,11 +94,6 @@ def test_a_streamed_decoder() -> None:
     for part in ("every stage streams", "1 graph, no graph breaks, 6 rows", "in eager", "causal", "head"):
         assert part in text
     assert len(text.splitlines()) < 15
-
-
-def test_windows_are_named() -> None:
-    summary = summary_of(Streams(), torch.randn(9, WIDTH), torch.randn(9, WIDTH), options={"chunk_size": 4})
-    assert [stage["attention"] for stage in summary["stages"]] == [["window(3)"], ["window(3)"]]
 
 
 @torch.library.custom_op("streamfx_tests::twice", mutates_args=())
@@ -274,24 +269,12 @@ def test_what_needs_no_gradient_costs_less() -> None:
     assert frozen["flops"] < flops and inference["flops"] < flops / 2
 
 
-def test_equal_layers_share_a_line() -> None:
-    class Stack(Broken):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    text = str(streamfx.explain(Stack(), rows().requires_grad_()))
-    assert "layers.0-1" in text  # the last saves nothing, and has a line of its own
-
-
 class Trainer:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def loss(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.model(ids, ids)
-        return loss
+        return 2 * self.model(ids, ids)  # type: ignore[no-any-return]
 
 
 GLOBAL = Causal()
@@ -299,13 +282,8 @@ GLOBAL = Causal()
 
 def test_models_behind_other_callables_are_left_alone() -> None:
     model = Causal()
-    ways: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
-        (model, Trainer(model).loss),
-        (model, partial(model, labels=IDS)),
-        (model, (lambda step: lambda ids: 2 * step(ids))(lambda ids: model(ids, ids))),  # as a decorator wraps it
-        (GLOBAL, lambda ids: GLOBAL(ids, ids)),
-    ]
-    for module, call in ways:
+    decorated = (lambda step: lambda ids: 2 * step(ids))(lambda ids: model(ids, ids))
+    for call in (Trainer(model).loss, partial(model, labels=IDS), decorated, lambda ids: GLOBAL(ids, ids)):
         assert streamfx.explain(call, IDS).summary()["baseline_peak_bytes"] > 0
-        assert all(parameter.grad is None and type(parameter) is nn.Parameter for parameter in module.parameters())
-        assert not any(isinstance(parameter, torch._subclasses.FakeTensor) for parameter in module.parameters())
+        for parameter in (*model.parameters(), *GLOBAL.parameters()):
+            assert parameter.grad is None and type(parameter) is nn.Parameter

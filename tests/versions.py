@@ -50,9 +50,7 @@ def main() -> int:
     parser.add_argument("--transformers", help="a version of transformers; the newest without")
     parser.add_argument("--folder", type=Path, help="keep environments here, and use those that are here already")
     parser.add_argument("--record", action="store_true", help="keep the rows, and write docs/versions.md")
-    parser.add_argument(
-        "--tests", nargs=argparse.REMAINDER, default=[], metavar="ARGUMENT", help="all that follows is for pytest"
-    )
+    parser.add_argument("--tests", nargs=argparse.REMAINDER, default=[], help="all that follows is for pytest")
     chosen = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -76,12 +74,14 @@ def interpreter(name: str) -> str:
     return found
 
 
+def said(command: Sequence[str | Path]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+
+
 def environment(python: str, asked: Sequence[str], folder: Path) -> Path:
     """A virtual environment with streamfx, all that its tests need, and the versions that are asked for."""
-    version = subprocess.run(
-        [python, "-c", "import sys; print(sys.version.split()[0])"], capture_output=True, text=True, check=True
-    )
-    own = folder / "-".join(["python", version.stdout.strip(), *asked])
+    version = said([python, "-c", "import sys; print(sys.version.split()[0])"])
+    own = folder / "-".join(["python", version, *asked])
     if not own.exists():
         subprocess.run([python, "-m", "venv", own], check=True)
         subprocess.run([own / "bin" / "python", "-m", "pip", "install", *asked, "-e", f"{ROOT}[test]"], check=True)
@@ -101,13 +101,13 @@ def tested(own: Path, arguments: Sequence[str]) -> Row:
 
 def row_of(python: Path, reports: Sequence[Path]) -> Row:
     """Versions of an environment, and counts of the reports that pytest wrote in it."""
-    versions = subprocess.run([python, "-c", VERSIONS_OF], capture_output=True, text=True, check=True)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True, cwd=ROOT)
+    commit = said(["git", "describe", "--always", "--dirty"])
+    counts = counted(report.read_text() for report in reports)
     return {
-        **json.loads(versions.stdout),
-        **counted(report.read_text() for report in reports),
+        **json.loads(said([python, "-c", VERSIONS_OF])),
+        **counts,
         "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": commit,
     }
 
 
