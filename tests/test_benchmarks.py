@@ -44,11 +44,6 @@ def test_every_way_computes_the_same(name: str) -> None:
         assert all(weight.grad is None for weight in training.work.module.parameters())
 
 
-def test_packed_documents_start_anew() -> None:
-    positions = Training("eager", feed="packed documents", **DECODER).work.inputs["position_ids"]
-    assert positions.tolist() == [[0, 1, 2] * 8]
-
-
 def test_a_process_answers_and_says_why_it_cannot() -> None:
     with Measured("eager", **MLP) as process:
         assert process.ask("measured")["loss"] == pytest.approx(Training("eager", **MLP).step())
@@ -57,10 +52,13 @@ def test_a_process_answers_and_says_why_it_cannot() -> None:
             process.ask("no_such_question")
 
 
-def test_what_cannot_run_says_why() -> None:
+def test_what_cannot_run_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     found = in_turns({"ours": {"way": "checkpointing, CCE", "length": 8}}, 1, Settings())
     assert found["ours"].why_not == "cut_cross_entropy has CUDA kernels only"
     assert all(way.why_not("cpu") == "" for way in WAYS.values() if not way.package)
+    with pytest.raises(SystemExit):
+        main(["step", "--way", "eagre"])
+    assert "no way is called 'eagre'" in capsys.readouterr().err
 
 
 def test_ratios_compare_what_ran_in_the_same_round() -> None:
@@ -76,9 +74,3 @@ def test_figures_are_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     main(["--figures", str(figures), "--chart", str(chart)])
     assert "| eager | 8 | 2 | 1 |  |" in capsys.readouterr().out
     assert "<svg" in chart.read_text()
-
-
-def test_names_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["step", "--way", "eagre"])
-    assert "no way is called 'eagre'" in capsys.readouterr().err

@@ -1,11 +1,16 @@
-"""Every Python snippet of the documentation runs; those of one file run one after the other."""
+"""Snippets of the documentation run, and what is public says what it takes, gives and raises, with an example that runs."""
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,3 +51,67 @@ def test_the_reference_has_everything_that_is_public(tmp_path: Path) -> None:
     errors = {name for name in streamfx.__all__ if name in vars(streamfx.errors)}
     missing = [name for name in streamfx.__all__ if f'id="streamfx.{"errors." if name in errors else ""}{name}"' not in reference]
     assert not missing
+
+
+# -- docstrings
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Functions and classes that `dir(streamfx)` shows, and their methods, those of base classes of ours included."""
+    for name in streamfx.__all__:
+        own = getattr(streamfx, name)
+        yield name, own
+        if isinstance(own, type):
+            methods = inspect.getmembers(own, inspect.isfunction)
+            yield from (
+                (f"{name}.{key}", it) for key, it in methods if not key.startswith("_") and it.__module__.startswith("streamfx.")
+            )
+
+
+PUBLIC = dict(public())
+
+
+def section(documented: Any, title: str) -> str | None:
+    """What stands, indented, below a line such as `Args:`."""
+    found = re.search(rf"^{title}:\n((?:[ ]+.*\n|\n(?=[ ]))*)", f"{inspect.getdoc(documented)}\n", re.M)
+    return found and found[1]
+
+
+def names(text: str) -> list[str]:
+    """What the entries of a section are about; one may be about several.
+
+    >>> names("    a, b: numbers\\n        of things\\n    c: more: text\\n")
+    ['a', 'b', 'c']
+    """
+    entries = re.findall(r"^    (\w[\w, ]*):", text, re.M)
+    return [name.strip() for entry in entries for name in entry.split(",")]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_its_example_runs(name: str) -> None:
+    text = section(PUBLIC[name], "Example")
+    assert text and ">>> " in text, f"{name} has no example"
+    parsed = doctest.DocTestParser().get_doctest(inspect.cleandoc(text), {}, name, None, None)
+    told: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(parsed, out=told.append)
+    assert not told, "".join(told)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_it_takes_gives_and_raises_is_named(name: str) -> None:
+    own = PUBLIC[name]
+    if not isinstance(own, type) or "__init__" in vars(own):  # an error is made as the base of all errors, which says how
+        takes = [parameter for parameter in inspect.signature(own).parameters if parameter != "self"]
+        assert sorted(names(section(own, "Args") or "")) == sorted(takes)
+    if inspect.isfunction(own):
+        returns_nothing = inspect.signature(own).return_annotation in (None, "None")
+        assert bool(section(own, "Returns")) != returns_nothing
+    raised = names(section(own, "Raises") or "")
+    assert all(issubclass(getattr(streamfx, error), streamfx.StreamFXError) for error in raised)
+    assert bool(raised) == (section(own, "Raises") is not None)
+    properties = inspect.getmembers(own, lambda it: isinstance(it, property))
+    assert [key for key, it in properties if not key.startswith("_") and not inspect.getdoc(it)] == []
+
+
+def test_every_option_is_named() -> None:
+    assert names(section(streamfx.Options, "Args") or "") == [field.name for field in fields(streamfx.Options)]

@@ -24,10 +24,10 @@ Mix = Callable[[Tensor, Any], Tensor]
 class Of(nn.Module):
     """Layers that mix rows in some way, or do not, between a table and a loss."""
 
-    def __init__(self, mixes: Mix, loss: Mix, layers: int = 2) -> None:
+    def __init__(self, mixes: Mix, loss: Mix) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.mixes, self.loss = mixes, loss
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -46,11 +46,6 @@ def attended(x: Tensor, layer: nn.Linear, **how: Any) -> Tensor:
     return F.scaled_dot_product_attention(rows, x[:, None], rows, **how)[:, 0]
 
 
-def windowed(x: Tensor, layer: nn.Linear) -> Tensor:
-    at = torch.arange(x.shape[1])
-    return attended(x, layer, attn_mask=(at <= at[:, None]) & (at > at[:, None] - 8))
-
-
 def causal(x: Tensor, layer: nn.Linear) -> Tensor:
     return attended(x, layer, is_causal=True)
 
@@ -60,21 +55,16 @@ CASES: dict[str, tuple[Mix, Mix, dict[str, Any]]] = {
     "made again": (causal, entropy, {"chunk_size": 16, "loss_chunk_size": 24, "save": "inputs"}),
     "sorted": (lambda x, layer: causal(x, layer).sort(1).values, entropy, GIVEN),
     "other order": (lambda x, layer: layer(x.flip(1)), entropy, GIVEN),
-    "a window": (windowed, entropy, GIVEN),
-    "last row": (causal, lambda logits, ids: entropy(logits[:, -2:], ids[:, -2:]), GIVEN),
     "within a budget": (causal, entropy, {"memory_budget": "1G"}),
-    "rows alone": (lambda x, layer: layer(x).tanh(), entropy, GIVEN),
     "all keys": (attended, entropy, GIVEN),
     "a running sum": (lambda x, layer: layer(x).cumsum(1) / x.shape[1], entropy, GIVEN),
-    "a mean of rows": (lambda x, layer: layer(x.mean(1, keepdim=True)), entropy, GIVEN),
     "a norm over rows": (lambda x, layer: layer(x).softmax(1), entropy, GIVEN),
     "of the best": (causal, lambda logits, ids: logits.topk(3, dim=1).values.square().mean(), GIVEN),
-    "every second": (causal, entropy, {**GIVEN, "keep_every": 2}),
     "dense": (causal, entropy, {**GIVEN, "outputs": "dense", "gradients": "stagewise"}),
 }
 
 
-@pytest.mark.parametrize("name", spread(CASES, 6))
+@pytest.mark.parametrize("name", spread(CASES, 4))
 def test_five_reports_say_the_same(name: str) -> None:
     mixes, loss, given = CASES[name]
     model, ids, options = Of(mixes, loss), tokens(2, ROWS), {**given, "bodies": "eager"}
@@ -110,26 +100,3 @@ def test_five_reports_say_the_same(name: str) -> None:
 
 def inputs(batch: int, length: int) -> dict[str, Tensor]:
     return {"ids": torch.empty(batch, length, dtype=torch.int64, device="meta")}
-
-
-@pytest.mark.long
-def test_a_refusal_of_a_plan_names_what_would_make_it_fit() -> None:
-    """Where inputs of stages wait on the host, a step takes less than any that keeps them on the device."""
-    with torch.device("meta"):
-        model = Of(causal, entropy, layers=12)
-    options = {"chunk_size": 64, "loss_chunk_size": 64, "save": "inputs", "keep_every": 1, "bodies": "eager"}
-
-    def planned(memory: int | None = None, **more: Any) -> Any:
-        own = {**options, **more}
-        return streamfx.plan(model, seq=1024, inputs=inputs, device="here", baselines=False, memory=memory, options=own)
-
-    on_host, here = (planned(offload=where).prediction.peak_bytes for where in ("inputs", "none"))
-    limit = (on_host + here) // 2
-    with pytest.raises(streamfx.OverBudget, match=r"(?s)less than any.*do    let inputs of stages wait on the host \(--offload"):
-        planned(limit)
-    fits = planned(limit, offload="inputs")
-    assert fits.summary()["fits"] and "wait there for the backward half" in str(fits)
-    assert "are not counted" in str(fits) and "reserve  " in str(fits)
-    with pytest.raises(streamfx.OverBudget) as hopeless:
-        planned(1000)
-    assert "wait on the host" not in hopeless.value.do

@@ -1,11 +1,13 @@
-"""Reports in HTML: complete, well formed, and harmless whatever names they show."""
+"""Reports in HTML, diagrams and traces: complete, well formed, and harmless whatever names they show."""
 
 from __future__ import annotations
 
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -15,6 +17,7 @@ import streamfx
 from streamfx.budget import in_bytes
 from streamfx.cli import main
 from streamfx.report.chart import beside_chart, colour_of, stacked_chart
+from streamfx.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
 from streamfx.report.html import SIDE, html_of, stairs_of
 from streamfx.report.page import Span
 from tests.support.pages import Read
@@ -23,6 +26,7 @@ from tests.test_explain import Broken, TokenNorm, rows
 from tests.test_timeline import Small
 
 MOST = 2 << 20  # bytes of a report
+QUOTES = 'a"]; b\\" --> c[<b>#quot;\n}'
 HOSTILE = "</script><script>alert('1')</script><img src=http://example.org/x onerror=\"alert(2)\">"
 
 
@@ -81,6 +85,10 @@ def test_a_plan(report: streamfx.PlanReport, tmp_path: Path) -> None:
     assert_shows(read, peak, "4,096 tokens on H100", "parameters", "model.layers.0", "Ways to run this step", "eager")
     assert report.page.verdict.lower() == f"{report.verdict}.".lower()
     assert not any("Not compared" in head for head, _ in report.page.notes)
+    assert "model.layers.0-1 (causal)" in report.to_mermaid() and "cluster_s0" in report.to_dot()
+    trace = json.loads(report.to_perfetto(tmp_path / "trace.json").read_text())
+    counters = [event["args"] for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == 1]
+    assert max(sum(values.values()) for values in counters) == report.summary()["peak_bytes"]
 
 
 def test_a_page_says_what_the_text_says(explanation: streamfx.Explanation) -> None:
@@ -95,23 +103,17 @@ def test_a_page_says_what_the_text_says(explanation: streamfx.Explanation) -> No
     assert whole.operators == ("aten._softmax.default", "aten._softmax_backward_data.default")
     assert "self.norm(x.softmax(dim=1))" in whole.where
     assert whole.bytes > 2 * 2 * 64 * 4 * 4
-
-
-@pytest.mark.long
-def test_a_page_of_the_longest_length_compares_it_with_other_ways() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 300}
-    config = pytest.importorskip("transformers").LlamaConfig(**sizes)
-    found = streamfx.plan(config, seq=256, max_length=True, memory="12MiB", chunk_size=64, loss_chunk_size=64)
-    assert found.lengths and found.page.verdict.endswith(f" fit into 12.0 MiB; {found.verdict}.")
-    (table,) = (table for table in found.page.tables if table.title == "Longest sequences that fit")
-    assert [(way, tokens) for way, tokens, _ in table.rows[1:]] == [(way, f"{size:,}") for way, size in found.lengths.items()]
+    assert "runs whole" in without.to_mermaid()
 
 
 def test_what_has_few_stages_or_none() -> None:
     """Graph breaks, a graph that runs as it stands, one without a backward half, and one that makes nothing."""
-    assert_shows(checked(html_of(streamfx.explain(Broken(), rows(9)).page)), "Graph break")
+    broken = streamfx.explain(Broken(), rows(9), options={"chunk_size": 3})
+    assert_shows(checked(html_of(broken.page)), "Graph break")
+    assert len(broken.diagram.groups) == len(broken.page.stages) > 1
     whole = streamfx.explain(lambda x: x.sort(0).values * 2, torch.randn(4, requires_grad=True))
     assert_shows(checked(html_of(whole.page)), "no dimension of this graph", "nothing streams, because no dimension")
+    assert "graph 0 runs whole" in whole.to_dot() and not whole.diagram.arrows
     with torch.no_grad():
         chart = stacked_chart(streamfx.explain(Small(), tokens(1, 64), tokens(1, 64), options={"chunk_size": 16}).timeline.ours)
     assert chart.turn is None
@@ -198,3 +200,72 @@ def test_commands_write_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert json.loads(shown.out)["stages"]
         assert f"report written to {command}.html" in shown.err
         assert "model.layers.0" in checked((tmp_path / f"{command}.html").read_text()).text
+
+
+# -- diagrams and traces, in forms that other tools read
+
+
+def test_what_loops_hand_to_each_other(explanation: streamfx.Explanation) -> None:
+    diagram = explanation.diagram
+    assert [group.title for group in diagram.groups] == ["layers.0-2 (causal)", "layers.3 (causal)", "head"]
+    names = {box.key: box.lines[0] for group in diagram.groups for box in group.boxes}
+    arrows = {(names[arrow.source], names[arrow.target]): arrow for arrow in diagram.arrows}
+    stream = 2 * 640 * 16 * 4  # bytes of a value at a cut
+    forward = ["layers_0-2_forward", "layers_0-2_forward", "layers_3_forward", "head_forward"]
+    for pair in pairwise(forward):
+        assert arrows[pair].label == f"{stream / 1024:.1f} KiB" and not arrows[pair].saved
+    assert arrows["layers_0-2_forward", "layers_3_backward_0"].saved
+    assert not arrows["layers_3_backward_1", "layers_0-2_backward_1"].saved
+    assert ("head_forward", "layers_3_forward") not in arrows
+    assert all("20 chunks of 32 rows" in box.lines[1] for group in diagram.groups for box in group.boxes)
+
+
+def test_as_texts(explanation: streamfx.Explanation) -> None:
+    lines, arrows = explanation.to_mermaid().splitlines(), explanation.diagram.arrows
+    assert lines[0] == "flowchart TB"
+    boxes = {match[1] for line in lines if (match := re.fullmatch(r'    (\w+)\["[^"]*"\]', line))}
+    ends = [match.groups() for line in lines if (match := re.fullmatch(r'  (\w+) -\.?->?\|"[^"]*"\| (\w+)', line))]
+    assert (len(boxes), len(ends)) == (7, len(arrows)) and {end for pair in ends for end in pair} == boxes
+    assert sum(line.startswith("  subgraph ") for line in lines) == lines.count("  end") == 3
+    text = explanation.to_dot()
+    assert text.startswith("digraph streamfx {")
+    assert text.count("{") == text.count("}") == 4
+    assert len(re.findall(r"^  \w+ -> \w+ \[label=", text, re.MULTILINE)) == len(arrows)
+    assert text.count("style=dashed") == sum(arrow.saved for arrow in arrows) > 0
+
+
+def test_labels_are_escaped() -> None:
+    def diagram(name: str) -> Diagram:
+        return Diagram((Group("a", name, (Box("b", (name,), "forward"),)),), (Arrow("b", "b", name, False),))
+
+    for line in as_mermaid(diagram(QUOTES)).splitlines():
+        assert line.count('"') in (0, 2)
+        assert not {"<b>", "\\", "}", ";"} & set(re.findall(r"<b>|[\\};]", re.sub(r"#\d+;", "", line)))
+    text = as_dot(diagram(QUOTES))
+    assert text.count("\n") == as_dot(diagram("")).count("\n")
+    strings = re.findall(r'label="((?:\\.|[^"\\])*)"', text)
+    assert len(strings) == 3
+    assert {string.replace('\\"', '"').replace("\\\\", "\\") for string in strings} == {QUOTES.replace("\n", " ")}
+
+
+def test_as_a_trace(explanation: streamfx.Explanation, tmp_path: Path) -> None:
+    trace = json.loads(explanation.to_perfetto(tmp_path / "trace.json").read_text())
+    timeline, summary = explanation.timeline, explanation.summary()
+    assert "predicted seconds" in trace["otherData"]["time"]
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for event in trace["traceEvents"]:
+        by_kind.setdefault(event["ph"], []).append(event)
+    assert set(by_kind) == {"M", "C", "X"}
+    named = {event["pid"]: event["args"]["name"] for event in by_kind["M"] if event["name"] == "process_name"}
+    assert list(named.values()) == [f"{course.way} (predicted)" for course in timeline.courses]
+    wanted = {1: summary["peak_bytes"], 2: summary["checkpointing_peak_bytes"], 3: summary["baseline_peak_bytes"]}
+    for pid, peak in wanted.items():
+        counters = [event for event in by_kind["C"] if event["pid"] == pid]
+        assert max(sum(event["args"].values()) for event in counters) == peak
+        moments = [event["ts"] for event in counters]
+        assert moments == sorted(moments) and len(moments) > 10
+    slices = [event for event in by_kind["X"] if event["tid"] == 2]
+    assert [event["name"] for event in slices] == [loop.name for loop in timeline.ours.loops]
+    assert all(event["ts"] >= 0 and event["ts"] + event["dur"] <= timeline.ours.end * 1e6 * 1.001 for event in slices)
+    layers = [f"layers.{i}" for i in range(4)]
+    assert [event["name"] for event in by_kind["X"] if event["tid"] == 1] == [*layers, "head", *layers[::-1]]
