@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.gpu.models import TINY
-from benchmarks.processes import Failed, Measured
 from benchmarks.settings import Settings
 from benchmarks.training import Training
 from benchmarks.turns import Outcome, in_turns
@@ -42,14 +41,6 @@ def test_every_way_computes_the_same(name: str) -> None:
     for way in ways:
         assert (training := Training(way, **spec)).step() == pytest.approx(expected, rel=1e-5), way
         assert all(weight.grad is None for weight in training.work.module.parameters())
-
-
-def test_a_process_answers_and_says_why_it_cannot() -> None:
-    with Measured("eager", **MLP) as process:
-        assert process.ask("measured")["loss"] == pytest.approx(Training("eager", **MLP).step())
-        assert process.ask("held")["gradient_bytes"] == 4 * (3 * 8 * 16 + 24 * 8)
-        with pytest.raises(Failed, match="no_such_question"):
-            process.ask("no_such_question")
 
 
 def test_what_cannot_run_says_why(capsys: pytest.CaptureFixture[str]) -> None:

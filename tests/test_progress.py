@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 from streamfx import progress
-from streamfx.cli import main
 from streamfx.progress import ERASE, Tally, doing
 from tests.support.small import Causal, tokens
 
@@ -111,13 +108,3 @@ def test_an_error_leaves_nothing(terminal: Terminal) -> None:
     assert lines(terminal) == ["streamfx: failing ..."] and terminal.getvalue().endswith(ERASE)
     with doing("writing"):
         terminal.close()  # a terminal that went away is no error
-
-
-@pytest.mark.usefixtures("no_search")
-def test_the_command_line_has_it(terminal: Terminal, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
-    assert main(["plan", str(tmp_path), "--seq", "64"]) == 0
-    assert lines(terminal)[0] == "streamfx: planning ..."
-    assert any(line.startswith("streamfx: planning (1 x 64 tokens take ") for line in lines(terminal))
-    assert terminal.getvalue().endswith(ERASE) and ERASE not in capsys.readouterr().out

@@ -15,7 +15,7 @@ import torch
 from streamfx.cli import main
 from streamfx.report import no_gain
 from streamfx.torch_private import versions
-from tests.versions import PAGE, ROOT, interpreter, known, page, record, table
+from tests.versions import PAGE, ROOT, known, page, record, table
 
 LIBRARY = ("streamfx", "passes")
 NAMES = "llama|qwen|mistral|mixtral|gemma|deepseek|gpt_?2|gpt_?neox?|phi_?[1-4]|olmo|falcon|bloom|mamba|bert|smollm"
@@ -163,9 +163,3 @@ def test_a_row_takes_the_place_of_an_earlier_one(tmp_path: Path, monkeypatch: py
     text = (tmp_path / "versions.md").read_text()
     assert [row["passed"] for row in known()] == [7, 10] and "test_b" not in text
     assert text.endswith("\n".join(table(known())) + "\n")
-
-
-def test_an_interpreter_is_found_by_path_or_version() -> None:
-    assert interpreter(sys.executable) == sys.executable
-    with pytest.raises(SystemExit, match="no python1\\.2 on the PATH"):
-        interpreter("1.2")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -81,14 +80,6 @@ def test_refusals(tmp_path: Path) -> None:
         trained(tmp_path, StreamCallback(), torch_compile_backend="eager")
 
 
-@pytest.mark.long
-def test_the_callback_alone_imports_transformers() -> None:
-    code = "import sys, streamfx.integrations\nassert 'transformers' not in sys.modules\n"
-    code += "streamfx.integrations.StreamCallback\nassert 'transformers' in sys.modules\n"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-
-
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
     """A module of this name, inside of packages."""
     parts = name.split(".")
@@ -97,27 +88,16 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None
     vars(sys.modules[name]).update(content)
 
 
-@pytest.fixture
-def axolotl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The plugin, beside Axolotl's base of plugins, as far as it is asked for anything before a trainer is built."""
+def test_axolotl_reads_options_and_refuses_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "axolotl.integrations.base", BasePlugin=object)
-    return importlib.import_module("streamfx_axolotl").StreamPlugin()
-
-
-@pytest.mark.long
-def test_axolotl_builds_trainers_that_stream(axolotl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module, name = axolotl.get_input_args().rsplit(".", 1)  # as Axolotl does with it
-    read = getattr(importlib.import_module(module), name)(streamfx=OPTIONS)
-    (callback,) = axolotl.add_callbacks_pre_trainer(read, None)
-    trained(tmp_path, callback, max_steps=1)
-    assert_streamed(callback, capsys.readouterr().out)
-
-
-def test_axolotl_needs_no_options_and_refuses_wrong_ones(axolotl: Any) -> None:
-    (callback,) = axolotl.add_callbacks_pre_trainer(sys.modules["streamfx_axolotl"].StreamArgs(), None)
-    assert callback.options == {}
+    plugin = importlib.import_module("streamfx_axolotl").StreamPlugin()
+    module, name = plugin.get_input_args().rsplit(".", 1)  # as Axolotl does with it
+    read = getattr(importlib.import_module(module), name)
+    for given in ({}, OPTIONS):
+        (callback,) = plugin.add_callbacks_pre_trainer(read(streamfx=given) if given else read(), None)
+        assert isinstance(callback, StreamCallback) and callback.options == given
     with pytest.raises(streamfx.OptionError, match="did you mean 'chunk_size'"):
-        axolotl.add_callbacks_pre_trainer(SimpleNamespace(streamfx={"chunksize": 7}), None)
+        plugin.add_callbacks_pre_trainer(SimpleNamespace(streamfx={"chunksize": 7}), None)
 
 
 @pytest.mark.long

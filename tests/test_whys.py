@@ -44,12 +44,6 @@ def of_all(summary: Tensor, x: Tensor) -> Tensor:
     return summary.mean(1, keepdim=True).expand_as(x)
 
 
-def largest(x: Tensor) -> Tensor:
-    """Rows of groups, as BLT reduces bytes to patches."""
-    groups = order(x).remainder(5)[None, :, None].expand_as(x)
-    return of_all(x.new_zeros(x.shape[0], 5, x.shape[2]).scatter_reduce(1, groups, x.sin(), "amax", include_self=False), x)
-
-
 def attended(x: Tensor) -> Tensor:
     queries = torch.ones(x.shape[0], 1, 3, x.shape[2], dtype=x.dtype).cumsum(2)
     return of_all(F.scaled_dot_product_attention(queries, x[:, None], x[:, None]).mean(1), x)
@@ -76,7 +70,6 @@ WHYS: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
         "puts rows by number, anywhere in the sequence",
         BY_NUMBER,
     ),
-    (largest, "aten.scatter_reduce.two puts rows by number", BY_NUMBER),
     (lambda x: x.flip(1).sin(), "puts the rows of the sequence in another order", MIXES),
     (lambda x: x.sort(1).values, "mixes the rows of the sequence", MIXES),
     (attended, "has queries that are no rows of the sequence", MIXES),
