@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,6 @@ class Mine(nn.Linear):
         super().__init__(4, 4, device="meta")
 
 
-class Holder:
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
-
-
 def compiles(**given: Any) -> Any:
     return torch.compile(Causal(), backend="streambp", **given)(IDS, IDS)
 
@@ -78,19 +74,14 @@ OPTIONS: list[Refusal] = [
         if name != "Options"
     ),
     (OptionError, "too many positional arguments", lambda: ANY.configure(4)),
-    (OptionError, "too many positional arguments", lambda: ANY.Options(16)),
     (OptionError, "dynamic of .* cannot be 'yes'", lambda: ANY.enable(Causal(), dynamic="yes")),
     (OptionError, "must be a dictionary of options, or streamfx.Options", lambda: ANY.enable(Causal(), options=8)),
-    (OptionError, "do +write True without quotes; allowed: 'auto', True, False", lambda: ANY.Options(reshard="True")),
-    (OptionError, "do +did you mean True", lambda: ANY.Options(reshard="Tru")),
     (OptionError, "do +write 'none' in quotes; allowed: 'none'", lambda: ANY.Options(offload=None)),
     (OptionError, "do +allowed: 'lazy', 'dense'", lambda: ANY.Options(outputs=None)),
-    (OptionError, "1 or more, or 'auto'", lambda: ANY.Options(chunk_size="8")),
     (OptionError, "did you mean 'chunk_size'", lambda: ANY.explain(Swallowing(), IDS, IDS, chunk_sise=4)),
     (OptionError, "did you mean 'keep_every'", lambda: ANY.verify(Swallowing(), IDS, IDS, keep_evry=4)),
     (OptionError, "the model takes ids, labels", lambda: ANY.verify(Causal(), IDS, IDS, foo=4)),
     (OptionError, "did you mean 'seq'", lambda: ANY.plan("Qwen3-8B", sec=64)),
-    (OptionError, "did you mean 'chunk_size'", lambda: compiles(options={"chunksize": 8})),
     (OptionError, "1 or more, or 'auto'", lambda: compiles(options={"chunk_size": True})),
     (OptionError, "allowed: 'inputs', 'attention'", lambda: compiles(options={"save": ["inputs"]})),
     (OptionError, "a text like '24GiB'", lambda: compiles(options={"memory_budget": "lots"})),
@@ -99,13 +90,12 @@ OPTIONS: list[Refusal] = [
 ]
 MODELS: list[Refusal] = [
     (IntegrationError, "a ModuleList that has no forward", lambda: ANY.enable(nn.ModuleList([Causal()]))),
-    (IntegrationError, "a Module that has no forward", lambda: ANY.enable(nn.Module())),
     (IntegrationError, "missing a required argument: 'trainer_or_model'", lambda: ANY.enable()),
     (IntegrationError, "too many positional arguments", lambda: ANY.enable(Causal(), Causal())),
     (IntegrationError, "a NoneType without .model", lambda: ANY.enable(None)),
     (IntegrationError, r"a class \(Causal\), not an object of it", lambda: ANY.enable(Causal)),
     (IntegrationError, "a list without .model", lambda: ANY.enable([Causal()])),
-    (IntegrationError, "a Holder, whose .model is NoneType", lambda: ANY.enable(Holder(model=None))),
+    (IntegrationError, "a SimpleNamespace, whose .model is NoneType", lambda: ANY.enable(SimpleNamespace(model=None))),
     (IntegrationError, "compiled already", lambda: ANY.enable(torch.compile(Causal()))),
     (IntegrationError, "torch.jit", lambda: ANY.enable(torch.jit.script(nn.Linear(2, 2)))),
     (IntegrationError, "(?s)disable takes a module.*a str without .model", lambda: ANY.disable("x")),
@@ -126,7 +116,6 @@ MODELS: list[Refusal] = [
     (NotComparable, "has no dimension for the batch", lambda: ANY.verify(Causal(), IDS[0], IDS[0])),
     (ProfileError, "it takes nothing", lambda: ANY.profile(Causal())),
     (ProfileError, "its block was not entered", lambda: ANY.profile().summary()),
-    (ProfileError, "its block was not entered", lambda: str(ANY.profile())),
     (RuleError, "missing a required argument: 'rule'", lambda: ANY.register_rule(MM)),
     (RuleError, "missing a required argument: 'rows'", lambda: ANY.register_recurrence(MM, MM)),
     (RuleError, "missing a required argument: 'arguments'", lambda: ANY.check_recurrence(MM)),
@@ -155,7 +144,6 @@ PLANS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("missing a required argument: 'model'", (), {}),
     ("an int is no configuration", (3,), {}),
     ("there is no configuration", ("x" * 300,), {}),
-    ("there is no configuration", ("a\0b",), {}),
     (r"dtype cannot be \['x'\] \(list\)", ("Qwen3-8B",), {"dtype": ["x"]}),
     ("quantize cannot be", ("Qwen3-8B",), {"quantize": {"nf4"}}),
     ("optimizer cannot be the class AdamW", ("Qwen3-8B",), {"optimizer": torch.optim.AdamW}),
@@ -169,7 +157,6 @@ PLANS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("called with input_ids and labels(?s:.*)give inputs=", (Mine(),), {}),
     ("inputs cannot be 3", (Mine(),), {"inputs": 3}),
     ("a dictionary of tensors", (Mine(),), {"inputs": lambda b, t: [b]}),
-    ("a dictionary of tensors", (Mine(),), {"inputs": lambda b, t: {}}),
     ("it raises TypeError", (Mine(),), {"inputs": lambda t: {}}),
     (
         r"inputs\(1, 4096\) and inputs\(1, 2048\): x of shape \(2, 8, 4\)(?s:.*)length that it",

@@ -96,18 +96,18 @@ ready = Decoder()
 CONSTANT = 3
 """
 MINE = "factories_of_a_user:"
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+LLAMA = {"model_type": "llama", "max_position_embeddings": 128, **SIZES}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Hugging Face folder, and a module of factories in the working directory."""
-    values = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    sizes = {"num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 128}
     of_folders = {
-        "": {**values, **sizes},
+        "": LLAMA,
         "encoder": {"model_type": "t5"},
-        "odd": {**values, **sizes, "num_attention_heads": 5},
-        "vast": {**values, **sizes, "vocab_size": 10**15},  # more than any host can even address
+        "odd": {**LLAMA, "num_attention_heads": 5},
+        "vast": {**LLAMA, "vocab_size": 10**15},  # more than any host can even address
     }
     for name, content in of_folders.items():
         (tmp_path / name).mkdir(exist_ok=True)
@@ -260,13 +260,10 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache with a model that has been downloaded, as the hub's library lays it out."""
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    folder = tmp_path / "models--some-org--some-model"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("abc")
-    (folder / "snapshots" / "abc").mkdir(parents=True)
-    path = folder / "snapshots" / "abc" / "config.json"
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
-    path.write_text(json.dumps({"model_type": "llama", **sizes}))
+    main_, path = (tmp_path / "models--some-org--some-model" / name for name in ("refs/main", "snapshots/abc/config.json"))
+    for file, text in ((main_, "abc"), (path, json.dumps(LLAMA))):
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
     return path
 
 
@@ -284,19 +281,16 @@ def test_a_configuration_has_many_names(cached: Path, tmp_path: Path, monkeypatc
     assert config_file("Qwen/Qwen3-8B") == Path("Qwen/Qwen3-8B/config.json")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("Qwen3-9B", "did you mean 'Qwen3-8B'?"),
-        ("lama-3.1-8b", "did you mean 'Llama-3.1-8B'?"),
-        ("Qwen/Qwen3-80B", "did you mean 'Qwen3-8B'? `hf download Qwen/Qwen3-80B config.json` puts it into the cache"),
-        ("some-org/another", "`hf download some-org/another config.json`"),
-        *(
-            (name, "do    give a path, or one of GPT-OSS-20B")
-            for name in ("../nowhere", "an org/with -- odd..letters", "xyz", "~/my-model")
-        ),
-    ],
-)
+MEANT = {
+    "Qwen3-9B": "did you mean 'Qwen3-8B'?",
+    "lama-3.1-8b": "did you mean 'Llama-3.1-8B'?",
+    "Qwen/Qwen3-80B": "did you mean 'Qwen3-8B'? `hf download Qwen/Qwen3-80B config.json` puts it into the cache",
+    "some-org/another": "`hf download some-org/another config.json`",
+    **dict.fromkeys(("../nowhere", "an org/with -- odd..letters", "xyz", "~/mine"), "do    give a path, or one of GPT-OSS-20B"),
+}
+
+
+@pytest.mark.parametrize(("name", "said"), MEANT.items())
 def test_a_wrong_name_says_what_was_meant(cached: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", name]) == 1
     found = capsys.readouterr().err

@@ -100,7 +100,6 @@ def test_axolotl_reads_options_and_refuses_wrong_ones(monkeypatch: pytest.Monkey
         plugin.add_callbacks_pre_trainer(SimpleNamespace(streamfx={"chunksize": 7}), None)
 
 
-@pytest.mark.long
 def test_llamafactory_trains_with_the_callback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,11 +147,8 @@ def test_loss_picks_the_number() -> None:
     def two(ids: Tensor) -> dict[str, Tensor]:
         return {"hidden": model.embed(ids), "loss": model(ids, ids)}
 
-    by_default = streamfx.verify(two, IDS, outputs="dense")
     chosen = streamfx.verify(two, IDS, loss=lambda out: out["hidden"].sum(), outputs="dense")
-    assert chosen.ok and len(chosen.norms) == len(by_default.norms)
-    assert all(norm > 0 for norm in by_default.norms.values())
-    assert sum(norm > 0 for norm in chosen.norms.values()) == 1
+    assert chosen.ok and sum(norm > 0 for norm in chosen.norms.values()) == 1 < len(chosen.norms)
 
 
 def test_without_a_loss_outputs_are_combined() -> None:
