@@ -14,7 +14,7 @@ from streamfx import NotComparable
 from streamfx.inspection.parts import NOT_CUT, ONE_CHUNK
 from streamfx.inspection.verify import default_loss, relative_difference
 from streamfx.runtime import buffers, sums
-from tests.support.small import EXAMPLES, WIDTH, Causal, tokens
+from tests.support.small import WIDTH, Causal, Streams, tokens
 from tests.support.spread import only
 
 IDS = tokens(2, 6)
@@ -30,15 +30,6 @@ def test_a_streamed_decoder_is_the_same() -> None:
     for part in ("the same as eager", "tolerance 1e-04 (float32)", "head.weight", "norm in eager"):
         assert part in text
     assert len(text.splitlines()) < 12
-
-
-@pytest.mark.parametrize("example", only(["streams"], EXAMPLES))
-def test_examples(example: str) -> None:
-    """Inputs that require gradients are compared, too."""
-    given = [value.requires_grad_() if value.is_floating_point() else value for value in EXAMPLES[example].arguments()]
-    result = streamfx.verify(EXAMPLES[example].model(), *given, chunk_size=2, outputs="dense")
-    assert result.ok and all(value.grad is None for value in given)
-    assert ("input [0]" in result.errors) == given[0].is_floating_point()
 
 
 @pytest.mark.parametrize("number", [0.125, float("nan"), float("inf")])
@@ -199,7 +190,9 @@ def test_what_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         streamfx.verify(Causal(), IDS, IDS)
 
 
-def test_nothing_requires_a_gradient() -> None:
+def test_what_requires_a_gradient_is_compared() -> None:
+    x, y = torch.randn(5, WIDTH, requires_grad=True), torch.randn(5, WIDTH)
+    assert set(streamfx.verify(Streams(), x, y=y, outputs="dense").errors) == {"w", "input [0]"} and x.grad is None
     result = streamfx.verify(Causal().requires_grad_(False), IDS, IDS, outputs="dense")
     assert result.ok and "nothing requires a gradient" in str(result)
     assert streamfx.verify(dropping().eval(), torch.randn(3, WIDTH), outputs="dense").ok

@@ -89,36 +89,26 @@ def environment(python: str, asked: Sequence[str], folder: Path) -> Path:
 
 
 def tested(own: Path, arguments: Sequence[str]) -> Row:
-    """Run the tests in an environment."""
+    """Run the tests in an environment: its versions, and counts of the report that pytest wrote."""
     python = own / "bin" / "python"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         subprocess.run([python, "-m", "pytest", f"--junitxml={report}", *arguments], cwd=ROOT)
         if not report.exists():
             raise SystemExit("pytest wrote no report: see above")
-        return row_of(python, [report])
+        counts = counted(report.read_text())
+    date, commit = datetime.date.today().isoformat(), said(["git", "describe", "--always", "--dirty"])
+    return {**json.loads(said([python, "-c", VERSIONS_OF])), **counts, "date": date, "commit": commit}
 
 
-def row_of(python: Path, reports: Sequence[Path]) -> Row:
-    """Versions of an environment, and counts of the reports that pytest wrote in it."""
-    commit = said(["git", "describe", "--always", "--dirty"])
-    counts = counted(report.read_text() for report in reports)
-    return {
-        **json.loads(said([python, "-c", VERSIONS_OF])),
-        **counts,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
-    }
-
-
-def counted(reports: Iterable[str]) -> Row:
+def counted(report: str) -> Row:
     """How many tests passed, failed and were skipped, which ones failed, and how many files ran.
 
     >>> case = '<testcase classname="tests.test_a" name="test_b">{}</testcase>'
-    >>> counted(["<testsuites>" + case.format("") + case.format("<failure/>") + "</testsuites>"])["failed"]
+    >>> counted("<testsuites>" + case.format("") + case.format("<failure/>") + "</testsuites>")["failed"]
     ['tests.test_a::test_b']
     """
-    cases = [case for text in reports for case in xml.fromstring(text).iter("testcase")]
+    cases = [*xml.fromstring(report).iter("testcase")]
     skipped = [case for case in cases if case.find("skipped") is not None]
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     ran = {case.get("classname", "").split(".")[1] for case in cases if case.get("classname", "").startswith("tests.test_")}
@@ -151,10 +141,9 @@ def page(rows: Sequence[Row]) -> str:
 
     oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
     lines = [HEAD.format(oldest=oldest, newest=newest), *(f"{line}\n" for line in table(rows))]
-    for row in rows:
-        if row["failed"]:
-            lines.append(f"\nWith Python {row['python']} and PyTorch {row['torch']} these failed:\n\n")
-            lines += [f"- `{name}`\n" for name in row["failed"]]
+    for row in (row for row in rows if row["failed"]):
+        lines.append(f"\nWith Python {row['python']} and PyTorch {row['torch']} these failed:\n\n")
+        lines += [f"- `{name}`\n" for name in row["failed"]]
     return "".join(lines)
 
 

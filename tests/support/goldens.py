@@ -102,7 +102,6 @@ def figures_text(figures: Mapping[tuple[str, str], int]) -> str:
 
 
 def figures_in(text: str) -> dict[tuple[str, str], int]:
-    """The reverse of `figures_text`."""
     rows = (line.split(None, 2) for line in text.splitlines())
     return {(version, name): int(number.replace(",", "")) for version, number, name in rows}
 
