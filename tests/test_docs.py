@@ -16,7 +16,6 @@ import pytest
 
 import streamfx
 from tests.support.snippets import has_snippets, ran
-from tests.support.spread import only
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,7 +23,7 @@ SHOWING = {page.name: page for page in PAGES if has_snippets(page) and page.pare
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", only([name for name in SHOWING if name != "trainers.md"], SHOWING))
+@pytest.mark.parametrize("name", SHOWING)
 def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran(SHOWING[name], tmp_path)
