@@ -28,7 +28,7 @@ from streamfx import (
 from tests.support.small import Causal, tokens
 from tests.support.stateful.averages import averages
 
-IDS = tokens(2, 12)
+IDS, ARRAY = tokens(2, 12), np.zeros((2, 4), np.float32)
 MM = torch.ops.aten.mm.default
 ANY: Any = streamfx  # called as no type checker would let it be
 Refusal = tuple[type[Exception], str, Callable[[], Any]]
@@ -58,21 +58,14 @@ TAKING_OPTIONS: dict[str, Callable[..., Any]] = {
     "verify": lambda *args, **given: ANY.verify(Causal(), IDS, IDS, *args, **given),
     "Options": ANY.Options,
 }
+TWICE = {"options": Options(chunk_size=4), "chunk_size": 5}
 BY_NAME = r"takes options by name(?s:.*)options=.'chunk_size': 1024., or the options by their names"
 OPTIONS: list[Refusal] = [
     *((OptionError, BY_NAME, partial(call, Options())) for call in TAKING_OPTIONS.values()),
     *((OptionError, BY_NAME, partial(TAKING_OPTIONS[name], {"save": 4})) for name in ("enable", "configure", "plan", "Options")),
     *((OptionError, "did you mean 'chunk_size'", partial(call, chunksize=4)) for call in TAKING_OPTIONS.values()),
     *((OptionError, "1 or more, or 'auto'", partial(call, chunk_size=0)) for call in TAKING_OPTIONS.values()),
-    *(
-        (
-            OptionError,
-            rf"{name}\(.* was given the option 'chunk_size' twice",
-            partial(call, options=Options(chunk_size=4), chunk_size=5),
-        )
-        for name, call in TAKING_OPTIONS.items()
-        if name != "Options"
-    ),
+    *((OptionError, rf"{name}\(.*'chunk_size' twice", partial(call, **TWICE)) for name, call in [*TAKING_OPTIONS.items()][:-1]),
     (OptionError, "too many positional arguments", lambda: ANY.configure(4)),
     (OptionError, "dynamic of .* cannot be 'yes'", lambda: ANY.enable(Causal(), dynamic="yes")),
     (OptionError, "must be a dictionary of options, or streamfx.Options", lambda: ANY.enable(Causal(), options=8)),
@@ -105,11 +98,7 @@ MODELS: list[Refusal] = [
     (IntegrationError, "a graph that Dynamo has traced\n +found a Causal", lambda: ANY.streambp(Causal(), [IDS])),
     (NotTraced, "missing a required argument: 'model'", lambda: ANY.explain()),
     (NotTraced, r"input \['input'\] of shape \(2, 4\)(?s:.*)torch.as_tensor", lambda: ANY.explain(nn.Linear(4, 4), input=ARRAY)),
-    (
-        NotTraced,
-        r"input \[0\] of shape \(12,\), (?s:.*)no dimension for the batch",
-        lambda: ANY.explain(Causal(), IDS[0], IDS[0]),
-    ),
+    (NotTraced, r"\[0\] of shape \(12,\), (?s:.*)no dimension for the batch", lambda: ANY.explain(Causal(), IDS[0], IDS[0])),
     (NotTraced, r"follow calls that torch\.compile can trace", lambda: ANY.explain(Causal(), IDS)),
     (NotComparable, "missing a required argument: 'model'", lambda: ANY.verify()),
     (NotComparable, r"input \[0\] of shape \(2, 4\) is an array of numpy", lambda: ANY.verify(nn.Linear(4, 4), ARRAY)),
@@ -125,7 +114,6 @@ MODELS: list[Refusal] = [
     *((ReportError, said, lambda path=path: step().to_html(path)) for said, path in (("the path of", 3), ("another", "a\0b"))),
     (ReportError, "give it as a text", lambda: step().print_readable(3)),
 ]
-ARRAY = np.zeros((2, 4), np.float32)
 
 
 def step() -> Any:

@@ -204,7 +204,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["verify", MINE + "masked"], "nobody tells what 'mask' is"),
     (["verify", MINE + "nothing"], "a function that returns a model"),
     (["verify", MINE + "pair"], "a tuple of NoneType, tuple"),
-    (["verify", MINE + "CONSTANT"], "found a int"),
+    (["verify", MINE + "CONSTANT"], "found an int"),
     (["verify", MINE + "fails"], "found RuntimeError: in the factory\n  where "),
     (["verify", MINE + "wrong"], "in eager, without the backend, it raises KeyError: 'in forward'"),
     (["verify", MINE + "shapes"], "shapes cannot be multiplied"),

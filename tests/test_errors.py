@@ -248,7 +248,7 @@ def test_calls_that_fail_leave_no_mark() -> None:
     assert found == pytest.approx(wanted, rel=1e-12)
     for ours, theirs in zip(disturbed.state(), state, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
-    inner = disturbed.model.inner
+    inner: Any = disturbed.model.inner
     assert disturbed.model.training and len(inner._forward_hooks) == 1 and inner.gradient_checkpointing is True
 
 

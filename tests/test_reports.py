@@ -85,7 +85,7 @@ def test_a_plan(report: streamfx.PlanReport, tmp_path: Path) -> None:
     assert_shows(read, peak, "4,096 tokens on H100", "parameters", "model.layers.0", "Ways to run this step", "eager")
     assert report.page.verdict.lower() == f"{report.verdict}.".lower()
     assert not any("Not compared" in head for head, _ in report.page.notes)
-    assert "model.layers.0-1 (causal)" in report.to_mermaid() and "cluster_s0" in report.to_dot()
+    assert "model.layers.0 (causal)" in report.to_mermaid() and "cluster_s0" in report.to_dot()
     trace = json.loads(report.to_perfetto(tmp_path / "trace.json").read_text())
     counters = [event["args"] for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == 1]
     assert max(sum(values.values()) for values in counters) == report.summary()["peak_bytes"]
@@ -131,8 +131,8 @@ def test_names_do_no_harm(explanation: streamfx.Explanation) -> None:
     stages = tuple(
         replace(line, name=HOSTILE, stage={**line.stage, "source": [HOSTILE], "attention": [HOSTILE]}) for line in page.stages
     )
-    texts = dict.fromkeys(("title", "subtitle", "verdict"), HOSTILE)
-    more = {"stages": stages[:1], "options": {HOSTILE: HOSTILE}, "notes": ((HOSTILE, HOSTILE),)}
+    texts: dict[str, Any] = dict.fromkeys(("title", "subtitle", "verdict"), HOSTILE)
+    more: dict[str, Any] = {"stages": stages[:1], "options": {HOSTILE: HOSTILE}, "notes": ((HOSTILE, HOSTILE),)}
     hostile = replace(page, timeline=replace(timeline, courses=courses, clock=HOSTILE), **texts, **more)
     read = checked(html_of(hostile))
     assert read.tags.count("script") == 2

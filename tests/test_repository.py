@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import re
 import shutil
 import subprocess
@@ -123,6 +124,7 @@ def test_the_first_compilation_and_doctor_name_an_untested_version(
     monkeypatch.setattr(versions, "NEWEST", (2, 10))
     monkeypatch.setattr(versions, "OLDEST", (2, 9))
     monkeypatch.setattr(no_gain, "_told", set())
+    monkeypatch.setattr(logging.getLogger("streamfx"), "disabled", False)  # as import-linter leaves it
     for rows in (8, 9):
         torch._dynamo.reset()
         torch.compile(torch.nn.Linear(4, 4), backend="streambp")(torch.zeros(1, rows, 4)).sum().backward()

@@ -27,7 +27,7 @@ from tests.support.trainers.building import build
 from tests.support.trainers.running import assert_same_history, assert_same_weights, history, weights
 
 FOLDER = Path(__file__).parents[1] / "examples" / "plugins"
-OPTIONS = {"chunk_size": 7, "loss_chunk_size": 7}
+OPTIONS: dict[str, Any] = {"chunk_size": 7, "loss_chunk_size": 7}
 
 
 @pytest.fixture(autouse=True)
@@ -112,4 +112,5 @@ def test_llamafactory_trains_with_the_callback(
     stand_in(monkeypatch, "llamafactory.train.tuner", run_exp=run_exp)
     monkeypatch.setenv("STREAMFX_OPTIONS", json.dumps(OPTIONS))
     importlib.import_module("train_llamafactory").main()
-    assert_streamed(*given, capsys.readouterr().out)
+    (callback,) = given
+    assert_streamed(callback, capsys.readouterr().out)

@@ -228,7 +228,8 @@ class ComplexHeads(Heads):
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         turn = self.rotary[: q.shape[2]]
         pairs = (torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) for x in (q, k))
-        return super().mix(*(torch.view_as_real(x * turn).flatten(-2) for x in pairs), v)
+        q, k = (torch.view_as_real(x * turn).flatten(-2) for x in pairs)
+        return super().mix(q, k, v)
 
 
 class HalfRopeHeads(Heads):
@@ -238,7 +239,8 @@ class HalfRopeHeads(Heads):
         frequency = 1.0 / 100 ** (torch.arange(0, HEAD, 2, dtype=q.dtype, device=q.device) / HEAD)
         angle = torch.arange(q.shape[2], dtype=q.dtype, device=q.device)[:, None] * frequency
         cos, sin = (torch.cat((part, part), -1) for part in (angle.cos(), angle.sin()))
-        return super().mix(*(x * cos + self.turned(x) * sin for x in (q, k)), v)
+        q, k = (x * cos + self.turned(x) * sin for x in (q, k))
+        return super().mix(q, k, v)
 
     @staticmethod
     def turned(x: Tensor) -> Tensor:
