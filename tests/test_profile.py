@@ -15,6 +15,7 @@ import streamfx
 from streamfx.report.measured import measured
 from streamfx.runtime.watch import watching
 from tests.support.small import Causal, tokens
+from tests.support.spread import spread
 from tests.test_peaks import Decoder
 from tests.test_peaks import tokens as rows
 
@@ -105,10 +106,10 @@ def within_a_profiler(step: Callable[[], None]) -> None:
         step()
 
 
-UNSEEN = [(in_a_thread, "in another thread"), (within_a_profiler, "another profiler of torch's was opened")]
+UNSEEN = [(within_a_profiler, "another profiler of torch's was opened"), (in_a_thread, "in another thread")]
 
 
-@pytest.mark.parametrize(("run", "why"), UNSEEN)
+@pytest.mark.parametrize(("run", "why"), spread(UNSEEN, 2))
 def test_bytes_that_nobody_saw_are_not_zero(
     step: Callable[[], None], run: Callable[[Callable[[], None]], None], why: str, tmp_path: Path
 ) -> None:
