@@ -139,7 +139,7 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 IDS_ARE_GIVEN_TO = ["compiled", "ready", "bound", "gathering", "mask_first", "own_table"]
 
 
-@pytest.mark.parametrize("factory", only(["gathering", "own_table"], IDS_ARE_GIVEN_TO))
+@pytest.mark.parametrize("factory", only(["own_table"], IDS_ARE_GIVEN_TO))
 def test_ids_are_given_as_what_is_looked_up(factory: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever is around the model, and wherever its ids stand among its arguments; of no table more than it has."""
     assert main(["verify", MINE + factory, "--seq", "40", "--json"]) == 0
@@ -147,7 +147,8 @@ def test_ids_are_given_as_what_is_looked_up(factory: str, folder: Path, capsys: 
     assert found["ok"] and found["loss"] != 0
 
 
-@pytest.mark.parametrize("into", ["> /dev/full", pytest.param("| head -c 1", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("into", ["> /dev/full", "| head -c 1"])
 def test_an_answer_that_cannot_be_written_is_no_traceback(into: str) -> None:
     """A refusal, or nothing where a reader has seen enough."""
     command = f"{sys.executable} -m streamfx doctor --json {into}"
@@ -230,6 +231,7 @@ def test_refusals(folder: Path, arguments: list[str], message: str, capsys: pyte
     assert "Traceback" not in shown.err
 
 
+@pytest.mark.long
 def test_weights_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "model.safetensors").write_text("no weights")
     assert main(["verify", str(folder), "--seq", "16"]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,9 @@ def test_a_rule_that_says_nothing_is_told(rule: Any, says: str) -> None:
     model, x = Gated(), torch.randn(X)
     reasons = [stage["reason"] or "" for stage in streamfx.explain(model, x).summary()["stages"]]
     assert any(says in reason and "test_user_rules.py" in reason for reason in reasons), reasons
+    assert rule is not None or {"streamfx.register_rule", "streamfx.register_recurrence"} <= set(
+        re.findall(r"[\w.]+", str(reasons))
+    )
     assert streamfx.verify(model, x, chunk_size=4).ok
 
 
