@@ -91,7 +91,7 @@ ROWS = (
         "streamfx/report/html.py",
         "autoescape=True",
         "autoescape=False",
-        ("test_html.py::test_names_do_no_harm",),
+        ("test_reports.py::test_names_do_no_harm",),
     ),
     Mutation(
         "reports",
@@ -99,7 +99,7 @@ ROWS = (
         "streamfx/report/diagram.py",
         """.replace('"', '\\\\"')""",
         "",
-        ("test_diagrams.py::test_labels_are_escaped",),
+        ("test_reports.py::test_labels_are_escaped",),
     ),
     Mutation(
         "reports",

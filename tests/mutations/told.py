@@ -86,7 +86,7 @@ ROWS = (
         "streamfx/inspection/page.py",
         '    if summary["not_checkpointed"]:\n',
         "    if False:\n",
-        ("test_html.py::test_a_page_says_what_the_text_says",),
+        ("test_reports.py::test_a_page_says_what_the_text_says",),
     ),
     Mutation(
         "told",
