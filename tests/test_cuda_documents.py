@@ -24,7 +24,7 @@ from tests.support.cuda_kernels import in_their_place
 from tests.support.exactness import compare
 from tests.support.flash_package import IS_STAND_IN
 from tests.support.tracing import compare_function
-from tests.test_flash_package import PACKED, PLAIN_ENDS, PackedDecoder, packed
+from tests.test_flash_package import CASES, PLAIN_ENDS, Decoder, packed
 from tests.test_visible import as_mask, masks
 
 HEAD = 8
@@ -233,11 +233,11 @@ def test_attention_by_pieces_is_attention(mask: Tensor, groups: int, seed: int) 
 
 
 @pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU")
-@pytest.mark.parametrize("name", ["causal", "window", "all of a document"])
+@pytest.mark.parametrize("name", ["causal", "window", "all keys"])
 def test_a_packed_decoder_streams(name: str, calls: list[Call]) -> None:
     """From the flash-attn package's call to that of the device's kernel, forth and back."""
-    how, groups, seen = PACKED[name]
-    model, ends = PackedDecoder(how, groups).double(), packed(PLAIN_ENDS)
+    how, groups, seen = CASES[name]
+    model, ends = Decoder(how, groups).double(), packed(PLAIN_ENDS)
     compare(model, ends, chunk_size=16, loss_chunk_size=5, also=(1, 7), attention=seen, streams=True)
     assert any(documents > 1 for _, documents in calls)
 
