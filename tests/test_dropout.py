@@ -84,7 +84,7 @@ RANDOM: dict[str, type[nn.Module]] = {
     "recomputed": Recomputed,
 }
 SAVED = [*((name, "auto") for name in RANDOM), ("heads", "projections"), ("mix", "attention")]
-DEFAULT = [("residual", "auto"), ("heads", "projections"), ("mix", "attention")]
+DEFAULT = [("fused attention", "auto"), ("heads", "projections"), ("mix", "attention")]
 
 
 @pytest.mark.parametrize(("name", "save"), only(DEFAULT, SAVED))

@@ -94,8 +94,18 @@ def as_the_last(m: SortedExperts, rows: Tensor, order: Tensor, ends: Tensor, ids
     return SortedExperts.between(m, rows, order, ends, ids.clamp(max=len(m.up) - 1))
 
 
-def test_rows_of_no_expert() -> None:
-    checked(lambda: Own(groups=some_of_none, between=of_some), streams=True)
+def from_several_places(m: SortedExperts, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Some of them put to the first expert."""
+    shares = m.router(x).softmax(-1)
+    best, first = shares.max(-1)
+    other = shares.masked_fill(shares >= best.unsqueeze(-1), 0.0).argmax(-1, keepdim=True)
+    chosen = torch.cat((first.unsqueeze(-1), other), -1)
+    return shares.gather(-1, chosen), chosen.masked_fill(chosen == 3, 0)
+
+
+@pytest.mark.parametrize(("groups", "between"), [(from_several_places, None), (some_of_none, of_some)])
+def test_other_choices_stream(groups: Groups, between: Between | None) -> None:
+    checked(lambda: Own(groups=groups, between=between), streams=True)
 
 
 def test_groups_from_a_table_that_changes() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from streamfx.ir.facts import known
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
-from tests.support.spread import only
 
 WIDTH, TAPS, LENGTH = 8, 4, 19
 
@@ -141,18 +140,9 @@ def check(*mixers: Mixer, length: int = LENGTH, **options: Any) -> Report:
     return report
 
 
-@pytest.mark.parametrize("name", only(["shifts", "totals"], DECODERS))
+@pytest.mark.parametrize("name", DECODERS)
 def test_looks_back(name: str) -> None:
     check(*DECODERS[name], chunk_size=5, also=(1, 16))
-
-
-def test_any_length() -> None:
-    """The length is a symbol."""
-    ids = layouts.tokens(23, 2, LENGTH, 0)
-    model = decoders.made(lambda: Mixed(padded_then_cut, linear_attention))
-    with torch._dynamo.config.patch(assume_static_by_default=False):
-        report = compare(model, {"ids": ids, "labels": ids}, chunk_size=5, also=(1, 16))
-    assert not any(isinstance(known(facts.axes.sequence).length, int) for facts in report.facts)
 
 
 def padded_into_blocks(m: Mixed, x: Tensor, size: int = 4) -> Tensor:
@@ -170,10 +160,9 @@ def of_two_sizes(m: Mixed, x: Tensor) -> Tensor:
     return m.gate(means[0] * means[1])
 
 
-@pytest.mark.parametrize(("mixer", "length"), only([(of_two_sizes, 19)], [(of_two_sizes, 19), (inside_of_blocks, 16)]))
-def test_blocks(mixer: Mixer, length: int) -> None:
+def test_blocks() -> None:
     """What happens inside of blocks streams, whether or not the sequence has to be padded for it: chunks hold whole blocks."""
-    check(mixer, length=length, chunk_size=3, also=(1, 8, 16))
+    check(of_two_sizes, chunk_size=3, also=(1, 8, 16))
 
 
 class Streams(nn.Module):
@@ -211,23 +200,6 @@ def test_a_total_from_the_end() -> None:
     report = check(lambda m, x: m.gate(x.flip(1).cumsum(1).flip(1)), chunk_size=5, streams=False)
     reasons = [reason for facts in report.facts for reason in facts.reasons()]
     assert sorted(reason.split()[0] for reason in reasons) == ["aten.cumsum.default", "streamfx.reverse_cumsum.default"]
-
-
-def test_totals_in_chunks_of_two_sizes() -> None:
-    """Scores that are returned are a cut: the loss' own backward loops start from states of another stage's chunks."""
-
-    class Scores(Mixed):
-        def forward(self, ids: Tensor, labels: Tensor) -> Any:
-            x = self.embed(ids)
-            scores = self.head(x + linear_attention(self, F.rms_norm(x, (WIDTH,))))
-            return F.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores
-
-    ids = layouts.tokens(23, 2, LENGTH, 0)
-    compare(decoders.made(Scores), {"ids": ids, "labels": ids}, chunk_size=5, loss_chunk_size=3, outputs="dense")
-
-
-def test_shorter_than_the_window() -> None:
-    check(padded_then_cut, shifted_by_padding, length=3, chunk_size=2, also=(1,))
 
 
 def test_looks_ahead() -> None:
