@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,9 +25,8 @@ STATUS = Path("/proc/self/status")
 
 
 def resident_bytes() -> int:
-    found = re.search(r"^VmRSS:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    (found,) = re.findall(r"^VmRSS:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
+    return int(found) * 1024
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells")
@@ -38,9 +37,6 @@ def test_pages_are_left_to_the_file() -> None:
     held = mapped(value)
     assert resident_bytes() - before < value.nbytes // 4
     assert torch.equal(held, value)
-
-
-def test_nothing_waits_as_nothing() -> None:
     assert mapped(torch.empty(0, 4)).shape == (0, 4)
 
 
@@ -72,13 +68,11 @@ def test_a_limit_on_files(folder: Path) -> None:
 def test_a_full_disk(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on systems that cannot reserve room for a file other than by writing to it."""
 
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     if name == "write":
         monkeypatch.delattr(os, "posix_fallocate", raising=False)
         assert torch.equal(mapped(torch.ones(1 << 19)), torch.ones(1 << 19))
-    monkeypatch.setattr(os, name, full, raising=False)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, name, mock.Mock(side_effect=full), raising=False)
     with pytest.raises(streamfx.NoRoom, match=r"no room for 32 bytes: No space left on device; [\d.]+ \w+ are free") as found:
         mapped(torch.ones(8))
     assert found.value.free == pytest.approx(shutil.disk_usage(folder).free, rel=0.5)
@@ -86,10 +80,8 @@ def test_a_full_disk(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> str:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/a', '/b']")
-
-    monkeypatch.setattr(tempfile, "gettempdir", none)
+    none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/a', '/b']")
+    monkeypatch.setattr(tempfile, "gettempdir", mock.Mock(side_effect=none))
     with pytest.raises(streamfx.NoRoom, match="No usable temporary directory"):
         mapped(torch.ones(8))
 
@@ -100,9 +92,8 @@ def test_a_folder_in_memory_is_warned_of_once(
     mounts = folder / "mounts with space"
     (mounts / "tmp").mkdir(parents=True)
     table = folder / "table"
-    table.write_text(
-        f"/dev/x {folder} ext4 rw 0 0\nnone {str(mounts).replace(' ', chr(92) + '040')} tmpfs rw 0 0\nx / ext4 rw 0 0\n"
-    )
+    written = str(mounts).replace(" ", r"\040")
+    table.write_text(f"/dev/x {folder} ext4 rw 0 0\nnone {written} tmpfs rw 0 0\nx / ext4 rw 0 0\n")
     monkeypatch.setattr(files, "MOUNTS", table)
     assert files.kind_of_disk(str(folder)) == "ext4"
     mapped(torch.ones(8))
