@@ -121,21 +121,6 @@ def test_plain_attention_is_autograd_s() -> None:
         near(case.by_plain(), [truth.detach(), scores.logsumexp(-1).detach(), *gradients], TOLERANCE, seed)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_plain_attention_of_half_types(dtype: torch.dtype) -> None:
-    """In float32, and rounded once."""
-    for seed in range(10):
-        case = drawn(seed)
-        bias, *others = case.how
-        given = [item.to(dtype) for item in (*case.heads, case.gradient)]
-        made = []
-        for q, k, v, gradient in ([item.double() for item in given], given):
-            own = None if bias is None else bias.to(dtype).to(q.dtype), *others
-            made.append(Drawn((q, k, v), gradient, own, []).by_plain())  # type: ignore[arg-type]
-        assert [item.dtype for item in made[1]] == [dtype, torch.float32, *[dtype] * 3]
-        near(made[1], made[0], 8 * torch.finfo(dtype).eps, seed)
-
-
 @pytest.mark.parametrize(("capability", "is_plain"), [((7, 5), True), ((8, 0), False)])
 def test_bfloat16_before_ampere(capability: tuple[int, int], is_plain: bool) -> None:
     """Turing's kernels know float16 and float32 alone, and refuse."""

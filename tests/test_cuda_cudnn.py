@@ -125,15 +125,6 @@ def test_a_plan_for_another_layout_is_never_met(hopper: list[Any]) -> None:
     torch.testing.assert_close(cuda_attention.backward(gradient, q, k, v, out, lse, None, True, None), wanted)
 
 
-def test_gradients_of_many_keys_take_several_calls(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the gradients of all heads that share a key exist for some keys at a time."""
-    heads = drawn(1, 8, KEYS)
-    monkeypatch.setattr(cuda_attention, "EXPANDED", 6 * 2 * heads[0][:, :, 0].nbytes)
-    check_chunk(*heads, 16)
-    seen = [keys for _, keys, _ in hopper[1]]
-    assert sum(seen) == KEYS and all(keys % 4 == 0 for keys in seen)
-
-
 @pytest.mark.parametrize(("groups", "length"), [(4, 32), (1, 19)])
 def test_programs_stream(groups: int, length: int, hopper: list[Any]) -> None:
     torch.manual_seed(0)

@@ -18,7 +18,6 @@ from streamfx.runtime import attention, cuda_attention, cuda_last, cuda_windows,
 from streamfx.runtime.plain_attention import LAST
 from tests.support.cuda_kernels import another_gradient, check, drawn, in_their_place, noted, refuses, wrong
 from tests.support.cuda_reading import plain
-from tests.support.spread import spread
 from tests.support.tracing import compare_function, traced
 
 aten = torch.ops.aten
@@ -91,21 +90,6 @@ def test_kernels_stream(operator: Any, mask: Any, causal: bool, verdict: str, ha
         compare_function(function, [x], (5, 1, length), streams=True, attention={verdict})
 
 
-@pytest.mark.parametrize("half", spread([True, False], 2))
-def test_masks_of_data_stream(half: bool) -> None:
-    """Padding on the left, packed documents, and rows that see this and that: pieces of all kinds."""
-    torch.manual_seed(0)
-    length = 67
-    at, own = torch.arange(length), torch.eye(length, dtype=torch.bool)
-    kinds = [at >= 9, at // 23 == (at // 23)[:, None], torch.rand(length) < 0.7]
-    seen = torch.stack([triangle(length) & kind | own for kind in kinds])
-    mask = torch.zeros(3, 1, length, length, dtype=torch.float64).masked_fill(~seen[:, None], float("-inf"))
-    x = torch.randn(3, length, 12 * HEAD, dtype=torch.float64, requires_grad=True)
-    with in_their_place(half):
-        function = lambda x, mask: attended(as_efficient, x, 4, mask, False)  # noqa: E731
-        compare_function(function, [x, mask], (20, length), streams=True)
-
-
 REFUSED: dict[str, Callable[..., Tensor]] = {
     "dropout": lambda q, k, v, bias: aten._scaled_dot_product_flash_attention(q, k, v, 0.5, True, False)[0],
     "a trained bias": lambda q, k, v, bias: aten._scaled_dot_product_efficient_attention(
@@ -142,12 +126,6 @@ def test_a_chunk_takes_one_call(width: int, half: bool, monkeypatch: pytest.Monk
             heads = [q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]]
             check(attention, heads, (None, start, (None, 0)), (None, LAST, None))
     assert calls == [(8, 8), (8, 16), (5, 21), (1, 21)]
-
-
-def test_values_of_another_width_take_one_call(half: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flash attention does not take them, and the other kernel does."""
-    monkeypatch.setattr(attention, "_merge", None)
-    check(attention, drawn(2, 5, 9, width=16, values=8), (None, 4, (None, 0)), (None, LAST, None))
 
 
 @pytest.mark.parametrize(
@@ -216,14 +194,6 @@ def test_a_window_takes_one_call_without_a_bias(
         for name in ("forward", "backward"):
             monkeypatch.setattr(cuda_attention, name, lambda *_: pytest.fail("a kernel with a bias was called"))
         check_window(drawn(2, rows, keys, width=width), -left)
-
-
-@pytest.mark.parametrize("window", [(-4, 1), (-4, -1), (None, 1)])
-def test_a_window_that_ends_elsewhere_is_a_bias(window: tuple[int | None, int], half: None) -> None:
-    bias = bands(5, 9, -9 if window[0] is None else window[0], window[1])
-    heads = drawn(1, 5, 9)
-    found, wanted = attention.forward(*heads, None, 4, window), kernels.PLAIN.forward(*heads, bias, False, None)
-    torch.testing.assert_close(found, wanted)
 
 
 def at_the_first(real: Any, q: Tensor, k: Tensor, v: Tensor, left: int, scale: float | None) -> Any:

@@ -131,16 +131,3 @@ def test_documents_are_taken_apart(apart: bool, monkeypatch: pytest.MonkeyPatch)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, backend=recorder(chunk_size=6))(**given), model(**given))
     assert seen and all(is_plain and keys <= LENGTH - 9 for is_plain, keys in seen)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "two"])
-def test_packed_rows_of_changing_number(apart: bool) -> None:
-    """One graph for all numbers of rows and of documents that are no larger."""
-    model, backend = Decoder({"causal": True}, 2).double(), recorder(chunk_size=6, loss_chunk_size=5)
-    compiled = torch.compile(model, backend=backend, dynamic=True)
-    for ends in ([0, 4, 5, 11, LENGTH], [0, 7, LENGTH - 3], [0, 3, 17, LENGTH]):
-        given = packed(ends, ends) if apart else packed(ends)
-        found, wanted = (torch.autograd.grad(run(**given), [*model.parameters()]) for run in (compiled, model))
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    assert len(backend.compilations) == 1 and not backend.facts[0].reasons()

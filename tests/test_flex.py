@@ -98,7 +98,6 @@ def window(documents: Tensor) -> Mask:
 
 MASKS: dict[str, tuple[Made, dict[str, Any], set[str]]] = {
     "grouped": (causal, {"groups": 1}, CAUSAL),
-    "window": (window, {}, WINDOW),
     "packed": (lambda d: lambda b, h, row, key: (row >= key) & (d[b, row] == d[b, key]), {}, CAUSAL),
     "prefix": (lambda d: lambda b, h, row, key: (row >= key) | (key < 5), {}, {"masked"}),
     "a row that sees nothing, whose result is zero": (lambda d: lambda b, h, row, key: (row >= key) & (row != 4), {}, CAUSAL),
@@ -114,10 +113,6 @@ def learned(block: Block) -> Score:
     return lambda score, b, h, row, key: score - torch.sigmoid(block.slopes)[h] * (row - key)
 
 
-def by_table(block: Block) -> Score:
-    return lambda score, b, h, row, key: score + block.table[h, (row - key).clamp(0, 63)]
-
-
 def hides(block: Block) -> Score:
     return lambda score, b, h, row, key: torch.where(row >= key, score, -float("inf"))
 
@@ -125,7 +120,6 @@ def hides(block: Block) -> Score:
 SCORES: dict[str, tuple[dict[str, Any], set[str], float]] = {
     "slopes": ({"mask": causal, "score": slopes}, CAUSAL, TOLERANCE),
     "learned slopes": ({"mask": causal, "score": learned, "layers": 2}, CAUSAL, TOLERANCE),
-    "table of distances": ({"mask": causal, "score": by_table}, CAUSAL, TOLERANCE),
     "mask in the score": ({"score": hides}, CAUSAL, TOLERANCE),
     # torch promises float32 for the log-sum-exp: rounding as under AOTAutograd alone
     "log-sum-exp": ({"mask": window, "groups": 1, "return_lse": True}, WINDOW, 1e-7),

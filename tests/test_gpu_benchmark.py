@@ -11,23 +11,15 @@ import subprocess
 import sys
 import time
 from collections import deque
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
-from benchmarks.gpu import attention_rates, longest, measures, steps
-from benchmarks.gpu.baselines import WAYS
 from benchmarks.gpu.checks import COMMANDS, Check
-from benchmarks.gpu.command import CLOSING, ROOT, START, Journal, Schedule, run
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.command import CLOSING, ROOT, START, Journal, Schedule
 from benchmarks.gpu.process import Worker, WorkerEndedError, WorkerTimeoutError
-from benchmarks.gpu.table import MOST_LINES, closing
-from benchmarks.gpu.worker import why_retire
+from benchmarks.gpu.table import MOST_LINES
 
 BARE = ROOT / "tests" / "support" / "without_distribution"
 
@@ -177,24 +169,6 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def test_a_worker_that_ends_says_its_last_words(tmp_path: Path) -> None:
-    program = "import sys; print('{\"one\": 1}', flush=True); print('CUDA error: illegal', file=sys.stderr); sys.exit(3)"
-    worker = Worker([sys.executable, "-c", program], os.environ, tmp_path / "errors")
-    assert worker.answer(60) == {"one": 1}
-    with pytest.raises(WorkerEndedError, match="code 3: CUDA error: illegal"):
-        worker.answer(60)
-    worker.ask({"check": "any"})  # nobody hears it
-
-
-def test_a_command_fails_if_a_check_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A real worker, which goes on after an error, and says where it came from."""
-    products = next(check for check in COMMANDS["kernels"].checks if check.name == "products")
-    assert run("kernels", [products, products], 600.0, tmp_path, "no such device", True) == 1
-    out = capsys.readouterr().out
-    assert out.count('"status": "failed"') == 2 and out.count('"status": "worker"') == 1
-    assert "failed: products: RuntimeError: " in out and "(benchmarks/gpu/" in out and "no such device" in out
-
-
 def test_a_terminated_command_ends_its_worker_and_prints_what_it_has(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "kernels", "--device", "cpu", "--out", str(tmp_path), "--only", "versions"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -209,23 +183,6 @@ def test_a_terminated_command_ends_its_worker_and_prints_what_it_has(tmp_path: P
 # -- the table, and the command line
 
 
-def test_the_table_is_short_whatever_was_found() -> None:
-    figures = {f"a figure with a long name, number {i}, GiB": 1.234 for i in range(12)}
-    found = [{"check": f"check {i}", "case": f"case {i}", "figures": figures, "off": i % 7 == 0} for i in range(500)]
-    ended = [{"check": f"check {i}", "status": "failed", "seconds": 1.0, "why": "x" * 900} for i in range(300)]
-    lines = closing([*found, *ended])
-    assert len(lines) <= MOST_LINES and len("\n".join(lines)) < 9000
-    assert any("failed: check 0" in line for line in lines) and any("check 0 | case 0" in line for line in lines)
-
-
-def test_a_name_that_matches_no_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks.gpu.__main__ import main
-
-    with pytest.raises(SystemExit):
-        main(["steps", "--only", "no such check"])
-    assert "matches no check; there are: streambp, 8K;" in capsys.readouterr().err
-
-
 def test_budgets_hold_what_matters_most() -> None:
     """The first checks of each command fit into its budget on an H100; names are told apart."""
     for command in COMMANDS.values():
@@ -233,107 +190,6 @@ def test_budgets_hold_what_matters_most() -> None:
         assert len(set(names)) == len(names)
         assert START[False] + CLOSING + sum(check.seconds for check in command.checks[:6]) < command.seconds
     assert [command.seconds for command in COMMANDS.values()] == [240, 420]
-
-
-# -- what checks compute where only a GPU runs them
-
-
-@pytest.mark.parametrize(("name", "keys"), [("FA2, one call", 384), ("FA2, two calls", 384), ("cuDNN", 128), ("cuDNN", 384)])
-def test_calls_of_kernels_fit_their_schemas(name: str, keys: int) -> None:
-    """On the meta device: no numbers, but each operator takes its arguments, and results have the shapes of eager's."""
-    kernel = attention_rates.Kernel
-    flash, cudnn = (
-        kernel(attention_rates._flash_forward, attention_rates._flash_backward),
-        kernel(attention_rates._cudnn_forward, attention_rates._cudnn_backward),
-    )
-    ways = {
-        "FA2, one call": attention_rates.one_call(flash),
-        "FA2, two calls": attention_rates.two_calls(flash),
-        "cuDNN": attention_rates.two_calls(cudnn),
-    }
-    query, gradient = (torch.empty(1, 4, 128, 64, device="meta", dtype=torch.bfloat16) for _ in range(2))
-    key, value = (torch.empty(1, 2, keys, 64, device="meta", dtype=torch.bfloat16) for _ in range(2))
-    out, more = ways[name].forward(query, key, value)
-    assert out.shape == query.shape and more[0].shape == query.shape[:3]
-    found = ways[name].backward(gradient, query, key, value, out, more)
-    assert [item.shape for item in found] == [query.shape, key.shape, value.shape]
-
-
-CUDA: dict[str, Any] = {
-    "synchronize": None,
-    "empty_cache": None,
-    "reset_peak_memory_stats": None,
-    "set_per_process_memory_fraction": None,
-    "set_sync_debug_mode": None,
-    "memory_allocated": 5 << 30,
-    "max_memory_allocated": 7 << 30,
-    "max_memory_reserved": 8 << 30,
-    "memory_stats": {"num_alloc_retries": 2, "num_ooms": 1},
-    "get_device_name": "NVIDIA H100 80GB HBM3",
-    "get_device_properties": SimpleNamespace(total_memory=80 << 30),
-}
-
-
-@pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> dict[str, mock.Mock]:
-    """Code for CUDA runs on a CPU: functions of torch.cuda, with their own signatures, return prepared values."""
-    functions = {name: mock.create_autospec(getattr(torch.cuda, name), return_value=value) for name, value in CUDA.items()}
-    for name, function in functions.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(Place, "has_cuda", True)
-    monkeypatch.setattr(measures, "profile", Profiled)
-    return functions
-
-
-class Profiled:
-    """A profiler that saw two kernels, which overlap, a copy, and a call of the host, all within a millisecond."""
-
-    def __init__(self, activities: Any) -> None:
-        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=self.events))
-
-    def __enter__(self) -> Profiled:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def events(self) -> list[Any]:
-        seen = [("CUDA", "gemm", 0, 600), ("CUDA", "add", 400, 600), ("CUDA", "Memcpy DtoH (Device -> Pinned)", 0, 10**9)]
-        return [self.event(*one) for one in [*seen, ("CPU", "cudaLaunchKernel", 0, 10**9)]]
-
-    def event(self, kind: str, name: str, start: int, duration: int) -> Any:
-        values = {"name": name, "start_ns": start, "duration_ns": duration, "device_type": SimpleNamespace(name=kind)}
-        return SimpleNamespace(**{key: (lambda value=value: value) for key, value in values.items()})
-
-
-def test_figures_of_a_step_on_a_gpu(pretended: dict[str, mock.Mock], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that needs too much memory is a result, too."""
-
-    def too_large(ids: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 19.90 GiB.")
-
-    monkeypatch.setitem(WAYS, "plain", lambda model, _: nullcontext(lambda ids: model.lm_head.weight.float().square().mean()))
-    monkeypatch.setitem(WAYS, "too large", lambda *_: nullcontext(too_large))
-    place = Place("cpu", True)
-    found = {name: value for finding in steps.step(place, "plain", 8192) for name, value in finding.figures.items()}
-    assert (found["peak GiB"], found["reserved GiB"], found["retries"], found["out of memory"]) == (7.0, 8.0, 0, 0)
-    assert found["launches"] == 2 and 0 < found["idle %"] < 100 and found["host waits"] == 0
-    assert steps.card_of(place) == "H100"
-    (finding,) = steps.step(place, "too large", 8192)
-    assert "Tried to allocate 19.90 GiB" in finding.figures["does not fit"] and not finding.off
-
-
-def test_a_cap_is_lifted_and_nothing_is_kept(pretended: dict[str, mock.Mock]) -> None:
-    place = Place("cpu", True)
-    with longest.capped(place, 16 << 30):
-        place.share("a model", dict)
-    assert not place.kept
-    assert [call.args for call in pretended["set_per_process_memory_fraction"].call_args_list] == [(0.2,), (1.0,)]
-
-
-def test_memory_that_a_check_leaves_ends_its_worker(pretended: dict[str, mock.Mock]) -> None:
-    assert why_retire(Place("cpu", True)) == "5.00 GiB are left of the check"
-    pretended["synchronize"].side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
-    assert "the device is unusable: RuntimeError: CUDA error: an illegal memory" in why_retire(Place("cpu", True))
 
 
 @pytest.mark.parametrize("module", ["table", "measures", "kernels"])

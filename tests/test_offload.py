@@ -6,10 +6,7 @@ import errno
 import logging
 import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -105,32 +102,3 @@ def test_a_folder_in_memory_is_warned_of_once(
     assert ["in memory itself (tmpfs)" in record.getMessage() for record in caplog.records] == [True]
     monkeypatch.setattr(files, "MOUNTS", folder / "none")
     assert files.kind_of_disk(str(folder)) == ""
-
-
-STEP = """
-import torch, streamfx
-from tests.support.small import Padded
-
-x, keep = torch.randn(2, 4096, 4), torch.ones(2, 4096, dtype=torch.bool)
-try:
-    torch.compile(Padded(3), backend="streambp", options={"chunk_size": 1024, "offload": "inputs"})(x, keep).sum().backward()
-except streamfx.NoRoom as error:
-    print(error)
-"""
-
-
-@pytest.mark.long
-def test_a_step_on_a_full_disk(tmp_path: Path) -> None:
-    """A real one, where the system lets us make it: the process ended with SIGBUS."""
-    mount = f"mount -t tmpfs -o size=64k none {tmp_path} && "
-    alone = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
-    if not shutil.which("unshare") or subprocess.run([*alone, mount + "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no small file system can be made here")
-    command = [*alone, mount + f"TMPDIR={tmp_path} {sys.executable} -c {shlex.quote(STEP)}"]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"where {tmp_path}" in done.stdout
-    assert "is in memory itself (tmpfs)" in done.stderr

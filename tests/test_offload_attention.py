@@ -69,11 +69,6 @@ def test_gradients_under_other_choices(traced: Traced, choice: dict[str, Any]) -
     traced.run(offload="attention", **choice)
 
 
-@pytest.mark.long
-def test_gradients_with_compiled_bodies() -> None:
-    compare(Layers(LAYERS).double(), batch(), chunk_size=5, offload="attention", bodies="inductor")
-
-
 def names_of(nodes: Iterable[Iterable[fx.Node]]) -> set[str]:
     return {node.name for node in chain(*nodes)}
 

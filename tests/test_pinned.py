@@ -45,17 +45,6 @@ def test_bytes_are_whole_pages(device: Device, blocks: PinnedBlocks) -> None:
     assert [value.data_ptr() in device.runtime.registered for value in kept] == [False, True, True, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])
-def test_a_block_holds_any_type_and_layout(blocks: PinnedBlocks, dtype: torch.dtype) -> None:
-    value = (torch.randn(3, 5, 4) * 9).to(dtype).transpose(1, 2)
-    copy = blocks.empty_like(value)
-    assert (copy.shape, copy.stride(), copy.dtype, copy._is_view()) == (value.shape, value.stride(), dtype, False)
-    other = blocks.empty_like(value)
-    copy.copy_(value)
-    other.zero_()
-    assert torch.equal(*(tensor.transpose(1, 2).view(torch.uint8) for tensor in (copy, value)))
-
-
 @pytest.mark.parametrize("value", [torch.randn(4, 1).expand(4, 3), torch.randn(4, 6)[:, ::2], torch.ones(0)])
 def test_values_with_gaps(device: Device, monkeypatch: pytest.MonkeyPatch, value: Tensor) -> None:
     """They are put together before they are copied: the copy stream allocates nothing."""
@@ -77,12 +66,6 @@ def test_a_block_is_used_again_once_its_tensor_is_dead(device: Device, blocks: P
     assert len(others) == 1
     kept = [held(blocks, 3), held(blocks, 2.5)]
     assert {value.data_ptr() for value in kept} == set(device.runtime.registered)
-
-
-def test_a_block_is_no_roomier_than_twice_its_value(device: Device, blocks: PinnedBlocks) -> None:
-    step(blocks, 9, 2)
-    _kept = [held(blocks, 5), held(blocks, 4)]
-    assert sorted(device.runtime.registered.values()) == [4 * PAGE, 9 * PAGE], "one was given back to make a smaller one"
 
 
 def step(blocks: PinnedBlocks, pages: float, count: int = 4) -> None:
@@ -121,15 +104,6 @@ def test_memory_is_given_back_when_copies_are_done(device: Device, monkeypatch: 
             offload.free_after_copy(offload.to_host(value), value)
     assert len(device.runtime.registered) == 1
     device.check()
-
-
-def test_devices_have_streams_and_blocks_of_their_own(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    device.install(monkeypatch)
-    monkeypatch.setattr(offload, "BESIDE", {"cuda": device})
-    first, second = (offload.copy_stream(torch.device("cuda", number)) for number in range(2))
-    assert first is not None and second is not None
-    assert first.stream is not second.stream and first.blocks is not second.blocks
-    assert first is offload.copy_stream(torch.device("cuda", 0)) and offload.copy_stream(CPU) is None
 
 
 # -- hosts that refuse

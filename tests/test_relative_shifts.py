@@ -17,7 +17,7 @@ from tests.support.canonical import Case, check, graphs, plain, same, special
 from tests.support.decoders import HEAD, HEADS, Decoder, Heads
 from tests.support.exactness import compare
 from tests.support.spread import only
-from tests.support.twins import batch, compiled, same_step, twins
+from tests.support.twins import batch
 
 aten = torch.ops.aten
 small = st.integers(1, 5)
@@ -205,10 +205,3 @@ def test_the_next_row_shows(seen: int | None) -> None:
     report = compare(model, batch(2, 19), also=(1, 64), streams=False)
     reasons = [reason for one in report.facts for reason in one.reasons()]
     assert any("numbers of the next row" in reason for reason in reasons), reasons
-
-
-def test_of_any_length() -> None:
-    own, eager = twins(lambda: Relative(four, both_ways, 0))
-    function, _ = compiled(own)
-    for length in (9, 7, 12, 13):
-        same_step(function, own, eager, batch(2, length))

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.masks import INF, LENGTH, MIN, columns, qkv, rows
-from tests.support.spread import only
 from tests.support.tracing import compare_function, take_gradients, traced
 
 T = LENGTH
@@ -27,24 +26,10 @@ def part_of_shares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (weights + F.pad(weights[..., 2 : T - 1, 3 : T - 1] * 2, (3, 1, 2, 1))) @ v
 
 
-def solved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A triangular system by hand, as linear attention with a delta rule has it."""
-    scores = (k @ k.mT * 0.3).tril(-1)
-    for i in range(1, T):
-        row, sub = scores[..., i, :i].clone(), scores[..., :i, :i].clone()
-        scores = scores.select_scatter(F.pad(row + (row[..., None] * sub).sum(-2), (0, T - i)), 2, i)
-    return causal(q @ k.mT).softmax(-1) @ (scores @ v)
-
-
 def share_by_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A share of all by the log-sum-exp of the scores."""
     scores = causal(q @ k.mT, MIN)
     return torch.softmax(scores, -1) * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True)) @ v
-
-
-def means_over_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    shares = causal(q @ k.mT).softmax(-1)
-    return (shares @ v) * shares.mean(-1)[..., None]
 
 
 def means_over_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -60,27 +45,13 @@ def slopes_per_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (torch.baddbmm(bias, q, k.mT, beta=1.0, alpha=0.5) + causal(torch.zeros(T, T).double())).softmax(-1) @ v
 
 
-def blocks_with_a_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Linear attention block by block, each with what the blocks before have summed up, beside attention over all rows."""
-    state, parts = torch.zeros(2, 2, 4, 4, dtype=q.dtype), []
-    decay = torch.exp(-0.1 * (rows(4) - columns(4)).double()).tril()
-    for block in (slice(first, min(first + 4, T)) for first in range(0, T, 4)):
-        count = len(range(T)[block])
-        weights = q[:, :, block] @ k[:, :, block].mT * decay[:count, :count]
-        parts.append(weights @ v[:, :, block] + q[:, :, block] @ state)
-        state = state * 0.9 + k[:, :, block].mT @ v[:, :, block]
-    linear = torch.sigmoid(torch.cat(parts, -2))
-    return causal(linear @ linear.mT).softmax(-1) @ linear
-
-
 CAUSAL = [share_by_the_sum, slopes_per_head]
-OTHERS = [part_of_shares, means_over_keys, means_over_rows, blocks_with_a_state, solved]
 
 
-@pytest.mark.parametrize("mixed", only([*CAUSAL, *OTHERS[:3]], [*CAUSAL, *OTHERS]), ids=lambda mixed: mixed.__name__)
+@pytest.mark.parametrize("mixed", [part_of_shares, means_over_rows, *CAUSAL], ids=lambda mixed: mixed.__name__)
 def test_scores(mixed: Callable[..., Tensor]) -> None:
     how: dict[str, Any] = {"streams": True, "attention": {"causal"}} if mixed in CAUSAL else {}
-    compare_function(lambda one: mixed(*one).pow(2).sum(), qkv(), (2, 1, 3, 4), **how)
+    compare_function(lambda one: mixed(*one).pow(2).sum(), qkv(), (2, 1, 4), **how)
 
 
 # -- a column of its own beside the keys, which is then dropped
@@ -105,7 +76,7 @@ def test_a_sink_beside_the_keys(first: bool, hidden: float) -> None:
     compare_function(function, [*qkv(), sinks(0.3, -0.7)], (2, 1, 4), streams=True, attention={"causal"})
 
 
-@pytest.mark.parametrize("level", [-40.0, 8.0, -INF, INF])
+@pytest.mark.parametrize("level", [-40.0, -INF, INF])
 def test_a_sink_over_rows_that_see_no_key(level: float) -> None:
     """All of their mass is the sink's, and its gradient keeps its digits however small its share is elsewhere."""
     seen = torch.ones(2, T, dtype=torch.bool)

@@ -31,8 +31,7 @@ class Mixed(nn.Module):
         self.depthwise = nn.Conv1d(WIDTH, WIDTH, TAPS, groups=WIDTH, padding=TAPS - 1)
         self.full = nn.Conv1d(WIDTH, WIDTH, 3, dilation=2)
         self.grouped = nn.Conv1d(WIDTH, WIDTH, 3, groups=2, padding=2, bias=False)
-        self.same = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-        self.point = nn.Conv1d(WIDTH, WIDTH, 1)
+        self.same, self.point = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Conv1d(WIDTH, WIDTH, 1)
         self.turned = nn.ConvTranspose1d(WIDTH, WIDTH, 3)
         self.mu = nn.Parameter(torch.rand(WIDTH))
 
@@ -44,40 +43,19 @@ class Mixed(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def padded_then_cut(m: Mixed, x: Tensor) -> Tensor:
-    return F.silu(m.depthwise(x.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2) * m.gate(x)
+def convolved(m: Mixed, x: Tensor) -> Tensor:
+    """Padded at both ends and cut, one behind the other."""
+    return m.grouped(F.silu(m.depthwise(x.mT)[..., : x.shape[1]]))[..., : x.shape[1]].mT * m.gate(x)
 
 
-def dilated(m: Mixed, x: Tensor) -> Tensor:
-    return m.full(F.pad(x.transpose(1, 2), (4, 0))).transpose(1, 2)
-
-
-def one_after_the_other(m: Mixed, x: Tensor) -> Tensor:
-    length = x.shape[1]
-    return m.grouped(F.gelu(m.depthwise(x.mT)[..., :length]))[..., :length].mT
-
-
-def of_one_tap_on_a_part(m: Mixed, x: Tensor) -> Tensor:
+def of_a_part(m: Mixed, x: Tensor) -> Tensor:
     """Chunks in front have no row of it."""
     return F.pad(m.point(x[:, 11:].mT), (11, 0)).mT
-
-
-def turned_around(m: Mixed, x: Tensor) -> Tensor:
-    return m.turned(x.mT)[..., : x.shape[1]].mT
 
 
 def beside_attention(m: Mixed, x: Tensor) -> Tensor:
     q, k, v = (m.depthwise(y.mT)[..., : x.shape[1]].mT[:, None] for y in (x, m.gate(x), x * m.mu))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
-
-
-def shifted_by_concatenation(m: Mixed, x: Tensor) -> Tensor:
-    before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
-    return m.gate(x * m.mu + before * (1 - m.mu))
-
-
-def shifted_by_padding(m: Mixed, x: Tensor) -> Tensor:
-    return m.gate(torch.lerp(F.pad(x, (0, 0, 1, -1)), x, m.mu))
 
 
 def written_over_zeros(m: Mixed, x: Tensor) -> Tensor:
@@ -86,7 +64,7 @@ def written_over_zeros(m: Mixed, x: Tensor) -> Tensor:
     return m.gate(before)
 
 
-def behind_a_projected_row(m: Mixed, x: Tensor) -> Tensor:
+def behind_a_row(m: Mixed, x: Tensor) -> Tensor:
     return m.up(torch.cat([m.gate(x.new_zeros(x.shape[0], 1, WIDTH)), m.gate(x)[:, :-1]], 1)).chunk(3, -1)[0]
 
 
@@ -96,17 +74,14 @@ def unfolded(m: Mixed, x: Tensor) -> Tensor:
     return (windows * m.up(x).unflatten(-1, (WIDTH, 3))).sum(-1)
 
 
-def attention_inside_of_a_row(m: Mixed, x: Tensor) -> Tensor:
+def shifted(m: Mixed, x: Tensor) -> Tensor:
+    return m.gate(torch.lerp(F.pad(x, (0, 0, 1, -1)), x, m.mu))
+
+
+def inside_of_a_row(m: Mixed, x: Tensor) -> Tensor:
     """Each row chooses among several values of its own; rows are the heads of an attention kernel."""
-    values = torch.stack((x, m.gate(x), shifted_by_padding(m, x)), -2)
+    values = torch.stack((x, m.gate(x), shifted(m, x)), -2)
     return F.scaled_dot_product_attention(m.mu.expand(*x.shape[:2], 1, -1), values, values).squeeze(-2)
-
-
-# -- totals
-
-
-def running_mean(m: Mixed, x: Tensor) -> Tensor:
-    return m.gate(x).cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
 
 
 def linear_attention(m: Mixed, x: Tensor) -> Tensor:
@@ -116,20 +91,21 @@ def linear_attention(m: Mixed, x: Tensor) -> Tensor:
     return (q[..., None, :] @ state)[..., 0, :] / (q * k.cumsum(1)).sum(-1, keepdim=True)  # type: ignore[no-any-return]
 
 
-def running_log_sum(m: Mixed, x: Tensor) -> Tensor:
-    return m.gate(x).logcumsumexp(1)
-
-
 def two_sums(m: Mixed, x: Tensor) -> Tensor:
     """The second sum runs over what a convolution makes of the first."""
     return m.depthwise(F.silu(x.cumsum(1)).mT)[..., : x.shape[1]].mT.cumsum(1)
 
 
 DECODERS: dict[str, list[Mixer]] = {  # layers one behind the other
-    "convolutions": [padded_then_cut, dilated, one_after_the_other, turned_around, unfolded],
-    "shifts": [shifted_by_concatenation, shifted_by_padding, written_over_zeros, behind_a_projected_row, of_one_tap_on_a_part],
-    "attention": [beside_attention, attention_inside_of_a_row],
-    "totals": [running_mean, linear_attention, running_log_sum, two_sums],
+    "convolutions": [
+        convolved,
+        lambda m, x: m.full(F.pad(x.transpose(1, 2), (4, 0))).transpose(1, 2),
+        lambda m, x: m.turned(x.mT)[..., : x.shape[1]].mT,
+        unfolded,
+    ],
+    "shifts": [shifted, written_over_zeros, behind_a_row, of_a_part],
+    "attention": [beside_attention, inside_of_a_row],
+    "totals": [linear_attention, lambda m, x: m.gate(x).logcumsumexp(1), two_sums],
 }
 
 
@@ -146,7 +122,7 @@ def test_looks_back(name: str) -> None:
 
 
 def padded_into_blocks(m: Mixed, x: Tensor, size: int = 4) -> Tensor:
-    return F.pad(shifted_by_padding(m, x), (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
+    return F.pad(shifted(m, x), (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
 
 
 def inside_of_blocks(m: Mixed, x: Tensor) -> Tensor:
@@ -209,5 +185,5 @@ def test_looks_ahead() -> None:
 
 def test_layers_that_look_back_are_stages() -> None:
     """Without attention, too: else a loop from the last chunk on is given what all look back at. Two in a row are one."""
-    (facts,) = check(*[lambda m, x: one_after_the_other(m, padded_then_cut(m, x))] * 3, chunk_size=5, also=(1, LENGTH)).facts
+    (facts,) = check(convolved, convolved, convolved, chunk_size=5, also=(1, LENGTH)).facts
     assert len(facts.stages) == 4
