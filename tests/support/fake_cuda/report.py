@@ -145,7 +145,6 @@ def report(
         "chosen": dict(Counter(card.chosen)),
         "kernels": dict(called),
         "stopped": call.stopped,
-        "breaks": [item.reason for item in call.breaks],
         "graphs": len(call.graphs),
         "failed": [facts.failed for facts in streamed if facts.failed],
         "reasons": [reason for facts in streamed for reason in facts.reasons()],
@@ -165,13 +164,11 @@ def loop_report(loop: Loop) -> dict[str, Any]:
     length = loop.size(spec.length, env)
     rows = loop.rows_per_chunk(length, env)
     devices = {str(part.device) for part in (*spec.buffers, *spec.yields) if not isinstance(part, Kept)}
-    calls = [node for node in spec.body.graph.nodes if node.op == "call_function"]
     return {
         "name": spec.name,
         "rows": rows,
         "last": length % rows or rows,
         "chunks": -(-length // rows),
-        "calls": len(calls),
         "devices": sorted(devices),
         "sums": {buffer.name: "zeroed" if buffer.zeroed else "written first" for buffer in spec.buffers if buffer.is_sum},
     }
