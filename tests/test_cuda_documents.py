@@ -20,10 +20,7 @@ from streamfx.runtime.visible import Kind, pieces_of
 from tests.support import cuda_documents as stand_in
 from tests.support.cuda_kernels import another_gradient, drawn, in_their_place, noted, refuses, wrong
 from tests.support.cuda_kernels import check as compared
-from tests.support.exactness import compare
-from tests.support.flash_package import IS_STAND_IN
 from tests.support.tracing import compare_function
-from tests.test_flash_package import CASES, PLAIN_ENDS, Decoder, packed
 from tests.test_visible import as_mask, masks
 
 HEAD, CPU = 8, torch.device("cpu")
@@ -161,15 +158,6 @@ def test_attention_by_pieces_is_attention(mask: Tensor, groups: int, seed: int) 
     mask = torch.where((mask < -1e30).all(-1, keepdim=True), 0.0, mask)[:, None]
     with in_their_place(half=True):
         check_mask(mask, groups)
-
-
-@pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU")
-def test_a_packed_decoder_streams(calls: list[Call]) -> None:
-    """From the flash-attn package's call to that of the device's kernel, forth and back."""
-    how, groups, seen = CASES["window"]
-    model, ends = Decoder(how, groups).double(), packed(PLAIN_ENDS)
-    compare(model, ends, chunk_size=16, loss_chunk_size=5, also=(1, 7), attention=seen, streams=True)
-    assert any(documents > 1 for _, documents in calls)
 
 
 # -- which masks are documents

@@ -16,9 +16,9 @@ from streamfx.runtime.kernels import ATTENTION
 from tests.support.exactness import TOLERANCE, assert_small, compare, errors, outcome, recorder
 from tests.support.spread import only
 
-VOCABULARY, WIDTH, LENGTH = 31, 16, 23
-Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+VOCABULARY, WIDTH, LENGTH, HEADS = 31, 16, 23, 2
+Made = Callable[[Tensor], Callable[..., Tensor]]  # of documents, to a mask of batch, head, row and key
+Scored = Callable[["Block"], Callable[..., Tensor]]  # to a score of a score, and of these
 
 
 @pytest.fixture(autouse=True)
@@ -28,53 +28,38 @@ def gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Block(nn.Module):
-    def __init__(self, heads: int, groups: int) -> None:
-        super().__init__()
-        self.heads, self.groups = heads, groups
-        self.norm, self.query = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.keys = nn.Linear(WIDTH, 2 * WIDTH // heads * groups)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.slopes = nn.Parameter(torch.rand(heads))
-        self.table = nn.Parameter(torch.randn(heads, 64))
-        self.register_buffer("fixed", torch.rand(heads))
+    fixed: Tensor
 
-    def forward(self, x: Tensor, score: Score | None, mask: Any, **options: Any) -> Tensor:
-        batch, length, _ = x.shape
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups, self.norm, self.query = groups, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.keys, self.down = nn.Linear(WIDTH, 2 * WIDTH // HEADS * groups), nn.Linear(WIDTH, WIDTH)
+        self.slopes, self.table = nn.Parameter(torch.rand(HEADS)), nn.Parameter(torch.randn(HEADS, 64))
+        self.register_buffer("fixed", torch.rand(HEADS))
+
+    def forward(self, x: Tensor, score: Any, mask: Any, **how: Any) -> Tensor:
         y = self.norm(x)
-        query = self.query(y).view(batch, length, self.heads, -1).transpose(1, 2)
-        key, value = self.keys(y).view(batch, length, self.groups, 2, -1).permute(3, 0, 2, 1, 4)
-        made = flex.flex_attention(
-            query, key, value, score_mod=score, block_mask=mask, enable_gqa=self.heads != self.groups, **options
-        )
-        if options.get("return_lse"):
-            made = made[0] * torch.sigmoid(made[1])[..., None]
-        x = x + made.transpose(1, 2).flatten(2)
-        return x + self.down(F.gelu(self.up(x)))
+        query = self.query(y).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        key, value = self.keys(y).unflatten(-1, (self.groups, 2, -1)).permute(3, 0, 2, 1, 4)
+        is_grouped = self.groups != HEADS
+        made = flex.flex_attention(query, key, value, score_mod=score, block_mask=mask, enable_gqa=is_grouped, **how)
+        made = made[0] * torch.sigmoid(made[1])[..., None] if "return_lse" in how else made
+        return x + self.down(F.gelu(made.transpose(1, 2).flatten(2)))
 
 
 class Decoder(nn.Module):
-    """`mask` and `score` make functions from (documents, block)."""
-
-    def __init__(
-        self,
-        mask: Made | None = None,
-        score: Scored | None = None,
-        groups: int = 2,
-        layers: int = 1,
-        **options: Any,
-    ) -> None:
+    def __init__(self, mask: Made | None = None, score: Scored | None = None, groups: int = HEADS, **how: Any) -> None:
         super().__init__()
-        self.mask, self.score, self.options = mask, score, options
+        self.mask, self.score, self.how = mask, score, how
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks = nn.ModuleList([Block(2, groups) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block(groups) for _ in range(2)])
 
     def forward(self, ids: Tensor, labels: Tensor, documents: Tensor, block_mask: Any = None) -> Tensor:
         x, (batch, length) = self.embed(ids), ids.shape
         if self.mask is not None:
             block_mask = flex.create_block_mask(self.mask(documents), batch, None, length, length, device="cpu")
         for block in self.blocks:
-            score = None if self.score is None else self.score(block)  # type: ignore[arg-type]
-            x = block(x, score, block_mask, **self.options)
+            x = block(x, None if self.score is None else self.score(block), block_mask, **self.how)  # type: ignore[arg-type]
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
@@ -83,62 +68,40 @@ def inputs(length: int = LENGTH) -> dict[str, Any]:
     return {"ids": ids, "labels": labels, "documents": torch.arange(length).expand(2, -1) // 7}
 
 
-Made = Callable[[Tensor], Mask]  # of documents
-Scored = Callable[[Block], Score]
-CAUSAL, WINDOW = {"causal"}, {"window(6)"}
-
-
-def causal(documents: Tensor) -> Mask:
+def causal(documents: Tensor) -> Callable[..., Tensor]:
     return lambda b, h, row, key: row >= key
 
 
-def window(documents: Tensor) -> Mask:
+def window(documents: Tensor) -> Callable[..., Tensor]:
     return lambda b, h, row, key: (row >= key) & (row - key < 6)
 
 
-MASKS: dict[str, tuple[Made, dict[str, Any], set[str]]] = {
-    "grouped": (causal, {"groups": 1}, CAUSAL),
-    "packed": (lambda d: lambda b, h, row, key: (row >= key) & (d[b, row] == d[b, key]), {}, CAUSAL),
-    "prefix": (lambda d: lambda b, h, row, key: (row >= key) | (key < 5), {}, {"masked"}),
-    "a row that sees nothing, whose result is zero": (lambda d: lambda b, h, row, key: (row >= key) & (row != 4), {}, CAUSAL),
-    "by head": (lambda d: lambda b, h, row, key: (row >= key) & ((h == 0) | (row - key < 3)), {"layers": 2}, CAUSAL),
+CAUSAL = {"causal"}
+MASKS: dict[str, Made] = {
+    "packed": lambda d: lambda b, h, row, key: (row >= key) & (d[b, row] == d[b, key]),
+    "a row that sees nothing, whose result is zero": lambda d: lambda b, h, row, key: (row >= key) & (row != 4),
+    "by head": lambda d: lambda b, h, row, key: (row >= key) & ((h == 0) | (row - key < 3)),
+}
+SCORES: dict[str, Scored] = {
+    "slopes": lambda block: lambda score, b, h, row, key: score - block.fixed[h] * (row - key),
+    "learned slopes": lambda block: lambda score, b, h, row, key: score - torch.sigmoid(block.slopes)[h] * (row - key),
+    "a table of distances": lambda block: lambda score, b, h, row, key: score + block.table[h, (row - key).clamp(0, 63)],
+}
+# what is made; what rows see; torch promises float32 for the log-sum-exp: rounding as under AOTAutograd alone
+CASES: dict[str, tuple[dict[str, Any], set[str], float]] = {
+    **{name: ({"mask": mask, "groups": 1}, CAUSAL, TOLERANCE) for name, mask in MASKS.items()},
+    **{name: ({"mask": causal, "score": score}, CAUSAL, TOLERANCE) for name, score in SCORES.items()},
+    "log-sum-exp": ({"mask": window, "groups": 1, "return_lse": True}, {"window(6)"}, 1e-7),
 }
 
 
-def slopes(block: Block) -> Score:
-    return lambda score, b, h, row, key: score - block.get_buffer("fixed")[h] * (row - key)
-
-
-def learned(block: Block) -> Score:
-    return lambda score, b, h, row, key: score - torch.sigmoid(block.slopes)[h] * (row - key)
-
-
-def hides(block: Block) -> Score:
-    return lambda score, b, h, row, key: torch.where(row >= key, score, -float("inf"))
-
-
-SCORES: dict[str, tuple[dict[str, Any], set[str], float]] = {
-    "slopes": ({"mask": causal, "score": slopes}, CAUSAL, TOLERANCE),
-    "learned slopes": ({"mask": causal, "score": learned, "layers": 2}, CAUSAL, TOLERANCE),
-    "mask in the score": ({"score": hides}, CAUSAL, TOLERANCE),
-    # torch promises float32 for the log-sum-exp: rounding as under AOTAutograd alone
-    "log-sum-exp": ({"mask": window, "groups": 1, "return_lse": True}, WINDOW, 1e-7),
-}
-
-
-@pytest.mark.parametrize("name", only(["grouped", "packed", "by head"], MASKS))
-def test_masks(name: str) -> None:
-    mask, how, attention = MASKS[name]
-    report = compare(Decoder(mask, **how).double(), inputs(), also=(23, 5), attention=attention)
+@pytest.mark.parametrize("name", only(["packed", "learned slopes", "log-sum-exp"], CASES))
+def test_it_streams(name: str) -> None:
+    how, attention, tolerance = CASES[name]
+    report = compare(Decoder(**how).double(), inputs(), also=(23, 5), attention=attention, tolerance=tolerance)
     assert "flex" not in str(report.facts[0].joint.graph)
-    assert any(node.target is ATTENTION for node in report.facts[0].joint.nodes)
-
-
-@pytest.mark.parametrize("name", only(["learned slopes", "log-sum-exp"], SCORES))
-def test_scores(name: str) -> None:
-    how, attention, tolerance = SCORES[name]
-    report = compare(Decoder(**how).double(), inputs(), attention=attention, tolerance=tolerance)
-    assert any(node.target is ATTENTION for node in report.facts[0].joint.nodes) == (name == "slopes")
+    is_fused = any(node.target is ATTENTION for node in report.facts[0].joint.nodes)
+    assert is_fused == (name in MASKS or name == "slopes")
 
 
 def test_block_mask_from_outside() -> None:
@@ -160,20 +123,17 @@ def test_dynamic_shapes() -> None:
 def test_what_cannot_be_written_out_runs_whole() -> None:
     """A sum inside of the score function has no form for all scores at once."""
 
-    def score(block: Block) -> Score:
-        return lambda score, b, h, row, key: score + block.get_buffer("fixed").expand(3, -1)[row % 3].sum()
+    def score(block: Block) -> Callable[..., Tensor]:
+        return lambda score, b, h, row, key: score + block.fixed.expand(3, -1)[row % 3].sum()
 
-    model = Decoder(causal, score).double()
-    report = compare(model, inputs(), streams=None)
-    (facts,) = report.facts
+    (facts,) = compare(Decoder(causal, score).double(), inputs(), streams=None).facts
     if facts.program is not None:
         pytest.skip("this torch writes it in another way")
     assert "flex_attention" in str(facts.joint.graph)
 
 
-GEMMA = ("gemma2", CAUSAL | {"window(5)"})
 HALF_SCORES: dict[str, Scored] = {
-    "in float32": lambda block: lambda score, b, h, m, n: score + block.get_buffer("fixed")[h] * (n + 1000),
+    "in float32": lambda block: lambda score, b, h, m, n: score + block.fixed[h] * (n + 1000),
     "whole numbers": lambda block: lambda score, b, h, m, n: score - (1000 + m - n),
     "in the type of queries": lambda block: lambda score, b, h, m, n: score + block.table[h, n],
 }
@@ -201,20 +161,19 @@ def test_what_is_added_to_scores_of_half_precision_is_not_rounded(name: str) -> 
     assert error(torch.compile(model, backend=recorder(chunk_size=7, loss_chunk_size=7))) <= 1.5 * error(model)
 
 
-@pytest.mark.parametrize(("model_type", "attention"), only([GEMMA], [("llama", CAUSAL), GEMMA]))
 @pytest.mark.filterwarnings("ignore")
-def test_transformers(model_type: str, attention: set[str]) -> None:
+def test_transformers() -> None:
     """transformers makes its block mask in graphs of their own; compared with its own spelled-out attention."""
     pytest.importorskip("transformers")
     from tests.support import hf
 
-    model = getattr(hf, model_type)(attn_implementation="eager")
+    model = hf.gemma2(attn_implementation="eager")
     ids, seen = torch.randint(3, 23, (2, 19)), torch.arange(19) < torch.tensor([19, 17])[:, None]  # fewer than a window
     given = {"input_ids": ids, "labels": ids, "attention_mask": seen.long()}
     truth = outcome(model.double(), model, given)
     own, backend = copy.deepcopy(model), recorder(chunk_size=7, loss_chunk_size=7)
     own.config._attn_implementation = "flex_attention"
-    assert_small(errors(outcome(torch.compile(own, backend=backend), own, given), truth), TOLERANCE, model_type)
+    assert_small(errors(outcome(torch.compile(own, backend=backend), own, given), truth), TOLERANCE, "Gemma 2")
     verdicts = {verdict for facts in backend.facts if facts.found_causality for verdict in facts.causality.verdicts.values()}
-    assert verdicts == attention
+    assert verdicts == CAUSAL | {"window(5)"}
     assert not [reason for facts in backend.facts for reason in facts.reasons()]

@@ -14,7 +14,6 @@ from streamfx.runtime.kernels import ATTENTION
 from tests.support import compressed
 from tests.support.compressed import BLOCK, VOCABULARY, WINDOW, Attend, Compressed, Pool
 from tests.support.exactness import Report, compare
-from tests.support.spread import only
 
 JOINED: list[Attend] = [compressed.the_best, compressed.joined, compressed.joined_by_flags, compressed.joined_by_numbers]
 
@@ -40,11 +39,6 @@ def test_rows_joined_with_blocks(attend: Attend) -> None:
     """Rows see the window of their own keys, and all blocks; neither is made for all rows."""
     report = compared(compressed.overlapping, attend, 22, attention={f"window({WINDOW})"})
     assert attentions(report.facts[0]) == 2
-
-
-@pytest.mark.parametrize("length", only([13], [8, 11, 13, 24]))
-def test_other_numbers_of_blocks(length: int) -> None:
-    compared(compressed.overlapping, compressed.the_best, length, streams=True)
 
 
 def test_blocks_that_rows_see_before_they_end() -> None:

@@ -104,19 +104,6 @@ def test_a_row_that_sees_hardly_more_than_what_is_hidden_keeps_all_keys() -> Non
     assert [piece.keys for piece in pieces_of(mask[None, 1:], 1)] == [(0, 2)]
 
 
-@pytest.mark.parametrize(
-    ("keep", "kinds"),
-    [(slice(None), {Kind.CAUSAL}), (slice(0, 70), {Kind.CAUSAL, Kind.FULL}), (slice(30, None), {Kind.CAUSAL, Kind.MIXED})],
-    ids=["no padding", "padding at the end", "padding at the beginning"],
-)
-def test_padding_needs_few_masks(keep: slice, kinds: set[Kind]) -> None:
-    """A row that sees nothing is the only one that keeps its mask."""
-    seen = torch.zeros(100, 100, dtype=torch.bool)
-    seen[:, keep] = True
-    mask = torch.zeros(1, 100, 100).masked_fill_(~seen.tril(), -INF)
-    assert {piece.kind for piece in pieces_of(mask, 2)} == kinds
-
-
 def as_mask(dense: Tensor) -> Mask:
     graph = torch.fx.Graph()
     graph.output((graph.placeholder("mask"),))
