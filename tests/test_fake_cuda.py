@@ -36,8 +36,8 @@ SINKS = ["causal", "window(128)"]  # of GPT-OSS
 class Case(NamedTuple):
     """What is asked; the kernels that eager's attention would be; those of the loops; what rows see.
 
-    A mask that depends on data has no numbers here and is taken as a bias, where with its numbers it is taken apart, or, if they
-    are said to be documents, as these. That of flex attention comes out of a graph of its own.
+    A mask that depends on data has no numbers here and is taken as a bias, where with its numbers it is taken apart. That of flex
+    attention comes out of a graph of its own.
     """
 
     asked: dict[str, Any]
@@ -57,7 +57,6 @@ CASES = {
     ),  # a mask is traced, and a loop needs none
     "Qwen3 with padding": Case({"model": QWEN, **PADDED}, HOPPER, EFFICIENT, CAUSAL),
     "Qwen3 packed": Case({"model": QWEN, **PACKED}, HOPPER, EFFICIENT, MASKED),
-    "Qwen3 packed, with its numbers": Case({"model": QWEN, **PACKED, "documents": True}, HOPPER, FLASH, MASKED),
     "Qwen3 on a T4": Case({"model": QWEN, **T4}, {"math"}, set(), CAUSAL),  # no kernel takes bfloat16, for a loop neither
     "Mistral": Case({"model": MISTRAL}, HOPPER, FLASH, WINDOW),
     "Mistral on a T4, in float16": Case(
