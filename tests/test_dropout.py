@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,13 +19,17 @@ from tests.support.spread import only
 from tests.support.twins import batch, compiled, gradients
 
 
-class FusedHeads(decoders.Heads):
+class KernelHeads(decoders.Heads):
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if self.training else 0.0, is_causal=True)
+
+
+class FusedHeads(KernelHeads):
     """Dropout on what lies in memory as the projections do, in the kernel, and on what it returns, whose rows lie otherwise."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (F.dropout(heads, 0.3, self.training) for heads in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if self.training else 0.0, is_causal=True)
-        return F.dropout(mixed, 0.3, self.training)
+        return F.dropout(super().mix(q, k, v), 0.3, self.training)
 
 
 class SpelledHeads(decoders.SpelledHeads):
@@ -55,8 +60,11 @@ class Spelled(Dropped):
 class Recomputed(Dropped):
     """The program's own checkpoints draw again what they have drawn."""
 
+    attention = KernelHeads
+
     def branch(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(super().branch, layer, x, use_reentrant=False)  # type: ignore[no-any-return]
+        inner = layer if isinstance(layer, KernelHeads) else partial(super().branch, layer)
+        return checkpoint(inner, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 CASES = [(Dropped, "projections"), (Dropped, "attention"), (Dropped, "auto"), (Spelled, "auto"), (Recomputed, "auto")]
@@ -107,7 +115,7 @@ def check_gradient(own: nn.Module, function: Callable[..., Tensor]) -> None:
         for alpha in (step, -2 * step, step):
             with torch.no_grad():
                 parameter.add_(direction, alpha=alpha)
-            sides.append(float(loss()))
+            sides.append(float(loss().detach()))
         assert (sides[0] - sides[1]) / (2 * step) == pytest.approx(float((parameter.grad * direction).sum()), rel=1e-5, abs=1e-8)
 
 
