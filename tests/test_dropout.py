@@ -24,12 +24,12 @@ class KernelHeads(decoders.Heads):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if self.training else 0.0, is_causal=True)
 
 
-class FusedHeads(KernelHeads):
-    """Dropout on what lies in memory as the projections do, in the kernel, and on what it returns, whose rows lie otherwise."""
+class DroppedHeads(decoders.CausalHeads):
+    """Dropout on what lies in memory as the projections do, and on what the kernel returns, whose rows lie otherwise."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (F.dropout(heads, 0.3, self.training) for heads in (q, k, v))
-        return F.dropout(super().mix(q, k, v), 0.3, self.training)
+        mixed = super().mix(*(F.dropout(heads, 0.3, self.training) for heads in (q, k, v)))
+        return F.dropout(mixed, 0.3, self.training)
 
 
 class SpelledHeads(decoders.SpelledHeads):
@@ -41,7 +41,7 @@ class SpelledHeads(decoders.SpelledHeads):
 class Dropped(decoders.Decoder):
     """Dropout on the residual branches, too."""
 
-    attention = FusedHeads
+    attention = DroppedHeads
 
     def hidden(self, x: Tensor, **more: Any) -> Tensor:
         for i, (attend, mlp) in enumerate(zip(self.attend, self.mlp, strict=True)):
@@ -57,17 +57,19 @@ class Spelled(Dropped):
     attention = SpelledHeads
 
 
-class Recomputed(Dropped):
-    """The program's own checkpoints draw again what they have drawn."""
-
+class InKernel(Dropped):
     attention = KernelHeads
+
+
+class Recomputed(InKernel):
+    """The program's own checkpoints draw again what they have drawn."""
 
     def branch(self, layer: nn.Module, x: Tensor) -> Tensor:
         inner = layer if isinstance(layer, KernelHeads) else partial(super().branch, layer)
         return checkpoint(inner, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-CASES = [(Dropped, "projections"), (Dropped, "attention"), (Dropped, "auto"), (Spelled, "auto"), (Recomputed, "auto")]
+CASES = [(Dropped, "projections"), (Dropped, "attention"), (Spelled, "auto"), (InKernel, "auto"), (Recomputed, "auto")]
 
 
 @pytest.mark.parametrize(("kind", "save"), only(CASES[:2], CASES))
