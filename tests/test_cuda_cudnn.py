@@ -43,7 +43,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def check_chunk(q: Tensor, k: Tensor, v: Tensor, first: int) -> None:
-    check(attention, [q, k, v], (None, first, (None, 0)), (None, LAST, None))
+    check(attention, (q, k, v), (None, first, (None, 0)), (None, LAST, None))
 
 
 @pytest.mark.parametrize("batch", [1, 2])

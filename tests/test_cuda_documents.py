@@ -18,7 +18,7 @@ from torch import Tensor
 from streamfx.runtime import attention, cuda_attention, cuda_documents, cuda_windows, plain_attention
 from streamfx.runtime.visible import Kind, pieces_of
 from tests.support import cuda_documents as stand_in
-from tests.support.cuda_kernels import another_gradient, drawn, in_their_place, noted, refuses, wrong
+from tests.support.cuda_kernels import Heads, another_gradient, drawn, in_their_place, noted, refuses, wrong
 from tests.support.cuda_kernels import check as compared
 from tests.support.tracing import compare_function
 from tests.test_visible import as_mask, masks
@@ -50,7 +50,7 @@ def bias_of(*seen: Tensor) -> Tensor:
     return torch.zeros(stacked.shape, dtype=torch.float64).masked_fill(~stacked, -INF)
 
 
-def check(heads: list[Tensor], mask: Tensor) -> None:
+def check(heads: Heads, mask: Tensor) -> None:
     """Attention by the mask's pieces is attention."""
     compared(attention, heads, (as_mask(mask), None, None), (mask, False, None))
 
@@ -98,7 +98,7 @@ def test_a_chunk_takes_one_call(chunk: int, left: int | None, calls: list[Call],
     backwards = noted(monkeypatch, stand_in, "flash_backward", lambda g, *_: len(g))
     for start in range(0, LENGTH, chunk):
         rows, stop = slice(start, start + chunk), start + chunk
-        check([q[:, :, rows], k[:, :, :stop], v[:, :, :stop]], bias_of(seen[rows, :stop]))
+        check((q[:, :, rows], k[:, :, :stop], v[:, :, :stop]), bias_of(seen[rows, :stop]))
     assert [rows for rows, _ in calls] == backwards == CALLS[chunk]  # the rows of other chunks are of one document
 
 

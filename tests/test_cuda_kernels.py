@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamfx.runtime import attention, cuda_attention, cuda_last, cuda_windows, kernels
 from streamfx.runtime.plain_attention import LAST
-from tests.support.cuda_kernels import another_gradient, check, drawn, in_their_place, noted, refuses, wrong
+from tests.support.cuda_kernels import Heads, another_gradient, check, drawn, in_their_place, noted, refuses, wrong
 from tests.support.cuda_reading import plain
 from tests.support.tracing import compare_function, traced
 
@@ -123,7 +123,7 @@ def test_a_chunk_takes_one_call(width: int, half: bool, monkeypatch: pytest.Monk
     with in_their_place(half):
         kernels.KERNELS["cpu"] = kernels.KERNELS["cpu"]._replace(forward=cuda_windows.forward)
         for start, stop in ((0, 8), (8, 16), (16, 21), (20, 21)):
-            heads = [q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]]
+            heads = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
             check(attention, heads, (None, start, (None, 0)), (None, LAST, None))
     assert calls == [(8, 8), (8, 16), (5, 21), (1, 21)]
 
@@ -179,7 +179,7 @@ def bands(rows: int, keys: int, low: int, high: int = 0) -> Tensor:
     return torch.zeros(1, 1, rows, keys, dtype=torch.float64).masked_fill(hidden, float("-inf"))
 
 
-def check_window(heads: list[Tensor], low: int | None, high: int = 0) -> None:
+def check_window(heads: Heads, low: int | None, high: int = 0) -> None:
     rows, keys = heads[0].shape[2], heads[1].shape[2]
     bias = bands(rows, keys, -keys if low is None else low, high)
     check(attention, heads, (None, keys - rows, (low, high)), (bias, False, None))

@@ -34,6 +34,8 @@ from tests.support.cuda_reading import (
     read,
 )
 
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
+
 
 @contextmanager
 def in_their_place(half: bool, cudnn: bool = False) -> Iterator[None]:
@@ -60,14 +62,15 @@ def in_their_place(half: bool, cudnn: bool = False) -> Iterator[None]:
             library._destroy()
 
 
-def drawn(batch: int, rows: int, keys: int, heads: int = 4, groups: int = 2, width: int = 8, values: int = 0) -> list[Tensor]:
+def drawn(batch: int, rows: int, keys: int, heads: int = 4, groups: int = 2, width: int = 8, values: int = 0) -> Heads:
     """Queries, keys and values as a model's views have them: heads of one row side by side."""
     torch.manual_seed(0)
     sizes = ((heads, rows, width), (groups, keys, width), (groups, keys, values or width))
-    return [torch.randn(batch, n, own, size, dtype=torch.float64).transpose(1, 2) for own, n, size in sizes]
+    q, k, v = (torch.randn(batch, n, own, size, dtype=torch.float64).transpose(1, 2) for own, n, size in sizes)
+    return q, k, v
 
 
-def check(run: Any, heads: list[Tensor], how: tuple[Any, ...], truth: tuple[Any, ...]) -> None:
+def check(run: Any, heads: Heads, how: tuple[Any, ...], truth: tuple[Any, ...]) -> None:
     """What `run` makes of heads, forth and back, is what plain operators make of them that are told `truth`."""
     found, wanted = run.forward(*heads, *how), plain_attention.forward(*heads, *truth)
     torch.testing.assert_close(found, wanted)
