@@ -190,9 +190,6 @@ def test_what_is_not_one_call(name: str, calls: list[Call]) -> None:
     check_mask(mask)
 
 
-# -- the stand-in: what breaks the contract is seen
-
-
 def test_a_window_of_one_document_goes_back_as_a_window(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many keys of one document are taken in blocks there, which a call of documents does not do."""
     keys = noted(monkeypatch, cuda_windows, "backward", lambda *items: items[2].shape[2])
