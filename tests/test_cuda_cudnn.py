@@ -32,7 +32,7 @@ def told(*given: Any) -> tuple[int, int, bool]:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """A device that prefers cuDNN, and the calls that its kernels get, forth and back."""
     with in_their_place(half=True, cudnn=True):
         cuda_cudnn.agrees.cache_clear()
@@ -56,7 +56,7 @@ def test_a_chunk_is_a_past_and_a_square_diagonal(batch: int, hopper: list[Any]) 
 
 
 BIAS = torch.zeros(1, 1, 8, KEYS, dtype=torch.float64).masked_fill(torch.arange(KEYS) % 3 == 1, float("-inf"))
-LEFT: dict[str, tuple[int, int, int, tuple[Any, ...], float | None, tuple[Any, ...]]] = {
+LEFT: dict[str, tuple[int, int, int, Any, float | None, Any]] = {
     "no multiples": (7, 15, WIDTH, (None, 8, (None, 0)), None, (None, LAST)),
     "keys are no multiple": (8, 15, WIDTH, (None, 7, (None, 0)), None, (None, LAST)),
     "one row": (1, 24, WIDTH, (None, 23, (None, 0)), None, (None, LAST)),

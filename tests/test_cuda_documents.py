@@ -56,7 +56,8 @@ def check(heads: Heads, mask: Tensor) -> None:
 
 
 def check_mask(mask: Tensor, groups: int = 2) -> None:
-    check(drawn(mask.shape[0], *mask.shape[2:], groups=groups), mask)
+    batch, _, rows, keys = mask.shape
+    check(drawn(batch, rows, keys, groups=groups), mask)
 
 
 STARTS = [0, 20, 21, 22, 30, 61]

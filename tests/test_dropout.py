@@ -41,7 +41,7 @@ class SpelledHeads(decoders.SpelledHeads):
 class Dropped(decoders.Decoder):
     """Dropout on the residual branches, too."""
 
-    attention = DroppedHeads
+    attention: type[nn.Module] = DroppedHeads
 
     def hidden(self, x: Tensor, **more: Any) -> Tensor:
         for i, (attend, mlp) in enumerate(zip(self.attend, self.mlp, strict=True)):

@@ -171,7 +171,8 @@ def test_transformers() -> None:
     ids, seen = torch.randint(3, 23, (2, 19)), torch.arange(19) < torch.tensor([19, 17])[:, None]  # fewer than a window
     given = {"input_ids": ids, "labels": ids, "attention_mask": seen.long()}
     truth = outcome(model.double(), model, given)
-    own, backend = copy.deepcopy(model), recorder(chunk_size=7, loss_chunk_size=7)
+    own: Any = copy.deepcopy(model)
+    backend = recorder(chunk_size=7, loss_chunk_size=7)
     own.config._attn_implementation = "flex_attention"
     assert_small(errors(outcome(torch.compile(own, backend=backend), own, given), truth), TOLERANCE, "Gemma 2")
     verdicts = {verdict for facts in backend.facts if facts.found_causality for verdict in facts.causality.verdicts.values()}
