@@ -24,7 +24,8 @@ class CausalConv1dFn(torch.autograd.Function):
         ctx.activation = activation in ("silu", "swish")
         out = torch.empty_like(x)
         last = final_states_out if return_final_states else None
-        ops._causal_conv1d_fwd_cpp(x, weight, bias, seq_idx, initial_states, out, last, ctx.activation)
+        how = {"seq_idx": seq_idx, "initial_states": initial_states, "silu_activation": ctx.activation}
+        ops._causal_conv1d_fwd_cpp(x=x, weight=weight, bias=bias, out=out, final_states_out=last, **how)
         ctx.save_for_backward(x, weight, bias, seq_idx, initial_states)
         ctx.return_final_states = return_final_states
         ctx.return_dinitial_states = initial_states is not None and initial_states.requires_grad
