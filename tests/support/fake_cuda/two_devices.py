@@ -24,26 +24,37 @@ DEVICES = ("cuda:0", "cuda:0", "cuda:1", "cuda:1")
 
 
 class Layer(nn.Module):
-    """Attention, or a state that goes from row to row."""
-
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kind, self.qkv, self.out = kind, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        if self.kind == "recurrent":
-            mixed = scan(step, torch.zeros_like(x[:, 0]), (k.sigmoid(), v), dim=1)[1] * q
-        else:
-            q, k, v = (part.unflatten(-1, (8, -1)).transpose(1, 2) for part in (q, k, v))
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-        made: Tensor = x + self.out(mixed)
+        q, k, v = (part.unflatten(-1, (8, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        made: Tensor = x + self.down(F.gelu(self.up(x)))
         return made
 
 
-def step(state: Tensor, row: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    state = row[0] * state + row[1].tanh()
-    return state, state.clone()
+class Recurrent(nn.Module):
+    """A state that goes from row to row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(state: Tensor, row: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            state = row[0] * state + row[1].tanh()
+            return state, state.clone()
+
+        rows = (self.decay(x).sigmoid(), x)
+        made: Tensor = x + self.out(scan(step, self.first.expand(len(x), -1).clone(), rows, dim=1)[1])
+        return made
+
+
+KINDS = {"attention": Layer, "recurrent": Recurrent}
 
 
 class Decoder(nn.Module):
@@ -54,7 +65,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for device in DEVICES:
             with torch.device(device):
-                self.layers.append(Layer(kind))
+                self.layers.append(KINDS[kind]())
         with torch.device(DEVICES[-1]):
             self.head = nn.Linear(WIDTH, VOCABULARY)
 
