@@ -131,27 +131,14 @@ def test_no_library_is_loaded_from_a_folder_of_others(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 96, "offload": "attention"}], ids=str)
-def test_layers_on_two_devices(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kind", "length"), [("attention", 2048), ("recurrent", 128)])
+def test_layers_on_two_devices(kind: str, length: int) -> None:
     """Each stage streams where its weights are; what crosses is copied as in eager."""
-    devices = two_devices(options=options)
-    for stage, device in (("layers_0", "cuda:0"), ("layers_3", "cuda:1"), ("head", "cuda:1")):
-        loops = [own for name, own in devices if name.startswith(stage)]
-        assert loops and all(own == [device] for own in loops), stage
-
-
-@pytest.mark.long
-def test_recurrent_layers_on_two_devices() -> None:
-    """Nothing keeps them from sharing a loop: a chunk goes from device to device in it, as in a pipeline."""
-    devices = dict(two_devices(options={"chunk_size": 48}, kind="recurrent", length=128))
-    both = ["cuda:0", "cuda:1"]
-    assert devices == {"layers_forward": both, "head_forward": ["cuda:1"], "layers_backward": both}
-
-
-def two_devices(**asked: Any) -> list[tuple[str, list[str]]]:
-    found = reported("two_devices", **asked)
+    found = reported("two_devices", options={"chunk_size": 48, "offload": "inputs"}, kind=kind, length=length)
     assert not found["stopped"] and not found["reasons"] and found["graphs"] == 1 and found["streamed"] == 1
-    return found["devices"]  # type: ignore[no-any-return]
+    for stage, device in (("layers_0", "cuda:0"), ("layers_3", "cuda:1"), ("head", "cuda:1")):
+        loops = [own for name, own in found["devices"] if name.startswith(stage)]
+        assert loops and all(own == [device] for own in loops), stage
 
 
 PLANNED = {"Gemma-3-1B": "a100", "GPT-OSS-20B": "h100"}
