@@ -58,7 +58,7 @@ COPIES = (
         EMITTERS,
         "    share = call(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))\n",
         "    share = total\n",
-        ("test_scores.py::test_means_of_shares",),
+        ("test_scores.py::test_scores[means_over_rows]",),
     ),
     Mutation(
         "chunks",

@@ -186,7 +186,7 @@ OPERANDS = (
         PERMUTATIONS,
         '    if len(shape_of_node(keys)) != 1 or arguments["descending"]:\n',
         "    if len(shape_of_node(keys)) != 1:\n",
-        ("test_experts.py::test_other_orders_and_counts_run_whole",),
+        ("test_experts.py::test_what_depends_on_the_order_runs_whole[descending]",),
     ),
     Mutation(
         "11",

@@ -107,7 +107,7 @@ CASTS = (
         EXPERTS,
         "none_beyond = high == count - 1 or orders.values.of(numbers).high < count",
         "none_beyond = True",
-        ("test_experts.py::test_rows_of_no_expert_that_the_last_bin_counts",),
+        ("test_experts.py::test_what_depends_on_the_order_runs_whole[none in the last bin]",),
     ),
     Mutation(
         "9",

@@ -24,9 +24,6 @@ from streamfx.planner.models import configuration, language_model, loss_of
 from streamfx.runtime import kernels, plain_attention
 from streamfx.runtime.cuda_attention import takes_flash
 from streamfx.runtime.loop import Loop
-from streamfx.runtime.mask_programs import Mask
-from streamfx.runtime.plain_attention import Documents
-from streamfx.runtime.visible import Kind, Piece
 from streamfx.torch_private import FakeTensorMode
 from tests.support.fake_cuda.attention import Device
 from tests.support.flash_package import for_transformers
@@ -74,18 +71,6 @@ def known_numbers(given: str) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def known_documents(are_known: bool) -> Iterator[None]:
-    """What a mask's numbers would say of a chunk, were they there: that its rows are of two documents."""
-
-    def pieces(mask: Mask, rows: int, keys: int, batch: int, finite_hides: bool, packs: bool) -> tuple[Piece, ...]:
-        assert packs, "no kernel takes documents"
-        return (Piece(Kind.PACKED, (0, rows), (0, keys), (0, batch), Documents((0, rows // 2, rows), (0, keys // 2, keys))),)
-
-    with patch.object(Mask, "pieces", pieces) if are_known else nullcontext():
-        yield
-
-
-@contextmanager
 def noted_kernels() -> Iterator[Counter[str]]:
     """The attention kernels that programs call while they are followed."""
     found: Counter[str] = Counter()
@@ -118,14 +103,10 @@ def report(
     device: str = "h100",
     attention: str | None = None,
     given: str = "plain",
-    documents: bool = False,
     dtype: str = "bfloat16",
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What of a call streams, which kernels eager would have called (`chosen`), and which the loops call (`kernels`).
-
-    `documents`: the loops read of each mask that it is documents.
-    """
+    """What of a call streams, which kernels eager would have called (`chosen`), and which the loops call (`kernels`)."""
     card = Device(device)
     card.install()
     with for_transformers(), known_numbers(given):
@@ -139,13 +120,12 @@ def report(
         call = traced(packing.told(step) if is_told else step, (found,) if is_told else (), inputs, options or {}, False)
     explanation = Explanation(call)
     streamed = [graph.facts for graph in call.graphs if graph.facts.program is not None]  # others make masks, say
-    with noted_kernels() as called, known_documents(documents):
+    with noted_kernels() as called:
         costs: list[Cost] = explanation.costs
     return {
         "chosen": dict(Counter(card.chosen)),
         "kernels": dict(called),
         "stopped": call.stopped,
-        "breaks": [item.reason for item in call.breaks],
         "graphs": len(call.graphs),
         "failed": [facts.failed for facts in streamed if facts.failed],
         "reasons": [reason for facts in streamed for reason in facts.reasons()],
@@ -165,13 +145,11 @@ def loop_report(loop: Loop) -> dict[str, Any]:
     length = loop.size(spec.length, env)
     rows = loop.rows_per_chunk(length, env)
     devices = {str(part.device) for part in (*spec.buffers, *spec.yields) if not isinstance(part, Kept)}
-    calls = [node for node in spec.body.graph.nodes if node.op == "call_function"]
     return {
         "name": spec.name,
         "rows": rows,
         "last": length % rows or rows,
         "chunks": -(-length // rows),
-        "calls": len(calls),
         "devices": sorted(devices),
         "sums": {buffer.name: "zeroed" if buffer.zeroed else "written first" for buffer in spec.buffers if buffer.is_sum},
     }
