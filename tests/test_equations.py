@@ -23,7 +23,6 @@ from tests import (
     test_canonical,
     test_canonical_blocks,
     test_canonical_equations,
-    test_relative_shifts,
 )
 from tests.support.canonical import Case, graphs, plain
 from tests.support.combines import affine, number_of
@@ -33,6 +32,7 @@ from tests.support.stateful.selective import selective, selective_backward
 
 aten = torch.ops.aten
 all_reduce, wait_tensor = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
+LABELS = test_canonical_equations.LABELS
 CASES = test_canonical.CASES | test_canonical_equations.CASES | test_canonical_blocks.CASES
 ROWS = {row.name: row for row in (*TABLE, *WHERE_NOTHING_ELSE_DOES)}
 
@@ -103,6 +103,21 @@ def put_back(start: int) -> Callable[[Tensor], Tensor]:
     return lambda x: RELATIVE_SHIFT_BACKWARD(aten.slice_backward(x, [2, 4, 7], 2, start, start + 3, 1), 1, 4, 8)
 
 
+def likelihood(reduction: int) -> Case:
+    return Case(lambda x, y: aten.nll_loss_forward(x, y, None, reduction, -100)[0], (plain(5, 6), LABELS))
+
+
+def likelihood_back(reduction: int, known: bool = False) -> Case:
+    """With the number of labels, or as many as are known."""
+
+    def function(d: Tensor, x: Tensor, y: Tensor, *count: Tensor) -> Tensor:
+        total = torch.full((), 2.0, dtype=x.dtype) if known else count[0]
+        made: Tensor = aten.nll_loss_backward(d, x, y, None, reduction, -100, total)
+        return made
+
+    return Case(function, (plain(), plain(5, 6), LABELS, *([] if known else [plain()])))
+
+
 SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and one that only looks like it
     "alias": (CASES["alias"], Case(lambda x: x.clone(), (plain(4, 3),))),
     "reduced over ranks": (
@@ -156,7 +171,7 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
         Case(lambda x: x.index_select(1, torch.arange(1, 3)), (plain(4, 3),)),
     ),
     "shifted rows": (
-        Case(lambda x: test_relative_shifts.by_views(x, 7), (plain(2, 4, 8),)),
+        Case(lambda x: x.reshape(2, 8, 4)[:, 1:].reshape(2, -1, 7)[..., :7], (plain(2, 4, 8),)),
         Case(lambda x: x.reshape(2, 8, 4)[:, 2:].reshape(2, 4, 6), (plain(2, 4, 8),)),
     ),
     "gradient of shifted rows": (
@@ -189,30 +204,9 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     ),
     "reversed scan": (CASES["cumsum from behind"], CASES["half turned"]),
     "gradients of a convolution": (CASES["causal"], CASES["in steps"]),
-    "mean loss": (
-        Case(lambda x, y: aten.nll_loss_forward(x, y, None, 1, -100)[0], (plain(5, 6), test_canonical_equations.LABELS)),
-        Case(lambda x, y: aten.nll_loss_forward(x, y, None, 2, -100)[0], (plain(5, 6), test_canonical_equations.LABELS)),
-    ),
-    "mean loss gradient": (
-        Case(
-            lambda d, x, y, n: aten.nll_loss_backward(d, x, y, None, 1, -100, n),
-            (plain(), plain(5, 6), test_canonical_equations.LABELS, plain()),
-        ),
-        Case(
-            lambda d, x, y, n: aten.nll_loss_backward(d, x, y, None, 2, -100, n),
-            (plain(), plain(5, 6), test_canonical_equations.LABELS, plain()),
-        ),
-    ),
-    "total weight of a sum": (
-        Case(
-            lambda d, x, y, n: aten.nll_loss_backward(d, x, y, None, 2, -100, n),
-            (plain(), plain(5, 6), test_canonical_equations.LABELS, plain()),
-        ),
-        Case(
-            lambda d, x, y: aten.nll_loss_backward(d, x, y, None, 2, -100, torch.full((), 2.0, dtype=x.dtype)),
-            (plain(), plain(5, 6), test_canonical_equations.LABELS),
-        ),
-    ),
+    "mean loss": (likelihood(1), likelihood(2)),
+    "mean loss gradient": (likelihood_back(1), likelihood_back(2)),
+    "total weight of a sum": (likelihood_back(2), likelihood_back(2, known=True)),
     "softmax of shifted scores": (CASES["less the largest"], CASES["less the least"]),
     "gradient of the largest score": (CASES["at the largest"], CASES["of no softmax"]),
     "softmax without a column": (
