@@ -83,7 +83,7 @@ CASTS = (
         ROW_NUMBERS,
         'return writer.call(aten.sum.dim_IntList, apart, [1], dtype=node.meta["val"].dtype)',
         "return writer.call(aten.sum.dim_IntList, apart, [1])",
-        ("test_casts.py::test_sums_into_rows_have_the_type_of_the_rows",),
+        ("test_casts.py::test_sums_into_rows_have_their_type_begin_with_nothing_and_add_once",),
     ),
     Mutation(
         "9",
