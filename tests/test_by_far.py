@@ -16,7 +16,6 @@ from streamfx.passes.partition.by_far import bytes_at_most, fits_by_far
 from streamfx.report.reasons import FITS
 from tests.random_decoders.checking import executed
 from tests.random_decoders.kinds import numbered
-from tests.support import hf
 from tests.support.exactness import gradient_errors, outcome, scalar_of
 from tests.support.small import Causal, tokens
 
@@ -51,13 +50,6 @@ def assert_bounded(model: nn.Module, **inputs: Any) -> int:
 def test_random_decoders_stay_below() -> None:
     programs = [executed(numbered(number)) for number in range(120)]
     assert sum(assert_bounded(names["model"], **names["inputs"]) for names in programs) >= 30
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("make", [hf.llama, hf.gpt2], ids=lambda make: make.__name__)
-def test_models_stay_below(make: Callable[[], nn.Module]) -> None:
-    ids = torch.randint(1, hf.VOCABULARY, (2, 40))
-    assert assert_bounded(make(), input_ids=ids, labels=ids) == 1
 
 
 def test_attention_counts_all_pairs() -> None:

@@ -38,36 +38,6 @@ def put(accumulate: bool) -> Function:
     return function
 
 
-def changed(how: Function, *shape: int, changes: bool = True) -> Case:
-    """What each row's number names is changed, beside rows of all kinds of numbers."""
-    numbers = torch.arange(torch.Size(shape[:-1]).numel()).reshape(shape[:-1]) % (2 * shape[-1]) - shape[-1]
-    return Case(how, (special(*shape), numbers), changes)
-
-
-def by_number(x: Tensor, i: Tensor) -> list[Tensor]:
-    """Two dimensions that are counted, and a number for each."""
-    return [torch.arange(len(x))[:, None], torch.arange(x.shape[1]).expand(x.shape[:2]), i]
-
-
-CHANGED = {
-    "less one": changed(lambda x, i: aten.index_put(x, [n := torch.arange(len(x)), i], x[n, i] - 1), 7, 3),
-    "less one, added": changed(lambda x, i: aten.index_put(x, [torch.arange(len(x)), i], x.new_full((), -1.0), True), 7, 3),
-    "less others": changed(lambda x, i: aten.index_put(x, [n := torch.arange(len(x)), i], x[n, 0] - x[n, i]), 7, 3),
-    "replaced": changed(lambda x, i: aten.index_put(x, [torch.arange(len(x)), i], x[:, 0]), 7, 3),
-    "replaced by one": changed(lambda x, i: aten.index_put(x, [torch.arange(len(x)), i], x[:1, 0]), 7, 3),
-    "of two dimensions": changed(lambda x, i: aten.index_put(x, by_number(x, i), x[..., 0], True), 2, 4, 3),
-    "looked up in two dimensions": changed(lambda x, i: x[torch.arange(2)[:, None], torch.arange(4), i], 2, 4, 3),
-    "in front": changed(lambda x, i: aten.index_put(x.mT, [i, torch.arange(len(x))], x[:, 1]), 7, 3),
-    "of more than is counted": changed(
-        lambda x, i: aten.index_put(x[None], [i * 0, torch.arange(7), i], x[:, 1]), 7, 3, changes=False
-    ),
-    "of rows twice": changed(
-        lambda x, i: aten.index_put(x, [torch.arange(8) // 2, torch.arange(8) % 3], x[0, 0], True), 4, 3, changes=False
-    ),
-    "turned rows": changed(lambda x, i: aten.index_put(x, [i[:, :1] * 0, torch.arange(4), i], x[..., 0]), 2, 4, 3, changes=False),
-}
-
-
 def scattered(mask_of: Function) -> Function:
     def function(x: Tensor, rows: Tensor, source: Tensor) -> Tensor:
         return x.masked_scatter(mask_of(rows[..., None], x), source)
@@ -220,7 +190,7 @@ MORE = {
         for name in ("cumsum", "cumprod", "logcumsumexp")
     },
 }
-CASES = cases(REWRITTEN) | cases(KEPT, changes=False) | cases(ROUNDED, bits=False) | MORE | CHANGED
+CASES = cases(REWRITTEN) | cases(KEPT, changes=False) | cases(ROUNDED, bits=False) | MORE
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.canonicalization.along_sequence import _root_of_sum, _sum_of_paddings
 from streamfx.passes.canonicalization.constant_writes import constants_that_were_written
 from streamfx.passes.canonicalization.driver import simplify
 from streamfx.passes.canonicalization.equation import equation
@@ -319,24 +318,6 @@ CASES = SOFTMAX | GRADIENTS | COLUMNS | LOSSES | CONVOLUTIONS | ORDERS
 @pytest.mark.parametrize("name", CASES)
 def test_row(name: str) -> None:
     check(CASES[name])
-
-
-@pytest.mark.parametrize("x", [special(2, 3), plain(2, 3), plain(0, 3), special(2, 3, dtype=torch.float32)], ids=str)
-def test_along_sequence(x: Tensor) -> None:
-    """Joins and norms along the sequence are sums: a join keeps zeros' signs."""
-
-    def function(x: Tensor) -> list[Tensor]:
-        return [torch.cat([x, x[:1], x]), torch.linalg.vector_norm(x, 2, 0), torch.linalg.vector_norm(x)]
-
-    before = make_fx(function, tracing_mode="fake")(x)
-    graph = copy.deepcopy(before.graph)
-    writer = GraphWriter(graph)
-    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        node.replace_all_uses_with(_sum_of_paddings(node, writer.before(node)), propagate_meta=False)
-    for node in graph.find_nodes(op="call_function", target=aten.linalg_vector_norm.default):
-        node.replace_all_uses_with(_root_of_sum(node, writer.before(node)), propagate_meta=False)
-    for actual, wanted, bits in zip(fx.GraphModule(before, graph)(x), before(x), (True, False, False), strict=True):
-        same(actual, wanted, bits)
 
 
 def test_a_size_that_is_no_input() -> None:

@@ -157,12 +157,7 @@ def lines(graph: fx.Graph) -> list[str]:
     return [call_text(node) for node in graph.nodes if node.op == "call_function"]
 
 
-def as_rows(graph: fx.Graph) -> None:
-    cut_blocks(joint_graph(graph, 1, 1), GraphWriter(graph))
-    graph.eliminate_dead_code()
-
-
-def as_rows_and_back(graph: fx.Graph) -> None:
+def in_blocks_and_back(graph: fx.Graph) -> None:
     writer = GraphWriter(graph)
     put_back(cut_blocks(joint_graph(graph, 1, 1), writer), graph, writer)
     graph.eliminate_dead_code()
@@ -179,27 +174,9 @@ def gradient(x: Tensor) -> Tensor:
     return torch.cat([part[:, :2] for part in (x, x, x)], 1)[:, :1] + (parts[0] + (parts[1] + parts[2])) + rest
 
 
-def test_blocks_as_rows() -> None:
-    assert lines(rewritten(in_blocks, special(2, 7), as_rows)) == [
-        "slice(x_1, 1, 0, 6)",
-        "view(slice_tensor, [2, 3, 2])",
-        "select(view_default_1, 1, 0)",
-        "select(view_default_1, 1, 1)",
-        "select(view_default_1, 1, 2)",
-        "slice(x_1, 1, 6, 9223372036854775807)",
-        "sin(select_int)",
-        "sin(select_int_1)",
-        "sin(select_int_2)",
-        "sin(slice_4)",
-        "stack([sin, sin_1, sin_2], 1)",
-        "view(stack_default, [2, 6])",
-        "cat([view_default, sin_3], 1)",
-    ]
-
-
 @pytest.mark.parametrize("function", [in_blocks, gradient])
 def test_what_no_loop_takes_is_put_back(function: Function) -> None:
-    found = lines(rewritten(function, special(2, 7), as_rows_and_back))
+    found = lines(rewritten(function, special(2, 7), in_blocks_and_back))
     assert not any(line.startswith(("view", "stack", "select")) for line in found), found
 
 

@@ -223,7 +223,7 @@ OTHERS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", only(["rolled", "running sums", "two terms", "selected twice"], OTHERS))
+@pytest.mark.parametrize("name", only(["normed over the batch", "rolled", "two terms", "selected twice"], OTHERS))
 @pytest.mark.parametrize("batch", [4, pytest.param(LENGTH, marks=pytest.mark.long)])
 def test_no_multiple(name: str, batch: int) -> None:
     assert not is_found_with(OTHERS[name], batch)

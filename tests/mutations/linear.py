@@ -7,7 +7,7 @@ from tests.mutations.row import Mutation
 TABLE, ROW_NUMBERS = "passes/operators/linearity.py", "passes/canonicalization/row_numbers.py"
 EXPERTS = "passes/canonicalization/experts.py"
 ROW = "test_canonical.py::test_row"
-NO_MULTIPLE = "test_multiples.py::test_no_multiple"
+NO_MULTIPLE = "test_multiples.py::test_no_multiple[4-normed over the batch]"
 
 LINEAR = (
     Mutation(
