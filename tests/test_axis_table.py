@@ -65,15 +65,6 @@ def test_regroup_is_reshape(shapes: tuple[list[int], list[int]]) -> None:
         assert numbers[tuple(map(index, dims))] == numbers.reshape(after)[tuple(map(index, regrouped))]
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-def test_regroup_declines_only_what_does_not_nest(before: list[int]) -> None:
-    total = math.prod(before)
-    for first in (d for d in range(1, total + 1) if total % d == 0):
-        table, after = AxisTable(), [first, total // first]
-        assert (table.regroup(fresh(table, before), after) is not None) == nests(before, after), (before, after)
-    assert AxisTable().regroup((), [2]) is None and AxisTable().fresh(1) == ()
-
-
 @given(two_groupings())
 def test_unify_makes_equal(shapes: tuple[list[int], list[int]]) -> None:
     table = AxisTable()

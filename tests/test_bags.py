@@ -95,13 +95,6 @@ def test_sparse_gradients_have_bytes(bag: Bag) -> None:
     torch.testing.assert_close(model.table.grad, eager, rtol=1e-12, atol=1e-12)  # type: ignore[union-attr]
 
 
-def test_bags_of_dynamic_rows_stream() -> None:
-    inputs = batch()
-    for tensor in inputs.values():
-        torch._dynamo.mark_dynamic(tensor, 1)
-    assert "whole" not in str(explain(Bags(in_rows(mode="mean")), **inputs, chunk_size=8))
-
-
 # -- by themselves; where the last bag is longer, nothing is rewritten
 
 

@@ -135,19 +135,6 @@ def test_queries_in_front_of_the_first_key(side: str, missing: int) -> None:
     compared(number_of)
 
 
-@pytest.mark.parametrize("counts", only(["triangle of scores"], ["causal flag", "triangle of scores"]))
-def test_rows_in_another_order(counts: str) -> None:
-    """An order that is undone in the end matters to what counts rows in between."""
-
-    def number_of(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = x[:, 0].flatten(0, 1)
-        order = rows[:, 0].argsort(stable=True)
-        mixed = COUNTS[counts](rows[order]).view_as(rows)[order.argsort()]
-        return (mixed * torch.arange(len(rows))[:, None]).square().sum()
-
-    compared(number_of)
-
-
 def test_places_in_the_sequence_are_counted_in_chunks_and_those_of_blocks_are_not() -> None:
     facts = compared(lambda x, k, v: ((x @ k.transpose(-2, -1)).tril() @ v).square().sum(), streams=True)
     assert "causal" in facts.causality.verdicts.values()

@@ -11,7 +11,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.joint import joint_graph
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.analysis.members import MOST_PARTS
 from streamfx.passes.recurrences.cut_blocks import cut_blocks, put_back
 from streamfx.passes.recurrences.unrolled import rows_of
 from streamfx.report.listing import call_text
@@ -102,13 +101,6 @@ def loops_of(report: Report) -> int:
 def test_loops_over_blocks_stream(name: str, length: int) -> None:
     """Each is one operator per half, whatever is left behind the last block."""
     assert loops_of(compared(MIXES[name], length)) == 2 * LAYERS
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["sliced", "local"])
-def test_for_any_number_of_blocks(name: str) -> None:
-    few, many = (compared(MIXES[name], BLOCK * count + 3, also=()).facts[0] for count in (6, MOST_PARTS + 6))
-    assert len(few.joint.nodes) == len(many.joint.nodes)
 
 
 def test_blocks_that_overlap_stay_as_they_are() -> None:

@@ -71,14 +71,6 @@ def test_bytes_and_kernels(what: str) -> None:
     assert work.compiled.moved == work.fused and work.compiled.flops == work.flops and work.moved >= fused
 
 
-def test_rows_that_are_added_to_others_are_counted_alone() -> None:
-    with FakeTensorMode():
-        total, rows, index = torch.empty(1 << 20, 4), torch.empty(8, 4), torch.zeros(8, dtype=torch.int64)
-        with Meter() as meter:
-            total.index_add_(0, index, rows)
-    assert meter.work.moved == 3 * 8 * 4 * 4
-
-
 @pytest.mark.parametrize(
     ("device", "name", "masked", "width", "kernel"),
     [

@@ -10,7 +10,7 @@ from tests.random_decoders.checking import failure_of, smallest
 from tests.random_decoders.choices import Choices
 from tests.random_decoders.found import FOUND
 from tests.random_decoders.kinds import KINDS, numbered
-from tests.random_decoders.program import needed, program
+from tests.random_decoders.program import needed
 from tests.random_decoders.specification import Chosen, Decoder, Layer, choice, draw, drawn, sensible, shrunk, simpler
 from tests.support.spread import only
 
@@ -26,11 +26,6 @@ def assert_exact(*decoders: Decoder) -> None:
 @pytest.mark.parametrize("first", only([0], [*range(0, 20, EACH), *range(60, 5060, EACH)]))
 def test_is_exact(first: int) -> None:
     assert_exact(*map(numbered, range(first, first + EACH)))
-
-
-def test_programs_are_python() -> None:
-    for number in range(100):
-        compile(program(numbered(number)), "<program>", "exec")
 
 
 def test_a_failure_shrinks_to_what_it_needs() -> None:

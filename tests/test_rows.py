@@ -179,7 +179,7 @@ ELSEWHERE: dict[str, Callable[[Tensor], list[Tensor]]] = {  # parts of 18 rows t
 }
 
 
-@pytest.mark.parametrize("name", only(["swapped"], ELSEWHERE))
+@pytest.mark.parametrize("name", only(["swapped", "one row twice"], ELSEWHERE))
 def test_parts_elsewhere(name: str) -> None:
     """However they run, the result is exact."""
     compare(used(Mixed(joined(ELSEWHERE[name])), layers=2), batch(18), also=(1, 64), streams=None)
