@@ -49,7 +49,8 @@ def to_keys(keys: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 def backwards(*parts: Tensor) -> Tensor:
     """Attention of rows in an order that follows from what they hold."""
     order = parts[0][..., 0].argsort(-1)[..., None]
-    return F.scaled_dot_product_attention(*(part.take_along_dim(order, 1)[:, None] for part in parts))[:, 0]
+    q, k, v = (part.take_along_dim(order, 1)[:, None] for part in parts)
+    return F.scaled_dot_product_attention(q, k, v)[:, 0]
 
 
 MIXERS: dict[str, Callable[..., Tensor]] = {
@@ -89,7 +90,7 @@ noted.register_autograd(lambda ctx, gradient: gradient)
 
 def test_what_need_not_give_the_same_twice_runs_once() -> None:
     """An operator of another package: nobody knows what it holds."""
-    options = {"save": "inputs", "chunk_size": 8, "loss_chunk_size": 8}
+    options: dict[str, Any] = {"save": "inputs", "chunk_size": 8, "loss_chunk_size": 8}
     model = torch.compile(Mixing(to_keys(noted)), backend="streambp", options=options)
     model(tokens(2, 37))
     seen.clear()

@@ -117,7 +117,12 @@ def test_another_length_fits_as_far_as_it_was_asked_about() -> None:
 def given_to_inductor(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The graphs that a stand-in for Inductor got."""
     given: list[Any] = []
-    monkeypatch.setattr("streamfx.backend.compile_whole", lambda module, inputs: (given.append(module), module)[1])
+
+    def compiler(module: Any, inputs: Any) -> Any:
+        given.append(module)
+        return module
+
+    monkeypatch.setattr("streamfx.backend.compile_whole", compiler)
     return given
 
 

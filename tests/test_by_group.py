@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.meter import Meter
-from streamfx.runtime import experts
+from streamfx.runtime import experts, sums
 from streamfx.runtime.device_kinds import DeviceKind, supposed
 from streamfx.runtime.experts import ADD_ARRANGED_OUTER, ARRANGED_MM, GROUPED_MM, GROUPED_OUTER, arrange
 from streamfx.torch_private import FakeTensorMode
@@ -106,7 +106,7 @@ def test_groups_without_rows_are_left_alone(total_type: torch.dtype) -> None:
     total = torch.full((GROUPS, 5, 7), torch.nan, dtype=total_type)
     total[[1, 4]] = 1
     order, ends = arrange(group, GROUPS)
-    with mock.patch.object(experts.sums, "add_product", wraps=experts.sums.add_product) as product:
+    with mock.patch("streamfx.runtime.sums.add_product", wraps=sums.add_product) as product:
         experts.add_arranged_outer(total, x, y, order, ends)
     assert product.call_count == 2
     assert total[[0, 2, 3, 5]].isnan().all()

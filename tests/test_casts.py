@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import pytest
@@ -27,7 +28,7 @@ aten = torch.ops.aten
 TYPES = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.float16, torch.bfloat16, torch.float32)
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda i: i,
-    **{str(dtype): lambda i, dtype=dtype: i.to(dtype) for dtype in TYPES},
+    **{str(dtype): partial(torch.Tensor.to, dtype=dtype) for dtype in TYPES},
     "halves": lambda i: i // 2,
     "thirds": lambda i: i // 3,
 }

@@ -20,14 +20,16 @@ Way = Callable[[Tensor], Tensor]
 SIZES = (4, 1, 2, 9)
 
 
-def compared(number_of: Callable[[Tensor, Tensor, Tensor], Tensor], sizes: tuple[int, ...] = SIZES, **asked: bool) -> Facts:
+def compared(
+    number_of: Callable[[Tensor, Tensor, Tensor], Tensor], sizes: tuple[int, ...] = SIZES, streams: bool | None = None
+) -> Facts:
     """Against eager: a number of what attention makes [b h t d], and of keys and values."""
 
     def function(inputs: Tensor) -> Tensor:
         q, k, v = (torch.tanh(part) for part in inputs.unbind())
         return number_of(F.scaled_dot_product_attention(q, k, v, is_causal=True), k, v)
 
-    return compare_function(function, qkv(), sizes, tolerance=1e-12, **asked)
+    return compare_function(function, qkv(), sizes, tolerance=1e-12, streams=streams)
 
 
 MERGED: dict[str, Way] = {  # to [.. d]

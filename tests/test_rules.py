@@ -97,7 +97,8 @@ def runnable(target: Any, shapes: list[tuple[int, ...]]) -> Call:
 def test_law_of_pointwise_operators(target: Any) -> None:
     torch.manual_seed(0)
     backward = str(target).endswith("_backward.default")
-    for shapes in ([(2, 5, 3)] * 3, [(2, 5, 3), (5, 1), (3,)], [(3, 3), (3, 1), (1, 3)]):
+    broadcasts: list[list[tuple[int, ...]]] = [[(2, 5, 3)] * 3, [(2, 5, 3), (5, 1), (3,)], [(3, 3), (3, 1), (1, 3)]]
+    for shapes in broadcasts:
         list(check(runnable(target, shapes[:1] * 3 if backward else shapes), 2))
 
 

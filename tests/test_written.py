@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ LENGTH = 21
 class Written(Used):
     """A decoder beside which buffers, and a weight that is not trained, are read and written."""
 
-    def __init__(self, step: Callable[[Written, Tensor], Tensor]) -> None:
+    def __init__(self, step: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__(lambda own, x, labels: labelled(own, x + own.attend[0](own.norms[0](step(own, x))), labels))
         self.code, self.cache = nn.Buffer(torch.randn(WIDTH, WIDTH)), nn.Buffer(torch.zeros(2, 2 * LENGTH, WIDTH))
         self.count, self.norm = nn.Buffer(torch.zeros((), dtype=torch.int64)), nn.BatchNorm1d(WIDTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,9 +166,13 @@ def gradient_of_weight(s: Sizes, number: int) -> tuple[Any, ...]:
     return s.draw(*y.shape), x, weight, None, *others, [False, True, False]
 
 
+def convolution(s: Sizes, number: int) -> tuple[Any, ...]:
+    return list(convolutions(s))[number]
+
+
 for number in range(14):
-    sample(aten.convolution.default)(lambda s, number=number: list(convolutions(s))[number])
-    sample(aten.convolution_backward.default)(lambda s, number=number: gradient_of_weight(s, number))
+    sample(aten.convolution.default)(partial(convolution, number=number))
+    sample(aten.convolution_backward.default)(partial(gradient_of_weight, number=number))
 
 # -- attention: b batches, two heads, t queries, k keys
 
