@@ -7,7 +7,7 @@ from tests.mutations.row import Mutation
 FOUND, WRITTEN = "passes/canonicalization/blocks_of_rows.py", "passes/canonicalization/written_blocks.py"
 CUT, STEPS = "passes/recurrences/cut_rows.py", "passes/recurrences/detection.py"
 PARTS, ODD = "passes/recurrences/cut_blocks.py", "test_cut_blocks.py::test_blocks_that_are_odd"
-OF_ROWS, LOOPS = "test_cut_rows.py", "test_loops_over_blocks.py"
+OF_ROWS, LOOPS = "test_cut_blocks.py", "test_loops_over_blocks.py"
 
 
 def _row(what: str, before: str, after: str) -> Mutation:

@@ -97,7 +97,7 @@ ROWS = (
         "passes/canonicalization/along_sequence.py",
         "aten.lt.Scalar, wide, start + count)",
         "aten.le.Scalar, wide, start + count)",
-        ("test_along_sequence.py::test_rows_that_are_written_over",),
+        ("test_rows.py::test_rows_that_are_written_over",),
     ),
     Mutation(
         "compressed",

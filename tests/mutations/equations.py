@@ -202,7 +202,7 @@ OPERANDS = (
         "passes/canonicalization/row_numbers.py",
         "    if index is None or not adds or not is_zero(base):\n",
         "    if index is None or not adds:\n",
-        ("test_casts.py::test_sums_into_rows_begin_with_nothing_and_add_once",),
+        ("test_casts.py::test_sums_into_rows_have_their_type_begin_with_nothing_and_add_once",),
     ),
     Mutation(
         "11",
@@ -210,7 +210,7 @@ OPERANDS = (
         "passes/canonicalization/row_numbers.py",
         'adds = arguments.get("accumulate", arguments.get("alpha") == 1)',
         'adds = arguments.get("accumulate", True)',
-        ("test_casts.py::test_sums_into_rows_begin_with_nothing_and_add_once",),
+        ("test_casts.py::test_sums_into_rows_have_their_type_begin_with_nothing_and_add_once",),
     ),
     Mutation(
         "11",

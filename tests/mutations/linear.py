@@ -7,7 +7,7 @@ from tests.mutations.row import Mutation
 TABLE, ROW_NUMBERS = "passes/operators/linearity.py", "passes/canonicalization/row_numbers.py"
 EXPERTS = "passes/canonicalization/experts.py"
 ROW = "test_canonical.py::test_row"
-NO_MULTIPLE = "test_multiples.py::test_no_multiple"
+NO_MULTIPLE = "test_multiples.py::test_no_multiple[4-normed over the batch]"
 
 LINEAR = (
     Mutation(
@@ -83,7 +83,7 @@ CASTS = (
         ROW_NUMBERS,
         'return writer.call(aten.sum.dim_IntList, apart, [1], dtype=node.meta["val"].dtype)',
         "return writer.call(aten.sum.dim_IntList, apart, [1])",
-        ("test_casts.py::test_sums_into_rows_have_the_type_of_the_rows",),
+        ("test_casts.py::test_sums_into_rows_have_their_type_begin_with_nothing_and_add_once",),
     ),
     Mutation(
         "9",

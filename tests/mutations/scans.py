@@ -65,7 +65,7 @@ ROWS = (
         "0",
         (
             "test_scan_operators.py::test_signs_of_a_last_state_that_is_zero",
-            "test_single_rows.py::test_signs_of_a_row_that_is_zero",
+            "test_rows.py::test_it_streams[signs of a row that is zero]",
         ),
     ),
     Mutation(
@@ -74,7 +74,7 @@ ROWS = (
         "streamfx/runtime/sums.py",
         "    if total.is_complex():\n",
         "    if False:\n",
-        ("test_single_rows.py::test_complex_rows_keep_both_parts",),
+        ("test_rows.py::test_it_streams[both parts of complex rows]",),
     ),
     Mutation(
         "segments",

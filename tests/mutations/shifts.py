@@ -7,7 +7,7 @@ from tests.mutations.row import Mutation
 FOUND, EMITTED = "passes/canonicalization/relative_shifts.py", "passes/codegen/emitters.py"
 RUN = "streamfx/runtime/relative_shifts.py"
 OTHERS, BY_NUMBER = "test_relative_shifts.py::test_no_shift", "test_relative_shifts.py::test_first_rows_by_number"
-TABLES = "test_joined_parts.py::test_blocks_that_read_one_table"
+TABLES = "test_loops_over_blocks.py::test_blocks_that_read_one_table"
 SHOWS = "test_relative_shifts.py::test_the_next_row_shows"
 
 ROWS = (
@@ -89,7 +89,7 @@ ROWS = (
         "passes/analysis/members.py",
         "        return begins.pop() if len(begins) == 1 else None\n",
         "        return begins.pop()\n",
-        ("test_joined_parts.py::test_parts_elsewhere",),
+        ("test_rows.py::test_parts_elsewhere",),
     ),
     Mutation(
         "joins",
@@ -97,7 +97,7 @@ ROWS = (
         "passes/analysis/members.py",
         "    return join.begin(sequence.members, sequence.blocks) == sequence.members[join.whole][0]\n",
         "    return True\n",
-        ("test_joined_parts.py::test_parts_elsewhere",),
+        ("test_rows.py::test_parts_elsewhere",),
     ),
     Mutation(
         "joins",
@@ -121,7 +121,7 @@ ROWS = (
         "passes/recurrences/own_tables.py",
         "        for view in views:\n",
         "        for view in views[:0]:\n",
-        ("test_joined_parts.py::test_blocks_that_train_one_table",),
+        ("test_loops_over_blocks.py::test_blocks_that_train_one_table",),
     ),
     Mutation(
         "joins",
@@ -137,7 +137,7 @@ ROWS = (
         "passes/analysis/axes.py",
         " - (inner & turned_axes(axes))",
         "",
-        ("test_joined_parts.py::test_halves_that_change_places_are_features",),
+        ("test_loops_over_blocks.py::test_halves_that_change_places_are_features",),
     ),
     Mutation(
         "joins",
@@ -145,6 +145,6 @@ ROWS = (
         "passes/analysis/members.py",
         "for start in starts[join.whole, part]}) > 1\n",
         "for start in starts[join.whole, part]}) > 0\n",
-        ("test_joined_parts.py::test_rows_side_by_side",),
+        ("test_loops_over_blocks.py::test_rows_side_by_side",),
     ),
 )
