@@ -5,17 +5,11 @@ import gc
 from streamfx.collector import collected, uncollected
 
 
-def test_the_collector_goes_on_as_before() -> None:
-    assert gc.isenabled()
+def test_it_rests_inside_but_for_what_a_search_leaves() -> None:
     with uncollected():
         with uncollected():
             assert not gc.isenabled()
         assert not gc.isenabled()
-    assert gc.isenabled()
-
-
-def test_what_a_search_leaves_is_collected_while_it_rests_around() -> None:
-    with uncollected():
         with collected():
             assert gc.isenabled()
             with uncollected():
@@ -27,8 +21,8 @@ def test_what_a_search_leaves_is_collected_while_it_rests_around() -> None:
 
 def test_it_works_again_whoever_ends_first() -> None:
     first, second = uncollected(), uncollected()
-    first.__enter__()
-    second.__enter__()
+    for context in (first, second):
+        context.__enter__()
     first.__exit__(None, None, None)
     assert not gc.isenabled()
     second.__exit__(None, None, None)
