@@ -1,0 +1,366 @@
+"""FSDP2 around a model that `enable` has compiled: exact against one process, streaming, with eager's collectives.
+
+Two processes talk by gloo, each with data and a tangent of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+
+import streamfx
+from streamfx import IntegrationError, StaleOutput
+from streamfx.backend import streambp
+from streamfx.integrations import Enabled, enable
+from streamfx.lazy import steps
+from tests.support.allocations import Allocations
+from tests.support.collectives import Step, data_of, one_process, step, worst
+from tests.support.engines import (
+    CHUNK,
+    LENGTH,
+    OPTIONS,
+    TOLERANCE,
+    Masked,
+    Nested,
+    all_ranks,
+    checkpointed,
+    cut_layers,
+    graphs_seen,
+    layers_of,
+    loss_of,
+    trained,
+    twins,
+    wrapped,
+)
+from tests.support.over_ranks import one_of_many
+from tests.support.ranks import on_ranks
+from tests.support.sharded import Decoder
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"body and head": Nested, "a loop in the root": Decoder}
+LONG, LARGE = 32 * CHUNK, {"width": 16, "vocabulary": 1031}  # logits are by far the largest tensor
+LOGITS = LONG * LARGE["vocabulary"] * 8  # bytes
+
+
+def enabled(model: Any) -> Enabled:
+    return enable(model, **OPTIONS)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The second step of a wrapped model, what the next one allocates, its graphs, and what `enable` says of it."""
+
+    step: Step
+    memory: Allocations
+    graphs: list[list[str]]
+    told: str
+
+
+def measured(make: Callable[..., nn.Module], rank: int, streamed: bool) -> Measured:
+    model, truth = twins(partial(make, layers=2, **LARGE))
+    wrapped(model if streamed else checkpointed(model))
+    with graphs_seen() as graphs:
+        told = str(enabled(model)) if streamed else ""
+        model(*data_of(rank, LONG)).backward()  # compiles
+    second = step(model, model, truth, LONG)
+    memory = Allocations.of(lambda: model(*data_of(rank, LONG)).backward())
+    return Measured(second, memory, graphs, told)
+
+
+def labels_outside(rank: int, reshard: bool | None) -> float:
+    """A loss on logits that the model has returned, which are made at once if weights are freed."""
+    model, truth = twins()
+    enabled(wrapped(model, reshard_after_forward=reshard))
+    found = []
+    for _ in range(2):
+        one_process(truth, LENGTH)
+        model.zero_grad()
+        ids, labels = data_of(rank, LENGTH)
+        logits = model(ids)
+        assert type(logits).__name__ == ("Tensor" if reshard else "DeferredTensor")
+        try:
+            (loss_of(logits, labels) * (rank + 1)).backward()
+        except StaleOutput:
+            return math.inf
+        found.append(worst(model, truth))
+    if reshard is None:
+        with pytest.raises(StaleOutput, match="was freed"):
+            logits.sum().item()
+    return max(found)
+
+
+def unequal_layers() -> tuple[float, int]:
+    """Layers of one class with other numbers in attributes and buffers; and how many graphs there were."""
+    model, truth = twins(partial(Nested, layers=4, layer=Masked))
+    wrapped(model)
+    with graphs_seen() as graphs:
+        enabled(model)
+        found = step(model, model, truth, LENGTH)
+    return found.error, len([graph for graph in graphs if "scaled_dot_product_attention" in graph])
+
+
+def under_checkpoints(rank: int) -> tuple[float, set[int]]:
+    """As accelerate's `fsdp_activation_checkpointing` has it: a wrapper around each layer, in which that is sharded."""
+    model, truth = twins()
+    for name in [name for name, module in model.named_modules() if module in layers_of(model)]:
+        model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name), preserve_rng_state=False))
+    wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    before = [wrapper.checkpoint_fn for wrapper in wrappers]
+    enabled(wrapped(model)).disable()
+    with torch._dynamo.config.patch(disable=True), enabled(model):  # nothing is compiled, so checkpoints stay
+        assert [wrapper.checkpoint_fn for wrapper in wrappers] == before
+    on = enabled(model)
+    one_process(truth, LENGTH)
+    (model(*data_of(rank, LENGTH)) * (rank + 1)).backward()
+    gradients = zip(model.parameters(), truth.parameters(), strict=True)
+    error = max(float((own.grad.full_tensor() - true.grad).abs().max()) for own, true in gradients)
+    counts = {calls.counts.compiled for name, calls in on.calls.items() if "_checkpoint_wrapped_module" in name}
+    on.disable()
+    assert all(wrapper.checkpoint_fn is kept for wrapper, kept in zip(wrappers, before, strict=True))
+    return error, counts
+
+
+def each_module(rank: int) -> dict[str, Any]:
+    steps.LEAST = 1  # small logits would be made at once where a loss is no part of their graph
+    found: dict[str, Any] = {name: measured(make, rank, streamed=True) for name, make in MODELS.items()}
+    found["eager"] = measured(Nested, rank, streamed=False)
+    found["labels outside"] = labels_outside(rank, reshard=True)
+    found["unequal"] = unequal_layers()
+    found["checkpoints"] = under_checkpoints(rank)
+    return found
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Any]:
+    """What rank 0 has measured."""
+    return on_ranks(each_module)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fsdp2_is_exact_with_the_collectives_of_eager(modules: dict[str, Any], name: str) -> None:
+    """And no logits of all rows exist."""
+    own, eager = modules[name], modules["eager"]
+    assert own.step.error < TOLERANCE
+    for mine, other in ((own.step.forward, eager.step.forward), (own.step.backward, eager.step.backward)):
+        assert mine.begun.keys() == other.begun.keys() != set()
+        assert all(mine.begun[kind] <= other.begun[kind] for kind in other.begun)
+    assert eager.memory.largest >= LOGITS and own.memory.largest <= LOGITS / 4
+    assert own.memory.peak < eager.memory.peak / 2
+
+
+def test_equal_layers_share_a_graph(modules: dict[str, Any]) -> None:
+    graphs, told = modules["body and head"].graphs, modules["body and head"].told
+    assert sum("scaled_dot_product_attention" in graph for graph in graphs) == 1 and len(graphs) == 4, graphs
+    assert "linear" in graphs[-1] and "cross_entropy" in graphs[-1]  # the head and its loss
+    assert "FSDP2 (fully_shard): 3 wrapped modules" in told and "model.body.layers.0 and 1 like it" in told
+
+
+def test_unequal_layers_do_not_share_a_graph(modules: dict[str, Any]) -> None:
+    error, graphs = modules["unequal"]
+    assert error < TOLERANCE and graphs == 3
+
+
+def test_what_needs_weights_that_are_freed_is_made_before(modules: dict[str, Any]) -> None:
+    assert modules["labels outside"] < TOLERANCE
+
+
+def test_a_checkpoint_around_a_wrapped_layer_does_not_run_it_twice(modules: dict[str, Any]) -> None:
+    error, counts = modules["checkpoints"]
+    assert error < TOLERANCE and counts == {1}
+
+
+# -- ways to set FSDP2 up
+
+
+def fsdp2(model: nn.Module, before: bool = False, **policies: Any) -> nn.Module:
+    """`before`: enabled before it is wrapped."""
+    if before:
+        enabled(model)
+    wrapped(model, **policies)
+    if not before:
+        enabled(model)
+    return model
+
+
+def head_by_itself(model: nn.Module, reshard: bool | None) -> nn.Module:
+    """Each layer, the norm with the head, and the rest."""
+    head = [model.get_submodule("body.norm"), model.get_submodule("head")]
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=all_ranks())
+    fully_shard(head, mesh=all_ranks(), reshard_after_forward=reshard)
+    fully_shard(model, mesh=all_ranks())
+    told = str(enabled(model))
+    assert reshard is None or "a loss on deferred outputs of a wrapped module stays in chunks" in told
+    return model
+
+
+def memory_of_head_by_itself(rank: int) -> float:
+    model = head_by_itself(twins(partial(Nested, layers=2, **LARGE))[0], reshard=False)
+    found = Allocations.of(lambda: model(*data_of(rank, LONG)).backward())  # the first step as well
+    assert found.largest <= LOGITS / 4
+    return 0.0
+
+
+def mixed_precision(rank: int) -> float:
+    """Against eager with the same policy, relative to its own error."""
+    model, truth = twins()
+    eager = copy.deepcopy(model)
+    policy = partial(MixedPrecisionPolicy, param_dtype=torch.float32, reduce_dtype=torch.float64)
+    for own in (model, eager):
+        for layer in layers_of(own):
+            fully_shard(layer, mesh=all_ranks(), mp_policy=policy())
+        fully_shard(own, mesh=all_ranks(), mp_policy=policy(output_dtype=torch.float64))
+    enabled(model)
+    mine, other = (step(own, own, truth, LENGTH).error for own in (model, eager))
+    assert 0 < mine < 1e-6
+    return max(0.0, mine - 2 * other)
+
+
+def lengths(rank: int) -> float:
+    """Other lengths on each rank and in each step."""
+    model, truth = twins()
+    enabled(wrapped(model))
+    found = []
+    for given in ((20, 29), (31, 17), (12, 40), (40, 12)):
+        truth.zero_grad()
+        model.zero_grad()
+        torch.stack([truth(*data_of(other, given[other])) for other in range(2)]).mean().backward()
+        model(*data_of(rank, given[rank])).backward()
+        found.append(worst(model, truth))
+    return max(found)
+
+
+def undone(rank: int) -> float:
+    model, truth = twins()
+    keys = list(wrapped(model).state_dict())
+    with enabled(model) as done:
+        first = step(model, model, truth, LENGTH).error
+        assert list(model.state_dict()) == keys and done.is_enabled
+        with pytest.raises(IntegrationError, match="compiled already"):
+            enabled(model.get_submodule("body.layers.0"))
+    assert not done.is_enabled and all("forward" not in module.__dict__ for module in model.modules())
+    counted = {name: calls.counts.compiled for name, calls in done.calls.items()}
+    second = step(model, model, truth, LENGTH).error
+    assert counted == {name: calls.counts.compiled for name, calls in done.calls.items()}
+    return max(first, second)
+
+
+def cut_head(rank: int, layers: bool = False, by_itself: bool = False) -> float:
+    """A head that is cut by words, with `loss_parallel`; layers are cut, too, or the head is wrapped by itself."""
+    model, truth = twins(partial(Nested, vocabulary=18))
+    mesh, found = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor")), []
+    words = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh["tensor"], {"head": words})
+    if layers:
+        cut_layers(model, mesh["tensor"])
+    if by_itself:
+        fully_shard(model.get_submodule("head"), mesh=mesh["data"], reshard_after_forward=False)
+    enabled(wrapped(model, mesh["data"]))
+    for length in (24, 40):
+        with loss_parallel():
+            losses: list[Any] = []
+            for call in (model, truth):
+                call.zero_grad()  # before the forward pass, which leaves FSDP's gathered parameters in the root
+                losses.append(call(*data_of(0, length)))
+                losses[-1].backward()
+        own = losses[0].full_tensor() if isinstance(losses[0], DTensor) else losses[0]
+        found += [(own - losses[1]).abs().item(), worst(model, truth)]
+    return max(found)
+
+
+def stepped(make: Callable[[], nn.Module] = Nested, engine: Callable[..., nn.Module] = fsdp2, micro: int = 1, **how: Any) -> Any:
+    return partial(way_of_training, make, engine, micro, how)
+
+
+def way_of_training(make: Any, engine: Any, micro: int, how: dict[str, Any], rank: int) -> float:
+    return trained(make, partial(engine, **how), rank, micro, kind=torch.optim.AdamW)
+
+
+WAYS: dict[str, Callable[[int], float]] = {
+    "accumulated": stepped(micro=3),
+    "enabled before": stepped(before=True),
+    "whole weights are kept": stepped(reshard_after_forward=False),
+    "whole weights are freed": stepped(reshard_after_forward=True),
+    "offloaded": stepped(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "a tied weight": stepped(partial(Nested, tied=True)),
+    "a head by itself": stepped(engine=head_by_itself, reshard=None),
+    "a head by itself, kept": stepped(engine=head_by_itself, reshard=False),
+    "a head by itself, and its memory": memory_of_head_by_itself,
+    "mixed precision": mixed_precision,
+    "lengths": lengths,
+    "undone": undone,
+    "labels outside": partial(labels_outside, reshard=None),
+    "a cut head": cut_head,
+    "a cut head, layers too": partial(cut_head, layers=True),
+    "a cut head by itself": partial(cut_head, by_itself=True),
+}
+
+
+def some_ways(rank: int, names: list[str]) -> dict[str, float]:
+    steps.LEAST = 1
+    return {name: WAYS[name](rank) for name in names}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(4))
+def test_ways_of_fsdp2(part: int) -> None:
+    for errors in on_ranks(some_ways, list(WAYS)[part::4]):
+        assert all(error < TOLERANCE for error in errors.values()), errors
+
+
+# -- without other processes
+
+
+def test_parts_of_sharded_tensors_ask_for_nothing() -> None:
+    """`DTensor.from_local` marks the part as it marks the whole, which a graph for the whole knows of; this raised StaleGraph."""
+    with one_of_many(2):
+        x = torch.randn(1, 24, 8, requires_grad=True)
+        sharded = DTensor.from_local(x * 2, all_ranks(), [Replicate()])
+        torch.compile(lambda x: x.square().sum(), backend="streambp")(sharded).to_local().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 8 * x.detach())
+
+
+def test_a_parameter_that_begins_to_train_is_noticed() -> None:
+    """Guards of Dynamo in torch 2.11 do not see `requires_grad_`: the backend's own function does."""
+    made: list[Callable[..., Any]] = []
+    frozen, trains = (torch.randn(8, 8, requires_grad=asks) for asks in (False, True))
+
+    def backend(module: Any, given: Any) -> Any:
+        made.append(streambp(module, given))
+        return made[-1]
+
+    torch.compile(lambda x, y: (x @ y).square().sum(), backend=backend)(frozen, trains)
+    with pytest.raises(streamfx.StaleGraph, match="requires_grad was switched on after compilation"):
+        made[0](frozen.requires_grad_(), trains)
+
+
+def test_a_tensor_goes_through_parallel_wrappers() -> None:
+    inner = nn.Linear(2, 2)
+    done = enable(nn.DataParallel(inner))
+    assert "DataParallel" in str(done) and done.targets[0].module is inner
+    given: Tensor = inner(torch.ones(1, 2))
+    assert given.shape == (1, 2)
+
+
+def test_a_budget_is_recommended_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are small by default, whatever is free. On a CPU nothing is said."""
+    with enable(nn.Linear(2, 2)) as done:
+        assert "recommended" not in str(done)
+        monkeypatch.setattr(nn.Module, "parameters", lambda self: iter([SimpleNamespace(device=torch.device("cuda"))]))
+        assert 'recommended on a GPU: memory_budget="auto"' in str(done)
+        with streamfx.configure(memory_budget="24GiB"):
+            assert "recommended" not in str(done)
