@@ -181,7 +181,7 @@ ENGINES: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module, bool], A
 
 @dataclass(frozen=True)
 class Taken:
-    """The peak of a step beyond what was there before it, and reductions before the last product of its backward half and behind."""
+    """The peak of a step beyond what was there before it, and how many reductions begin before its last product, and behind."""
 
     peak: int
     early: int

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.support.collectives import PRODUCTS
 from tests.support.exactness import Recorder, recorder
 from tests.support.profiled import names_of
 from tests.support.ranks import on_ranks
 from tests.support.spread import only
 from tests.support.stages import Layers, batch
 
-SMALL = 1e-6  # MiB: a bucket per parameter
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-TOLERANCE, LAYERS = 1e-12, 3
+SMALL, TOLERANCE, LAYERS = 1e-6, 1e-12, 3  # MiB: a bucket per parameter
 
 
 class Unused(Layers):
@@ -44,171 +43,135 @@ def summed(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
 
+def pair(make: Callable[[], nn.Module] = Layers, **options: Any) -> tuple[nn.Module, nn.Module, Any, Recorder]:
+    """A model, its copy for eager, the compiled one, and what was compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.config.optimize_ddp = False  # it cuts the graph at buckets
+    torch.manual_seed(0)
+    model, backend = make().double(), recorder(chunk_size=5, loss_chunk_size=5, **options)
+    return model, copy.deepcopy(model), torch.compile(model, backend=backend), backend
+
+
+def error(rank: int, model: nn.Module, eager: nn.Module, run: Any, accumulate: bool = False) -> float:
+    """How far gradients of two steps are from the means of all ranks' in eager, at most, relative to the largest.
+
+    `accumulate`: gradients of three calls are reduced with the last one's.
+    """
+    worst = 0.0
+    for step in range(2):
+        run.zero_grad(set_to_none=step == 0)
+        eager.zero_grad()
+        for part in range(3 if accumulate else 1):
+            data = batch(seed=10 * (3 * step + part) + rank)
+            with nullcontext() if part == 2 or not accumulate else run.no_sync():
+                run(*data).backward()
+            eager(*data).backward()
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            if one.grad is not None and other.grad is not None:
+                dist.all_reduce(other.grad)
+                other.grad /= dist.get_world_size()
+                worst = max(worst, float((one.grad - other.grad).abs().max() / other.grad.abs().max()))
+    return worst
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "gradients are views of buckets": {"gradient_as_bucket_view": True},
+    "accumulated without reductions": {"accumulate": True},
     "unused parameters are looked for": {"find_unused_parameters": True},
     "the graph stays as it is": {"static_graph": True},
-    "gradients are views of buckets": {"gradient_as_bucket_view": True},
     "a communication hook": {"hook": summed},
-    "accumulated without reductions": {"accumulate": True},
     "accumulated in buckets": {"accumulate": True, "gradient_as_bucket_view": True},
     "one bucket": {"bucket_cap_mb": 25},
 }
-EVERY_TIME = ["plain", "gradients are views of buckets", "accumulated without reductions"]
 
 
-def compiled_for(model: nn.Module, **options: Any) -> tuple[Any, Recorder]:
-    torch._dynamo.config.optimize_ddp = False  # it cuts the graph at buckets
-    backend = recorder(chunk_size=5, loss_chunk_size=5, **options)
-    return torch.compile(model, backend=backend), backend
-
-
-@contextmanager
-def wrapped(model: nn.Module, hook: Any = None, accumulate: bool = False, **options: Any) -> Iterator[DDP]:
-    wrapper = DDP(model, **{"bucket_cap_mb": SMALL, **options})
-    if hook is not None:
-        wrapper.register_comm_hook(None, lambda state, bucket: hook(state, bucket))  # DDP reads annotations
-    yield wrapper
-    del wrapper
-    gc.collect()
-
-
-def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    return batch(seed=10 * step + rank)
-
-
-def error(model: nn.Module, eager: nn.Module) -> float:
-    """How far gradients are from the means of all ranks' in eager, at most, relative to the largest."""
-    worst = 0.0
-    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        if one.grad is not None and other.grad is not None:
-            mean = other.grad.clone()
-            dist.all_reduce(mean)
-            mean /= dist.get_world_size()
-            worst = max(worst, float((one.grad - mean).abs().max() / mean.abs().max()))
-    return worst
-
-
-def both(rank: int, wrapper: DDP, eager: nn.Module, accumulate: bool, call: Callable[..., Any] | None = None) -> float:
-    """The error after two steps by `call`; `accumulate`: gradients of several calls are reduced with the last one's."""
-    worst = 0.0
-    run: Callable[..., Any] = wrapper if call is None else call
-    for step in range(2):
-        wrapper.zero_grad(set_to_none=step == 0)
-        eager.zero_grad()
-        for part in range(3 if accumulate else 1):
-            with nullcontext() if part == 2 or not accumulate else wrapper.no_sync():
-                run(*data(rank, 3 * step + part)).backward()
-            eager(*data(rank, 3 * step + part)).backward()
-        worst = max(worst, error(wrapper.module, eager))
-    return worst
-
-
-def models(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    model = make().double()
-    return model, copy.deepcopy(model)
-
-
-def ways(rank: int, names: list[str], gradients: str) -> tuple[dict[str, float], tuple[int, int], list[int]]:
-    """Errors by way, all with one compilation; reductions issued before the last product of the backward half, and all; how many
-    gradients each stretch of it hands over.
+def ways(rank: int, count: int, gradients: str) -> tuple[list[float], list[bool], list[int]]:
+    """Errors of some ways, all with one compilation; which reductions are issued before the last product of the backward half;
+    how many gradients each stretch of it hands over.
     """
-    model, eager = models(lambda: Layers(LAYERS))
-    function, backend = compiled_for(model, gradients=gradients)
-    errors = {}
-    for name in names:
-        with wrapped(function, **WAYS[name]) as wrapper:
-            errors[name] = both(rank, wrapper, eager, WAYS[name].get("accumulate", False))
-    with wrapped(function) as wrapper:
-        overlap = early_reductions(rank, wrapper)
+    model, eager, function, backend = pair(partial(Layers, LAYERS), gradients=gradients)
+    errors = []
+    for options in list(WAYS.values())[:count]:
+        own = {"bucket_cap_mb": SMALL, **options}
+        hook, accumulate = own.pop("hook", None), own.pop("accumulate", False)
+        wrapper = DDP(function, **own)
+        if hook is not None:
+            wrapper.register_comm_hook(None, lambda state, bucket, hook=hook: hook(state, bucket))  # DDP reads annotations
+        errors.append(error(rank, model, eager, wrapper, accumulate))
+        del wrapper
+        gc.collect()
+    wrapper = DDP(function, bucket_cap_mb=SMALL)
+    wrapper(*batch(seed=rank)).backward()  # after the first step DDP makes new buckets
+    names = [name for name in names_of(wrapper(*batch(seed=rank)).backward) if name in PRODUCTS or "allreduce" in name]
+    last = max(position for position, name in enumerate(names) if name in PRODUCTS)
     chain = backend.compilations[0].chain
     assert len(backend.compilations) == 1
-    return errors, overlap, [len(places) for places in chain.places] if chain is not None else []
+    early = [position < last for position, name in enumerate(names) if name not in PRODUCTS]
+    return errors, early, [len(places) for places in chain.places] if chain is not None else []
 
 
-def early_reductions(rank: int, wrapper: DDP) -> tuple[int, int]:
-    wrapper(*data(rank, 0)).backward()  # after the first step DDP makes new buckets
-    wrapper.zero_grad()
-    loss = wrapper(*data(rank, 1))
-    names = [name for name in names_of(loss.backward) if name in PRODUCTS or "allreduce" in name]
-    last = max(position for position, name in enumerate(names) if name in PRODUCTS)
-    reductions = [position for position, name in enumerate(names) if name not in PRODUCTS]
-    return sum(position < last for position in reductions), len(reductions)
-
-
-@pytest.mark.parametrize("which", only(["some"], ["some", "all"]))
-def test_distributed_data_parallel(which: str) -> None:
-    names = EVERY_TIME if which == "some" else list(WAYS)
-    for errors, (early, reductions), places in on_ranks(ways, names, "auto"):
-        assert all(error <= TOLERANCE for error in errors.values()) and len(errors) == len(names), errors
-        assert early == sum(places[:-1]) and reductions == sum(places)
-        assert early / reductions >= (LAYERS - 1) / LAYERS
-
-
-@pytest.mark.long
-def test_at_once_no_reduction_overlaps() -> None:
-    for errors, (early, reductions), places in on_ranks(ways, ["plain"], "at once"):
-        assert errors["plain"] <= TOLERANCE
-        assert early == 0 and reductions == 2 + 4 * LAYERS and not places
-
-
-def unused(rank: int) -> float:
-    model, eager = models(Unused)
-    with wrapped(compiled_for(model)[0], find_unused_parameters=True) as wrapper:
-        return both(rank, wrapper, eager, accumulate=False)
-
-
-def compiled_around(rank: int, cut: bool) -> float:
-    """DDP is compiled, rather than what it wraps; `cut`: as Dynamo has it by default."""
-    model, eager = models(Layers)
-    wrapper = DDP(model, bucket_cap_mb=25 if cut else SMALL)
-    function, _ = compiled_for(wrapper)
-    torch._dynamo.config.optimize_ddp = cut
-    return both(rank, wrapper, eager, accumulate=False, call=function)
+@pytest.mark.parametrize("count", only([3], [3, len(WAYS)]))
+def test_distributed_data_parallel(count: int) -> None:
+    for errors, early, places in on_ranks(ways, count, "auto"):
+        assert all(error <= TOLERANCE for error in errors) and len(errors) == count, errors
+        assert sum(early) == sum(places[:-1]) and len(early) == sum(places)
+        assert sum(early) / len(early) >= (LAYERS - 1) / LAYERS
 
 
 def reduced_to_owners(rank: int, on_accumulators: bool) -> float:
     """Each gradient is reduced to one rank by a hook and freed on the others, as ZeRO does it."""
-    model, eager = models(Layers)
-    function, backend = compiled_for(model, gradients="stagewise" if on_accumulators else "auto")
-    parameters, works, kept = list(model.parameters()), list[Any](), list[Any]()
+    model, eager, function, backend = pair(gradients="stagewise" if on_accumulators else "auto")
+    works, kept, worst = list[Any](), list[Any](), 0.0
 
-    def reduce(parameter: Tensor, owner: int) -> None:
+    def reduce(parameter: Tensor, true: Tensor, owner: int) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        works.append((dist.reduce(gradient, owner, async_op=True), parameter, gradient if owner == rank else None))
+        works.append((dist.reduce(gradient, owner, async_op=True), true, gradient if owner == rank else None))
 
-    for number, parameter in enumerate(parameters):
-        hook: Any = partial(reduce, parameter, number % dist.get_world_size())
+    for number, (parameter, true) in enumerate(zip(model.parameters(), eager.parameters(), strict=True)):
+        hook: Any = partial(reduce, parameter, true, number % dist.get_world_size())
         accumulator: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         kept.append(accumulator)
         if on_accumulators:
             accumulator.register_hook(lambda *_, hook=hook: hook())
         else:
             parameter.register_post_accumulate_grad_hook(lambda _, hook=hook: hook())
-    function(*data(rank, 0)).backward()
-    eager(*data(rank, 0)).backward()
-    twins, worst = dict(zip(map(id, parameters), eager.parameters(), strict=True)), 0.0
-    for work, parameter, own in works:
+    function(*batch(seed=rank)).backward()
+    eager(*batch(seed=rank)).backward()
+    for work, true, own in works:
         work.wait()
-        gradient = twins[id(parameter)].grad
-        assert gradient is not None
-        total = gradient.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(true.grad)
         if own is not None:
-            worst = max(worst, float((own - total).abs().max() / total.abs().max()))
+            worst = max(worst, float((own - true.grad).abs().max() / true.grad.abs().max()))
     chain = backend.compilations[0].chain
-    assert chain is not None and chain.is_used and len(works) == len(parameters)
+    assert chain is not None and chain.is_used and len(works) == len(list(model.parameters()))
     return worst
 
 
+def compiled_around(rank: int, cut: bool) -> float:
+    """DDP is compiled, rather than what it wraps; `cut`: as Dynamo has it by default."""
+    model, eager, _, backend = pair()
+    torch._dynamo.config.optimize_ddp = cut
+    return error(rank, model, eager, torch.compile(DDP(model, bucket_cap_mb=25 if cut else SMALL), backend=backend))
+
+
+def other_ways(rank: int) -> list[float]:
+    model, eager, function, _ = pair(Unused)
+    found = [error(rank, model, eager, DDP(function, bucket_cap_mb=SMALL, find_unused_parameters=True))]
+    for case in (compiled_around, reduced_to_owners):
+        found += [case(rank, False), case(rank, True)]
+    return found
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("case", "argument"),
-    [(unused, None), (compiled_around, False), (compiled_around, True), (reduced_to_owners, False), (reduced_to_owners, True)],
-)
-def test_other_ways(case: Callable[..., float], argument: bool | None) -> None:
-    for error_of_rank in on_ranks(case, *([] if argument is None else [argument])):
-        assert error_of_rank <= TOLERANCE
+def test_other_ways() -> None:
+    assert max(map(max, on_ranks(other_ways))) <= TOLERANCE
+
+
+@pytest.mark.long
+def test_at_once_no_reduction_overlaps() -> None:
+    for errors, early, places in on_ranks(ways, 1, "at once"):
+        assert max(errors) <= TOLERANCE
+        assert not any(early) and len(early) == 2 + 4 * LAYERS and not places

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import streamfx
 from streamfx.cost.wire import Sent, sent_by, sent_by_node
 from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, data_of, step
-from tests.support.engines import CHUNK, all_ranks, compiled, cut_layers, in_eager, twins
+from tests.support.engines import CHUNK, TOLERANCE, all_ranks, compiled, cut_layers, in_eager, twins
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
 from tests.support.spread import only
 from tests.test_collectives import Two, ranks  # noqa: F401  (a fixture)
 
-c10d = torch.ops._c10d_functional
+c10d, LAYERS = torch.ops._c10d_functional, 2
 
 
 def explained(model: Any, length: int = 12, chunk: int = 4, **options: Any) -> streamfx.Explanation:
@@ -115,7 +115,7 @@ def counted(rank: int) -> list[tuple[Step, dict[str, Any], Step]]:
     """A step as the profiler sees it, what `explain` says of it, and eager's with checkpointing."""
     found = []
     for engine, groups in ((sharded, None), (cut_layers, 1)):
-        plain, truth = twins(partial(Decoder, layers=1))
+        plain, truth = twins(partial(Decoder, layers=LAYERS))
         model = engine(plain, all_ranks())
         wire = explained(model, 4 * CHUNK, CHUNK).summary()["wire"]
         torch._dynamo.reset()
@@ -125,9 +125,14 @@ def counted(rank: int) -> list[tuple[Step, dict[str, Any], Step]]:
     return found
 
 
-def test_explain_says_what_the_profiler_sees() -> None:
+@pytest.fixture(scope="module")
+def steps() -> list[tuple[Step, dict[str, Any], Step]]:
+    return on_ranks(counted)[0]  # type: ignore[no-any-return]
+
+
+def test_explain_says_what_the_profiler_sees(steps: list[tuple[Step, dict[str, Any], Step]]) -> None:
     """Of two ranks: gathers of half of what is handed over twice, reductions of half of it, all-reduces of all of it."""
-    for own, wire, eager in on_ranks(counted)[0]:
+    for own, wire, eager in steps:
         for said, seen in ((wire, own), (wire["eager"], eager)):
             for half, real in (("forward", seen.forward), ("backward", seen.backward)):
                 assert said[half]["gathers"]["calls"] == real.calls[GATHER]
@@ -135,3 +140,18 @@ def test_explain_says_what_the_profiler_sees() -> None:
                 reductions = [said[half]["reductions"], said[half]["in_loops"]]
                 assert sum(part["calls"] for part in reductions) == real.calls[SCATTER] + real.calls[REDUCE]
                 assert sum(part["bytes"] for part in reductions) == real.bytes[SCATTER] // 2 + real.bytes[REDUCE]
+
+
+def test_collectives_are_at_most_those_of_eager_with_checkpointing(steps: list[tuple[Step, dict[str, Any], Step]]) -> None:
+    """In bytes; in calls there is one per stage: the embedding's weights are gathered with those of the first layer, and reduced
+    with them. All other reductions begin while stages compute.
+    """
+    own, _, eager = steps[0]
+    assert max(own.loss_error, own.error) < TOLERANCE
+    parameters = len(list(Decoder(LAYERS).parameters()))
+    assert eager.forward.calls[GATHER] == eager.backward.calls[SCATTER] == parameters
+    assert own.forward.calls == {GATHER: LAYERS, SCATTER: 0, REDUCE: 0}
+    assert own.backward.calls == {GATHER: LAYERS - 1, SCATTER: 1 + LAYERS, REDUCE: 0}
+    assert own.forward.bytes == eager.forward.bytes
+    assert all(own.backward.bytes[kind] <= eager.backward.bytes[kind] for kind in (GATHER, SCATTER))
+    assert own.backward.early == LAYERS / (1 + LAYERS)
