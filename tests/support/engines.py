@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -160,9 +160,11 @@ def trained(
         run.zero_grad()
         one_process(truth, LENGTH, world, micro)
         for part in range(micro):
-            if hasattr(run, "set_requires_gradient_sync"):  # FSDP2 reduces with the last one
-                run.set_requires_gradient_sync(part == micro - 1)
-            (run(*data_of(world * part + own, LENGTH)) * (own + 1)).backward()
+            is_last = part == micro - 1  # gradients of all batches are reduced with those of the last one
+            if hasattr(run, "set_requires_gradient_sync"):
+                run.set_requires_gradient_sync(is_last)
+            with run.no_sync() if hasattr(run, "no_sync") and not is_last else nullcontext():
+                (run(*data_of(world * part + own, LENGTH)) * (own + 1)).backward()
         found.append(worst(model, truth))
         for optimizer in optimizers:
             optimizer.step()
