@@ -25,6 +25,7 @@ from streamfx.ir.joint import trained_sources
 from streamfx.report.printer import text_of
 from tests.support.collectives import data_of
 from tests.support.sharded import sharded
+from tests.support.spread import spread
 
 Golden = Callable[[str], None]
 GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
@@ -89,7 +90,8 @@ def test_collectives_between_two_loops_run_as_one(ranks: DeviceMesh, golden: Gol
     golden(texts_of(sharded(Two(), ranks))["buckets"])
 
 
-@pytest.mark.parametrize("ranks", [(2, 0), pytest.param((256, 255), marks=pytest.mark.long)], indirect=True)
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [(2, 0), (256, 255)], indirect=True)
 def test_what_runs_depends_on_no_length_and_no_rank(ranks: DeviceMesh) -> None:
     """The last of many ranks holds no rows of some weights, and pads them."""
     model = sharded(Two(), ranks)
@@ -98,6 +100,7 @@ def test_what_runs_depends_on_no_length_and_no_rank(ranks: DeviceMesh) -> None:
     assert forward.count(GATHER) == backward.count(SCATTER) == 4
 
 
+@pytest.mark.long
 def test_no_more_than_two_stages_are_in_flight(ranks: DeviceMesh) -> None:
     """A gather begins one stage ahead; a reduction is waited for behind the next stage, while others compute."""
     forward, backward = (between_loops(half) for half in halves(texts_of(sharded(Two(4), ranks))))
@@ -120,6 +123,7 @@ def between_loops(half: list[str]) -> list[str]:
     return [part.strip() for part in " ".join(next(kind, "|") for kind in kinds).split("|")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [(4, 1)], indirect=True)
 def test_what_has_waited_runs_as_one(ranks: DeviceMesh) -> None:
     """Gradients are reduced over one dimension of a mesh, and what comes of that is scattered over the other."""
@@ -128,6 +132,7 @@ def test_what_has_waited_runs_as_one(ranks: DeviceMesh) -> None:
     assert sent == [f"{GATHER}_coalesced", REDUCE, REDUCE, f"{REDUCE}_coalesced", f"{SCATTER}_coalesced"]
 
 
+@pytest.mark.long
 def test_a_weight_that_is_also_read_as_a_shard_is_left_as_it_is(ranks: DeviceMesh) -> None:
     class Shown(Two):
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -160,7 +165,7 @@ CHANGES: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", spread(CHANGES, 3))
 def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     """What was seen of a buffer says nothing of what other ranks add to it, nor of what is made of it before."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -175,6 +180,7 @@ def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tens
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_when_weights_are_gathered_again(ranks: DeviceMesh) -> None:
     """By `reshard`, which by default is what the code says, and no budget: another rank may see one otherwise."""
     model = sharded(Two(), ranks)
@@ -185,14 +191,6 @@ def test_when_weights_are_gathered_again(ranks: DeviceMesh) -> None:
     assert halves(texts_of(saved)) == halves(texts_of(saved, reshard=False))
     texts = texts_of(model, chunk_size="auto", loss_chunk_size="auto", memory_budget="1MiB")
     assert "1048576 bytes" in texts["fit"] and halves(texts) == auto
-
-
-def test_the_gradients_of_a_tied_weight_are_reduced_together(ranks: DeviceMesh) -> None:
-    """It is gathered where the embedding is, and where the head is: nobody holds the whole in between."""
-    model = Two()
-    model.head.weight = model.embed.weight
-    forward, backward = halves(texts_of(sharded(model, ranks)))
-    assert forward.count(GATHER) == 4 and backward.count(SCATTER) == 3
 
 
 def test_a_frozen_weight_has_no_gradient(ranks: DeviceMesh) -> None:
@@ -211,6 +209,7 @@ def test_a_frozen_weight_has_no_gradient(ranks: DeviceMesh) -> None:
     assert [f"gradient of {primal.name} =" in text for _, primal, _ in joint.trained] == [True, True]
 
 
+@pytest.mark.long
 def test_outputs_are_plain(ranks: DeviceMesh) -> None:
     """Whoever touches a deferred output would gather its weights, and wait for ranks that do not."""
 

@@ -33,6 +33,7 @@ from tests.support.cut_by_hand import Summed
 from tests.support.engines import cut
 from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
 from tests.support.sharded import Decoder
+from tests.support.spread import only
 
 Function = Callable[..., Tensor]
 
@@ -66,6 +67,7 @@ def rows_and_weight(trained: bool = True) -> list[Tensor]:
 # -- where reductions run
 
 
+@pytest.mark.long
 def test_both_halves_of_a_layer_that_is_cut(ranks: None, golden: Callable[[str], None]) -> None:
     """One loop for each stage forward, and no more backward than one process has: layers, head and loss are cut."""
     model = cut(Decoder(1, width=32, vocabulary=16))
@@ -135,7 +137,7 @@ PLACES: dict[str, tuple[Callable[[], tuple[Function, Sequence[Tensor]]], dict[st
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", only(list(PLACES)[3:], PLACES))
 def test_how_often_loops_reduce(ranks: None, name: str) -> None:
     """By loop or in all, and how often between them."""
     make, options, in_loops, between = PLACES[name]
@@ -244,7 +246,7 @@ EXACT: dict[str, tuple[Function, int, str | None]] = {  # and how often loops re
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", only(["sum", "rows by keys", "steps that ask other ranks"], EXACT))
 def test_rows_that_are_reduced_are_those_of_eager(alone: None, name: str) -> None:
     function, count, reason = EXACT[name]
     x, weight = torch.randn(1, 2, 12, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)

@@ -120,6 +120,7 @@ def test_a_rank_that_fails_says_so() -> None:
     assert heard.subjects == others.subjects  # whatever the length, and before anything is known of the graph
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "do"),
     [({"memory_budget": "1KiB", "chunk_size": "auto"}, "raise the budget"), ({"strict": True}, "drop strict=True")],
@@ -231,6 +232,7 @@ def test_two_models_are_never_one() -> None:
     assert numbers_of_weights(first.parameters()) == numbers_of_weights(first.parameters())
 
 
+@pytest.mark.long
 def test_a_graph_of_sharded_weights_can_run_backward_twice_in_a_later_step() -> None:
     torch._dynamo.reset()
     function = torch.compile(gathered_decoder(), backend="streambp", options={"chunk_size": 4})
