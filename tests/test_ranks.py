@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.tensor.parallel import loss_parallel
 
 import streamfx
 from streamfx.ir.facts import known
@@ -24,15 +23,12 @@ from streamfx.passes.codegen.lower import split
 from streamfx.passes.codegen.waits import REDUCED
 from streamfx.passes.operators.collectives import ELEMENTWISE
 from streamfx.passes.operators.traits import is_moved_elements
-from streamfx.report.printer import text_of
 from streamfx.runtime.collectives import ALL_REDUCE, begin, end
 from streamfx.runtime.recurrences import Recurrence
 from tests.support.canonical import Case, graphs, targets
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Summed
-from tests.support.engines import cut
 from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
-from tests.support.sharded import Decoder
 from tests.support.spread import only
 
 Function = Callable[..., Tensor]
@@ -65,15 +61,6 @@ def rows_and_weight(trained: bool = True) -> list[Tensor]:
 
 
 # -- where reductions run
-
-
-@pytest.mark.long
-def test_both_halves_of_a_layer_that_is_cut(ranks: None, golden: Callable[[str], None]) -> None:
-    """One loop for each stage forward, and no more backward than one process has: layers, head and loss are cut."""
-    model = cut(Decoder(1, width=32, vocabulary=16))
-    with loss_parallel():
-        facts = facts_of(model, data_of(0, 12, 16), strict=True)
-    golden(f"{text_of(facts, 'put back')}\n\n{text_of_ranks(facts)}")
 
 
 class CutEmbedding(nn.Module):
@@ -119,9 +106,6 @@ def equal(x: Tensor, weight: Tensor) -> Tensor:
 
 DECODER = [2, 2, 0, 0, 3, 0, 3]  # reductions by loop
 PLACES: dict[str, tuple[Callable[[], tuple[Function, Sequence[Tensor]]], dict[str, Any], list[int] | int, int | None]] = {
-    "in one chunk": (lambda: (decoder(), data_of(0, 12)), {"chunk_size": 12}, DECODER, None),
-    "in three chunks": (lambda: (decoder(), data_of(0, 12)), {}, DECODER, None),
-    "of products that are kept": (lambda: (decoder(), data_of(0, 12)), {"save": "products"}, [2, 2, 0, 0, 2, 0, 2], None),
     "what enters the first layer is kept": (lambda: (CutEmbedding(), data_of(0, 12)), {}, [3, 0, 0, 3], None),
     # the result of a rank's own heads is smaller than the sum over all: behind it, a layer would be reduced once more
     "stages end where what was reduced is kept": (behind_the_embedding, {}, DECODER, None),
@@ -137,7 +121,7 @@ PLACES: dict[str, tuple[Callable[[], tuple[Function, Sequence[Tensor]]], dict[st
 }
 
 
-@pytest.mark.parametrize("name", only(list(PLACES)[3:], PLACES))
+@pytest.mark.parametrize("name", PLACES)
 def test_how_often_loops_reduce(ranks: None, name: str) -> None:
     """By loop or in all, and how often between them."""
     make, options, in_loops, between = PLACES[name]

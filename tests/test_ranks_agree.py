@@ -230,13 +230,3 @@ def test_two_models_are_never_one() -> None:
     assert known_of(first, 12) != known_of(second, 12)
     assert len(set(numbers_of_weights([*first.parameters(), *second.parameters()]))) == 2 * len(list(first.parameters()))
     assert numbers_of_weights(first.parameters()) == numbers_of_weights(first.parameters())
-
-
-@pytest.mark.long
-def test_a_graph_of_sharded_weights_can_run_backward_twice_in_a_later_step() -> None:
-    torch._dynamo.reset()
-    function = torch.compile(gathered_decoder(), backend="streambp", options={"chunk_size": 4})
-    function(*data_of(0, 12)).backward()
-    loss = function(*data_of(0, 12))
-    loss.backward(retain_graph=True)
-    loss.backward()

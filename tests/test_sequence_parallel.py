@@ -83,15 +83,6 @@ class FewByHeads(Few, Ulysses):
     """The same of all rows, for a part of the heads."""
 
 
-class Masked(FewByHeads):
-    """With numbers that all heads add to scores."""
-
-    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = torch.arange(q.shape[2])
-        mask = (0.1 * (rows - rows[:, None])).masked_fill(rows > rows[:, None], float("-inf")).to(q.dtype)[None, None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
 def decoder(kind: type[Layer] = Layer, heads: int = 2, keys: int = 0) -> Decoder:
     torch.manual_seed(0)
     return of_kind(Decoder(layers=2, width=heads * HEAD), kind, keys)
@@ -125,36 +116,24 @@ def test_ranks_with_other_numbers_of_rows_exchange_them_again() -> None:
     assert max(on_ranks(error_of, decoder, Swapped, 0, UNEVEN)) < 1e-12
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("kind", "world"), [(Gathered, 2), (Gathered, 5), (Ulysses, 3), (Ulysses, 4)])
-def test_gradients_are_those_of_one_process(kind: type[Layer], world: int) -> None:
-    assert max(on_ranks(error_of, partial(decoder, heads=world), kind, world=world)) < 1e-12
+CASES = [
+    *((partial(decoder, heads=world), kind, 0, world) for kind, world in ((Gathered, 2), (Gathered, 5), (Ulysses, 3))),
+    *((partial(decoder, Few, heads, keys), FewByHeads, keys, world) for world, heads, keys in ((2, 8, 4), (4, 16, 4))),
+]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "heads", "keys"), [(2, 8, 4), (2, 6, 6), (4, 16, 4)])
-def test_a_group_of_heads_at_a_time_is_exact(world: int, heads: int, keys: int) -> None:
-    assert max(on_ranks(error_of, partial(decoder, Few, heads, keys), FewByHeads, keys, world=world)) < 1e-12
+@pytest.mark.parametrize(("make", "kind", "keys", "world"), CASES)
+def test_gradients_are_those_of_one_process(make: Callable[[], Decoder], kind: type[Layer], keys: int, world: int) -> None:
+    assert max(on_ranks(error_of, make, kind, keys, world=world)) < 1e-12
 
 
-# -- what runs
-
-
-@pytest.fixture
-def ranks() -> Iterator[None]:
+@pytest.mark.long
+@pytest.mark.parametrize(("heads", "keys", "groups"), [(8, 2, 4), (6, 2, 2)])
+def test_heads_of_a_rank_are_attended_to_in_groups(heads: int, keys: int, groups: int) -> None:
+    model = decoder(FewByHeads, WORLD * heads, WORLD * keys)
     with one_of_many():
-        yield
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "heads", "keys", "groups"),
-    [(FewByHeads, 8, 2, 4), (FewByHeads, 6, 2, 2), (Masked, 4, 4, 1)],
-)
-def test_groups_of_heads(ranks: None, kind: type[Few], heads: int, keys: int, groups: int) -> None:
-    """Of a rank. Attention with a mask stays as it is."""
-    model = decoder(kind, WORLD * heads, WORLD * keys)
-    facts = facts_of(model, data_of(0, 64), lambda text, *_, **__: [text], save="inputs")
-    found: list[fx.Node] = [node for node in facts.joint.nodes if node.target in (ATTENTION, ATTENTION_BACKWARD)]
-    assert len(found) == 2 * len(model.layers) * groups
-    assert {shape_of_node(node_argument(node))[1] for node in found} == {heads // groups}
+        facts = facts_of(model, data_of(0, 64), lambda text, *_, **__: [text], save="inputs")
+        found: list[fx.Node] = [node for node in facts.joint.nodes if node.target in (ATTENTION, ATTENTION_BACKWARD)]
+        assert len(found) == 2 * len(model.layers) * groups
+        assert {shape_of_node(node_argument(node))[1] for node in found} == {heads // groups}
