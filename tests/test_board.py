@@ -73,17 +73,6 @@ def test_a_failure_is_told_once() -> None:
         assert first.exchanged("an order") == later.result() == ["an order"] * 2
 
 
-@within(0.3)
-def test_who_has_read_another_graph_and_refuses_has_told_what_it_would_run() -> None:
-    """Ranks that run other collectives are in other graphs: the slower one still reads why."""
-    store = HashStore()
-    slow, fast = board(store, 0), board(store, 1, "another")
-    slow._write(slow._slot(1, 0), slow._begun("an order"))
-    assert fast.exchanged("another order") == ["an order", "another order"]
-    fast.leave("failed")
-    assert slow.exchanged("an order") == ["an order", "another order"]
-
-
 def test_what_was_agreed_on_is_known_by_what_it_is_about() -> None:
     own = board(HashStore(), 0, world=1)
     assert own.agreed("values") is None

@@ -19,21 +19,16 @@ def test_it_rests_inside_but_for_what_a_search_leaves() -> None:
     assert gc.isenabled()
 
 
-def test_it_works_again_whoever_ends_first() -> None:
+def test_it_works_again_whoever_ends_first_and_stays_off_where_it_was_off() -> None:
     first, second = uncollected(), uncollected()
-    for context in (first, second):
-        context.__enter__()
+    first.__enter__()
+    second.__enter__()
     first.__exit__(None, None, None)
     assert not gc.isenabled()
     second.__exit__(None, None, None)
     assert gc.isenabled()
-
-
-def test_it_stays_off_where_it_was_off() -> None:
     gc.disable()
-    try:
-        with uncollected(), collected():
-            assert not gc.isenabled()
+    with uncollected(), collected():
         assert not gc.isenabled()
-    finally:
-        gc.enable()
+    assert not gc.isenabled()
+    gc.enable()

@@ -43,6 +43,7 @@ def stagewise(stage: Stage) -> None:
 
 
 def layerwise(stage: Stage) -> None:
+    """As torchtitan compiles blocks."""
     stage.layer.compile(backend="streambp", options=OPTIONS)
 
 
@@ -100,19 +101,3 @@ def test_one_node_of_autograd_has_the_gradient_of_the_head() -> None:
     leaf = stage.get_parameter("head.weight")
     leading = [node for node in known if any(getattr(to, "variable", None) is leaf for to, _ in node.next_functions)]
     assert [type(node).__name__ for node in leading] == ["DeferredOutputBackward"]
-
-
-# -- blocks, as torchtitan compiles them
-
-
-def test_blocks_by_themselves_keep_whole_logits() -> None:
-    """`enable` on the model has the head and its loss in chunks, in which no logits are stored."""
-    model = Stage(1, 2)
-    x, labels = torch.randn(1, LENGTH, WIDTH), torch.randint(VOCABULARY, (1, LENGTH))
-    true = torch.autograd.grad(loss_of(model(x), labels), list(model.parameters()))
-    with streamfx.enable(model, **OPTIONS):
-        assert type(model(x)) is not Tensor
-    layerwise(model)
-    logits = model(x)
-    assert type(logits) is Tensor and logits.shape == (1, LENGTH, VOCABULARY)
-    torch.testing.assert_close(torch.autograd.grad(loss_of(logits, labels), list(model.parameters())), true)

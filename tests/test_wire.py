@@ -155,3 +155,13 @@ def test_collectives_are_at_most_those_of_eager_with_checkpointing(steps: list[t
     assert own.forward.bytes == eager.forward.bytes
     assert all(own.backward.bytes[kind] <= eager.backward.bytes[kind] for kind in (GATHER, SCATTER))
     assert own.backward.early == LAYERS / (1 + LAYERS)
+
+
+def test_cut_layers_reduce_no_more_bytes_than_in_eager(steps: list[tuple[Step, dict[str, Any], Step]]) -> None:
+    """Of the gradients that come from queries, keys and values the sum alone: in two layers, four reductions less."""
+    own, _, eager = steps[1]
+    assert max(own.loss_error, own.error) < TOLERANCE
+    assert own.forward.bytes[REDUCE] == eager.forward.bytes[REDUCE]
+    assert own.backward.bytes[REDUCE] == eager.backward.bytes[REDUCE] - 4 * (4 * CHUNK) * 8 * 8  # rows of 8 numbers
+    assert own.forward.calls[REDUCE] == 4 * eager.forward.calls[REDUCE]
+    assert own.backward.calls[REDUCE] == 4 * (eager.backward.calls[REDUCE] - 4)
