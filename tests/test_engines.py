@@ -278,11 +278,11 @@ DEFAULT = [("DDP", FIRST), ("SimpleFSDP", FIRST), ("FSDP2", LAST)]
 @pytest.mark.parametrize(("name", "size"), only(DEFAULT, [(name, size) for name in ENGINES for size in SIZES]))
 def test_no_step_takes_more_than_in_eager_and_reductions_begin_while_others_compute(name: str, size: str) -> None:
     """Nor more collectives, but where layers are cut; no logits of all rows are made, but by a head that FSDP2 has by itself."""
-    logits = 8 * SIZES[size]["length"] * SIZES[size]["vocabulary"]
+    logits = 8 * SIZES[size]["length"] * SIZES[size]["vocabulary"] // (2 if name == "tensor parallel" else 1)
     for own, eager in on_ranks(both, name, size):
         assert own.error < TOLERANCE and own.share_of_late() <= ENGINES[name][2]
         for half in range(2) if name != "tensor parallel" else ():
             assert all(count <= eager.begun(half)[kind] for kind, count in own.begun(half).items() if "coalesced" not in kind)
         if name != "FSDP2, by stage":
             assert own.memory.peak <= eager.memory.peak
-            assert size == FIRST or own.memory.largest <= logits / 4 < eager.memory.largest / 2
+            assert size == FIRST or 2 * own.memory.largest <= logits <= eager.memory.largest
