@@ -66,7 +66,7 @@ def test_bytes_of_a_call(ranks: DeviceMesh, target: Any, args: tuple[Any, ...], 
 # -- a step
 
 
-@pytest.mark.parametrize("ranks", [(2, 0), (8, 0)], indirect=True, ids=["2", "8"])
+@pytest.mark.parametrize("ranks", [(2, 0), pytest.param((8, 0), marks=pytest.mark.long)], indirect=True, ids=["2", "8"])
 def test_wire(ranks: DeviceMesh, golden: Callable[[str], None]) -> None:  # noqa: F811
     golden(f"{explained(sharded(Two(4), ranks))}\n")
 
