@@ -38,16 +38,10 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def stagewise(stage: Stage) -> None:
-    streamfx.enable(stage, **OPTIONS)
-
-
-def layerwise(stage: Stage) -> None:
-    """As torchtitan compiles blocks."""
-    stage.layer.compile(backend="streambp", options=OPTIONS)
-
-
-WAYS: dict[str, Callable[[Stage], None]] = {"the stage": stagewise, "its layers": layerwise}
+WAYS: dict[str, Callable[[Stage], Any]] = {
+    "the stage": lambda stage: streamfx.enable(stage, **OPTIONS),
+    "its layers": lambda stage: stage.layer.compile(backend="streambp", options=OPTIONS),  # as torchtitan compiles blocks
+}
 V_SHAPED = ([0, 3], [1, 2])  # the first and the last of four
 
 
