@@ -10,7 +10,7 @@ import torch
 import torch.distributed._functional_collectives
 from torch import fx
 
-from streamfx.passes.codegen.deliveries import deliveries, inputs_saved
+from streamfx.passes.codegen.deliveries import deliveries
 from streamfx.runtime.in_place import scaled_once
 
 aten = torch.ops.aten
@@ -76,17 +76,6 @@ def test_what_must_not_run_early_stays(target: Any) -> None:
     more = () if target is WAIT else (0.5,)
     ((operators, places),) = stretches(lambda call, a, b, c, g: [call(mm, b, g), call(target, a, *more)])
     assert operators[0].startswith("mm") and places == [0, 1]
-
-
-@pytest.mark.parametrize(("view", "expected"), [(True, {0}), (False, set())])
-def test_inputs_in_whose_memory_saved_values_lie(view: bool, expected: set[int]) -> None:
-    graph = fx.Graph()
-    weight, x = graph.placeholder("weight"), graph.placeholder("x")
-    saved = graph.call_function(t if view else aten.clone.default, (weight,))
-    graph.output((graph.call_function(mm, (x, weight)), saved, x))
-    for node in graph.nodes:
-        node.meta["val"] = torch.empty(4, 4)
-    assert inputs_saved(graph, 1) == (frozenset(expected), frozenset({1}))
 
 
 def test_a_chain_of_thousands_of_operators_can_run_early() -> None:
