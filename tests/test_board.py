@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +18,7 @@ ALL, FAILS_ALONE, FAILS = "all", "fails alone", "fails"
 KINDS = some.sampled_from((ALL, FAILS, FAILS_ALONE))
 
 
-def within(seconds: float) -> Any:
+def within(seconds: float) -> mock._patch[timedelta]:
     return mock.patch("streamfx.torch_private.ranks.LIMIT", timedelta(seconds=seconds))
 
 

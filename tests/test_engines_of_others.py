@@ -45,7 +45,7 @@ def fsdp1(rank: int, own_parameters: bool, before: bool, **options: Any) -> None
     model, eager = twins()
     done = enabled(model) if before else None
     by_layer: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Layer}), "device_id": torch.device("cpu")}
-    wrap = partial(FullyShardedDataParallel, use_orig_params=own_parameters, **by_layer, **options)
+    wrap: Any = partial(FullyShardedDataParallel, use_orig_params=own_parameters, **by_layer, **options)
     wrapper, other = wrap(model), wrap(eager)
     done = done or enabled(wrapper)
     for _ in range(2):

@@ -48,8 +48,9 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def causal(x: Tensor, *others: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(x, *(others or (x, x)), is_causal=True)
+def causal(q: Tensor, *others: Tensor) -> Tensor:
+    k, v = others or (q, q)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def reduced(x: Tensor, op: str = "sum") -> Tensor:

@@ -60,7 +60,8 @@ class Swapped(Layer):
         own, count = torch.cat([k, v], -1).movedim(2, 0).contiguous(), q.shape[2]
         sent = torch.cat([own] * len(UNEVEN)).flatten(1)
         every = all_to_all_single_autograd(sent, list(UNEVEN), [count] * len(UNEVEN), everybody()).unflatten(1, own.shape[1:])
-        return of_own_rows(q, *every.movedim(0, 2).chunk(2, -1), sum(UNEVEN[: dist.get_rank()]))
+        k, v = every.movedim(0, 2).chunk(2, -1)
+        return of_own_rows(q, k, v, sum(UNEVEN[: dist.get_rank()]))
 
 
 class Few(Layer):

@@ -173,7 +173,8 @@ def at_random(rank: int, seed: int) -> float:
     return worst_of_all
 
 
-PLANS = {"SequenceParallel": by_sequence, **{f"at random {seed}": partial(at_random, seed=seed) for seed in range(4)}}
+PLANS: dict[str, Callable[[int], float]] = {"SequenceParallel": by_sequence}
+PLANS |= {f"at random {seed}": partial(at_random, seed=seed) for seed in range(4)}
 
 
 @pytest.mark.long

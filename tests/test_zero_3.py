@@ -13,10 +13,17 @@ import streamfx
 from streamfx import enable
 from streamfx.errors import IntegrationError
 
+
+def compiled_in_place(model: nn.Module, x: Tensor) -> Any:
+    """As DeepSpeed 0.19 does it."""
+    model.compile(backend="streambp")
+    return model(x)
+
+
 MARKS = ("ds_id", "ds_status", "ds_shape")  # of DeepSpeed's `Init._convert_to_deepspeed_param` (0.19), on each parameter
 WAYS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "enable": lambda model, x: enable(model),
-    "DeepSpeedEngine.compile": lambda model, x: (model.compile(backend="streambp"), model(x)),  # as DeepSpeed 0.19 does it
+    "DeepSpeedEngine.compile": compiled_in_place,
     "torch.compile": lambda model, x: torch.compile(lambda: model(x), backend="streambp")(),
     "explain": lambda model, x: streamfx.explain(lambda: model(x)),
     "verify": lambda model, x: streamfx.verify(model, x),
