@@ -27,7 +27,7 @@ from tests.support.sharded import sharded
 from tests.support.spread import spread
 
 Golden = Callable[[str], None]
-GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
 @pytest.fixture
