@@ -158,7 +158,7 @@ HANDED_OVER = (
         "passes/codegen/deliveries.py",
         "number.get(gradient, 0), readers.get(position, 0), *reads",
         "number.get(gradient, 0), *reads",
-        ("test_deliveries.py::test_a_gradient_is_handed_over_once_its_parameter_is_read",),
+        ("test_deliveries.py::test_when_a_gradient_is_handed_over[what is called two is a view of input 0]",),
     ),
     Mutation(
         "stages",
@@ -166,7 +166,7 @@ HANDED_OVER = (
         "passes/codegen/deliveries.py",
         "number.get(gradient, 0), readers.get(position, 0), *reads",
         "number.get(gradient, 0), readers.get(position, 0)",
-        ("test_deliveries.py::test_a_gradient_is_handed_over_before_the_next_product",),
+        ("test_deliveries.py::test_when_a_gradient_is_handed_over[behind the next product, which reads it]",),
     ),
 )
 SHOWN = (
@@ -318,7 +318,7 @@ SHARDS = (
         "streamfx/torch_private/fsdp.py",
         "        return any(group is not None and group.post_forward_mesh_info is not None for group in groups)\n",
         "        return False\n",
-        ("test_engines.py::test_what_needs_weights_that_are_freed_is_made_before",),
+        ("test_fsdp2.py::test_ways_of_fsdp2[0]",),
     ),
     Mutation(
         "shards",
@@ -326,7 +326,7 @@ SHARDS = (
         "streamfx/integrations/parts.py",
         "    return own.keys() == others.keys() and all(_is_same(own[name], others[name]) for name in own)\n",
         "    return own.keys() == others.keys()\n",
-        ("test_engines.py::test_unequal_layers_do_not_share_a_graph",),
+        ("test_fsdp2.py::test_ways_of_fsdp2[0]",),
     ),
 )
 PAIRS = (
@@ -346,7 +346,7 @@ TOGETHER = (
         "passes/codegen/buckets.py",
         "return node.target, node.args[1:], value.dtype, value.device",
         "return node.target, value.dtype, value.device",
-        ("test_buckets.py::test_those_of_other_kinds_do_not",),
+        ("test_buckets.py::test_what_runs_as_one[other operators, reductions, types]",),
     ),
     Mutation(
         "buckets",
@@ -354,7 +354,7 @@ TOGETHER = (
         "passes/codegen/buckets.py",
         "return node.target, node.args[1:], value.dtype, value.device",
         "return node.target, node.args[1:], value.device",
-        ("test_buckets.py::test_those_of_other_kinds_do_not",),
+        ("test_buckets.py::test_what_runs_as_one[other operators, reductions, types]",),
     ),
     Mutation(
         "buckets",
@@ -362,7 +362,7 @@ TOGETHER = (
         "passes/codegen/buckets.py",
         "if not set(bucket).isdisjoint(node.all_input_nodes)",
         "if False",
-        ("test_buckets.py::test_what_is_made_of_another_comes_after_it",),
+        ("test_buckets.py::test_what_runs_as_one[what is made of another]",),
     ),
     Mutation(
         "buckets",
@@ -370,7 +370,7 @@ TOGETHER = (
         "passes/codegen/buckets.py",
         "return sorted(nodes, key=waits.__getitem__)",
         "return list(nodes)",
-        ("test_buckets.py::test_what_is_made_of_another_comes_after_it",),
+        ("test_buckets.py::test_what_runs_as_one[what is made of another]",),
     ),
 )
 ROWS = (*KERNELS, *WRITTEN, *HANDED_OVER, *SHOWN, *MARKS, *SEGMENTS, *SHARDS, *PAIRS, *TOGETHER)

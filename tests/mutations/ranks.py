@@ -35,7 +35,7 @@ ROWS = (
         "passes/analysis/demand.py",
         "apart = REDUCES_PAIRS if Role.KEYS in roles.values() else self.apart",
         "apart = self.apart",
-        ("test_ranks.py::test_rows_by_keys_are_reduced_whole",),
+        ("test_ranks.py::test_rows_that_are_reduced_are_those_of_eager[rows by keys]",),
     ),
     Mutation(
         "ranks",
@@ -43,7 +43,7 @@ ROWS = (
         "passes/analysis/demand.py",
         "if is_reduced_over_ranks(node) and self.forms[operands[0]][0] is Form.WHOLE:",
         "if False:",
-        ("test_ranks.py::test_what_is_there_already_is_reduced_once",),
+        ("test_ranks.py::test_how_often_loops_reduce[what is there already]",),
     ),
     Mutation(
         "ranks",
@@ -51,7 +51,7 @@ ROWS = (
         "passes/codegen/lower.py",
         "max(ready, self._after_others(node))",
         "ready",
-        ("test_ranks.py::test_reductions_begin_in_the_order_of_the_graph_whoever_runs_the_body",),
+        ("test_ranks.py::test_a_body_begins_reductions_in_the_order_of_the_graph_and_waits_where_a_sum_is_needed",),
     ),
     Mutation(
         "ranks",
@@ -59,7 +59,7 @@ ROWS = (
         "passes/codegen/waits.py",
         "if node.target is end and node.users:",
         "if False:",
-        ("test_ranks.py::test_a_body_waits_where_a_sum_is_needed",),
+        ("test_ranks.py::test_a_body_begins_reductions_in_the_order_of_the_graph_and_waits_where_a_sum_is_needed",),
     ),
     Mutation(
         "ranks",
@@ -67,7 +67,7 @@ ROWS = (
         "streamfx/runtime/collectives.py",
         "return torch.ops._c10d_functional.wait_tensor.default(x) if x.numel() else x",
         "return x",
-        ("test_tensor_parallel.py::test_gradients_are_those_of_one_process",),
+        ("test_wire.py::test_cut_layers_reduce_no_more_bytes_than_in_eager",),
     ),
     Mutation(
         "ranks",
@@ -75,7 +75,7 @@ ROWS = (
         "streamfx/agreement.py",
         "return len(set(channel.read(order_with_chunks(facts, group), group))) == 1",
         "return True",
-        ("test_ranks_agree.py::test_ranks_that_would_cut_otherwise_reduce_between_loops",),
+        ("test_ranks_agree.py::test_what_ranks_decide[other chunks]",),
     ),
     Mutation(
         "ranks",
@@ -83,7 +83,7 @@ ROWS = (
         "streamfx/agreement.py",
         "if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], channel):",
         "if facts:",
-        ("test_ranks_agree.py::test_ranks_that_differ_in_both_run_the_graph_as_it_stands",),
+        ("test_ranks_agree.py::test_what_ranks_decide[another order, too]",),
     ),
     Mutation(
         "ranks",
@@ -107,7 +107,7 @@ ROWS = (
         "streamfx/agreement.py",
         "        if failed is not None:\n",
         "        if False:\n",
-        ("test_ranks_agree.py::test_ranks_that_say_nothing_else_are_an_error",),
+        ("test_ranks_agree.py::test_what_ranks_cannot_agree_on_is_an_error[a failure]",),
     ),
     Mutation(
         "ranks",
@@ -147,7 +147,7 @@ ROWS = (
         "passes/operators/traits.py",
         "return node.target is ALL_REDUCE or is_product(node)",
         "return is_product(node)",
-        ("test_ranks.py::test_a_sum_that_two_loops_ask_for_is_reduced_once",),
+        ("test_ranks.py::test_how_often_loops_reduce[what two loops ask for]",),
     ),
     Mutation(
         "ranks",
@@ -155,7 +155,7 @@ ROWS = (
         "passes/partition/saving.py",
         "saving.entering() if stage is facts.stages[0] else []",
         "list[fx.Node]()",
-        ("test_ranks.py::test_what_enters_the_first_layer_is_kept",),
+        ("test_ranks.py::test_how_often_loops_reduce[what enters the first layer is kept]",),
     ),
     Mutation(
         "ranks",
@@ -163,7 +163,7 @@ ROWS = (
         "passes/partition/saving.py",
         "        kept += [node for node in early if is_reduced_over_ranks(node)]",
         "        early.clear()",
-        ("test_ranks.py::test_what_is_kept_is_not_reduced_again",),
+        ("test_ranks.py::test_products_that_a_kept_sum_is_made_of_are_not_kept",),
     ),
     Mutation(
         "ranks",
@@ -171,7 +171,7 @@ ROWS = (
         "passes/partition/stages.py",
         "live[i] - sent[i]",
         "live[i]",
-        ("test_ranks.py::test_stages_end_where_what_was_reduced_is_kept",),
+        ("test_ranks.py::test_how_often_loops_reduce[stages end where what was reduced is kept]",),
     ),
     Mutation(
         "ranks",
@@ -203,7 +203,7 @@ ROWS = (
         "passes/recurrences/detection.py",
         "return node in self.ends or is_collective(node)",
         "return node in self.ends",
-        ("test_ranks.py::test_steps_that_ask_other_ranks_are_no_recurrence",),
+        ("test_ranks.py::test_rows_that_are_reduced_are_those_of_eager[steps that ask other ranks]",),
     ),
     Mutation(
         "ranks",
@@ -211,7 +211,7 @@ ROWS = (
         "passes/canonicalization/over_ranks.py",
         " and one.args[1] in LINEAR_REDUCTIONS",
         "",
-        ("test_ranks.py::test_sums_that_are_added_up_are_sent_once",),
+        ("test_ranks.py::test_how_often_loops_reduce[largest values]",),
     ),
     Mutation(
         "ranks",
@@ -219,7 +219,7 @@ ROWS = (
         "passes/canonicalization/over_ranks.py",
         "is_same = one.args[1:] == other.args[1:] and is_alike",
         "is_same = is_alike",
-        ("test_ranks.py::test_sums_that_are_added_up_are_sent_once",),
+        ("test_ranks.py::test_how_often_loops_reduce[a sum and a mean]",),
     ),
     Mutation(
         "ranks",
@@ -227,7 +227,7 @@ ROWS = (
         "passes/canonicalization/over_ranks.py",
         " or any(len(part.users) != 1 for part in parts)",
         "",
-        ("test_ranks.py::test_sums_that_are_added_up_are_sent_once",),
+        ("test_ranks.py::test_how_often_loops_reduce[a sum that is read by itself]",),
     ),
     Mutation(
         "ranks",
@@ -235,7 +235,7 @@ ROWS = (
         "passes/operators/opaque.py",
         " or node.target is ALL_REDUCE",
         "",
-        ("test_ranks.py::test_equal_reductions_stay_two",),
+        ("test_ranks.py::test_how_often_loops_reduce[equal reductions]",),
     ),
     Mutation(
         "ranks",
@@ -243,7 +243,7 @@ ROWS = (
         "passes/analysis/demand.py",
         "in roles.values() else self.apart",
         "in roles.values() else None",
-        ("test_ranks_agree.py::test_ranks_that_would_cut_otherwise_reduce_between_loops",),
+        ("test_ranks_agree.py::test_what_ranks_decide[other chunks]",),
     ),
     Mutation(
         "ranks",
@@ -251,7 +251,7 @@ ROWS = (
         "passes/canonicalization/over_ranks.py",
         "and rows.issuperset(parts) and",
         "and all(map(is_reduced_over_ranks, parts)) and",
-        ("test_ranks.py::test_sums_without_rows_stay_two",),
+        ("test_ranks.py::test_how_often_loops_reduce[sums without rows]",),
     ),
     Mutation(
         "ranks",
@@ -267,7 +267,7 @@ ROWS = (
         "streamfx/agreement.py",
         "    for group in compared:\n",
         "    for group in ():\n",
-        ("test_ranks_agree.py::test_ranks_that_gather_in_another_order_say_so",),
+        ("test_ranks_agree.py::test_what_ranks_cannot_agree_on_is_an_error[another order]",),
     ),
     Mutation(
         "ranks",
@@ -291,7 +291,7 @@ ROWS = (
         "streamfx/agreement.py",
         "        return other_order_than_before(str(error))\n",
         "        return nothing_from_others(error)\n",
-        ("test_ranks_agree.py::test_a_rank_keeps_to_an_order_that_was_agreed_on",),
+        ("test_ranks_agree.py::test_what_ranks_cannot_agree_on_is_an_error[another order than before]",),
     ),
     Mutation(
         "ranks",
