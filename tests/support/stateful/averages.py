@@ -14,9 +14,12 @@ import streamfx
 def averages(
     count: int, k: Tensor, v: Tensor, decay: Tensor, top: Tensor | None, bottom: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y_t = top_t / bottom_t, sums of exp(k) v and of exp(k) with a decay; k [b t d], states [b d]. And all bottoms."""
-    assert count == k.shape[1] == v.shape[1]
-    over = torch.zeros_like(k[:, 0]) if top is None else top
+    """y_t = top_t / bottom_t, sums of exp(k) v and of exp(k) with a decay; k [b t d], states [b d]. And all bottoms.
+
+    The kernel is told of a state how far sequences are apart, and reads each without gaps.
+    """
+    assert count == k.shape[1] == v.shape[1] and (top is None or top.stride(-1) == 1)
+    over = torch.zeros_like(k[:, 0]) if top is None else top.as_strided(top.shape, (top.stride(0), 1))
     under = torch.ones_like(over) * 0 if bottom is None else bottom
     rows = []
     for t in range(count):
