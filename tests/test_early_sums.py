@@ -22,7 +22,7 @@ LAYERS, BLOCK = 2, 11
 
 def xlstm(blocks: int) -> tuple[nn.Module, dict[str, Tensor]]:
     ids = layouts.tokens(VOCABULARY, BATCH, blocks * BLOCK, 0)
-    return decoders.made(lambda: of_transformers("xlstm", LAYERS, is_short=True)), {"input_ids": ids, "labels": ids}
+    return decoders.made(lambda: of_transformers("xlstm", LAYERS)), {"input_ids": ids, "labels": ids}
 
 
 @pytest.mark.parametrize("blocks", only([4], [3, 4, 5]))
