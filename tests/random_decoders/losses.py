@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.random_decoders.mixed import mixed
+from tests.random_decoders.layouts import Layout
+from tests.random_decoders.mixers import MIXES
 from tests.random_decoders.writer import Writer
 
 
@@ -92,3 +93,11 @@ def _of_sequences(w: Writer, kind: str) -> None:
         w.line("loss = -F.logsigmoid(0.1 * (total[0] - total[-1])) - F.logsigmoid(0.1 * total).mean()")
     else:
         w.line("loss = (total / t).exp().mean() - total.square().mean().sqrt()")
+
+
+def mixed(name: str, layout: Layout, value: str) -> str:
+    """The line that mixes `value`."""
+    over = {(0, True): "[:, None, None]", (0, False): "[:, None]"}.get((layout.time, "," in layout.sizes), "[:, None]")
+    parts = {"over": over, "time": layout.time, "last": layout.cut("x", "-1:"), "first": layout.cut("x", ":1")}
+    line = MIXES[name].format(**parts)
+    return f"{value} = (lambda x: {line})({value})" if value != "x" else f"x = {line}"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tests.random_decoders.bends import BEND, BENDS
 from tests.random_decoders.blocks import block
 from tests.random_decoders.extras import FEATURES, LINES, PARAMETERS
-from tests.random_decoders.functions import FUNCTIONS
-from tests.random_decoders.known_early import KNOWN
+from tests.random_decoders.gradients import BEND, BENDS, FUNCTIONS, KNOWN
 from tests.random_decoders.losses import head, loss
 from tests.random_decoders.mixers import STATEFUL
 from tests.random_decoders.specification import Decoder, shrunk

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from tests.random_decoders.arithmetic import APART, POSITIONS, RELATIONS, TOGETHER
-from tests.random_decoders.bends import BENDS
 from tests.random_decoders.choices import Choices
 from tests.random_decoders.extras import BYTES, COUNTS, EXTRAS, FEATURES, KEYS, LINES
-from tests.random_decoders.hidden import BENT, FILLS, SINKS, TABLES
-from tests.random_decoders.mixed import MIXES
-from tests.random_decoders.mixers import DECAYS, SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.gradients import BENDS
+from tests.random_decoders.masks import APART, BENT, FILLS, POSITIONS, RELATIONS, SINKS, TABLES, TOGETHER
+from tests.random_decoders.mixers import DECAYS, MIXES, SCANS, STATEFUL, TREES, WHOLE
 
 
 def choice(*values: Any, rare: bool = False, also: Iterable[Any] = ()) -> Any:
@@ -300,10 +298,3 @@ def shrunk(decoder: Decoder, fails: Callable[[Decoder], bool], tries: int = 200)
                 decoder, progress = other, True
                 break
     return decoder
-
-
-def ingredients(decoder: Decoder) -> Iterator[tuple[str, Any]]:
-    """All choices made, for statistics."""
-    for layer in decoder.layers:
-        yield from ((f"layer.{item.name}", getattr(layer, item.name)) for item in fields(layer))
-    yield from ((item.name, getattr(decoder, item.name)) for item in fields(decoder) if item.metadata)
