@@ -12,17 +12,24 @@ IS_STAND_IN = importlib.util.find_spec("fla") is None
 FEW = 16  # heads as wide as they are here
 
 
-def states(k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, h0: Tensor | None) -> list[Tensor]:
-    """h_t = exp(gk_t) h_(t-1) + b_t (a_t h_(t-1)) + k_t v_t"""
-    found = [k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3]) if h0 is None else h0]
-    for t in range(k.shape[1]):
-        seen = torch.einsum("bhk,bhkv->bhv", a[:, t], found[-1])
-        found.append(gk[:, t, :, :, None].exp() * found[-1] + outer(b[:, t], seen) + outer(k[:, t], v[:, t]))
-    return found
+def ruled(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(gk_t) h_(t-1) + b_t (a_t h_(t-1)) + k_t v_t;  y_t = scale q_t h_t"""
+    rows = []
+    for t in range(q.shape[1]):
+        seen = torch.einsum("bhk,bhkv->bhv", a[:, t], state)
+        state = gk[:, t, :, :, None].exp() * state + outer(b[:, t], seen) + outer(k[:, t], v[:, t])
+        rows.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(rows, 1), state.clone()
 
 
 def outer(x: Tensor, y: Tensor) -> Tensor:
     return x[..., :, None] * y[..., None, :]
+
+
+def started(q: Tensor, v: Tensor, h0: Tensor) -> Tensor:
+    return h0 if h0.numel() else q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
 
 
 def _forward(
@@ -41,10 +48,9 @@ def _forward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert not is_varlen and has_initial_state == (h0.numel() > 0), "a state goes with its flag"
-    found = states(k, v, a, b, gk, h0 if has_initial_state else None)
-    o = torch.stack([scale * torch.einsum("bhk,bhkv->bhv", q[:, t], found[t + 1]) for t in range(q.shape[1])], 1)
+    o, last = ruled(q, k, v, a, b, gk, started(q, v, h0), scale)
     nothing = q.new_empty(0, dtype=torch.int32)
-    return o, found[-1].clone() if output_final_state else q.new_empty(0), nothing.view(0, 2), nothing.clone()
+    return o, last if output_final_state else q.new_empty(0), nothing.view(0, 2), nothing.clone()
 
 
 def _backward(
@@ -66,25 +72,9 @@ def _backward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     assert chunk_indices.shape == (0, 2) and chunk_offsets.shape == (0,)
-    found = states(k, v, a, b, gk, h0 if has_initial_state else None)
-    carried = dht if dht.numel() else torch.zeros_like(found[0])
-    rows = []
-    for t in reversed(range(q.shape[1])):
-        carried = carried + scale * outer(q[:, t], do[:, t])
-        dseen, decay = torch.einsum("bhkv,bhk->bhv", carried, b[:, t]), gk[:, t, :, :, None].exp()
-        rows.append(
-            (
-                scale * torch.einsum("bhkv,bhv->bhk", found[t + 1], do[:, t]),
-                torch.einsum("bhkv,bhv->bhk", carried, v[:, t]),
-                torch.einsum("bhkv,bhk->bhv", carried, k[:, t]),
-                torch.einsum("bhkv,bhv->bhk", found[t], dseen),
-                torch.einsum("bhkv,bhv->bhk", carried, torch.einsum("bhk,bhkv->bhv", a[:, t], found[t])),
-                (carried * decay * found[t]).sum(-1),
-            )
-        )
-        carried = decay * carried + outer(a[:, t], dseen)
-    made = (torch.stack(items[::-1], 1) for items in zip(*rows, strict=True))
-    return (*made, carried.clone() if has_initial_state else h0.new_empty(0))  # type: ignore[return-value]
+    (_, last), pull = torch.func.vjp(lambda *given: ruled(*given, scale), q, k, v, a, b, gk, started(q, v, h0))
+    *made, dh0 = pull((do, dht if dht.numel() else torch.zeros_like(last)))
+    return (*made, dh0 if has_initial_state else h0.new_empty(0))  # type: ignore[return-value]
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
