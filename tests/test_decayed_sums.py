@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from streamfx.runtime.decayed_sums import DECAYED_SUMS, SUMS_BEHIND
 from streamfx.runtime.stateful import Backward, Forward
-from tests.support import decoders, layouts
-from tests.support.exactness import Report, compare
-from tests.support.later_sizes import compare_sizes
+from tests.support.exactness import Report
 from tests.support.spread import only
 from tests.test_recurrences import WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 
@@ -98,9 +96,6 @@ STREAMS: dict[str, Mixer] = {
     "of differences": lambda m, x: blended(m, x, lambda sums: differences(sums, sums)),
     "of all rows": totalled(segment_sums),
     "of a triangle": of_a_triangle,
-    "rows first": lambda m, x: m.out(
-        torch.einsum("bzd, bcz -> bcd", F.pad(x, (0, 0, 1, 0)), segment_sums(F.pad(falling(m, x), (1, 0))).exp())[:, 1:]
-    ),
     "behind a number": behind(lambda m, x: x.new_zeros(1, 1), value=0.5),
     # one that is trained, and in no weight: its gradient is zero, and there
     "behind a decay": behind(lambda m, x: -m.mu[:1].exp()),
@@ -178,9 +173,7 @@ OTHERS: dict[str, Mixer] = {
     "another order in memory": turned_in_memory,
 }
 ALSO: dict[str, Mixer] = {
-    "a row less in each sum": totalled(lambda x: segment_sums(x, strict=-2)),
     "the row itself is not seen": totalled(lambda x: segment_sums(x, diagonal=-1)),
-    "something is added above the diagonal": totalled(lambda x: torch.logaddexp(segment_sums(x), x[..., None] - 20)),
     "a narrow type on the way": totalled(lambda x: segment_sums(x).bfloat16().to(x.dtype)),
     "sums of columns": totalled(lambda x: segment_sums(x, along=-1)),
     "decays in columns": totalled(lambda x: segment_sums(x, columns=True)),
@@ -220,40 +213,6 @@ def test_the_first_decay_is_in_no_weight() -> None:
     """Whatever it is, it does not count: not even what grows beyond all numbers."""
     grows = totalled(lambda x: segment_sums(torch.cat([x[:, :1] + 800.0, x[:, 1:]], 1)))
     compared(grows, LENGTH, chunk_size=6, also=(1, 7), streams=None)
-
-
-@pytest.mark.long
-def test_what_may_grow_is_no_product_of_steps() -> None:
-    """Down beyond the smallest number, and up again: of the sum of both something is left, of one after the other nothing."""
-
-    def down_and_up(m: Mixed, x: Tensor) -> Tensor:
-        at = torch.arange(x.shape[1])
-        decays = falling(m, x) * 0.01 - 740.0 * (at == 5) + 700.0 * (at == 6)
-        rows = x * ((at != 5) & (at != 6))[:, None]
-        return m.out(F.normalize(segment_sums(decays).exp() @ rows + 1e-300, dim=-1, eps=1e-200))
-
-    compared(down_and_up, LENGTH, chunk_size=6, also=(1, 7), streams=None)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("length", [21, 24])
-def test_the_blocks_of_transformers(length: int) -> None:
-    """Each layer has a convolution, and is a stage of its own."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "vocab_size": 23}
-    config = transformers.Mamba2Config(**sizes, num_hidden_layers=2, chunk_size=4, use_cache=False)
-    model: nn.Module = decoders.made(lambda: transformers.Mamba2ForCausalLM(config))
-    ids = layouts.tokens(23, 2, length, 0)
-    report = compare(model, {"input_ids": ids, "labels": ids}, chunk_size=8, also=(1, 7, 64))
-    assert [len(operators(report, kind)) for kind in (Forward, Backward)] == [2, 2]
-    assert len(report.facts[0].stages) == 3
-
-
-@pytest.mark.long
-def test_other_lengths_and_batches_later() -> None:
-    options = {"chunk_size": 4, "loss_chunk_size": 4, "strict": True}
-    make = lambda: decoders.made(lambda: Mixed(totalled(segment_sums)))  # noqa: E731
-    compare_sizes(make, "streambp", ((2, 11), (2, 7), (3, 9)), options=options)
 
 
 # -- the operators by themselves

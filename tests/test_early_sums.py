@@ -13,9 +13,9 @@ import streamfx
 from streamfx.passes.partition.early_sums import early_sums
 from tests.support import decoders, layouts
 from tests.support.exactness import compare
-from tests.support.recurrent import BATCH
+from tests.support.recurrent import BATCH, VOCABULARY, of_transformers
 from tests.support.spread import only
-from tests.test_recurrent_families import TOLERANCE, VOCABULARY, of_transformers
+from tests.test_recurrent_families import TOLERANCE
 
 LAYERS, BLOCK = 2, 11
 

@@ -27,14 +27,14 @@ from streamfx.capture import captured
 from streamfx.errors import NotStreamed, OverBudget
 from streamfx.ir.facts import Facts, Form, known
 from streamfx.passes import run_pipeline
-from streamfx.passes.codegen import bodies, in_place
+from streamfx.passes.codegen import bodies
 from streamfx.passes.operators.traits import producer_of
 from streamfx.passes.partition import saving
 from streamfx.report.reasons import obstacles
 from streamfx.runtime.as_traced import Untouched
 from tests.support.decoders.parts import VOCABULARY, WIDTH, SwiGLU
 from tests.support.exactness import Recorded, assert_small, compare, value_errors
-from tests.support.sorted_experts import SPELLINGS, SortedExperts, SparseDecoder
+from tests.support.sorted_experts import SparseDecoder
 from tests.support.spread import only
 
 PASSES = Path(streamfx.passes.__file__).resolve().parent
@@ -71,20 +71,10 @@ def convolution(m: Rows, x: Tensor) -> Tensor:
     return made
 
 
-def spelled(m: Rows, x: Tensor) -> Tensor:
-    """Attention that is written out, with a mask."""
-    q, k, v = m.up(x).chunk(3, -1)
-    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-    weights: Tensor = (q @ k.transpose(1, 2) * WIDTH**-0.5).masked_fill(hidden, float("-inf")).softmax(-1)
-    return weights @ v
-
-
 MAKES: dict[str, Callable[[], nn.Module]] = {
     "attention": SwiGLU,
     "convolution": lambda: Rows(convolution),
-    "spelled attention": lambda: Rows(spelled),
     "recurrence": lambda: Rows(recurrence),
-    "experts": lambda: SortedExperts(SPELLINGS["rows added"]),
 }
 
 
@@ -192,13 +182,6 @@ def test_a_pass_that_fails_costs_what_it_looked_at(name: str, caplog: pytest.Log
         assert "please report" not in caplog.text.lower(), f"number {number}"
         assert len(known(facts.program).loops) > 2, f"number {number}: too little streams"
         caplog.clear()
-
-
-@pytest.mark.long
-def test_an_operator_that_a_pass_has_written_costs_that_pass() -> None:
-    """What scales the head's gradient is no traced operator: without the pass that wrote it the rest streams."""
-    facts = Traced.of("spelled attention").checked((in_place._rewrite.__code__, "mul_tensor_1"), "always")
-    assert any("'loss gradient' is left out, as 'rewrite' failed" in fault for fault in facts.faults), facts.faults
 
 
 @pytest.mark.long

@@ -19,8 +19,6 @@ from streamfx.integrations import enable
 from streamfx.passes.operators.rules.packed import packed_product
 from streamfx.passes.operators.rules.registry import NAMED
 from tests.support.trainers import tiny
-from tests.support.trainers.building import build
-from tests.support.trainers.running import assert_same_training
 
 pytestmark = pytest.mark.long
 
@@ -193,15 +191,3 @@ def test_explained(tmp_path: Path, peft: Any) -> None:
     assert report["graphs"] == 1 and not report["graph_breaks"] and not report["stopped"]
     assert all(stage["kind"] != "whole" for stage in report["stages"])
     assert model.base_model.model.model.layers[0].mlp.up_proj.weight is weight
-
-
-def test_a_trainer_on_quantized_weights(tmp_path: Path, peft: Any) -> None:
-    """TRL makes the adapters bfloat16."""
-    pytest.importorskip("trl")
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
-
-    def trainer() -> Any:
-        return build("sft", tmp_path, model=bitsandbytes(tmp_path, torch.float32, 2, **FOUR), peft=config)
-
-    _, done = assert_same_training(trainer, tolerance=1e-2)
-    assert list(done.calls) == ["model.base_model.model.model"]

@@ -97,40 +97,11 @@ def running_maximum(m: Mixed, x: Tensor) -> Tensor:
     return m.out(looped(step, (zeros(x) - 1e30, zeros(x), zeros(x)), *m.up(x).chunk(3, -1)[:2]))
 
 
-def matrix_state(m: Mixed, x: Tensor) -> Tensor:
-    """The state of a linear attention, one row at a time; rows in front."""
-    q, k, v = m.up(x).transpose(0, 1).chunk(3, -1)
-    rows, state = [], x.new_zeros(x.shape[0], WIDTH, WIDTH)
-    for t in range(x.shape[1]):
-        state = state * m.mu.sigmoid() + k[t, :, :, None] * v[t, :, None, :]
-        rows.append((q[t, :, None] @ state)[:, 0])
-    return m.out(torch.stack(rows).transpose(0, 1))
-
-
-def unbound(m: Mixed, x: Tensor) -> Tensor:
-    rows, state = [], zeros(x)
-    for row in m.gate(x).unbind(1):
-        state = F.softmax(state + row, -1)
-        rows.append(state)
-    return m.out(torch.stack(rows, 1))
-
-
-def first_row_apart(m: Mixed, x: Tensor) -> Tensor:
-    """The first step is another than the others."""
-    rows = [x[:, 0] * m.first]
-    for t in range(1, x.shape[1]):
-        rows.append((rows[-1] * m.mu + x[:, t]).tanh())
-    return m.out(torch.stack(rows, 1))
-
-
 CARRIED: dict[str, Mixer] = {
     "written row by row": written,
-    "stacked": stacked,
-    "unbound": unbound,
     "a cell from a learned state": lambda m, x: m.out(
         looped(lambda s, row: kept(m.cell(row, s)), (m.first.expand(x.shape[0], WIDTH),), x)
     ),
-    "a constant decay": lambda m, x: m.out(looped(lambda s, row: kept(0.9 * s + row), (zeros(x),), x)),
     "two rows back": lambda m, x: m.out(
         looped(lambda a, b, row: ((m.mu * a - b * row).sin(), a, (m.mu * a - b * row).sin() * a), (zeros(x), zeros(x)), x)
     ),
@@ -138,8 +109,6 @@ CARRIED: dict[str, Mixer] = {
         looped(lambda s, before, row: ((s + before * m.mu).tanh(), row, s), (zeros(x), zeros(x)), x)
     ),
     "a running maximum": running_maximum,
-    "a matrix": matrix_state,
-    "the first row apart": first_row_apart,
     "two over the same rows": lambda m, x: stacked(m, x) + written(m, x),
 }
 
@@ -185,7 +154,6 @@ def from_the_end(m: Mixed, x: Tensor) -> Tensor:
 
 # the loops that are found, whether all streams
 FOUND: dict[str, tuple[Mixer, int, bool | None]] = {
-    "one after the other": (lambda m, x: stacked(m, written(m, x)), 4, True),
     "over the rows that another has stacked": (of_the_first_stack, 4, None),
     "the last state": (the_last_state, 2, None),
     "from the end": (from_the_end, 0, False),
@@ -214,9 +182,6 @@ def shared_by_all_rows(m: Mixed, x: Tensor) -> Tensor:
 
 
 HARD: dict[str, Mixer] = {
-    "the row before last": lambda m, x: torch.stack(
-        states(x, lambda t, s: 0.5 * s[max(t - 1, 0)] + m.gate(x)[:, t].tanh()), 1
-    ),
     "looking ahead": lambda m, x: torch.stack(states(x, lambda t, s: 0.5 * s[-1] + x[:, min(t + 1, x.shape[1] - 1)]), 1),
     "out of order": lambda m, x: torch.stack(states(x, lambda t, s: torch.tanh(s[-1] + x[:, t])), 1).roll(-1, 1),
     "starting anew": lambda m, x: torch.stack(states(x, lambda t, s: (0.0 if t % 5 == 0 else 0.5) * s[-1] + x[:, t]), 1),

@@ -194,15 +194,6 @@ def test_a_wrong_declaration_is_found(operator: Any, wrong: dict[str, Any], says
         streamfx.check_recurrence(operator, arguments, 1)
 
 
-@pytest.mark.parametrize("rows", [11, 12, 24])
-def test_a_block_that_is_not_declared_is_found(rows: int) -> None:
-    """Also where a third of the rows is a number of blocks."""
-    q, g = draw(2, rows, 2, 4), -torch.ones(2, rows, 2, dtype=torch.float64)
-    given = {"q": q, "k": q, "v": q, "g": g, "scale": 0.5, "first": None, "output_final_state": False}
-    with declared(blocks, block=1), pytest.raises(streamfx.RuleError, match="is off by"):
-        streamfx.check_recurrence(blocks, given)
-
-
 @pytest.mark.parametrize(
     ("change", "chunk_size", "says"),
     [
@@ -297,16 +288,6 @@ def test_other_numbers_of_rows_run_whole() -> None:
     with declared(selective, rows={"x": 1, "dt": 1, "a": 1, "b": 1, "c": 1}):
         (facts,) = compared(lambda m, x: m.out(selected(m, x)[0]), chunk_size=4, streams=False).facts
     assert "other numbers of rows" in "; ".join(facts.reasons())
-
-
-def test_calls_that_differ_in_what_they_saved() -> None:
-    """An initial state that the backward is not given is told by the states that it is given."""
-
-    def both(m: Mixed, x: Tensor) -> Tensor:
-        first = (m.first.view(2, 4, 1) * m.mu[:4]).expand(x.shape[0], 2, 4, 4).clone()
-        return m.out((attended(m, x)[0] + attended(m, x, first)[0].sin()).flatten(2))
-
-    assert not compared(both, chunk_size=4, also=(1,)).facts[0].reasons()
 
 
 # -- kernels that are no operators

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._higher_order_ops.associative_scan import associative_scan
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 
 from streamfx.errors import OptionError, RanksDiffer
@@ -50,19 +49,13 @@ class Linear(Layer):
     """h_t = a_t h_(t-1) + x_t: all ranks begin with nothing, and add afterwards what the ranks before them have left."""
 
     def mix(self, x: Tensor) -> Tensor:
-        products, h = self.states(self.gate(x).sigmoid(), x)
-        return h + products * self.before(products[:, -1], h[:, -1])[:, None]
-
-    def states(self, decay: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The products of decays so far, and the states of rows."""
-
         def step(state: tuple[Tensor, Tensor], row: tuple[Tensor, Tensor]) -> Any:
             product, h = row[0] * state[0], row[0] * state[1] + row[1]
             return (product, h), (product.clone(), h.clone())
 
         zeros = x.new_zeros(len(x), WIDTH)
-        made: tuple[Tensor, Tensor] = scan(step, (zeros + 1, zeros), (decay, x), dim=1)[1]
-        return made
+        products, h = scan(step, (zeros + 1, zeros), (self.gate(x).sigmoid(), x), dim=1)[1]
+        return h + products * self.before(products[:, -1], h[:, -1])[:, None]
 
     def before(self, product: Tensor, last: Tensor) -> Tensor:
         """The state that the first row of this rank begins with."""
@@ -74,19 +67,6 @@ class Linear(Layer):
         for decay, own in zip(torch.where(is_before, products, 1.0), torch.where(is_before, states, 0.0), strict=True):
             state = decay * state + own
         return state
-
-
-class Associative(Linear):
-    def states(self, decay: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = decay, x
-        return associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), rows, 1, combine_mode="generic")  # type: ignore[return-value]
-
-
-class Sums(Linear):
-    """A running sum, whose decays are ones."""
-
-    def states(self, decay: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ones_like(x), (decay * x).cumsum(1)
 
 
 class Detached(Linear):
@@ -216,7 +196,7 @@ def error_of(rank: int, kind: type[Layer], chunk: int, rows: Sequence[int]) -> f
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
-@pytest.mark.parametrize("kind", [Linear, Associative, Sums, InTurn, Operator, Shifted])
+@pytest.mark.parametrize("kind", [Linear, InTurn, Operator, Shifted])
 def test_gradients_are_those_of_one_process(kind: type[Layer], chunk: int) -> None:
     assert max(on_ranks(error_of, kind, chunk, (ROWS, ROWS - 3))) < 1e-12
 
