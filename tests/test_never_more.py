@@ -120,6 +120,7 @@ def test_chunks_that_are_asked_for_are_made() -> None:
     assert "as it stands takes" in reason and "chunk_size" in reason
 
 
+@pytest.mark.long
 def test_a_graph_that_stands_is_exact_and_holds_for_longer_calls() -> None:
     """Dynamic rows: the decision holds up to a length, beyond which the graph is compiled anew."""
     model, backend = decoder().double(), recorder(bodies="eager")

@@ -197,7 +197,7 @@ def test_a_wrong_declaration_is_found(operator: Any, wrong: dict[str, Any], says
 @pytest.mark.parametrize(
     ("change", "chunk_size", "says"),
     [
-        ({"k": ROWS[:, :1], "v": ROWS[:, :1]}, None, "1 rows"),
+        ({"count": 1, "k": ROWS[:, :1], "v": ROWS[:, :1]}, None, "1 rows"),
         ({}, 7, "7 rows"),
         ({}, 0, "chunk_size=0"),
         ({}, -1, "chunk_size=-1"),

@@ -198,6 +198,7 @@ def test_memory_and_work_grow_by_the_carries_that_are_on_their_way() -> None:
     assert 0 <= costs[-1]["peak_bytes"] - least["peak_bytes"] <= 6 * node.target.carried
 
 
+@pytest.mark.long
 @with_states_of_constants
 def test_tools_say_so() -> None:
     text = str(asked(streamfx.explain, adjoints=6))
