@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch.utils.checkpoint import checkpoint
 
-from streamfx.passes.recurrences.trees import with_trees
-from streamfx.runtime.associative import TREE_SCAN, Associative, AssociativeBackward
+from streamfx.runtime.associative import Associative, AssociativeBackward
 from streamfx.runtime.trees import levels_behind, pulled_back, scanned
 from tests.support import decoders
 from tests.support.later_sizes import compare_sizes
@@ -294,26 +293,3 @@ def test_each_row_is_combined_as_pytorch_does(length: int) -> None:
         torch.testing.assert_close(
             [torch.cat(parts) for parts in zip(*back, strict=True)], list(gradients), rtol=1e-13, atol=1e-13
         )
-
-
-def test_the_operator_by_itself() -> None:
-    """Where a graph runs as it stood, PyTorch calls it; a result that nobody uses has no gradient."""
-    found: list[fx.GraphModule] = []
-
-    def kept(module: fx.GraphModule, _: Any) -> Any:
-        found.append(with_trees(module))
-        return found[0].forward
-
-    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
-
-    def scan(one: Tensor, other: Tensor) -> Any:
-        return along(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1] * weight), (one, other), 0)
-
-    rows = draw(6)
-    own, truth = torch.compile(scan, backend=kept)(*rows), scan(*rows)
-    assert [node for node in found[0].graph.nodes if node.target is TREE_SCAN]
-    for used in (slice(0, 1), slice(1, 2), slice(0, 2)):
-        pairs = [([part.sin().sum() for part in made[used]], [*rows, weight]) for made in (own, truth)]
-        how = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
-        one, other = (torch.autograd.grad(*pair, **how) for pair in pairs)
-        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
