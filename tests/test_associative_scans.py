@@ -284,12 +284,12 @@ def test_each_row_is_combined_as_pytorch_does(length: int) -> None:
             before.append(blocks)
             assert sorted(blocks) == levels_behind(own.stop)
         assert all(torch.equal(torch.cat(parts), whole) for parts, whole in zip(zip(*made, strict=True), truth, strict=True))
-        left: dict[int, list[Tensor]] = {}
+        left: Any = {}
         back: list[Any] = []
         for own, blocks in zip(reversed(chunks), before[-2::-1], strict=True):
             given, after = [leaf[own] for leaf in rows], [leaf[own] for leaf in cotangents]
-            part, left = pulled_back(partial(again, own.start), given, [], blocks, after, left)
-            back.insert(0, part)
+            handed, left = pulled_back(partial(again, own.start), given, [], blocks, after, left)
+            back.insert(0, handed)
         torch.testing.assert_close(
             [torch.cat(parts) for parts in zip(*back, strict=True)], list(gradients), rtol=1e-13, atol=1e-13
         )

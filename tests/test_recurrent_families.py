@@ -6,6 +6,7 @@ For each further chunk they keep the state with which it began, and rows of the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_loop_of_turns_runs_whole_and_what_is_around_it_streams(chunk: int | s
 FEW, MANY = 9, 15  # chunks
 
 
-def grown(make: Callable[[], nn.Module], kind: type, chunk: int, name: str = "ids") -> tuple[dict[str, float], int]:
+def grown(make: Callable[[], nn.Module], kind: Any, chunk: int, name: str = "ids") -> tuple[dict[str, float], int]:
     """Bytes more for each chunk, as predicted and as measured; and those of a layer's state."""
     found = []
     for count in (FEW, MANY):
@@ -93,8 +94,8 @@ def grown(make: Callable[[], nn.Module], kind: type, chunk: int, name: str = "id
         options: dict[str, Any] = {"chunk_size": chunk, "loss_chunk_size": chunk, "bodies": "eager"}
         batch = {name: ids, "labels": ids}
         explained = streamfx.explain(model, **batch, options=options)
-        nodes = [node for graph in explained.call.graphs for node in graph.facts.joint.forward]
-        (state,) = {node.target.carried for node in nodes if isinstance(node.target, kind)}
+        targets: list[Any] = [node.target for graph in explained.call.graphs for node in graph.facts.joint.forward]
+        (state,) = {target.carried for target in targets if isinstance(target, kind)}
         figures = {name: explained.summary()[f"{name}_bytes"] for name in ("peak", "saved", "baseline_peak")}
         compiled = torch.compile(model, backend="streambp", options=options)
         step: Callable[[], Any] = lambda: scalar(compiled(**batch)).backward()  # noqa: B023, E731
@@ -123,11 +124,11 @@ def test_with_each_layer_the_peak_grows_by_one_state_per_chunk(form: str) -> Non
     What goes back through a convolution is given rows of one layer at a time, whichever it is.
     """
     if form == "transformers":
-        two, three = (grown(lambda n=layers: of_transformers("mamba2", n), Forward, 11, "input_ids") for layers in (2, 3))
+        two, three = (grown(partial(of_transformers, "mamba2", layers), Forward, 11, "input_ids") for layers in (2, 3))
         rows = BATCH * 11 * WIDTH * torch.float64.itemsize
     else:
         mixer, kind = FORMS[form]
-        two, three = (grown(lambda n=layers: Mixed(mixer, n), kind, 4) for layers in (2, 3))
+        two, three = (grown(partial(Mixed, mixer, layers), kind, 4) for layers in (2, 3))
         rows = BATCH * 4 * WIDTH * torch.float32.itemsize
     more, state = {name: three[0][name] - two[0][name] for name in three[0]}, three[1]
     assert more.pop("baseline_peak") > 1.5 * (state + rows)

@@ -53,6 +53,11 @@ def last_state_for_all_rows(m: Mixed, x: Tensor) -> Tensor:
     return m.out(y) + m.gate(last.sum(-1))[:, None]
 
 
+def handed_on(m: Mixed, x: Tensor) -> Tensor:
+    y, last = selected(m, x)
+    return m.out(selected(m, y, last.tanh())[0])
+
+
 def of_the_first_rows(m: Mixed, x: Tensor) -> Tensor:
     """In small chunks the last have no row of it, and its last state leaves an earlier one."""
     y, last = selected(m, x[:, :-3], learned(m, x))
@@ -109,7 +114,7 @@ STREAMS: dict[str, Mixer] = {
     "of some rows": lambda m, x: m.out(F.pad(selected(m, x[:, 3:])[0], [0, 0, 3, 0])),
     "some gradients": lambda m, x: m.out(some_gradients(m, x)),
     "first state of all rows": lambda m, x: m.out(selected(m, x, m.gate(x.mean(1))[..., None] * m.mu[:STATES], False)[0]),
-    "handed to the next": lambda m, x: m.out((lambda y, last: selected(m, y, last.tanh())[0])(*selected(m, x))),
+    "handed to the next": handed_on,
     "the same twice": lambda m, x: m.out(selected(m, x)[0] + selected(m, x)[0].tanh()),
     "checkpointed": lambda m, x: checkpoint(lambda x: last_state_for_all_rows(m, x), x, use_reentrant=False),
     "convolved": lambda m, x: convolved(m, x, 3),

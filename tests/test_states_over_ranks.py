@@ -159,7 +159,7 @@ def error_of(rank: int, kind: type[Layer], chunk: int, rows: Sequence[int]) -> f
     torch._dynamo.reset()
     truth, model, data = Decoder(kind, True), Decoder(kind, False), data_of(0, sum(rows))
     truth(*data).backward()
-    how = {"chunk_size": chunk, "loss_chunk_size": chunk, "check_passes": True, "strict": True, "bodies": "eager"}
+    how: dict[str, Any] = {"chunk_size": chunk, "loss_chunk_size": chunk, "check_passes": True, "strict": True, "bodies": "eager"}
     run = torch.compile(model, backend="streambp", options=how)
     (run(*(part.split(list(rows), 1)[rank] for part in data)) * rows[rank] / sum(rows)).backward()
     for parameter, other in zip(model.parameters(), truth.parameters(), strict=True):

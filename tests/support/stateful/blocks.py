@@ -4,6 +4,7 @@ at the beginning of each block are saved for the backward, and a flag asks for t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ def blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """S_t = exp(g_t / (1 + t % 4)) S_(t-1) + k_t v_t;  y_t = scale q_t S_t. q, k, v [b t h w], g [b t h], the state [b h w w]."""
     states, rows = [q.new_zeros(q.shape[0], q.shape[2], q.shape[3], q.shape[3]) if first is None else first], []
-    for own in zip(*(item.split(BLOCK, 1) for item in (q, k, v, g)), strict=True):
-        y, last = attended(*own, states[-1], scale)
+    for begin in range(0, q.shape[1], BLOCK):
+        own = slice(begin, begin + BLOCK)
+        y, last = attended(q[:, own], k[:, own], v[:, own], g[:, own], states[-1], scale)
         rows.append(y)
         states.append(last)
     return torch.cat(rows, 1), states[-1] if output_final_state else q.new_empty(0), torch.stack(states[:-1], 1)
@@ -45,7 +47,7 @@ def blocks_backward(
     for *own, after, state in reversed(
         [*zip(*(item.split(BLOCK, 1) for item in (q, k, v, g, dy)), saved.unbind(1), strict=True)]
     ):
-        _, pull = torch.func.vjp(lambda *given: attended(*given, scale), *own, state)
+        _, pull = torch.func.vjp(partial(attended, scale=scale), *own, state)
         *made, carried = pull((after, carried))
         rows.append(made)
     return (*(torch.cat(items[::-1], 1) for items in zip(*rows, strict=True)), carried.clone())  # type: ignore[return-value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def _backward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     assert chunk_indices.shape == (0, 2) and chunk_offsets.shape == (0,)
-    (_, last), pull = torch.func.vjp(lambda *given: ruled(*given, scale), q, k, v, a, b, gk, started(q, v, h0))
+    (_, last), pull = torch.func.vjp(partial(ruled, scale=scale), q, k, v, a, b, gk, started(q, v, h0))
     *made, dh0 = pull((do, dht if dht.numel() else torch.zeros_like(last)))
     return (*made, dh0 if has_initial_state else h0.new_empty(0))  # type: ignore[return-value]
 
