@@ -11,8 +11,7 @@ pytest.importorskip("transformers")
 from tests.zoo.configs import LAYERS, distinct_layers, shrunk_value
 from tests.zoo.measure import counted, measured
 from tests.zoo.models import grouped_products_in_float64, model_types
-from tests.zoo.report import text_of
-from tests.zoo.runs import known, tidy
+from tests.zoo.runs import known, text_of, tidy
 
 pytestmark = pytest.mark.long
 
