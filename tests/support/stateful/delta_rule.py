@@ -36,7 +36,7 @@ def started(q: Tensor, v: Tensor, h0: Tensor) -> Tensor:
 def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *rows, h0, _, scale, has_initial_state, output_final_state, is_varlen, _ = given
     assert not is_varlen and has_initial_state == (h0.numel() > 0), "a state goes with its flag"
-    o, last = ruled(*rows, started(rows[0], rows[2], h0), scale)
+    o, last = ruled(*(*rows, started(rows[0], rows[2], h0), scale))
     nothing = o.new_empty(0, dtype=torch.int32)
     return o, last if output_final_state else o.new_empty(0), nothing.view(0, 2), nothing.clone()
 
