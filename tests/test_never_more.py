@@ -61,11 +61,15 @@ def decoder(width: int = 16, function: Callable[..., Tensor] = attended) -> Mode
 breaks_the_graph: Callable[[], None] = torch._dynamo.disable(lambda: None)
 
 
+def expert(m: Any, x: Tensor) -> Tensor:
+    breaks_the_graph()
+    return m.down(F.silu(m.gate(x)) * m.up(x))  # type: ignore[no-any-return]
+
+
 def experts(m: Any, x: Tensor) -> Tensor:
     """Graphs whose halves have equal peaks, and of which each runs while what the others keep is there."""
     for _ in range(4):
-        breaks_the_graph()
-        x = m.down(F.silu(m.gate(x)) * m.up(x))
+        x = expert(m, x)
     return x.sum()
 
 
