@@ -14,8 +14,8 @@ from streamfx.runtime import causal_convolutions
 from streamfx.runtime.stateful import Backward, Forward
 from tests.support import decoders, layouts
 from tests.support.causal_conv_package import IS_STAND_IN, causal_conv1d_fn
-from tests.test_recurrences import WIDTH, Mixed
-from tests.test_stateful import compared, stateful
+from tests.test_recurrences import WIDTH, Mixed, compared
+from tests.test_stateful import stateful
 
 pytestmark = pytest.mark.skipif(not IS_STAND_IN, reason="the package itself runs on GPUs alone")
 

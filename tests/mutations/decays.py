@@ -8,7 +8,7 @@ READ, FIND = "passes/recurrences/decays.py", "passes/recurrences/block_products.
 PROVEN, RUN = "passes/canonicalization/decayed_sums.py", "streamfx/runtime/decayed_sums.py"
 OTHERS = "test_decayed_sums.py::test_what_only_looks_like_one"
 STREAMS = "test_decayed_sums.py::test_blocks_hand_on_what_is_left"
-OPERATOR = "test_decayed_operator.py::test_the_operator_is_the_product"
+OPERATOR = "test_decayed_sums.py::test_the_operator_is_the_product"
 
 
 def fault(what: str, file: str, before: str, after: str, *tests: str) -> Mutation:
@@ -90,13 +90,13 @@ ROWS = (
         'name == "invert"',
         f"{OTHERS}[a triangle of numbers whose bits are turned]",
     ),
-    fault("any number in front is zero", FIND, "or apart[2] in (None, 0))", "or True)", f"{STREAMS}[behind_a_number]"),
+    fault("any number in front is zero", FIND, "or apart[2] in (None, 0))", "or True)", f"{STREAMS}[behind a number]"),
     fault(
         "a decay that is in no weight has no gradient",
         FIND,
         "behind[0] is None or not behind[0].meta[EXAMPLE].requires_grad",
         "True",
-        f"{STREAMS}[behind_a_decay]",
+        f"{STREAMS}[behind a decay]",
     ),
     fault(
         "weights may grow",

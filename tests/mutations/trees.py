@@ -7,10 +7,9 @@ from tests.mutations.row import Mutation
 READ, FUNCTION = "passes/recurrences/trees.py", "passes/recurrences/combining.py"
 RUN, ROWS_OF_A_TREE = "streamfx/runtime/associative.py", "streamfx/runtime/trees.py"
 STREAMS = "test_associative_scans.py::test_rows_are_combined_chunk_by_chunk"
-OTHERS = "test_trees.py::test_what_only_looks_like_one"
-ALIKE = "test_trees.py::test_each_row_is_combined_as_pytorch_does"
-POSITIONS = "test_associative_scans.py::test_rows_are_combined_chunk_by_chunk[of_positions]"
-BACK = "test_trees.py::test_gradients_of_blocks_are_handed_back"
+OTHERS = "test_associative_scans.py::test_what_only_looks_like_one"
+ALIKE = "test_associative_scans.py::test_each_row_is_combined_as_pytorch_does"
+POSITIONS = "test_associative_scans.py::test_rows_are_combined_chunk_by_chunk[of positions]"
 
 
 def fault(what: str, file: str, before: str, after: str, *tests: str) -> Mutation:
@@ -79,7 +78,7 @@ ROWS = (
         ROWS_OF_A_TREE,
         "pairs += [pair for level, block in left.items() for pair in zip(after[level], block, strict=True)]",
         "pass",
-        BACK,
+        ALIKE,
     ),
     fault(
         "leaves that reach no loss have gradients of zeros",

@@ -6,7 +6,6 @@ from tests.mutations.row import Mutation
 
 FOUND, RUN = "passes/recurrences/truncations.py", "streamfx/runtime/truncated.py"
 REACH = "test_truncated_adjoints.py::test_gradients_reach_back_so_many_rows"
-PAPER = "test_truncated_adjoints.py::test_equation_7_of_the_paper"
 
 ROWS = (
     Mutation(
@@ -15,7 +14,7 @@ ROWS = (
         RUN,
         "chunks_holding(self.reach - 1, STEP)",
         "chunks_holding(self.reach, STEP)",
-        (PAPER,),
+        (REACH,),
     ),
     Mutation(
         "truncations",
