@@ -84,13 +84,13 @@ torch._dynamo.on_compile_start(COMPILATIONS.append)
 def fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test runs on one thread, from one seed, with streamfx's own rules; if it is marked `compiled`, with an empty Dynamo.
 
-    A test without this mark that calls Dynamo fails: `pytest -m "not compiled"` is the quick run.
+    A default test without this mark that calls Dynamo fails: `pytest -m "not compiled"` is the quick run.
     """
     tables: tuple[dict[Any, Any], ...] = RULES, STATEFUL, BACKWARDS
     before = [dict(table) for table in tables]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    compiles = "compiled" in request.keywords
+    compiles = any(map(request.node.get_closest_marker, ("compiled", "long")))
     if compiles:
         torch._dynamo.reset()
     count = len(COMPILATIONS)

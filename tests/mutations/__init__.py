@@ -3,7 +3,7 @@
     python -m tests.mutations                    all rows, some seconds each; exit status 1 if one is not caught
     python -m tests.mutations 3 "sinks" --log f  those of some kinds, and what pytest said of rows that were not caught
 
-The rows are in `rows/` (`row.py` says how they are written). A row whose place has changed is mended in the commit that changes it
+The rows are in `rows/`; `row.py` says how they are written. A row whose place has changed is mended in the commit that changes it
 (`tests/test_mutations.py` asks for it). Whoever finds a fault that no test saw adds the test, and the mended line as a row.
 """
 
