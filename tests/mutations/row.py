@@ -7,7 +7,7 @@ The rows are in `rows/`, one text per subject:
     - begin < part.end
     + True
 
-A head names a file, a kind, and the tests of the rows that follow, by spaces. A row has words, what it replaces, and what with.
+A head names a file, a kind, and the tests of the rows that follow. A row has words, what it replaces, and what with.
 """
 
 from __future__ import annotations
@@ -69,5 +69,5 @@ def read(text: str) -> Iterator[Mutation]:
                 entries[-1][2][line[0]].append(line[2:])
             case mark if mark and mark != "#":
                 entries.append((head, line, {"-": [], "+": []}))
-    for (file, kind, tests), what, lines in entries:
-        yield Mutation(kind, what, file, "\n".join(lines["-"]), "\n".join(lines["+"]), tuple(tests.split()))
+    for (file, kind, *tests), what, lines in entries:
+        yield Mutation(kind, what, file, "\n".join(lines["-"]), "\n".join(lines["+"]), tuple(tests))
