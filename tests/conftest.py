@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
-from itertools import groupby
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,6 @@ from streamfx.runtime.loop import Loop
 from streamfx.torch_private import FakeTensor
 from tests.support.goldens import golden, recorded
 from tests.support.precision import widen_models
-from tests.support.shares import SHARES, TAKEN, seeing_faults, taken
 
 __all__ = ["golden", "recorded"]
 
@@ -47,23 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A default run takes, of each file, as many cases as it has places, and those that see faults (`tests/mutations/`)."""
-    if config.getoption("--long"):
-        return
     for item in items:
-        if "long" in item.keywords:
+        if "compiled_once" in getattr(item, "fixturenames", ()):
+            item.add_marker("compiled")
+        if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="runs only with --long"))
-    if any("::" in argument for argument in config.args):  # what is asked for by name runs
-        return
-    config.stash[TAKEN] = set()
-    for path, group in groupby((item for item in items if "long" not in item.keywords), key=lambda item: item.path):
-        own = list(group)
-        places = SHARES.get(path.name, len(own))
-        kept = taken([getattr(item, "originalname", item.name) for item in own], places)
-        kept |= seeing_faults([item.nodeid.removeprefix("tests/") for item in own])
-        config.stash[TAKEN].update(own[position].nodeid.removeprefix("tests/") for position in kept)
-        for position in set(range(len(own))) - kept:
-            own[position].add_marker(pytest.mark.skip(reason=f"a default run takes {len(kept)} cases of this file, --long all"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -90,16 +76,28 @@ def our_messages_are_heard() -> None:
     ours.propagate, ours.disabled = True, False
 
 
+COMPILATIONS: list[object] = []  # what Dynamo has begun to compile in this process
+torch._dynamo.on_compile_start(COMPILATIONS.append)
+
+
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    """Each test compiles anew, on one thread, from one seed, with the rules that streamfx itself has."""
+def fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test runs on one thread, from one seed, with streamfx's own rules; if it is marked `compiled`, with an empty Dynamo.
+
+    A default test without this mark that calls Dynamo fails: `pytest -m "not compiled"` is the quick run.
+    """
     tables: tuple[dict[Any, Any], ...] = RULES, STATEFUL, BACKWARDS
     before = [dict(table) for table in tables]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    compiles = any(map(request.node.get_closest_marker, ("compiled", "long")))
+    if compiles:
+        torch._dynamo.reset()
+    count = len(COMPILATIONS)
     yield
-    torch._dynamo.reset()
+    if compiles:
+        torch._dynamo.reset()
+    assert compiles or len(COMPILATIONS) == count, "this test calls Dynamo: mark it `pytest.mark.compiled`"
     for table, own in zip(tables, before, strict=True):
         table.clear()
         table.update(own)
@@ -134,7 +132,7 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of steps that are too short look for no length that gains: `tests/test_plan_verdict.py` sees that they do."""
+    """Plans of steps that are too short look for no length that gains: `tests/test_plan_search.py` sees that they do."""
     monkeypatch.setattr("streamfx.tools.planner.step.gains_from", lambda *_: None)
 
 

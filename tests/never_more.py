@@ -74,10 +74,8 @@ def main() -> int:
             continue
         ratios.append(found.ratio)
         mark = {"more": True} if found.ratio > TOLERATED else {}
-        print(
-            json.dumps({"name": name, "ratio": round(found.ratio, 3), "ours": found.ours, "others": found.others, **mark}),
-            flush=True,
-        )
+        line = {"name": name, "ratio": round(found.ratio, 3), "ours": found.ours, "others": found.others, **mark}
+        print(json.dumps(line), flush=True)
     more = sum(ratio > TOLERATED for ratio in ratios)
     print(f"{len(ratios)} programs, {more} above {TOLERATED}, the largest {max(ratios, default=0):.3f}; {failed} did not run")
     return 1 if more else 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,16 +22,8 @@ from tests.support.tracing import compare_function
 aten = torch.ops.aten
 
 
-def as_it_is(x: Tensor) -> Tensor:
-    return x.contiguous()
-
-
-def by_rows(x: Tensor) -> Tensor:
-    return x.movedim(-2, 0).contiguous().movedim(0, -2)
-
-
-def by_columns(x: Tensor) -> Tensor:
-    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+def at_an_odd_address(x: Tensor) -> Tensor:
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 def within(x: Tensor) -> Tensor:
@@ -40,43 +32,28 @@ def within(x: Tensor) -> Tensor:
     return room[..., 5 : 5 + x.shape[-2], 3 : 3 + x.shape[-1]]
 
 
-def packed(x: Tensor) -> Tensor:
-    """A third of what one projection makes."""
-    return torch.stack([x, x * 0, x], -2)[..., 0, :]
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.contiguous(),
+    lambda x: x.movedim(-2, 0).contiguous().movedim(0, -2),  # by rows
+    lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),  # by columns
+    within,
+    lambda x: torch.stack([x, x * 0, x], -2)[..., 0, :],  # a third of what one projection makes
+    at_an_odd_address,
+    lambda x: x[:1].expand_as(x),  # the first of the batch for all
+]
 
 
-def at_an_odd_address(x: Tensor) -> Tensor:
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+class Drawn(NamedTuple):
+    """Operands of an attention, in some layouts; the causal flag and the scale are drawn as well."""
 
-
-def spread(x: Tensor) -> Tensor:
-    """The first of the batch for all."""
-    return x[:1].expand_as(x)
-
-
-LAYOUTS: list[Callable[[Tensor], Tensor]] = [as_it_is, by_rows, by_columns, within, packed, at_an_odd_address, spread]
-
-
-@dataclass
-class Drawn:
-    """Operands of an attention, in some layouts; `scale` and the causal flag are drawn as well."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    heads: tuple[Tensor, Tensor, Tensor]
     gradient: Tensor
-    bias: Tensor | None
-    causal: bool
-    scale: float | None
+    how: tuple[Tensor | None, bool, float | None]
     layouts: list[Callable[[Tensor], Tensor]]
 
-    @property
-    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query, self.key, self.value
-
-    @property
-    def how(self) -> tuple[Tensor | None, bool, float | None]:
-        return self.bias, self.causal, self.scale
+    def by_plain(self) -> list[Tensor]:
+        out, lse = plain.forward(*self.heads, *self.how)
+        return [out, lse, *plain.backward(self.gradient, *self.heads, out, lse, *self.how)]
 
 
 def drawn(seed: int) -> Drawn:
@@ -90,34 +67,29 @@ def drawn(seed: int) -> Drawn:
     d, e = draw.choice([(8, 8), (8, 8), (16, 8), (8, 16), (5, 5), (12, 20)])
     shapes = [(b, h, m, n), (b, 1, m, n), (1, 1, m, n), (b, h, 1, n), (1, 1, m, 1), (h, m, n), (m, n)]
     bias = tensor(*draw.choice(shapes)) if draw.random() < 0.5 else None
-    return Drawn(
-        query=tensor(b, h, m, d),
-        key=tensor(b, of_keys, n, d),
-        value=tensor(b, of_values, n, e),
-        gradient=tensor(b, h, m, e),
-        bias=bias,
-        causal=draw.random() < 0.5,
-        scale=draw.choice([None, None, 0.3, 0.0, -0.5]),
-        layouts=[draw.choice(LAYOUTS[:-1]) for _ in range(2)],
-    )
+    heads = tensor(b, h, m, d), tensor(b, of_keys, n, d), tensor(b, of_values, n, e)
+    how = bias, draw.random() < 0.5, draw.choice([None, None, 0.3, 0.0, -0.5])
+    return Drawn(heads, tensor(b, h, m, e), how, [draw.choice(LAYOUTS[:-1]) for _ in range(2)])
 
 
-def check(case: Drawn, hint: str) -> None:
-    out, lse = sdpa.forward(*case.heads, *case.how)
-    right, right_lse = plain.forward(*case.heads, *case.how)
-    kept, kept_lse = case.layouts[0](right), case.layouts[1](right_lse[..., None])[..., 0]
-    found = sdpa.backward(case.gradient, *case.heads, kept, kept_lse, *case.how)
-    wanted = plain.backward(case.gradient, *case.heads, right, right_lse, *case.how)
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), (right, right_lse, *wanted), strict=True):
-        assert a.shape == b.shape, (hint, name, a.shape)
-        assert relative_error(a, b, floor=1.0) < TOLERANCE, (hint, name, case)
+def near(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float, seed: int) -> None:
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert relative_error(a.double(), b.double(), floor=1.0) < tolerance, (seed, name, drawn(seed))
+
+
+def check(seed: int) -> None:
+    case = drawn(seed)
+    wanted = case.by_plain()
+    kept, kept_lse = case.layouts[0](wanted[0]), case.layouts[1](wanted[1][..., None])[..., 0]
+    made = sdpa.backward(case.gradient, *case.heads, kept, kept_lse, *case.how)
+    near([*sdpa.forward(*case.heads, *case.how), *made], wanted, TOLERANCE, seed)
 
 
 @pytest.mark.parametrize("device", ["cpu", "half", "single"])
 def test_any_layout_will_do(device: str) -> None:
     with nullcontext() if device == "cpu" else in_their_place(half=device == "half"):
         for seed in range(150):
-            check(drawn(seed), f"seed {seed}")
+            check(seed)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01), (torch.float32, 1e-5)])
@@ -126,48 +98,27 @@ def test_real_types(dtype: torch.dtype, tolerance: float) -> None:
     with in_their_place(half=True):
         for seed in range(40):
             case = drawn(seed)
-            right, right_lse = plain.forward(*case.heads, *case.how)
-            wanted = plain.backward(case.gradient, *case.heads, right, right_lse, *case.how)
-            heads = [item.to(dtype) for item in case.heads]
-            out, lse = sdpa.forward(heads[0], heads[1], heads[2], *case.how)
-            found = sdpa.backward(case.gradient.to(dtype), heads[0], heads[1], heads[2], out, lse, *case.how)
+            q, k, v, gradient = (item.to(dtype) for item in (*case.heads, case.gradient))
+            out, lse = sdpa.forward(q, k, v, *case.how)
+            found = sdpa.backward(gradient, q, k, v, out, lse, *case.how)
             assert lse.dtype == torch.float32 and {item.dtype for item in (out, *found)} == {dtype}
-            for a, b in zip((out, *found), (right, *wanted), strict=True):
-                assert relative_error(a.double(), b, floor=1.0) < tolerance, (seed, case)
+            near([out, lse, *found], case.by_plain(), tolerance, seed)
 
 
 def test_plain_attention_is_autograd_s() -> None:
     """What the kernels are compared with, and what runs where there are none."""
     for seed in range(20):
         case = drawn(seed)
-        leaves = [item.detach().clone().requires_grad_() for item in (case.query, case.key, case.value)]
+        (bias, causal, scale), leaves = case.how, [item.detach().clone().requires_grad_() for item in case.heads]
         query, key, value = leaves
         key, value = (item.repeat_interleave(query.shape[1] // item.shape[1], 1) for item in (key, value))
-        scores = query @ key.mT * (query.shape[-1] ** -0.5 if case.scale is None else case.scale)
-        scores = scores if case.bias is None else scores + case.bias
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        scores = scores if bias is None else scores + bias
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        truth = (scores.masked_fill(later, float("-inf")) if case.causal else scores).softmax(-1) @ value
-        truth.backward(case.gradient)
-        out, lse = plain.forward(*case.heads, *case.how)
-        found = plain.backward(case.gradient, *case.heads, out, lse, *case.how)
-        for a, b in zip((out, *found), (truth.detach(), *(leaf.grad for leaf in leaves)), strict=True):
-            assert b is not None and relative_error(a, b, floor=1.0) < TOLERANCE, (seed, case)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_plain_attention_of_half_types(dtype: torch.dtype) -> None:
-    """In float32, and rounded once."""
-    for seed in range(10):
-        case = drawn(seed)
-        given, made = [item.to(dtype) for item in (*case.heads, case.gradient)], []
-        for q, k, v, gradient in ([item.double() for item in given], given):
-            bias = None if case.bias is None else case.bias.to(dtype).to(q.dtype)
-            out, lse = plain.forward(q, k, v, bias, case.causal, case.scale)
-            made.append((lse, out, *plain.backward(gradient, q, k, v, out, lse, bias, case.causal, case.scale)))
-        wanted, found = made
-        assert [item.dtype for item in found] == [torch.float32, *[dtype] * 4]
-        for a, b in zip(found, wanted, strict=True):
-            assert relative_error(a.double(), b, floor=1.0) < 8 * torch.finfo(dtype).eps, (seed, case)
+        scores = scores.masked_fill(later, float("-inf")) if causal else scores
+        truth = scores.softmax(-1) @ value
+        gradients = torch.autograd.grad(truth, leaves, case.gradient)
+        near(case.by_plain(), [truth.detach(), scores.logsumexp(-1).detach(), *gradients], TOLERANCE, seed)
 
 
 @pytest.mark.parametrize(("capability", "is_plain"), [((7, 5), True), ((8, 0), False)])
@@ -182,16 +133,10 @@ def test_bfloat16_before_ampere(capability: tuple[int, int], is_plain: bool) -> 
 def test_types_without_a_kernel(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's kernels know no double precision (`flex_attention` does)."""
     monkeypatch.setitem(sdpa.KERNELS, "cpu", sdpa.KERNELS["cuda"])
-    check(drawn(rows), "float64")
+    check(rows)
 
 
-@pytest.fixture
-def half() -> Iterator[None]:
-    with in_their_place(half=True):
-        yield
-
-
-def test_flash_attention_on_other_keys_is_left_alone(half: None) -> None:
+def test_flash_attention_on_other_keys_is_left_alone() -> None:
     """Its causal mask ends at the last row and key, where all others begin at the first."""
 
     def function(x: Tensor, y: Tensor) -> Tensor:
@@ -200,7 +145,8 @@ def test_flash_attention_on_other_keys_is_left_alone(half: None) -> None:
         return out.pow(2).sum()
 
     inputs = [torch.randn(2, n, 16, dtype=torch.float64, requires_grad=True) for n in (9, 25)]
-    compare_function(function, inputs, (5,))
+    with in_their_place(half=True):
+        compare_function(function, inputs, (5,))
 
 
 @pytest.mark.parametrize("scale", [-0.4, 0.0])

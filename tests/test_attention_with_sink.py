@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-import streamfx
 from streamfx.kernels.sdpa import ATTENTION
 from tests.support.canonical import INF, NAN, Case, graphs, plain, targets
-from tests.support.tracing import compare_function
+from tests.support.exactness import compare
 
 aten = torch.ops.aten
 LEAST = torch.finfo(torch.float64).min
@@ -92,27 +91,32 @@ CASES = {
     "beside": Case(spelled(), inputs()),
     "in front": Case(spelled(first=True), inputs()),
     "divided": Case(spelled(scaled=torch.div, back=torch.div), inputs()),
-    **{f"sink {sink}": Case(spelled(), inputs(sink)) for sink in (-40.0, 300.0, -1e20)},
-    **{f"hidden by {by}, {sink}": Case(spelled(), inputs(sink, hidden(by))) for by in (-INF, LEAST) for sink in (0.3, -1e20)},
-    "a sink that may be anything": Case(spelled(bounded=lambda sink: sink), inputs(-INF, hidden(LEAST)), changes=False),
-    "a sink that is no number": Case(spelled(), inputs(NAN)),
-    "a sink as small as what is hidden": Case(
-        spelled(bounded=lambda sink: sink.clamp(-1e30, 1.0)), inputs(-INF, hidden(LEAST)), changes=False
-    ),
+    **{f"sink {sink}": Case(spelled(), inputs(sink)) for sink in (-40.0, 300.0, -1e20, NAN)},
+    **{f"hidden by {by}, {sink}": Case(spelled(), inputs(sink, hidden(by))) for by, sink in ((-INF, 0.3), (LEAST, -1e20))},
     "a mask of rows and keys": Case(spelled(), inputs(mask=plain(5, 7))),
-    "a mask before sequences and heads are told apart": Case(spelled(folded=True), inputs(mask=plain(6, 1, 5, 7)), changes=False),
-    "one key that the mask spreads": Case(spread(5, 1), inputs(mask=plain(5, 7)), changes=False),
-    "one row that the mask spreads": Case(spread(1, 7), inputs(mask=plain(5, 7)), changes=False),
-    "values of no width": Case(lambda q, k, v, g, *more: spelled()(q, k, v[..., :0], g[..., :0], *more), inputs(), changes=False),
     "no width": Case(lambda q, k, *more: spelled()(q[..., :0], k[..., :0], *more), inputs(mask=plain(5, 7))),
-    "probabilities are shown": Case(spelled(shown=True), inputs(), changes=False),
-    "the mask is trained": Case(spelled(of_mask=True), inputs(mask=plain(5, 7)), changes=False),
-    "dropout": Case(spelled(dropped=lambda p: p * (p > 0.1)), inputs(), changes=False),
-    "a gradient that is scaled otherwise": Case(spelled(back=torch.div), inputs(), changes=False),
-    "a gradient that is not scaled": Case(spelled(back=lambda d, _: d + 0.0), inputs(), changes=False),
-    "gradients of two results": Case(spelled(other=True), inputs(), changes=False),
-    "a gradient before the result": Case(spelled(ahead=True), inputs(), changes=False),
-    "a scale of zero": Case(spelled(scaled=lambda s, _: s * 0.0, back=lambda d, _: d * 0.0), inputs(), changes=False),
+    **{
+        name: Case(function, given, changes=False)
+        for name, function, given in (
+            ("a sink that may be anything", spelled(bounded=lambda sink: sink), inputs(-INF, hidden(LEAST))),
+            (
+                "a sink as small as what is hidden",
+                spelled(bounded=lambda sink: sink.clamp(-1e30, 1.0)),
+                inputs(-INF, hidden(LEAST)),
+            ),
+            ("a mask before sequences and heads are told apart", spelled(folded=True), inputs(mask=plain(6, 1, 5, 7))),
+            ("one key that the mask spreads", spread(5, 1), inputs(mask=plain(5, 7))),
+            ("one row that the mask spreads", spread(1, 7), inputs(mask=plain(5, 7))),
+            ("values of no width", lambda q, k, v, g, *more: spelled()(q, k, v[..., :0], g[..., :0], *more), inputs()),
+            ("probabilities are shown", spelled(shown=True), inputs()),
+            ("the mask is trained", spelled(of_mask=True), inputs(mask=plain(5, 7))),
+            ("dropout", spelled(dropped=lambda p: p * (p > 0.1)), inputs()),
+            ("a gradient that is scaled otherwise", spelled(back=torch.div), inputs()),
+            ("gradients of two results", spelled(other=True), inputs()),
+            ("a gradient before the result", spelled(ahead=True), inputs()),
+            ("a scale of zero", spelled(scaled=lambda s, _: s * 0.0, back=lambda d, _: d * 0.0), inputs()),
+        )
+    },
 }
 
 
@@ -121,48 +125,33 @@ def test_it_is_the_same(name: str) -> None:
     case = CASES[name]
     before, after = graphs(case)
     assert (ATTENTION in targets(after)) == case.changes
-    _assert_alike(before, after, case.inputs)
+    for found, truth in zip(after(*case.inputs), before(*case.inputs), strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-13, equal_nan=True)
 
 
 def test_the_gradient_of_a_small_share_keeps_its_digits() -> None:
-    before, after = graphs(CASES["sink -40.0"])
-    found, truth = (module(*CASES["sink -40.0"].inputs)[-1] for module in (after, before))
-    torch.testing.assert_close(found, truth, rtol=1e-11, atol=0)
+    case = CASES["sink -40.0"]
+    before, after = (module(*case.inputs)[-1] for module in graphs(case))
+    torch.testing.assert_close(after, before, rtol=1e-11, atol=0)
 
 
 def test_a_query_that_is_no_number_shows() -> None:
     """In its own row, as in eager: the kernel of a CPU makes zeros of it."""
     given = inputs()
     given[0][0, 0, 1, 0] = NAN
-    before, after = graphs(Case(spelled(), given))
-    assert torch.equal(after(*given)[0].isnan(), before(*given)[0].isnan())
-
-
-def _assert_alike(before: fx.GraphModule, after: fx.GraphModule, given: tuple[Tensor, ...]) -> None:
-    for found, truth in zip(after(*given), before(*given), strict=True):
-        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-13, equal_nan=True)
+    before, after = (module(*given)[0].isnan() for module in graphs(Case(spelled(), given)))
+    assert torch.equal(after, before)
 
 
 HEAD, HEADS = 4, 4
 
 
-def decoder(first: bool, window: int | None, groups: int) -> Callable[..., Tensor]:
+def attended(x: Tensor, sink: Tensor, first: bool, window: int, groups: int) -> Tensor:
     """Attention with a sink as models spell it."""
-
-    def function(x: Tensor, sink: Tensor) -> Tensor:
-        made = attended(x, sink.tanh(), first, window, groups)
-        return (made * torch.linspace(0.5, 1.5, HEAD, dtype=x.dtype)).pow(2).sum()
-
-    return function
-
-
-def attended(x: Tensor, sink: Tensor, first: bool, window: int | None, groups: int) -> Tensor:
     q, k, v = x.unflatten(-1, (-1, HEAD)).transpose(1, 2).split([HEADS, groups, groups], 1)
     k, v = (item.repeat_interleave(HEADS // groups, 1) for item in (k, v))
-    place = torch.arange(x.shape[1])
-    seen = place[None] <= place[:, None]
-    if window is not None:
-        seen = seen & (place[:, None] - place[None] < window)
+    distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+    seen = (distance >= 0) & (distance < window) if window else distance >= 0
     scores = torch.matmul(q, k.transpose(2, 3)) * HEAD**-0.5
     scores = scores + torch.zeros((), dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)
     column = sink.reshape(1, -1, 1, 1).expand(x.shape[0], -1, x.shape[1], -1)
@@ -171,40 +160,26 @@ def attended(x: Tensor, sink: Tensor, first: bool, window: int | None, groups: i
     return torch.matmul(p[..., 1:] if first else p[..., :-1], v)
 
 
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize(("window", "verdict"), [(None, "causal"), (5, "window(5)")])
-@pytest.mark.parametrize("groups", [4, 2])
-def test_it_streams(first: bool, window: int | None, verdict: str, groups: int) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 29, (HEADS + 2 * groups) * HEAD, dtype=torch.float64, requires_grad=True)
-    sink = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
-    function: Any = decoder(first, window, groups)
-    compare_function(function, [x, sink], (8, 1, 29), streams=True, attention={verdict})
-
-
 class Layers(nn.Module):
     """Layers with sinks of their own, one behind the other."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, groups: int, **how: Any) -> None:
         super().__init__()
-        self.sinks = nn.Parameter(torch.randn(count, HEADS, dtype=torch.float64))
-        self.qkv = nn.ModuleList(nn.Linear(HEADS * HEAD, 3 * HEADS * HEAD).double() for _ in range(count))
+        self.how = {"groups": groups, **how}
+        self.sinks = nn.Parameter(torch.randn(3, HEADS))
+        self.qkv = nn.ModuleList(nn.Linear(HEADS * HEAD, (HEADS + 2 * groups) * HEAD) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x, total = x.tanh(), x.new_zeros(())  # ordinary numbers, as embeddings are
         for sink, qkv in zip(self.sinks, self.qkv, strict=True):
-            made = attended(qkv(F.rms_norm(x, x.shape[-1:], eps=1e-6)), sink, False, None, HEADS)
-            x = x + made.transpose(1, 2).flatten(2)
+            x = x + attended(qkv(F.rms_norm(x, x.shape[-1:], eps=1e-6)), sink, **self.how).transpose(1, 2).flatten(2)
             total = total + x.pow(2).mean()
         return total
 
 
-def test_layers_behind_a_sink_keep_their_proofs() -> None:
-    """A mask of huge negative numbers is proven by ordinary scores: the sink's share is one."""
+@pytest.mark.parametrize(("first", "window", "groups", "verdict"), [(False, 0, 4, "causal"), (True, 5, 2, "window(5)")])
+def test_it_streams(first: bool, window: int, groups: int, verdict: str) -> None:
+    """A mask of huge negative numbers is proven by ordinary scores: the share of the sink before is one."""
     torch.manual_seed(0)
-    model, x = Layers(3), torch.randn(1, 20, HEADS * HEAD, dtype=torch.float64)
-    stages = streamfx.explain(model, x, options={"chunk_size": 8}).summary()["stages"]
-    assert [verdict for stage in stages for verdict in stage["attention"]] == ["causal"] * 3
-    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 8, "bodies": "eager"})
-    wanted, found = (torch.autograd.grad(function(x), [*model.parameters()]) for function in (model, compiled))
-    torch.testing.assert_close(found, wanted)
+    x = torch.randn(1, 29, HEADS * HEAD, dtype=torch.float64, requires_grad=True)
+    compare(Layers(groups, first=first, window=window).double(), {"x": x}, chunk_size=8, also=(1, 29), attention={verdict})

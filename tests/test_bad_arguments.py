@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import runpy
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,16 @@ from streamfx import (
     Options,
     PlanError,
     ProfileError,
+    ReportError,
     RuleError,
 )
 from tests.support.small import Causal, tokens
 from tests.support.stateful.averages import averages
 
-IDS = tokens(2, 12)
-BY_NAME = r"takes options by name(?s:.*)options=.'chunk_size': 1024., or the options by their names"
+IDS, ARRAY = tokens(2, 12), np.zeros((2, 4), np.float32)
 MM = torch.ops.aten.mm.default
 ANY: Any = streamfx  # called as no type checker would let it be
+Refusal = tuple[type[Exception], str, Callable[[], Any]]
 
 
 class Swallowing(Causal):
@@ -38,146 +39,130 @@ class Swallowing(Causal):
         return super().forward(ids, labels)
 
 
-class Own(nn.Linear):
+class Mine(nn.Linear):
     """A model of somebody's own, on the meta device."""
 
     def __init__(self) -> None:
         super().__init__(4, 4, device="meta")
 
 
+def compiles(**given: Any) -> Any:
+    return torch.compile(Causal(), backend="streambp", **given)(IDS, IDS)
+
+
+TAKING_OPTIONS: dict[str, Callable[..., Any]] = {
+    "enable": lambda *args, **given: ANY.enable(Causal(), *args, **given),
+    "configure": ANY.configure,
+    "plan": lambda *args, **given: ANY.plan("Qwen3-8B", *args, **given),
+    "explain": lambda *args, **given: ANY.explain(Causal(), IDS, IDS, *args, **given),
+    "verify": lambda *args, **given: ANY.verify(Causal(), IDS, IDS, *args, **given),
+    "Options": ANY.Options,
+}
+TWICE = {"options": Options(chunk_size=4), "chunk_size": 5}
+BY_NAME = r"takes options by name(?s:.*)options=.'chunk_size': 1024., or the options by their names"
+OPTIONS: list[Refusal] = [
+    *((OptionError, BY_NAME, partial(call, Options())) for call in TAKING_OPTIONS.values()),
+    *((OptionError, BY_NAME, partial(TAKING_OPTIONS[name], {"save": 4})) for name in ("enable", "configure", "plan", "Options")),
+    *((OptionError, "did you mean 'chunk_size'", partial(call, chunksize=4)) for call in TAKING_OPTIONS.values()),
+    *((OptionError, "1 or more, or 'auto'", partial(call, chunk_size=0)) for call in TAKING_OPTIONS.values()),
+    *((OptionError, rf"{name}\(.*'chunk_size' twice", partial(call, **TWICE)) for name, call in [*TAKING_OPTIONS.items()][:-1]),
+    (OptionError, "too many positional arguments", lambda: ANY.configure(4)),
+    (OptionError, "dynamic of .* cannot be 'yes'", lambda: ANY.enable(Causal(), dynamic="yes")),
+    (OptionError, "must be a dictionary of options, or streamfx.Options", lambda: ANY.enable(Causal(), options=8)),
+    (OptionError, "do +write 'none' in quotes; allowed: 'none'", lambda: ANY.Options(offload=None)),
+    (OptionError, "do +allowed: 'lazy', 'dense'", lambda: ANY.Options(outputs=None)),
+    (OptionError, "did you mean 'chunk_size'", lambda: ANY.explain(Swallowing(), IDS, IDS, chunk_sise=4)),
+    (OptionError, "did you mean 'keep_every'", lambda: ANY.verify(Swallowing(), IDS, IDS, keep_evry=4)),
+    (OptionError, "the model takes ids, labels", lambda: ANY.verify(Causal(), IDS, IDS, foo=4)),
+    (OptionError, "did you mean 'seq'", lambda: ANY.plan("Qwen3-8B", sec=64)),
+    (OptionError, "1 or more, or 'auto'", lambda: compiles(options={"chunk_size": True})),
+    (OptionError, "allowed: 'inputs', 'attention'", lambda: compiles(options={"save": ["inputs"]})),
+    (OptionError, "a text like '24GiB'", lambda: compiles(options={"memory_budget": "lots"})),
+    (OptionError, "must be a dictionary", lambda: compiles(options=[8])),
+    (OptionError, "has no mode 'max-autotune'", lambda: compiles(mode="max-autotune")),
+]
+MODELS: list[Refusal] = [
+    (IntegrationError, "a ModuleList that has no forward", lambda: ANY.enable(nn.ModuleList([Causal()]))),
+    (IntegrationError, "missing a required argument: 'trainer_or_model'", lambda: ANY.enable()),
+    (IntegrationError, "too many positional arguments", lambda: ANY.enable(Causal(), Causal())),
+    (IntegrationError, "a NoneType without .model", lambda: ANY.enable(None)),
+    (IntegrationError, r"a class \(Causal\), not an object of it", lambda: ANY.enable(Causal)),
+    (IntegrationError, "a list without .model", lambda: ANY.enable([Causal()])),
+    (IntegrationError, "a SimpleNamespace, whose .model is NoneType", lambda: ANY.enable(SimpleNamespace(model=None))),
+    (IntegrationError, "compiled already", lambda: ANY.enable(torch.compile(Causal()))),
+    (IntegrationError, "torch.jit", lambda: ANY.enable(torch.jit.script(nn.Linear(2, 2)))),
+    (IntegrationError, "(?s)disable takes a module.*a str without .model", lambda: ANY.disable("x")),
+    (IntegrationError, r"streamfx.disable\(", lambda: ANY.disable()),
+    (IntegrationError, "missing a required argument: 'example_inputs'\n +do +it is a backend", lambda: ANY.streambp(Causal())),
+    (IntegrationError, "do +it is a backend: write torch.compile", lambda: ANY.streambp()),
+    (IntegrationError, "a graph that Dynamo has traced\n +found a Causal", lambda: ANY.streambp(Causal(), [IDS])),
+    (NotTracedError, "missing a required argument: 'model'", lambda: ANY.explain()),
+    (
+        NotTracedError,
+        r"input \['input'\] of shape \(2, 4\)(?s:.*)torch.as_tensor",
+        lambda: ANY.explain(nn.Linear(4, 4), input=ARRAY),
+    ),
+    (NotTracedError, r"\[0\] of shape \(12,\), (?s:.*)no dimension for the batch", lambda: ANY.explain(Causal(), IDS[0], IDS[0])),
+    (NotTracedError, r"follow calls that torch\.compile can trace", lambda: ANY.explain(Causal(), IDS)),
+    (NotComparableError, "missing a required argument: 'model'", lambda: ANY.verify()),
+    (NotComparableError, r"input \[0\] of shape \(2, 4\) is an array of numpy", lambda: ANY.verify(nn.Linear(4, 4), ARRAY)),
+    (NotComparableError, "has no dimension for the batch", lambda: ANY.verify(Causal(), IDS[0], IDS[0])),
+    (ProfileError, "it takes nothing", lambda: ANY.profile(Causal())),
+    (ProfileError, "its block was not entered", lambda: ANY.profile().summary()),
+    (RuleError, "missing a required argument: 'rule'", lambda: ANY.register_rule(MM)),
+    (RuleError, "missing a required argument: 'rows'", lambda: ANY.register_recurrence(MM, MM)),
+    (RuleError, "missing a required argument: 'arguments'", lambda: ANY.check_recurrence(MM)),
+    (RuleError, r"arguments=\[\]", lambda: ANY.check_recurrence(averages, [])),
+    (RuleError, "1 among the arguments", lambda: ANY.check_recurrence(averages, {1: 2})),
+    (RuleError, "no count, v, decay", lambda: ANY.check_recurrence(averages, {"k": torch.ones(1, 2, 3)})),
+    *((ReportError, said, lambda path=path: step().to_html(path)) for said, path in (("the path of", 3), ("another", "a\0b"))),
+    (ReportError, "give it as a text", lambda: step().print_readable(3)),
+]
+
+
 def step() -> Any:
     return streamfx.explain(lambda ids: Causal()(ids, ids), IDS)
 
 
-WRONG: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
-    "a list of modules": (IntegrationError, "a ModuleList that has no forward", lambda: ANY.enable(nn.ModuleList([Causal()]))),
-    "modules by name": (IntegrationError, "a ModuleDict that has no forward", lambda: ANY.enable(nn.ModuleDict({"a": Causal()}))),
-    "a module of nothing": (IntegrationError, "a Module that has no forward", lambda: ANY.enable(nn.Module())),
-    "no model": (IntegrationError, "missing a required argument: 'trainer_or_model'", lambda: ANY.enable()),
-    "two models": (IntegrationError, "too many positional arguments", lambda: ANY.enable(Causal(), Causal())),
-    "disable of a text": (
-        IntegrationError,
-        "(?s)disable takes a module.*a str without .model",
-        lambda: ANY.disable("x"),
-    ),
-    "disable of nothing": (IntegrationError, r"streamfx.disable\(", lambda: ANY.disable()),
-    "enable, a mapping": (OptionError, BY_NAME, lambda: ANY.enable(Causal(), {"chunk_size": 4})),
-    "enable, Options": (OptionError, BY_NAME, lambda: ANY.enable(Causal(), Options())),
-    "configure, a mapping": (OptionError, BY_NAME, lambda: ANY.configure({"chunk_size": 4})),
-    "configure, Options": (OptionError, BY_NAME, lambda: ANY.configure(Options())),
-    "configure, a number": (OptionError, "too many positional arguments", lambda: ANY.configure(4)),
-    "plan, a mapping": (OptionError, BY_NAME, lambda: ANY.plan("Qwen3-8B", {"chunk_size": 4})),
-    "explain, Options": (OptionError, BY_NAME, lambda: ANY.explain(Causal(), IDS, IDS, Options())),
-    "verify, Options": (OptionError, BY_NAME, lambda: ANY.verify(Causal(), IDS, IDS, Options())),
-    "Options, a mapping": (OptionError, BY_NAME, lambda: ANY.Options({"chunk_size": 4})),
-    "Options, a number": (OptionError, "too many positional arguments", lambda: ANY.Options(16)),
-    "Options, misspelt": (OptionError, "no option 'chunk'(?s:.*)did you mean 'chunk_size'", lambda: ANY.Options(chunk=16)),
-    "True in quotes": (
-        OptionError,
-        "do +write True without quotes; allowed: 'auto', True, False",
-        lambda: ANY.Options(reshard="True"),
-    ),
-    "nearly True": (OptionError, "do +did you mean True", lambda: ANY.Options(reshard="Tru")),
-    "None for a word": (OptionError, "do +write 'none' in quotes; allowed: 'none'", lambda: ANY.Options(offload=None)),
-    "None": (OptionError, "do +allowed: 'lazy', 'dense'", lambda: ANY.Options(outputs=None)),
-    "explain, misspelt": (OptionError, "did you mean 'chunk_size'", lambda: ANY.explain(Causal(), IDS, IDS, chunksize=4)),
-    "explain, swallowed": (OptionError, "did you mean 'chunk_size'", lambda: ANY.explain(Swallowing(), IDS, IDS, chunk_sise=4)),
-    "verify, swallowed": (OptionError, "did you mean 'keep_every'", lambda: ANY.verify(Swallowing(), IDS, IDS, keep_evry=4)),
-    "verify, unknown": (OptionError, "the model takes ids, labels", lambda: ANY.verify(Causal(), IDS, IDS, foo=4)),
-    "explain of nothing": (NotTracedError, "missing a required argument: 'model'", lambda: ANY.explain()),
-    "verify of nothing": (NotComparableError, "missing a required argument: 'model'", lambda: ANY.verify()),
-    "profile of a model": (ProfileError, "it takes nothing", lambda: ANY.profile(Causal())),
-    "a profile that was not entered": (ProfileError, "its block was not entered", lambda: ANY.profile().summary()),
-    "its text": (ProfileError, "its block was not entered", lambda: str(ANY.profile())),
-    "the backend of a model": (
-        IntegrationError,
-        "missing a required argument: 'example_inputs'\n +do +it is a backend: write torch.compile",
-        lambda: ANY.streambp(nn.Linear(2, 2)),
-    ),
-    "the backend of nothing": (IntegrationError, "do +it is a backend: write torch.compile", lambda: ANY.streambp()),
-    "the backend of a model and ids": (
-        IntegrationError,
-        "takes a graph that Dynamo has traced\n +found Linear(?s:.*)do +it is a backend: write torch.compile",
-        lambda: ANY.streambp(nn.Linear(2, 2), [IDS]),
-    ),
-    "a rule of nothing": (RuleError, "missing a required argument: 'rule'", lambda: ANY.register_rule(MM)),
-    "a recurrence of nothing": (RuleError, "missing a required argument: 'rows'", lambda: ANY.register_recurrence(MM, MM)),
-    "no arguments": (RuleError, "missing a required argument: 'arguments'", lambda: ANY.check_recurrence(MM)),
-    "plan of nothing": (PlanError, "missing a required argument: 'model'", lambda: ANY.plan()),
-    "plan of a number": (PlanError, "an int is no configuration", lambda: ANY.plan(3)),
-    "plan, a long name": (PlanError, "there is no configuration", lambda: ANY.plan("x" * 300)),
-    "plan, no name": (PlanError, "there is no configuration", lambda: ANY.plan("a\0b")),
-    "a type in a list": (PlanError, r"dtype cannot be \['x'\] \(list\)", lambda: ANY.plan("Qwen3-8B", dtype=["x"])),
-    "a scheme in a set": (PlanError, "quantize cannot be", lambda: ANY.plan("Qwen3-8B", quantize={"nf4"})),
-    "an optimizer": (PlanError, "optimizer cannot be the class AdamW", lambda: ANY.plan("Qwen3-8B", optimizer=torch.optim.AdamW)),
-    "no objective": (PlanError, "objective cannot be", lambda: ANY.plan("Qwen3-8B", objective=[])),
-    "noted": (PlanError, r"noted cannot be 3 \(int\)", lambda: ANY.plan("Qwen3-8B", noted=3)),
-    "no rank": (PlanError, "lora_rank cannot be 0", lambda: ANY.plan("Qwen3-8B", lora_rank=0)),
-    "baselines": (PlanError, "baselines cannot be 'no'(?s:.*)True or False", lambda: ANY.plan("Qwen3-8B", baselines="no")),
-    "a group of none": (
-        PlanError,
-        r"group has no effect(?s:.*)found group=4, and the objective 'dpo'",
-        lambda: ANY.plan("Qwen3-8B", objective="dpo", group=4),
-    ),
-    "a host that nothing waits on": (
-        PlanError,
-        r"host_memory has no effect(?s:.*)offload='none'(?s:.*)do +give offload='inputs'",
-        lambda: ANY.plan("Qwen3-8B", host_memory="1TiB", memory="80G"),
-    ),
-    "two budgets": (PlanError, "said twice, differently", lambda: ANY.plan("Qwen3-8B", memory="80G", memory_budget="40G")),
-    "a model without inputs": (PlanError, "called with input_ids and labels(?s:.*)give inputs=", lambda: ANY.plan(Own())),
-    "inputs, a number": (PlanError, "inputs cannot be 3", lambda: ANY.plan(Own(), inputs=3)),
-    "inputs that are a list": (PlanError, "a dictionary of tensors", lambda: ANY.plan(Own(), inputs=lambda b, t: [b])),
-    "inputs of a length": (PlanError, "it raises TypeError", lambda: ANY.plan(Own(), inputs=lambda t: {})),
-    "inputs of one length": (
-        PlanError,
-        r"the same sizes from inputs\(1, 4096\) and inputs\(1, 2048\): x of shape \(2, 8, 4\)(?s:.*)length that it is given",
-        lambda: ANY.plan(Own(), inputs=lambda b, t: {"x": torch.empty(2, 8, 4, device="meta")}),
-    ),
-    "inputs of one batch": (
-        PlanError,
-        r"of a batch(?s:.*)from inputs\(3, 64\) and inputs\(4, 64\)",
-        lambda: ANY.plan(Own(), seq=64, batch=3, inputs=lambda b, t: {"x": torch.empty(1, t, 4, device="meta")}),
-    ),
-    "inputs of one batch, searched": (
-        PlanError,
-        "the same sizes from inputs",
-        lambda: ANY.plan(Own(), max_batch=True, memory="1G", inputs=lambda b, t: {"x": torch.empty(1, t, 4, device="meta")}),
-    ),
-    "inputs that are arrays": (
-        PlanError,
-        r"x=a ndarray(?s:.*)torch.as_tensor",
-        lambda: ANY.plan(Own(), inputs=lambda b, t: {"x": np.zeros((b, t, 4), np.float32)}),
-    ),
-    "an array, explained": (
-        NotTracedError,
-        r"arrays of numpy: input \['input'\] of shape \(2, 8, 4\)(?s:.*)torch.as_tensor\(array\)",
-        lambda: ANY.explain(nn.Linear(4, 4), input=np.zeros((2, 8, 4), np.float32)),
-    ),
-    "an array, verified": (
-        NotComparableError,
-        r"do +input \[0\] of shape \(2, 4\) is an array of numpy: give tensors",
-        lambda: ANY.verify(nn.Linear(4, 4), np.zeros((2, 4), np.float32)),
-    ),
-    "a row without a batch, explained": (
-        NotTracedError,
-        r"do +input \[0\] of shape \(12,\), input \[1\] of shape \(12,\) has no dimension for the batch(?s:.*)tensor\[None\]",
-        lambda: ANY.explain(Causal(), IDS[0], IDS[0]),
-    ),
-    "a row without a batch, verified": (
-        NotComparableError,
-        "has no dimension for the batch",
-        lambda: ANY.verify(Causal(), IDS[0], IDS[0]),
-    ),
-    "no inputs": (PlanError, "a dictionary of tensors", lambda: ANY.plan(Own(), inputs=lambda b, t: {})),
-    "a report nowhere": (streamfx.ReportError, "give the path of a file", lambda: step().to_html(3)),
-    "a report too far": (streamfx.ReportError, "give another path", lambda: step().to_html("x" * 300)),
-    "a report of no name": (streamfx.ReportError, "give another path", lambda: step().to_html("a\0b")),
-    "code of a number": (streamfx.ReportError, "give it as a text", lambda: step().print_readable(3)),
-}
+def of_one_length(b: int, t: int) -> dict[str, Tensor]:
+    return {"x": torch.empty(2, 8, 4, device="meta")}
 
 
-@pytest.mark.parametrize(("error", "said", "call"), WRONG.values(), ids=WRONG)
+def of_one_batch(b: int, t: int) -> dict[str, Tensor]:
+    return {"x": torch.empty(1, t, 4, device="meta")}
+
+
+PLANS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("missing a required argument: 'model'", (), {}),
+    ("an int is no configuration", (3,), {}),
+    ("there is no configuration", ("x" * 300,), {}),
+    (r"dtype cannot be \['x'\] \(list\)", ("Qwen3-8B",), {"dtype": ["x"]}),
+    ("quantize cannot be", ("Qwen3-8B",), {"quantize": {"nf4"}}),
+    ("optimizer cannot be the class AdamW", ("Qwen3-8B",), {"optimizer": torch.optim.AdamW}),
+    ("objective cannot be", ("Qwen3-8B",), {"objective": []}),
+    (r"noted cannot be 3 \(int\)", ("Qwen3-8B",), {"noted": 3}),
+    ("lora_rank cannot be 0", ("Qwen3-8B",), {"lora_rank": 0}),
+    ("baselines cannot be 'no'(?s:.*)True or False", ("Qwen3-8B",), {"baselines": "no"}),
+    ("group has no effect(?s:.*)found group=4, and the objective 'dpo'", ("Qwen3-8B",), {"objective": "dpo", "group": 4}),
+    ("host_memory has no effect(?s:.*)do +give offload='inputs'", ("Qwen3-8B",), {"host_memory": "1TiB", "memory": "80G"}),
+    ("said twice, differently", ("Qwen3-8B",), {"memory": "80G", "memory_budget": "40G"}),
+    ("called with input_ids and labels(?s:.*)give inputs=", (Mine(),), {}),
+    ("inputs cannot be 3", (Mine(),), {"inputs": 3}),
+    ("a dictionary of tensors", (Mine(),), {"inputs": lambda b, t: [b]}),
+    ("it raises TypeError", (Mine(),), {"inputs": lambda t: {}}),
+    (
+        r"inputs\(1, 4096\) and inputs\(1, 2048\): x of shape \(2, 8, 4\)(?s:.*)length that it",
+        (Mine(),),
+        {"inputs": of_one_length},
+    ),
+    (r"of a batch(?s:.*)inputs\(3, 64\) and inputs\(4, 64\)", (Mine(),), {"seq": 64, "batch": 3, "inputs": of_one_batch}),
+    ("the same sizes from inputs", (Mine(),), {"max_batch": True, "memory": "1G", "inputs": of_one_batch}),
+    (r"x=a ndarray(?s:.*)torch.as_tensor", (Mine(),), {"inputs": lambda b, t: {"x": np.zeros((b, t, 4))}}),
+]
+WRONG = [*OPTIONS, *MODELS, *((PlanError, said, partial(ANY.plan, *args, **given)) for said, args, given in PLANS)]
+
+
+@pytest.mark.parametrize(("error", "said", "call"), WRONG)
 def test_wrong_calls(error: type[Exception], said: str, call: Callable[[], Any]) -> None:
     before = streamfx.options.resolved()
     with pytest.raises(error, match=said) as caught:
@@ -187,36 +172,40 @@ def test_wrong_calls(error: type[Exception], said: str, call: Callable[[], Any])
     assert streamfx.options.resolved() == before
 
 
+@pytest.mark.parametrize("ask", [streamfx.explain, streamfx.verify])
+def test_a_class_is_refused_before_it_is_changed(ask: Callable[..., Any]) -> None:
+    """torch.compile puts what it makes into a class for good: all objects of it would compute nothing from then on."""
+
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean()
+
+    model, x = Own(4, 4), torch.randn(2, 4)
+    before, call = model(x), Own.__call__
+    with pytest.raises(streamfx.StreamFXError, match=r"a class \(Own\), not an object of it"):
+        ask(Own, x)
+    assert Own.__call__ is call and torch.equal(model(x), before)
+
+
 def test_what_a_model_names_or_gathers_is_the_models() -> None:
-    assert streamfx.verify(Swallowing(), IDS, IDS, use_cache=False, position_ids=IDS).ok
+    """An argument that is called like an option, too."""
+
+    class Saves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Causal().double()
+
+        def forward(self, ids: Tensor, save: float = 1.0) -> Tensor:
+            return save * self.inner(ids, ids)
+
+    assert streamfx.explain(Swallowing(), IDS, IDS, use_cache=False, position_ids=IDS).summary()["graphs"] == 1
+    found = streamfx.verify(model := Saves(), IDS, save=2.0, chunk_size=6)
+    assert found.ok and found.loss == pytest.approx(2 * model(IDS).item())
 
 
-def test_a_profile_measures_one_block() -> None:
-    with streamfx.profile() as profile:
-        torch.zeros(8)
-    with pytest.raises(ProfileError, match="has measured one"), profile:
-        pass
-
-
-def test_a_bad_environment_is_said_where_the_backend_is_asked_for() -> None:
-    code = """
-import torch, streamfx
-for ask in (lambda: torch.compile(torch.nn.Linear(2, 2), backend="streambp"), lambda: streamfx.configure(),
-            lambda: streamfx.enable(torch.nn.Linear(2, 2))):
-    try:
-        ask()
-    except streamfx.OptionError as error:
-        print(error.asked)
-"""
-    environment = {**os.environ, "STREAMFX_OPTIONS": '{"chunk": 3}'}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["the environment variable STREAMFX_OPTIONS has no option 'chunk'"] * 3
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [([], r"arguments=\[\]"), ({1: 2}, "1 among the arguments"), ({"k": torch.ones(1, 2, 3)}, "no count, v, decay")],
-)
-def test_arguments_that_are_none_are_refused(given: Any, says: str) -> None:
-    with pytest.raises(streamfx.RuleError, match=says):
-        streamfx.check_recurrence(averages, given)
+def test_a_bad_environment_is_said_where_the_backend_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(streamfx.options.ENVIRONMENT, '{"chunk": 3}')
+    asks = lambda: runpy.run_path(str(streamfx.frontend.backend.__file__)), streamfx.configure, lambda: streamfx.enable(Causal())
+    for ask in asks:  # the first is what torch.compile does with the name of a backend
+        with pytest.raises(OptionError, match="the environment variable STREAMFX_OPTIONS has no option 'chunk'"):
+            ask()

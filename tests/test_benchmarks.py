@@ -10,9 +10,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.gpu.models import TINY
-from benchmarks.processes import Failed, Measured
 from benchmarks.settings import Settings
-from benchmarks.suites.host import host
 from benchmarks.training import Training
 from benchmarks.turns import Outcome, in_turns
 from benchmarks.ways import WAYS
@@ -24,67 +22,39 @@ DECODER: dict[str, Any] = {"workload": "decoder", "length": 24, "sizes": {**TINY
 TRL: dict[str, Any] = {**DECODER, "workload": "TRL"}
 
 
-@pytest.mark.parametrize(
-    ("spec", "ways"),
-    [
-        (HEAD, ("checkpointing, loss in parts",)),
-        (MLP, ("checkpointing", "mini-sequences")),
-        (DECODER, ("checkpointing", "checkpointing, reentrant", "checkpointing, loss in parts")),
-        pytest.param({**TRL, "feed": "dpo"}, ("checkpointing", "streambp, eager bodies"), marks=pytest.mark.long),
-        ({**TRL, "feed": "grpo"}, ("checkpointing", "streambp, eager bodies")),
-    ],
-    ids=["head", "mlp", "decoder", "TRL's DPO", "TRL's GRPO"],
-)
-def test_every_way_computes_the_same(spec: dict[str, Any], ways: tuple[str, ...]) -> None:
+OURS = ("checkpointing", "streambp, eager bodies")
+SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "head": (HEAD, ("checkpointing, loss in parts",)),
+    "mlp": (MLP, ("checkpointing", "mini-sequences")),
+    "decoder": (DECODER, ("checkpointing", "checkpointing, reentrant", "checkpointing, loss in parts")),
+    "TRL's DPO": ({**TRL, "feed": "dpo"}, OURS),
+    "TRL's GRPO": ({**TRL, "feed": "grpo"}, OURS),
+    "DPO": ({**DECODER, "workload": "preferences", "feed": "dpo"}, OURS),
+    "GRPO": ({**DECODER, "workload": "preferences", "feed": "grpo"}, OURS),
+}
+
+
+@pytest.mark.parametrize("name", only(["head", "mlp"], SPECS))
+def test_every_way_computes_the_same(name: str) -> None:
+    spec, ways = SPECS[name]
     expected = Training("eager", **spec).step()
     for way in ways:
-        assert Training(way, **spec).step() == pytest.approx(expected, rel=1e-5), way
+        assert (training := Training(way, **spec)).step() == pytest.approx(expected, rel=1e-5), way
+        assert all(weight.grad is None for weight in training.work.module.parameters())
 
 
-@pytest.mark.parametrize("feed", only([], ["dpo", "grpo"]))
-def test_objectives_are_the_same_in_every_way(feed: str) -> None:
-    spec = {**DECODER, "workload": "preferences", "feed": feed}
-    expected = Training("eager", **spec).step()
-    for way in ("checkpointing", "streambp, eager bodies"):
-        assert Training(way, **spec).step() == pytest.approx(expected, rel=1e-5), way
-
-
-def test_packed_documents_start_anew() -> None:
-    positions = Training("eager", feed="packed documents", **DECODER).work.inputs["position_ids"]
-    assert positions.tolist() == [[0, 1, 2] * 8]
-
-
-def test_a_step_leaves_no_gradients() -> None:
-    training = Training("eager", **HEAD)
-    training.step()
-    assert training.work.module.weight.grad is None
-    assert training.work.inputs["hidden"].grad is None
-
-
-def test_a_process_answers_and_says_why_it_cannot() -> None:
-    with Measured("eager", **MLP) as process:
-        assert process.ask("measured")["loss"] == pytest.approx(Training("eager", **MLP).step())
-        assert process.ask("held")["gradient_bytes"] == 4 * (3 * 8 * 16 + 24 * 8)
-        with pytest.raises(Failed, match="no_such_question"):
-            process.ask("no_such_question")
-
-
-def test_what_cannot_run_says_why() -> None:
+def test_what_cannot_run_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     found = in_turns({"ours": {"way": "checkpointing, CCE", "length": 8}}, 1, Settings())
     assert found["ours"].why_not == "cut_cross_entropy has CUDA kernels only"
     assert all(way.why_not("cpu") == "" for way in WAYS.values() if not way.package)
+    with pytest.raises(SystemExit):
+        main(["step", "--way", "eagre"])
+    assert "no way is called 'eagre'" in capsys.readouterr().err
 
 
 def test_ratios_compare_what_ran_in_the_same_round() -> None:
     one, other = Outcome(later=[{"s": 1.0}, {"s": 10.0}, {"s": 2.0}]), Outcome(later=[{"s": 2.0}, {"s": 20.0}, {"s": 2.0}])
     assert one.over(other, "s") == 0.5
-
-
-def test_host_work_is_measured() -> None:
-    """That it runs; no figure is asserted."""
-    rows = host(Settings(quick=True, rounds=1, lengths=(20,)))
-    assert {row["chunks"] for row in rows} == {3}
-    assert all(row["as an outer graph"] > 0 and row["as a compiled body"] > 0 for row in rows)
 
 
 def test_figures_are_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,9 +65,3 @@ def test_figures_are_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     main(["--figures", str(figures), "--chart", str(chart)])
     assert "| eager | 8 | 2 | 1 |  |" in capsys.readouterr().out
     assert "<svg" in chart.read_text()
-
-
-def test_names_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["step", "--way", "eagre"])
-    assert "no way is called 'eagre'" in capsys.readouterr().err

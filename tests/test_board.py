@@ -1,7 +1,4 @@
-"""What ranks write for each other: the same number goes with the same graph, whoever fails, and whoever alone compiles again.
-
-Ranks are threads with one store; nothing is compiled.
-"""
+"""What ranks write for each other: the same number goes with the same graph, whoever fails, and whoever compiles alone."""
 
 from __future__ import annotations
 
@@ -17,11 +14,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from streamfx.torch_private.ranks import RanksMissingError, _Board
 
-SOON = mock.patch("streamfx.torch_private.ranks.LIMIT", timedelta(seconds=0.3))
 ALL, FAILS_ALONE, FAILS = "all", "fails alone", "fails"
+KINDS = some.sampled_from((ALL, FAILS, FAILS_ALONE))
 
 
-def board(store: HashStore, rank: int, subject: str, world: int) -> _Board:
+def within(seconds: float) -> mock._patch[timedelta]:
+    return mock.patch("streamfx.torch_private.ranks.LIMIT", timedelta(seconds=seconds))
+
+
+def board(store: HashStore, rank: int, subject: str = "graph", world: int = 2) -> _Board:
     return _Board(store, "texts", tuple(range(world)), rank, subject)
 
 
@@ -29,45 +30,40 @@ def heard(store: HashStore, rank: int, world: int, graphs: list[tuple[str, int]]
     """What a rank hears of each graph, which all compile; or rank `who` fails at it, or at another one that it compiles alone."""
     found: list[list[str] | None] = []
     for number, (what, who) in enumerate(graphs):
-        subject = f"graph{number}" if what != FAILS_ALONE else "old"
-        own = board(store, rank, subject, world)
-        fails = what in (FAILS, FAILS_ALONE) and who % world == rank
+        own = board(store, rank, f"graph{number}" if what != FAILS_ALONE else "old", world)
+        fails = what != ALL and who % world == rank
         if fails:
             own.leave("failed")
-        found.append(own.exchanged(f"order {number}") if not fails and what in (ALL, FAILS) else None)
+        found.append(None if fails or what == FAILS_ALONE else own.exchanged(f"order {number}"))
     return found
 
 
-@mock.patch("streamfx.torch_private.ranks.LIMIT", timedelta(seconds=60))
+@within(60)
 @settings(max_examples=100, deadline=None)
-@given(
-    some.integers(2, 3), some.lists(some.tuples(some.sampled_from((ALL, FAILS, FAILS_ALONE)), some.integers(0, 2)), max_size=6)
-)
+@given(some.integers(2, 3), some.lists(some.tuples(KINDS, some.integers(0, 2)), max_size=6))
 def test_texts_of_one_graph_meet(world: int, graphs: list[tuple[str, int]]) -> None:
     store = HashStore()
     with ThreadPoolExecutor(world) as threads:
         every = list(threads.map(lambda rank: heard(store, rank, world, graphs), range(world)))
     for number, (what, who) in enumerate(graphs):
+        failed = who % world if what == FAILS else None
+        texts = ["failed" if rank == failed else f"order {number}" for rank in range(world)]
         for rank, found in enumerate(every):
-            texts = [f"order {number}"] * world
-            if what == FAILS:
-                texts[who % world] = "failed"
-            fails_itself = what == FAILS and who % world == rank
-            assert found[number] == (None if what == FAILS_ALONE or fails_itself else texts)
+            assert found[number] == (None if what == FAILS_ALONE or rank == failed else texts)
 
 
 def test_a_rank_that_nobody_answers_says_whom_it_waited_for() -> None:
     store = HashStore()
     board(store, 1, "other", 3).leave("failed")
-    with SOON, pytest.raises(RanksMissingError, match="nothing from rank 1, 2 within"):
+    with within(0.3), pytest.raises(RanksMissingError, match="nothing from rank 1, 2 within"):
         board(store, 0, "graph", 3).exchanged("an order")
 
 
-@mock.patch("streamfx.torch_private.ranks.LIMIT", timedelta(seconds=20))
+@within(20)
 def test_a_failure_is_told_once() -> None:
     """All of them try again, with a smaller batch: the lines of code are the same."""
     store = HashStore()
-    first, second = (board(store, rank, "graph", 2) for rank in range(2))
+    first, second = (board(store, rank) for rank in range(2))
     first.leave("failed")
     assert second.exchanged("an order") == ["failed", "an order"]
     with ThreadPoolExecutor(1) as thread:
@@ -76,19 +72,8 @@ def test_a_failure_is_told_once() -> None:
         assert first.exchanged("an order") == later.result() == ["an order"] * 2
 
 
-@SOON
-def test_who_has_read_another_graph_and_refuses_has_told_what_it_would_run() -> None:
-    """Ranks that run other collectives are in other graphs: the slower one still reads why."""
-    store = HashStore()
-    slow, fast = board(store, 0, "graph", 2), board(store, 1, "another", 2)
-    slow._write(slow._slot(1, 0), slow._begun("an order"))
-    assert fast.exchanged("another order") == ["an order", "another order"]
-    fast.leave("failed")
-    assert slow.exchanged("an order") == ["an order", "another order"]
-
-
 def test_what_was_agreed_on_is_known_by_what_it_is_about() -> None:
-    own = board(HashStore(), 0, "graph", 1)
+    own = board(HashStore(), 0, world=1)
     assert own.agreed("values") is None
     own.agree("values", "an order")
     assert own.agreed("values") == "an order" and own.agreed("other values") is None

@@ -1,119 +1,87 @@
-"""Loop bodies compiled by Inductor: the same gradients as bodies that are interpreted."""
+"""Code for loops, written and compiled: the same numbers as bodies that are interpreted; the host waits once per mask of data."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from random import Random
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import sympy
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from streamfx.runtime import chunked_scans, compiled_segments
-from streamfx.runtime.shape_families import Family, FamilyCode, any_size, single
-from streamfx.torch_private import FakeTensorMode
+from streamfx.ir.program import START, STOP
+from streamfx.ir.sizes import Real, Truth
+from streamfx.runtime import chunked_scans, compiled_segments, runtime_sizes
+from streamfx.runtime.chunks import Chunks
+from streamfx.runtime.compiled_segments import Segment
+from streamfx.runtime.loop_codegen import LoopWriter
+from streamfx.runtime.outer import OuterGraph
+from streamfx.runtime.shape_families import Family, FamilyCode, single
+from streamfx.torch_private import FakeTensorMode, TorchDispatchMode
 from streamfx.torch_private.inductor import InductorFailedError, InductorMemoryError, inductor_runs
 from streamfx.torch_private.symbolic_sizes import with_sizes
-from tests.support import decoders, hf, layouts
+from tests.support import decoders, layouts
 from tests.support.exactness import compare
-from tests.support.hf import LossOf, deep
-from tests.support.small import Causal, tokens
-from tests.support.spread import only
+from tests.support.small import Causal, Padded, tokens
 from tests.support.stretches import interpreted
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
+INDUCTOR: dict[str, Any] = {"chunk_size": 4, "bodies": "inductor"}
 
 
 @pytest.fixture
 def forms(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[FamilyCode]]:
-    """What a test compiles."""
+    """What a test compiles; what was said before may be said again."""
     found: dict[Any, list[FamilyCode]] = {}
     monkeypatch.setattr(compiled_segments, "_forms", found)
+    monkeypatch.setattr(compiled_segments, "_told", set())
     return found
-
-
-@pytest.fixture
-def interpreted_forms() -> Iterator[dict[Any, list[FamilyCode]]]:
-    """What a test would compile, with the interpreter in the place of compiled code."""
-    with interpreted() as found:
-        yield found
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("streamfx")]
 
 
+@pytest.mark.long
 @needs_compiler
-def test_small_decoder(forms: dict[Any, list[FamilyCode]], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("make", [decoders.Plain, decoders.Triangle, decoders.Window], ids=lambda make: make.__name__)
+def test_decoders(make: Callable[[], nn.Module], forms: dict[Any, list[FamilyCode]], caplog: pytest.LogCaptureFixture) -> None:
     """Chunks of two sizes: the last one is shorter, and there is one form of each stretch for both."""
-    model, ids = Causal().double(), tokens(2, 11)
-    compare(model, (ids, ids), chunk_size=4, bodies="inductor", attention={"causal"}, streams=True)
-    assert [len(own) for own in forms.values()] == [1] * len(forms)
-    assert all(form.family.at is not None for own in forms.values() for form in own)
+    ids = layouts.tokens(decoders.VOCABULARY, 2, 19)
+    compare(decoders.made(make), {"ids": ids, "labels": ids}, streams=True, **INDUCTOR)
+    assert all(len(own) == 1 and own[0].family.at is not None for own in forms.values())
     assert not said(caplog)
 
 
-@pytest.mark.parametrize("length", only([29], [32, 29]))
-def test_layers_and_chunks_share_what_is_compiled(length: int, interpreted_forms: dict[Any, list[FamilyCode]]) -> None:
-    """Four bodies at any depth (a layer, its keys and values again, its gradient, the head), which are six stretches; equal loops
-    have the same ones.
-    """
-    ids = torch.randint(1, hf.VOCABULARY, (1, length))
-    compiled = []
-    for layers in (2, 3):
-        torch._dynamo.reset()
-        model, inputs = LossOf(deep(hf.qwen3, layers)), {"input_ids": ids, "labels": ids}
-        report = compare(model, inputs, chunk_size=8, loss_chunk_size=8, bodies="inductor")
-        loops = report.facts[0].program.loops  # type: ignore[union-attr]
-        assert len({tuple(segment.structure for segment in loop.compiled.segments) for loop in loops}) == 4
-        compiled.append(sum(map(len, interpreted_forms.values())))
-        same = Counter(tuple(map(id, loop.compiled.segments)) for loop in loops)
-        assert max(same.values()) == layers - 1
-    assert compiled == [6, 6]
-
-
-def test_sequences_of_any_length_share_what_is_compiled(interpreted_forms: dict[Any, list[FamilyCode]]) -> None:
-    """One chunk each: a form for the first length, and one for all from the second on."""
-    model = Causal().double()
-    run = torch.compile(model, backend="streambp", dynamic=True, options={"chunk_size": 64, "bodies": "inductor"})
-    for number, length in enumerate((8, 9, 12, 20)):
-        run(tokens(2, length), tokens(2, length)).backward()
-        assert {len(own) for own in interpreted_forms.values()} == {min(1 + number, 2)}
-
-
+@pytest.mark.parametrize(
+    ("place", "error", "text"),
+    [
+        ("compile_for_sizes", InductorFailedError("no compiler here"), "no compiler here"),
+        ("shapes_for", KeyError(1024), "streamfx failed (KeyError: 1024; please report this)"),
+    ],
+)
 def test_what_does_not_compile_is_interpreted(
-    forms: dict[Any, list[FamilyCode]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: str, error: Exception, text: str, forms: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And said once; a failure of ours is not called Inductor's."""
+
     def fails(*_: Any) -> Any:
-        raise RuntimeError("no compiler here")
+        raise error
 
-    monkeypatch.setattr(compiled_segments, "compile_for_sizes", fails)
-    monkeypatch.setattr(compiled_segments, "_told", set())
-    model, ids = Causal().double(), tokens(2, 11)
-    compare(model, (ids, ids), chunk_size=4, bodies="inductor")
-    assert ["no compiler here" in text for text in said(caplog)] == [True]
-
-
-def test_a_failure_of_ours_is_not_called_inductors(
-    forms: dict[Any, list[FamilyCode]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: Any) -> Any:
-        raise KeyError(1024)
-
-    monkeypatch.setattr(compiled_segments, "shapes_for", fails)
-    monkeypatch.setattr(compiled_segments, "_told", set())
-    model, ids = Causal().double(), tokens(2, 11)
-    compare(model, (ids, ids), chunk_size=4, bodies="inductor")
-    assert "streamfx failed (KeyError: 1024; please report this)" in said(caplog)[0]
-    assert "Inductor" not in said(caplog)[0]
+    monkeypatch.setattr(compiled_segments, place, fails)
+    compare(Causal().double(), (tokens(2, 11), tokens(2, 11)), **INDUCTOR)
+    (found,) = said(caplog)
+    assert text in found and ("Inductor" in found) == (place == "compile_for_sizes")
 
 
 OUT_OF_MEMORY = (
@@ -134,11 +102,7 @@ def test_errors_that_say_that_memory_ran_out(error: Exception) -> None:
 
 @pytest.mark.parametrize(("failures", "attempts"), [(1, [1]), (2, [1, 3]), (9, [1, 3, 7, 15, 31])])
 def test_a_body_is_compiled_when_memory_is_free_again(
-    failures: int,
-    attempts: list[int],
-    forms: dict[Any, list[FamilyCode]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    failures: int, attempts: list[int], forms: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It runs eagerly between attempts, which become rare. An attempt has two tries, the second with an empty allocator cache."""
     tries = 0
@@ -151,7 +115,6 @@ def test_a_body_is_compiled_when_memory_is_free_again(
         return module.forward
 
     monkeypatch.setattr("torch._inductor.standalone_compile", compiles_if_there_is_room)
-    monkeypatch.setattr(compiled_segments, "_told", set())
     segment, x, found = compiled_segments.Segment(fx.symbolic_trace(lambda x: (x + 1,))), torch.randn(4, 3), []
     segment._pause = compiled_segments.CompilePause(length=2)
     for call in range(1, 70):
@@ -161,31 +124,6 @@ def test_a_body_is_compiled_when_memory_is_free_again(
     assert found == attempts
     assert [isinstance(form.run, fx.GraphModule) for own in forms.values() for form in own] == [False]
     assert ["memory ran out" in text for text in said(caplog)] == [True] * (failures > 1)
-
-
-def test_memory_that_runs_out_in_a_first_call_is_an_error_of_that_step(
-    forms: dict[Any, list[FamilyCode]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next step runs the compiled body: nothing is left of the first one."""
-    is_short = [True]
-
-    def runs_if_there_is_room(graph: fx.GraphModule, like: int, shapes: Any) -> Any:
-        def run(*given: Any) -> Any:
-            if is_short.pop():
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            is_short.append(False)
-            return graph(*given)
-
-        return run, any_size
-
-    monkeypatch.setattr(compiled_segments, "compile_for_sizes", runs_if_there_is_room)
-    model, ids = Causal().double(), tokens(2, 11)
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": "inductor"})(ids, ids).backward()
-    model.zero_grad()
-    is_short.append(False)
-    compare(model, (ids, ids), chunk_size=4, bodies="inductor")
-    assert forms and not any(isinstance(form.run, fx.GraphModule) for own in forms.values() for form in own)
 
 
 class Settings(CustomGraphPass):
@@ -215,47 +153,26 @@ def test_settings_of_bodies() -> None:
     assert noted.found == [(False, None, False)] * 2
 
 
-def as_number(n: Any) -> None:
-    assert int(n) == 32
+ASKS: dict[str, tuple[Callable[[Any], Any], set[int]]] = {
+    "a number": (int, {32}),
+    "eights": (lambda n: bool(n % 8 == 0), {32, 40, 128}),
+    "below a hundred": (lambda n: bool(n < 100), {9, 31, 32, 40}),
+    "above eight rows": (lambda n: bool(n * 4 > 32), {9, 31, 32, 40, 128}),
+    "nothing": (lambda n: None, {9, 31, 32, 40, 128}),
+}
 
 
-def as_eights(n: Any) -> None:
-    assert n % 8 == 0
-
-
-def below_a_hundred(n: Any) -> None:
-    assert n < 100
-
-
-def above_eight_rows(n: Any) -> None:
-    assert n * 4 > 32
-
-
-def as_any(n: Any) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("asks", "held"),
-    [
-        (as_number, {32}),
-        (as_eights, {32, 40, 128}),
-        (below_a_hundred, {9, 31, 32, 40}),
-        (above_eight_rows, {9, 31, 32, 40, 128}),
-        (as_any, {9, 31, 32, 40, 128}),
-    ],
-)
-def test_sizes_that_compilation_settles(asks: Callable[[Any], None], held: set[int]) -> None:
+@pytest.mark.parametrize("asks", ASKS)
+def test_sizes_that_compilation_settles(asks: str) -> None:
     """A compiler may find that its code is for one size, or for some: it holds for the size it was made for at least."""
 
     def compiler(module: fx.GraphModule, inputs: list[Any]) -> Any:
-        asks(inputs[1].shape[0])
+        ASKS[asks][0](inputs[1].shape[0])
         return module
 
     module = fx.symbolic_trace(lambda n, x: x + n)
     _, holds = with_sizes(compiler, module, 32, lambda n: [([n, 4], [4, 1], torch.ones(32, 4))])
-    assert holds(32)
-    assert {n for n in (9, 31, 32, 40, 128) if holds(n)} == held
+    assert {n for n in (9, 31, 32, 40, 128) if holds(n)} == ASKS[asks][1]
 
 
 @needs_compiler
@@ -265,11 +182,9 @@ def test_inductor_settles_a_size(caplog: pytest.LogCaptureFixture) -> None:
     def add(x: Tensor) -> tuple[Tensor]:
         return (x + x.new_full((32, 4), 2.0),)
 
-    x = torch.randn(32, 4)
-    numbers = (32, 4, 4, 1)
+    x, numbers = torch.randn(32, 4), (32, 4, 4, 1)
     form = compiled_segments.compiled(fx.symbolic_trace(add), Family((1, 0, 0, 0), (0, 4, 4, 1), 0), numbers, [x])
-    assert not said(caplog)
-    assert not isinstance(form.run, fx.GraphModule)
+    assert not said(caplog) and not isinstance(form.run, fx.GraphModule)
     assert (form.fits(numbers), form.fits((33, 4, 4, 1))) == (True, False)
     assert torch.equal(form.call(numbers, [x])[0], x + 2)
 
@@ -285,36 +200,137 @@ def test_the_fake_result_of_a_reverse_scan_lies_in_memory_as_the_real_one_does(k
     assert (fake.stride(), fake.dtype) == (real.stride(), real.dtype) == ((15, 5, 1), torch.float32)
 
 
-ONE_STEP = """
-import torch
-from torch._dynamo.utils import counters
-from tests.support.small import Causal, tokens
-
-model, ids = Causal(), tokens(2, 11)
-torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": "inductor"})(ids, ids).backward()
-print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
-"""
+WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_unique2", "unique_dim", "masked_select", "repeat_interleave"}
 
 
-@pytest.mark.long
-@needs_compiler
-def test_another_process_finds_bodies_on_disk(tmp_path: Path) -> None:
-    root = Path(__file__).parents[1]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
-    found = []
+class Waits(TorchDispatchMode):
+    """Counts operators whose result the host has to know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        self.found.update([name] if name in WAITS else [])
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def waits() -> Iterator[Counter[str]]:
+    """What the host waits for inside of outer graphs: Dynamo compiles nothing for a caller with a mode of its own."""
+    mode, hosted, run = Waits(), set[int](), OuterGraph.run
+    copied, listed = Tensor.cpu, Tensor.tolist
+
+    def watched(self: OuterGraph, arguments: list[Any]) -> Any:
+        with mode:
+            return run(self, arguments)
+
+    def cpu(self: Tensor) -> Tensor:
+        mode.found["cpu"] += 1
+        made = copied(self).clone()
+        hosted.add(made.untyped_storage().data_ptr())
+        return made
+
+    def tolist(self: Tensor) -> Any:
+        mode.found["tolist"] += self.untyped_storage().data_ptr() not in hosted
+        return listed(self)
+
+    patches = mock.patch.multiple(Tensor, cpu=cpu, tolist=tolist)
+    with mock.patch.object(OuterGraph, "run", watched), patches:
+        yield mode.found
+
+
+class Packed(nn.Module):
+    """Layers in which a token sees the earlier ones of its own document, or all earlier ones where none is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, document: Tensor | None) -> Tensor:
+        row = torch.arange(x.shape[1])
+        seen = (row <= row[:, None])[None]
+        if document is not None:
+            seen = seen & (document[:, :, None] == document[:, None])
+        for weight in self.weights:
+            heads = (x @ weight)[:, None]
+            x = x + F.scaled_dot_product_attention(heads, heads, heads, attn_mask=seen[:, None])[:, 0]
+        return x
+
+
+ROW = torch.arange(61).expand(2, -1)
+MASKED: dict[str, tuple[Callable[[], nn.Module], Tensor | None]] = {
+    "causal": (Packed, None),
+    "padding": (lambda: Padded(layers=3, width=8), torch.tensor([[59], [60]]) > ROW),
+    "packed documents": (Packed, ROW // 11),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_step_with_a_mask_of_data_waits_once(name: str) -> None:
+    """Not once per chunk, nor per layer, nor again in the backward half; and not at all without data in the mask."""
+    make, data = MASKED[name]
+    call, x = torch.compile(make(), backend="streambp", options={"chunk_size": 8}), torch.randn(2, 61, 8)
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", ONE_STEP], env=environment, cwd=root, capture_output=True, text=True)
-        found.append(tuple(map(int, done.stdout.split())))
-    (missed, none), (again, hits) = found
-    assert (none, again) == (0, 0)
-    assert hits == missed > 0
+        with waits() as found:
+            call(x, data).square().sum().backward()
+        assert +found == Counter(cpu=int(data is not None))
 
 
-@pytest.mark.long
-@needs_compiler
-@pytest.mark.parametrize("make", [decoders.Plain, decoders.Triangle, decoders.Window], ids=lambda make: make.__name__)
-def test_decoders(make: Callable[[], nn.Module]) -> None:
-    ids = layouts.tokens(decoders.VOCABULARY, 2, 19)
-    for chunk_size in (7, 16):
-        torch._dynamo.reset()
-        compare(decoders.made(make), {"ids": ids, "labels": ids}, chunk_size=chunk_size, bodies="inductor", streams=True)
+ROWS, OTHER = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
+
+
+def drawn_size(random: Random) -> Any:
+    """A size that follows from what a chunk's rows are, or see, in an axis that may be the sequence or another one."""
+    lengths = (ROWS, OTHER, ROWS - 1, OTHER + 2, 2 * OTHER)
+    whole: tuple[Any, ...] = random.choice(((0, ROWS), (random.choice((-1, 0, 2)), random.choice(lengths))))
+    kind = random.choice(
+        (
+            runtime_sizes.member_count,
+            runtime_sizes.member_start,
+            runtime_sizes.span_count,
+            runtime_sizes.span_start,
+            runtime_sizes.shifted_count,
+        )
+    )
+    if kind in (runtime_sizes.span_count, runtime_sizes.span_start):
+        whole = (random.choice((-sympy.oo, -sympy.oo, -3, 0)), random.choice((sympy.oo, sympy.oo, -1, 0)), *whole)
+    if kind is runtime_sizes.shifted_count:
+        whole = (*whole, random.choice((-1, 0, 2, OTHER - 3)), random.choice(lengths))
+    made = kind(START, STOP, ROWS, *whole)
+    return random.choice((made, 2 * made, made * OTHER + 1, (made - 1) * (made + OTHER), -made, 3 - 2 * made + STOP - START))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_sizes_are_written_as_they_are_computed(seed: int) -> None:
+    """Whatever a size of a chunk is part of, and whatever else has been written."""
+    random = Random(seed)
+    wanted = [drawn_size(random) for _ in range(16)]
+    writer = LoopWriter(SimpleNamespace(length=ROWS))  # type: ignore[arg-type]
+    texts = [writer.size(size).text for size in wanted]
+    lines = [*writer.once, "found = []", "for start, stop in bounds:"]
+    lines += [f"    {line}" for line in (*writer.each, f"found.append([{', '.join(texts)}])")]
+    length, step = random.choice(((13, 5), (12, 4), (3, 8), (1, 1))), random.choice((7, 20))
+    bounds, env = list(Chunks(*length)), {"s0": length[0], "s1": step}
+    space: dict[str, Any] = {**runtime_sizes.FUNCTIONS, **env, "bounds": bounds}
+    exec("\n".join(lines), space)
+    computed = [
+        [runtime_sizes.compiled_size(size)({**env, "start": one, "stop": other}) for size in wanted] for one, other in bounds
+    ]
+    assert space["found"] == computed, lines
+
+
+def test_numbers_that_follow_from_sizes_need_not_be_whole() -> None:
+    n = sympy.Symbol("n", integer=True, positive=True)
+    assert runtime_sizes.compiled_size(Real(n * sympy.Float(0.25)))({"n": 5}) == 1.25
+    assert runtime_sizes.compiled_size(Truth(n > 3))({"n": 4}) is True
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_inputs_that_lie_otherwise_take_other_code(several: bool) -> None:
+    """Code is found by how inputs lie, and reads them so."""
+    segment, x = Segment(fx.symbolic_trace(lambda x: (x + 1,))), torch.randn(4, 4)
+    with interpreted():
+        for given in (x, x.t(), x, x.t(), x.double(), x):
+            assert torch.equal(segment(given, several=several)[0], given + 1)

@@ -10,13 +10,39 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives
-from torch import Tensor, fx
+from torch import fx
 
 from streamfx.node_meta import RUN
 from streamfx.passes.lowering.buckets import put_together
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-Build = Callable[..., Sequence[fx.Node]]
+c10d, sin = torch.ops._c10d_functional, torch.ops.aten.sin.default
+wait, gather = c10d.wait_tensor.default, c10d.all_gather_into_tensor.default
+ONE, PLAIN = "all_reduce_coalesced", "all_reduce"
+
+
+def reduced(call: Any, value: fx.Node, how: str = "sum", run: int | None = None) -> fx.Node:
+    made: fx.Node = call(c10d.all_reduce.default, value, how, "0")
+    return made if run is None else of_run(made, run)
+
+
+def of_run(node: fx.Node, run: int) -> fx.Node:
+    node.meta[RUN] = run
+    return node
+
+
+CASES: dict[str, tuple[Callable[..., list[fx.Node]], list[str]]] = {  # what is waited for in the end, and what runs
+    "one kind": (lambda call, a, b, c: [reduced(call, a), reduced(call, b), reduced(call, b)], [ONE]),
+    "other operators, reductions, types": (
+        lambda call, a, b, c: [reduced(call, a), reduced(call, a, "max"), reduced(call, c), call(gather, a, 1, "0")],
+        [PLAIN, PLAIN, PLAIN, "all_gather_into_tensor"],
+    ),
+    "what is made of another": (  # the last begins before the first is waited for
+        lambda call, a, b, c: [reduced(call, call(sin, call(wait, reduced(call, a)))), reduced(call, b)],
+        [ONE, PLAIN],
+    ),
+    "a loop between": (lambda call, a, b, c: [reduced(call, a), of_run(call(sin, b), 1), reduced(call, b)], [PLAIN] * 2),
+    "the graph's own": (lambda call, a, b, c: [reduced(call, a, run=0), reduced(call, b, run=0)], [PLAIN] * 2),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -27,85 +53,33 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def collectives_in(build: Build) -> list[str]:
-    """What runs over the ranks once those that can run as one do; results are those of the graph as it was."""
+@pytest.mark.parametrize("name", CASES)
+def test_what_runs_as_one(name: str) -> None:
+    build, expected = CASES[name]
     graph, given = fx.Graph(), [torch.randn(2, 3), torch.randn(4), torch.randn(2, 2, dtype=torch.float64)]
-    graph.output(tuple(build(graph.call_function, *(graph.placeholder(name) for name in "abc"))))
-    _run(graph, given)
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return graph.call_function(target, args)
+
+    made = build(call, *(graph.placeholder(name) for name in "abc"))
+    graph.output(tuple(call(wait, node) for node in made))
+    tell_values(graph, given)
     module = fx.GraphModule(torch.nn.Module(), graph)
     before = module(*given)
     put_together(graph)
     graph.lint()
     module.recompile()
     assert all(map(torch.equal, before, module(*given)))
-    return [
-        node.target.__name__.removesuffix(".default")
-        for node in graph.nodes
-        if "c10d" in str(node.target) and "wait" not in str(node)
-    ]
+    names = [str(node.target).split(".")[1] for node in graph.nodes if "c10d" in str(node.target)]
+    assert [name for name in names if name != "wait_tensor"] == expected
 
 
-def _run(graph: fx.Graph, given: Sequence[Tensor]) -> None:
+def tell_values(graph: fx.Graph, given: Sequence[torch.Tensor]) -> None:
     """Let each node know its value."""
     values = iter(given)
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["val"] = next(values)
         elif node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-            node.meta["val"] = node.target(*args, **kwargs)
-
-
-def waited(call: Any, *nodes: fx.Node) -> list[fx.Node]:
-    return [call(c10d.wait_tensor.default, (node,)) for node in nodes]
-
-
-def reduced(call: Any, value: fx.Node, how: str = "sum") -> fx.Node:
-    made: fx.Node = call(c10d.all_reduce.default, (value, how, "0"))
-    return made
-
-
-def test_those_of_one_kind_run_as_one() -> None:
-    def build(call: Any, a: Any, b: Any, c: Any) -> Sequence[fx.Node]:
-        return waited(call, reduced(call, a), reduced(call, b), reduced(call, b))
-
-    assert collectives_in(build) == ["all_reduce_coalesced"]
-
-
-def test_those_of_other_kinds_do_not() -> None:
-    """Other operators, other reductions, other types."""
-
-    def build(call: Any, a: Any, b: Any, c: Any) -> Sequence[fx.Node]:
-        gathered = call(c10d.all_gather_into_tensor.default, (a, 1, "0"))
-        return waited(call, reduced(call, a), reduced(call, a, "max"), reduced(call, c), gathered)
-
-    assert collectives_in(build) == ["all_gather_into_tensor"] + ["all_reduce"] * 3
-
-
-def test_what_is_made_of_another_comes_after_it() -> None:
-    def build(call: Any, a: Any, b: Any, c: Any) -> Sequence[fx.Node]:
-        (first,) = waited(call, reduced(call, a))
-        one, other = waited(call, reduced(call, call(aten.sin.default, (first,))), reduced(call, b))
-        return one, other
-
-    assert collectives_in(build) == ["all_reduce_coalesced", "all_reduce"], "the last begins before the first is waited for"
-
-
-def test_a_loop_stands_between() -> None:
-    def build(call: Any, a: Any, b: Any, c: Any) -> Sequence[fx.Node]:
-        first = reduced(call, a)
-        loop = call(aten.sin.default, (b,))
-        loop.meta[RUN] = 1
-        return waited(call, first, reduced(call, b), loop)
-
-    assert collectives_in(build) == ["all_reduce", "all_reduce"]
-
-
-def test_what_the_graph_itself_reduces_stays() -> None:
-    def build(call: Any, a: Any, b: Any, c: Any) -> Sequence[fx.Node]:
-        made = [reduced(call, a), reduced(call, b)]
-        for node in made:
-            node.meta[RUN] = 0
-        return waited(call, *made)
-
-    assert collectives_in(build) == ["all_reduce", "all_reduce"]
+            args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
+            node.meta["val"] = node.target(*args)

@@ -1,15 +1,21 @@
-"""The commands `explain`, `verify` and `doctor`: what they print, and their exit codes."""
+"""The commands: what they print, their exit codes, and the names of what they are asked about."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import streamfx
 from streamfx.tools.cli import main
+from streamfx.tools.planner import devices, model_names, models, objectives, optimizers, quantized, shards
+from streamfx.tools.planner.model_names import config_file
+from tests.support.spread import only
 
 pytest.importorskip("transformers")
 
@@ -18,6 +24,7 @@ import functools
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 
 class Mean(nn.Module):
@@ -29,31 +36,15 @@ class Mean(nn.Module):
         return self.head(x).square().mean()
 
 
-class Sorted(Mean):
-    def forward(self, x):
-        return self.head(torch.sort(x, dim=1).values).square().mean()
-
-
-def made():
-    return Mean(), (torch.randn(2, 32, 8),)
-
-
-def by_name():
-    return Mean(), {"x": torch.randn(2, 32, 8)}
-
-
-def alone():
-    return Mean()
-
-
-class Decoder(torch.nn.Module):
+class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.short, self.head = torch.nn.Embedding(50, 8), torch.nn.Embedding(4, 8), torch.nn.Linear(8, 50)
+        self.embed, self.short, self.head = nn.Embedding(50, 8), nn.Embedding(4, 8), nn.Linear(8, 50)
+        self.table = nn.Parameter(torch.randn(7, 8))
 
     def forward(self, tokens, targets=None):
         logits = self.head(self.embed(tokens) + self.short(tokens))
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Masked(Decoder):
@@ -61,57 +52,14 @@ class Masked(Decoder):
         return super().forward(tokens, tokens)
 
 
-def decoder():
-    return Decoder()
-
-
-def masked():
-    return Masked()
-
-
-def nothing():
-    return None
-
-
 class Wrong(Mean):
     def forward(self, x):
         raise KeyError("in forward")
 
 
-def wrong():
-    return Wrong(), (torch.randn(2, 32, 8),)
-
-
-def shapes():
-    return Mean(), (torch.randn(2, 32, 9),)
-
-
-def pair():
-    return None, (torch.randn(2),)
-
-
-def fails():
-    raise RuntimeError("in the factory")
-
-
-def compiled():
-    return torch.compile(Decoder())
-
-
-ready = Decoder()
-
-
-def bound():
-    return functools.partial(Decoder(), targets=torch.zeros(1, 40, dtype=torch.long))
-
-
 class Gathering(Decoder):
     def forward(self, *args, **kwargs):
         return super().forward(*args, targets=args[0], **kwargs)
-
-
-def gathering():
-    return Gathering()
 
 
 class MaskFirst(Decoder):
@@ -120,21 +68,9 @@ class MaskFirst(Decoder):
         return super().forward(input_ids, labels)
 
 
-def mask_first():
-    return MaskFirst()
-
-
-class OwnTable(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.randn(7, 8))
-
+class OwnTable(Decoder):
     def forward(self, attention_mask=None, ids=None):
-        return torch.nn.functional.embedding(ids.flatten(), self.table).square().mean() + self.table[ids].mean()
-
-
-def own_table():
-    return OwnTable()
+        return F.embedding(ids.flatten(), self.table).square().mean() + self.table[ids].mean()
 
 
 class Two(Decoder):
@@ -143,30 +79,41 @@ class Two(Decoder):
         return (self.embed(kinds) + self.short(ids)).mean()
 
 
-def two():
-    return Two()
+def fails():
+    raise RuntimeError("in the factory")
 
 
+made = lambda: (Mean(), (torch.randn(2, 32, 8),))
+by_name = lambda: (Mean(), {"x": torch.randn(2, 32, 8)})
+wrong = lambda: (Wrong(), (torch.randn(2, 32, 8),))
+shapes = lambda: (Mean(), (torch.randn(2, 32, 9),))
+pair = lambda: (None, (torch.randn(2),))
+nothing = lambda: None
+alone, decoder, masked, gathering, mask_first, own_table, two = Mean, Decoder, Masked, Gathering, MaskFirst, OwnTable, Two
+compiled = lambda: torch.compile(Decoder())
+bound = lambda: functools.partial(Decoder(), targets=torch.zeros(1, 40, dtype=torch.long))
+ready = Decoder()
 CONSTANT = 3
 """
+MINE = "factories_of_a_user:"
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+LLAMA = {"model_type": "llama", "max_position_embeddings": 128, **SIZES}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Hugging Face folder, and a module of factories in the working directory."""
-    values = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    sizes = {"num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 128}
-    vast = {**values, **sizes, "vocab_size": 10**15}  # more than any host can even address
-    (tmp_path / "config.json").write_text(json.dumps({**values, **sizes}))
+    of_folders = {
+        "": LLAMA,
+        "encoder": {"model_type": "t5"},
+        "odd": {**LLAMA, "num_attention_heads": 5},
+        "vast": {**LLAMA, "vocab_size": 10**15},  # more than any host can even address
+    }
+    for name, content in of_folders.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
     (tmp_path / "factories_of_a_user.py").write_text(FACTORY)
     (tmp_path / "broken_module_of_a_user.py").write_text("def f(:")
-    for name, content in (
-        ("encoder", {"model_type": "t5"}),
-        ("odd", {**values, **sizes, "num_attention_heads": 5}),
-        ("vast", vast),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(content))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -175,46 +122,43 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(folder), "--seq", "64", "--options", '{"chunk_size": 16}', "--strict"]) == 0
     assert "every stage streams" in capsys.readouterr().out
-    assert main(["explain", "factories_of_a_user:made", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["graphs"] == 1
+    for factory, length in (("made", 32), ("decoder", 40)):  # a decoder of one's own is given ids and labels
+        assert main(["explain", MINE + factory, "--seq", "40", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["graphs"], found["sequence"]) == (1, [length])
 
 
 def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(folder), "--seq", "32", "--dtype", "float64", "--options", '{"chunk_size": 8}', "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["max_error"] < 1e-12
-    assert main(["verify", "factories_of_a_user:by_name"]) == 0
+    assert main(["verify", MINE + "by_name"]) == 0
     assert "the same as eager" in capsys.readouterr().out
 
 
-def test_a_decoder_of_ones_own_is_given_ids_and_labels(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of no table more than it has."""
-    assert main(["verify", "factories_of_a_user:decoder", "--seq", "40"]) == 0
-    assert "the same as eager" in capsys.readouterr().out
-    assert main(["explain", "factories_of_a_user:decoder", "--seq", "40", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sequence"] == [40]
+IDS_ARE_GIVEN_TO = ["compiled", "ready", "bound", "gathering", "mask_first", "own_table"]
 
 
-@pytest.mark.parametrize("factory", ["compiled", "ready", "bound", "gathering", "mask_first", "own_table"])
+@pytest.mark.parametrize("factory", only(["own_table"], IDS_ARE_GIVEN_TO))
 def test_ids_are_given_as_what_is_looked_up(factory: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever is around the model, and wherever its ids stand among its arguments."""
-    assert main(["verify", f"factories_of_a_user:{factory}", "--seq", "40", "--json"]) == 0
+    """Whatever is around the model, and wherever its ids stand among its arguments; of no table more than it has."""
+    assert main(["verify", MINE + factory, "--seq", "40", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["loss"] != 0
 
 
-def test_an_answer_that_cannot_be_written_is_a_refusal() -> None:
-    command = f"{sys.executable} -m streamfx doctor --json > /dev/full"
+@pytest.mark.long
+@pytest.mark.parametrize("into", ["> /dev/full", "| head -c 1"])
+def test_an_answer_that_cannot_be_written_is_no_traceback(into: str) -> None:
+    """A refusal, or nothing where a reader has seen enough."""
+    command = f"{sys.executable} -m streamfx doctor --json {into}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    if into == "| head -c 1":
+        assert (done.stdout, done.stderr) == ("{", "")
+        return
     assert done.returncode == 1
     assert done.stderr.startswith("the answer is to be written to standard output") and "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
-
-
-def test_a_reader_that_has_seen_enough_sees_no_traceback() -> None:
-    command = f"{sys.executable} -m streamfx doctor --json | head -c 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("{", "")
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,61 +166,64 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["entry_point"] == "found"
     assert found["self_test"]["ok"] and found["self_test"]["max_error"] < 1e-12
-    assert main(["doctor"]) == 0
-    assert "streamfx works here" in capsys.readouterr().out
 
 
-def test_doctor_names_libraries_that_are_too_old(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("streamfx.tools.cli.doctor._version", lambda name: "1.14.2" if name == "trl" else None)
-    monkeypatch.setattr("streamfx.tools.cli.doctor.self_test", lambda: {"ok": True, "max_error": 0.0, "seconds": 0.0})
-    assert main(["doctor"]) == 0
-    assert "trl 1.14.2 (streamfx.enable needs 1.15)" in capsys.readouterr().out
+def interrupted(*_: object) -> Any:
+    raise KeyboardInterrupt
 
 
-def test_a_fault_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("streamfx.tools.cli.doctor.self_test", lambda: {"ok": False, "error": "broken", "seconds": 0.0})
-    assert main(["doctor"]) == 3
-    assert "FAILED" in capsys.readouterr().out
+BROKEN = metadata.EntryPoint("streambp", "no_such_module:streambp", "torch_dynamo_backends")
+SELF_TEST = "streamfx.tools.cli.doctor.self_test"
+OK: dict[str, Any] = {"ok": True, "max_error": 0.0, "seconds": 0.0}
+FOUND: list[tuple[dict[str, Any], int, str]] = [
+    ({}, 0, "streamfx works here"),
+    ({"streamfx.tools.cli.doctor._version": {"trl": "1.14.2"}.get}, 0, "trl 1.14.2 (streamfx.enable needs 1.15)"),
+    ({SELF_TEST: lambda: {"ok": False, "error": "broken", "seconds": 0.0}}, 3, "FAILED"),
+    ({"importlib.metadata.entry_points": lambda **_: (BROKEN,)}, 3, "broken (no_such_module:streambp, ModuleNotFoundError"),
+    ({"streamfx.tools.cli.doctor.run": interrupted}, 130, "interrupted\n"),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["explain", "no/such/folder"], "there is no configuration"),
-        (["explain", "factories_of_a_user:missing"], "there is no 'factories_of_a_user:missing'"),
-        (["verify", "no_such_module:made"], "No module named"),
-        (["verify", "factories_of_a_user:alone"], "x of ids is not what it takes"),
-        (["verify", "factories_of_a_user:two"], "kinds and ids are both looked up in tables"),
-        (["explain", "x" * 300], "there is no configuration"),
-        (["explain", "x" * 300 + ":made"], "there is no "),
-        (["explain", ".", "--html", "x" * 300], "a report is to be written to"),
-        (["verify", "factories_of_a_user:masked"], "without arguments"),
-        (["verify", "factories_of_a_user:masked"], "nobody tells what 'mask' is"),
-        (["verify", "factories_of_a_user:nothing"], "a function that returns a model"),
-        (["verify", "factories_of_a_user:pair"], "a tuple of NoneType, tuple"),
-        (["verify", "factories_of_a_user:CONSTANT"], "found a int"),
-        (["verify", "factories_of_a_user:fails"], "found RuntimeError: in the factory\n  where "),
-        (["verify", "factories_of_a_user:wrong"], "in eager, without the backend, it raises KeyError: 'in forward'"),
-        (["explain", "factories_of_a_user:wrong"], "found KeyError: 'in forward'"),
-        (["verify", "factories_of_a_user:shapes"], "shapes cannot be multiplied"),
-        (["explain", "factories_of_a_user:shapes"], "must have same reduction dim"),
-        (["verify", "broken_module_of_a_user:made"], "found SyntaxError"),
-        (["verify", ":made"], "there is no ':made'"),
-        (["verify", "encoder"], "makes no causal language model"),
-        (["explain", "odd"], "not a multiple of the number of attention heads"),
-        (["plan", "encoder"], "makes no causal language model"),
-        pytest.param(["verify", ".", "--options", '{"memory_budget": 3}'], "less than any plan", marks=pytest.mark.long),
-        (["verify", ".", "--options", "[3]"], "must be a dictionary of options"),
-        (["verify", ".", "--layers", "0"], "--layers is 1 or more"),
-        (["verify", ".", "--layers", "2"], "found it has 1\n  do    give a number from 1 to 1"),
-        (["explain", ".", "--layers", "2"], "--layers 2 asks for so many layers of a configuration"),
-        (["explain", "factories_of_a_user:alone", "--layers", "2"], "--layers is for configurations of Hugging Face"),
-        (["verify", "vast"], "238418579.1 GiB, and their gradients as much"),
-        (["explain", ".", "--options", "{"], "--options must be JSON"),
-        (["explain", ".", "--options", '{"chunks": 3}'], "did you mean"),
-        (["explain", ".", "--seq", "1"], "--seq is 2 or more"),
-    ],
-)
+@pytest.mark.parametrize(("replaced", "code", "said"), FOUND, ids=[said for _, _, said in FOUND])
+def test_what_doctor_finds(
+    replaced: dict[str, Any], code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {SELF_TEST: lambda: OK, **replaced}.items():
+        monkeypatch.setattr(name, value)
+    assert main(["doctor"]) == code
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err and "Traceback" not in shown.err
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["explain", "no/such/folder"], "there is no configuration"),
+    (["explain", MINE + "missing"], "there is no 'factories_of_a_user:missing'"),
+    (["verify", "no_such_module:made"], "No module named"),
+    (["verify", MINE + "alone"], "x of ids is not what it takes"),
+    (["verify", MINE + "two"], "kinds and ids are both looked up in tables"),
+    (["explain", "x" * 300], "there is no configuration"),
+    (["verify", MINE + "masked"], "nobody tells what 'mask' is"),
+    (["verify", MINE + "nothing"], "a function that returns a model"),
+    (["verify", MINE + "pair"], "a tuple of NoneType, tuple"),
+    (["verify", MINE + "CONSTANT"], "found an int"),
+    (["verify", MINE + "fails"], "found RuntimeError: in the factory\n  where "),
+    (["verify", MINE + "wrong"], "in eager, without the backend, it raises KeyError: 'in forward'"),
+    (["verify", MINE + "shapes"], "shapes cannot be multiplied"),
+    (["verify", "broken_module_of_a_user:made"], "found SyntaxError"),
+    (["verify", "encoder"], "makes no causal language model"),
+    (["explain", "odd"], "not a multiple of the number of attention heads"),
+    (["verify", ".", "--options", "[3]"], "must be a dictionary of options"),
+    (["verify", ".", "--layers", "0"], "--layers is 1 or more"),
+    (["verify", ".", "--layers", "2"], "found it has 1\n  do    give a number from 1 to 1"),
+    (["explain", ".", "--layers", "2"], "--layers 2 asks for so many layers of a configuration"),
+    (["explain", MINE + "alone", "--layers", "2"], "--layers is for configurations of Hugging Face"),
+    (["verify", "vast"], "238418579.1 GiB, and their gradients as much"),
+    (["explain", ".", "--options", "{"], "--options must be JSON"),
+    (["explain", ".", "--seq", "1"], "--seq is 2 or more"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_refusals(folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 1
     shown = capsys.readouterr()
@@ -284,20 +231,12 @@ def test_refusals(folder: Path, arguments: list[str], message: str, capsys: pyte
     assert "Traceback" not in shown.err
 
 
+@pytest.mark.long
 def test_weights_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "model.safetensors").write_text("no weights")
     assert main(["verify", str(folder), "--seq", "16"]) == 1
     assert "cannot be loaded" in capsys.readouterr().err
     assert main(["verify", str(folder), "--seq", "16", "--layers", "1"]) == 0
-
-
-def test_a_broken_entry_point_is_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from importlib import metadata
-
-    broken = metadata.EntryPoint("streambp", "no_such_module:streambp", "torch_dynamo_backends")
-    monkeypatch.setattr(metadata, "entry_points", lambda **_: (broken,))
-    assert main(["doctor"]) == 3
-    assert "broken (no_such_module:streambp, ModuleNotFoundError" in capsys.readouterr().out
 
 
 def test_wrong_usage() -> None:
@@ -306,10 +245,61 @@ def test_wrong_usage() -> None:
     assert error.value.code == 2
 
 
-def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(_: object) -> str:
-        raise KeyboardInterrupt
+# -- names of what is planned
 
-    monkeypatch.setattr("streamfx.tools.cli.doctor.run", interrupted)
-    assert main(["doctor"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+
+def test_names_are_those_of_the_tables() -> None:
+    assert tuple(models.TYPES) == model_names.TYPES
+    assert objectives.OBJECTIVES == model_names.OBJECTIVES
+    assert tuple(optimizers.STATES) == model_names.OPTIMIZERS
+    assert tuple(quantized.SCHEMES) == model_names.SCHEMES
+    assert shards.SHARDS == model_names.SHARDS
+    assert tuple(devices.PUBLISHED) == model_names.DEVICES
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with a model that has been downloaded, as the hub's library lays it out."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    main_, path = (tmp_path / "models--some-org--some-model" / name for name in ("refs/main", "snapshots/abc/config.json"))
+    for file, text in ((main_, "abc"), (path, json.dumps(LLAMA))):
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    return path
+
+
+def test_a_configuration_has_many_names(cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = model_names.FOLDER / "Qwen3-8B.json"
+    assert config_file("Qwen3-8B") == config_file("qwen3-8b") == config_file("Qwen/Qwen3-8B") == config_file(shipped) == shipped
+    assert config_file("some-org/some-model") == config_file(cached.parent) == cached
+    monkeypatch.chdir(tmp_path)
+    Path("Qwen").mkdir()
+    assert config_file("Qwen/Qwen3-8B") == shipped
+    Path("Qwen/Qwen3-8B").mkdir()
+    with pytest.raises(streamfx.PlanError, match=r"has no config\.json"):
+        config_file("Qwen/Qwen3-8B")
+    Path("Qwen/Qwen3-8B/config.json").write_text("{}")
+    assert config_file("Qwen/Qwen3-8B") == Path("Qwen/Qwen3-8B/config.json")
+
+
+MEANT = {
+    "Qwen3-9B": "did you mean 'Qwen3-8B'?",
+    "lama-3.1-8b": "did you mean 'Llama-3.1-8B'?",
+    "Qwen/Qwen3-80B": "did you mean 'Qwen3-8B'? `hf download Qwen/Qwen3-80B config.json` puts it into the cache",
+    "some-org/another": "`hf download some-org/another config.json`",
+    **dict.fromkeys(("../nowhere", "an org/with -- odd..letters", "xyz", "~/mine"), "do    give a path, or one of GPT-OSS-20B"),
+}
+
+
+@pytest.mark.parametrize(("name", "said"), MEANT.items())
+def test_a_wrong_name_says_what_was_meant(cached: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", name]) == 1
+    found = capsys.readouterr().err
+    assert f"there is no configuration {name!r}" in found and said in found
+    assert ("hf download" in found) == ("hf download" in said)
+
+
+def test_a_cached_model_is_planned(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "some-org/some-model", "--seq", "64", "--no-baselines", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "some-model"

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -25,9 +24,10 @@ from streamfx.ir.joint import trained_sources
 from streamfx.tools.report.printer import text_of
 from tests.support.collectives import data_of
 from tests.support.sharded import sharded
+from tests.support.spread import spread
 
 Golden = Callable[[str], None]
-GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
 @pytest.fixture
@@ -68,13 +68,11 @@ def texts_of(model: nn.Module, length: int = 12, **options: Any) -> dict[str, st
     return found
 
 
-def halves(texts: dict[str, str]) -> tuple[list[str], list[str]]:
+def halves(texts: dict[str, str]) -> list[list[str]]:
     """What each half runs, in order: loops by name, and collectives with what they are for."""
-    forward, backward = texts["put back"].split("\nbackward(")
-    pattern = re.compile(
-        r"= (?:_c10d_functional\.)?(\w+_(?:forward|backward|again)\w*|all_gather\w+|reduce_scatter\w+|wait\w+)\("
-    )
-    return pattern.findall(forward), pattern.findall(backward)
+    collectives = r"all_gather\w+|reduce_scatter\w+|wait\w+"
+    pattern = rf"= (?:_c10d_functional\.)?(\w+_(?:forward|backward|again)\w*|{collectives})\("
+    return [re.findall(pattern, half) for half in texts["put back"].split("\nbackward(")]
 
 
 def test_both_halves(ranks: DeviceMesh, golden: Golden) -> None:
@@ -82,100 +80,31 @@ def test_both_halves(ranks: DeviceMesh, golden: Golden) -> None:
     golden(texts["unshard"] + "\n" + texts["put back"])
 
 
-@pytest.mark.parametrize("length", [61, *(pytest.param(length, marks=pytest.mark.long) for length in (3, 9))])
-def test_what_runs_does_not_depend_on_lengths(ranks: DeviceMesh, length: int) -> None:
-    assert halves(texts_of(sharded(Two(), ranks), length)) == halves(texts_of(sharded(Two(), ranks), 12, chunk_size=12))
+@pytest.mark.long
+def test_collectives_between_two_loops_run_as_one(ranks: DeviceMesh, golden: Golden) -> None:
+    """Those of the embedding and two layers, of which the first begins at once; of the first stage's gradients."""
+    golden(texts_of(sharded(Two(), ranks))["buckets"])
 
 
-@pytest.mark.parametrize(
-    "ranks", [(256, 255), *(pytest.param(ranks, marks=pytest.mark.long) for ranks in ((256, 0), (3, 1)))], indirect=True
-)
-def test_what_runs_is_the_same_on_all_ranks(ranks: DeviceMesh) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [(256, 255)], indirect=True)
+def test_what_runs_depends_on_no_length_and_no_rank(ranks: DeviceMesh) -> None:
     """The last of many ranks holds no rows of some weights, and pads them."""
-    forward, backward = halves(texts_of(sharded(Two(), ranks)))
+    model = sharded(Two(), ranks)
+    forward, backward = found = halves(texts_of(model, 61))
+    assert found == halves(texts_of(model, 12, chunk_size=12))
     assert forward.count(GATHER) == backward.count(SCATTER) == 4
 
 
-def test_no_more_than_two_stages_are_in_flight(ranks: DeviceMesh) -> None:
-    """A gather begins one stage ahead; a reduction is waited for behind the next stage, while others compute."""
-    forward, backward = (between_loops(half) for half in halves(texts_of(sharded(Two(4), ranks))))
-    first, last = "gather gather gather wait wait", "wait"  # the embedding, two layers; the head
-    assert forward == [first, "gather wait", "gather wait", "gather wait", last, ""]
-    assert backward == [
-        "gather scatter",  # of layer 3; of the head
-        "gather scatter wait",  # of layer 2; of layer 4; for the gather of layer 3
-        # of layer 1 and the embedding; of layer 3; for the gather of layer 2, the head and layer 4
-        "gather gather scatter wait wait wait",
-        "scatter wait wait",  # of layer 2; for the gather of the embedding and layer 3
-        "wait",  # for the gather of layer 1
-        "scatter scatter wait wait wait",  # of layer 1 and the embedding; for all reductions that are left
-    ]
-
-
-def test_collectives_between_two_loops_run_as_one(ranks: DeviceMesh, golden: Golden) -> None:
-    """Those of the embedding and two layers, of which the first begins at once; of the first stage's gradients."""
-    text = texts_of(sharded(Two(), ranks))["buckets"]
-    golden(text)
-    forward, backward = map(kinds_of, text.split("\nbackward("))
-    assert forward == [f"{GATHER}_coalesced", GATHER]
-    assert backward == [f"{GATHER}_coalesced", SCATTER, SCATTER, f"{SCATTER}_coalesced"]
-
-
-@pytest.mark.parametrize("ranks", [(4, 1)], indirect=True)
-def test_what_has_waited_runs_as_one(ranks: DeviceMesh) -> None:
-    """Gradients are reduced over one dimension of a mesh, and what comes of that is scattered over the other."""
-    model = sharded(Two(), init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)])
-    _, backward = map(kinds_of, texts_of(model)["buckets"].split("\nbackward("))
-    assert backward == [f"{GATHER}_coalesced", REDUCE, REDUCE, f"{REDUCE}_coalesced", f"{SCATTER}_coalesced"]
-
-
-def kinds_of(half: str) -> list[str]:
-    return re.findall(r"= (?:_c10d_functional\.)?((?:all_gather|reduce_scatter|all_reduce)\w*)\(", half)
-
-
-def between_loops(half: list[str]) -> list[str]:
-    """What stands in front of each loop, and behind the last."""
-    found = [""]
-    for name in half:
-        if name.endswith("_tensor"):
-            kind = next(kind for kind in ("gather", "scatter", "wait") if kind in name)
-            found[-1] = f"{found[-1]} {kind}".strip()
-        else:
-            found.append("")
-    return found
-
-
+@pytest.mark.long
 def test_a_weight_that_is_also_read_as_a_shard_is_left_as_it_is(ranks: DeviceMesh) -> None:
     class Shown(Two):
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            loss: Tensor = super().forward(ids, labels)
             shard: Any = self.layers[0]._parameters["weight"]
-            return loss + shard.to_local().square().sum()
+            return super().forward(ids, labels) + shard.to_local().square().sum()
 
     found = texts_of(sharded(Shown(), ranks), strict=False)
     assert found["unshard"].count("weight primals") == 3 and found["unshard"].count("gradient of") >= 3
-
-
-CHANGES: list[Callable[[Tensor], Tensor]] = [
-    lambda k: torch.cat((k[6:], k[:6])),
-    lambda k: k.t().contiguous(),
-    lambda k: (k.flip(0) != 0).to(torch.uint8),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
-    """What was seen of a buffer says nothing of what other ranks add to it, nor of what is made of it before."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = GathersMask(change).double()
-        x = torch.randn(2, 12, 4, dtype=torch.float64, requires_grad=True)
-        compiled = torch.compile(model, backend="streambp", options={"chunk_size": 4})
-        torch.testing.assert_close(
-            *(torch.autograd.grad(call(x).square().sum(), [x, *model.parameters()]) for call in (compiled, model))
-        )
-    finally:
-        dist.destroy_process_group()
 
 
 class GathersMask(nn.Module):
@@ -193,41 +122,39 @@ class GathersMask(nn.Module):
         return (q @ q.transpose(1, 2)).masked_fill(hidden, -torch.inf).softmax(-1) @ q
 
 
-def test_the_gradients_of_a_tied_weight_are_reduced_together(ranks: DeviceMesh) -> None:
-    """It is gathered where the embedding is, and where the head is: nobody holds the whole in between."""
-    model = Two()
-    model.head.weight = model.embed.weight
-    forward, backward = halves(texts_of(sharded(model, ranks)))
-    assert forward.count(GATHER) == 4 and backward.count(SCATTER) == 3
+CHANGES: list[Callable[[Tensor], Tensor]] = [
+    lambda k: torch.cat((k[6:], k[:6])),
+    lambda k: k.t().contiguous(),
+    lambda k: (k.flip(0) != 0).to(torch.uint8),
+]
 
 
-def test_reshard(ranks: DeviceMesh) -> None:
+@pytest.mark.parametrize("change", spread(CHANGES, 3))
+def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    """What was seen of a buffer says nothing of what other ranks add to it, nor of what is made of it before."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = GathersMask(change).double()
+        x = torch.randn(2, 12, 4, dtype=torch.float64, requires_grad=True)
+        compiled = torch.compile(model, backend="streambp", options={"chunk_size": 4})
+        torch.testing.assert_close(
+            *(torch.autograd.grad(call(x).square().sum(), [x, *model.parameters()]) for call in (compiled, model))
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.long
+def test_when_weights_are_gathered_again(ranks: DeviceMesh) -> None:
+    """By `reshard`, which by default is what the code says, and no budget: another rank may see one otherwise."""
     model = sharded(Two(), ranks)
     auto, always, never = (halves(texts_of(model, reshard=value)) for value in ("auto", True, False))
     assert [backward.count(GATHER) for _, backward in (auto, always, never)] == [2, 3, 0]
     assert [forward.count(GATHER) for forward, _ in (auto, always, never)] == [4, 4, 4]
-
-
-@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_auto_is_what_the_code_says(ranks: DeviceMesh, saves: bool) -> None:
-    policy = CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.MUST_RECOMPUTE
-    model = sharded(Two(), ranks, policy=policy)
-    assert halves(texts_of(model)) == halves(texts_of(model, reshard=not saves))
-
-
-def test_a_plan_within_a_budget(ranks: DeviceMesh) -> None:
-    """What a graph fits into may be seen otherwise by another rank: it is never left as it stands."""
-    texts = texts_of(sharded(Two(), ranks), chunk_size="auto", loss_chunk_size="auto", memory_budget="1MiB")
-    assert "1048576 bytes" in texts["fit"] and halves(texts) == halves(texts_of(sharded(Two(), ranks)))
-
-
-def test_a_failed_analysis_is_an_error_where_other_ranks_wait(ranks: DeviceMesh) -> None:
-    model = sharded(Two(), ranks)
-    with (
-        mock.patch("streamfx.passes.Stages.apply", side_effect=ZeroDivisionError("injected")),
-        pytest.raises(streamfx.RanksDifferError, match="injected"),
-    ):
-        torch.compile(model, backend="streambp")(*data_of(0, 12, 11))
+    saved = sharded(Two(), ranks, policy=CheckpointPolicy.MUST_SAVE)
+    assert halves(texts_of(saved)) == halves(texts_of(saved, reshard=False))
+    texts = texts_of(model, chunk_size="auto", loss_chunk_size="auto", memory_budget="1MiB")
+    assert "1048576 bytes" in texts["fit"] and halves(texts) == auto
 
 
 def test_a_frozen_weight_has_no_gradient(ranks: DeviceMesh) -> None:
@@ -246,6 +173,7 @@ def test_a_frozen_weight_has_no_gradient(ranks: DeviceMesh) -> None:
     assert [f"gradient of {primal.name} =" in text for _, primal, _ in joint.trained] == [True, True]
 
 
+@pytest.mark.long
 def test_outputs_are_plain(ranks: DeviceMesh) -> None:
     """Whoever touches a deferred output would gather its weights, and wait for ranks that do not."""
 
@@ -256,8 +184,3 @@ def test_outputs_are_plain(ranks: DeviceMesh) -> None:
 
     _, logits = torch.compile(sharded(Logits(), ranks), backend="streambp")(*data_of(0, 12, 11))
     assert type(logits) is Tensor
-
-
-def test_explain(ranks: DeviceMesh) -> None:
-    found = streamfx.explain(sharded(Two(), ranks), *data_of(0, 12, 11), options={"chunk_size": 4})
-    assert "every stage streams" in str(found)

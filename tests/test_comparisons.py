@@ -1,13 +1,11 @@
-"""What `streamfx.explain` compares a call with is that, and what it says of loops is true of what is in them."""
+"""What `explain` and `verify` compare a call with is that, whatever they are given; what they say of loops is true."""
 
 from __future__ import annotations
 
+import functools
 import math
-import subprocess
-import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,88 +13,23 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
+from streamfx.frontend.backend import streambp
 from streamfx.tools.report.verdict import GAIN, LITTLE
 from tests.support.small import WIDTH, Causal, Mixing, tokens
-from tests.test_explain import Layer, rows, summary_of
+from tests.test_timeline import Small
 
 IDS = tokens(2, 6)
-ROOT = Path(__file__).parent.parent
+WIDE = torch.randn(2, 64, 16)
 
 
-class Stacked(nn.Module):
-    """Layers, held in one way or another."""
-
-    def __init__(self, layers: nn.Module, is_used: bool = True) -> None:
-        super().__init__()
-        self.layers, self.before, self.is_used = layers, Layer(), is_used
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        for layer in self.layers.children() if self.is_used else ():
-            x = layer(x)
-        return x.square().mean()
-
-
-class Sorting(Layer):
-    """The same operator, at two lines."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        x = x.sort(1).values + x
-        return x.sigmoid().sort(1).values + x
-
-
-HELD: dict[str, Callable[[], nn.Module]] = {
-    "list": lambda: Stacked(nn.ModuleList([Layer(), Layer()])),
-    "dict": lambda: Stacked(nn.ModuleDict({"first": Layer(), "second": Layer()})),
-    "sequence": lambda: Stacked(nn.Sequential(Layer(), Layer())),
-    "around": lambda: nn.Sequential(Stacked(nn.ModuleList([Layer(), Layer()]))),
-    "one in a sequence": lambda: Stacked(nn.Sequential(Layer())),
-    "one in a dict": lambda: Stacked(nn.ModuleDict({"only": Layer()})),
-}
-
-
-@pytest.mark.long
-def test_layers_are_checkpointed_however_they_are_held() -> None:
-    peaks = {name: summary_of(made(), rows(64), chunk_size=16)["checkpointing_peak_bytes"] for name, made in HELD.items()}
-    assert peaks["list"] == peaks["dict"] == peaks["sequence"] == peaks["around"]
-    assert peaks["one in a sequence"] == peaks["one in a dict"] not in (None, peaks["list"])
-
-
-def frozen(model: nn.Module) -> nn.Module:
-    return model.requires_grad_(False)
-
-
-NOT_CHECKPOINTED: dict[str, Callable[[], nn.Module]] = {
-    "layers that were found in the model are not called": lambda: Stacked(nn.ModuleList([Layer(), Layer()]), is_used=False),
-    "no list of layers was found": lambda: Stacked(nn.Identity()),
-    "no list of layers": lambda: Stacked(nn.ModuleDict({"one": nn.Identity(), "other": Layer()})),
-    "nothing is trained in this call": lambda: frozen(HELD["list"]()),
-}
-
-
-@pytest.mark.parametrize(("why", "made"), NOT_CHECKPOINTED.items(), ids=NOT_CHECKPOINTED)
-def test_what_is_not_checkpointing_is_not_called_so(why: str, made: Callable[[], nn.Module]) -> None:
-    found = streamfx.explain(made(), rows(64), chunk_size=16)
+def test_what_is_not_checkpointing_is_not_called_so() -> None:
+    model = Small()
+    found = streamfx.explain(lambda x: model.head(x).square().mean(), WIDE, chunk_size=16)
+    why = "layers that were found in the model are not called"
     summary = found.summary()
     assert summary["checkpointing_peak_bytes"] is None and why in summary["not_checkpointed"]
     assert "gradient checkpointing" not in str(found).splitlines()[0]
     assert f"not compared with gradient checkpointing: {summary['not_checkpointed']}" in str(found)
-    assert "gradient checkpointing" not in found.curves()
-
-
-def test_where_nothing_is_trained_nothing_is_said_of_this_length() -> None:
-    found = streamfx.explain(frozen(nn.Linear(WIDTH, WIDTH)), rows(64), chunk_size=64)
-    assert "nothing is trained in this call" in str(found).splitlines()[0]
-    assert "at this length" not in str(found) and not found.summary()["trains"]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_compute_without_gradients_is_compared_with_that_of_eager(mode: Callable[[], Any]) -> None:
-    with mode():
-        summary = summary_of(Causal(), IDS, IDS)
-    assert summary["flops"] == summary["baseline_flops"] > 0
-    assert not summary["trains"] and summary["checkpointing_flops"] is None
 
 
 @pytest.mark.parametrize("ids", [IDS[:, :0], IDS[:0]], ids=["length", "batch"])
@@ -114,78 +47,29 @@ def test_numbers_that_say_nothing_are_no_verdict(factor: float) -> None:
         streamfx.verify(lambda ids: model(ids, ids) * factor, IDS)
 
 
-SEVERAL = """
-import threading
-import torch
-import streamfx
-from streamfx.tools.report.verdict import GAIN, LITTLE
-from tests.support.small import Causal
-
-ids = torch.arange(24).reshape(2, 12) % 10
-said = set()
-
-def look(model):
-    said.add((str(streamfx.explain(model, ids, ids, chunk_size=4)), streamfx.verify(model, ids, ids, chunk_size=4).ok))
-
-look(Causal())
-threads = [threading.Thread(target=look, args=(Causal(),)) for _ in range(3)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-print(len(said), {ok for _, ok in said})
-"""
-
-
 def test_several_threads_may_look_at_once() -> None:
-    """In a process of its own: it ended by a signal before they took turns."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SEVERAL], capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split("\n")[0] == "1 {True}"
+    """The process ended by a signal before they took turns."""
+    said = set()
 
+    def look() -> None:
+        model = Causal()
+        said.add((str(streamfx.explain(model, IDS, IDS, chunk_size=4)), streamfx.verify(model, IDS, IDS, chunk_size=4).ok))
 
-def test_nothing_beside_something_is_compared() -> None:
-    """As a state that a call begins without."""
-    layer = nn.Linear(WIDTH, WIDTH)
-    found = streamfx.verify(lambda x, before: layer(torch.cat([before, x], 1)).square().mean(), rows(), rows()[:, :0])
-    assert found.ok and found.max_error < 1e-4
-
-
-def test_chunks_are_no_longer_than_the_sequence() -> None:
-    found = streamfx.explain(Causal(), IDS, IDS, chunk_size=10**6, loss_chunk_size=10**6)
-    assert {stage.chunk_size for stage in found.stages} == {6}
-    assert {run.rows for stage in found.stages for run in stage.runs} == {6}
-
-
-class Strided(nn.Module):
-    """All products are made of every second row, which is little beside what is made of all rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.wide = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(256))
-
-    def forward(self, x: Tensor) -> Tensor:
-        summed = x.cumsum(1)
-        return self.layer(summed[:, ::2]).square().mean() + (summed[..., None] * self.wide).sin().sum()
-
-
-def test_that_a_stage_streams_is_said_of_what_is_in_loops() -> None:
-    """A share that is not all is said beside it, and a stage without a loop runs whole."""
-    found = streamfx.explain(Strided(), rows(64)[:1], chunk_size=4)
-    assert found.summary()["streamed_flops_share"] == 0.0
-    assert "every stage streams in part: 0.0 % of the FLOPs are in loops;" in str(found)
-    assert "every stage streams;" in str(streamfx.explain(Causal(), IDS, IDS, chunk_size=4))
-    for model, given in ((Causal(), (IDS[:, :1], IDS[:, :1])), (Mixing(), (rows(),)), (nn.Linear(WIDTH, WIDTH), (rows()[0, 0],))):
-        stages = streamfx.explain(model, *given, chunk_size=4).stages
-        assert all(stage.loops or stage.reasons for stage in stages)
+    look()
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [ok for _, ok in said] == [True]
 
 
 HEADLINES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], dict[str, Any]]] = {
     "streams": (Causal, (tokens(2, 64), tokens(2, 64)), {"chunk_size": 16}),
     "fits as it stands": (Causal, (tokens(2, 64), tokens(2, 64)), {"memory_budget": "1G", "bodies": "eager"}),
-    "in part": (Mixing, (rows(),), {"chunk_size": 4}),
-    "nothing": (lambda: nn.Linear(WIDTH, WIDTH), (rows()[0, 0],), {}),
-    "layers": (HELD["list"], (rows(64),), {"chunk_size": 16}),
+    "in part": (Mixing, (torch.randn(2, 6, WIDTH),), {"chunk_size": 4}),
+    "nothing": (lambda: nn.Linear(16, 16), (WIDE[0, 0],), {}),
+    "layers": (Small, (tokens(2, 64), tokens(2, 64)), {"chunk_size": 16}),
 }
 
 
@@ -195,47 +79,83 @@ def test_the_headline_is_computed_from_the_figures_below_it(name: str) -> None:
     made, given, options = HEADLINES[name]
     found = streamfx.explain(made(), *given, options=options)
     summary, (first, second, *_) = found.summary(), str(found).splitlines()
-    other = summary["checkpointing_peak_bytes"] or summary["baseline_peak_bytes"]
-    less = other / summary["peak_bytes"]
+    less = (summary["checkpointing_peak_bytes"] or summary["baseline_peak_bytes"]) / summary["peak_bytes"]
+    loops = [bool(stage.loops) for stage in found.stages]
     assert ("less memory" in first) == (less >= GAIN)
     assert ("no gain" in first) == (1 / GAIN < less < LITTLE)
     assert ("times as much" in first) == (less <= 1 / GAIN)
-    assert ("nothing streams" in first) == (not any(stage.loops for stage in found.stages))
-    assert not any(stage.loops for stage in found.stages) or "run whole" not in second
-    assert all(stage.loops for stage in found.stages) or summary["streamed_flops_share"] < 1
-    shown = f"{min(100 * summary['streamed_flops_share'], 100):.1f} % of it in loops"
-    assert shown in str(found)
+    assert ("nothing streams" in first) == (not any(loops))
+    assert not any(loops) or "run whole" not in second
+    assert all(loops) or summary["streamed_flops_share"] < 1
+    assert all(stage.loops or stage.reasons for stage in found.stages)
+    assert f"{min(100 * summary['streamed_flops_share'], 100):.1f} % of it in loops" in str(found)
 
 
-def test_a_reason_is_told_once_with_all_that_it_holds_for() -> None:
-    found = str(streamfx.explain(Stacked(nn.ModuleList([Sorting(), Sorting()])), rows(12), chunk_size=4))
-    assert found.count("mixes the rows of the sequence") == 1
-    assert found.count("puts rows by number") == 1
-    _, whole = found.split("this runs whole between loops, the rest streams:", 1)
-    assert whole.count("test_comparisons.py:") == 4  # both lines, of the sort and of its gradient
+def test_a_single_row_is_named_as_what_it_is() -> None:
+    """No larger part of the model would help."""
+    for model, given, is_named in (
+        (Causal(), (tokens(1, 1), tokens(1, 1)), True),
+        (lambda x: x.softmax(-1) * 2, (torch.randn(1, 4, requires_grad=True),), True),
+        (lambda x: x.sort(0).values * 2, (torch.randn(4, requires_grad=True),), False),
+    ):
+        (stage,) = streamfx.explain(model, *given).summary()["stages"]
+        for part in ("the inputs are a single row", "give sequences of more rows"):
+            assert (part in stage["reason"]) == is_named
 
 
-@dataclass
-class Output:
-    loss: Tensor
-    hidden: Tensor
+# -- models that are compiled already, however
 
 
-def test_an_object_of_the_users_own_is_an_output_as_a_tuple_is() -> None:
-    """What comes out of it is followed back, in eager and with checkpoints, too."""
+class Two(nn.Module):
+    """Layers of one class, with parameters of the same names."""
 
-    class Returning(Causal):
-        def __init__(self, kind: Callable[..., Any]) -> None:
-            super().__init__()
-            self.kind = kind
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
-        def forward(self, ids: Tensor, labels: Tensor) -> Any:
-            loss = super().forward(ids, labels)
-            return self.kind(loss, loss * 2)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()).square().mean()
 
-    def found(kind: Callable[..., Any]) -> Any:
-        return streamfx.explain(Returning(kind), IDS, IDS, chunk_size=2, outputs="dense").summary()
 
-    names = ("baseline_peak_bytes", "baseline_flops", "peak_bytes", "flops")
-    own, plain = found(Output), found(lambda loss, hidden: (loss, hidden))
-    assert [own[name] for name in names] == [plain[name] for name in names]
+def compiled(model: Any, options: Any = None) -> Any:
+    return torch.compile(model, backend="streambp", options=options or {"chunk_size": 24})
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="streambp", options={"chunk_size": 24})
+    return model
+
+
+def enabled(model: nn.Module) -> nn.Module:
+    streamfx.enable(model, chunk_size=24)
+    return model
+
+
+COMPILED: dict[str, Callable[[nn.Module], Any]] = {
+    "thrice": lambda model: compiled(compiled(torch.compile(model, backend="streambp", options={"chunk_size": 8}))),
+    "with an object": lambda model: compiled(model, streamfx.Options(chunk_size=24)),
+    "by the function": lambda model: torch.compile(model, backend=functools.partial(streambp, options={"chunk_size": 24})),
+    "enabled": enabled,
+    "inside of a function": lambda model: functools.partial(lambda made, x: made(x), compiled(model)),
+    "inside of a module": lambda model: nn.Sequential(in_place(model)),
+}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_what_was_compiled_is_looked_at_with_its_options_and_its_names(how: str) -> None:
+    x = torch.randn(2, 48, 8)
+    model = COMPILED[how](Two())
+    found = streamfx.explain(model, x)
+    assert found.call.options.chunk_size == 24 and 24 in {stage.chunk_size for stage in found.stages}
+    assert streamfx.explain(model, x, chunk_size=16).call.options.chunk_size == 16
+    around = "0." if how == "inside of a module" else ""
+    assert set(streamfx.verify(model, x).errors) == {f"{around}{name}" for name, _ in Two().named_parameters()}
+
+
+def test_parameters_of_the_same_name_are_all_compared() -> None:
+    """Of modules that a function names, which are of one class; one layer of torch's own may be compiled twice."""
+    first, second, third = (nn.Linear(8, 8) for _ in range(3))
+    found = streamfx.verify(lambda x: third(second(first(x).tanh()).tanh()).square().mean(), torch.randn(2, 48, 8))
+    assert len(found.errors) == 6 and all(found.norms.values())
+    assert {"Linear.weight", "Linear(2).weight", "Linear(3).bias"} < set(found.errors)
+    assert set(streamfx.verify(compiled(compiled(first)), torch.randn(2, 48, 8)).errors) == {"weight", "bias"}

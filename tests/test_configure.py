@@ -1,34 +1,31 @@
-"""Options that were set for a block are off outside of it: in other threads, and in whatever order blocks are left."""
+"""Options by name, as a dictionary and as an object, for a block, a call or the process; `enable` twice, and `disable`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import streamfx
-from streamfx import options
+from streamfx import IntegrationError, OptionError, Options
 from streamfx.options import resolved
 from streamfx.runtime.rng import draw_seed
-from tests.support.twins import compiled
+from tests.support.small import Causal, tokens
+
+IDS = tokens(2, 24)
 
 
 @pytest.fixture(autouse=True)
-def nothing_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "_of_process", [])
-
-
-def in_thread(function: Callable[[], object]) -> None:
-    worker = threading.Thread(target=function)
-    worker.start()
-    worker.join()
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(streamfx.options.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(streamfx.options, "_of_process", [])
 
 
 def test_blocks_left_in_another_order_than_entered() -> None:
@@ -38,59 +35,19 @@ def test_blocks_left_in_another_order_than_entered() -> None:
     one.__exit__()
     assert (resolved().chunk_size, resolved().loss_chunk_size) == (4, 5)
     other.__exit__()
-    assert resolved() == options.Options()
+    assert resolved() == Options()
 
 
-def test_a_block_in_one_thread_is_none_in_another() -> None:
-    inside, looked = threading.Event(), threading.Event()
-    seen: list[object] = []
-
-    def other() -> None:
-        with streamfx.configure(chunk_size=7):
-            inside.set()
-            looked.wait(5)
-            seen.append(resolved().chunk_size)
-
-    worker = threading.Thread(target=other)
-    with streamfx.configure(save="inputs"):
-        worker.start()
-        inside.wait(5)
-        seen.append((resolved().chunk_size, resolved().save))
-    assert resolved() == options.Options()
-    looked.set()
-    worker.join()
-    assert seen == [("auto", "inputs"), 7]
-    assert resolved() == options.Options()
-
-
-def test_no_thread_sees_a_block_that_another_one_is_about_to_enter() -> None:
-    """The call comes before the block: what lies between is nobody else's, either."""
-    going, leaked = threading.Event(), list[object]()
-
-    def watch() -> None:
-        while not going.is_set():
-            leaked.extend([size] if (size := resolved().chunk_size) != "auto" else [])
-
-    worker, before = threading.Thread(target=watch), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        worker.start()
-        for _ in range(300):
-            with streamfx.configure(chunk_size=7):
-                assert resolved().chunk_size == 7
-    finally:
-        sys.setswitchinterval(before)
-        going.set()
-        worker.join()
-    assert leaked == []
+def in_a_thread(function: Callable[[], object]) -> threading.Thread:
+    worker = threading.Thread(target=function)
+    worker.start()
+    return worker
 
 
 def test_a_thread_waits_until_it_is_known_whether_a_block_follows() -> None:
     seen: list[object] = []
     block = streamfx.configure(chunk_size=7)
-    worker = threading.Thread(target=lambda: seen.append(resolved().chunk_size))
-    worker.start()
-    worker.join(0.1)
+    (worker := in_a_thread(lambda: seen.append(resolved().chunk_size))).join(0.1)
     with block:
         worker.join()
     assert seen == ["auto"]
@@ -99,11 +56,15 @@ def test_a_thread_waits_until_it_is_known_whether_a_block_follows() -> None:
 def test_a_call_is_for_the_process() -> None:
     """In other threads, too, whether or not its result is kept; until the result is used as a block."""
     seen: list[object] = []
+
+    def look() -> None:
+        in_a_thread(lambda: seen.append((resolved().chunk_size, resolved().loss_chunk_size))).join()
+
     streamfx.configure(chunk_size=3)
     kept = streamfx.configure(loss_chunk_size=4)
-    in_thread(lambda: seen.append((resolved().chunk_size, resolved().loss_chunk_size)))
+    look()
     with kept:
-        in_thread(lambda: seen.append((resolved().chunk_size, resolved().loss_chunk_size)))
+        look()
         assert resolved().loss_chunk_size == 4
         assert resolved({"loss_chunk_size": 5}).loss_chunk_size == 5
     assert resolved().loss_chunk_size == "auto"
@@ -133,32 +94,99 @@ def test_a_block_that_is_left_in_another_context_is_off() -> None:
     assert context.run(lambda: resolved().chunk_size) == "auto"
 
 
-def test_a_refused_call_changes_nothing() -> None:
-    with pytest.raises(streamfx.OptionError):
-        streamfx.configure(chunk_size=0)
-    assert resolved() == options.Options()
-
-
-# -- what else a process sets: the default device
-
-
-class Dropping(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x * 1.0, 0.4, True)
-
-
 def test_seeds_are_drawn_on_the_cpu() -> None:
     """Whatever the default device is: the host reads them, and would wait for any other device."""
     x = torch.ones(2, 37, 8, dtype=torch.float64, requires_grad=True)
-    function, _ = compiled(Dropping())
+    function = torch.compile(lambda x: F.dropout(x * 1.0, 0.4), backend="streambp", options={"chunk_size": 5})
     with torch.device("meta"):
         assert draw_seed().device.type == "cpu"
-        out = function(x)
-        (gradient,) = torch.autograd.grad(out.sum(), x)
-    assert torch.equal(gradient, out)
-    torch.set_default_device("meta")
-    try:
         (gradient,) = torch.autograd.grad((out := function(x)).sum(), x)
-    finally:
-        torch.set_default_device(None)
     assert torch.equal(gradient, out)
+
+
+# -- enable
+
+
+class Trainer:
+    """What `enable` asks of a trainer."""
+
+    def __init__(self, model: Any, ref_model: Any = None) -> None:
+        self.model, self.ref_model = model, ref_model
+
+
+def test_twice_is_the_same_as_once() -> None:
+    model = Causal()
+    first = streamfx.enable(model, chunk_size=5)
+    installed = model._compiled_call_impl
+    assert streamfx.enable(Trainer(model), options={"chunk_size": 5}) is first
+    assert streamfx.enable(model, options=Options(chunk_size=5)) is first
+    for wrong in ({"chunk_size": 0}, {"chunksize": 7}, {"dynamic": "yes"}):
+        with pytest.raises(OptionError):
+            streamfx.enable(model, **wrong)
+    assert model._compiled_call_impl is installed and first.is_enabled and first.options == {"chunk_size": 5}
+
+
+def test_other_options_take_the_place_of_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    model = Causal().double()
+    first = streamfx.enable(model, chunk_size=5)
+    before = model(IDS, IDS)
+    with caplog.at_level("WARNING", "streamfx"):
+        second = streamfx.enable(model, chunk_size=7)
+    assert "{'chunk_size': 7} take the place of {'chunk_size': 5}" in caplog.text
+    assert second.is_enabled and not first.is_enabled
+    assert torch.allclose(model(IDS, IDS), before, rtol=1e-12)
+    assert second.calls["model"].counts.compiled == 1
+    assert streamfx.enable(model, chunk_size=7, dynamic=True) is not second
+    first.disable()  # it is off: nothing of what came after is undone
+    assert model._compiled_call_impl is not None
+
+
+def test_a_refused_trainer_is_not_half_enabled() -> None:
+    trainer = Trainer(Causal(), Causal())
+    with (
+        streamfx.enable(trainer.ref_model),
+        pytest.raises(IntegrationError, match="ref_model in place, and it is compiled already"),
+    ):
+        streamfx.enable(trainer)
+    trainer.ref_model = torch.compile(trainer.ref_model)
+    with pytest.raises(IntegrationError, match="compiled already"):
+        streamfx.enable(trainer)
+    assert trainer.model._compiled_call_impl is None
+
+
+GIVEN_TO_DISABLE: dict[str, Callable[[Trainer, Any], Any]] = {
+    "the trainer": lambda trainer, done: trainer,
+    "its model": lambda trainer, done: trainer.model,
+    "what is around its reference": lambda trainer, done: nn.Sequential(trainer.ref_model),
+    "what enable returned": lambda trainer, done: done,
+}
+
+
+@pytest.mark.parametrize("by", GIVEN_TO_DISABLE)
+def test_disable_undoes_what_was_enabled_together(by: str) -> None:
+    trainer = Trainer(Causal(), Causal())
+    done = streamfx.enable(trainer)
+    for _ in range(2):
+        streamfx.disable(GIVEN_TO_DISABLE[by](trainer, done))
+        assert not done.is_enabled
+        assert trainer.model._compiled_call_impl is None and trainer.ref_model._compiled_call_impl is None
+
+
+GIVEN: list[dict[str, Any]] = [
+    {"options": {"chunk_size": 6, "save": "inputs"}},
+    {"chunk_size": 6, "save": "inputs"},
+    {"options": Options(chunk_size=6), "chunk_size": 6, "save": "inputs"},
+]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_options_are_taken_in_every_form(given: dict[str, Any]) -> None:
+    asked = Options(chunk_size=6, save="inputs")
+    assert streamfx.explain(Causal(), IDS, IDS, **given).call.options == asked
+    assert Options(**streamfx.enable(Causal(), **given).options) == asked
+    with streamfx.configure(**given):
+        assert resolved() == asked
+    with streamfx.configure(save="inputs"):
+        assert resolved(Options(chunk_size=6)) == asked
+    compiled = torch.compile(nn.Linear(4, 4), backend="streambp", options=asked)  # type: ignore[call-overload]
+    assert compiled(torch.ones(1, 4)).shape == (1, 4)

@@ -1,4 +1,7 @@
-"""What is written or read at places that are constants streams: masks written row by row, losses by label, rows of a list."""
+"""What is written or read at places that are constants: by number of row and label, masks written piece by piece, lists.
+
+A look-up, or a put, at (row number, label) compares labels if the index is proven to name each row once, in order.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,122 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx import explain
 from streamfx.cost.meter import Meter
+from streamfx.passes.rewrite.canonicalize import canonicalize
 from streamfx.torch_private import FakeTensorMode
+from tests.support.canonical import Case, graphs, same, special, targets
+from tests.support.decoders.parts import WIDTH
 from tests.support.exactness import compare
+from tests.support.spread import only
+from tests.support.used import Use, attending, batch, used
 
 aten = torch.ops.aten
-WIDTH, VOCABULARY, ROWS = 12, 11, 24
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+LOOKED_UP = {aten.index.Tensor, aten.index_put.default}
+KINDS = ("looked up", "put", "added", "added to zeros", "changed")
+Rows = Callable[[], list[Tensor]]
+
+PROVEN: dict[str, Rows] = {  # rows of x[2 * 4, 3], or of x.view(2, 4, 3), by one index or two
+    "of a view": lambda: [torch.arange(8).view(2, 4)],
+    "of a view twice": lambda: [torch.arange(8).view(4, 2).view(2, 4)],
+    "of blocks and rows": lambda: [torch.arange(2)[:, None] * 4 + torch.arange(4)],
+    "of repeated blocks": lambda: [torch.arange(2).repeat_interleave(4), torch.arange(4).repeat(2)],
+    "by quotient and remainder": lambda: [torch.arange(8) // 4, torch.arange(8) % 4],
+    "of a grid": lambda: list(torch.meshgrid(torch.arange(2), torch.arange(4), indexing="ij")),
+    "in int32": lambda: [torch.arange(8, dtype=torch.int32).view(2, 4)],
+    "turned twice": lambda: [torch.arange(8).view(2, 4).t().contiguous().t()],
+}
+OTHERS: dict[str, Rows] = {
+    "turned": lambda: [torch.arange(8).view(4, 2).t()],
+    "from behind": lambda: [torch.arange(8).view(2, 4).flip(1)],
+    "counted from the end": lambda: [torch.arange(8).view(2, 4) - 8],
+    "later by one": lambda: [(torch.arange(8).view(2, 4) + 1) % 8],
+    "twice": lambda: [torch.arange(8).view(2, 4) // 2],
+    "by time and block": lambda: [torch.arange(2)[:, None] + 2 * torch.arange(4)],
+    "of blocks in another order": lambda: [(torch.arange(8) // 4 + 1) % 2, torch.arange(8) % 4],
+    "with one row before its block": lambda: [torch.arange(8) // 4, (torch.arange(8) + 1) % 4],
+    "that add up to those of rows": lambda: [(torch.arange(8) + 1) // 4 % 2, (torch.arange(8) + 1) % 4 - 1],
+    "of a few rows": lambda: [torch.arange(4).view(2, 2)],
+    "of all rows at each row": lambda: [torch.arange(8).view(8, 1)],
+    "of products at each row": lambda: [torch.arange(8)[:, None] * 1],
+}
+
+
+def case(rows_of: Rows, kind: str) -> Case:
+    """Numbers at rows and labels are looked up, put, or added."""
+
+    def function(x: Tensor, labels: Tensor) -> Tensor:
+        rows = rows_of()
+        shape = torch.broadcast_shapes(*(index.shape for index in rows))
+        places = [*rows, labels[: shape.numel()].view(shape) if shape != (8, 1) else labels]
+        x = x if len(rows) == 1 else x.view(2, 4, 3)
+        if kind == "looked up":
+            return x[tuple(places)]
+        if kind == "changed":
+            return aten.index_put(x, places, x[tuple(places)] - 1)
+        values = torch.arange(1, shape.numel() + 1).view(shape).to(x)
+        return aten.index_put(torch.zeros_like(x) if kind == "added to zeros" else x, places, values, kind != "put")
+
+    return Case(function, (special(8, 3), torch.tensor([0, 2, 1, -1, -3, 2, 0, 1])))
+
+
+@pytest.mark.parametrize("name", PROVEN | OTHERS)
+def test_labels_of_each_row_are_compared(name: str) -> None:
+    """What comes of it is the same; at other rows, they are looked up."""
+    for kind in KINDS if not name.endswith("at each row") else KINDS[:1]:
+        made = case((PROVEN | OTHERS)[name], kind)
+        before, after = graphs(made)
+        for actual, truth in zip(after(*made.inputs), before(*made.inputs), strict=True):
+            same(actual, truth, bits=True)
+        assert targets(after).isdisjoint(LOOKED_UP) is (name in PROVEN), kind
+
+
+def test_labels_of_rows_are_compared_with_dynamic_sizes() -> None:
+    def picked(x: Tensor, labels: Tensor) -> tuple[Tensor]:
+        rows = torch.arange(x.shape[0] * x.shape[1]).view(x.shape[0], x.shape[1])
+        return (x.flatten(0, 1)[rows, labels] * 1,)
+
+    traced = make_fx(picked, tracing_mode="symbolic")(special(2, 4, 3), torch.arange(8).view(2, 4) % 3)
+    canonicalize(traced.graph)
+    traced.recompile()
+    x, labels = special(3, 5, 3), torch.arange(15).view(3, 5) % 3
+    same(traced(x, labels)[0], picked(x, labels)[0], bits=True)
+    assert aten.index.Tensor not in targets(traced)
+
+
+# -- losses
+
+
+def loss_at(rows_of: Callable[[int, int], Sequence[Any]]) -> Use:
+    """Cross entropy by labels at rows of flattened logits; of two indices, at rows of each sequence."""
+
+    def loss(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+        rows, scores = rows_of(*labels.shape), model.head(x).flatten(0, 1).log_softmax(-1)
+        if isinstance(rows[0], int):
+            return -scores[list(rows), labels.flatten()].mean()
+        shape = torch.broadcast_shapes(*(index.shape for index in rows))
+        return -(scores if len(rows) == 1 else scores.unflatten(0, labels.shape))[(*rows, labels.reshape(shape))].mean()
+
+    return loss
+
+
+LOSSES = {
+    "a view": lambda b, t: [torch.arange(b * t).view(b, t)],
+    "blocks and rows": lambda b, t: [torch.arange(b)[:, None] * t + torch.arange(t)],
+    "repeated blocks": lambda b, t: [torch.arange(b).repeat_interleave(t), torch.arange(t).repeat(b)],
+    "a list": lambda b, t: list(range(b * t)),
+}
+
+
+@pytest.mark.parametrize("name", only(["repeated blocks"], LOSSES))
+def test_a_loss_by_row_numbers_of_a_batch(name: str) -> None:
+    model, inputs = used(loss_at(LOSSES[name])), batch(24)
+    compare(model, inputs, also=(5,))
+    model.head = nn.Linear(WIDTH, 4096, bias=False)
+    peak = explain(model.float(), **inputs, chunk_size=4, loss_chunk_size=4).summary()["peak_bytes"]
+    assert peak < inputs["labels"].numel() * 4096 * 4, "logits of all rows"
 
 
 class OwnLoss(torch.autograd.Function):
@@ -47,20 +157,25 @@ class OwnLoss(torch.autograd.Function):
         return dx * gradient, dweight * gradient, None, None
 
 
-def traced(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    scores = (x @ weight.t()).log_softmax(-1)
-    return -scores[torch.arange(len(x)), labels].mean()
+@pytest.mark.parametrize("accumulates", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_one_less_at_each_label(accumulates: bool) -> None:
+    def loss(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+        made: Tensor = OwnLoss.apply(x.flatten(0, 1), model.head.weight, labels.flatten(), accumulates)  # type: ignore[no-untyped-call]
+        return made
+
+    compare(used(loss), batch(24, rows=1))
 
 
-def of_rows(numbers: Sequence[int]) -> Loss:
-    def loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return (x.unflatten(0, (2, -1))[:, list(numbers), :] @ weight.t()).logsumexp(-1).square().mean()
-
-    return loss
+# -- masks
 
 
-def none(mask: Tensor) -> None:
-    """Causal, as it is."""
+def written(write: Callable[[Tensor], None]) -> Callable[..., Tensor]:
+    def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.full((q.shape[2], q.shape[2]), float("-inf"), dtype=q.dtype).triu(1)
+        write(mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    return mix
 
 
 def window(mask: Tensor) -> None:
@@ -73,70 +188,35 @@ def blocks(mask: Tensor) -> None:
         mask[start : start + 6, : start + 6] = 0.0
 
 
-class Attention(nn.Module):
-    """One layer under a mask that is written piece by piece."""
-
-    def __init__(self, loss: Loss = traced, write: Callable[[Tensor], None] = none) -> None:
-        super().__init__()
-        self.embed, self.qkv = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.out, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.loss, self.write = loss, write
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(ids)
-        mask = torch.full((ids.shape[1], ids.shape[1]), float("-inf"), dtype=x.dtype).triu(1)
-        self.write(mask)
-        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 0])
-        return self.loss(x.flatten(0, 1), self.head.weight, labels.flatten())
-
-
-def batch(count: int = 2) -> dict[str, Tensor]:
-    return {name: torch.randint(0, VOCABULARY, (count, ROWS)) for name in ("ids", "labels")}
-
-
 @pytest.mark.parametrize(("write", "attention"), [(window, {"window(4)"}), (blocks, None)])
 def test_a_mask_that_is_written_piece_by_piece(write: Callable[[Tensor], None], attention: set[str] | None) -> None:
-    compare(Attention(write=write).double(), batch(), attention=attention)
-
-
-LOSSES: dict[str, Loss] = {
-    "less one at each label": lambda *given: OwnLoss.apply(*given, False),  # type: ignore[no-untyped-call]
-    "minus one added at each label": lambda *given: OwnLoss.apply(*given, True),  # type: ignore[no-untyped-call]
-    "the last row by a list": of_rows([-1]),
-    "rows by a list": of_rows([0, 1, -1]),
-    "rows twice, in another order": of_rows([5, 5, 3]),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_at_constant_places(name: str) -> None:
-    compare(Attention(LOSSES[name]).double(), batch(1 if "label" in name else 2))
+    compare(attending(written(write), layers=1), batch(24), attention=attention)
 
 
 def test_a_peak_does_not_depend_on_what_was_explained_before() -> None:
-    torch._dynamo.reset()
-    model, inputs = Attention(write=window), batch()
+    model, inputs = attending(written(window), layers=1), batch(24)
     first, second = (explain(model, **inputs, chunk_size=8).summary()["peak_bytes"] for _ in range(2))
     assert first == second
 
 
-@pytest.mark.parametrize("name", ["slice_scatter", "select_scatter", "diagonal_scatter", "copy"])
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice_scatter": lambda rows: aten.slice_scatter(rows, rows[:3], 0, 0, 3),
+    "select_scatter": lambda rows: aten.select_scatter(rows, rows[0], 0, 3),
+    "diagonal_scatter": lambda rows: aten.diagonal_scatter(rows, rows[0]),
+    "copy": lambda rows: aten.copy(rows, rows[:1]),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
 def test_a_write_over_a_view_takes_the_memory_of_all(name: str) -> None:
     """Really, at first, and from the cache of fake tensors: of what is not as it stands in memory, less would be predicted."""
 
-    def write() -> int:
+    def peak() -> int:
         rows = torch.zeros(16, 64)[:, 5:9]
         with Meter() as meter:
-            made = {
-                "slice_scatter": lambda: aten.slice_scatter(rows, rows[:3], 0, 0, 3),
-                "select_scatter": lambda: aten.select_scatter(rows, rows[0], 0, 3),
-                "diagonal_scatter": lambda: aten.diagonal_scatter(rows, rows[0]),
-                "copy": lambda: aten.copy(rows, rows[:1]),
-            }[name]()
-        assert made.shape == rows.shape
+            assert WRITES[name](rows).shape == rows.shape
         return meter.peak
 
-    truth = write()
+    truth = peak()
     with FakeTensorMode():
-        assert [write(), write()] == [truth, truth] == [16 * 64 * 4] * 2
+        assert [peak(), peak()] == [truth, truth] == [16 * 64 * 4] * 2

@@ -3,61 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.masks import HEAD, LENGTH, qkv
+from streamfx.ir.facts import Facts
+from tests.support.masks import LENGTH as T
+from tests.support.masks import qkv
+from tests.support.spread import only
 from tests.support.tracing import compare_function
 
-B, H, T, D = 2, 2, LENGTH, HEAD
-Merge = Callable[[Tensor], Tensor]
-Counts = Callable[[Tensor], Tensor]
+Way = Callable[[Tensor], Tensor]
+SIZES = (4, 1, 2, 9)
 
-# of [b h t d] to [.. d]
-MERGED: dict[str, Merge] = {
+
+def compared(
+    number_of: Callable[[Tensor, Tensor, Tensor], Tensor], sizes: tuple[int, ...] = SIZES, streams: bool | None = None
+) -> Facts:
+    """Against eager: a number of what attention makes [b h t d], and of keys and values."""
+
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = (torch.tanh(part) for part in inputs.unbind())
+        return number_of(F.scaled_dot_product_attention(q, k, v, is_causal=True), k, v)
+
+    return compare_function(function, qkv(), sizes, tolerance=1e-12, streams=streams)
+
+
+MERGED: dict[str, Way] = {  # to [.. d]
     "sequences": lambda x: x[:, 0].flatten(0, 1),
     "heads": lambda x: x[0].flatten(0, 1),
     "time first": lambda x: x[:, 0].transpose(0, 1).flatten(0, 1),
     "heads of a row": lambda x: x[0].transpose(0, 1).flatten(0, 1),
 }
-COUNTS: dict[str, Counts] = {
+COUNTS: dict[str, Way] = {
     "triangle": lambda x: x.triu(-T),
     "causal flag": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3, is_causal=True),
     "triangle of scores": lambda x: (x @ x.T).tril() @ x,
 }
+PAIRS = list(product(COUNTS, MERGED))
+SEEING = [("triangle", "sequences"), ("causal flag", "time first"), ("triangle of scores", "heads")]
 
 
-@pytest.mark.parametrize("merged", MERGED)
-@pytest.mark.parametrize("counts", COUNTS)
-def test_the_sequence_is_a_part_of_the_number(merged: str, counts: str) -> None:
-    def function(inputs: Tensor) -> Tensor:
-        q, k, v = (torch.tanh(part) for part in inputs.unbind())
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return COUNTS[counts](MERGED[merged](mixed)).square().square().sum()
-
-    facts = compare_function(function, qkv(), (4, 1, 2), tolerance=1e-12)
+@pytest.mark.parametrize(("counts", "merged"), only(SEEING, PAIRS))
+def test_the_sequence_is_a_part_of_the_number(counts: str, merged: str) -> None:
+    facts = compared(lambda x, k, v: COUNTS[counts](MERGED[merged](x)).square().square().sum())
     assert any("counts rows along a dimension" in reason for reason in facts.reasons())
-
-
-def test_a_triangle_of_blocks() -> None:
-    def function(inputs: Tensor) -> Tensor:
-        q, k, v = (torch.tanh(part) for part in inputs.unbind())
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed[0, 0].unflatten(0, (-1, 3)).sum(1).tril().square().square().sum()
-
-    compare_function(function, qkv(), (3, 6), tolerance=1e-12)
-
-
-MASKS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "keys": lambda q, k, mask: F.scaled_dot_product_attention(q, twice(k), twice(k), mask.repeat_interleave(2, 1)),
-    "queries": lambda q, k, mask: F.scaled_dot_product_attention(twice(q), k, k, mask.repeat_interleave(2, 0)),
-    "both": lambda q, k, mask: F.scaled_dot_product_attention(
-        twice(q), twice(k), twice(k), mask.repeat_interleave(2, 0).repeat_interleave(2, 1)
-    ),
-}
 
 
 def twice(x: Tensor) -> Tensor:
@@ -65,20 +58,21 @@ def twice(x: Tensor) -> Tensor:
     return torch.stack((x, x / 2), 3).flatten(2, 3)
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_a_mask_of_rows_side_by_side_is_kept(name: str) -> None:
+@pytest.mark.parametrize(("keys", "queries"), only([(True, True)], [(True, False), (False, True), (True, True)]))
+def test_a_mask_of_rows_side_by_side_is_kept(keys: bool, queries: bool) -> None:
     """It hides exactly what lies outside of the span, and yet no kernel may count keys instead."""
 
-    def function(inputs: Tensor) -> Tensor:
-        q, k, v = (torch.tanh(part) for part in inputs.unbind())
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return MASKS[name](mixed, k, torch.arange(T) <= torch.arange(T)[:, None]).square().sum()
+    def number_of(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.arange(T) <= torch.arange(T)[:, None]
+        mask = mask.repeat_interleave(2, 1) if keys else mask
+        mask = mask.repeat_interleave(2, 0) if queries else mask
+        x, k = twice(x) if queries else x, twice(k) if keys else k
+        return F.scaled_dot_product_attention(x, k, k, mask).square().sum()
 
-    facts = compare_function(function, qkv(), (4, 1, 2), tolerance=1e-12)
-    assert not facts.reasons()
+    assert not compared(number_of).reasons()
 
 
-SHIFTED: dict[str, Callable[[Tensor], Tensor]] = {
+SHIFTED: dict[str, Way] = {
     "behind the end": lambda x: F.pad(x[:, :, 2:], (0, 0, 0, 2)),
     "behind the end, by one pad": lambda x: F.pad(x, (0, 0, -2, 2)),
     "before the start": lambda x: F.pad(x[:, :, :-2], (0, 0, 2, 0)),
@@ -89,37 +83,29 @@ SHIFTED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("window", [None, 2])
-@pytest.mark.parametrize("name", SHIFTED)
+@pytest.mark.parametrize("name", only(["behind the end", "before the start", "further rows at the end"], SHIFTED))
 def test_rows_outside_of_the_sequence_see_what_lies_there(name: str, window: int | None) -> None:
-    def function(inputs: Tensor) -> Tensor:
-        q, k, v = (torch.tanh(part) for part in inputs.unbind())
-        x = SHIFTED[name](F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    def number_of(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = SHIFTED[name](x)
         delta = torch.arange(x.shape[2]) - torch.arange(x.shape[2])[:, None]
         seen = (delta <= 0) & (delta > -(window or x.shape[2]))
         return F.scaled_dot_product_attention(x, x.sin(), x, attn_mask=seen).square().sum()
 
-    compare_function(function, qkv(), (4, 1, 2, 9), tolerance=1e-12)
+    compared(number_of)
 
 
-CROPPED: dict[str, Callable[[Tensor], Tensor]] = {
-    "in front": lambda x: x[:, :, 5:],
-    "behind": lambda x: x[:, :, :-5],
-    "both": lambda x: x[:, :, 2:-2],
-}
+SCANS = [*product(("cumsum", "cumprod", "logcumsumexp"), ((5, T), (0, T - 5), (2, T - 2)))]
 
 
-@pytest.mark.parametrize("cropped", CROPPED)
-@pytest.mark.parametrize("scan", [torch.cumsum, torch.cumprod, torch.logcumsumexp])
-def test_a_scan_begins_where_its_rows_begin(scan: Callable[[Tensor, int], Tensor], cropped: str) -> None:
+@pytest.mark.parametrize(("scan", "cropped"), only([("cumprod", (5, T)), ("cumprod", (0, T - 5))], SCANS))
+def test_a_scan_begins_where_its_rows_begin(scan: str, cropped: tuple[int, int]) -> None:
     """Zero, which a carry holds before its first row, is nothing to add, but not nothing to multiply by."""
 
-    def function(inputs: Tensor) -> Tensor:
-        q, k, v = (torch.tanh(part) for part in inputs.unbind())
-        x = CROPPED[cropped](F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        forwards, backwards = scan(x + 2, 2), scan((x + 2).flip(2), 2).flip(2)
-        return forwards.sin().sum() + backwards.cos().sum()
+    def number_of(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x, along = x[:, :, slice(*cropped)] + 2, getattr(torch, scan)
+        return along(x, 2).sin().sum() + along(x.flip(2), 2).flip(2).cos().sum()
 
-    compare_function(function, qkv(), (4, 1, 2, 9), tolerance=1e-12)
+    compared(number_of)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -128,56 +114,30 @@ def test_a_scan_goes_on_in_eagers_order(reverse: bool) -> None:
 
     def function(inputs: Tensor) -> Tensor:
         x = inputs[0].tanh()
-        numbers = (
-            (torch.arange(T) > 0).double() * 1e120,
-            torch.tensor([-1.5e308, 1e308, 1e308], dtype=torch.float64).repeat(T)[:T],
-        )
+        factors = (torch.arange(T) > 0).double() * 1e120
+        terms = torch.tensor([-1.5e308, 1e308, 1e308], dtype=torch.float64).repeat(T)[:T]
         of_rows = x.detach().square().sum((0, 1, 3)) * 0  # else they are made before the loops
-        turned = [item.flip(0) + of_rows if reverse else item + of_rows for item in numbers]
-        product, total = turned[0].cumprod(0), turned[1].cumsum(0) / 1e308
-        scale = (product.flip(0), total.flip(0)) if reverse else (product, total)
-        return sum(((x * item[:, None]).square().sum() for item in scale), x.new_zeros(()))
+        product, total = (item.flip(0) + of_rows if reverse else item + of_rows for item in (factors, terms))
+        scale = product.cumprod(0), total.cumsum(0) / 1e308
+        return sum(((x * (item.flip(0) if reverse else item)[:, None]).square().sum() for item in scale), x.new_zeros(()))
 
-    compare_function(function, qkv(), (4, 1, 2, 9), tolerance=1e-12)
+    compare_function(function, qkv(), SIZES, tolerance=1e-12)
 
 
-@pytest.mark.parametrize("missing", [1, 2, 5])
-@pytest.mark.parametrize("side", ["keys", "queries"])
+@pytest.mark.parametrize(("side", "missing"), only([("keys", 5), ("queries", 2)], [*product(("keys", "queries"), (1, 2, 5))]))
 def test_queries_in_front_of_the_first_key(side: str, missing: int) -> None:
     """They see nothing."""
 
-    def function(inputs: Tensor) -> Tensor:
-        q, k, v = (torch.tanh(part) for part in inputs.unbind())
-        x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        if side == "keys":
-            seen = torch.arange(missing, T) <= torch.arange(T)[:, None]
-            mixed = F.scaled_dot_product_attention(x, k[:, :, missing:], v[:, :, missing:], attn_mask=seen)
-        else:
-            seen = torch.arange(T) <= torch.arange(-missing, T)[:, None]
-            mixed = F.scaled_dot_product_attention(F.pad(x, (0, 0, missing, 0)), k, v, attn_mask=seen)
-        return mixed.square().sum()
+    def number_of(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first_key, first_query = (missing, 0) if side == "keys" else (0, -missing)
+        seen = torch.arange(first_key, T) <= torch.arange(first_query, T)[:, None]
+        x = F.pad(x, (0, 0, -first_query, 0))
+        return F.scaled_dot_product_attention(x, k[:, :, first_key:], v[:, :, first_key:], attn_mask=seen).square().sum()
 
-    compare_function(function, qkv(), (4, 1, 2, 9), tolerance=1e-12)
+    compared(number_of)
 
 
-@pytest.mark.parametrize("counts", ["causal flag", "triangle of scores"])
-def test_rows_in_another_order(counts: str) -> None:
-    """An order that is undone in the end matters to what counts rows in between."""
-
-    def function(inputs: Tensor) -> Tensor:
-        q, k, v = (torch.tanh(part) for part in inputs.unbind())
-        rows = F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0].flatten(0, 1)
-        order = rows[:, 0].argsort(stable=True)
-        mixed = COUNTS[counts](rows[order]).view_as(rows)[order.argsort()]
-        return (mixed * torch.arange(len(rows))[:, None]).square().sum()
-
-    compare_function(function, qkv(), (4, 1, 2), tolerance=1e-12)
-
-
-def test_places_in_the_sequence_are_counted_in_chunks() -> None:
-    def function(inputs: Tensor) -> Tensor:
-        q, k, v = (torch.tanh(part) for part in inputs.unbind())
-        return ((q @ k.transpose(-2, -1)).tril() @ v).square().sum()
-
-    facts = compare_function(function, qkv(), (4, 1, 2), tolerance=1e-12, streams=True)
+def test_places_in_the_sequence_are_counted_in_chunks_and_those_of_blocks_are_not() -> None:
+    facts = compared(lambda x, k, v: ((x @ k.transpose(-2, -1)).tril() @ v).square().sum(), streams=True)
     assert "causal" in facts.causality.verdicts.values()
+    compared(lambda x, k, v: x[0, 0].unflatten(0, (-1, 3)).sum(1).tril().square().square().sum(), (3, 6))

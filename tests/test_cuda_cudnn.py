@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,225 +16,166 @@ from streamfx.kernels import attention, cuda_attention, cuda_cudnn, flash_window
 from streamfx.kernels.plain_attention import LAST, BottomRightCausal
 from streamfx.torch_private import NoMaskForCudnn
 from tests.support import cuda_kernels
-from tests.support.cuda_kernels import in_their_place
+from tests.support.cuda_kernels import another_gradient, check, drawn, in_their_place, noted, refuses, wrong
 from tests.support.cuda_reading import plain
 from tests.support.tracing import compare_function
+from tests.test_cuda_kernels import as_cudnn, attended
 
-aten = torch.ops.aten
-WIDTH, GROUPS, HEADS, KEYS = 8, 2, 4, 24
+WIDTH, KEYS = 8, 24
+CPU = torch.device("cpu")
+
+
+def told(*given: Any) -> tuple[int, int, bool]:
+    """Rows, keys, and whether there is a causal mask."""
+    q, k = given[1:3] if len(given) > 5 else given[:2]
+    return q.shape[2], k.shape[2], next(item for item in given[::-1] if isinstance(item, bool))
 
 
 @pytest.fixture
-def hopper() -> Iterator[list[tuple[Any, ...]]]:
-    """A device that prefers cuDNN, and the calls that its kernels get: which, rows, keys, causal."""
-    calls: list[tuple[Any, ...]] = []
-
-    def noted(name: str, function: Any) -> Any:
-        def run(*given: Any, **how: Any) -> Any:
-            q, k = given[1:3] if "backward" in name else given[:2]
-            calls.append((name, q.shape[2], k.shape[2], next(item for item in given[::-1] if isinstance(item, bool))))
-            return function(*given, **how)
-
-        return run
-
-    names = {"cudnn": "forward", "cudnn_backward": "backward"}
-    with pytest.MonkeyPatch.context() as patch, in_their_place(half=True, cudnn=True):
-        for name, function in names.items():
-            patch.setattr(cuda_cudnn, function, noted(name, getattr(cuda_cudnn, function)))
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """A device that prefers cuDNN, and the calls that its kernels get, forth and back."""
+    with in_their_place(half=True, cudnn=True):
         cuda_cudnn.agrees.cache_clear()
-        cuda_cudnn.agrees(torch.device("cpu"), torch.float64, WIDTH, WIDTH)
-        calls.clear()
+        cuda_cudnn.agrees(CPU, torch.float64, WIDTH, WIDTH)
         cuda_kernels.PLANS.clear()
-        yield calls
+        yield [noted(monkeypatch, cuda_cudnn, name, told) for name in ("forward", "backward")]
     cuda_cudnn.agrees.cache_clear()
 
 
-def drawn(batch: int, rows: int, keys: int, width: int = WIDTH) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as a model's views have them: heads of one row side by side."""
-    torch.manual_seed(0)
-    sizes = ((HEADS, rows), (GROUPS, keys), (GROUPS, keys))
-    q, k, v = (torch.randn(batch, n, heads, width, dtype=torch.float64).transpose(1, 2) for heads, n in sizes)
-    return q, k, v
-
-
-def checked(q: Tensor, k: Tensor, v: Tensor, first: int) -> None:
-    """A chunk's result and gradients against those of plain operators."""
-    wanted = plain_attention.forward(q, k, v, None, BottomRightCausal(), None)
-    found = attention.forward(q, k, v, None, first, (None, 0))
-    torch.testing.assert_close(found, wanted)
-    gradient = torch.randn_like(found[0])
-    made = attention.backward(gradient, q, k, v, *found, None, first, (None, 0))
-    torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *wanted, None, LAST, None))
+def check_chunk(q: Tensor, k: Tensor, v: Tensor, first: int) -> None:
+    check(attention, (q, k, v), (None, first, (None, 0)), (None, LAST, None))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_chunk_is_a_past_and_a_square_diagonal(batch: int, hopper: list[Any]) -> None:
     q, k, v = drawn(batch, KEYS, KEYS)
     for start, stop in ((0, 8), (8, 16), (16, 24)):
-        checked(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], start)
-    parts = [(8, 8, True), (8, 8, False), (8, 8, True), (8, 16, False), (8, 8, True)]
-    assert sorted(hopper) == sorted((name, *part) for name in ("cudnn", "cudnn_backward") for part in parts)
+        check_chunk(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], start)
+    parts = [(8, 8, False), (8, 8, True), (8, 8, True), (8, 8, True), (8, 16, False)]
+    assert [sorted(calls) for calls in hopper] == [parts, parts]
 
 
-@pytest.mark.parametrize(
-    ("rows", "keys", "scale", "width"),
-    [(7, 15, None, WIDTH), (8, 15, None, WIDTH), (1, 24, None, WIDTH), (8, 24, -0.5, WIDTH), (8, 24, None, 136)],
-)
-def test_other_calls_are_left_to_other_kernels(rows: int, keys: int, scale: float | None, width: int, hopper: list[Any]) -> None:
-    """Lengths that are no multiples, a negative scale, wide heads."""
-    q, k, v = drawn(1, rows, keys, width)
-    past = keys - rows
-    found = attention.forward(q, k, v, None, past, (None, 0), scale=scale)
-    torch.testing.assert_close(found, plain_attention.forward(q, k, v, None, LAST, scale))
-    assert not hopper
+BIAS = torch.zeros(1, 1, 8, KEYS, dtype=torch.float64).masked_fill(torch.arange(KEYS) % 3 == 1, float("-inf"))
+LEFT: dict[str, tuple[int, int, int, Any, float | None, Any]] = {
+    "no multiples": (7, 15, WIDTH, (None, 8, (None, 0)), None, (None, LAST)),
+    "keys are no multiple": (8, 15, WIDTH, (None, 7, (None, 0)), None, (None, LAST)),
+    "one row": (1, 24, WIDTH, (None, 23, (None, 0)), None, (None, LAST)),
+    "a negative scale": (8, 24, WIDTH, (None, 16, (None, 0)), -0.5, (None, LAST)),
+    "wide heads": (8, 24, 136, (None, 16, (None, 0)), None, (None, LAST)),
+    "a mask, whose backward of cuDNN may return NaN": (8, KEYS, WIDTH, (BIAS, None, None), None, (BIAS, False)),
+    "a window": (8, KEYS, WIDTH, (None, 16, (-5, 0)), None, (None, BottomRightCausal(5))),
+}
 
 
-def test_masks_and_windows_are_left_to_other_kernels(hopper: list[Any]) -> None:
-    """A masked backward of cuDNN may return NaN."""
-    q, k, v = drawn(1, 8, KEYS)
-    bias = torch.zeros(1, 1, 8, KEYS, dtype=torch.float64).masked_fill(torch.arange(KEYS) % 3 == 1, float("-inf"))
-    torch.testing.assert_close(attention.forward(q, k, v, bias, None, None), plain_attention.forward(q, k, v, bias, False, None))
-    windowed = attention.forward(q, k, v, None, 16, (-5, 0))
-    torch.testing.assert_close(windowed, plain_attention.forward(q, k, v, None, BottomRightCausal(5), None))
-    assert not hopper
+@pytest.mark.parametrize("name", LEFT)
+def test_other_calls_are_left_to_other_kernels(name: str, hopper: list[Any]) -> None:
+    rows, keys, width, how, scale, truth = LEFT[name]
+    heads = drawn(1, rows, keys, width=width)
+    found = attention.forward(*heads, *how, scale=scale)
+    bias, causal = truth
+    torch.testing.assert_close(found, plain_attention.forward(*heads, bias, causal, scale))
+    assert hopper == [[], []]
 
 
-def switched_off(how: str, patch: pytest.MonkeyPatch) -> None:
-    if how == "switched off":
-        patch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
-    elif how == "deterministic":
-        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    else:
-        patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+CHOSEN: dict[str, tuple[Any, str, Any]] = {
+    "switched off": (torch.backends.cuda, "cudnn_sdp_enabled", False),
+    "deterministic": (torch, "are_deterministic_algorithms_enabled", True),
+    "FlashAttention-3 is active": (torch.nn.attention, "current_flash_attention_impl", "FA3"),
+}
 
 
-@pytest.mark.parametrize("how", ["switched off", "deterministic", "FlashAttention-3 is active"])
+@pytest.mark.parametrize("how", CHOSEN)
 def test_what_the_user_chose_is_obeyed(how: str, hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    switched_off(how, monkeypatch)
-    q, k, v = drawn(1, 8, KEYS)
-    checked(q, k, v, 16)
-    assert not hopper
+    owner, name, answer = CHOSEN[how]
+    monkeypatch.setattr(owner, name, lambda: answer)
+    check_chunk(*drawn(1, 8, KEYS), 16)
+    assert hopper == [[], []]
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_plan_for_another_layout_is_never_met(batch: int, hopper: list[Any]) -> None:
-    """Results and gradients come in many layouts: rows of a whole result, heads first, expanded numbers."""
-    q, k, v = drawn(batch, 8, 8)
-    found = plain_attention.forward(q, k, v, None, True, None)
-    gradient = torch.randn_like(found[0])
-    wanted = plain_attention.backward(gradient, q, k, v, *found, None, True, None)
-
-    def of_longer(item: Tensor) -> Tensor:
-        longer = item.new_zeros(*item.shape[:2], 3 * item.shape[2], *item.shape[3:])
-        longer[:, :, 8:16] = item
-        return longer[:, :, 8:16]
-
-    layouts = (
-        lambda item: item,
-        of_longer,
-        lambda item: item.transpose(1, 2).contiguous().transpose(1, 2) if item.dim() == 4 else item,
-        lambda item: item.transpose(0, 1).contiguous().transpose(0, 1),
-    )
-    for layout in layouts:
-        given = layout(gradient), q, k, v, layout(found[0]), layout(found[1])
-        torch.testing.assert_close(cuda_attention.backward(*given, None, True, None), wanted)
-    assert len(hopper) == len(layouts) and len(cuda_kernels.PLANS) == 1
-    expanded = torch.ones(1, 1, 1, 1, dtype=torch.float64).expand_as(gradient)
-    made = cuda_attention.backward(expanded, q, k, v, *found, None, True, None)
-    torch.testing.assert_close(made, plain_attention.backward(expanded, q, k, v, *found, None, True, None))
+def of_longer(item: Tensor) -> Tensor:
+    longer = item.new_zeros(*item.shape[:2], 3 * item.shape[2], *item.shape[3:])
+    longer[:, :, 8:16] = item
+    return longer[:, :, 8:16]
 
 
-def test_a_plan_of_the_users_own_call_is_never_met(hopper: list[Any]) -> None:
-    """Eager's call of one sequence, whose gradient lies in another way, has the same queries, keys and values."""
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    lambda item: item,
+    of_longer,
+    lambda item: item.transpose(1, 2).contiguous().transpose(1, 2) if item.dim() == 4 else item,
+    lambda item: item.transpose(0, 1).contiguous().transpose(0, 1),
+]
+
+
+def test_a_plan_for_another_layout_is_never_met(hopper: list[Any]) -> None:
+    """Results and gradients come in many layouts; a user's own call of one sequence may have made a plan for another."""
     q, k, v = drawn(1, 8, 8)
-    out, lse = plain(q, k, v, None, True, None)
+    out, lse = plain_attention.forward(q, k, v, None, True, None)
     gradient = torch.randn_like(out).contiguous()
-    seed = torch.zeros((), dtype=torch.int64)
-    ends = None, None, 8, 8
-    cuda_kernels.cudnn_backward(gradient, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, *ends, 0.0, True)
     wanted = plain_attention.backward(gradient, q, k, v, out, lse, None, True, None)
+    for layout in LAYOUTS:
+        given = layout(gradient), q, k, v, layout(out), layout(lse)
+        torch.testing.assert_close(cuda_attention.backward(*given, None, True, None), wanted)
+    assert len(hopper[1]) == len(LAYOUTS) and len(cuda_kernels.PLANS) == 1
+    expanded = torch.ones(1, 1, 1, 1, dtype=torch.float64).expand_as(gradient)
+    made = cuda_attention.backward(expanded, q, k, v, out, lse, None, True, None)
+    torch.testing.assert_close(made, plain_attention.backward(expanded, q, k, v, out, lse, None, True, None))
+    cuda_kernels.PLANS.clear()
+    seed = torch.zeros((), dtype=torch.int64)
+    as_eager = gradient, q, k, v, plain(q, k, v, None, True, None)[0], lse.unsqueeze(-1), seed, seed
+    cuda_kernels.cudnn_backward(*as_eager, None, None, None, 8, 8, 0.0, True)
     torch.testing.assert_close(cuda_attention.backward(gradient, q, k, v, out, lse, None, True, None), wanted)
 
 
-def test_gradients_of_many_keys_take_several_calls(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the gradients of all heads that share a key exist for some keys at a time."""
-    q, k, v = drawn(1, 8, KEYS)
-    monkeypatch.setattr(cuda_attention, "EXPANDED", 6 * 2 * q[:, :, 0].nbytes)
-    checked(q, k, v, 16)
-    backward = [call for call in hopper if call[0] == "cudnn_backward"]
-    assert sum(keys for _, _, keys, _ in backward) == KEYS and all(keys % 4 == 0 for _, _, keys, _ in backward)
-
-
-@pytest.mark.parametrize(("groups", "length"), [(4, 32), (2, 36), (1, 19)])
+@pytest.mark.parametrize(("groups", "length"), [(4, 32), (1, 19)])
 def test_programs_stream(groups: int, length: int, hopper: list[Any]) -> None:
-    def function(x: Tensor) -> Tensor:
-        q, k, v = x.unflatten(-1, (-1, WIDTH)).transpose(1, 2).split((HEADS, groups, groups), 1)
-        if isinstance(x, torch._subclasses.FakeTensor | torch._subclasses.functional_tensor.FunctionalTensor):
-            out = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)[0]
-        else:
-            out = plain(q, k, v, None, True, None)[0]
-        return (out * torch.linspace(0.5, 1.5, WIDTH, dtype=x.dtype)).pow(2).sum()
-
     torch.manual_seed(0)
-    x = torch.randn(2, length, (HEADS + 2 * groups) * WIDTH, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, length, (4 + 2 * groups) * WIDTH, dtype=torch.float64, requires_grad=True)
+    function = lambda x: attended(as_cudnn, x, groups, None, True)  # noqa: E731
     compare_function(function, [x], (8, 12, length), streams=True, attention={"causal"})
-    assert {causal for *_, causal in hopper} == {True, False}
+    assert {causal for *_, causal in hopper[0]} == {True, False}
 
 
-@pytest.mark.parametrize("fault", ["refuses", "aligned at the last row", "another gradient", "no gradient"])
-def test_kernels_that_are_wrong_are_not_called(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, real_backward = cuda_cudnn.forward, cuda_cudnn.backward
+def at_the_last(real: Any, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: float | None) -> Any:
+    return real(q, k, v, causal, scale) if causal else plain(q, k, v, None, True, scale, last=True)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: float | None) -> Any:
-        if fault == "refuses":
-            raise RuntimeError("cuDNN Frontend error: No valid engine configs")
-        if fault == "aligned at the last row" and not causal:
-            return plain(q, k, v, None, True, scale, last=True)
-        return real(q, k, v, causal, scale)
 
-    def backward(*given: Any) -> Any:
-        dq, dk, dv = real_backward(*given)
-        return dq, dk * (1.1 if fault == "another gradient" else torch.nan if fault == "no gradient" else 1), dv
+def no_gradient(real: Any, *given: Any) -> Any:
+    return another_gradient(real, *given, by=torch.nan)
 
-    cuda_cudnn.agrees.cache_clear()
-    with in_their_place(half=True, cudnn=True):
-        monkeypatch.setattr(cuda_cudnn, "forward", forward)
-        monkeypatch.setattr(cuda_cudnn, "backward", backward)
-        assert not cuda_cudnn.agrees(torch.device("cpu"), torch.float64, WIDTH, WIDTH)
+
+@pytest.mark.parametrize(("fault", "back"), [(refuses, None), (at_the_last, None), (None, another_gradient), (None, no_gradient)])
+def test_kernels_that_are_wrong_are_not_called(fault: Any, back: Any) -> None:
+    with in_their_place(half=True, cudnn=True), wrong(cuda_cudnn.agrees, cuda_cudnn, ("forward", "backward"), fault, back):
+        assert not cuda_cudnn.agrees(CPU, torch.float64, WIDTH, WIDTH)
         assert not cuda_cudnn.takes(*drawn(1, 8, 8), None, True, None)
         assert sdpa.aligns_last(*drawn(1, 8, KEYS), None, LAST)
-    cuda_cudnn.agrees.cache_clear()
 
 
 def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Activated by PyTorch's own call, it answers flash attention's operators (torch/nn/attention/_fa3.py); it is asked for a
-    chunk
-    in one call, whose mask ends at the last row, and tried anew for windows.
+    chunk in one call, whose mask ends at the last row, and tried anew for windows.
     """
-    flash, calls = cuda_attention._flash_block, list[tuple[int, int]]()
-
-    def noted(*given: Any) -> Any:
-        calls.append((given[1].shape[2], given[2].shape[2]))
-        return flash(*given)
 
     class Handle:
         def remove(self) -> None: ...
 
-    monkeypatch.setattr(cuda_attention, "_flash_block", noted)
-    attention_of = torch.nn.attention
-    attention_of.register_flash_attention_impl("stand-in", register_fn=Handle)
-    tried = len(flash_window.hides._known)
-    attention_of.activate_flash_attention_impl("stand-in")
+    calls = noted(monkeypatch, cuda_attention, "_flash_block", lambda *given: (given[1].shape[2], given[2].shape[2]))
+    of_torch, tried = torch.nn.attention, len(flash_window.hides._known)
+    of_torch.register_flash_attention_impl("stand-in", register_fn=Handle)
+    of_torch.activate_flash_attention_impl("stand-in")
     try:
-        q, k, v = drawn(1, 8, KEYS)
-        checked(q, k, v, 16)
-        assert not hopper and calls == [(8, KEYS)]
-        attention.forward(q, k, v, None, 16, (-5, 0))
+        heads = drawn(1, 8, KEYS)
+        check_chunk(*heads, 16)
+        assert hopper == [[], []] and calls == [(8, KEYS)]
+        attention.forward(*heads, None, 16, (-5, 0))
         assert len(flash_window.hides._known) == tried + 1
     finally:
-        attention_of.restore_flash_attention_impl()
-    checked(q, k, v, 16)
-    assert hopper and calls == [(8, KEYS)]
+        of_torch.restore_flash_attention_impl()
+    check_chunk(*heads, 16)
+    assert all(hopper) and calls == [(8, KEYS)]
+
+
+# -- what eager chooses while a mask is traced
 
 
 @pytest.mark.parametrize(("masked", "by_name"), [(False, True), (True, True), (True, False)])
@@ -242,25 +183,15 @@ def test_the_operator_is_switched_off_while_a_mask_is_traced(
     masked: bool, by_name: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets -65504 for what a boolean mask hides (2.11); what is planned meanwhile finds it as the user has it."""
-    flags, planned, traced = torch.backends.cuda, list[bool](), list[bool]()
-    plain = Compilation.partition
-
-    def partition(self: Compilation, *given: Any, **more: Any) -> Any:
-        planned.append(flags.cudnn_sdp_enabled())
-        return plain(self, *given, **more)
-
-    def switched(on: bool) -> None:
-        traced.append(on)
-        switch(on)
+    flags = torch.backends.cuda
+    planned = noted(monkeypatch, Compilation, "partition", lambda *_: flags.cudnn_sdp_enabled())
+    traced = noted(monkeypatch, flags, "enable_cudnn_sdp", lambda on: on)
 
     def model(q: Tensor, mask: Tensor) -> Tensor:
         if masked and not by_name:
             return F.scaled_dot_product_attention(q, q, q, mask).sum()
         return F.scaled_dot_product_attention(q, q, q, attn_mask=mask if masked else None, is_causal=not masked).sum()
 
-    switch = flags.enable_cudnn_sdp
-    monkeypatch.setattr(Compilation, "partition", partition)
-    monkeypatch.setattr(flags, "enable_cudnn_sdp", switched)
     q, mask = torch.randn(1, 2, 64, 8, requires_grad=True), torch.ones(64, 64, dtype=torch.bool).tril()
     torch.compile(model, backend="streambp")(q, mask).backward()
     assert planned == [True] and flags.cudnn_sdp_enabled()

@@ -43,14 +43,8 @@ def stand_ins(takes_other_totals: bool) -> Iterator[list[str]]:
         return out.copy_(left.float() @ right.float())
 
     library = torch.library.Library("aten", "IMPL")
-    for name, function in {
-        "mm.dtype": product,
-        "bmm.dtype": product,
-        "mm.dtype_out": written,
-        "bmm.dtype_out": written,
-        "addmm.dtype_out": added,
-        "baddbmm.dtype_out": added,
-    }.items():
+    for name, function in {"mm.dtype": product, "mm.dtype_out": written, "addmm.dtype_out": added}.items():
+        library.impl("baddbmm.dtype_out" if function is added else f"b{name}", function, "CPU")
         library.impl(name, function, "CPU")
     cuda_products.adds_in_place.cache_clear()
     try:

@@ -8,18 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from streamfx.frontend.backend import Compilation
-from streamfx.ir.facts import StorageClass
-from streamfx.options import Options
 from streamfx.runtime.custom_scan import Backward, Forward
-from streamfx.runtime.segment_sum import DECAYED_SUMS
-from tests.support import decoders, layouts
-from tests.support.exactness import Report, compare
-from tests.support.later_sizes import compare_sizes
+from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_BEHIND
+from tests.support.exactness import Report
 from tests.support.spread import only
-from tests.test_recurrences import WIDTH, Mixed, Mixer
+from tests.test_recurrences import WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 
 BLOCK, LENGTH = 3, 21
 Totals = Callable[[Tensor], Tensor]
@@ -29,32 +25,37 @@ def kept(count: int, diagonal: int = 0) -> Tensor:
     return torch.ones(count, count, dtype=torch.bool).tril(diagonal)
 
 
-def segment_sums(x: Tensor, strict: int = -1, diagonal: int = 0, hidden: float = -torch.inf) -> Tensor:
+def segment_sums(
+    x: Tensor, strict: int = -1, diagonal: int = 0, hidden: float = -torch.inf, along: int = -2, columns: bool = False
+) -> Tensor:
     """As Mamba 2 sums decays, if nothing else is asked for."""
     count = x.shape[-1]
-    repeated = x[..., None].expand(*x.shape, count).masked_fill(~kept(count, strict), 0)
-    return torch.cumsum(repeated, dim=-2).masked_fill(~kept(count, diagonal), hidden)
+    repeated = (x[..., None, :] if columns else x[..., None]).expand(*x.shape, count).masked_fill(~kept(count, strict), 0)
+    return torch.cumsum(repeated, dim=along).masked_fill(~kept(count, diagonal), hidden)
 
 
-def differences(x: Tensor) -> Tensor:
-    sums = x.cumsum(-1)
-    return torch.where(kept(x.shape[-1]), sums.unsqueeze(-1) - sums[..., None, :], -torch.inf)
+def differences(x: Tensor, other: Tensor) -> Tensor:
+    return torch.where(kept(x.shape[-1]), x.cumsum(-1).unsqueeze(-1) - other.cumsum(-1)[..., None, :], -torch.inf)
 
 
-def blocks(m: Mixed, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Decays [b n h l] of each row, rows [b n l h d] and keys of them, for two heads; the end is padded to whole blocks."""
-    more = -x.shape[1] % BLOCK
-    decays, rows = F.pad(-F.softplus(m.gate(x)[..., :2]), (0, 0, 0, more)), F.pad(m.up(x), (0, 0, 0, more))
-    decays = decays.unflatten(1, (-1, BLOCK)).transpose(2, 3)
-    values, keys, _ = rows.unflatten(1, (-1, BLOCK)).unflatten(-1, (3, 2, WIDTH // 2)).unbind(3)
-    return decays, values, keys
+def falling(m: Mixed, x: Tensor) -> Tensor:
+    """A decay for each row."""
+    return -F.softplus(m.gate(x)[..., 0])
+
+
+def totalled(totals: Totals) -> Mixer:
+    """A product over rows, as it is written without blocks: each row with those before it."""
+    return lambda m, x: m.out(totals(falling(m, x)).exp() @ x)
 
 
 def blended(
     m: Mixed, x: Tensor, totals: Totals = segment_sums, first: Tensor | None = None, last: bool = False, shift: int = 1
 ) -> Tensor:
-    """Mamba 2 in few lines: within blocks, and by a state [h d k] per block."""
-    decays, values, keys = blocks(m, x)
+    """Mamba 2 in few lines: within blocks of rows for two heads, and by a state [h d k] per block; the end is padded."""
+    more = -x.shape[1] % BLOCK
+    decays, rows = F.pad(-F.softplus(m.gate(x)[..., :2]), (0, 0, 0, more)), F.pad(m.up(x), (0, 0, 0, more))
+    decays = decays.unflatten(1, (-1, BLOCK)).transpose(2, 3)
+    values, keys, _ = rows.unflatten(1, (-1, BLOCK)).unflatten(-1, (3, 2, WIDTH // 2)).unbind(3)
     sums = decays.cumsum(-1)
     inside = segment_sums(decays).exp() * torch.einsum("bclhk,bcshk->bchls", keys, keys)
     own = torch.einsum("bchls,bcshd->bclhd", inside, values)
@@ -70,147 +71,66 @@ def blended(
     return m.out(rows + after.flatten(1)[:, None, :WIDTH] if last else rows)
 
 
-def from_a_learned_state(m: Mixed, x: Tensor) -> Tensor:
-    return blended(m, x, first=m.first.view(2, 4, 1) * m.mu.view(2, 1, 4))
-
-
-def with_the_last_state(m: Mixed, x: Tensor) -> Tensor:
-    """All rows take in what is left behind the last."""
-    return blended(m, x, last=True)
-
-
-def of_differences(m: Mixed, x: Tensor) -> Tensor:
-    return blended(m, x, differences)
-
-
-def of_all_rows(m: Mixed, x: Tensor) -> Tensor:
-    """A product over rows, as it is written without blocks: each row with those before it."""
-    decays = -F.softplus(m.gate(x)[..., 0])
-    return m.out(segment_sums(decays).exp() @ x)
-
-
 def of_a_triangle(m: Mixed, x: Tensor) -> Tensor:
     """exp first, then zero above the diagonal; batch and width side by side in front."""
-    decays = -F.softplus(m.gate(x)).transpose(1, 2)
-    sums = torch.cumsum(decays, 2)
+    sums = torch.cumsum(-F.softplus(m.gate(x)).transpose(1, 2), 2)
     weights = torch.tril(torch.exp(torch.sub(sums[..., :, None], sums.unsqueeze(2))))
     return m.out(torch.matmul(weights, x.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2))
 
 
-def rows_first(m: Mixed, x: Tensor) -> Tensor:
-    """The other operand first, and the product as it is, one row more than there are."""
-    decays = F.pad(-F.softplus(m.gate(x)[..., 0]), (1, 0))
-    joined = F.pad(x, (0, 0, 1, 0))
-    return m.out(torch.einsum("bzd, bcz -> bcd", joined, segment_sums(decays).exp())[:, 1:])
+def behind(decay: Callable[[Mixed, Tensor], Tensor], value: float = 0.0) -> Mixer:
+    """A row more, in front of the others."""
+
+    def mixer(m: Mixed, x: Tensor) -> Tensor:
+        decays = torch.cat([decay(m, x).expand(x.shape[0], 1), falling(m, x)], -1)
+        return m.out((segment_sums(decays).exp() @ F.pad(x, (0, 0, 1, 0), value=value))[:, :-1])
+
+    return mixer
 
 
-def behind_a_number(m: Mixed, x: Tensor) -> Tensor:
-    decays = F.pad(-F.softplus(m.gate(x)[..., 0]), (1, 0))
-    return m.out((segment_sums(decays).exp() @ F.pad(x, (0, 0, 1, 0), value=0.5))[:, :-1])
+STREAMS: dict[str, Mixer] = {
+    "blended": blended,
+    "from a learned state": lambda m, x: blended(m, x, first=m.first.view(2, 4, 1) * m.mu.view(2, 1, 4)),
+    "with the last state for all rows": lambda m, x: blended(m, x, last=True),
+    "behind two rows": lambda m, x: blended(m, x, shift=2),
+    "of differences": lambda m, x: blended(m, x, lambda sums: differences(sums, sums)),
+    "of all rows": totalled(segment_sums),
+    "of a triangle": of_a_triangle,
+    "behind a number": behind(lambda m, x: x.new_zeros(1, 1), value=0.5),
+    # one that is trained, and in no weight: its gradient is zero, and there
+    "behind a decay": behind(lambda m, x: -m.mu[:1].exp()),
+    # minus infinity, and numbers so large that nothing is left of the rows before, also of gradients
+    "what ends all": totalled(lambda x: segment_sums(x.masked_fill(torch.arange(x.shape[-1]) % 4 == 2, -torch.inf))),
+    "what leaves nothing": totalled(lambda x: segment_sums(-(x * 1e4).square())),
+}
 
 
-def behind_a_decay(m: Mixed, x: Tensor) -> Tensor:
-    """One that is trained, and in no weight: its gradient is zero, and there."""
-    decays = torch.cat([-m.mu[:1].exp().expand(x.shape[0], 1), -F.softplus(m.gate(x)[..., 0])], -1)
-    return m.out((segment_sums(decays).exp() @ F.pad(x, (0, 0, 1, 0)))[:, :-1])
+@pytest.mark.parametrize("name", only(["blended", "behind a number", "behind a decay"], STREAMS))
+def test_blocks_hand_on_what_is_left(name: str) -> None:
+    report = compared(STREAMS[name], LENGTH, chunk_size=6, also=(1, 7, 64), streams=None)
+    for kind in (Forward, Backward):
+        assert all_in_rows(report, operators(report, kind))
+    assert not report.facts[0].reasons() or name in ("with the last state for all rows", "behind two rows")
 
 
-STREAMS: list[Mixer] = [
-    blended,
-    from_a_learned_state,
-    with_the_last_state,
-    of_differences,
-    of_all_rows,
-    of_a_triangle,
-    rows_first,
-    behind_a_number,
-    behind_a_decay,
-]
-OFTEN: list[Mixer] = [blended, from_a_learned_state, of_all_rows, of_a_triangle, behind_a_number, behind_a_decay]
-
-
-def compared(mixer: Mixer, length: int = LENGTH, batch: int = 2, layers: int = 1, **options: Any) -> Report:
-    ids = layouts.tokens(23, batch, length, 0)
-    return compare(decoders.made(lambda: Mixed(mixer, layers)), {"ids": ids, "labels": ids}, **options)
-
-
-def found(report: Report, *kinds: type) -> list[fx.Node]:
-    nodes = [node for facts in report.facts for node in facts.joint.nodes]
-    return [node for node in nodes if isinstance(node.target, kinds or (Forward, Backward))]
-
-
-@pytest.mark.parametrize("mixer", only(OFTEN, STREAMS), ids=lambda mixer: mixer.__name__)
-def test_blocks_hand_on_what_is_left(mixer: Mixer) -> None:
-    report = compared(mixer, chunk_size=6, also=(1, 7, 64), streams=None if mixer is with_the_last_state else True)
-    (facts,) = report.facts
-    assert found(report, Forward) and found(report, Backward)
-    assert all(StorageClass.ROWS in facts.demand.forms[node] for node in found(report))
-
-
-def test_the_end_is_padded_and_layers_follow() -> None:
-    compared(blended, length=LENGTH - 1, layers=2, chunk_size=6, also=(1, 7, 64))
-
-
-def test_one_block_is_all_there_is() -> None:
-    compared(blended, length=2, chunk_size=1, streams=None)
+@pytest.mark.long
+@pytest.mark.parametrize(("length", "chunk"), [(LENGTH - 1, 6), (2, 1)])
+def test_a_block_that_is_not_full(length: int, chunk: int) -> None:
+    compared(blended, length, layers=2, chunk_size=chunk, also=(1, 7), streams=None)
 
 
 # -- what is none
 
 
-def totalled(totals: Totals) -> Mixer:
-    return lambda m, x: m.out(totals(-F.softplus(m.gate(x)[..., 0])).exp() @ x)
-
-
-def written(m: Mixed, x: Tensor) -> Tensor:
-    totals = segment_sums(-F.softplus(m.gate(x)[..., 0]))
-    totals.mul_(2)
-    return m.out(totals.exp() @ x)
-
-
 def of_frozen_decays(m: Mixed, x: Tensor) -> Tensor:
     with torch.no_grad():
-        weights = segment_sums(-F.softplus(m.gate(x)[..., 0])).exp()
+        weights = segment_sums(falling(m, x)).exp()
     return m.out(weights @ x)
-
-
-def of_decays_in_part(m: Mixed, x: Tensor) -> Tensor:
-    """From the product's point of view all is computed under the same mode; what it reads was not."""
-    decays = -F.softplus(m.gate(x)[..., 0])
-    with torch.no_grad():
-        repeated = decays[..., None].expand(*decays.shape, decays.shape[-1]).masked_fill(~kept(decays.shape[-1], -1), 0)
-    return m.out(repeated.cumsum(-2).masked_fill(~kept(decays.shape[-1]), -torch.inf).exp() @ x)
-
-
-def in_a_narrow_type(m: Mixed, x: Tensor) -> Tensor:
-    decays = -F.softplus(m.gate(x)[..., 0]).bfloat16()
-    return m.out((segment_sums(decays).exp() @ x.bfloat16()).to(x.dtype))
-
-
-def narrowed_on_the_way(m: Mixed, x: Tensor) -> Tensor:
-    decays = -F.softplus(m.gate(x)[..., 0])
-    return m.out(segment_sums(decays).bfloat16().to(x.dtype).exp() @ x)
-
-
-def between_columns(m: Mixed, x: Tensor) -> Tensor:
-    """The running sum goes the other way."""
-    decays = -F.softplus(m.gate(x)[..., 0])
-    count = decays.shape[-1]
-    repeated = decays[..., None].expand(*decays.shape, count).masked_fill(~kept(count, -1), 0)
-    return m.out(repeated.cumsum(-1).masked_fill(~kept(count), -torch.inf).exp() @ x)
-
-
-def of_columns(m: Mixed, x: Tensor) -> Tensor:
-    """Decays stand in columns, and are summed over rows."""
-    decays = -F.softplus(m.gate(x)[..., 0])
-    count = decays.shape[-1]
-    repeated = decays[..., None, :].expand(*decays.shape, count).masked_fill(~kept(count, -1), 0)
-    return m.out(repeated.cumsum(-2).masked_fill(~kept(count), -torch.inf).exp() @ x)
 
 
 def of_differences_turned(m: Mixed, x: Tensor) -> Tensor:
     """Rows stand where columns stood, and the triangle where it was."""
-    sums = (-F.softplus(m.gate(x)[..., 0])).cumsum(-1)
+    sums = falling(m, x).cumsum(-1)
     weights = (sums[..., None, :] - sums[..., None]).masked_fill(~kept(sums.shape[-1]), -torch.inf).exp()
     return m.out(torch.einsum("bzc,bzd->bcd", weights, x))
 
@@ -222,86 +142,56 @@ def of_heads(m: Mixed, x: Tensor) -> Tensor:
     return m.out(torch.einsum("bhcz,bzh->bch", weights, x))
 
 
-def backwards(m: Mixed, x: Tensor) -> Tensor:
-    return m.out(torch.einsum("bcz,bcd->bzd", segment_sums(-F.softplus(m.gate(x)[..., 0])).exp(), x))
-
-
 def turned_in_memory(m: Mixed, x: Tensor) -> Tensor:
     """What is made lies in memory by columns, and is viewed so."""
-    made = x.mT @ segment_sums(-F.softplus(m.gate(x)[..., 0])).exp().transpose(1, 2)
+    made = x.mT @ segment_sums(falling(m, x)).exp().transpose(1, 2)
     return m.out(made.view(x.shape[0], -1).view(made.shape).mT)
 
 
-def of_bits(m: Mixed, x: Tensor) -> Tensor:
+def of_bits(x: Tensor) -> Tensor:
     """~1 is -2, which is true as well: all is hidden, where no number takes the place of the first column."""
-    decays = -F.softplus(m.gate(x)[..., 0])
-    count = decays.shape[-1]
+    count = x.shape[-1]
     turned = (~torch.ones(count, count, dtype=torch.int8).tril()).bool()
-    repeated = decays[..., None].expand(*decays.shape, count).masked_fill(~kept(count, -1), 0)
-    return m.out(repeated.cumsum(-2).masked_fill(turned, -torch.inf).exp() @ x)
-
-
-def of_all_heads(m: Mixed, x: Tensor) -> Tensor:
-    """One decay for all heads, repeated for each of them as it is for the columns."""
-    b, n, w = x.shape
-    repeated = -F.softplus(m.gate(x)[..., :1]).mT.unsqueeze(-1).expand(b, 2, n, n).masked_fill(~kept(n, -1), 0)
-    weights = repeated.cumsum(-2).masked_fill(~kept(n), -torch.inf).exp()
-    return m.out((weights @ x.view(b, n, 2, w // 2).transpose(1, 2)).transpose(1, 2).reshape(b, n, w))
+    repeated = x[..., None].expand(*x.shape, count).masked_fill(~kept(count, -1), 0)
+    return repeated.cumsum(-2).masked_fill(turned, -torch.inf)
 
 
 OTHERS: dict[str, Mixer] = {
     "a row more in each sum": totalled(lambda x: segment_sums(x, strict=0)),
-    "a row less in each sum": totalled(lambda x: segment_sums(x, strict=-2)),
     "the row after is seen": totalled(lambda x: segment_sums(x, diagonal=1)),
-    "the row itself is not seen": totalled(lambda x: segment_sums(x, diagonal=-1)),
     "above the diagonal little, and not nothing": totalled(lambda x: segment_sums(x, hidden=-20.0)),
     "below the diagonal nothing": totalled(
         lambda x: (x.cumsum(-1)[..., None] - x.cumsum(-1)[..., None, :]).masked_fill(kept(x.shape[-1]), -torch.inf)
     ),
-    "something is added above the diagonal": totalled(lambda x: torch.logaddexp(segment_sums(x), x[..., None] - 20)),
     "differences the other way round": of_differences_turned,
     "sums over something else": of_heads,
-    "sums of two": totalled(
-        lambda x: (x.cumsum(-1)[..., None] - (2 * x).cumsum(-1)[..., None, :]).masked_fill(~kept(x.shape[-1]), -torch.inf)
-    ),
-    "a triangle of numbers whose bits are turned": of_bits,
-    "weights that are written": written,
+    "sums of two": totalled(lambda x: differences(x, 2 * x)),
+    "a triangle of numbers whose bits are turned": totalled(of_bits),
+    "weights that are written": totalled(lambda x: segment_sums(x).mul_(2)),
     "weights without a gradient": of_frozen_decays,
-    "weights without a gradient in part": of_decays_in_part,
-    "a narrow type": in_a_narrow_type,
-    "a narrow type on the way": narrowed_on_the_way,
-    "sums of columns": between_columns,
-    "decays in columns": of_columns,
-    "the other way round": backwards,
+    "a narrow type": lambda m, x: m.out((segment_sums(falling(m, x).bfloat16()).exp() @ x.bfloat16()).to(x.dtype)),
     "another order in memory": turned_in_memory,
-    "one decay for all heads": of_all_heads,
+}
+ALSO: dict[str, Mixer] = {
+    "the row itself is not seen": totalled(lambda x: segment_sums(x, diagonal=-1)),
+    "a narrow type on the way": totalled(lambda x: segment_sums(x).bfloat16().to(x.dtype)),
+    "sums of columns": totalled(lambda x: segment_sums(x, along=-1)),
+    "decays in columns": totalled(lambda x: segment_sums(x, columns=True)),
+    "the other way round": lambda m, x: m.out(torch.einsum("bcz,bcd->bzd", segment_sums(falling(m, x)).exp(), x)),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", only(OTHERS, OTHERS | ALSO))
 def test_what_only_looks_like_one(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    tolerance = {"a narrow type": 5e-2, "a narrow type on the way": 5e-2}.get(name, 1e-12)
-    report = compared(OTHERS[name], length=9, chunk_size=4, streams=None, tolerance=tolerance)
+    tolerance = 5e-2 if "narrow" in name else 1e-12
+    report = compared((OTHERS | ALSO)[name], length=9, chunk_size=4, streams=None, tolerance=tolerance)
     assert "the search for those with weights that decay failed" not in caplog.text
     assert not found(report)
-    assert not [node for facts in report.facts for node in facts.joint.nodes if node.target is DECAYED_SUMS]
 
 
-def rows_of_all_heads(m: Mixed, x: Tensor) -> Tensor:
-    b, n, w = x.shape
-    decays = -F.softplus(m.gate(x)[..., :2]).mT
-    rows = x.detach().view(b, n, 1, w).transpose(1, 2).expand(b, 2, n, w)
-    return m.out((segment_sums(decays).exp() @ rows).mean(1)) + x
-
-
-def test_what_is_repeated_before() -> None:
-    compared(rows_of_all_heads, length=9, chunk_size=4, streams=None, also=(1, 7))
-
-
-def test_two_rows_in_front() -> None:
-    """Then all rows are summed, and of what is made the last ones are left out."""
-    report = compared(lambda m, x: blended(m, x, shift=2), chunk_size=6, streams=None)
-    assert found(report)
+def found(report: Report) -> list[Any]:
+    nodes = [node for facts in report.facts for node in facts.joint.nodes]
+    return [node for node in nodes if isinstance(node.target, (Forward, Backward)) or node.target is DECAYED_SUMS]
 
 
 # -- numbers
@@ -315,72 +205,45 @@ def test_what_may_grow_is_summed_in_one_piece() -> None:
         return m.out(segment_sums(decays).exp() @ x)
 
     report = compared(growing, length=5, chunk_size=2, streams=False)
-    (facts,) = report.facts
-    assert any("not proven to be at most zero" in reason for reason in facts.reasons())
-    assert not found(report)
-
-
-def test_what_ends_all() -> None:
-    """Minus infinity: nothing is left of the rows before, also of gradients."""
-
-    def ending(m: Mixed, x: Tensor) -> Tensor:
-        ends = (torch.arange(x.shape[1]) % 4 == 2) & (x[..., 0] < 9)
-        return m.out(segment_sums((-F.softplus(m.gate(x)[..., 0])).masked_fill(ends, -torch.inf)).exp() @ x)
-
-    assert found(compared(ending, chunk_size=6, also=(1, 7)))
-
-
-def test_numbers_so_large_that_nothing_is_left() -> None:
-    def vanishing(m: Mixed, x: Tensor) -> Tensor:
-        return m.out(segment_sums(-(m.gate(x)[..., 0] * 1e4).square()).exp() @ x)
-
-    assert found(compared(vanishing, chunk_size=6, also=(1, 7)))
+    assert any("not proven to be at most zero" in reason for reason in report.facts[0].reasons())
+    assert not operators(report, Forward, Backward)
 
 
 def test_the_first_decay_is_in_no_weight() -> None:
     """Whatever it is, it does not count: not even what grows beyond all numbers."""
-
-    def first_grows(m: Mixed, x: Tensor) -> Tensor:
-        decays = -F.softplus(m.gate(x)[..., 0])
-        return m.out(segment_sums(torch.cat([decays[:, :1] + 800.0, decays[:, 1:]], 1)).exp() @ x)
-
-    compared(first_grows, chunk_size=6, also=(1, 7), streams=None)
+    grows = totalled(lambda x: segment_sums(torch.cat([x[:, :1] + 800.0, x[:, 1:]], 1)))
+    compared(grows, LENGTH, chunk_size=6, also=(1, 7), streams=None)
 
 
-def test_what_may_grow_is_no_product_of_steps() -> None:
-    """Down beyond the smallest number, and up again: of the sum of both something is left, of one after the other nothing."""
-
-    def down_and_up(m: Mixed, x: Tensor) -> Tensor:
-        at = torch.arange(x.shape[1])
-        decays = -F.softplus(m.gate(x)[..., 0]) * 0.01 - 740.0 * (at == 5) + 700.0 * (at == 6)
-        rows = x * ((at != 5) & (at != 6))[:, None]
-        return m.out(F.normalize(segment_sums(decays).exp() @ rows + 1e-300, dim=-1, eps=1e-200))
-
-    compared(down_and_up, chunk_size=6, also=(1, 7), streams=None)
+# -- the operators by themselves
 
 
-# -- transformers
+def test_it_repeats_nothing_and_its_products_are_counted() -> None:
+    with pytest.raises(ValueError, match="do not fit together"):
+        DECAYED_SUMS(torch.zeros(1, 3), torch.zeros(2, 3, 4), None)
+    decays, rows = (torch.zeros(shape, requires_grad=True) for shape in ((2, 3, 5), (2, 3, 5, 4)))
+    with FlopCounterMode(display=False) as counter:
+        DECAYED_SUMS(decays, rows, None)[0].sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * (2 * 3) * 5 * 5 * 4
 
 
-@pytest.mark.parametrize("length", [21, 24])
-def test_the_blocks_of_transformers(length: int) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "vocab_size": 23}
-    config = transformers.Mamba2Config(**sizes, num_hidden_layers=2, chunk_size=4, use_cache=False)
-    model: nn.Module = decoders.made(lambda: transformers.Mamba2ForCausalLM(config))
-    ids = layouts.tokens(23, 2, length, 0)
-    report = compare(model, {"input_ids": ids, "labels": ids}, chunk_size=8, also=(1, 7, 64))
-    assert len(found(report, Forward)) == len(found(report, Backward)) == 2
-    (facts,) = report.facts
-    assert len(facts.stages) == 3  # each layer has a convolution, and is a stage of its own
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("operator", [DECAYED_SUMS, SUMS_BEHIND])
+def test_the_operator_is_the_product(count: int, is_first: bool, operator: Any) -> None:
+    generator = torch.Generator().manual_seed(count)
 
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
-def test_other_lengths_and_batches_later() -> None:
-    compilations: list[Compilation] = []
-
-    def backend(module: fx.GraphModule, inputs: Any) -> Any:
-        compilations.append(Compilation(module, Options(chunk_size=4, loss_chunk_size=4, strict=True)))
-        return compilations[-1].compile(inputs)
-
-    compare_sizes(lambda: decoders.made(lambda: Mixed(of_all_rows)), backend, ((2, 11), (2, 7), (3, 9)))
-    assert all(any(isinstance(node.target, Forward) for node in each.facts[-1].joint.nodes) for each in compilations)
+    decays, rows, first = draw(2, 3, count), draw(2, 3, count, 4), draw(2, 3, 4) if is_first else None
+    inputs = [decays, rows, *([first] if first is not None else [])]
+    front = torch.zeros_like(rows[..., :1, :]) if first is None else first.unsqueeze(-2)
+    made = segment_sums(F.pad(decays, (1, 0))).exp() @ torch.cat([front, rows], -2)
+    sums = made[..., :-1, :] if operator is DECAYED_SUMS else made[..., 1:, :]
+    truth, own = (sums, made[..., -1, :]), operator(decays, rows, first)
+    torch.testing.assert_close(own, truth, rtol=1e-13, atol=1e-13)
+    for used in (slice(0, 1), slice(1, 2), slice(0, 2)):
+        weighted = [[(part * part.detach().cos()).sum() for part in parts[used]] for parts in (own, truth)]
+        one, other = (torch.autograd.grad(parts, inputs, retain_graph=True, materialize_grads=True) for parts in weighted)
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -10,109 +10,79 @@ import torch
 import torch.distributed._functional_collectives
 from torch import fx
 
-from streamfx.passes.lowering.gradient_release import deliveries, inputs_saved
+from streamfx.passes.lowering.gradient_release import deliveries
 from streamfx.runtime.in_place import scaled_once
 
 aten = torch.ops.aten
+mm, t = aten.mm.default, aten.t.default
 Build = Callable[..., Sequence[fx.Node]]
+NOBODYS: Sequence[Sequence[int]] = ((), (), ())
 
 
-def stretches(build: Build, saved: Sequence[Sequence[int]]) -> list[tuple[list[str], list[int]]]:
+def stretches(build: Build, saved: Sequence[Sequence[int]] = NOBODYS) -> list[tuple[list[str], list[int]]]:
     """Operators and places of gradients, by stretch, of a graph of square matrices; `saved`: in which inputs' memory they lie."""
     graph = fx.Graph()
     given = [graph.placeholder(name) for name in ("one", "two", "three", "tangent")]
-    graph.output(tuple(build(graph.call_function, *given)))
+    graph.output(tuple(build(lambda target, *args: graph.call_function(target, args), *given)))
     for node in graph.nodes:
         node.meta["val"] = torch.empty(4, 4)
     found = deliveries(fx.GraphModule(torch.nn.Module(), graph), tuple(map(frozenset, saved)))
     return [([node.name for node in delivery.operators], sorted(delivery.gradients)) for delivery in found]
 
 
-NOBODYS = [(), (), ()]
+def three_products(call: Any, a: Any, b: Any, c: Any, g: Any) -> Sequence[fx.Node]:
+    return call(mm, a, g), call(mm, call(t, b), g), call(mm, c, g)
 
 
-def test_a_gradient_is_handed_over_before_the_next_product() -> None:
-    """But for one that the next product reads: its memory is not the accumulator's alone before that."""
-
-    def independent(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
-        mm = call(aten.mm.default, (one, tangent))
-        mm_1 = call(aten.mm.default, (two, tangent))
-        return mm_1, call(aten.t.default, (mm,))
-
-    def dependent(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
-        mm = call(aten.mm.default, (one, tangent))
-        mm_1 = call(aten.mm.default, (two, mm))
-        return mm_1, call(aten.t.default, (mm,))
-
-    assert [places for _, places in stretches(independent, NOBODYS)] == [[1], [0]]
-    assert [places for _, places in stretches(dependent, NOBODYS)] == [[0, 1]]
-
-
-def test_a_gradient_is_handed_over_once_its_parameter_is_read() -> None:
-    def both(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
-        mm = call(aten.mm.default, (one, tangent))
-        mm_1 = call(aten.mm.default, (call(aten.t.default, (two,)), tangent))
-        mm_2 = call(aten.mm.default, (three, tangent))
-        return mm, mm_1, mm_2
-
-    assert [places for _, places in stretches(both, NOBODYS)] == [[0], [1], [2]]
-    assert [places for _, places in stretches(both, [(), (0,), ()])] == [[0, 1], [2]], "what is called two is a view of input 0"
-    assert [places for _, places in stretches(both, [(), (), (0,)])] == [[1], [0, 2]]
+PLACES: dict[str, tuple[Build, Any, list[list[int]]]] = {
+    "before the next product": (
+        lambda call, a, b, c, g: [made := call(mm, a, g), call(mm, b, g), call(t, made)][1:],
+        NOBODYS,
+        [[1], [0]],
+    ),
+    "behind the next product, which reads it": (
+        lambda call, a, b, c, g: [made := call(mm, a, g), call(mm, b, made), call(t, made)][1:],
+        NOBODYS,
+        [[0, 1]],
+    ),
+    "nobody's parameters": (three_products, NOBODYS, [[0], [1], [2]]),
+    "what is called two is a view of input 0": (three_products, ((), (0,), ()), [[0, 1], [2]]),
+    "what is called three is a view of input 0": (three_products, ((), (), (0,)), [[1], [0, 2]]),
+    "the head's, scaled in place, before the loops": (
+        lambda call, a, b, c, g: [call(mm, b, g), call(mm, c, g), call(scaled_once, a, g)],
+        NOBODYS,
+        [[2], [0], [1]],
+    ),
+    "a graph that writes is left alone": (
+        lambda call, a, b, c, g: [call(aten.copy_.default, a, call(mm, b, g)), call(mm, c, g)],
+        NOBODYS,
+        [],
+    ),
+}
 
 
-def test_what_only_leads_to_gradients_runs_early() -> None:
-    """The head's gradient is scaled, in place, before the loops."""
-
-    def last(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
-        mm = call(aten.mm.default, (two, tangent))
-        mm_1 = call(aten.mm.default, (three, tangent))
-        return call(scaled_once, (one, tangent)), mm, mm_1
-
-    assert [places for _, places in stretches(last, NOBODYS)] == [[0], [1], [2]]
+@pytest.mark.parametrize("name", PLACES)
+def test_when_a_gradient_is_handed_over(name: str) -> None:
+    build, saved, expected = PLACES[name]
+    assert [places for _, places in stretches(build, saved)] == expected
 
 
-def test_what_must_not_run_early_stays() -> None:
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+@pytest.mark.parametrize("target", [aten.bernoulli.p, WAIT])
+def test_what_must_not_run_early_stays(target: Any) -> None:
     """Random draws are in order, and so are collectives, and what waits for them."""
-
-    def drawn(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
-        mm = call(aten.mm.default, (two, tangent))
-        return call(aten.bernoulli.p, (one, 0.5)), mm
-
-    def waiting(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
-        mm = call(aten.mm.default, (two, tangent))
-        return call(torch.ops._c10d_functional.wait_tensor.default, (one,)), mm
-
-    for build in (drawn, waiting):
-        ((operators, places),) = stretches(build, NOBODYS)
-        assert operators[0].startswith("mm") and places == [0, 1]
-
-
-def test_a_graph_that_writes_is_left_alone() -> None:
-    def writes(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
-        mm = call(aten.mm.default, (two, tangent))
-        call(aten.copy_.default, (one, mm))
-        return call(aten.mm.default, (three, tangent)), mm
-
-    assert stretches(writes, NOBODYS) == []
-
-
-@pytest.mark.parametrize(("view", "expected"), [(True, {0}), (False, set())])
-def test_inputs_in_whose_memory_saved_values_lie(view: bool, expected: set[int]) -> None:
-    graph = fx.Graph()
-    weight, x = graph.placeholder("weight"), graph.placeholder("x")
-    result = graph.call_function(aten.mm.default, (x, weight))
-    graph.output((result, graph.call_function(aten.t.default if view else aten.clone.default, (weight,)), x))
-    for node in graph.nodes:
-        node.meta["val"] = torch.empty(4, 4)
-    assert inputs_saved(graph, 1) == (frozenset(expected), frozenset({1}))
+    more = () if target is WAIT else (0.5,)
+    ((operators, places),) = stretches(lambda call, a, b, c, g: [call(mm, b, g), call(target, a, *more)])
+    assert operators[0].startswith("mm") and places == [0, 1]
 
 
 def test_a_chain_of_thousands_of_operators_can_run_early() -> None:
-    def long(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
-        value = one
+    def long(call: Any, a: Any, b: Any, c: Any, g: Any) -> Sequence[fx.Node]:
         for _ in range(5000):
-            value = call(aten.sin.default, (value,))
-        return call(aten.mm.default, (two, tangent)), value
+            a = call(aten.sin.default, a)
+        return call(mm, b, g), a
 
-    (first, places), (_, others) = stretches(long, NOBODYS)
+    (first, places), (_, others) = stretches(long)
     assert len(first) == 5000 and (places, others) == ([1], [0])

@@ -1,17 +1,21 @@
-"""Every Python snippet of the documentation runs; those of one file run one after the other."""
+"""Snippets of the documentation run, and what is public says what it takes, gives and raises, with an example that runs."""
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import streamfx
 from tests.support.snippets import has_snippets, ran
-from tests.support.spread import only
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -19,50 +23,94 @@ SHOWING = {page.name: page for page in PAGES if has_snippets(page) and page.pare
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", only([name for name in SHOWING if name != "trainers.md"], SHOWING))
+@pytest.mark.parametrize("name", SHOWING)
 def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran(SHOWING[name], tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
-    missing = [target for target in targets if not (page.parent / target).exists()]
-    assert not missing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tests_that_are_named_are_there(page: Path) -> None:
-    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", page.read_text())
-    missing = [name for file, name in named if not re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M)]
-    assert not missing
+def test_links_lead_somewhere_and_tests_that_are_named_are_there(page: Path) -> None:
+    text = page.read_text()
+    targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text)
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
+    assert [name for file, name in named if not re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M)] == []
     assert named or page.name != "together.md"
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.mark.long
+def test_the_reference_has_everything_that_is_public(tmp_path: Path) -> None:
     """The page that is made of docstrings."""
     pytest.importorskip("mkdocstrings")
-    site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "docs/site/mkdocs.yml")]
-    built = subprocess.run([*command, "--site-dir", str(site)], capture_output=True, text=True, check=False)
+    built = subprocess.run([*command, "--site-dir", str(tmp_path)], capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    return (site / "reference" / "index.html").read_text()
-
-
-@pytest.mark.long
-def test_the_reference_has_everything_that_is_public(reference: str) -> None:
+    reference = (tmp_path / "reference" / "index.html").read_text()
     errors = {name for name in streamfx.__all__ if name in vars(streamfx.errors)}
     missing = [name for name in streamfx.__all__ if f'id="streamfx.{"errors." if name in errors else ""}{name}"' not in reference]
     assert not missing
 
 
-@pytest.mark.parametrize("name", streamfx.__all__)
-def test_everything_that_is_public_says_what_it_does(name: str) -> None:
-    own = getattr(streamfx, name)
-    public = [
-        own,
-        *(item for key, item in vars(own).items() if isinstance(own, type) and not key.startswith("_") and callable(item)),
-    ]
-    assert all(item.__doc__ for item in public), [item for item in public if not item.__doc__]
+# -- docstrings
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Functions and classes that `dir(streamfx)` shows, and their methods, those of base classes of ours included."""
+    for name in streamfx.__all__:
+        own = getattr(streamfx, name)
+        yield name, own
+        if isinstance(own, type):
+            methods = inspect.getmembers(own, inspect.isfunction)
+            yield from (
+                (f"{name}.{key}", it) for key, it in methods if not key.startswith("_") and it.__module__.startswith("streamfx.")
+            )
+
+
+PUBLIC = dict(public())
+
+
+def section(documented: Any, title: str) -> str | None:
+    """What stands, indented, below a line such as `Args:`."""
+    found = re.search(rf"^{title}:\n((?:[ ]+.*\n|\n(?=[ ]))*)", f"{inspect.getdoc(documented)}\n", re.M)
+    return found and found[1]
+
+
+def names(text: str) -> list[str]:
+    """What the entries of a section are about; one may be about several.
+
+    >>> names("    a, b: numbers\\n        of things\\n    c: more: text\\n")
+    ['a', 'b', 'c']
+    """
+    entries = re.findall(r"^    (\w[\w, ]*):", text, re.M)
+    return [name.strip() for entry in entries for name in entry.split(",")]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_its_example_runs(name: str) -> None:
+    text = section(PUBLIC[name], "Example")
+    assert text and ">>> " in text, f"{name} has no example"
+    parsed = doctest.DocTestParser().get_doctest(inspect.cleandoc(text), {}, name, None, None)
+    told: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(parsed, out=told.append)
+    assert not told, "".join(told)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_it_takes_gives_and_raises_is_named(name: str) -> None:
+    own = PUBLIC[name]
+    if not isinstance(own, type) or "__init__" in vars(own):  # an error is made as the base of all errors, which says how
+        takes = [parameter for parameter in inspect.signature(own).parameters if parameter != "self"]
+        assert sorted(names(section(own, "Args") or "")) == sorted(takes)
+    if inspect.isfunction(own):
+        returns_nothing = inspect.signature(own).return_annotation in (None, "None")
+        assert bool(section(own, "Returns")) != returns_nothing
+    raised = names(section(own, "Raises") or "")
+    assert all(issubclass(getattr(streamfx, error), streamfx.StreamFXError) for error in raised)
+    assert bool(raised) == (section(own, "Raises") is not None)
+    properties = inspect.getmembers(own, lambda it: isinstance(it, property))
+    assert [key for key, it in properties if not key.startswith("_") and not inspect.getdoc(it)] == []
+
+
+def test_every_option_is_named() -> None:
+    assert names(section(streamfx.Options, "Args") or "") == [field.name for field in fields(streamfx.Options)]

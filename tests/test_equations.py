@@ -23,7 +23,6 @@ from tests import (
     test_canonical,
     test_canonical_blocks,
     test_canonical_equations,
-    test_relative_shifts,
 )
 from tests.support.canonical import Case, graphs, plain
 from tests.support.combines import affine, number_of
@@ -33,8 +32,13 @@ from tests.support.stateful.selective import selective, selective_backward
 
 aten = torch.ops.aten
 all_reduce, wait_tensor = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
+LABELS = test_canonical_equations.LABELS
 CASES = test_canonical.CASES | test_canonical_equations.CASES | test_canonical_blocks.CASES
 ROWS = {row.name: row for row in (*TABLE, *WHERE_NOTHING_ELSE_DOES)}
+
+
+def pair(one: Callable[..., object], other: Callable[..., object], *inputs: Tensor) -> tuple[Case, Case]:
+    return Case(one, inputs), Case(other, inputs)
 
 
 def heads(summed: Callable[[Tensor], Tensor]) -> Case:
@@ -103,11 +107,27 @@ def put_back(start: int) -> Callable[[Tensor], Tensor]:
     return lambda x: RELATIVE_SHIFT_BACKWARD(aten.slice_backward(x, [2, 4, 7], 2, start, start + 3, 1), 1, 4, 8)
 
 
+def likelihood(reduction: int) -> Case:
+    return Case(lambda x, y: aten.nll_loss_forward(x, y, None, reduction, -100)[0], (plain(5, 6), LABELS))
+
+
+def likelihood_back(reduction: int, known: bool = False) -> Case:
+    """With the number of labels, or as many as are known."""
+
+    def function(d: Tensor, x: Tensor, y: Tensor, *count: Tensor) -> Tensor:
+        total = torch.full((), 2.0, dtype=x.dtype) if known else count[0]
+        made: Tensor = aten.nll_loss_backward(d, x, y, None, reduction, -100, total)
+        return made
+
+    return Case(function, (plain(), plain(5, 6), LABELS, *([] if known else [plain()])))
+
+
 SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and one that only looks like it
     "alias": (CASES["alias"], Case(lambda x: x.clone(), (plain(4, 3),))),
-    "reduced over ranks": (
-        Case(lambda x: wait_tensor(all_reduce(x, "sum", "0")), (plain(4, 3),)),
-        Case(lambda x: (wait_tensor(begun := all_reduce(x, "sum", "0")), wait_tensor(begun)), (plain(4, 3),)),
+    "reduced over ranks": pair(
+        lambda x: wait_tensor(all_reduce(x, "sum", "0")),
+        lambda x: (wait_tensor(begun := all_reduce(x, "sum", "0")), wait_tensor(begun)),
+        plain(4, 3),
     ),
     "copied over": (CASES["copied over"], CASES["a row copied over"]),
     "marked conjugate": (CASES["a marked conjugate"], CASES["a conjugate of its own"]),
@@ -121,17 +141,10 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     ),
     "slice of everything": (CASES["sliced"], CASES["every other"]),
     "padding by nothing": (CASES["padded by nothing"], CASES["moved by padding"]),
-    "constant like another": (
-        Case(lambda x: x.new_full((2,), 0.5), (plain(4),)),
-        Case(lambda x: torch.full_like(x, 0.5), (plain(4),)),
-    ),
-    "constant like a row": (
-        Case(lambda x: torch.zeros_like(x.sin()[:, 0]), (plain(4, 3),)),
-        Case(lambda x: torch.zeros_like(x.sin()), (plain(4, 3),)),
-    ),
-    "turned repetition": (
-        Case(lambda x: x.sin().unsqueeze(0).expand(4, 3).flip(0), (plain(3),)),
-        Case(lambda x: x.sin().unsqueeze(0).expand(4, 3).flip(1), (plain(3),)),
+    "constant like another": pair(lambda x: x.new_full((2,), 0.5), lambda x: torch.full_like(x, 0.5), plain(4)),
+    "constant like a row": pair(lambda x: torch.zeros_like(x.sin()[:, 0]), lambda x: torch.zeros_like(x.sin()), plain(4, 3)),
+    "turned repetition": pair(
+        lambda x: x.sin().unsqueeze(0).expand(4, 3).flip(0), lambda x: x.sin().unsqueeze(0).expand(4, 3).flip(1), plain(3)
     ),
     "filled": (CASES["filled"], Case(lambda x: aten.fill(x, x[0]), (plain(4),))),
     "join with nothing": (CASES["with nothing"], CASES["with nothing of a wider type"]),
@@ -151,26 +164,22 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     "all that was written": (CASES["all that was written"], CASES["all but a gap that was written"]),
     "blocks that were written": (CASES["blocks that are joined"], CASES["blocks of two sizes that are joined"]),
     "rows of a sum of paddings": (CASES["rows of a sum of paddings"], CASES["rows of both paddings"]),
-    "first rows by number": (
-        Case(lambda x: x.index_select(1, torch.arange(2)), (plain(4, 3),)),
-        Case(lambda x: x.index_select(1, torch.arange(1, 3)), (plain(4, 3),)),
+    "first rows by number": pair(
+        lambda x: x.index_select(1, torch.arange(2)), lambda x: x.index_select(1, torch.arange(1, 3)), plain(4, 3)
     ),
-    "shifted rows": (
-        Case(lambda x: test_relative_shifts.by_views(x, 7), (plain(2, 4, 8),)),
-        Case(lambda x: x.reshape(2, 8, 4)[:, 2:].reshape(2, 4, 6), (plain(2, 4, 8),)),
+    "shifted rows": pair(
+        lambda x: x.reshape(2, 8, 4)[:, 1:].reshape(2, -1, 7)[..., :7],
+        lambda x: x.reshape(2, 8, 4)[:, 2:].reshape(2, 4, 6),
+        plain(2, 4, 8),
     ),
     "gradient of shifted rows": (
         Case(put_behind(4), (plain(2, 4, 7),)),
         Case(put_behind(2), (plain(2, 2, 14),)),
     ),
-    "columns of shifted rows": (
-        Case(lambda x: RELATIVE_SHIFT(x, 1, 4, 7)[..., :4], (plain(2, 4, 8),)),
-        Case(lambda x: RELATIVE_SHIFT(x, 1, 4, 7)[..., 1:4], (plain(2, 4, 8),)),
+    "columns of shifted rows": pair(
+        lambda x: RELATIVE_SHIFT(x, 1, 4, 7)[..., :4], lambda x: RELATIVE_SHIFT(x, 1, 4, 7)[..., 1:4], plain(2, 4, 8)
     ),
-    "gradient of columns": (
-        Case(put_back(0), (plain(2, 4, 3),)),
-        Case(put_back(1), (plain(2, 4, 3),)),
-    ),
+    "gradient of columns": pair(put_back(0), put_back(1), plain(2, 4, 3)),
     "one of each": (CASES["one of each"], CASES["one of each by other rows"]),
     "put into each": (
         CASES["put"],
@@ -189,35 +198,16 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     ),
     "reversed scan": (CASES["cumsum from behind"], CASES["half turned"]),
     "gradients of a convolution": (CASES["causal"], CASES["in steps"]),
-    "mean loss": (
-        Case(lambda x, y: aten.nll_loss_forward(x, y, None, 1, -100)[0], (plain(5, 6), test_canonical_equations.LABELS)),
-        Case(lambda x, y: aten.nll_loss_forward(x, y, None, 2, -100)[0], (plain(5, 6), test_canonical_equations.LABELS)),
-    ),
-    "mean loss gradient": (
-        Case(
-            lambda d, x, y, n: aten.nll_loss_backward(d, x, y, None, 1, -100, n),
-            (plain(), plain(5, 6), test_canonical_equations.LABELS, plain()),
-        ),
-        Case(
-            lambda d, x, y, n: aten.nll_loss_backward(d, x, y, None, 2, -100, n),
-            (plain(), plain(5, 6), test_canonical_equations.LABELS, plain()),
-        ),
-    ),
-    "total weight of a sum": (
-        Case(
-            lambda d, x, y, n: aten.nll_loss_backward(d, x, y, None, 2, -100, n),
-            (plain(), plain(5, 6), test_canonical_equations.LABELS, plain()),
-        ),
-        Case(
-            lambda d, x, y: aten.nll_loss_backward(d, x, y, None, 2, -100, torch.full((), 2.0, dtype=x.dtype)),
-            (plain(), plain(5, 6), test_canonical_equations.LABELS),
-        ),
-    ),
+    "mean loss": (likelihood(1), likelihood(2)),
+    "mean loss gradient": (likelihood_back(1), likelihood_back(2)),
+    "total weight of a sum": (likelihood_back(2), likelihood_back(2, known=True)),
     "softmax of shifted scores": (CASES["less the largest"], CASES["less the least"]),
     "gradient of the largest score": (CASES["at the largest"], CASES["of no softmax"]),
-    "softmax without a column": (
-        Case(lambda x, k: torch.softmax(torch.cat([x, k], -1), -1)[..., :-1], (plain(2, 5), plain(2, 1))),
-        Case(lambda x, k: torch.softmax(torch.cat([x, k], -1), -1)[..., :-2], (plain(2, 5), plain(2, 1))),
+    "softmax without a column": pair(
+        lambda x, k: torch.softmax(torch.cat([x, k], -1), -1)[..., :-1],
+        lambda x, k: torch.softmax(torch.cat([x, k], -1), -1)[..., :-2],
+        plain(2, 5),
+        plain(2, 1),
     ),
     "attention with a sink": (
         test_attention_with_sink.CASES["beside"],
@@ -230,10 +220,7 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
         Case(scanned, (plain(2, 5, 3), plain(3, 4), plain(2, 5, 4), plain(2, 3, 4))),
         Case(read_by_others, (plain(2, 6, 1, 3), plain(2, 6, 1))),
     ),
-    "rows of a tree": (
-        Case(combined, (plain(5, 3), plain(5, 3), plain(5, 3), plain(3))),
-        Case(of_other_rows, (plain(5, 3), plain(5, 3), plain(5, 3), plain(3))),
-    ),
+    "rows of a tree": pair(combined, of_other_rows, plain(5, 3), plain(5, 3), plain(5, 3), plain(3)),
     "sums that decay": (
         Case(decayed, (plain(2, 5), plain(2, 5, 3), plain(2, 3))),
         Case(that_may_grow, (plain(2, 5), plain(2, 5, 3))),

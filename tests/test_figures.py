@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.figures import BLOCK, BLOCKS, COMMANDS, FILE, PAGES, written
+from benchmarks.figures import BLOCK, BLOCKS, COMMANDS, FILE, PAGES
 
 FIGURES = json.loads(FILE.read_text())
 
@@ -22,10 +22,3 @@ def test_figures_are_of_commands_that_are_there() -> None:
         name: f"streamfx plan {command}" for name, command in COMMANDS.items()
     }
     assert all(found["commit"] for found in FIGURES.values())
-
-
-def test_a_page_is_written_from_figures() -> None:
-    page = "a\n<!-- figures: in short -->\nb\n<!-- end -->\nc"
-    changed = {**FIGURES, "Qwen3-8B, all": {**FIGURES["Qwen3-8B, all"], "length": 1_234}}
-    assert "1,234 tokens" in written(page, changed)
-    assert written(page, {}) == page

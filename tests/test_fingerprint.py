@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamfx.ir.fingerprint import Fingerprint
 
-TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+TYPES = [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "whole": lambda tensor: tensor,
     "transposed": lambda tensor: tensor.mT,
@@ -53,13 +53,6 @@ def test_contents_that_are_alike_are_told_apart(name: str, dtype: torch.dtype) -
     seen = Fingerprint.of(weight)
     weight.data.copy_(REARRANGED[name](weight))
     assert seen.change(weight) is not None
-
-
-def test_permutations_are_told_apart() -> None:
-    mask = torch.eye(4096, dtype=torch.uint8)
-    seen = Fingerprint.of(mask)
-    mask.data.copy_(mask.flip(0))
-    assert seen.change(mask) is not None
 
 
 def test_pairs_of_signs_are_told_apart() -> None:

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from streamfx.kernels import sdpa
 from tests.support.exactness import compare, recorder
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
+from tests.support.spread import only
 
 pytestmark = pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU")
 
 VOCABULARY, WIDTH, LENGTH = 31, 20, 23
+PLAIN_ENDS, GAPS = [0, 4, 5, 11, LENGTH], [0, 0, 9, 9, LENGTH]  # GAPS: two documents without rows
 CASES: dict[str, tuple[dict[str, Any], int, set[str]]] = {  # how it is called, groups of heads, what is seen
     "causal": ({"causal": True}, 2, {"causal"}),
     "grouped": ({"causal": True, "softmax_scale": 0.3}, 1, {"causal"}),
-    "window": ({"causal": True, "window_size": (4, 0)}, 2, {"window(5)"}),
+    "window": ({"causal": True, "window_size": (4, 4)}, 2, {"window(5)"}),
     "window to both sides": ({"window_size": (4, 2)}, 1, {"band([s-4, e+2))"}),
     "causal by its window": ({"window_size": (-1, 0)}, 2, {"causal"}),
     "all keys": ({}, 2, {"masked"}),
@@ -27,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], int, set[str]]] = {  # how it is called, 
 
 
 class Decoder(nn.Module):
-    """Heads of width 10, which the package pads to 16."""
+    """Heads of width 10, which the package pads to 16; with `ends`, over one row of documents, whose keys may have other ends."""
 
     def __init__(self, how: dict[str, Any], groups: int) -> None:
         super().__init__()
@@ -36,22 +38,49 @@ class Decoder(nn.Module):
         self.query, self.keys = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH // 2 * groups)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor, ends: Tensor | None = None, others: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
-        key, value = self.keys(x).unflatten(-1, (2, self.groups, -1)).unbind(2)
-        x = x + flash_attn_func(self.query(x).unflatten(-1, (2, -1)), key, value, **self.how).flatten(2)
+        key, value = self.keys(x).unflatten(-1, (2, self.groups, -1)).unbind(-3)
+        query = self.query(x).unflatten(-1, (2, -1))
+        if ends is None:
+            made = flash_attn_func(query, key, value, **self.how)
+        else:
+            others = ends.clone() if others is None else others
+            made = flash_attn_varlen_func(query, key, value, ends, others, LENGTH, LENGTH, **self.how)
+        x = x + made.flatten(-2)
         x = x + self.down(F.gelu(self.up(x)))
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
 
 
-def batch() -> dict[str, Tensor]:
-    return {name: torch.randint(0, VOCABULARY, (2, LENGTH)) for name in ("ids", "labels")}
+def batch(*shape: int) -> dict[str, Tensor]:
+    return {name: torch.randint(0, VOCABULARY, shape or (2, LENGTH)) for name in ("ids", "labels")}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_streams(name: str) -> None:
+def packed(*ends: list[int]) -> dict[str, Tensor]:
+    tensors = {name: torch.tensor(own, dtype=torch.int32) for name, own in zip(("ends", "others"), ends, strict=False)}
+    return {**batch(ends[0][-1]), **tensors}
+
+
+DENSE = [(name, None) for name in CASES]
+OF_DOCUMENTS = [*((name, PLAIN_ENDS) for name in CASES if "by its" not in name), ("causal", GAPS), ("all keys", GAPS)]
+
+
+@pytest.mark.parametrize(("name", "ends"), only([DENSE[3], OF_DOCUMENTS[2], OF_DOCUMENTS[-2]], [*DENSE, *OF_DOCUMENTS]), ids=str)
+def test_it_streams(name: str, ends: list[int] | None) -> None:
     how, groups, seen = CASES[name]
-    compare(Decoder(how, groups).double(), batch(), chunk_size=6, loss_chunk_size=5, also=(1,), attention=seen, streams=True)
+    given = batch() if ends is None else packed(ends)
+    compare(Decoder(how, groups).double(), given, chunk_size=6, loss_chunk_size=5, also=(1,), attention=seen)
+
+
+OTHERS = [("causal", [0, 6, 7, 8, LENGTH]), ("window to both sides", [0, 1, 8, 20, LENGTH]), ("all keys", PLAIN_ENDS)]
+
+
+@pytest.mark.parametrize(("name", "others"), only(OTHERS[:1], OTHERS), ids=str)
+def test_ends_that_nothing_proves_equal(name: str, others: list[int]) -> None:
+    """They stream too, and a document's keys may be more or fewer than its rows: both end together."""
+    how, groups, _ = CASES[name]
+    given = packed(PLAIN_ENDS, others)
+    compare(Decoder(how, groups).double(), given, chunk_size=6, loss_chunk_size=5, also=(1,), attention={"masked"})
 
 
 @pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"alibi_slopes": torch.ones(2)}, {"dropout_p": 0.1}])
@@ -87,62 +116,7 @@ def test_keys_before_the_rows_are_left_alone() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-# -- documents, one after the other
-
-PLAIN_ENDS, GAPS = [0, 4, 5, 11, LENGTH], [0, 0, 9, 9, LENGTH]  # GAPS: two documents without rows
-PACKED: dict[str, tuple[dict[str, Any], int, set[str]]] = {
-    "causal": ({"causal": True}, 2, {"causal"}),
-    "grouped": ({"causal": True, "softmax_scale": 0.3}, 1, {"causal"}),
-    "window": ({"causal": True, "window_size": (4, 4)}, 2, {"window(5)"}),
-    "window to both sides": ({"window_size": (4, 2)}, 1, {"band([s-4, e+2))"}),
-    "all of a document": ({}, 2, {"masked"}),
-}
-
-
-class PackedDecoder(Decoder):
-    """The same over one row of documents. Keys' ends are a copy of the rows' ends, or a tensor of the caller's."""
-
-    def forward(self, ids: Tensor, labels: Tensor, ends: Tensor, others: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        x = self.embed(ids[0])
-        key, value = self.keys(x).unflatten(-1, (2, self.groups, -1)).unbind(1)
-        query, others = self.query(x).unflatten(-1, (2, -1)), ends.clone() if others is None else others
-        x = x + flash_attn_varlen_func(query, key, value, ends, others, LENGTH, LENGTH, **self.how).flatten(1)
-        x = x + self.down(F.gelu(self.up(x)))
-        return F.cross_entropy(self.head(x), labels[0])
-
-
-def packed(*ends: list[int]) -> dict[str, Tensor]:
-    tensors = {name: torch.tensor(own, dtype=torch.int32) for name, own in zip(("ends", "others"), ends, strict=False)}
-    return {**{name: torch.randint(0, VOCABULARY, (1, ends[0][-1])) for name in ("ids", "labels")}, **tensors}
-
-
-@pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("ends", [PLAIN_ENDS, GAPS], ids=["documents", "some of them empty"])
-def test_documents_stream(name: str, ends: list[int]) -> None:
-    how, groups, seen = PACKED[name]
-    compare(
-        PackedDecoder(how, groups).double(),
-        packed(ends),
-        chunk_size=6,
-        loss_chunk_size=5,
-        also=(1,),
-        attention=seen,
-        streams=True,
-    )
-
-
-@pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize(
-    "others", [PLAIN_ENDS, [0, 6, 7, 8, LENGTH], [0, 1, 8, 20, LENGTH]], ids=["equal", "shorter and longer", "other lengths"]
-)
-def test_ends_that_nothing_proves_equal(name: str, others: list[int]) -> None:
-    """They stream too, and a document's keys may be more or fewer than its rows: both end together."""
-    how, groups, _ = PACKED[name]
-    model, given = PackedDecoder(how, groups).double(), packed(PLAIN_ENDS, others)
-    compare(model, given, chunk_size=6, loss_chunk_size=5, also=(1,), attention={"masked"}, streams=True)
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "two"])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.long)], ids=["one tensor", "two"])
 def test_documents_are_taken_apart(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their numbers: no kernel is given a mask, and no row is compared with another document's keys."""
     seen: list[tuple[bool, int]] = []
@@ -153,21 +127,7 @@ def test_documents_are_taken_apart(apart: bool, monkeypatch: pytest.MonkeyPatch)
 
     forward, ends = sdpa.forward, [0, 9, LENGTH]
     monkeypatch.setattr(sdpa, "forward", noted)
-    model, given = PackedDecoder({"causal": True}, 2).double(), packed(ends, ends) if apart else packed(ends)
+    model, given = Decoder({"causal": True}, 2).double(), packed(ends, ends) if apart else packed(ends)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, backend=recorder(chunk_size=6))(**given), model(**given))
     assert seen and all(is_plain and keys <= LENGTH - 9 for is_plain, keys in seen)
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "two"])
-def test_packed_rows_of_changing_number(apart: bool) -> None:
-    """One graph for all numbers of rows and of documents that are no larger."""
-    model, backend = PackedDecoder({"causal": True}, 2).double(), recorder(chunk_size=6, loss_chunk_size=5)
-    compiled = torch.compile(model, backend=backend, dynamic=True)
-    for ends in ([0, 4, 5, 11, LENGTH], [0, 7, LENGTH - 3], [0, 3, 17, LENGTH]):
-        given = packed(ends, ends) if apart else packed(ends)
-        wanted = torch.autograd.grad(model(**given), list(model.parameters()))
-        found = torch.autograd.grad(compiled(**given), list(model.parameters()))
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-    assert len(backend.compilations) == 1 and not backend.facts[0].reasons()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import fx
 
-from streamfx.options import Options
+from streamfx.ir.facts import Facts
+from streamfx.options import Options, resolved
 from streamfx.passes import pipeline
+from streamfx.passes.verifier import BrokenProductError, Verifier
 from streamfx.tools.report.printer import PRODUCTS
-from tests.support.goldens import BASE, FOLDER, OF_VERSION, file_name, file_of, orphans, own_file, write
+from tests.support.goldens import BASE, FOLDER, OF_VERSION, file_of, orphans, own_file, write
 from tests.support.small import EXAMPLES
 
 Golden = Callable[[str], None]
@@ -28,18 +33,11 @@ def test_product(example: str, product: str, golden: Golden) -> None:
     golden(texts_of(example)[product])
 
 
-def test_every_pass_has_a_text() -> None:
+def test_every_pass_has_a_text_of_its_own_each_time() -> None:
     assert [step.name for step in pipeline(Options())] == list(PRODUCTS)
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_no_text_says_what_another_says(example: str) -> None:
-    texts = list(texts_of(example).values())
-    assert len(set(texts)) == len(texts)
-
-
-def test_text_is_the_same_each_time() -> None:
-    assert EXAMPLES["causal"].texts() == EXAMPLES["causal"].texts()
+    for example in EXAMPLES:
+        assert len(set(texts_of(example).values())) == len(PRODUCTS)
+    assert EXAMPLES["causal"].texts() == texts_of("causal")
 
 
 def test_every_golden_has_its_test(request: pytest.FixtureRequest) -> None:
@@ -48,10 +46,6 @@ def test_every_golden_has_its_test(request: pytest.FixtureRequest) -> None:
         pytest.skip("some tests were left out")
     collected = {item.path.name for item in request.session.items}
     assert not orphans(request.session.items), f"delete them, or bring their tests back (collected: {sorted(collected)})"
-
-
-def test_a_golden_is_named_for_its_test() -> None:
-    assert file_name("test_product[streams-axes]") == "product.streams.axes.txt"
 
 
 def test_a_version_has_a_file_of_its_own_only_if_its_text_differs(tmp_path: Path) -> None:
@@ -66,3 +60,51 @@ def test_a_version_has_a_file_of_its_own_only_if_its_text_differs(tmp_path: Path
 def test_files_of_versions_differ_from_the_base_version() -> None:
     own = [path for path in FOLDER.iterdir() if OF_VERSION.search(path.name)]
     assert not [path.name for path in own if path.read_text() == path.with_name(OF_VERSION.sub(".txt", path.name)).read_text()]
+
+
+# -- the verifier finds what a pass has left wrong, and names the pass
+
+
+def product_of(facts: Facts) -> fx.Node:
+    return next(node for node in facts.joint.graph.nodes if node.target is torch.ops.aten.mm.default)
+
+
+def used_before_it_is_made(facts: Facts) -> Facts:
+    node = product_of(facts)
+    next(iter(facts.joint.graph.nodes)).append(node)
+    return facts
+
+
+def said_to_be_longer(facts: Facts) -> Facts:
+    node = product_of(facts)
+    left = node.args[0]
+    with facts.joint.graph.inserting_before(node):
+        shorter = facts.joint.graph.call_function(torch.ops.aten.slice.Tensor, (left, 0, 0, 1))
+    shorter.meta = dict(left.meta)  # type: ignore[union-attr]
+    node.replace_input_with(left, shorter)  # type: ignore[arg-type]
+    return facts
+
+
+def about_another_graph(facts: Facts) -> Facts:
+    stranger = fx.Graph().placeholder("stranger")
+    axes = facts.axes
+    return replace(facts, found_axes=replace(axes, shapes={**axes.shapes, stranger: ()}))
+
+
+FAULTS: dict[str, Callable[[Facts], Facts]] = {
+    "was used before it has been defined": used_before_it_is_made,
+    "slice": said_to_be_longer,
+    "axes are about stranger": about_another_graph,
+}
+
+
+@pytest.mark.parametrize("found", FAULTS)
+def test_a_fault_is_found_once(found: str) -> None:
+    assert resolved().check_passes  # it is on while tests run
+    facts = EXAMPLES["causal"].facts()
+    verifier = Verifier.of(facts.joint.graph)
+    verifier.check("nothing", facts)
+    with pytest.raises(BrokenProductError, match=f"after breaking: .*{found}"):
+        verifier.check("breaking", broken := FAULTS[found](facts))
+    if found == "slice":
+        verifier.check("another", broken)

@@ -1,152 +1,21 @@
-"""Loops over blocks of rows beside what is made for all blocks at once, and loops over the rows that are left: as xLSTM's."""
+"""Loops over blocks of rows, beside what is made for all blocks at once, and over the rows that are left: as xLSTM's."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.ir.facts import known
+from streamfx.passes.analysis.derived_axes import stands_in_place
 from streamfx.runtime.chunked_recurrences import Recurrence
-from tests.support.decoders import VOCABULARY, Decoder, Heads
 from tests.support.exactness import Report, compare
 from tests.support.spread import only
+from tests.support.used import attending, batch
 
 BLOCK = 4
-
-
-class MemoryHeads(Heads):
-    """A state goes from block to block, then from row to row; inside of a block rows meet at once."""
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        count = q.shape[2] // BLOCK
-        whole = count * BLOCK
-        a, b, c = (part[:, :, :whole].contiguous() for part in (q, k, v))
-        width = q.shape[-1]
-        state = q.new_zeros(*q.shape[:2], width, v.shape[-1])
-        states = q.new_zeros(*q.shape[:2], (count + 1) * width, v.shape[-1])
-        for i, start in enumerate(range(0, whole, BLOCK)):
-            states[:, :, i * width : (i + 1) * width] = state
-            state = state * 0.5 + b[:, :, start : start + BLOCK].mT @ c[:, :, start : start + BLOCK]
-        states[:, :, -width:] = state
-        before = states[:, :, :-width].view(*q.shape[:2], count, width, -1)
-        a, b, c = (part.view(*part.shape[:2], count, BLOCK, -1) for part in (a, b, c))
-        made = (a @ b.mT).tril() @ c + a @ before
-        return torch.cat(
-            [made.flatten(2, 3), *self.rest(q[:, :, whole:], k[:, :, whole:], v[:, :, whole:], states[:, :, -width:])], 2
-        )
-
-    def rest(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> list[Tensor]:
-        made = []
-        for row in range(q.shape[2]):
-            state = state * 0.9 + k[:, :, row, :, None] * v[:, :, row, None]
-            made.append((q[:, :, row, None] @ state)[:, :, 0])
-        return [torch.stack(made, 2)] if made else []
-
-
-class Memory(Decoder):
-    attention = MemoryHeads
-
-
-class MarkedHeads(Heads):
-    """As xLSTM's: the states lie side by side in buffers, one number for each block in another; the largest so far divides."""
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch, heads, rows, width = q.shape
-        count = rows // BLOCK
-        state, mark = q.new_zeros(batch, heads, width, width), q.new_zeros(batch, heads)
-        states, marks = q.new_zeros(batch, heads, (count + 1) * width, width), q.new_zeros(batch, heads, count + 1)
-        a, b, c = (part.reshape(batch, heads, count, BLOCK, width) for part in (q, k, v))
-        gates, largest = b.sum(-1).cumsum(-1), b.sum(-1).amax(-1)
-        for i in range(count):
-            states[:, :, i * width : (i + 1) * width], marks[:, :, i] = state, mark
-            own = k[:, :, i * BLOCK : (i + 1) * BLOCK]
-            following = torch.max(gates[:, :, i, -1] + mark, largest[:, :, i])
-            shrunk = torch.exp(gates[:, :, i, -1] + mark - following - 3)
-            state = shrunk[..., None, None] * state + own.mT @ v[:, :, i * BLOCK : (i + 1) * BLOCK]
-            mark = following
-        states[:, :, -width:], marks[:, :, -1] = state, mark
-        before = states[:, :, :-width].view(batch, heads, count, width, width)
-        made = ((a @ b.mT).tril() @ c + a @ before) / (1 + marks[:, :, :-1, None, None].square())
-        return made.flatten(2, 3)
-
-
-class Marked(Decoder):
-    attention = MarkedHeads
-
-
-def batch(length: int) -> dict[str, Tensor]:
-    ids, labels = (torch.randint(0, VOCABULARY, (2, length)) for _ in range(2))
-    return {"ids": ids, "labels": labels}
-
-
-def test_two_blocks_and_rows_behind_them() -> None:
-    """Both loops stream, from states that are made between them."""
-    report = compare(Memory().double(), batch(11), also=(1, 7, 64))
-    sequence = known(known(report.facts[0].found_axes).sequence)
-    assert sequence.length == 11 and sequence.granule == BLOCK
-
-
-@pytest.mark.parametrize("length", only([15, 23], [8, 12, 15, 23, 31]))
-def test_other_numbers_of_blocks(length: int) -> None:
-    """Three blocks and three rows are two loops, though both have three steps."""
-    report = compare(Memory().double(), batch(length), also=(1, 4, 7, 64))
-    blocks, rest = divmod(length, BLOCK)
-    assert loops_of(report) == 2 * 2 * ((blocks > 2) + (rest > 2)), "one for each half of each layer"
-
-
-@pytest.mark.parametrize("length", only([14], [13, 14, 22]))
-def test_one_or_two_rows_behind_blocks(length: int) -> None:
-    """No loop, and no rows of the sequence: what they are read by runs whole."""
-    compare(Memory().double(), batch(length), also=(1, 4, 64), streams=False)
-
-
-@pytest.mark.parametrize("length", only([12, 20], [8, 12, 20, 32]))
-def test_numbers_that_go_from_block_to_block(length: int) -> None:
-    report = compare(Marked().double(), batch(length), also=(1, 3, 4, 9, 64))
-    assert loops_of(report) == (4 if length > 8 else 0)
-
-
-class LinearHeads(Heads):
-    """The backward half needs rows of the sequence again, and nothing that the forward half's steps have made."""
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        a, b, c = (part.reshape(-1, part.shape[2] // BLOCK, BLOCK, part.shape[-1]) for part in (q, k, v))
-        state, states = a.new_zeros(len(a), a.shape[-1], a.shape[-1]), []
-        for i in range(a.shape[1]):
-            states.append(state)
-            state = 0.9 * state + b[:, i].mT @ c[:, i]
-        return (a @ torch.stack(states, 1) + (a @ b.mT).tril() @ c).view(q.shape)
-
-
-class Linear(Decoder):
-    attention = LinearHeads
-
-
-def test_rows_that_a_loop_goes_back_through() -> None:
-    """Rows that a step of the backward half needs a step later are among the states of the loop that has read them."""
-    report = compare(Linear().double(), batch(20), also=(1, 4, 9, 64))
-    assert loops_of(report) == 4
-
-
-@pytest.mark.long
-def test_as_many_operators_for_any_number_of_blocks() -> None:
-    """A loop that was traced block by block is one operator."""
-    few, many = (compare(Marked().double(), batch(BLOCK * count), chunk_size=8).facts[0] for count in (6, 30))
-    assert len(few.joint.nodes) == len(many.joint.nodes)
-
-
-def test_two_blocks_are_no_loop() -> None:
-    """They stay as they are written, and stream."""
-    compare(Marked().double(), batch(8), also=(1, 3, 4, 64))
-
-
-def test_forward_only() -> None:
-    model, inputs = Marked().double(), batch(20)
-    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 8, "loss_chunk_size": 8, "strict": True})
-    with torch.no_grad():
-        assert abs(float(compiled(**inputs) - model(**inputs))) < 1e-12
 
 
 def loops_of(report: Report) -> int:
@@ -154,23 +23,136 @@ def loops_of(report: Report) -> int:
     return sum(isinstance(node.target, Recurrence) for node in facts.joint.nodes)
 
 
-class Square(nn.Module):
-    """Blocks as long as they are wide, scaled by one table along both: features of one block are numbered as rows of another."""
+def memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A state goes from block to block, then from row to row; inside of a block rows meet at once."""
+    count, width = q.shape[2] // BLOCK, q.shape[-1]
+    whole = count * BLOCK
+    a, b, c = (part[:, :, :whole].contiguous() for part in (q, k, v))
+    state = q.new_zeros(*q.shape[:2], width, v.shape[-1])
+    states = q.new_zeros(*q.shape[:2], (count + 1) * width, v.shape[-1])
+    for i, start in enumerate(range(0, whole, BLOCK)):
+        states[:, :, i * width : (i + 1) * width] = state
+        state = state * 0.5 + b[:, :, start : start + BLOCK].mT @ c[:, :, start : start + BLOCK]
+    states[:, :, -width:] = state
+    before = states[:, :, :-width].view(*q.shape[:2], count, width, -1)
+    a, b, c = (part.view(*part.shape[:2], count, BLOCK, -1) for part in (a, b, c))
+    made, rest, state = ((a @ b.mT).tril() @ c + a @ before).flatten(2, 3), [], states[:, :, -width:]
+    q, k, v = (part[:, :, whole:] for part in (q, k, v))
+    for row in range(q.shape[2]):
+        state = state * 0.9 + k[:, :, row, :, None] * v[:, :, row, None]
+        rest.append((q[:, :, row, None] @ state)[:, :, 0])
+    return torch.cat([made, torch.stack(rest, 2)], 2) if rest else made
 
-    def __init__(self, width: int) -> None:
+
+@pytest.mark.parametrize("length", only([15, 23], [8, 12, 15, 23, 31]))
+def test_other_numbers_of_blocks(length: int) -> None:
+    """Three blocks and three rows are two loops, though both have three steps."""
+    report = compare(attending(memory), batch(length), also=(1, 7, 64))
+    blocks, rest = divmod(length, BLOCK)
+    assert loops_of(report) == 2 * 2 * ((blocks > 2) + (rest > 2)), "one for each half of each layer"
+
+
+@pytest.mark.parametrize(("length", "streams"), only([(11, True)], [(11, True), (13, False), (14, False)]))
+def test_few_rows_behind_blocks(length: int, streams: bool) -> None:
+    """One or two are no loop, and no rows of the sequence: what they are read by runs whole."""
+    report = compare(attending(memory), batch(length), also=(1, 64), streams=streams)
+    sequence = known(known(report.facts[0].found_axes).sequence)
+    assert not streams or (sequence.length, sequence.granule) == (length, BLOCK)
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The backward half needs rows of the sequence again, and nothing that the forward half's steps have made."""
+    a, b, c = (part.reshape(-1, part.shape[2] // BLOCK, BLOCK, part.shape[-1]) for part in (q, k, v))
+    state, states = a.new_zeros(len(a), a.shape[-1], a.shape[-1]), []
+    for i in range(a.shape[1]):
+        states.append(state)
+        state = 0.9 * state + b[:, i].mT @ c[:, i]
+    return (a @ torch.stack(states, 1) + (a @ b.mT).tril() @ c).view(q.shape)
+
+
+def test_rows_that_a_loop_goes_back_through() -> None:
+    """Rows that a step of the backward half needs a step later are among the states of the loop that has read them."""
+    assert loops_of(compare(attending(linear), batch(20), also=(1, 9, 64))) == 4
+
+
+# -- blocks that read one table, and parts that are joined
+
+
+class Tables(nn.Module):
+    """Linear attention in blocks whose decays are in tables that all blocks read, as MiniMax's; a table may be trained."""
+
+    def __init__(self, trained: bool = False) -> None:
         super().__init__()
-        self.out, self.qkv = nn.Linear(width, width), nn.Linear(width, 3 * width)
-        self.table = nn.Parameter(torch.randn(width))
+        decays = torch.exp(-torch.arange(1.0, 5.0) / 3)[:, None]
+        self.decays = nn.Parameter(decays) if trained else nn.Buffer(decays)
+        self.pairs = nn.Buffer((decays / decays.T).tril())
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(x)
-        h = h + torch.cat([part * self.table[:, None] * self.table for part in h.split(len(self.table), 1)], 1)
-        q, k, v = self.qkv(h)[:, None].chunk(3, -1)
-        h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
-        return self.out(h).square().mean() + h[..., 0].cos().mean()
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state, made = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
+        for start in range(0, q.shape[2], BLOCK):
+            a, b, c = (part[:, :, start : start + BLOCK] for part in (q, k, v))
+            rows = a.shape[2]
+            made.append((a @ b.mT * self.pairs[:rows, :rows]) @ c + (a * self.decays[:rows]) @ state)
+            state = state * 0.3 + (b * self.decays[-rows:]).mT @ c
+        return torch.cat(made, 2)
 
 
-def test_a_gradient_with_two_dimensions_of_the_sequence_is_not_scaled() -> None:
-    """It was cut along both, and did not fit into its place."""
-    x = torch.randn(2, 12, 6, dtype=torch.float64, requires_grad=True)
-    compare(Square(6).double(), {"x": x}, chunk_size=5, also=(1, 3, 6, 7), streams=None)
+class TrainedTables(Tables):
+    def __init__(self) -> None:
+        super().__init__(trained=True)
+
+
+@pytest.mark.parametrize("length", only([11], [10, 11, 19, 22]))
+def test_blocks_that_read_one_table(length: int) -> None:
+    """Two blocks are no loop, and three are none. Each has an axis of its own, though all are multiplied by the same numbers."""
+    report = compare(attending(Tables), batch(length), also=(1, 7, 64))
+    axes = known(report.facts[0].found_axes)
+    joins = [node for node in axes.signatures if node.target is torch.ops.aten.cat.default and stands_in_place(node, axes)]
+    assert len(joins) == 2 or length > 11, "one in each layer"
+
+
+def test_blocks_that_train_one_table() -> None:
+    """Its gradient is a sum over blocks, whose rows are then the same rows: exact, and no reader gets a view for itself."""
+    report = compare(attending(TrainedTables), batch(22), also=(1, 64), streams=False)
+    assert not [node for node in report.facts[0].joint.nodes if node.target is torch.ops.aten.alias.default]
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions in a graph of their own, as a break in the code leaves them."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos[:, :, None] + turned * sin[:, :, None]
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """Rows of numbers, of which parts are worked on in turn, and which add up."""
+    half = x.shape[-1] // 2
+    return torch.cat((x[..., :half].sin(), x[..., half:].cos()), -1).mul(x).cumsum(-1)
+
+
+class Of(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        result: Tensor = self.function(*inputs)
+        return result
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(*shape, dtype=torch.float64).requires_grad_(i == 0) for i, shape in enumerate(shapes)]
+
+
+def test_halves_that_change_places_are_features() -> None:
+    """Nothing of a graph without a weight says which of its axes are rows, but that parts of features change places."""
+    report = compare(Of(rotary), leaves((2, 19, 4, 6), (2, 19, 6), (2, 19, 6)), also=(1, 7, 64))
+    assert known(known(report.facts[0].found_axes).sequence).length == 19
+
+
+def test_rows_side_by_side() -> None:
+    """Parts that stay where they stood are no features."""
+    report = compare(Of(side_by_side), leaves((2, 22)), also=(1, 7, 64))
+    assert known(known(report.facts[0].found_axes).sequence).length == 22

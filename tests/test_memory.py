@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"chunk_size": 4, "loss_chunk_size": 4, "bodies": "eag
 class Decoder(nn.Module):
     """One layer, in which `block` adds branches to the residual stream."""
 
-    def __init__(self, block: Callable[[Decoder, Tensor, Tensor], Tensor], outputs: str = "dense") -> None:
+    def __init__(self, block: Callable[[Decoder, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.block: Any = block
@@ -31,13 +31,15 @@ class Decoder(nn.Module):
         self.table = nn.Parameter(torch.zeros(LENGTH, WIDTH))
         self.double()
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+    def layer(self, x: Tensor) -> Tensor:
         q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
-        return self.block(self, x, F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])  # type: ignore[no-any-return]
+        return self.block(self, x, F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return self.layer(self.embed(ids))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(F.layer_norm(self.hidden(ids), (WIDTH,)))  # type: ignore[no-any-return]
+        return self.head(F.layer_norm(self.hidden(ids), (WIDTH,)))
 
 
 BLOCKS: dict[str, Callable[[Decoder, Tensor, Tensor], Tensor]] = {
@@ -53,87 +55,63 @@ def ids() -> Tensor:
     return torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), ids().flatten())
-
-
-@pytest.mark.parametrize("outputs", ["dense", "lazy"])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_gradients_are_accumulated_and_clipped(name: str, outputs: str) -> None:
+def compiled(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     torch._dynamo.reset()
+    return torch.compile(step, backend="streambp", options={**OPTIONS, **options})
+
+
+@pytest.mark.parametrize(("name", "outputs"), [*((name, "dense") for name in BLOCKS), ("parallel", "lazy")])
+def test_gradients_are_accumulated_and_clipped(name: str, outputs: str) -> None:
     eager = Decoder(BLOCKS[name])
     own = copy.deepcopy(eager)
-    function = torch.compile(own, backend="streambp", options={**OPTIONS, "outputs": outputs})
-    for _ in range(3):
-        loss_of(function(ids())).backward()
-        loss_of(eager(ids())).backward()
-    for model in (own, eager):
+    gradients = []
+    for model, function in ((own, compiled(own, outputs=outputs)), (eager, eager)):
+        for _ in range(3):
+            F.cross_entropy(function(ids()).flatten(0, 1), ids().flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    gradients = [{name: item.grad for name, item in model.named_parameters()} for model in (own, eager)]
+        gradients.append({name: item.grad for name, item in model.named_parameters()})
     assert not in_one_memory(gradients[0])
     assert_small(gradient_errors(gradients[0], gradients[1]), TOLERANCE, name)
 
 
 def test_a_gradient_that_shows_a_tangent() -> None:
     """`table.view(..) + 1`: its gradient is the very tangent in other sizes, which the caller may use again."""
-    torch._dynamo.reset()
     own = Decoder(BLOCKS["parallel"])
     tangents = [torch.randn(2, LENGTH, WIDTH, dtype=torch.float64), torch.randn(2, WIDTH // 2, dtype=torch.float64)]
     kept = [item.clone() for item in tangents]
-
-    def step(ids: Tensor) -> tuple[Tensor, Tensor]:
-        return own.hidden(ids), own.shift.view(2, -1) + 1
-
-    function = torch.compile(step, backend="streambp", options=OPTIONS)
+    function = compiled(lambda ids: (own.hidden(ids), own.shift.view(2, -1) + 1))
     for _ in range(3):
         torch.autograd.backward(function(ids()), tangents)
     assert torch.equal(tangents[1], kept[1])
     assert torch.equal(own.shift.grad, 3 * kept[1].flatten())  # type: ignore[arg-type]
 
 
-def twice(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    x = model.hidden(ids)
-    return x * 2, (x * 2).sin(), (x * 2).view(-1)
-
-
-def unpadded(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
-    x = model.hidden(ids)
-    return F.pad(x, (0, 3))[..., :WIDTH].view(-1, WIDTH), x.exp().sum(-1)
-
-
-def turned_back(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    x = model.hidden(ids)
-    return x.flip(1).flip(1).view(-1), x, x.sin()
-
-
-def equal_ones(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
-    x = model.hidden(ids)
-    return model.head(x), model.head(x).view(-1)
-
-
-def pooled(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
-    x = model.hidden(ids)
-    return x.mean(1), x.mean(1).reshape(-1)
-
-
-def copied(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
-    x = model.hidden(ids)
-    return x.clone(), x.clone().view(-1)
-
-
-def constant(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
+def constant(x: Tensor) -> tuple[Tensor, Tensor]:
     weights = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
-    return weights.view(2, 2), (model.hidden(ids)[..., :4] + weights).sin()
+    return weights.view(2, 2), (x[..., :4] + weights).sin()
 
 
-@pytest.mark.parametrize("step", [constant, twice, unpadded, turned_back, equal_ones, pooled, copied])
-def test_outputs_are_written_to(step: Callable[[Decoder, Tensor], tuple[Tensor, ...]]) -> None:
+OUTPUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "constant": constant,
+    "twice": lambda x: (x * 2, (x * 2).sin(), (x * 2).view(-1)),
+    "unpadded": lambda x: (F.pad(x, (0, 3))[..., :WIDTH].view(-1, WIDTH), x.exp().sum(-1)),
+    "turned back": lambda x: (x.flip(1).flip(1).view(-1), x, x.sin()),
+    "pooled": lambda x: (x.mean(1), x.mean(1).reshape(-1)),
+    "copied": lambda x: (x.clone(), x.clone().view(-1)),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_are_written_to(name: str) -> None:
     """After the forward half, before the backward one: neither other outputs nor gradients change."""
-    torch._dynamo.reset()
     eager = Decoder(BLOCKS["parallel"])
     own = copy.deepcopy(eager)
     found = []
-    for model, function in ((own, torch.compile(step, backend="streambp", options=OPTIONS)), (eager, step)):
+
+    def step(model: Decoder, ids: Tensor) -> tuple[Tensor, ...]:
+        return OUTPUTS[name](model.hidden(ids))
+
+    for model, function in ((own, compiled(step)), (eager, step)):
         with torch.no_grad():
             function(model, ids())[0].mul_(5)  # of no effect on a later step
         first, *others = function(model, ids())
@@ -143,7 +121,7 @@ def test_outputs_are_written_to(step: Callable[[Decoder, Tensor], tuple[Tensor, 
         torch.stack([other.sum() for other in others]).sum().backward()
         assert not in_one_memory({"first": first, **{f"other {i}": other for i, other in enumerate(others)}})
         found.append({name: item.grad for name, item in model.named_parameters()} | {"other": others[0].detach()})
-    assert_small(gradient_errors(found[0], found[1]), TOLERANCE, step.__name__)
+    assert_small(gradient_errors(found[0], found[1]), TOLERANCE, name)
 
 
 @torch.library.custom_op("test_memory::draw", mutates_args=())
@@ -155,35 +133,23 @@ draw.register_fake(lambda like, p: torch.empty_like(like))
 
 
 def test_equal_calls_of_operators_of_other_packages_stay_two() -> None:
-    def step(x: Tensor) -> Tensor:
-        return torch.ops.test_memory.draw(x, 0.0) - torch.ops.test_memory.draw(x, 0.0)
-
-    torch._dynamo.reset()
-    x = torch.randn(2, LENGTH, WIDTH)
-    assert torch.compile(step, backend="streambp", options=OPTIONS)(x).abs().max() > 0
+    function = compiled(lambda x: torch.ops.test_memory.draw(x, 0.0) - torch.ops.test_memory.draw(x, 0.0))
+    assert function(torch.randn(2, LENGTH, WIDTH)).abs().max() > 0
 
 
 def test_a_slice_of_what_a_loop_is_given() -> None:
     """The gradient of features that were joined with zeros is a slice of the gradient that the loop before writes over."""
 
-    def layer(model: Decoder, x: Tensor) -> Tensor:
-        q, k, v = (part[:, None] for part in model.qkv(x).chunk(3, -1))
-        x = x + model.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
-        return x + model.one(x)
-
-    class Two(nn.Module):
+    class Three(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList([Decoder(BLOCKS["parallel"]) for _ in range(3)])
+            self.layers = nn.ModuleList([Decoder(lambda m, x, y: m.two(x + m.out(y)) + x) for _ in range(3)])
 
         def forward(self, x: Tensor, features: Tensor) -> Tensor:
             beside = torch.cat([features, torch.zeros_like(features)], -1)
             for i, model in enumerate(self.layers):
-                x = layer(model, x) + (beside if i == 0 else 0)  # type: ignore[arg-type]
+                x = model.layer(x) + (beside if i == 0 else 0)  # type: ignore[operator]
             return x.square().sum()
 
-    inputs = {
-        name: torch.randn(2, LENGTH, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
-        for name, width in (("x", WIDTH), ("features", WIDTH // 2))
-    }
-    compare(Two(), inputs, chunk_size=4, also=(7, 19))
+    x, features = (torch.randn(2, LENGTH, width, dtype=torch.float64, requires_grad=True) for width in (WIDTH, WIDTH // 2))
+    compare(Three(), {"x": x, "features": features}, chunk_size=4, also=(7, 19))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
 
 from tests.mutations import KINDS, ROWS
 from tests.mutations.row import ROOT
-from tests.support.shares import TAKEN
 
 
 @pytest.mark.parametrize("file", sorted({row.file for row in ROWS}))
@@ -39,13 +39,17 @@ def test_the_tests_of_each_row_are_there() -> None:
 
 
 def test_a_default_run_takes_a_test_of_each_row(request: pytest.FixtureRequest) -> None:
-    """Where all files are collected; a function that a row names as a whole is taken if one of its cases is."""
-    found = request.config.stash.get(TAKEN, set())
-    if len({name.split("::")[0] for name in found}) < 100:
-        pytest.skip("a run of all files looks at all rows")
-    cases = found | {name.split("[")[0] for name in found}
-    missed = [row.what for row in ROWS if cases.isdisjoint(row.tests)]
+    """Of the rows whose tests are in this run."""
+    items = request.session.items
+    ids = {item.nodeid.removeprefix("tests/") for item in items if item.get_closest_marker("long") is None}
+    files = _files(item.nodeid.removeprefix("tests/") for item in items)
+    default = ids | {name.split("[")[0] for name in ids}
+    missed = [row.what for row in ROWS if files.issuperset(_files(row.tests)) and default.isdisjoint(row.tests)]
     assert not missed, f"only --long sees these: {missed}"
+
+
+def _files(tests: Iterable[str]) -> set[str]:
+    return {test.split("::")[0] for test in tests}
 
 
 def test_each_kind_has_rows() -> None:

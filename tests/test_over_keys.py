@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamfx.ir.facts import Facts
 from tests.support.tracing import compare_function
 
 T = 13
@@ -19,44 +20,30 @@ MADE: dict[str, Made] = {  # of a trained number and the distances of all rows a
     "running sum": lambda c, d: torch.exp(-c * d.abs()).cumsum(-1),
     "running product": lambda c, d: (1 + c * d.sin()).cumprod(-1),
     "sorted": lambda c, d: (c * (d * d).sin()).sort(-1)[0],
-    "share of many": lambda c, d: (e := torch.exp(-c * d.abs()).expand(700, T, T)) / e.sum(-1, keepdim=True),
+    "share of many": lambda c, d: ((e := torch.exp(-c * d.abs()).expand(700, T, T)) / e.sum(-1, keepdim=True))[::123].sum(0),
     "product": lambda c, d: torch.exp(-c * d.abs()) @ d.cos(),
     "softmax, and what follows": lambda c, d: ((-c * d.abs()).softmax(-1) + d).sin() * c,
 }
-SHOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "earlier": lambda w, d: w.tril(),
-    "near": lambda w, d: w * ((d >= 0) & (d < 3)),
-}
 
 
-def distances(length: int) -> Tensor:
-    at = torch.arange(length, dtype=torch.float64)
-    return at[:, None] - at
-
-
-@pytest.mark.parametrize("shown", ["earlier", pytest.param("near", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", MADE)
-def test_all_keys_are_seen_where_an_operator_looks_at_others(name: str, shown: str) -> None:
+def compared(made: Made) -> Facts:
     x = torch.randn(2, T, 4, dtype=torch.float64, requires_grad=True)
     decay = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
 
     def function(x: Tensor, decay: Tensor) -> Tensor:
-        distance = distances(x.shape[1])
-        weights = SHOWN[shown](MADE[name](decay, distance), distance)
-        weights = weights[::123].sum(0) if weights.dim() == 3 else weights
-        return (weights @ x).square().sum()
+        at = torch.arange(x.shape[1], dtype=torch.float64)
+        return (made(decay, at[:, None] - at).tril() @ x).square().sum()
 
-    compare_function(function, (x, decay), (4,), tolerance=1e-12)
+    return compare_function(function, (x, decay), (4,), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_all_keys_are_seen_where_an_operator_looks_at_others(name: str) -> None:
+    compared(MADE[name])
 
 
 def test_what_goes_by_key_is_made_for_the_keys_of_its_user() -> None:
     """A decay of distances is not made for keys that nobody sees."""
-    x = torch.randn(2, T, 4, dtype=torch.float64, requires_grad=True)
-    decay = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-
-    def function(x: Tensor, decay: Tensor) -> Tensor:
-        return (torch.exp(-decay * distances(x.shape[1])).tril() @ x).square().sum()
-
-    facts = compare_function(function, (x, decay), (4,), tolerance=1e-12)
+    facts = compared(lambda c, d: torch.exp(-c * d))
     assert "causal" in facts.causality.verdicts.values()
     assert {node.name for node in facts.causality.measured} >= {"exp", "tril"}

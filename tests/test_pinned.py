@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,20 +45,7 @@ def test_bytes_are_whole_pages(device: Device, blocks: PinnedBlocks) -> None:
     assert [value.data_ptr() in device.runtime.registered for value in kept] == [False, True, True, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64])
-def test_a_block_holds_any_type_and_layout(blocks: PinnedBlocks, dtype: torch.dtype) -> None:
-    value = (torch.randn(3, 5, 4) * 9).to(dtype).transpose(1, 2)
-    copy = blocks.empty_like(value)
-    assert (copy.shape, copy.stride(), copy.dtype, copy._is_view()) == (value.shape, value.stride(), dtype, False)
-    other = blocks.empty_like(value)
-    copy.copy_(value)
-    other.zero_()
-    assert torch.equal(*(tensor.transpose(1, 2).view(torch.uint8) for tensor in (copy, value)))
-
-
-@pytest.mark.parametrize(
-    "value", [torch.randn(4, 1).expand(4, 3), torch.randn(4, 6)[:, ::2], torch.randn(3, 4).t(), torch.ones(0)]
-)
+@pytest.mark.parametrize("value", [torch.randn(4, 1).expand(4, 3), torch.randn(4, 6)[:, ::2], torch.ones(0)])
 def test_values_with_gaps(device: Device, monkeypatch: pytest.MonkeyPatch, value: Tensor) -> None:
     """They are put together before they are copied: the copy stream allocates nothing."""
     device.install(monkeypatch)
@@ -81,13 +68,6 @@ def test_a_block_is_used_again_once_its_tensor_is_dead(device: Device, blocks: P
     assert {value.data_ptr() for value in kept} == set(device.runtime.registered)
 
 
-def test_a_block_is_no_roomier_than_twice_its_value(device: Device, blocks: PinnedBlocks) -> None:
-    kept = [held(blocks, 9), held(blocks, 9)]
-    del kept[:]
-    kept = [held(blocks, 5), held(blocks, 4)]
-    assert sorted(device.runtime.registered.values()) == [4 * PAGE, 9 * PAGE], "one was given back to make a smaller one"
-
-
 def step(blocks: PinnedBlocks, pages: float, count: int = 4) -> None:
     """Values of so many pages, all alive at once."""
     kept = [held(blocks, pages) for _ in range(count)]
@@ -106,9 +86,7 @@ def test_blocks_of_all_lengths_do_not_pile_up(device: Device, blocks: PinnedBloc
         assert set(device.runtime.registered) == before, "blocks are used again by lengths that are alike"
 
 
-def test_blocks_that_were_not_used_lately_are_given_back(
-    device: Device, blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_were_not_used_lately_are_given_back(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "LATELY", 20)
     blocks = PinnedBlocks(device, CPU, device.Stream())
     step(blocks, 16)
@@ -126,15 +104,6 @@ def test_memory_is_given_back_when_copies_are_done(device: Device, monkeypatch: 
             offload.free_after_copy(offload.to_host(value), value)
     assert len(device.runtime.registered) == 1
     device.check()
-
-
-def test_devices_have_streams_and_blocks_of_their_own(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    device.install(monkeypatch)
-    monkeypatch.setattr(offload, "BESIDE", {"cuda": device})
-    first, second = (offload.copy_stream(torch.device("cuda", number)) for number in range(2))
-    assert first is not None and second is not None
-    assert first.stream is not second.stream and first.blocks is not second.blocks
-    assert first is offload.copy_stream(torch.device("cuda", 0)) and offload.copy_stream(CPU) is None
 
 
 # -- hosts that refuse
@@ -164,9 +133,8 @@ def test_a_full_host(blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch, devi
     monkeypatch.setattr(pinned, "free_on", lambda _: next(free))
     kept = held(blocks, 10)
     assert taken(device) == 10 * PAGE
-    with pytest.raises(
-        streamfx.OffloadSpaceError, match=r"no room for 48.0 KiB: 44.0 KiB of the host's memory are free(?s:.*)limit"
-    ) as found:
+    why = r"no room for 48.0 KiB: 44.0 KiB of the host's memory are free(?s:.*)limit"
+    with pytest.raises(streamfx.OffloadSpaceError, match=why) as found:
         held(blocks, 12)
     assert (found.value.needed, found.value.free, found.value.folder) == (12 * PAGE, 11 * PAGE, "")
     assert "40.0 KiB are in use" in str(found.value)
@@ -174,19 +142,14 @@ def test_a_full_host(blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch, devi
 
 
 def test_a_mapping_that_the_system_refuses(blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> Any:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(mmap, "mmap", full)
+    monkeypatch.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")))
     with pytest.raises(streamfx.OffloadSpaceError, match=r"no room for 4\.0 KiB: Cannot allocate memory"):
         held(blocks, 1)
 
 
 def test_memory_that_nobody_pins(device: Device, blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(size: int) -> Tensor:
-        raise RuntimeError("CUDA error: out of memory\nmore")
-
-    monkeypatch.setattr(pinned, "pinned_by_torch", refuse)
+    out = RuntimeError("CUDA error: out of memory\nmore")
+    monkeypatch.setattr(pinned, "pinned_by_torch", mock.Mock(side_effect=out))
     monkeypatch.setattr(pinned, "limit_of_locked_memory", lambda: 1 << 16)
     device.runtime.limit = 0
     with pytest.raises(

@@ -1,20 +1,32 @@
-"""The longest length or the largest batch: where a search begins, what it expects of other sizes, and when it ends."""
+"""The longest length or largest batch, and what a plan begins with: whether it pays, from where on, how far other ways reach."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import streamfx
 from streamfx.cost.curve import Curve, Point
 from streamfx.cost.work import NO_WORK
 from streamfx.options import OFFLOADS
 from streamfx.tools.inspect.explain import OURS
+from streamfx.tools.planner.baselines import ON_HOST
+from streamfx.tools.planner.break_even import gains_from
 from streamfx.tools.planner.initial_guess import guessed
 from streamfx.tools.planner.predict import Prediction
-from streamfx.tools.planner.scaling import Growth, growth_of
+from streamfx.tools.planner.scaling import growth_of
 from streamfx.tools.planner.search import Limits, SearchedSize, largest
+from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, times
+
+pytest.importorskip("transformers")
+
+
+LENGTH = SearchedSize(256, lambda _: 2)
 
 
 def prediction(length: int, peak: int) -> Prediction:
@@ -22,55 +34,54 @@ def prediction(length: int, peak: int) -> Prediction:
     return Prediction(length, 1, peak, terms, NO_WORK, [{}] * 9, [], None, {}, None, None)
 
 
-LENGTH = SearchedSize(256, lambda _: 2)
+class Predicting:
+    """Predicts steps of a peak, and notes what was traced."""
+
+    def __init__(self, peak: Callable[[int], int]) -> None:
+        self.peak = peak
+        self.traced: list[tuple[int, Any]] = []
+
+    def __call__(self, length: int, options: Any) -> Prediction:
+        self.traced.append((length, options))
+        return self.at(length, 4)
+
+    def at(self, length: int, rows: int) -> Prediction:
+        return prediction(length, self.peak(length))
 
 
 @pytest.mark.parametrize("first", [10_000, 65_536, 150_000])
 def test_the_longest_length_was_traced_and_fits(first: int) -> None:
-    traced = []
-
-    def predict(length: int, options: Any) -> Prediction:
-        traced.append((length, options["keep_every"], options["chunk_size"]))
-        peak = 1000 + 3 * length + (length > 60_000) * length  # steeper from some length on
-        return prediction(length, peak)
-
+    predict = Predicting(lambda length: 1000 + 3 * length + (length > 60_000) * length)  # steeper from some length on
     best = largest(predict, Limits(400_000), {"keep_every": 1}, first, LENGTH, 9)
     assert best is not None and best[0] == best[1].length
-    assert (best[0], 1, 512) in traced
-    assert 97_000 < best[0] < 100_000
-    assert len(traced) < 6
+    assert (1, 512) in [(own["keep_every"], own["chunk_size"]) for length, own in predict.traced if length == best[0]]
+    assert 97_000 < best[0] < 100_000 and len(predict.traced) < 6
     largest(predict, Limits(400_000), {"chunk_size": 7}, first, LENGTH, 9)
-    assert traced[-1][1:] == (3, 7)
+    assert (predict.traced[-1][1]["keep_every"], predict.traced[-1][1]["chunk_size"]) == (3, 7)
+
+
+def test_a_search_ends_where_no_more_is_to_be_had() -> None:
+    """Not in the middle between what fits, just so, and what did not; and at once where no length fits."""
+    predict = Predicting(lambda length: 1000 + 3 * length + (length > 180_000) * 50_000)
+    best = largest(predict, Limits(400_000), {}, 190_000, LENGTH, 9)
+    assert best is not None and best[1].peak_bytes > 0.99 * 400_000 and len(predict.traced) <= 3
+    assert largest(Predicting(lambda length: 10**9), Limits(1000), {}, 65_536, LENGTH, 9) is None
 
 
 def test_models_of_few_layers_say_where_to_begin() -> None:
     """What grows with layers, with the size, with both, and with neither."""
-    traced = []
-
-    def peaks(size: int) -> tuple[int, int]:
-        traced.append(size)
-        few, more = (5_000 + 100 * layers + (7 + 2 * layers) * size for layers in (4, 5))
-        return few, more
-
-    guess = guessed(peaks, 36, 1000, 10**6)
+    guess = guessed(lambda size: (5_400 + 15 * size, 5_500 + 17 * size), 36, 1000, 10**6)  # of 4 layers, and of 5
     assert guess is not None
     assert guess.size == (10**6 - 8_600) // 79 and guess.base == pytest.approx(8_600)
-    assert traced == [1000, 2000]
-    assert guessed(peaks, 12, 1000, 10**6) is None  # as fast in full
 
 
-class Stepped:
+class Stepped(Predicting):
     """A step whose gradients are all there at its end, and in whose middle inputs of stages are; a chunk's work grows by 2."""
 
     def __init__(self) -> None:
-        self.traced: list[int] = []
+        super().__init__(lambda length: length)
 
-    def __call__(self, length: int, options: Any) -> Prediction:
-        self.traced.append(length)
-        return self.at(length, 4)
-
-    @staticmethod
-    def at(length: int, rows: int) -> Prediction:
+    def at(self, length: int, rows: int) -> Prediction:
         middle = {"parameters": 1000, "stage inputs": rows * length, "chunk work": 50_000 + 2 * length}
         end = {"parameters": 1000, "gradients": 300_000, "gradient of the stream": length}
         curve = Curve((Point(NO_WORK, middle), Point(NO_WORK, end)))
@@ -88,27 +99,12 @@ def test_each_moment_is_asked_where_it_would_reach_the_limit() -> None:
 
 
 def test_few_layers_show_how_the_work_on_a_chunk_grows() -> None:
-    step, asked = Stepped(), list[tuple[int, int]]()
-
-    def work(size: int, found: Prediction, other: int) -> Growth:
-        asked.append((size, other))
-        return growth_of(size, found, other, step.at(other, 1))
-
-    best = largest(step, Limits(500_000), {}, 1000, LENGTH, 9, work)
+    step = Stepped()
+    best = largest(
+        step, Limits(500_000), {}, 1000, LENGTH, 9, lambda size, found, far: growth_of(size, found, far, step.at(far, 1))
+    )
     assert best is not None and 0.99 * 449_000 / 6 < best[0] <= 449_000 / 6
-    assert len(step.traced) == 2 and [size for size, _ in asked] == [768]
-
-
-def test_a_search_ends_where_no_more_is_to_be_had() -> None:
-    """Not in the middle between what fits, just so, and what did not."""
-    traced = []
-
-    def predict(length: int, options: Any) -> Prediction:
-        traced.append(length)
-        return prediction(length, 1000 + 3 * length + (length > 180_000) * 50_000)
-
-    best = largest(predict, Limits(400_000), {}, 190_000, LENGTH, 9)
-    assert best is not None and best[1].peak_bytes > 0.99 * 400_000 and len(traced) <= 3
+    assert len(step.traced) == 2
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -122,19 +118,113 @@ def test_what_waits_on_the_host_is_limited(offload: str) -> None:
         assert best is not None and 0.98 * most < best[0] <= most
 
 
-def test_no_length_may_fit() -> None:
-    assert largest(lambda length, options: prediction(length, 10**9), Limits(1000), {}, 65_536, LENGTH, 9) is None
-
-
 @pytest.mark.parametrize("first", [1, 40])
 def test_the_largest_batch(first: int) -> None:
     """In chunks of as many tokens, whatever the batch is."""
-    rows = {}
-
-    def predict(batch: int, options: Any) -> Prediction:
-        rows[batch] = options["chunk_size"]
-        return prediction(100, 1000 + 130 * batch)
-
+    predict = Predicting(lambda batch: 1000 + 130 * batch)
     best = largest(predict, Limits(4000), {}, first, SearchedSize(1, lambda size: 3 * size), 9)
     assert best is not None and best[0] == 23
-    assert rows[23] == 1024 // 69
+    assert dict(predict.traced)[23]["chunk_size"] == 1024 // 69
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+TINY = {"model_type": "llama", **SIZES, "max_position_embeddings": 4096}
+
+
+class Layered(nn.Module):
+    """A decoder of somebody's own, too wide to gain anything at few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def own_inputs(most: int = 1 << 30) -> Callable[[int, int], dict[str, Tensor]]:
+    def inputs(batch: int, length: int) -> dict[str, Tensor]:
+        if length > most:
+            raise ValueError(f"no more than {most}")
+        return {"x": torch.empty(batch, length, 8, device="meta")}
+
+    return inputs
+
+
+def peaks_of(report: Any) -> tuple[int, int]:
+    return report.prediction.peak_bytes, report.prediction.ways[CHECKPOINTING].peak_bytes
+
+
+def test_a_plan_begins_with_how_much_less_memory_it_takes() -> None:
+    report = streamfx.plan(TINY, seq=2048, chunk_size=64, loss_chunk_size=64, save="inputs")
+    (ours, other), found = peaks_of(report), report.prediction
+    share = found.flops / found.ways[CHECKPOINTING].flops
+    than = f"{CHECKPOINTING} ({times(found.ways[CHUNKED].peak_bytes / ours)} {IN_CHUNKS})"
+    assert other / ours > 2 and found.ways[CHUNKED].peak_bytes < other
+    assert str(report).splitlines()[0].endswith(f": {other / ours:.1f} times less memory than {than}, {share:.2f} of its FLOPs")
+    assert CHUNKED in str(report) and CHUNKED in report.summary()["ways"]
+    assert report.summary()["verdict"] == report.verdict and report.gains_from is None
+
+
+def test_a_plan_names_the_same_length_whatever_was_asked_for() -> None:
+    """From there on it gains; and none is named where inputs of one's own know no longer ones."""
+    small = {"chunk_size": 16, "loss_chunk_size": 16, "save": "inputs"}
+    short, other = (streamfx.plan(Layered(), seq=length, inputs=own_inputs(), options=small) for length in (2, 17))
+    found = short.gains_from
+    assert found is not None and found == other.gains_from
+    assert f" {CHECKPOINTING} at this length" in short.verdict and short.verdict.endswith(f"; from about {found:,} tokens on")
+    for length, gains in ((found, True), (found // 2, False)):
+        ours, theirs = peaks_of(streamfx.plan(Layered(), seq=length, inputs=own_inputs(length), options=small))
+        assert (theirs >= GAIN * ours) == gains
+    report = streamfx.plan(Layered(), seq=16, inputs=own_inputs(40))
+    assert report.gains_from is None and "at this length" in report.verdict
+
+
+@pytest.mark.parametrize("multiple", [1, 3, 64])
+def test_from_where_on_there_is_a_gain_does_not_depend_on_the_length_that_was_asked_for(multiple: int) -> None:
+    """It is named of the same lengths for all; what was asked for is only where the looking begins. The length was traced."""
+    for bend in (20, 300, 5000, 17_000, 100_000):
+        traced: list[int] = []
+
+        def peaks(length: int, bend: int = bend) -> tuple[int, int]:
+            return 1000, 1100 if length >= bend else 1099
+
+        def noted(length: int, peaks: Any = peaks, traced: list[int] = traced) -> tuple[int, int]:
+            traced.append(length)
+            return peaks(length)
+
+        found = set()
+        for length in {3, 17, 64, 250, 1024, 4500, 15_000, 16_000, 65_536, bend - 1}:
+            if length < bend:
+                found.add(gains_from(peaks, noted, length, multiple))
+                assert traced[-1] in found
+        (named,) = found
+        assert named is not None and bend <= named < 1.26 * (bend + multiple) and named % multiple == 0
+
+
+def test_within_a_budget_the_verdict_is_what_fits() -> None:
+    wide = streamfx.plan(TINY, seq=512, memory="1G")
+    tight = streamfx.plan(TINY, seq=512, memory=peaks_of(wide)[1] - 1)
+    assert tight.verdict.startswith("fits into ") and f"{CHECKPOINTING} takes" in tight.verdict
+    assert wide.verdict.startswith("fits into 1.0 GiB: nothing streams, because everything fits")
+    waiting = replace(wide, limits=Limits(1 << 30, host=1), prediction=replace(wide.prediction, host_bytes=2))
+    assert not waiting.summary()["fits"] and "do not fit into the 1 bytes of the host" in waiting.verdict
+
+
+@pytest.mark.long
+def test_the_longest_lengths_of_other_ways_were_traced_and_fit() -> None:
+    budget = 24 << 20
+    report = streamfx.plan(TINY, memory=budget, max_length=True, seq=256)
+    assert list(report.lengths) == [CHECKPOINTING, IN_CHUNKS, f"{IN_CHUNKS}, {ON_HOST}"]
+    lengths = list(report.lengths.values())
+    assert 0 < lengths[0] < lengths[1] <= lengths[2] and report.max_length is not None
+    told = f"{times(report.max_length / lengths[0])} the length of {CHECKPOINTING}"
+    assert report.verdict == f"{told}: {report.max_length:,} tokens for {lengths[0]:,}"
+    assert report.summary()["fits"] and report.summary()["max_length"] == report.max_length
+    peak = peaks_of(streamfx.plan(TINY, seq=lengths[0], memory="1G"))[1]
+    assert 0.9 * budget < peak <= budget
+    for way, length in report.lengths.items():
+        assert f"{length:,}  {way}: ours is " in str(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,9 @@ import torch
 
 import streamfx
 from streamfx.runtime.probes import watching
-from streamfx.tools.report.profile_text import MeasuredLoop, MeasuredStep, measured, table_of
+from streamfx.tools.report.profile_text import measured
 from tests.support.small import Causal, tokens
+from tests.support.spread import spread
 from tests.test_peaks import Decoder
 from tests.test_peaks import tokens as rows
 
@@ -47,13 +48,19 @@ def profiled(step: Callable[[], None]) -> streamfx.Profile:
 
 def test_loops_are_those_that_explain_shows(profiled: streamfx.Profile) -> None:
     explained = streamfx.explain(Decoder(), rows(ROWS), options={"chunk_size": CHUNK, "loss_chunk_size": CHUNK}).summary()
-    expected = {
+    expected = [
         (run["name"], stage["name"], run["half"], run["chunks"]) for stage in explained["stages"] for run in stage["runs"]
-    }
+    ]
     found = [(loop["name"], loop["stage"], loop["half"], loop["chunks"]) for loop in profiled.summary()["loops"]]
-    assert set(found) == expected and len(found) == len(expected)
+    assert sorted(found) == sorted(expected)
     halves = [half for _, _, half, _ in found]
     assert halves == sorted(halves, reverse=True) and set(halves) == {"forward", "backward"}
+    assert profiled.predicted_peak_bytes == explained["peak_bytes"]
+    assert profiled.peak_bytes == pytest.approx(explained["peak_bytes"], rel=0.05)
+    assert profiled.peak_bytes == max(loop.peak_bytes or 0 for loop in profiled.measured.loops)
+    edges = [edge for loop in profiled.measured.loops for edge in (loop.begins, loop.ends)]
+    assert edges == sorted(edges) and edges[0] > 0 and edges[-1] < profiled.measured.seconds
+    assert sum(loop.seconds for loop in profiled.measured.loops) > 0.3 * profiled.measured.seconds
 
 
 def test_stages_of_an_enabled_model_are_called_as_explain_calls_them() -> None:
@@ -64,43 +71,22 @@ def test_stages_of_an_enabled_model_are_called_as_explain_calls_them() -> None:
     assert profile.measured.loops and {loop.stage for loop in profile.measured.loops} <= shown
 
 
-def test_loops_follow_one_another_within_the_step(profiled: streamfx.Profile) -> None:
-    edges = [edge for loop in profiled.measured.loops for edge in (loop.begins, loop.ends)]
-    assert edges == sorted(edges)
-    assert edges[0] > 0 and edges[-1] < profiled.measured.seconds
-    assert sum(loop.seconds for loop in profiled.measured.loops) > 0.3 * profiled.measured.seconds
-
-
-def test_the_peak_is_the_one_that_was_predicted(profiled: streamfx.Profile) -> None:
-    explained = streamfx.explain(Decoder(), rows(ROWS), options={"chunk_size": CHUNK, "loss_chunk_size": CHUNK}).summary()
-    assert profiled.predicted_peak_bytes == explained["peak_bytes"]
-    assert profiled.peak_bytes == pytest.approx(explained["peak_bytes"], rel=0.05)
-    assert profiled.peak_bytes == max(loop.peak_bytes or 0 for loop in profiled.measured.loops)
-
-
-def test_the_trace(profiled: streamfx.Profile, tmp_path: Path) -> None:
+def test_the_trace_and_the_table(profiled: streamfx.Profile, tmp_path: Path) -> None:
     trace = json.loads(profiled.to_perfetto(tmp_path / "trace.json").read_text())
     events = trace["traceEvents"]
-    counters = [sum(event["args"].values()) for event in events if event["ph"] == "C"]
-    assert max(counters) == profiled.peak_bytes
-    names = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 2]
+    assert max(sum(event["args"].values()) for event in events if event["ph"] == "C") == profiled.peak_bytes
+    stages, names = ([event["name"] for event in events if event["ph"] == "X" and event["tid"] == of] for of in (1, 2))
     assert names == [loop.name for loop in profiled.measured.loops]
-    stages = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 1]
     assert stages == ["layers.0", "layers.1", "layers.2", "head", "layers.2", "layers.1", "layers.0"]
     assert "predicted" not in json.dumps(trace)
     with pytest.raises(streamfx.ReportError, match="no folder"):
         profiled.to_perfetto(tmp_path / "nowhere" / "trace.json")
-
-
-def test_the_table(profiled: streamfx.Profile) -> None:
     lines = str(profiled).splitlines()
     assert "were predicted for activations and gradients" in lines[1]
     body = [line.split() for line in lines[4:]]
-    assert [row[:2] for row in body[:2]] == [["layers.0-2", "forward"], ["head", "forward"]]
+    assert [row[:4] for row in body[:2]] == [["layers.0-2", "forward", "3", "24"], ["head", "forward", "1", "8"]]
     assert ["layers.0-2", "backward"] in [row[:2] for row in body]
-    assert [row[2:4] for row in body[:2]] == [["3", "24"], ["1", "8"]]
-    shares = [float(share) for line in lines[4:] for share in [line.split(" %")[0].split()[-1]]]
-    assert sum(shares) == pytest.approx(100, abs=1)
+    assert sum(float(line.split(" %")[0].split()[-1]) for line in lines[4:]) == pytest.approx(100, abs=1)
 
 
 def test_what_is_alive_and_when() -> None:
@@ -108,20 +94,6 @@ def test_what_is_alive_and_when() -> None:
     found = measured(0, 80, moves, [(0, 15, "a", "s", "forward", 1), (35, 70, "b", "s", "backward", 2)])
     assert (found.device, found.alive, found.peak_bytes) == ("cuda", (100, 150, 50, 70), 150)
     assert [loop.peak_bytes for loop in found.loops] == [0, 150]
-
-
-def test_two_graphs_have_no_predicted_peak_of_their_own() -> None:
-    ids, halves = tokens(2, 64), []
-    for chunk in (16, 32):
-        torch._dynamo.reset()
-        halves.append(torch.compile(Causal(), backend="streambp", options={"chunk_size": chunk, "bodies": "eager"}))
-        halves[-1](ids, ids).backward()
-    with streamfx.profile() as profile:
-        for half in halves:
-            half(ids, ids).backward()
-    assert profile.predicted_peak_bytes is None
-    assert "predicted" not in str(profile)
-    assert {loop.chunks for loop in profile.measured.loops} >= {4, 2}
 
 
 def in_a_thread(step: Callable[[], object]) -> None:
@@ -134,9 +106,10 @@ def within_a_profiler(step: Callable[[], None]) -> None:
         step()
 
 
-@pytest.mark.parametrize(
-    ("run", "why"), [(in_a_thread, "in another thread"), (within_a_profiler, "another profiler of torch's was opened")]
-)
+UNSEEN = [(within_a_profiler, "another profiler of torch's was opened"), (in_a_thread, "in another thread")]
+
+
+@pytest.mark.parametrize(("run", "why"), spread(UNSEEN, 2))
 def test_bytes_that_nobody_saw_are_not_zero(
     step: Callable[[], None], run: Callable[[Callable[[], None]], None], why: str, tmp_path: Path
 ) -> None:
@@ -155,28 +128,17 @@ def test_bytes_that_nobody_saw_are_not_zero(
     assert not any(event["args"] for event in events if event["ph"] == "C") and any(event["ph"] == "X" for event in events)
 
 
-def test_a_block_in_which_nothing_was_seen_has_no_peak() -> None:
-    with streamfx.profile() as profile:
-        in_a_thread(lambda: torch.zeros(1000).sum())
-    assert profile.summary()["peak_bytes"] is None
-    assert "not measured: nothing was allocated in the thread that entered the block" in str(profile)
+def sorted_step() -> None:
+    torch.compile(lambda x: x.sort(0).values.sum(), backend="streambp")(torch.randn(4, requires_grad=True)).backward()
 
 
-def test_several_calls_have_no_predicted_peak_of_one(step: Callable[[], None]) -> None:
-    """What one call takes is not what two that are alive at once do."""
-    with streamfx.profile() as profile:
-        step()
-        step()
-    assert profile.predicted_peak_bytes is None and "predicted" not in str(profile)
-
-
-def test_a_graph_that_runs_as_it_stands_is_a_graph_of_the_step(step: Callable[[], None]) -> None:
-    other, x = torch.compile(lambda x: x.sort(0).values.sum(), backend="streambp"), torch.randn(4, requires_grad=True)
-    other(x).backward()
-    with streamfx.profile() as profile:
-        step()
-        other(x).backward()
-    assert profile.predicted_peak_bytes is None
+def test_several_calls_or_graphs_have_no_predicted_peak_of_one(step: Callable[[], None]) -> None:
+    """What one call takes is not what two that are alive at once do; a graph that runs as it stands is one, too."""
+    for other in (step, sorted_step):
+        with streamfx.profile() as profile:
+            step()
+            other()
+        assert profile.predicted_peak_bytes is None and "predicted" not in str(profile)
 
 
 def test_a_block_without_a_compiled_step_says_so() -> None:
@@ -185,44 +147,37 @@ def test_a_block_without_a_compiled_step_says_so() -> None:
     assert "no loop of streamfx ran" in str(profile)
     assert profile.summary()["loops"] == [] and profile.predicted_peak_bytes is None
     assert profile.peak_bytes == kept.nbytes
-
-
-def test_what_is_compiled_inside_is_not_taken_for_the_step() -> None:
-    """Costs are predicted by loops that run few of their chunks."""
-    torch._dynamo.reset()
-    ids = tokens(2, 64)
-    compiled = torch.compile(Causal(), backend="streambp", options={"chunk_size": 16, "bodies": "eager"})
     with streamfx.profile() as profile:
-        compiled(ids, ids).backward()
-        str(streamfx.explain(Causal(), ids, ids, chunk_size=16))
-    assert len(profile.measured.loops) == 4
+        in_a_thread(lambda: torch.zeros(1000).sum())
+    assert profile.summary()["peak_bytes"] is None
+    assert "not measured: nothing was allocated in the thread that entered the block" in str(profile)
 
 
-def test_a_first_step_says_how_long_it_compiled(step: Callable[[], None]) -> None:
-    """And the next one compiles nothing."""
-    torch._dynamo.reset()
-    ids = tokens(2, 64)
-    compiled = torch.compile(Causal(), backend="streambp", options={"chunk_size": 16, "bodies": "eager"})
+def test_a_first_step_says_how_long_it_compiled() -> None:
+    """And the next one compiles nothing, and has the same gradients as a step that nobody measures."""
+    model, ids = Causal().double(), tokens(2, 64)
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 16, "bodies": "eager"})
     with streamfx.profile() as first:
         compiled(ids, ids).backward()
+        str(streamfx.explain(model, ids, ids, chunk_size=16))  # costs are predicted by loops that run few of their chunks
     seconds = first.summary()["compiled_seconds"]
-    in_loops = sum(loop.seconds for loop in first.measured.loops)
-    assert in_loops < seconds < first.measured.seconds
+    assert len(first.measured.loops) == 4
+    assert sum(loop.seconds for loop in first.measured.loops) < seconds < first.measured.seconds
     assert "compiled " in str(first).splitlines()[1] and "measure the next one" in str(first)
     (row,) = (line for line in str(first).splitlines() if line.startswith("  compiling"))
     assert row.split()[-1] == "%"
-    with streamfx.profile() as second:
-        compiled(ids, ids).backward()
-    assert second.summary()["compiled_seconds"] == 0 and "compil" not in str(second)
-
-
-def test_what_compiles_is_told_whatever_is_forgotten_meanwhile() -> None:
-    ids = tokens(2, 64)
-    with streamfx.profile() as profile:
-        compiled = torch.compile(Causal(), backend="streambp", options={"chunk_size": 16, "bodies": "eager"})
-        compiled(ids, ids).backward()
-        torch._dynamo.reset()
-    assert profile.summary()["compiled_seconds"] > 0
+    gradients = []
+    for around in (nullcontext(), streamfx.profile()):
+        model.zero_grad()
+        with around as second:
+            compiled(ids, ids).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert second is not None and second.summary()["compiled_seconds"] == 0 and "compil" not in str(second)
+    with streamfx.profile() as third:
+        torch.compile(model, backend="streambp", options={"chunk_size": 32, "bodies": "eager"})(ids, ids).backward()
+        torch._dynamo.reset()  # whatever is forgotten meanwhile
+    assert third.summary()["compiled_seconds"] > 0
 
 
 def test_one_at_a_time() -> None:
@@ -236,11 +191,12 @@ def test_one_at_a_time() -> None:
     with streamfx.profile() as profile:
         with pytest.raises(streamfx.ProfileError, match="still running"):
             str(profile)
-        (thread := threading.Thread(target=other)).start()
-        thread.join()
+        in_a_thread(other)
         other()
     assert len(refused) == 2
     str(profile)  # it is none the worse for it
+    with pytest.raises(streamfx.ProfileError, match="has measured one"), profile:
+        pass
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
         pytest.raises(streamfx.ProfileError, match="torch's profiler is on"),
@@ -249,35 +205,8 @@ def test_one_at_a_time() -> None:
         pass
     with streamfx.profile():
         assert watching.by is not None
-
-
-def test_an_error_inside_ends_it() -> None:
-    with pytest.raises(ZeroDivisionError), streamfx.profile() as profile:
+    with pytest.raises(ZeroDivisionError), streamfx.profile() as failed:
         _ = 1 / 0
     assert watching.by is None
     with pytest.raises(streamfx.ProfileError, match="ended with an error"):
-        profile.summary()
-    with streamfx.profile():
-        pass
-
-
-def test_gradients_are_those_of_a_step_that_nobody_measures() -> None:
-    torch._dynamo.reset()
-    model, ids = Causal().double(), tokens(2, 64)
-    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 16, "bodies": "eager"})
-    compiled(ids, ids).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
-    with streamfx.profile():
-        compiled(ids, ids).backward()
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-def test_stages_with_numbers_are_one_line() -> None:
-    loops: list[MeasuredLoop] = []
-    for i, stage in enumerate(["layers.1", "layers.0"]):
-        loops += [MeasuredLoop(f"l{i}", stage, "backward", 3, i, i + 0.5)]
-    text = list(table_of(MeasuredStep(2.0, (), (), tuple(loops), "cpu"), None))
-    assert text[4].split() == ["layers.0-1", "backward", "2", "6", "1.0", "s", "50.0", "%", "0", "bytes"]
-    assert text[5].split()[-2:] == ["50.0", "%"]
+        failed.summary()

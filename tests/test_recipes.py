@@ -23,7 +23,7 @@ LINES_OF_A_SCREEN = 60
 
 
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
-def test_recipe_streams(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_streams_is_short_and_is_found(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("transformers", *NEEDS.get(page.stem, ())):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
@@ -34,10 +34,6 @@ def test_recipe_streams(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert any(streams), told
     assert all(own or "the graph as it stands takes" in text for own, text in zip(streams, told, strict=True)), told
     assert "checked" not in left or left["checked"].ok
-
-
-@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
-def test_recipe_is_short_and_found(page: Path) -> None:
     assert len(page.read_text().splitlines()) <= LINES_OF_A_SCREEN
     assert f"](docs/recipes/{page.name})" in (ROOT / "README.md").read_text()
     assert re.search(rf": recipes/{page.name}$", (ROOT / "docs/site/mkdocs.yml").read_text(), re.MULTILINE)

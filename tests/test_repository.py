@@ -1,8 +1,9 @@
-"""The rules that the whole repository keeps: formatted, linted, typed, short, and free of models and machines."""
+"""The rules that the repository keeps: formatted, linted, typed, short, free of models and machines, with tested versions."""
 
 from __future__ import annotations
 
 import ast
+import logging
 import re
 import shutil
 import subprocess
@@ -10,13 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-ROOT = Path(__file__).parents[1]
+from streamfx.tools.cli import main
+from streamfx.tools.report import no_gain_notice
+from streamfx.torch_private import versions
+from tests.versions import PAGE, ROOT, known, page, record, table
+
 LIBRARY = ("streamfx", "passes")
-MODELS = re.compile(
-    r"\b(llama|qwen|mistral|mixtral|gemma|deepseek|gpt_?2|gpt_?neox?|phi_?[1-4]|olmo|falcon|bloom|mamba|bert|smollm)",
-    re.I,
-)
+NAMES = "llama|qwen|mistral|mixtral|gemma|deepseek|gpt_?2|gpt_?neox?|phi_?[1-4]|olmo|falcon|bloom|mamba|bert|smollm"
+MODELS = re.compile(rf"\b({NAMES})", re.I)
 MACHINE = re.compile(r"(?<![\w.])/(home|root|work|Users|mnt|opt)/\w")
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 400, 60
 
@@ -30,15 +34,11 @@ def sources(*folders: str) -> list[Path]:
 CHECKS = [("ruff", "format", "--check"), ("ruff", "check"), pytest.param(("mypy",), marks=pytest.mark.long)]
 
 
-def runs(*command: str) -> None:
-    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-
-
 @pytest.mark.parametrize("command", CHECKS, ids=" ".join)
 def test_is_clean(command: tuple[str, ...]) -> None:
     pytest.importorskip(command[0])
-    runs(*command)
+    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
 def test_no_model_is_known_beforehand() -> None:
@@ -52,40 +52,27 @@ def test_no_model_is_known_beforehand() -> None:
     assert not named, "\n".join(named)
 
 
-def test_files_are_short() -> None:
-    long = {
-        str(path.relative_to(ROOT)): lines
-        for path in sources(*LIBRARY, "tests", "examples", "benchmarks")
-        if (lines := len(path.read_text().splitlines())) > LINES_OF_A_FILE
-    }
-    assert not long, f"over {LINES_OF_A_FILE} lines: {long}"
-
-
-def test_functions_are_short() -> None:
-    long = [
-        f"{path.relative_to(ROOT)}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
-        for path in sources(*LIBRARY, "tests", "examples", "benchmarks")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.end_lineno is not None
-        and node.end_lineno - node.lineno >= LINES_OF_A_FUNCTION
-    ]
+def test_files_and_functions_are_short() -> None:
+    long = []
+    for path in sources(*LIBRARY, "tests", "examples", "benchmarks"):
+        tree = ast.parse(text := path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                long += [f"{path}: {node.name} has {lines} lines"] if lines > LINES_OF_A_FUNCTION else []
+        long += [f"{path} has {text.count(chr(10))} lines"] if text.count("\n") > LINES_OF_A_FILE else []
     assert not long, "\n".join(long)
 
 
-def _is_private(module: str) -> bool:
-    """Interfaces of torch that it may change at any time; its options are documented under a private name."""
-    return module.startswith("torch._") and not module.startswith("torch._dynamo.config")
-
-
 def test_private_interfaces_of_torch_are_in_one_room() -> None:
+    """It may change them at any time; its options are documented under a private name."""
     found = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in sources(*LIBRARY)
         if "torch_private" not in path.parts
         for node in ast.walk(ast.parse(path.read_text()))
         for name in _names_of(node)
-        if _is_private(name.replace("torch.utils._", "torch._"))
+        if name.replace("torch.utils._", "torch._").startswith("torch._") and not name.startswith("torch._dynamo.config")
     ]
     assert not found, "\n".join(found)
 
@@ -114,11 +101,10 @@ def test_no_path_of_a_machine() -> None:
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
-    if not (ROOT / ".ci" / "run").exists():
+    if not (run := ROOT / ".ci" / "run").exists():
         pytest.skip("no .ci here: an unpacked source distribution")
-    command = next(line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("python3 -m venv"))
-    command = command.split(" | ")[0]
-    assert command in (ROOT / "README.md").read_text()
+    command = next(line for line in run.read_text().splitlines() if line.startswith("python3 -m venv"))
+    assert command.split(" | ")[0] in (ROOT / "README.md").read_text()
 
 
 def test_passes_is_a_link() -> None:
@@ -126,5 +112,56 @@ def test_passes_is_a_link() -> None:
     link = ROOT / "streamfx" / "passes"
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    assert link.is_symlink()
-    assert link.resolve() == (ROOT / "passes").resolve()
+    assert link.is_symlink() and link.resolve() == (ROOT / "passes").resolve()
+
+
+# -- versions
+
+
+def test_the_first_compilation_and_doctor_name_an_untested_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(versions, "NEWEST", (2, 10))
+    monkeypatch.setattr(versions, "OLDEST", (2, 9))
+    monkeypatch.setattr(no_gain_notice, "_told", set())
+    monkeypatch.setattr(logging.getLogger("streamfx"), "disabled", False)  # as import-linter leaves it
+    for rows in (8, 9):
+        torch._dynamo.reset()
+        torch.compile(torch.nn.Linear(4, 4), backend="streambp")(torch.zeros(1, rows, 4)).sum().backward()
+    assert caplog.text.count(said := f"PyTorch {torch.__version__} is not tested") == 1
+    monkeypatch.setattr("streamfx.tools.cli.doctor.self_test", lambda: {"ok": True, "max_error": 0.0, "seconds": 0.0})
+    assert main(["doctor"]) == 0
+    assert said in capsys.readouterr().out
+
+
+TESTED = {"2.10.1": False, "2.11.0": True, "2.14.1+cu130": True, "2.15.0": False, "2.15.0a0+git1": False, "3.0.0": False}
+
+
+def test_which_versions_are_untested(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, is_tested in TESTED.items():
+        monkeypatch.setattr(torch, "__version__", version)
+        assert (versions.untested() == "") is is_tested
+
+
+def test_the_page_is_written_from_the_rows() -> None:
+    assert PAGE.read_text() == page(known()), "run python -m tests.versions --record"
+
+
+def test_pyproject_allows_the_versions_that_ran() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest, (major, newest) = versions.OLDEST, versions.NEWEST
+    assert f"torch>={oldest[0]}.{oldest[1]},<{major}.{newest + 1}" in project["dependencies"]
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert named and set(named) <= {".".join(row["python"].split(".")[:2]) for row in known() if not row["failed"]}
+
+
+def test_a_row_takes_the_place_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.versions.FILE", tmp_path / "versions.jsonl")
+    monkeypatch.setattr("tests.versions.PAGE", tmp_path / "versions.md")
+    given = {"torch": "2.14.1+cu130", "transformers": "5.23.0", "skipped": 1, "files": "2 of 3", "date": "now", "commit": "abc"}
+    record([{"python": "3.12.1", "passed": 9, "failed": ["tests.test_a::test_b"], **given}])
+    record([{"python": "3.9.9", "passed": 7, "failed": [], **given}, {"python": "3.12.1", "passed": 10, "failed": [], **given}])
+    text = (tmp_path / "versions.md").read_text()
+    assert [row["passed"] for row in known()] == [7, 10] and "test_b" not in text
+    assert text.endswith("\n".join(table(known())) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,84 +10,83 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.masks import INF, LENGTH, columns, qkv, rows
+from tests.support.masks import INF, LENGTH, MIN, columns, qkv, rows
 from tests.support.tracing import compare_function, take_gradients, traced
 
 T = LENGTH
 
-# -- parts of scores
+
+def causal(scores: Tensor, by: float = -INF) -> Tensor:
+    return scores.masked_fill(columns(T) > rows(T), by)
 
 
-@pytest.mark.parametrize("rows_from", [0, 2])
-@pytest.mark.parametrize("columns_from", [0, 2])
-def test_parts_of_scores(rows_from: int, columns_from: int) -> None:
+def part_of_shares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Rows and keys are cut out of probabilities, and put back with zeros around them."""
-
-    def function(one: Tensor) -> Tensor:
-        q, k, v = one
-        weights = torch.softmax((q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF), -1)
-        part = weights[..., rows_from : T - 1, :][..., columns_from : T - 1] * 2
-        around = F.pad(part, (columns_from, 1, rows_from, 1))
-        return ((weights + around) @ v).pow(2).sum()
-
-    compare_function(function, qkv(), (2, 1, 4))
+    weights = causal(q @ k.mT).softmax(-1)
+    return (weights + F.pad(weights[..., 2 : T - 1, 3 : T - 1] * 2, (3, 1, 2, 1))) @ v
 
 
-def test_rows_solved_one_after_another() -> None:
-    """A triangular system by hand, as linear attention with a delta rule has it."""
-
-    def function(one: Tensor) -> Tensor:
-        q, k, v = one
-        scores = (k @ k.transpose(-2, -1) * 0.3).tril(-1)
-        for i in range(1, T):
-            row, sub = scores[..., i, :i].clone(), scores[..., :i, :i].clone()
-            scores = scores.select_scatter(F.pad(row + (row[..., None] * sub).sum(-2), (0, T - i)), 2, i)
-        out = torch.softmax((q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF), -1) @ (scores @ v)
-        return out.pow(2).sum()
-
-    compare_function(function, qkv(), (2, 1, 4))
+def share_by_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A share of all by the log-sum-exp of the scores."""
+    scores = causal(q @ k.mT, MIN)
+    return torch.softmax(scores, -1) * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True)) @ v
 
 
-# -- softmax by parts
+def means_over_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    shares = causal(q @ k.mT).softmax(-1)
+    return (shares @ v) * shares.mean(-2)[..., None]
 
 
-def with_sink(scores: Tensor, sink: Tensor, first: bool, shifted: bool) -> Tensor:
-    """Probabilities of keys beside a column of its own, which is then dropped."""
+def slopes_per_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A bias that grows with the key's position, in the form in which one product adds it to the scores."""
+    q, k, v = (item.flatten(0, 1) for item in (q, k, v))
+    slopes = torch.pow(torch.tensor(0.5, dtype=torch.float64), torch.arange(1, 5))
+    bias = (slopes.view(2, 2, 1) * torch.ones(2, T, dtype=torch.long).cumsum(-1)[:, None]).view(-1, 1, T).double()
+    return (torch.baddbmm(bias, q, k.mT, beta=1.0, alpha=0.5) + causal(torch.zeros(T, T).double())).softmax(-1) @ v
+
+
+CAUSAL = [share_by_the_sum, slopes_per_head]
+
+
+@pytest.mark.parametrize("mixed", [part_of_shares, means_over_rows, *CAUSAL], ids=lambda mixed: mixed.__name__)
+def test_scores(mixed: Callable[..., Tensor]) -> None:
+    how: dict[str, Any] = {"streams": True, "attention": {"causal"}} if mixed in CAUSAL else {}
+    compare_function(lambda one: mixed(*one).pow(2).sum(), qkv(), (2, 1, 4), **how)
+
+
+# -- a column of its own beside the keys, which is then dropped
+
+
+def both_of(scores: Tensor, sink: Tensor, first: bool = False) -> Tensor:
     column = sink[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
-    both = torch.cat([column, scores] if first else [scores, column], -1)
-    if shifted:
-        both = both - both.max(dim=-1, keepdim=True).values
-    probabilities = torch.softmax(both, -1)
-    return probabilities[..., 1:] if first else probabilities[..., :-1]
+    return torch.cat([column, scores] if first else [scores, column], -1)
 
 
-@pytest.mark.parametrize("hidden", [-INF, torch.finfo(torch.float64).min])
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("first", [False, True])
-def test_a_sink_beside_the_keys(first: bool, shifted: bool, hidden: float) -> None:
+def sinks(*levels: float) -> Tensor:
+    return torch.tensor(levels, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize(("first", "hidden"), [(False, -INF), (True, MIN)])
+def test_a_sink_beside_the_keys(first: bool, hidden: float) -> None:
     def function(one: Tensor, sink: Tensor) -> Tensor:
         q, k, v = one
-        scores = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), hidden)
-        return (with_sink(scores, sink, first, shifted) @ v).pow(2).sum()
+        shares = both_of(causal(q @ k.mT, hidden), sink, first).softmax(-1)
+        return ((shares[..., 1:] if first else shares[..., :-1]) @ v).pow(2).sum()
 
-    sink = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
-    compare_function(function, [*qkv(), sink], (2, 1, 4), streams=True, attention={"causal"})
+    compare_function(function, [*qkv(), sinks(0.3, -0.7)], (2, 1, 4), streams=True, attention={"causal"})
 
 
-@pytest.mark.parametrize("level", [-40.0, -20.0, 8.0, -INF, INF])
-@pytest.mark.parametrize("hidden", [-INF, torch.finfo(torch.float64).min])
-def test_a_sink_over_rows_that_see_no_key(hidden: float, level: float) -> None:
+@pytest.mark.parametrize("level", [-40.0, -INF, INF])
+def test_a_sink_over_rows_that_see_no_key(level: float) -> None:
     """All of their mass is the sink's, and its gradient keeps its digits however small its share is elsewhere."""
     seen = torch.ones(2, T, dtype=torch.bool)
     seen[0, :2] = level == -INF  # without a sink, such rows are no numbers
 
     def function(one: Tensor, sink: Tensor, seen: Tensor) -> Tensor:
         q, k, v = one
-        scores = (q @ k.transpose(-2, -1)).masked_fill((columns(T) > rows(T)) | ~seen[:, None, None, :], hidden)
-        return (with_sink(scores, sink, False, False) @ v).pow(2).sum()
+        return (both_of(causal(q @ k.mT).masked_fill(~seen[:, None, None], -INF), sink).softmax(-1)[..., :-1] @ v).pow(2).sum()
 
-    sink = torch.tensor([level, 0.3], dtype=torch.float64, requires_grad=True)
-    tensors = [*qkv(), sink, seen]
+    tensors = [*qkv(), sinks(level, 0.3), seen]
     function(*tensors).backward()
     wanted = take_gradients(tensors)
     traced(function, tensors, chunk_size=2)
@@ -99,121 +99,34 @@ def test_a_sink_as_low_as_what_is_hidden() -> None:
 
     def function(one: Tensor, sink: Tensor) -> Tensor:
         q, k, v = one
-        scores = (q @ k.transpose(-2, -1)).masked_fill(columns(T) >= rows(T), -1e30)
-        return (with_sink(scores, sink, False, False) @ v).pow(2).sum()
+        scores = (q @ k.mT).masked_fill(columns(T) >= rows(T), -1e30)
+        return (both_of(scores, sink).softmax(-1)[..., :-1] @ v).pow(2).sum()
 
-    sink = torch.full((2,), -1e30, dtype=torch.float64, requires_grad=True)
-    compare_function(function, [*qkv(), sink], (2,))
+    compare_function(function, [*qkv(), sinks(-1e30, -1e30)], (2,))
 
 
-def test_another_gradient_of_a_sink() -> None:
+class Other(torch.autograd.Function):
     """A gradient along another dimension than the softmax is not the softmax's."""
 
-    class Other(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, both: Tensor) -> Tensor:
-            result = torch.softmax(both, -1)
-            ctx.save_for_backward(result)
-            return result
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        result = torch.softmax(both, -1)
+        ctx.save_for_backward(result)
+        return result
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            return torch.ops.aten._softmax_backward_data(gradients[0], ctx.saved_tensors[0], 1, torch.float64)
-
-    def function(one: Tensor, sink: Tensor) -> Tensor:
-        q, k, v = one
-        scores = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF)
-        both = torch.cat([scores, sink[None, :, None, None].expand(2, -1, T, 1)], -1)
-        return (Other.apply(both)[..., :-1] @ v).pow(2).sum()
-
-    sink = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
-    compare_function(function, [*qkv(), sink], (2,))
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.ops.aten._softmax_backward_data(gradients[0], ctx.saved_tensors[0], 1, torch.float64)
 
 
-def test_a_sink_that_is_used() -> None:
-    """The column's own probability is asked for as well: nothing is rewritten."""
+@pytest.mark.parametrize("is_used", [False, True])
+def test_columns_that_are_not_dropped(is_used: bool) -> None:
+    """The column's own share is asked for as well, or the gradient is another: nothing is rewritten."""
 
     def function(one: Tensor, sink: Tensor) -> Tensor:
         q, k, v = one
-        scores = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF)
-        both = torch.cat([scores, sink[None, :, None, None].expand(2, -1, T, 1)], -1)
-        probabilities = torch.softmax(both, -1)
-        return (probabilities[..., :-1] @ v).pow(2).sum() + probabilities[..., -1].pow(2).sum()
+        both = both_of(causal(q @ k.mT), sink)
+        shares = both.softmax(-1) if is_used else Other.apply(both)
+        return (shares[..., :-1] @ v).pow(2).sum() + (shares[..., -1].pow(2).sum() if is_used else 0)
 
-    sink = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
-    compare_function(function, [*qkv(), sink], (2, 1, 4))
-
-
-@pytest.mark.parametrize("hidden", [-INF, torch.finfo(torch.float64).min])
-def test_a_share_by_the_logarithm_of_the_sum(hidden: float) -> None:
-    def function(one: Tensor) -> Tensor:
-        q, k, v = one
-        scores = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), hidden)
-        share = torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True))
-        return (torch.softmax(scores, -1) * share @ v).pow(2).sum()
-
-    compare_function(function, qkv(), (2, 1, 4), streams=True, attention={"causal"})
-
-
-@pytest.mark.parametrize("dim", [-1, -2])
-def test_means_of_shares(dim: int) -> None:
-    """Over keys, or over rows for each key: in each chunk a part of what all of them are divided by."""
-
-    def function(one: Tensor) -> Tensor:
-        q, k, v = one
-        shares = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF).softmax(-1)
-        return ((shares @ v) * shares.mean(dim)[..., None]).pow(2).sum()
-
-    compare_function(function, qkv(), (2, 1, 4))
-
-
-@pytest.mark.parametrize("hidden", [-INF, torch.finfo(torch.float64).min])
-def test_slopes_per_head(hidden: float) -> None:
-    """A bias that grows with the key's position, in the form in which one product adds it to the scores."""
-
-    def function(one: Tensor) -> Tensor:
-        q, k, v = (item.flatten(0, 1) for item in one)
-        slopes = torch.pow(torch.tensor(0.5, dtype=torch.float64), torch.arange(1, 5))
-        bias = (slopes.view(2, 2, 1) * torch.ones(2, T, dtype=torch.long).cumsum(-1)[:, None]).view(-1, 1, T).double()
-        scores = torch.baddbmm(bias, q, k.transpose(-2, -1), beta=1.0, alpha=0.5)
-        mask = torch.zeros(T, T, dtype=torch.float64).masked_fill(columns(T) > rows(T), hidden)
-        return (torch.softmax(scores + mask, -1) @ v).pow(2).sum()
-
-    compare_function(function, qkv(), (2, 1, 4), streams=True, attention={"causal"})
-
-
-def test_blocks_of_rows_and_keys() -> None:
-    """Scores of one block of rows and keys at a time, as linear attention has them, beside attention over all rows."""
-
-    def function(one: Tensor) -> Tensor:
-        q, k, v = one
-        out = torch.softmax((q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF), -1) @ v
-        parts = []
-        for first in range(0, T, 4):
-            block = slice(first, min(first + 4, T))
-            weights = (q[:, :, block] @ k[:, :, block].transpose(-2, -1)).tril()
-            parts.append(weights @ v[:, :, block])
-        return (out + torch.cat(parts, -2)).pow(2).sum()
-
-    compare_function(function, qkv(), (2, 1, 3, 4))
-
-
-def test_blocks_that_hand_on_a_state() -> None:
-    """Linear attention block by block, each with what the blocks before have summed up."""
-
-    def function(one: Tensor, weight: Tensor) -> Tensor:
-        q, k, v = (torch.nn.functional.silu(item @ weight) for item in one)
-        state, parts = torch.zeros(2, 2, 4, 4, dtype=q.dtype), []
-        decay = torch.exp(-0.1 * (rows(4) - columns(4)).double()).tril()
-        for first in range(0, T, 4):
-            block = slice(first, min(first + 4, T))
-            count = len(range(T)[block])
-            weights = q[:, :, block] @ k[:, :, block].transpose(-2, -1) * decay[:count, :count]
-            parts.append(weights @ v[:, :, block] + q[:, :, block] @ state)
-            state = state * 0.9 + k[:, :, block].transpose(-2, -1) @ v[:, :, block]
-        linear = torch.sigmoid(torch.cat(parts, -2) @ weight)
-        scores = (linear @ linear.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF)
-        return (torch.softmax(scores, -1) @ linear).pow(2).sum()
-
-    weight = torch.eye(4, dtype=torch.float64, requires_grad=True)
-    compare_function(function, [*qkv(), weight], (2, 1, 3, 4))
+    compare_function(function, [*qkv(), sinks(0.3, -0.7)], (2, 4))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 
 from tests.support.collectives import data_of, worst
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, Layer
 
-CHUNK, ROWS = 8, 32  # of a rank
+HEAD, UNEVEN = 4, (20, 12)
+OPTIONS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 8, "check_passes": True}
 
 
 def everybody() -> list[int]:
@@ -26,25 +29,18 @@ def everybody() -> list[int]:
 class Gathered(Layer):
     """Queries of a rank's own rows, keys and values of all."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        h, rank, world = self.norm(x), dist.get_rank(), dist.get_world_size()
-        q, k, v = (project(h).unflatten(-1, (-1, 4)).transpose(1, 2) for project in (self.q, self.k, self.v))
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (all_gather_tensor_autograd(part.contiguous(), 2, everybody()) for part in (k, v))
-        row, column = torch.arange(x.shape[1]) + rank * x.shape[1], torch.arange(x.shape[1] * world)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=row[:, None] >= column)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(x)))
+        return of_own_rows(q, k, v, dist.get_rank() * q.shape[2])
+
+
+def of_own_rows(q: Tensor, k: Tensor, v: Tensor, before: int) -> Tensor:
+    row, column = torch.arange(q.shape[2]) + before, torch.arange(k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=row[:, None] >= column)
 
 
 class Ulysses(Layer):
     """Queries, keys and values of all rows, for a part of the heads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (self.by_heads(project(h).unflatten(-1, (-1, 4))) for project in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(self.by_rows(mixed))
-        return x + self.down(F.gelu(self.up(x)))
 
     def by_heads(self, part: Tensor) -> Tensor:
         """[b t h e] -> [b h/w wt e]"""
@@ -57,50 +53,77 @@ class Ulysses(Layer):
         return all_to_all_single_autograd(sent, None, None, everybody()).permute(2, 1, 0, 3, 4).flatten(2)
 
 
-UNEVEN = (20, 12)
-
-
 class Swapped(Layer):
     """Queries of a rank's own rows, keys and values of all; ranks have other numbers of rows, and send them all to all."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        h, rank, count = self.norm(x), dist.get_rank(), x.shape[1]
-        q, k, v = (project(h).unflatten(-1, (-1, 4)).transpose(1, 2) for project in (self.q, self.k, self.v))
-        own = torch.cat([k, v], -1).movedim(2, 0).contiguous()
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own, count = torch.cat([k, v], -1).movedim(2, 0).contiguous(), q.shape[2]
         sent = torch.cat([own] * len(UNEVEN)).flatten(1)
         every = all_to_all_single_autograd(sent, list(UNEVEN), [count] * len(UNEVEN), everybody()).unflatten(1, own.shape[1:])
         k, v = every.movedim(0, 2).chunk(2, -1)
-        row, column = torch.arange(count) + sum(UNEVEN[:rank]), torch.arange(sum(UNEVEN))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=row[:, None] >= column)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(x)))
+        return of_own_rows(q, k, v, sum(UNEVEN[: dist.get_rank()]))
 
 
-def error_of(rank: int, kind: type[Layer], rows: tuple[int, ...] | None = None) -> float:
-    """The largest error of a gradient: each rank has the loss of its own rows."""
-    torch.set_default_dtype(torch.float64)
+class Few(Layer):
+    """Heads of queries share those of some keys; all rows are here."""
+
+    keys = 2
+
+    def parts(self, h: Tensor) -> Iterator[Tensor]:
+        for project, count in ((self.q, None), (self.k, self.keys), (self.v, self.keys)):
+            yield self.by_heads(project(h).unflatten(-1, (-1, HEAD))[:, :, :count])
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class FewByHeads(Few, Ulysses):
+    """The same of all rows, for a part of the heads."""
+
+
+def decoder(kind: type[Layer] = Layer, heads: int = 2, keys: int = 0) -> Decoder:
     torch.manual_seed(0)
-    truth = Decoder(layers=2)
-    model: Any = copy.deepcopy(truth)
+    return of_kind(Decoder(layers=2, width=heads * HEAD), kind, keys)
+
+
+def of_kind(model: Decoder, kind: type[Layer], keys: int = 0) -> Decoder:
     for layer in model.layers:
         layer.__class__ = kind
-    rows = rows or (ROWS,) * dist.get_world_size()
+        layer.keys = keys  # type: ignore[assignment]
+    return model
+
+
+def error_of(rank: int, make: Callable[[], Decoder], kind: type[Layer], keys: int = 0, rows: tuple[int, ...] = ()) -> float:
+    """The largest error of a gradient: each rank has the loss of its own rows."""
+    torch.set_default_dtype(torch.float64)
+    truth = make()
+    model: Any = of_kind(copy.deepcopy(truth), kind, keys)
+    rows = rows or (20,) * dist.get_world_size()
     data = data_of(0, sum(rows))
     truth(*data).backward()
-    run = torch.compile(model, backend="streambp", options={"chunk_size": CHUNK, "loss_chunk_size": CHUNK, "check_passes": True})
     own = [part.split(rows, 1)[rank] for part in data]
+    run = torch.compile(model, backend="streambp", options={**OPTIONS, **({"save": "inputs", "bodies": "eager"} if keys else {})})
     (run(*own) * rows[rank] / sum(rows)).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     return worst(model, truth)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [Gathered, Ulysses])
-def test_gradients_are_those_of_one_process(kind: type[nn.Module]) -> None:
-    assert max(on_ranks(error_of, kind)) < 1e-12
-
-
 def test_ranks_with_other_numbers_of_rows_exchange_them_again() -> None:
     """What is exchanged is made again in the backward half, where the parts are of other sizes, too."""
-    assert max(on_ranks(error_of, Swapped, UNEVEN)) < 1e-12
+    assert max(on_ranks(error_of, decoder, Swapped, 0, UNEVEN)) < 1e-12
+
+
+CASES = [
+    *(
+        (partial(decoder, heads=world), kind, 0, world)
+        for kind, world in ((Gathered, 2), (Gathered, 5), (Ulysses, 3), (Ulysses, 4))
+    ),
+    *((partial(decoder, Few, heads, keys), FewByHeads, keys, world) for world, heads, keys in ((2, 8, 4), (4, 16, 4))),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("make", "kind", "keys", "world"), CASES)
+def test_gradients_are_those_of_one_process(make: Callable[[], Decoder], kind: type[Layer], keys: int, world: int) -> None:
+    assert max(on_ranks(error_of, make, kind, keys, world=world)) < 1e-12

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from streamfx.passes.partition.code_sinking import sunk
-from tests.support import decoders, layouts
+from tests.support.decoders import VOCABULARY
 from tests.support.exactness import compare
+from tests.support.used import Used, batch, used
 
 
 class Drawn:
@@ -29,29 +30,6 @@ class Drawn:
     def order(self, *attentions: fx.Node) -> list[fx.Node]:
         starts = [self.nodes.index(node) for node in attentions]
         return sunk(self.nodes, starts, self.bytes.__getitem__)
-
-
-def two_models(left: int) -> tuple[list[str], list[str]]:
-    """A student's last value takes `left` bytes; names before and after."""
-    d = Drawn()
-    ids = d.add("ids", 0)
-    student = d.add("student_attention", 16, ids)
-    mlp = d.add("student_mlp", 16, student, target=torch.ops.aten.mm.default)
-    logits = d.add("student_logits", left, mlp, target=torch.ops.aten.mm.default)
-    teacher = d.add("teacher_attention", 24, ids)
-    others = d.add("teacher_logits", 1000, teacher)
-    d.add("loss", 0, logits, others)
-    return [node.name for node in d.nodes], [node.name for node in d.order(student, teacher)]
-
-
-def test_large_values_wait_no_longer() -> None:
-    _, after = two_models(left=1000)
-    assert after == ["ids", "student_attention", "student_mlp", "teacher_attention", "teacher_logits", "student_logits", "loss"]
-
-
-def test_small_values_stay() -> None:
-    before, after = two_models(left=8)
-    assert after == before
 
 
 def test_any_order_can_be_computed() -> None:
@@ -72,26 +50,20 @@ def test_any_order_can_be_computed() -> None:
         assert all(place[source] < place[node] for node in order for source in node.all_input_nodes), seed
 
 
-class EarlyExits(decoders.Plain):
+def early_exits(model: Used, x: Tensor, labels: Tensor) -> Tensor:
     """Every layer has its own logits, and the last layer's teach the others; one layer adds a loss of its own."""
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x, exits, loss = self.embed(ids), [], torch.zeros((), dtype=torch.float64)
-        for i, (attend, mlp) in enumerate(zip(self.attend, self.mlp, strict=True)):
-            x = x + attend(self.norms[2 * i](x))
-            x = x + mlp(self.norms[2 * i + 1](x))
-            exits.append(self.head(self.norms[-1](x)).log_softmax(-1))
-            loss = loss + 0.1 * x.square().mean()
-        *students, teacher = exits
-        for student in students:
-            loss = loss + F.kl_div(student, teacher.detach(), log_target=True, reduction="batchmean")
-        return loss + F.nll_loss(teacher.flatten(0, 1), labels.flatten())
+    exits, loss = [], torch.zeros((), dtype=torch.float64)
+    for attend in model.attend:
+        x = x + attend(x)
+        exits.append(model.head(model.norms[-1](x)).log_softmax(-1))
+        loss = loss + 0.1 * x.square().mean()
+    *students, teacher = exits
+    for student in students:
+        loss = loss + F.kl_div(student, teacher.detach(), log_target=True, reduction="batchmean")
+    return loss + F.nll_loss(teacher.flatten(0, 1), labels.flatten())
 
 
 def test_early_exits() -> None:
-    ids = layouts.tokens(decoders.VOCABULARY, 2, 13)
-    model = decoders.made(lambda: EarlyExits(3))
-    report = compare(model, {"ids": ids, "labels": ids}, chunk_size=5, also=(1, 16), attention={"causal"})
-    (facts,) = report.facts
-    wide = [node for stage in facts.stages for node in stage.outputs if decoders.VOCABULARY in node.meta["val"].shape]
+    (facts,) = compare(used(early_exits, layers=3), batch(13), chunk_size=5, also=(1, 16), attention={"causal"}).facts
+    wide = [node for stage in facts.stages for node in stage.outputs if VOCABULARY in node.meta["val"].shape]
     assert not wide, "logits of an early layer wait for the last one"

@@ -1,10 +1,16 @@
-"""`StreamCallback` in a real trainer: on while it trains, off behind it, with eager's losses and weights (float32, 1e-5)."""
+"""`StreamCallback` in a real trainer, and the plugins of `examples/plugins` for launchers that make the trainer themselves.
+
+On while it trains, off behind it, with eager's losses and weights (float32, 1e-5). Launchers are stand-ins with the interface
+that the source of Axolotl and LLaMA-Factory shows.
+"""
 
 from __future__ import annotations
 
-import subprocess
+import importlib
+import json
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,20 +19,27 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
+pytest.importorskip("pydantic")
 
 import streamfx
 from streamfx.integrations import StreamCallback
 from tests.support.trainers.building import build
 from tests.support.trainers.running import assert_same_history, assert_same_weights, history, weights
 
+FOLDER = Path(__file__).parents[1] / "examples" / "plugins"
+OPTIONS: dict[str, Any] = {"chunk_size": 7, "loss_chunk_size": 7}
+
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for plugin in FOLDER.glob("*.py"):
+        monkeypatch.delitem(sys.modules, plugin.stem, raising=False)
 
 
-def trained(folder: Path, callback: StreamCallback | None = None) -> Any:
-    trainer = build("transformers", folder)
+def trained(folder: Path, callback: Any = None, **arguments: Any) -> Any:
+    trainer = build("transformers", folder, **arguments)
     if callback is not None:
         trainer.add_callback(callback)
     torch.manual_seed(3)
@@ -34,19 +47,24 @@ def trained(folder: Path, callback: StreamCallback | None = None) -> Any:
     return trainer
 
 
-def test_it_trains_as_eager_does_and_undoes_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, callback = trained(tmp_path), StreamCallback(chunk_size=7, loss_chunk_size=7)
-    capsys.readouterr()
-    streamed = trained(tmp_path, callback)
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("streamfx: ")]
+def assert_streamed(callback: Any, said: str, lengths: int = 1) -> None:
+    told = [line for line in said.splitlines() if line.startswith("streamfx: ")]
     assert len(told) == 1 and "every stage streams, 7 rows per chunk" in told[0], told
     assert callback.enabled is not None and not callback.enabled.is_enabled
-    assert callback.enabled.calls["model"].counts.compiled == 2
+    assert callback.enabled.calls["model"].counts.compiled == lengths
+
+
+def test_it_trains_as_eager_does_and_undoes_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, callback = trained(tmp_path), StreamCallback(**OPTIONS)
+    capsys.readouterr()
+    streamed = trained(tmp_path, callback)
+    assert_streamed(callback, capsys.readouterr().out, lengths=2)
     assert streamed.model._compiled_call_impl is None
     assert_same_history(history(streamed), history(plain), 1e-5)
     assert_same_weights(weights(streamed.model), weights(plain.model), 1e-5)
 
 
+@pytest.mark.long
 def test_what_was_enabled_before_stays_enabled(tmp_path: Path) -> None:
     trainer, callback = build("transformers", tmp_path, max_steps=1), StreamCallback(chunk_size=7)
     with streamfx.enable(trainer, chunk_size=7) as before:
@@ -58,14 +76,41 @@ def test_what_was_enabled_before_stays_enabled(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(streamfx.OptionError, match="did you mean 'chunk_size'"):
         StreamCallback(chunksize=7)
-    trainer = build("transformers", tmp_path, torch_compile_backend="eager")
-    trainer.add_callback(StreamCallback())
     with pytest.raises(streamfx.IntegrationError, match="was told to do so"):
-        trainer.train()
+        trained(tmp_path, StreamCallback(), torch_compile_backend="eager")
 
 
-def test_the_callback_alone_imports_transformers() -> None:
-    code = "import sys, streamfx.integrations\nassert 'transformers' not in sys.modules\n"
-    code += "streamfx.integrations.StreamCallback\nassert 'transformers' in sys.modules\n"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
+    """A module of this name, inside of packages."""
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+    vars(sys.modules[name]).update(content)
+
+
+def test_axolotl_reads_options_and_refuses_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "axolotl.integrations.base", BasePlugin=object)
+    plugin = importlib.import_module("streamfx_axolotl").StreamPlugin()
+    module, name = plugin.get_input_args().rsplit(".", 1)  # as Axolotl does with it
+    read = getattr(importlib.import_module(module), name)
+    for given in ({}, OPTIONS):
+        (callback,) = plugin.add_callbacks_pre_trainer(read(streamfx=given) if given else read(), None)
+        assert isinstance(callback, StreamCallback) and callback.options == given
+    with pytest.raises(streamfx.OptionError, match="did you mean 'chunk_size'"):
+        plugin.add_callbacks_pre_trainer(SimpleNamespace(streamfx={"chunksize": 7}), None)
+
+
+def test_llamafactory_trains_with_the_callback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = []
+
+    def run_exp(args: Any = None, callbacks: Any = None) -> None:
+        given.extend(callbacks)
+        trained(tmp_path, *callbacks, max_steps=1)
+
+    stand_in(monkeypatch, "llamafactory.train.tuner", run_exp=run_exp)
+    monkeypatch.setenv("STREAMFX_OPTIONS", json.dumps(OPTIONS))
+    importlib.import_module("train_llamafactory").main()
+    (callback,) = given
+    assert_streamed(callback, capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Of a function that takes many pieces in turn few turns are followed: what they stand for is what following all of them says."""
+"""Few stand for many: turns of a function that takes pieces in turn, chunks of a loop. Their cost is that of following all."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ from torch import Tensor, nn
 
 from streamfx.cost.eager_step import EagerStep, eager_step
 from streamfx.cost.loop_sampling import FIRST, LAST, IterationsDifferError, in_turn
+from streamfx.runtime.chunks import Chunks
 from streamfx.tools.inspect.eager import checkpointed, eager_cost
 from streamfx.tools.planner import baselines
 from streamfx.tools.planner.models import built, loss_of
 from streamfx.tools.planner.objectives import objective_called
 from streamfx.tools.report.verdict import IN_CHUNKS
 from streamfx.torch_private import FakeTensorMode
+from tests.support.small import EXAMPLES, Causal
+from tests.support.spread import only
+from tests.test_explain import summary_of
 
 ROWS, WIDTH, VOCABULARY = 8, 16, 50
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 100,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100}
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -53,8 +50,11 @@ def step(
         return eager_step(call, of_few=of_few)
 
 
+LENGTHS = [FIRST * ROWS, (FIRST + LAST) * ROWS, (FIRST + LAST + 1) * ROWS, 30 * ROWS, 30 * ROWS + 3]
+
+
 @pytest.mark.parametrize("is_trained", [True, False])
-@pytest.mark.parametrize("length", [FIRST * ROWS, (FIRST + LAST) * ROWS, (FIRST + LAST + 1) * ROWS, 30 * ROWS, 30 * ROWS + 3])
+@pytest.mark.parametrize("length", LENGTHS)
 def test_few_turns_stand_for_all(length: int, is_trained: bool) -> None:
     followed = [0, 0]
 
@@ -73,27 +73,18 @@ def test_what_turns_keep_is_not_stood_for() -> None:
         step(True, 30 * ROWS, around=lambda function: function)
 
 
-def test_turns_that_differ_are_refused() -> None:
+@pytest.mark.parametrize("message", ["the first turns differ", "is like none before"])
+def test_a_turn_that_differs_is_refused(message: str) -> None:
+    """One of the first, of which every second is kept, or one behind those that are stood for."""
     held: list[Tensor] = []
 
-    def every_second(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
-        held.append(hidden.clone() if len(held) % 2 else hidden)
-        return plain(weight, hidden, labels)
+    def loss(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
+        found, number = plain(weight, hidden, labels), len(held)
+        held.append(hidden if message == "the first turns differ" and number % 2 == 0 else hidden.new_empty(0))
+        return found + hidden.sum() if message == "is like none before" and number == FIRST + LAST - 2 else found
 
-    with pytest.raises(IterationsDifferError, match="the first turns differ"):
-        step(True, 30 * ROWS, every_second)
-
-
-def test_a_turn_behind_those_that_are_stood_for_is_looked_at() -> None:
-    turns: list[int] = []
-
-    def keeps_the_last(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
-        turns.append(len(turns))
-        found = plain(weight, hidden, labels)
-        return found + hidden.sum() if len(turns) == FIRST + LAST - 1 else found
-
-    with pytest.raises(IterationsDifferError, match="is like none before"):
-        step(True, 30 * ROWS, keeps_the_last)
+    with pytest.raises(IterationsDifferError, match=message):
+        step(True, 30 * ROWS, loss)
 
 
 class OfTheUsersOwn(nn.Linear):
@@ -103,7 +94,7 @@ class OfTheUsersOwn(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("head", [nn.Linear, OfTheUsersOwn])
+@pytest.mark.parametrize("head", only([OfTheUsersOwn], [nn.Linear, OfTheUsersOwn]))
 def test_heads_of_torchs_own_alone_are_followed_in_few_turns(head: type[nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
@@ -113,25 +104,26 @@ def test_heads_of_torchs_own_alone_are_followed_in_few_turns(head: type[nn.Linea
 
     monkeypatch.setattr(baselines, "in_turn", noted)
     monkeypatch.setattr(baselines, "BUSY", ROWS)
-    model = built(TINY, "float32")
+    model = built({"model_type": "llama", **SIZES}, "float32")
     model.lm_head = head(32, 100, bias=False, device="meta")
     chunked, around = baselines.ways_of(model)[IN_CHUNKS]
     found = eager_cost(loss_of(chunked), objective_called("sft", 1).inputs(1, 30 * ROWS), around)
     assert found is not None and bool(asked) is (head is nn.Linear)
 
 
-def test_where_turns_differ_all_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_turns_differ_all_are_followed() -> None:
     calls: list[int] = []
 
     class Odd(nn.Module):
+        """Keeps each second piece as it is."""
+
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, device="meta")])
             self.kept: list[Tensor] = []
 
         def forward(self, x: Tensor) -> Tensor:
-            hidden = self.layers[0](x)
-            return torch.stack(in_turn(self.loss, [(piece,) for piece in hidden.split(ROWS, 1)])).sum()
+            return torch.stack(in_turn(self.loss, [(piece,) for piece in self.layers[0](x).split(ROWS, 1)])).sum()
 
         def loss(self, piece: Tensor) -> Tensor:
             calls.append(len(calls))
@@ -140,3 +132,32 @@ def test_where_turns_differ_all_are_followed(monkeypatch: pytest.MonkeyPatch) ->
 
     cost = eager_cost(Odd(), {"x": torch.empty(1, 30 * ROWS, WIDTH, device="meta")}, lambda forward: forward)
     assert cost is not None and len(calls) == FIRST + 30  # what is refused when the fourth begins, and all
+
+
+# -- few chunks
+
+
+@pytest.mark.parametrize("example", only(["streams"], EXAMPLES))
+def test_sampled_chunks_stand_for_all(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures of a loop that runs few chunks are those of one that runs them all."""
+    model, arguments = EXAMPLES[example].model(), EXAMPLES[example].arguments()
+    sampled = summary_of(model, *arguments, options={"chunk_size": 1})
+    monkeypatch.setattr("streamfx.cost.sampling.sample_of", list)
+    monkeypatch.setattr("streamfx.cost.sampling.total", lambda stretch, costs: sum(costs[i] for i in stretch))
+    every = summary_of(model, *arguments, options={"chunk_size": 1})
+    assert (sampled["flops"], sampled["peak_bytes"]) == (every["flops"], every["peak_bytes"])
+
+
+def test_the_number_of_chunks_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten million rows in chunks of four: no chunk is looked at but those that run."""
+    looked: list[int] = []
+    get = Chunks.__getitem__
+
+    def noted(chunks: Chunks, number: int) -> Any:
+        looked.append(number)
+        return get(chunks, number)
+
+    monkeypatch.setattr(Chunks, "__getitem__", noted)
+    ids: Any = torch.empty(1, 10**7, dtype=torch.int64, device="meta")
+    assert summary_of(Causal().to("meta"), ids, ids, options={"chunk_size": 4})["sequence"] == [10**7]
+    assert len(looked) < 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 import streamfx
 from streamfx.ir.signature import Signature
-from streamfx.passes.ops.rules.registry import RULES, RuleCall, notation_rule
+from streamfx.passes.ops.rules.registry import RULES, notation_rule
+from tests.support.spread import spread
 
 WIDTH = 8
 
@@ -23,19 +25,14 @@ def gate(x: Tensor) -> Tensor:
     return left * right.sigmoid()
 
 
-@torch.library.custom_op("streamfx_tests::gate_backward", mutates_args=())
-def gate_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    left, right = x.chunk(2, -1)
+def gate_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    left, right = ctx.saved_tensors[0].chunk(2, -1)
     share = right.sigmoid()
     return torch.cat((gradient * share, gradient * left * share * (1 - share)), -1)
 
 
 gate.register_fake(lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
-gate_backward.register_fake(lambda gradient, x: torch.empty_like(x))
-gate.register_autograd(
-    lambda ctx, gradient: gate_backward(gradient, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+gate.register_autograd(gate_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 class Gated(nn.Module):
@@ -50,74 +47,64 @@ class Gated(nn.Module):
         return y.square().mean()
 
 
-def kinds(model: nn.Module, x: Tensor) -> list[str]:
-    return [stage["reason"] or stage["kind"] for stage in streamfx.explain(model, x).summary()["stages"]]
+X = (2, 11, WIDTH)
+OTHERS = "tells of other tensors, or of other dimensions, than the call has"
 
 
-def test_without_rules_it_runs_whole_and_says_so() -> None:
-    model, x = Gated(), torch.randn(2, 11, WIDTH)
-    assert any("gate" in kind and "test_user_rules.py" in kind for kind in kinds(model, x)), kinds(model, x)
-    assert streamfx.verify(model, x, options={"chunk_size": 4}).ok
+RULES_THAT_SAY_NOTHING: list[tuple[Any, str]] = [
+    (lambda call: vars(call)["rows"], "the rule for streamfx_tests.gate.default raises KeyError: 'rows'"),
+    (lambda call: "... e! -> ... d", "is to return a Signature or None, and returns '... e! -> ... d' (str)"),
+    (lambda call: Signature((((0,),),), (((0,),),)), OTHERS),
+    (None, "no rule for streamfx_tests.gate"),
+    (lambda call: Signature((), ()), OTHERS),
+    (lambda call: None, "the rule for streamfx_tests.gate.default does not cover these arguments"),
+]
+
+
+@pytest.mark.parametrize(("rule", "says"), spread(RULES_THAT_SAY_NOTHING, 3))
+def test_a_rule_that_says_nothing_is_told(rule: Any, says: str) -> None:
+    """The operator runs whole then, and is exact."""
+    if rule is not None:
+        streamfx.register_rule(gate, rule)
+    model, x = Gated(), torch.randn(X)
+    reasons = [stage["reason"] or "" for stage in streamfx.explain(model, x).summary()["stages"]]
+    assert any(says in reason and "test_user_rules.py" in reason for reason in reasons), reasons
+    assert rule is not None or {"streamfx.register_rule", "streamfx.register_recurrence"} <= set(
+        re.findall(r"[\w.]+", str(reasons))
+    )
+    assert streamfx.verify(model, x, chunk_size=4).ok
 
 
 def test_with_rules_it_streams() -> None:
     streamfx.register_rule(gate, "... e! -> ... d")
-    streamfx.register_rule(torch.ops.streamfx_tests.gate_backward.default, "... d!, ... e! -> ... e")
-    model, x = Gated().double(), torch.randn(2, 11, WIDTH, dtype=torch.float64, requires_grad=True)
-    assert set(kinds(model, x)) == {"streamed"}
-    assert streamfx.verify(model, x, options={"chunk_size": 4}).max_error < 1e-12
+    model, x = Gated().double(), torch.randn(X, dtype=torch.float64, requires_grad=True)
+    assert {stage["kind"] for stage in streamfx.explain(model, x).summary()["stages"]} == {"streamed"}
+    assert streamfx.verify(model, x, chunk_size=4).max_error < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("operator", "rule", "says"),
-    [
-        (gate, "... e! to ... d", "one arrow"),
-        (gate, "... e!, d -> ... d", "1 tensor arguments and 1 results"),
-        (gate, "... e! -> d, d", "1 tensor arguments and 1 results"),
-        (gate, "... e? -> d", "one arrow"),
-        (gate, "b d d -> b d", "names a letter twice"),
-        (gate, "... d! -> ... d d!", "names a letter twice"),
-        (gate, 3, "notation such as"),
-        (torch.sigmoid, "... -> ...", "torch.library.custom_op"),
-        (torch.ops.aten.mm, "m k, k n -> m n", "several overloads"),
-        (torch.ops.aten.mm.default, "m k, k n -> m n", "has a rule already"),
-        (torch.ops.aten.cumsum.default, "... d! -> ... d", "has a rule already"),
-        (torch.ops.aten.sin.default, "... -> ...", "has a rule already"),
-        (torch.ops.aten.silu.default, lambda call: None, "has a rule already"),
-        (torch.ops.aten.mse_loss.default, "..., ... -> ", "has a rule already"),
-        (gate, "e! -> ... d", "has ... on the right alone"),
-    ],
-)
-def test_what_cannot_be_is_refused(operator: object, rule: object, says: str) -> None:
+REFUSED: list[tuple[Any, Any, str]] = [
+    (gate, "... e! to ... d", "one arrow"),
+    (gate, "... e! -> d, d", "1 tensor arguments and 1 results"),
+    (gate, "... e? -> d", "one arrow"),
+    (gate, "b d d -> b d", "names a letter twice"),
+    (gate, "... d! -> ... d d!", "names a letter twice"),
+    (gate, 3, "notation such as"),
+    (gate, "e! -> ... d", "has ... on the right alone"),
+    (torch.sigmoid, "... -> ...", "torch.library.custom_op"),
+    (torch.ops.aten.mm, "m k, k n -> m n", "several overloads"),
+    (torch.ops.aten.mm.default, "m k, k n -> m n", "has a rule already"),
+    (torch.ops.aten.sin.default, "... -> ...", "has a rule already"),
+    (torch.ops.aten.silu.default, lambda call: None, "has a rule already"),
+    (torch.ops.aten.mse_loss.default, "..., ... -> ", "has a rule already"),
+]
+
+
+def test_what_cannot_be_is_refused() -> None:
     before = dict(RULES)
-    with pytest.raises(streamfx.RuleError, match=says):
-        streamfx.register_rule(operator, rule)  # type: ignore[arg-type]
+    for operator, rule, says in REFUSED:
+        with pytest.raises(streamfx.RuleError, match=says):
+            streamfx.register_rule(operator, rule)
     assert before == RULES
-
-
-def failing(call: RuleCall) -> Any:
-    return vars(call)["rows"]
-
-
-@pytest.mark.parametrize(
-    ("rule", "says"),
-    [
-        (failing, "the rule for streamfx_tests.gate.default raises KeyError: 'rows'"),
-        (lambda call: "... e! -> ... d", "is to return a Signature or None, and returns '... e! -> ... d' (str)"),
-        (lambda call: Signature((((0,),),), (((0,),),)), "tells of other tensors, or of other dimensions, than the call has"),
-        (lambda call: Signature((), ()), "tells of other tensors, or of other dimensions, than the call has"),
-        (lambda call: None, "the rule for streamfx_tests.gate.default does not cover these arguments"),
-    ],
-    ids=["an error", "notation", "other dimensions", "other tensors", "nothing"],
-)
-def test_a_rule_that_says_nothing_is_told(rule: Callable[[RuleCall], Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator runs whole then, and that is why."""
-    monkeypatch.delitem(RULES, gate._opoverload, raising=False)
-    streamfx.register_rule(gate, rule)
-    model, x = Gated(), torch.randn(2, 11, WIDTH)
-    assert any(says in kind for kind in kinds(model, x)), kinds(model, x)
-    assert streamfx.verify(model, x, options={"chunk_size": 4}).ok
-    del RULES[gate._opoverload]
 
 
 @torch.library.custom_op("streamfx_tests::add_to", mutates_args=())
@@ -136,30 +123,23 @@ add_to.register_fake(lambda x, y: x.new_empty(torch.broadcast_shapes(x.shape, y.
 spread_out.register_fake(lambda x: x.new_empty(x.shape[0], 11))
 
 
-class Beside(nn.Module):
-    """Adds what an operator without gradients makes of the stream."""
-
-    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.made, self.up = made, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.up(x)[:, None]
-        y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
-        return (y * self.made(y.detach())).square().mean()
+FITTING: dict[str, Callable[[Tensor], Tensor]] = {
+    "of another rank": lambda x: add_to(x, x[0]),  # as many sequences as rows
+    "one row for all": lambda x: add_to(x, x[:, :1]),
+    "a new dimension": lambda x: spread_out(x[:, 0])[..., None],
+}
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda x: add_to(x, x[0]),  # as many sequences as rows
-        lambda x: add_to(x, x[:, :1]),
-        lambda x: spread_out(x[:, 0])[..., None],
-    ],
-    ids=["of another rank", "one row for all", "a new dimension"],
-)
+@pytest.mark.parametrize("made", spread(FITTING.values(), 3), ids=FITTING)
 def test_notation_holds_for_the_calls_it_fits(made: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     for operator, notation in ((add_to, "... d, ... d -> ... d"), (spread_out, "b d -> b t")):
         monkeypatch.setitem(RULES, operator._opoverload, notation_rule(notation))
     x = torch.randn(11, 11, WIDTH, dtype=torch.float64, requires_grad=True)
-    assert streamfx.verify(Beside(made).double(), x, options={"chunk_size": 4}).max_error < 1e-12
+
+    def beside(x: Tensor) -> Tensor:
+        """Scales the stream by what an operator without gradients makes of it."""
+        q = x.sin()[:, None]
+        y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+        return (y * made(y.detach())).square().mean()
+
+    assert streamfx.verify(beside, x, chunk_size=4).max_error < 1e-12

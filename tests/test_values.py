@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from streamfx.ir.ranges import Range, activation, assumed_of, constant, everything, hull, in_type, is_exact_in
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
 from streamfx.passes.ops.ranges.arithmetic import plus, times
-from tests.support.spread import spread
-from tests.support.values import ASSUMED, HURTING, TYPES, Drawn, Sample, samples, traced_values
+from tests.support.spread import only, spread
+from tests.support.values import ASSUMED, HURTING, TYPES, Drawn, drawn, traced_values
 
 aten = torch.ops.aten
 INF = math.inf
@@ -39,9 +39,8 @@ def holds(known: Range, found: Tensor) -> bool:
 numbers = st.one_of(st.integers(-300, 300), st.floats(-1e5, 1e5), st.sampled_from([0, -INF, INF, 1e39, -1e39, 2**31, -(2**63)]))
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@EASY
-@given(low=numbers, high=numbers, share=st.floats(0, 1))
+@settings(EASY, max_examples=300)
+@given(st.sampled_from(TYPES), numbers, numbers, st.floats(0, 1))
 def test_what_a_type_makes_of_a_number(dtype: torch.dtype, low: float, high: float, share: float) -> None:
     """Wrapped, rounded, infinite or true: a number of the range, cast, is in the range cast."""
     low, high = min(low, high), max(low, high)
@@ -54,9 +53,8 @@ def test_what_a_type_makes_of_a_number(dtype: torch.dtype, low: float, high: flo
         assert holds(in_type(Range(low, high), dtype), cast)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@EASY
-@given(number=st.integers(-(2**54), 2**54))
+@settings(EASY, max_examples=300)
+@given(st.sampled_from(TYPES), st.integers(-(2**54), 2**54))
 def test_whole_numbers_that_a_type_holds(dtype: torch.dtype, number: int) -> None:
     if is_exact_in(dtype, min(number, 0), max(number, 0)):
         assert int(torch.tensor(number, dtype=torch.int64).to(dtype).item()) == number
@@ -65,12 +63,11 @@ def test_whole_numbers_that_a_type_holds(dtype: torch.dtype, number: int) -> Non
 # -- one law for all transfer functions
 
 
-@pytest.mark.parametrize("seeds", spread([range(8), range(8, 400)], 2), ids=str)
-@pytest.mark.parametrize("sample", samples(), ids=str)
-def test_transfer_functions_hold(sample: Sample, seeds: range) -> None:
+@pytest.mark.parametrize("seeds", spread([range(8), range(8, 100), range(100, 200), range(200, 400)], 4), ids=str)
+def test_transfer_functions_hold(seeds: range) -> None:
     """On numbers drawn to hurt, for every argument and type: what is computed lies in what is claimed for it."""
-    for seed in seeds:
-        call = sample.drawn(seed)
+    for operator, seed in itertools.product(TRANSFERS.keys() - ASSUMED, seeds):
+        call = drawn(operator, seed)
         graph, values = call.traced()
         try:
             results = call.run()
@@ -78,9 +75,8 @@ def test_transfer_functions_hold(sample: Sample, seeds: range) -> None:
             continue
         for position, result in enumerate(results):
             known = values(position)
-            assert holds(known, result), (
-                f"{sample} seed {seed} result {position}: {known} does not hold {result.flatten()[:8]}\n{graph}"
-            )
+            text = f"{operator} seed {seed} result {position}: {known} does not hold {result.flatten()[:8]}\n{graph}"
+            assert holds(known, result), text
 
 
 EDGES = [-1200.0, -746, -745.13, -745, -709.5, -705, -701, -104.5, -103, -88.5, -87, -17.5, -17, -10, -9, -1e-4, -1e-9, -1e-310]
@@ -103,12 +99,6 @@ def test_functions_hold_where_types_end(dtype: torch.dtype) -> None:
             assert holds(known, results[0]), f"{operator} of {one} and {other}: {known} does not hold {results[0]}"
 
 
-def test_each_transfer_function_has_a_sample() -> None:
-    covered = {operator for sample in samples() for operator in sample.operators}
-    missing = [str(operator) for operator in TRANSFERS if operator not in covered and operator not in ASSUMED]
-    assert not missing, f"no sample for {missing}"
-
-
 def test_a_call_with_an_argument_that_no_row_names_is_not_covered() -> None:
     """`sub` of two vectors with alpha, `sum` into another type, `div` that rounds: known; an argument from nowhere: not."""
     graph = fx.Graph()
@@ -118,68 +108,47 @@ def test_a_call_with_an_argument_that_no_row_names_is_not_covered() -> None:
         x.meta["val"] = torch.zeros(3, 3)
         node.meta["val"] = torch.zeros(3, 3)
     row = TRANSFERS[aten.addmm.default]
-    TRANSFERS[aten.addmm.default] = type(row)(row.function, row.names - {"beta"}, row.elementwise)
-    try:
+    without = type(row)(row.function, row.names - {"beta"}, row.elementwise)
+    with mock.patch.dict(TRANSFERS, {aten.addmm.default: without}):
         assert ValueRanges([x]).of(node) == everything(torch.float32)
-    finally:
-        TRANSFERS[aten.addmm.default] = row
 
 
 # -- whole programs
 
-LEAVES = ["i", "j", "ids", "mask", "gate", "table[ids]", "torch.ones_like(i)", "torch.zeros(T, dtype=torch.float16)"]
+LEAVES = ["i", "(i + 3)", "ids", "mask", "gate", "table[ids]", "torch.ones_like(i)", "torch.zeros(7, dtype=torch.float16)"]
+CASTS = ("bool", "to(torch.uint8)", "to(torch.int8)", "to(torch.bfloat16)", "to(torch.float16)", "double", "long")
 UNARY = [
-    "-{}",
-    "{}.abs()",
-    "{}.to(torch.uint8)",
-    "{}.to(torch.int8)",
-    "{}.bool()",
-    "{}.to(torch.bfloat16)",
-    "{}.to(torch.float16)",
-    "{}.double()",
-    "{}.long()",
-    "{} // 3",
-    "{} % 5",
-    "{}.float().exp()",
-    "{}.float().log()",
-    "1 / {}",
-    "1 - {}",
-    "{}.cumsum(-1)",
-    "{}.clamp(-2, 7)",
-    "{}.double().sigmoid()",
-    "{}.float() ** 2",
-    "{} * 1000",
-    "{} * torch.finfo(torch.float32).min",
+    *(f"{{}}.{cast}" + "()" * (not cast.endswith(")")) for cast in CASTS),
+    *(
+        "-{}",
+        "{}.abs()",
+        "{} // 3",
+        "{} % 5",
+        "1 / {}",
+        "1 - {}",
+        "{} * 1000",
+        "{} * 2**61",
+        "{} * torch.finfo(torch.float32).min",
+    ),
+    *("{}.cumsum(-1)", "{}.clamp(-2, 7)", "{}.amax(-1, keepdim=True)", "torch.where(gate < 0, {}, 0)"),
+    *(f"{{}}.float().{name}()" for name in ("exp", "log", "rsqrt", "nan_to_num")),
+    *("{}.double().sigmoid()", "{}.double().softmax(-1)", "{}.double().var(-1, correction=5, keepdim=True)"),
+    *("{}.float() ** 2", "{}.double() ** 0.5", "torch.pow({}.double(), torch.tensor([0.5]).double())"),
     "{}.float().masked_fill(mask > 0, -torch.inf)",
-    "{}.float().rsqrt()",
-    "{}.amax(-1, keepdim=True)",
-    "{}.double().softmax(-1)",
-    "torch.where(gate < 0, {}, 0)",
-    "{}.float().nan_to_num()",
-    "{} * 2**61",
-    "{}.double() ** 0.5",
-    "torch.pow({}.double(), torch.tensor([0.5]).double())",
     "(lambda v: v / v.sum(-1, keepdim=True))({})",
     "(lambda v: v - v.amax(-1, keepdim=True))({})",
     "({}.float() * 1e38).sum(-1, keepdim=True)",
-    "{}.double().var(-1, correction=5, keepdim=True)",
     "({}.double()[None] @ torch.ones(7, 7).double())[0]",
 ]
 BINARY = [
-    "{} + {}",
-    "{} - {}",
-    "{} * {}",
-    "{} / {}",
-    "torch.sub({}, {}, alpha=2)",
-    "torch.add({}, {}, alpha=-3)",
-    "torch.rsub({}, {}, alpha=2)",
-    "{} < {}",
-    "{} >= {}",
-    "{} == {}",
-    "torch.maximum({}, {})",
-    "torch.where(gate < 0, {}, {})",
-    "torch.logical_and({}, {})",
-    "torch.logical_or({}, {})",
+    *(f"{{}} {sign} {{}}" for sign in ("+", "-", "*", "/", "<", ">=", "==")),
+    *(f"torch.{name}({{}}, {{}})" for name in ("maximum", "logical_and", "logical_or")),
+    *(
+        "torch.sub({}, {}, alpha=2)",
+        "torch.add({}, {}, alpha=-3)",
+        "torch.rsub({}, {}, alpha=2)",
+        "torch.where(gate < 0, {}, {})",
+    ),
 ]
 
 
@@ -193,41 +162,29 @@ def programs(draw: st.DrawFn, depth: int = 3) -> str:
     return "(" + draw(st.sampled_from(BINARY)).format(one, other) + ")"
 
 
-def _inputs(seed: int) -> dict[str, Tensor]:
+def _inputs(seed: int) -> list[Tensor]:
+    """Numbers, a mask, a gate, and a table."""
     generator = torch.Generator().manual_seed(seed)
 
     def chosen(numbers: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(numbers)[torch.randint(len(numbers), (7,), generator=generator)].to(dtype)
 
-    return {
-        "ids": torch.randint(0, 4, (7,), generator=generator),
-        "mask": chosen([0, 1, 1, 2, -3], torch.int64),
-        "gate": chosen(HURTING, torch.float32),
-        "table": chosen([-INF, 0, 1, -1e30, 3], torch.float32)[:4],
-    }
+    drawn = [chosen([0, 1, 2, 3], torch.int64), chosen([0, 1, 1, 2, -3], torch.int64), chosen(HURTING, torch.float32)]
+    return [*drawn, chosen([-INF, 0, 1, -1e30, 3], torch.float32)[:4]]
 
 
-@settings(EASY, max_examples=200)
-@given(programs(), st.integers(0, 9), st.sampled_from([torch.int64, torch.int32, torch.uint8, torch.int8, torch.bfloat16]))
-def test_programs_stay_within_their_ranges(program: str, seed: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", only([torch.int8], [torch.int64, torch.int32, torch.uint8, torch.int8, torch.bfloat16]))
+@settings(EASY, max_examples=40)
+@given(program=programs(), seed=st.integers(0, 9))
+def test_programs_stay_within_their_ranges(dtype: torch.dtype, program: str, seed: int) -> None:
     """Index arithmetic, data masks, gates, tables, fills and casts: every value of the traced graph is in its range."""
 
-    def function(ids: Tensor, mask: Tensor, gate: Tensor, table: Tensor) -> Tensor:
-        i = torch.arange(7).to(dtype)
-        names: dict[str, Any] = {
-            "i": i,
-            "j": i + 3,
-            "ids": ids,
-            "mask": mask,
-            "gate": gate,
-            "table": table,
-            "T": 7,
-            "torch": torch,
-        }
-        result: Tensor = eval(program, names)
+    def function(*inputs: Tensor) -> Tensor:
+        names = dict(zip(("ids", "mask", "gate", "table"), inputs, strict=True))
+        result: Tensor = eval(program, {**names, "i": torch.arange(7).to(dtype), "torch": torch})
         return result
 
-    _check(function, list(_inputs(seed).values()), program)
+    _check(function, _inputs(seed), program)
 
 
 def _check(function: Callable[..., Tensor], inputs: list[Tensor], program: str) -> None:
@@ -239,20 +196,13 @@ def _check(function: Callable[..., Tensor], inputs: list[Tensor], program: str) 
         assert holds(known, found), f"{program}: {node.format_node()} is claimed to be {known}, and is {found.flatten()[:8]}"
 
 
-def test_ranges_join() -> None:
+def test_ranges_join_and_a_zero_has_either_sign() -> None:
+    """What divides by a zero is infinite of either sign: nothing that hides keys follows from `1 / (x * 0)`."""
     assert hull(constant(1), constant(3)) == Range(1, 3)
     assert hull(Range(0, 1, True), constant(3)) == Range(0, 3, True)
     assert constant(math.nan) == Range(-INF, INF, True)
-
-
-def test_a_zero_has_either_sign() -> None:
-    """What divides by it is infinite of either sign: nothing that hides keys follows from `1 / (x * 0)`."""
-
-    def function(x: Tensor) -> Tensor:
-        return (x * 0).reciprocal()
-
-    found = list(traced_values(function, [torch.tensor([-1.0, 1.0])]))
-    assert found[-1][1] == Range(-INF, INF, True)
+    *_, (_, claimed, _) = traced_values(lambda x: (x * 0).reciprocal(), [torch.tensor([-1.0, 1.0])])
+    assert claimed == Range(-INF, INF, True)
 
 
 FOUND: dict[str, Callable[[Tensor], Tensor]] = {

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.frontend import mask_buffers
+from tests.support.spread import only
 
 WIDTH, LENGTH = 8, 21
 
@@ -49,20 +50,15 @@ OTHERS: dict[str, Tensor] = {
 }
 
 
-def by_numpy(buffer: Tensor, values: Tensor) -> None:
-    buffer.numpy()[...] = values.numpy()
-
-
 def by_elements(buffer: Tensor, values: Tensor) -> None:
     """A single element, far above the diagonal."""
     buffer.data.view(-1)[-2 if buffer.dim() == 1 else LENGTH - 1] = values.view(-1)[-1]
 
 
 CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "copy_": lambda buffer, values: buffer.copy_(values),
     "data.copy_": lambda buffer, values: buffer.data.copy_(values),
     "data =": lambda buffer, values: setattr(buffer, "data", values.clone()),
-    "numpy": by_numpy,
+    "numpy": lambda buffer, values: buffer.numpy().__setitem__(..., values.numpy()),
     "one element": by_elements,
     "memory": lambda buffer, values: buffer.untyped_storage().copy_(values.clone().untyped_storage()),
     "set_": lambda buffer, values: buffer.set_(values.clone()),  # type: ignore[call-overload]
@@ -77,14 +73,14 @@ def gradients(function: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor)
     return [value.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", only(["data.copy_", "one element", "set_"], CHANGES))
 def test_the_next_call_is_exact(name: str) -> None:
     model, x = Model().double(), torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
     compiled = torch.compile(model, backend="streambp", options={"chunk_size": 5})
     gradients(compiled, model, x)
     for buffer, others in list(OTHERS.items())[: 1 if name == "swap_tensors" else None]:  # Dynamo holds the others by then
         before = model.get_buffer(buffer).clone()
-        for change, values in ((CHANGES[name], others), (CHANGES["copy_"], before)):
+        for change, values in ((CHANGES[name], others), (Tensor.copy_, before)):
             with torch.no_grad():
                 change(model.get_buffer(buffer), values)
             for ours, theirs in zip(gradients(compiled, model, x), gradients(model, model, x), strict=True):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import streamfx
+from streamfx.tools.inspect.tracing import traced
 from streamfx.tools.report.fallback_reasons import (
     BY_NUMBER,
     JOINED,
@@ -23,11 +24,10 @@ from streamfx.tools.report.fallback_reasons import (
     obstacles,
 )
 from tests.support.collectives import data_of
-from tests.support.decoders import VOCABULARY, Decoder
-from tests.support.decoders.fused import CausalHeads
-from tests.support.exactness import compare
+from tests.support.decoders import VOCABULARY, CausalHeads, Decoder
 from tests.support.over_ranks import one_of_many
 from tests.support.sharded import Decoder as ByRanks
+from tests.support.spread import spread
 from tests.test_sequence_parallel import Ulysses
 
 
@@ -49,37 +49,19 @@ def order(x: Tensor) -> Tensor:
     return x.detach().sum((0, 2)).argsort()
 
 
-def taken(x: Tensor) -> Tensor:
-    return x[:, torch.arange(3) * 5].sin().mean(1, keepdim=True).expand_as(x)
-
-
-def put(x: Tensor) -> Tensor:
-    return torch.ones_like(x).index_put((torch.arange(x.shape[0])[:, None], order(x)), x.sin())
-
-
-def read_otherwise(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[0], x.shape[2], -1).mT.sin()
-
-
-def largest(x: Tensor) -> Tensor:
-    """Rows of groups, as BLT reduces bytes to patches."""
-    groups = order(x).remainder(5)[None, :, None].expand_as(x)
-    found = x.new_zeros(x.shape[0], 5, x.shape[2]).scatter_reduce(1, groups, x.sin(), "amax", include_self=False)
-    return found.sum(1, keepdim=True).expand_as(x)
+def of_all(summary: Tensor, x: Tensor) -> Tensor:
+    """What was made of a few rows, for each row."""
+    return summary.mean(1, keepdim=True).expand_as(x)
 
 
 def attended(x: Tensor) -> Tensor:
     queries = torch.ones(x.shape[0], 1, 3, x.shape[2], dtype=x.dtype).cumsum(2)
-    return F.scaled_dot_product_attention(queries, x[:, None], x[:, None]).mean((1, 2))[:, None].expand_as(x)
+    return of_all(F.scaled_dot_product_attention(queries, x[:, None], x[:, None]).mean(1), x)
 
 
 def parts(x: Tensor) -> Tensor:
     one, two, three = x.split([7, 5, 7], 1)
     return torch.cat([three.sin(), two, one], 1)
-
-
-def twelfth(x: Tensor) -> Tensor:
-    return x[:, ::12].sin().mean(1, keepdim=True).expand_as(x)
 
 
 def joined(x: Tensor) -> Tensor:
@@ -88,30 +70,28 @@ def joined(x: Tensor) -> Tensor:
     return (x @ keys.mT).softmax(-1) @ keys
 
 
-WHYS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
-    "parts": (parts, "joins parts, each with rows of its own, to one sequence", PARTS),
-    "joined with blocks": (joined, "joins rows of the sequence and blocks of its rows to one dimension", JOINED),
-    "every twelfth": (twelfth, "aten.slice.Tensor takes every 12th row of the sequence", MIXES),
-    "by number": (taken, "takes rows by number, from anywhere in the sequence", BY_NUMBER),
-    "put by number": (put, "puts rows by number, anywhere in the sequence", BY_NUMBER),
-    "largest by number": (largest, "aten.scatter_reduce.two puts rows by number", BY_NUMBER),
-    "turned": (lambda x: x.flip(1).sin(), "puts the rows of the sequence in another order", MIXES),
-    "sorted": (lambda x: x.sort(1).values, "mixes the rows of the sequence", MIXES),
-    "other queries": (attended, "has queries that are no rows of the sequence", MIXES),
-    "other rows": (
-        lambda x: x.reshape(x.shape[0], x.shape[2], -1).mT.sin(),
-        "reads rows of one length as rows of another",
-        OTHER,
+WHYS: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
+    (parts, "joins parts, each with rows of its own, to one sequence", PARTS),
+    (joined, "joins rows of the sequence and blocks of its rows to one dimension", JOINED),
+    (lambda x: of_all(x[:, ::12].sin(), x), "aten.slice.Tensor takes every 12th row of the sequence", MIXES),
+    (lambda x: of_all(x[:, torch.arange(3) * 5].sin(), x), "takes rows by number, from anywhere in the sequence", BY_NUMBER),
+    (
+        lambda x: torch.ones_like(x).index_put((torch.arange(len(x))[:, None], order(x)), x.sin()),
+        "puts rows by number, anywhere in the sequence",
+        BY_NUMBER,
     ),
-}
+    (lambda x: x.flip(1).sin(), "puts the rows of the sequence in another order", MIXES),
+    (lambda x: x.sort(1).values, "mixes the rows of the sequence", MIXES),
+    (attended, "has queries that are no rows of the sequence", MIXES),
+    (lambda x: x.reshape(len(x), x.shape[2], -1).mT.sin(), "reads rows of one length as rows of another", OTHER),
+]
 
 
-@pytest.mark.parametrize("name", WHYS)
-def test_why(name: str) -> None:
-    mix, found, do = WHYS[name]
+@pytest.mark.parametrize(("mix", "found", "do"), spread(WHYS, 3), ids=[found for _, found, _ in WHYS])
+def test_why(mix: Callable[[Tensor], Tensor], found: str, do: str) -> None:
     ids = torch.randint(0, VOCABULARY, (2, 19))
-    report = compare(Mixed(mix).double(), {"ids": ids, "labels": ids}, streams=False)
-    told = [(item.found, item.do) for facts in report.facts for item in obstacles(facts).values()]
+    (graph,) = traced(Mixed(mix), (ids, ids), {}, {}).graphs
+    told = [(item.found, item.do) for item in obstacles(graph.facts).values()]
     assert any(found in text and advice == do for text, advice in told), told
 
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.device_mesh import DeviceMesh
 
 import streamfx
 from streamfx.cost.comm import Sent, sent_by, sent_by_node
-from streamfx.passes.ops.rules.registry import RULES, notation_rule
 from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, data_of, step
+from tests.support.engines import CHUNK, TOLERANCE, all_ranks, compiled, cut_layers, in_eager, twins
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
+from tests.support.spread import only
 from tests.test_collectives import Two, ranks  # noqa: F401  (a fixture)
-from tests.test_distributed import compiled, in_eager, twins
 
-c10d = torch.ops._c10d_functional
-KINDS = ("gathers", "reductions", "exchanges", "in_loops")
-LAYERS, CHUNK = 2, 8
+c10d, LAYERS = torch.ops._c10d_functional, 2
 
 
 def explained(model: Any, length: int = 12, chunk: int = 4, **options: Any) -> streamfx.Explanation:
@@ -34,15 +32,10 @@ def explained(model: Any, length: int = 12, chunk: int = 4, **options: Any) -> s
     )
 
 
-def wire_of(model: Any, **arguments: Any) -> dict[str, Any]:
-    found: dict[str, Any] = explained(model, **arguments).summary()["wire"]
-    return found
-
-
 # -- one call
 
 WHOLE = torch.empty(8, 6, device="meta")
-CALLS: list[tuple[Any, tuple[Any, ...], Any, Sent]] = [
+CALLS: list[tuple[Any, tuple[Any, ...], Any, Sent | None]] = [
     (c10d.all_gather_into_tensor.default, (WHOLE[:2], 4, "0"), WHOLE, Sent("gathers", 4, 144)),
     (c10d.all_gather_into_tensor_coalesced.default, ([WHOLE[:2]] * 2, 4, "0"), [WHOLE] * 2, Sent("gathers", 4, 288)),
     (c10d.reduce_scatter_tensor.default, (WHOLE, "sum", 4, "0"), WHOLE[:2], Sent("reductions", 4, 144)),
@@ -50,12 +43,14 @@ CALLS: list[tuple[Any, tuple[Any, ...], Any, Sent]] = [
     (c10d.all_reduce_.default, (WHOLE, "sum", "0"), WHOLE, Sent("reductions", 4, 288)),
     (c10d.all_to_all_single.default, (WHOLE, [2] * 4, [2] * 4, "0"), WHOLE, Sent("exchanges", 4, 144)),
     (c10d.broadcast.default, (WHOLE, 0, "0"), WHOLE, Sent("exchanges", 4, 144)),
+    (c10d.wait_tensor.default, (WHOLE,), WHOLE, None),
+    (torch.ops.aten.neg.default, (WHOLE,), WHOLE, None),
 ]
 
 
 @pytest.mark.parametrize("ranks", [(4, 0)], indirect=True)
 @pytest.mark.parametrize(("target", "args", "result", "sent"), CALLS, ids=lambda item: getattr(item, "__name__", ""))
-def test_bytes_of_a_call(ranks: DeviceMesh, target: Any, args: tuple[Any, ...], result: Any, sent: Sent) -> None:  # noqa: F811
+def test_bytes_of_a_call(ranks: DeviceMesh, target: Any, args: tuple[Any, ...], result: Any, sent: Sent | None) -> None:  # noqa: F811
     """Of 192 bytes on four ranks; the same for a node that holds what was traced."""
     assert sent_by(target, args, {}, result) == sent
     graph = fx.Graph()
@@ -68,16 +63,10 @@ def test_bytes_of_a_call(ranks: DeviceMesh, target: Any, args: tuple[Any, ...], 
     assert sent_by_node(call) == sent
 
 
-def test_what_sends_nothing() -> None:
-    assert sent_by(c10d.wait_tensor.default, (WHOLE,), {}, WHOLE) is None
-    assert sent_by(torch.ops.aten.add.Tensor, (WHOLE, WHOLE), {}, WHOLE) is None
-    assert sent_by(len, ([],), {}, 0) is None
-
-
 # -- a step
 
 
-@pytest.mark.parametrize("ranks", [(2, 0), (8, 0)], indirect=True, ids=["2", "8"])
+@pytest.mark.parametrize("ranks", [(2, 0), pytest.param((8, 0), marks=pytest.mark.long)], indirect=True, ids=["2", "8"])
 def test_wire(ranks: DeviceMesh, golden: Callable[[str], None]) -> None:  # noqa: F811
     golden(f"{explained(sharded(Two(4), ranks))}\n")
 
@@ -88,53 +77,19 @@ def test_nothing_is_said_where_nothing_is_sent() -> None:
     assert all(stage["wire"] is None for stage in found.summary()["stages"])
 
 
-@pytest.mark.parametrize("reshard", ["auto", False])
+@pytest.mark.parametrize("reshard", only(["auto"], ["auto", False]))
 def test_all_that_is_sent_is_some_stage_s(ranks: DeviceMesh, reshard: Any) -> None:  # noqa: F811
-    """The outer graphs, read node by node, say the same as the operators that run."""
-    found = explained(sharded(Decoder(LAYERS), ranks), reshard=reshard)
+    """The outer graphs, read node by node, say the same as the operators that run. Weights of two layers are alive at once."""
+    model = Decoder(3)
+    layer, rest = sum(own.nbytes for own in model.layers[0].parameters()), model.embed.weight.nbytes + model.head.weight.nbytes
+    found = explained(sharded(model, ranks), reshard=reshard)
     wire, (cost,) = found.summary()["wire"], found.costs
     for half, kinds in (("forward", cost.forward_wire), ("backward", cost.backward_wire)):
         for kind in ("gathers", "reductions"):
             of_stages = [stage["wire"][half][kind] for stage in found.summary()["stages"]]
             assert wire[half][kind] == {name: sum(part[name] for part in of_stages) for name in ("calls", "bytes")}
             assert wire[half][kind] == {"calls": kinds[kind].calls, "bytes": kinds[kind].bytes}
-
-
-def test_collectives_on_weights_do_not_depend_on_chunks(ranks: DeviceMesh) -> None:  # noqa: F811
-    model = sharded(Two(), ranks)
-    one, other = (wire_of(model, length=16, chunk=chunk) for chunk in (16, 3))
-    assert {**other, "whole_weights_bytes": 0} == {**one, "whole_weights_bytes": 0}
-    assert one["forward"]["in_loops"]["calls"] == 0
-
-
-@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_whole_weights_of_two_layers_are_alive(ranks: DeviceMesh, layers: int) -> None:  # noqa: F811
-    """However many there are."""
-    model = Decoder(layers)
-    layer = sum(parameter.nbytes for parameter in model.layers[0].parameters())
-    rest = sum(parameter.nbytes for parameter in (model.embed.weight, model.head.weight))
-    assert layer < wire_of(sharded(model, ranks))["whole_weights_bytes"] <= 2 * layer + rest
-
-
-def test_collectives_of_bodies_count_by_chunk(ranks: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """As many bytes in four times as many calls."""
-    for target in (c10d.all_reduce.default, c10d.wait_tensor.default):
-        monkeypatch.setitem(RULES, target, notation_rule("... d -> ... d"))
-    one, four = (wire_of(tensor_parallel(ranks), length=32, chunk=chunk) for chunk in (32, 8))
-    for half in ("forward", "backward"):
-        inside, single = four[half]["in_loops"], one[half]["in_loops"]
-        assert inside["calls"] == 4 * single["calls"] > 0
-        assert inside["bytes"] == single["bytes"] > 0
-    assert four["bytes"] == one["bytes"]
-
-
-def tensor_parallel(mesh: DeviceMesh, model: Any = None) -> Any:
-    """Layers cut by heads and by columns: their collectives are on activations."""
-    model = Decoder(1) if model is None else model
-    columns: dict[str, Any] = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
-    for layer in model.layers:
-        parallelize_module(layer, mesh, {**columns, "out": RowwiseParallel(), "down": RowwiseParallel()})
-    return model
+    assert not reshard or layer < wire["whole_weights_bytes"] <= 2 * layer + rest
 
 
 def test_a_graph_that_runs_as_it_stands_is_counted(ranks: DeviceMesh) -> None:  # noqa: F811
@@ -144,8 +99,7 @@ def test_a_graph_that_runs_as_it_stands_is_counted(ranks: DeviceMesh) -> None:  
         everybody: Any = dist.group.WORLD
         return (x * c10d.wait_tensor(c10d.all_reduce(weight, "sum", everybody.group_name))).sum()
 
-    found = streamfx.explain(step, torch.ones(4, requires_grad=True), torch.ones(4))
-    wire = found.summary()["wire"]
+    wire = streamfx.explain(step, torch.ones(4, requires_grad=True), torch.ones(4)).summary()["wire"]
     assert wire["forward"]["reductions"] == {"calls": 1, "bytes": 16} == wire["eager"]["forward"]["reductions"]
     assert wire["early_reductions"] is None and not wire["eager"]["checkpointed"]
 
@@ -156,11 +110,10 @@ def test_a_graph_that_runs_as_it_stands_is_counted(ranks: DeviceMesh) -> None:  
 def counted(rank: int) -> list[tuple[Step, dict[str, Any], Step]]:
     """A step as the profiler sees it, what `explain` says of it, and eager's with checkpointing."""
     found = []
-    for cut, groups in ((sharded, None), (lambda model, mesh: tensor_parallel(mesh, model), 1)):
-        torch._dynamo.reset()
-        plain, truth = twins(layers=1)
-        model = cut(plain, init_device_mesh("cpu", (2,)))
-        wire = wire_of(model, length=4 * CHUNK, chunk=CHUNK)
+    for engine, groups in ((sharded, None), (cut_layers, 1)):
+        plain, truth = twins(partial(Decoder, layers=LAYERS))
+        model = engine(plain, all_ranks())
+        wire = explained(model, 4 * CHUNK, CHUNK).summary()["wire"]
         torch._dynamo.reset()
         run = compiled(model)
         run(*data_of(0, 4 * CHUNK)).backward()  # compiles
@@ -168,9 +121,14 @@ def counted(rank: int) -> list[tuple[Step, dict[str, Any], Step]]:
     return found
 
 
-def test_explain_says_what_the_profiler_sees() -> None:
+@pytest.fixture(scope="module")
+def steps() -> list[tuple[Step, dict[str, Any], Step]]:
+    return on_ranks(counted)[0]  # type: ignore[no-any-return]
+
+
+def test_explain_says_what_the_profiler_sees(steps: list[tuple[Step, dict[str, Any], Step]]) -> None:
     """Of two ranks: gathers of half of what is handed over twice, reductions of half of it, all-reduces of all of it."""
-    for own, wire, eager in on_ranks(counted)[0]:
+    for own, wire, eager in steps:
         for said, seen in ((wire, own), (wire["eager"], eager)):
             for half, real in (("forward", seen.forward), ("backward", seen.backward)):
                 assert said[half]["gathers"]["calls"] == real.calls[GATHER]
@@ -178,3 +136,28 @@ def test_explain_says_what_the_profiler_sees() -> None:
                 reductions = [said[half]["reductions"], said[half]["in_loops"]]
                 assert sum(part["calls"] for part in reductions) == real.calls[SCATTER] + real.calls[REDUCE]
                 assert sum(part["bytes"] for part in reductions) == real.bytes[SCATTER] // 2 + real.bytes[REDUCE]
+
+
+def test_collectives_are_at_most_those_of_eager_with_checkpointing(steps: list[tuple[Step, dict[str, Any], Step]]) -> None:
+    """In bytes; in calls there is one per stage: the embedding's weights are gathered with those of the first layer, and reduced
+    with them. All other reductions begin while stages compute.
+    """
+    own, _, eager = steps[0]
+    assert max(own.loss_error, own.error) < TOLERANCE
+    parameters = len(list(Decoder(LAYERS).parameters()))
+    assert eager.forward.calls[GATHER] == eager.backward.calls[SCATTER] == parameters
+    assert own.forward.calls == {GATHER: LAYERS, SCATTER: 0, REDUCE: 0}
+    assert own.backward.calls == {GATHER: LAYERS - 1, SCATTER: 1 + LAYERS, REDUCE: 0}
+    assert own.forward.bytes == eager.forward.bytes
+    assert all(own.backward.bytes[kind] <= eager.backward.bytes[kind] for kind in (GATHER, SCATTER))
+    assert own.backward.early == LAYERS / (1 + LAYERS)
+
+
+def test_cut_layers_reduce_no_more_bytes_than_in_eager(steps: list[tuple[Step, dict[str, Any], Step]]) -> None:
+    """Of the gradients that come from queries, keys and values the sum alone: in two layers, four reductions less."""
+    own, _, eager = steps[1]
+    assert max(own.loss_error, own.error) < TOLERANCE
+    assert own.forward.bytes[REDUCE] == eager.forward.bytes[REDUCE]
+    assert own.backward.bytes[REDUCE] == eager.backward.bytes[REDUCE] - 4 * (4 * CHUNK) * 8 * 8  # rows of 8 numbers
+    assert own.forward.calls[REDUCE] == 4 * eager.forward.calls[REDUCE]
+    assert own.backward.calls[REDUCE] == 4 * (eager.backward.calls[REDUCE] - 4)

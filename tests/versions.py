@@ -36,7 +36,7 @@ HEAD = """\
 compilation and `streamfx doctor` say that it is not tested. Each row below is a run of the default tests on the CPU:
 `python -m tests.versions --python 3.13 --torch 2.14.1 --record` makes an environment with these versions and the newest other
 packages, runs the tests, and writes this page. *files* says how many of the test files ran. Tests are skipped if they need a GPU
-or a package that is not available for these versions, and if a default run leaves them out (`tests/support/shares.py`).
+or a package that is not available for these versions, and if they are for long runs (`--long`).
 
 """
 
@@ -50,9 +50,7 @@ def main() -> int:
     parser.add_argument("--transformers", help="a version of transformers; the newest without")
     parser.add_argument("--folder", type=Path, help="keep environments here, and use those that are here already")
     parser.add_argument("--record", action="store_true", help="keep the rows, and write docs/versions.md")
-    parser.add_argument(
-        "--tests", nargs=argparse.REMAINDER, default=[], metavar="ARGUMENT", help="all that follows is for pytest"
-    )
+    parser.add_argument("--tests", nargs=argparse.REMAINDER, default=[], help="all that follows is for pytest")
     chosen = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -76,12 +74,14 @@ def interpreter(name: str) -> str:
     return found
 
 
+def said(command: Sequence[str | Path]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+
+
 def environment(python: str, asked: Sequence[str], folder: Path) -> Path:
     """A virtual environment with streamfx, all that its tests need, and the versions that are asked for."""
-    version = subprocess.run(
-        [python, "-c", "import sys; print(sys.version.split()[0])"], capture_output=True, text=True, check=True
-    )
-    own = folder / "-".join(["python", version.stdout.strip(), *asked])
+    version = said([python, "-c", "import sys; print(sys.version.split()[0])"])
+    own = folder / "-".join(["python", version, *asked])
     if not own.exists():
         subprocess.run([python, "-m", "venv", own], check=True)
         subprocess.run([own / "bin" / "python", "-m", "pip", "install", *asked, "-e", f"{ROOT}[test]"], check=True)
@@ -89,36 +89,26 @@ def environment(python: str, asked: Sequence[str], folder: Path) -> Path:
 
 
 def tested(own: Path, arguments: Sequence[str]) -> Row:
-    """Run the tests in an environment."""
+    """Run the tests in an environment: its versions, and counts of the report that pytest wrote."""
     python = own / "bin" / "python"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         subprocess.run([python, "-m", "pytest", f"--junitxml={report}", *arguments], cwd=ROOT)
         if not report.exists():
             raise SystemExit("pytest wrote no report: see above")
-        return row_of(python, [report])
+        counts = counted(report.read_text())
+    date, commit = datetime.date.today().isoformat(), said(["git", "describe", "--always", "--dirty"])
+    return {**json.loads(said([python, "-c", VERSIONS_OF])), **counts, "date": date, "commit": commit}
 
 
-def row_of(python: Path, reports: Sequence[Path]) -> Row:
-    """Versions of an environment, and counts of the reports that pytest wrote in it."""
-    versions = subprocess.run([python, "-c", VERSIONS_OF], capture_output=True, text=True, check=True)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True, cwd=ROOT)
-    return {
-        **json.loads(versions.stdout),
-        **counted(report.read_text() for report in reports),
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-    }
-
-
-def counted(reports: Iterable[str]) -> Row:
+def counted(report: str) -> Row:
     """How many tests passed, failed and were skipped, which ones failed, and how many files ran.
 
     >>> case = '<testcase classname="tests.test_a" name="test_b">{}</testcase>'
-    >>> counted(["<testsuites>" + case.format("") + case.format("<failure/>") + "</testsuites>"])["failed"]
+    >>> counted("<testsuites>" + case.format("") + case.format("<failure/>") + "</testsuites>")["failed"]
     ['tests.test_a::test_b']
     """
-    cases = [case for text in reports for case in xml.fromstring(text).iter("testcase")]
+    cases = [*xml.fromstring(report).iter("testcase")]
     skipped = [case for case in cases if case.find("skipped") is not None]
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     ran = {case.get("classname", "").split(".")[1] for case in cases if case.get("classname", "").startswith("tests.test_")}
@@ -151,10 +141,9 @@ def page(rows: Sequence[Row]) -> str:
 
     oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
     lines = [HEAD.format(oldest=oldest, newest=newest), *(f"{line}\n" for line in table(rows))]
-    for row in rows:
-        if row["failed"]:
-            lines.append(f"\nWith Python {row['python']} and PyTorch {row['torch']} these failed:\n\n")
-            lines += [f"- `{name}`\n" for name in row["failed"]]
+    for row in (row for row in rows if row["failed"]):
+        lines.append(f"\nWith Python {row['python']} and PyTorch {row['torch']} these failed:\n\n")
+        lines += [f"- `{name}`\n" for name in row["failed"]]
     return "".join(lines)
 
 

@@ -259,10 +259,8 @@ class _Analysis:
         if is_reduced_over_ranks(node) and apart is not None:
             self.reasons[node] = apart
             return outside
-        if (
-            is_reduced_over_ranks(node) and self.forms[operands[0]][0] is StorageClass.WHOLE
-        ):  # it is there: once for all of its rows
-            return outside
+        if is_reduced_over_ranks(node) and self.forms[operands[0]][0] is StorageClass.WHOLE:
+            return outside  # its value exists before the loops: reduce it once
         if self._must_be_whole(node, signature, roles, made):
             if self._takes_rows(node, signature) and COLLECTED not in node.meta:
                 self.reasons[node] = why_whole(node, signature, self.axes)

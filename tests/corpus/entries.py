@@ -22,8 +22,7 @@ from streamfx.passes.ops.traits import is_random
 from streamfx.tools.report.notices import predicted
 from streamfx.tools.report.printer import text_of
 from streamfx.torch_private import mutated_inputs
-from tests.corpus.numbers import numbers_of
-from tests.corpus.written import Plain, read
+from tests.corpus.written import Plain, numbers_of, read
 from tests.support.exactness import Recorded, assert_small, value_errors
 from tests.support.precision import default_dtype
 

@@ -12,8 +12,7 @@ from torch._functorch.partitioners import default_partition
 
 from streamfx.options import resolved
 from tests.corpus.entries import Entry
-from tests.corpus.numbers import dtype_name, written_numbers
-from tests.corpus.written import Plain, written
+from tests.corpus.written import Plain, dtype_name, written, written_numbers
 from tests.random_decoders.checking import executed
 from tests.random_decoders.found import FOUND
 from tests.support.exactness import Recorded, call, scalar_of

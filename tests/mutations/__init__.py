@@ -3,36 +3,12 @@
     python -m tests.mutations                    all rows, some seconds each; exit status 1 if one is not caught
     python -m tests.mutations 3 "sinks" --log f  those of some kinds, and what pytest said of rows that were not caught
 
-A row whose place has changed is mended in the commit that changes it (`tests/test_mutations.py` asks for it). Whoever finds a
-fault that no test saw adds the test, and the mended line as a row.
+The rows are in `rows/`; `row.py` says how they are written. A row whose place has changed is mended in the commit that changes it
+(`tests/test_mutations.py` asks for it). Whoever finds a fault that no test saw adds the test, and the mended line as a row.
 """
 
 from __future__ import annotations
 
-from tests.mutations import (
-    blocks,
-    chunks,
-    compressed,
-    copies,
-    decays,
-    equations,
-    kept,
-    linear,
-    memory,
-    orders,
-    plans,
-    ranks,
-    reports,
-    scans,
-    shifts,
-    splits,
-    states,
-    told,
-    trees,
-    truncations,
-    values,
-    wire,
-)
 from tests.mutations.row import Mutation
 
 # Numbers are those of the list of faults that the kinds were first found in; those with names were found since.
@@ -82,27 +58,4 @@ KINDS = {
     "splits": "a graph that is split in two where two are not what one is; heads that keep what they need not",
     "reports": "what is drawn of predictions, and how names stand in it",
 }
-OVER_RANKS = (*ranks.ROWS, *wire.ROWS)
-ROWS: tuple[Mutation, ...] = (
-    *values.ROWS,
-    *kept.ROWS,
-    *memory.ROWS,
-    *linear.ROWS,
-    *equations.ROWS,
-    *chunks.ROWS,
-    *OVER_RANKS,
-    *reports.ROWS,
-    *plans.ROWS,
-    *splits.ROWS,
-    *told.ROWS,
-    *scans.ROWS,
-    *shifts.ROWS,
-    *orders.ROWS,
-    *blocks.ROWS,
-    *compressed.ROWS,
-    *copies.ROWS,
-    *truncations.ROWS,
-    *trees.ROWS,
-    *states.ROWS,
-    *decays.ROWS,
-)
+ROWS: tuple[Mutation, ...] = tuple(Mutation.all())

@@ -1,11 +1,23 @@
-"""A row of the list: a fault, put back into the code by hand, and the tests that have to see it."""
+"""A row of the list: a fault, put back into the code by hand, and the tests that have to see it.
+
+The rows are in `rows/`, one text per subject:
+
+    @ passes/rewrite/views/concat.py | joins | test_joined_parts.py::test_parts
+    rows of all parts are asked for
+    - begin < part.end
+    + True
+
+A head names a file, a kind, and the tests of the rows that follow. A row has words, what it replaces, and what with.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent / "rows"
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,11 @@ class Mutation:
     after: str
     tests: tuple[str, ...]
 
+    @staticmethod
+    def all() -> Iterator[Mutation]:
+        for path in sorted(FOLDER.glob("*.txt")):
+            yield from read(path.read_text())
+
     @property
     def node_ids(self) -> list[str]:
         return [f"tests/{test}" for test in self.tests]
@@ -34,3 +51,23 @@ class Mutation:
     def put_into(self, text: str) -> str:
         assert self.count(text) == 1, f"{self.what}: {self.before!r} stands {self.count(text)} times in {self.file}"
         return text.replace(self.before, self.after)
+
+
+def read(text: str) -> Iterator[Mutation]:
+    """The rows of a text.
+
+    >>> list(read("@ a.py | sums | test_a.py::test_sum\\na sum\\n- x + y\\n+ x\\n"))
+    [Mutation(kind='sums', what='a sum', file='a.py', before='x + y', after='x', tests=('test_a.py::test_sum',))]
+    """
+    entries: list[tuple[list[str], str, dict[str, list[str]]]] = []
+    head: list[str] = []
+    for line in text.splitlines():
+        match line[:1]:
+            case "@":
+                head = line[2:].split(" | ")
+            case "-" | "+":
+                entries[-1][2][line[0]].append(line[2:])
+            case mark if mark and mark != "#":
+                entries.append((head, line, {"-": [], "+": []}))
+    for (file, kind, *tests), what, lines in entries:
+        yield Mutation(kind, what, file, "\n".join(lines["-"]), "\n".join(lines["+"]), tuple(tests))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -11,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import streamfx
-from tests.support.exactness import Report, compare
+from tests.support.exactness import compare
+from tests.support.precision import default_dtype
 
 VOCABULARY, ROWS, LENGTH, WIDTH, HEADS, HEAD = 61, 2, 23, 32, 4, 8
 BOUND = 1e-11  # of a relative error in float64
 
-Built: TypeAlias = "tuple[nn.Module, dict[str, Any]]"
-Builder: TypeAlias = "Callable[[], Built]"
+Builder: TypeAlias = "Callable[[], tuple[nn.Module, dict[str, Any]]]"
 
 
 class Step(nn.Module):
@@ -39,32 +38,15 @@ def tokens_and_labels() -> dict[str, Any]:
     return {"ids": tokens(), "labels": tokens()}
 
 
-@contextmanager
-def double() -> Iterator[None]:
-    """What is made without a type is float64, as in a model that is trained in it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def check(build: Builder, attention: set[str] | None = None, **options: Any) -> Report:
+def check(build: Builder, attention: set[str] | None = None, all_streams: bool = True, **options: Any) -> None:
     """Compare with eager, and ask `explain` what runs whole; `attention` are the verdicts that have to be found."""
-    with double():
+    with default_dtype(torch.float64):
         model, inputs = build()
-        unsettle(model)
-        report = compare(model, inputs, attention=attention, tolerance=BOUND, **options)
-        stages = streamfx.explain(model, **inputs, options={"chunk_size": 7}).stages
+        model.double()
+        with torch.no_grad():  # moved off their initial values: a gate that begins at zero would hide all that is behind it
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        compare(model, inputs, attention=attention, tolerance=BOUND, **options)
+        stages = streamfx.explain(model, **inputs, options={"chunk_size": 7}).stages if all_streams else []
     whole = [(stage.name, stage.reasons) for stage in stages if stage.kind != "streamed"]
-    assert stages and not whole, whole
-    return report
-
-
-def unsettle(model: nn.Module) -> None:
-    """Move parameters off their initial values: a gate that begins at zero would hide all that is behind it."""
-    model.double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    assert not whole and bool(stages) == all_streams, whole

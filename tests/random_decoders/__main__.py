@@ -18,34 +18,24 @@ import torch
 from tests.random_decoders.checking import Failure, WrongProgram, run, smallest, sort_of
 from tests.random_decoders.kinds import KINDS, numbered
 from tests.random_decoders.program import needed, program
-from tests.random_decoders.specification import Decoder, ingredients
 
 
 class Statistics:
-    """Why parts of decoders ran whole, and with which ingredients."""
+    """Why parts of decoders ran whole."""
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
-        self.whole: Counter[Any] = Counter()
-        self.drawn: Counter[Any] = Counter()
         self.examples: dict[str, int] = {}
 
-    def add(self, decoder: Decoder, facts: Any, number: int) -> None:
+    def add(self, facts: Any, number: int) -> None:
         reasons = {reason for one in facts for reason in one.reasons()}
         reasons |= {"no sequence was found" for one in facts if one.program is None}
         self.reasons.update(reasons)
         for reason in reasons:
             self.examples.setdefault(reason, number)
-        own = set(ingredients(decoder))
-        self.drawn.update(own)
-        if reasons:
-            self.whole.update(own)
 
     def __str__(self) -> str:
-        lines = [f"{count:6} x {reason} (e.g. {self.examples[reason]})" for reason, count in self.reasons.most_common()]
-        shares = sorted(((self.whole[item] / count, item) for item, count in self.drawn.items()), key=lambda pair: -pair[0])
-        lines += [f"{share:6.0%} of those with {name}={value} ran whole in part" for share, (name, value) in shares[:15]]
-        return "\n".join(lines)
+        return "\n".join(f"{count:6} x {reason} (e.g. {self.examples[reason]})" for reason, count in self.reasons.most_common())
 
 
 def main() -> int:
@@ -86,7 +76,7 @@ def survey(
     for done, number in enumerate(numbers, 1):
         decoder = numbered(number, kinds, all_compiled)
         try:
-            statistics.add(decoder, run(decoder).facts, number)
+            statistics.add(run(decoder).facts, number)
         except WrongProgram:
             raise
         except Exception as error:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tests.random_decoders.arithmetic import arithmetic
-from tests.random_decoders.hidden import BENT, FILLS, SINKS, TABLES
+from tests.random_decoders.masks import BENT, FILLS, SINKS, TABLES, arithmetic
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
 

@@ -14,6 +14,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -148,29 +149,13 @@ def _in_place(model: nn.Module, name: str, new: Tensor) -> None:
         getattr(model, name).copy_(new)
 
 
-def _data_written(model: nn.Module, name: str, new: Tensor) -> None:
-    getattr(model, name).data.copy_(new)
-
-
-def _data(model: nn.Module, name: str, new: Tensor) -> None:
-    getattr(model, name).data = new
-
-
-def _numpy(model: nn.Module, name: str, new: Tensor) -> None:
-    getattr(model, name).detach().numpy()[:] = new.numpy()
-
-
-def _new(model: nn.Module, name: str, new: Tensor) -> None:
-    model.register_buffer(name, new)
-
-
-CHANGES: dict[str, Callable[[nn.Module, str, Tensor], None]] = {
+CHANGES: dict[str, Callable[[nn.Module, str, Tensor], Any]] = {
     "written": _in_place,
     "in place": _in_place,
-    "data written": _data_written,
-    "data": _data,
-    "numpy": _numpy,
-    "new": _new,
+    "data written": lambda model, name, new: getattr(model, name).data.copy_(new),
+    "data": lambda model, name, new: setattr(getattr(model, name), "data", new),
+    "numpy": lambda model, name, new: np.copyto(getattr(model, name).detach().numpy(), new.numpy()),
+    "new": lambda model, name, new: model.register_buffer(name, new),
 }
 
 

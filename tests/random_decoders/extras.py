@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from tests.random_decoders.gradients import KNOWN_EARLY, RECOMPUTED, SEVERAL_HEADS
 from tests.random_decoders.of_rows import OF_ROWS
-from tests.random_decoders.recomputed import RECOMPUTED
-from tests.random_decoders.several_heads import SEVERAL_HEADS
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -291,10 +290,7 @@ FEW: dict[str, tuple[str, ...]] = {  # chunks of one row, or of none, and what d
     "squeezed rows": ("z = x[:, t // 2 :].squeeze()", "term = (z * self.one).square().mean()"),
     "squeezed at rows": ("term = (x.squeeze(1) * x * self.one).square().mean()",),
     "squeezed at both": ("term = (torch.squeeze(x, (0, 1)) * self.one + x).square().mean()",),
-    "squeezed shares": (
-        _SHARES,
-        "term = (p[:, None].squeeze()[:, None] * self.one.sum()).square().mean()",
-    ),
+    "squeezed shares": (_SHARES, "term = (p[:, None].squeeze()[:, None] * self.one.sum()).square().mean()"),
     "one tap, padded": (
         "z = F.conv1d(x.transpose(1, 2), self.square[..., None], padding=1)",
         "term = (z * self.one[:, None]).square().mean()",
@@ -326,11 +322,7 @@ HALVES: dict[str, tuple[str, ...]] = {  # sums that float32 holds exactly, of pa
         "c = (ones * 40000 * torch.where(at < t // 2, 1.0, -1.0)[:, None].half()).sum(1)",
         "term = (x.mean(1) * c.double() * 1e-4).square().mean()",
     ),
-    "mean of many": (
-        _ONES,
-        "c = (ones * 20480).mean((0, 1))",
-        "term = (x * c.double() * 1e-4).square().mean()",
-    ),
+    "mean of many": (_ONES, "c = (ones * 20480).mean((0, 1))", "term = (x * c.double() * 1e-4).square().mean()"),
     "mean beside rows": (
         _ONES,
         "c = ones * (labels % 2 + 1)[..., None].half() * 20480",
@@ -365,6 +357,7 @@ LINES = {
     **SHIFTED,
     **JOINED,
     **OF_ROWS,
+    **KNOWN_EARLY,
     **NUMBERS,
     **FEW,
     **HALVES,

@@ -7,38 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tests.random_decoders.buffers import BUFFERS
+from tests.random_decoders import extras as terms
 from tests.random_decoders.choices import Choices
-from tests.random_decoders.compressed import COMPRESSED
-from tests.random_decoders.cut_out import CUT_OUT
-from tests.random_decoders.extras import (
-    APART,
-    ASSERTED,
-    BYTES,
-    ENDS,
-    EXTRAS,
-    FEATURES,
-    FEW,
-    HALVES,
-    JOINED,
-    LOOKED_UP,
-    NUMBERS,
-    OVER_KEYS,
-    PAIRS,
-    PLACES,
-    SHIFTED,
-)
-from tests.random_decoders.hidden import FILLS
-from tests.random_decoders.known_early import KNOWN_EARLY
-from tests.random_decoders.loops import LOOPS
-from tests.random_decoders.mixed import MIXES
-from tests.random_decoders.mixers import DECAYS, SCANS, STATEFUL, TREES, WHOLE
-from tests.random_decoders.orders import ORDERS
-from tests.random_decoders.recomputed import RECOMPUTED
-from tests.random_decoders.several_heads import SEVERAL_HEADS
+from tests.random_decoders.extras import BYTES, EXTRAS, FEATURES, FEW
+from tests.random_decoders.gradients import KNOWN_EARLY, RECOMPUTED, SEVERAL_HEADS
+from tests.random_decoders.masks import FILLS
+from tests.random_decoders.mixers import DECAYS, MIXES, SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.of_rows import BUFFERS, COMPRESSED, CUT_OUT, LOOPS, ORDERS, SQUARES, TABLES
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
-from tests.random_decoders.squares import SQUARES
-from tests.random_decoders.tables import TABLES
 
 SCORES = ("matmul", "einsum", "biased")
 PLACES_OF_MIXES = ("mixed_before_norm", "mixed_after_norm", "mixed_logits")
@@ -248,25 +224,25 @@ KINDS: dict[str, Callable[[Decoder, Choices], Decoder]] = {
     "10": _sinks,
     "11": _operands,
     "12": _lengths,
-    "places": partial(_beside, extras=PLACES),
-    "ends": partial(_of_any_length, extras=ENDS),
-    "pairs": partial(_beside, extras=PAIRS),
-    "looked up": partial(_beside, extras=LOOKED_UP),
-    "over keys": partial(_beside, extras=OVER_KEYS),
-    "shifted": partial(_beside, extras=SHIFTED),
-    "joined": partial(_beside, extras=JOINED),
+    "places": partial(_beside, extras=terms.PLACES),
+    "ends": partial(_of_any_length, extras=terms.ENDS),
+    "pairs": partial(_beside, extras=terms.PAIRS),
+    "looked up": partial(_beside, extras=terms.LOOKED_UP),
+    "over keys": partial(_beside, extras=terms.OVER_KEYS),
+    "shifted": partial(_beside, extras=terms.SHIFTED),
+    "joined": partial(_beside, extras=terms.JOINED),
     "tables": partial(_beside, extras=TABLES),
     "orders": partial(_beside, extras=ORDERS),
     "loops": partial(_beside, extras=LOOPS),
     "squares": _square,
     "compressed": partial(_beside, extras=COMPRESSED),
-    "apart": partial(_beside, extras=APART),
+    "apart": partial(_beside, extras=terms.APART),
     "features": _features,
-    "asserted": partial(_beside, extras=ASSERTED),
-    "numbers": partial(_of_any_length, extras=NUMBERS),
+    "asserted": partial(_beside, extras=terms.ASSERTED),
+    "numbers": partial(_of_any_length, extras=terms.NUMBERS),
     "few": _few,
     "views": _views,
-    "halves": partial(_beside, extras=HALVES),
+    "halves": partial(_beside, extras=terms.HALVES),
     "stages": _stages,
     "whole": _whole,
     "scans": _scans,

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from tests.random_decoders.arithmetic import APART, POSITIONS, RELATIONS, TOGETHER
-from tests.random_decoders.bends import BENDS
 from tests.random_decoders.choices import Choices
 from tests.random_decoders.extras import BYTES, COUNTS, EXTRAS, FEATURES, KEYS, LINES
-from tests.random_decoders.hidden import BENT, FILLS, SINKS, TABLES
-from tests.random_decoders.mixed import MIXES
-from tests.random_decoders.mixers import DECAYS, SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.gradients import BENDS
+from tests.random_decoders.masks import APART, BENT, FILLS, POSITIONS, RELATIONS, SINKS, TABLES, TOGETHER
+from tests.random_decoders.mixers import DECAYS, MIXES, SCANS, STATEFUL, TREES, WHOLE
 
 
 def choice(*values: Any, rare: bool = False, also: Iterable[Any] = ()) -> Any:
@@ -162,101 +160,92 @@ def drawn(kind: type, choose: Choices, *names: str) -> dict[str, Any]:
     return {name: own["values"][0] if name in simplest else choose(name, own["values"]) for name, own in wanted.items()}
 
 
+Rule = tuple[Callable[[Any], bool], dict[str, Any]]
+
+
+def _following(item: Any, rules: Iterable[Rule]) -> Any:
+    """With the choices of each rule that holds, one after the other."""
+    for holds, choices in rules:
+        item = replace(item, **choices) if holds(item) else item
+    return item
+
+
+# what surrounds the layers: ways of calling, gradients that are bent, terms beside the loss
+BESIDE: tuple[Rule, ...] = (
+    (lambda d: d.extra != "none" or d.bend != "none", {"outputs": "loss", "precision": "float64"}),
+    (lambda d: d.extra != "none", {"layout": "batch first"}),
+    (lambda d: d.extra != "none" and d.calls != "lengths", {"calls": "one"}),
+    (lambda d: d.calls.startswith("late"), {"outputs": "logits", "loss": "mean", "precision": "float64"}),
+    (lambda d: d.calls.startswith("buffer"), {"outputs": "loss"}),
+    (lambda d: d.calls != "one", {"compiled": True, "precision": "float64", "dynamic": False}),
+    (lambda d: d.calls == "lengths", {"dynamic": True}),
+    (lambda d: d.calls != "one" and not d.calls.startswith("stages"), {"embedding": "tokens"}),
+    (lambda d: d.calls != "one" and d.outputs not in ("loss", "logits", "views"), {"outputs": "loss"}),
+    (lambda d: d.calls == "lengths" and d.outputs != "views", {"outputs": "loss"}),
+    (lambda d: d.loss in OUTSIDE and d.outputs != "logits", {"loss": "mean"}),
+    (lambda d: d.loss in OUTSIDE, {"precision": "float64"}),
+    (lambda d: d.bend == "none", {"bend_at": "logits"}),
+    (lambda d: d.bend in INEXACT, {"scale": 1}),
+)
+WHOLE_MODEL: tuple[Rule, ...] = (
+    (lambda d: d.offload == "attention" and d.save == "inputs", {"save": "attention"}),
+    (lambda d: d.layout == "unbatched", {"batch": 2}),
+    (lambda d: d.layout == "unbatched" and d.loss == "preferences", {"loss": "mean"}),
+    (lambda d: d.precision == "bfloat16 autocast", {"compiled": False}),
+    # logits wait for a loss outside of the compiled function
+    (lambda d: d.outputs == "logits", {"lazy": True}),
+    (lambda d: d.outputs == "logits" and d.precision != "bfloat16 autocast", {"compiled": True}),
+    (lambda d: d.outputs == "logits" and d.loss in ("divergence", "squares"), {"loss": "mean"}),
+    (lambda d: not d.compiled, {"lazy": False, "dynamic": False}),
+    (lambda d: d.length == 1 and d.loss in ("shifted", "shifted labels"), {"loss": "mean"}),
+    (lambda d: d.outputs == "hidden", {"loss": "mean"}),
+    (lambda d: d.loss not in ("sequences", "preferences"), {"sums": "plain"}),
+    (lambda d: d.frozen == "head" and d.embedding == "tied", {"embedding": "tokens"}),
+    (lambda d: len(d.layers) == 1, {"skips": False}),
+)
+SPELLED = ("matmul", "einsum", "differential")
+WITHOUT = {"keys": "own", "groups": "none", "projection": "separate", "wide_values": False, "query_norm": False, "rotary": "none"}
+PLAIN = {"positions": "plain", "apart": "less", "relation": "<= 0", "together": "or itself"}
+EACH_LAYER: tuple[Rule, ...] = (
+    (lambda one: one.sinks != "none" and one.hiding == "renormalise", {"sinks": "none"}),
+    (lambda one: one.core in ("causal", "linear", "retention", "none"), {"mask": "arange"}),
+    (lambda one: one.mask != "arithmetic", PLAIN),
+    (lambda one: one.core not in SPELLED, {"sinks": "none"}),
+    (lambda one: one.core not in SPELLED and (one.core != "biased" or one.hiding not in FILLS), {"hiding": "fill"}),
+    (lambda one: one.core not in ("matmul", "einsum", "biased"), {"bent": "none"}),
+    (lambda one: one.bent == "none", {"bent_last": False}),
+    (lambda one: not one.bent.startswith("table"), {"table": "index"}),
+    (lambda one: one.mlp != "sorted experts", {"counts": "plain", "keys_of_experts": "plain"}),
+    (lambda one: one.core not in (*SPELLED, "biased", "sigmoid"), {"bias": "none"}),
+    (lambda one: one.core == "biased" and one.bias == "softcap", {"bias": "none"}),
+    (lambda one: one.mask == "none", {"hiding": "fill"}),
+    (lambda one: one.core == "none", WITHOUT),
+    (lambda one: one.groups == "enable" and not one.is_fused, {"groups": "none"}),
+)
+
+
 def sensible(decoder: Decoder) -> Decoder:
     """The decoder with choices that do nothing, or mean nothing, set to the simplest: equal programs are equal decoders."""
-    decoder = _sensible_beside(decoder)
-    if decoder.offload == "attention" and decoder.save == "inputs":
-        decoder = replace(decoder, save="attention")
-    if decoder.layout == "unbatched":
-        decoder = replace(decoder, batch=2, loss="mean" if decoder.loss == "preferences" else decoder.loss)
-    if decoder.precision == "bfloat16 autocast":
-        decoder = replace(decoder, compiled=False)
-    if decoder.outputs == "logits":  # which wait for a loss outside of the compiled function
-        decoder = replace(decoder, compiled=decoder.precision != "bfloat16 autocast", lazy=True)
-        decoder = replace(decoder, loss="mean") if decoder.loss in ("divergence", "squares") else decoder
-    if not decoder.compiled:
-        decoder = replace(decoder, lazy=False, dynamic=False)
-    if decoder.length == 1 and decoder.loss in ("shifted", "shifted labels"):
-        decoder = replace(decoder, loss="mean")
-    if decoder.outputs == "hidden":
-        decoder = replace(decoder, loss="mean")
-    if decoder.loss not in ("sequences", "preferences"):
-        decoder = replace(decoder, sums="plain")
-    if decoder.frozen == "head" and decoder.embedding == "tied":
-        decoder = replace(decoder, embedding="tokens")
-    if decoder.precision != "float64":
-        decoder = replace(decoder, layers=tuple(replace(layer, rotary="none") for layer in decoder.layers))
+    decoder = _following(decoder, BESIDE)
+    if decoder.calls.startswith("buffer"):
+        first = replace(decoder.layers[0], mask="buffer", core="matmul", hiding="fill", bent="none", sinks="none")
+        decoder = replace(decoder, layers=(first, *decoder.layers[1:]))
+    decoder = _following(decoder, WHOLE_MODEL)
     layers: list[Layer] = []
     for layer in decoder.layers:
         layers.append(_sensible(layer, layers[0] if layers else None, decoder))
-    return replace(decoder, layers=tuple(layers), skips=decoder.skips and len(layers) > 1)
-
-
-def _sensible_beside(decoder: Decoder) -> Decoder:
-    """What surrounds the layers: ways of calling, gradients that are bent, terms beside the loss."""
-    if decoder.extra != "none" or decoder.bend != "none":
-        decoder = replace(decoder, outputs="loss", precision="float64")
-    if decoder.extra != "none":
-        decoder = replace(decoder, layout="batch first", calls="lengths" if decoder.calls == "lengths" else "one")
-    if decoder.calls.startswith("late"):
-        decoder = replace(decoder, outputs="logits", loss="mean", precision="float64")
-    if decoder.calls.startswith("buffer"):
-        first = replace(decoder.layers[0], mask="buffer", core="matmul", hiding="fill", bent="none", sinks="none")
-        decoder = replace(decoder, layers=(first, *decoder.layers[1:]), outputs="loss")
-    if decoder.calls != "one":
-        decoder = replace(decoder, compiled=True, precision="float64", dynamic=decoder.calls == "lengths")
-        decoder = decoder if decoder.calls.startswith("stages") else replace(decoder, embedding="tokens")
-        decoder = replace(decoder, outputs="loss") if decoder.outputs not in ("loss", "logits", "views") else decoder
-        decoder = replace(decoder, outputs="loss") if decoder.calls == "lengths" and decoder.outputs != "views" else decoder
-    if decoder.loss in OUTSIDE and decoder.outputs != "logits":
-        decoder = replace(decoder, loss="mean")
-    if decoder.outputs == "logits" and decoder.loss in OUTSIDE:
-        decoder = replace(decoder, precision="float64")
-    if decoder.bend == "none":
-        decoder = replace(decoder, bend_at="logits")
-    if decoder.bend in INEXACT:
-        decoder = replace(decoder, scale=1)
-    return decoder
+    return replace(decoder, layers=tuple(layers))
 
 
 def _sensible(layer: Layer, first: Layer | None, decoder: Decoder) -> Layer:
-    plain: dict[str, Any] = {}
-    spelled = layer.core in ("matmul", "einsum", "differential")
-    mask = "arange" if layer.core in ("causal", "linear", "retention", "none") else layer.mask
-    plain |= {"mask": mask}
-    if mask != "arithmetic":
-        plain |= {"positions": "plain", "apart": "less", "relation": "<= 0", "together": "or itself"}
-    if not spelled:
-        plain |= {"sinks": "none"}
-    if not spelled and (layer.core != "biased" or layer.hiding not in FILLS):
-        plain |= {"hiding": "fill"}
-    if layer.core not in ("matmul", "einsum", "biased") or decoder.precision != "float64":
-        plain |= {"bent": "none"}
-    if plain.get("bent", layer.bent) == "none":
-        plain |= {"bent_last": False}
-    if not plain.get("bent", layer.bent).startswith("table"):
-        plain |= {"table": "index"}
-    if layer.mlp != "sorted experts":
-        plain |= {"counts": "plain", "keys_of_experts": "plain"}
-    if decoder.precision != "float64" and layer.hiding in FILLS:
-        plain |= {"hiding": "fill"}
-    if not spelled and layer.core not in ("biased", "sigmoid"):
-        plain |= {"bias": "none"}
-    if layer.core == "biased" and layer.bias == "softcap":
-        plain |= {"bias": "none"}
-    if mask == "none":
-        plain |= {"hiding": "fill"}
-    if layer.core == "none":
-        plain |= {"keys": "own", "groups": "none", "projection": "separate", "wide_values": False}
-        plain |= {"query_norm": False, "rotary": "none"}
-    if decoder.heads == 1 or (layer.groups == "enable" and (not layer.is_fused or decoder.layout == "folded")):
-        plain |= {"groups": "none"}
-    groups, wide = plain.get("groups", layer.groups), plain.get("wide_values", layer.wide_values)
-    if first is None or first.core == "none" or (first.groups, first.wide_values) != (groups, wide):
-        plain |= {"keys": "own"}
-    if layer.sinks != "none" and layer.hiding == "renormalise":
-        plain |= {"sinks": "none"}
-    return replace(layer, **plain)
+    beside: tuple[Rule, ...] = (
+        (lambda one: decoder.precision != "float64", {"bent": "none", "rotary": "none"}),
+        (lambda one: decoder.precision != "float64" and one.hiding in FILLS, {"hiding": "fill"}),
+        (lambda one: decoder.heads == 1 or (one.groups == "enable" and decoder.layout == "folded"), {"groups": "none"}),
+    )
+    layer = _following(layer, (*beside, *EACH_LAYER))
+    is_another = first is None or (first.groups, first.wide_values) != (layer.groups, layer.wide_values)
+    return replace(layer, keys="own") if is_another or (first is not None and first.core == "none") else layer
 
 
 # -- shrinking
@@ -300,10 +289,3 @@ def shrunk(decoder: Decoder, fails: Callable[[Decoder], bool], tries: int = 200)
                 decoder, progress = other, True
                 break
     return decoder
-
-
-def ingredients(decoder: Decoder) -> Iterator[tuple[str, Any]]:
-    """All choices made, for statistics."""
-    for layer in decoder.layers:
-        yield from ((f"layer.{item.name}", getattr(layer, item.name)) for item in fields(layer))
-    yield from ((item.name, getattr(decoder, item.name)) for item in fields(decoder) if item.metadata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -17,31 +18,36 @@ from tests.support.profiled import operators_of
 GATHER, SCATTER, REDUCE = (
     f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 )
-PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm")
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_")
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Calls and bytes handed over, by collective, of one half; `early` is the share of reductions before the last product."""
+    """Calls and bytes handed over, by collective, of one half; `early` is the share of reductions before the last product.
+
+    `begun` are the calls that engines make without a graph.
+    """
 
     calls: dict[str, int]
     bytes: dict[str, int]
     early: float
+    begun: dict[str, int]
 
     @staticmethod
     def of(half: Callable[[], Any]) -> Wire:
         operators = operators_of(half)
         last = max((i for i, (name, _) in enumerate(operators) if name in PRODUCTS), default=-1)
         calls, sizes = dict.fromkeys((GATHER, SCATTER, REDUCE), 0), dict.fromkeys((GATHER, SCATTER, REDUCE), 0)
-        early = late = 0
+        reductions = []
         for i, (name, shapes) in enumerate(operators):
             kind = name.removesuffix("_coalesced")
             if kind in calls:
                 calls[kind] += 1
                 sizes[kind] += 8 * sum(map(prod, shapes if kind != name else [shapes]))
             if kind in (SCATTER, REDUCE):
-                early, late = early + (i < last), late + (i > last)
-        return Wire(calls, sizes, early / max(early + late, 1))
+                reductions.append(i < last)
+        begun = Counter(name for name, _ in operators if name.startswith("c10d::"))
+        return Wire(calls, sizes, sum(reductions) / max(len(reductions), 1), dict(begun))
 
 
 @dataclass(frozen=True)
@@ -61,39 +67,33 @@ def data_of(rank: int, length: int, vocabulary: int = 17) -> tuple[Tensor, Tenso
     return ids[:, :-1].clone(), ids[:, 1:].clone()
 
 
-def of_any_length(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A compiled function for all lengths at once."""
-
-    def marked(*parts: Tensor) -> Tensor:
-        for part in parts:
-            torch._dynamo.maybe_mark_dynamic(part, 1)
-        return run(*parts)
-
-    return marked
+def one_process(truth: nn.Module, length: int, world: int = 2, micro: int = 1) -> list[Tensor]:
+    """Gradients of the mean over the ranks' losses, each of which has another tangent; the losses of the last batch."""
+    truth.zero_grad()
+    for part in range(micro):
+        losses = [truth(*data_of(world * part + other, length)) for other in range(world)]
+        torch.stack([(other + 1) * loss / world for other, loss in enumerate(losses)]).sum().backward()
+    return losses
 
 
 def step(run: Callable[..., Tensor], model: nn.Module, truth: nn.Module, length: int, groups: int | None = None) -> Step:
-    """One step of a sharded model, against a copy that computes the mean over the data of all ranks, or of groups of them.
-
-    Groups have data and tangents of their own.
-    """
+    """One step of a model, against a copy that has the data of all ranks, or of groups of ranks with data and tangents."""
     world = dist.get_world_size() if groups is None else groups
     rank = dist.get_rank() * world // dist.get_world_size()
-    for own in (model, truth):
-        own.zero_grad()
-    losses = [truth(*data_of(other, length)) for other in range(world)]
-    torch.stack([(other + 1) * loss / world for other, loss in enumerate(losses)]).sum().backward()
+    losses = one_process(truth, length, world)
+    model.zero_grad()
     made: list[Tensor] = []
     forward = Wire.of(lambda: made.append(run(*data_of(rank, length))))
     backward = Wire.of(lambda: (made[0] * (rank + 1)).backward())
-    loss_error = (made[0] - losses[rank]).abs().item()
-    return Step(loss_error, worst(model, truth), forward, backward)
+    return Step((made[0] - losses[rank]).abs().item(), worst(model, truth), forward, backward)
 
 
 def worst(model: nn.Module, truth: nn.Module) -> float:
     """The largest difference between a gradient and the true one, relative to the largest number of all true ones."""
     true = dict(truth.named_parameters())
-    pairs = [(whole_gradient(own), whole_gradient(true[name])) for name, own in model.named_parameters()]
+    assert all(own.grad is None for name, own in model.named_parameters() if true[name].grad is None)
+    asked = [(own, true[name]) for name, own in model.named_parameters() if true[name].grad is not None]
+    pairs = [(whole_gradient(own), whole_gradient(other)) for own, other in asked]
     scale = max(other.abs().max().item() for _, other in pairs)
     return max((own - other).abs().max().item() for own, other in pairs) / scale
 

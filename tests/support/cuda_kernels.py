@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.kernels import cuda_attention, cuda_cudnn, sdpa
+from streamfx.kernels import cuda_attention, cuda_cudnn, plain_attention, sdpa
 from streamfx.kernels.device_kinds import DeviceKind
 from tests.support import cuda_documents
 from tests.support.cuda_reading import (
@@ -32,6 +33,8 @@ from tests.support.cuda_reading import (
     plain,
     read,
 )
+
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 
 
 @contextmanager
@@ -57,6 +60,62 @@ def in_their_place(half: bool, cudnn: bool = False) -> Iterator[None]:
         finally:
             (HALF if half else SINGLE).discard(torch.float64)
             library._destroy()
+
+
+def drawn(batch: int, rows: int, keys: int, heads: int = 4, groups: int = 2, width: int = 8, values: int = 0) -> Heads:
+    """Queries, keys and values as a model's views have them: heads of one row side by side."""
+    torch.manual_seed(0)
+    sizes = ((heads, rows, width), (groups, keys, width), (groups, keys, values or width))
+    q, k, v = (torch.randn(batch, n, own, size, dtype=torch.float64).transpose(1, 2) for own, n, size in sizes)
+    return q, k, v
+
+
+def check(run: Any, heads: Heads, how: tuple[Any, ...], truth: tuple[Any, ...]) -> None:
+    """What `run` makes of heads, forth and back, is what plain operators make of them that are told `truth`."""
+    found, wanted = run.forward(*heads, *how), plain_attention.forward(*heads, *truth)
+    torch.testing.assert_close(found, wanted)
+    gradient = torch.randn_like(found[0])
+    made = run.backward(gradient, *heads, *found, *how)
+    torch.testing.assert_close(made, plain_attention.backward(gradient, *heads, *wanted, *truth))
+
+
+def noted(patch: pytest.MonkeyPatch, owner: Any, name: str, what: Callable[..., Any]) -> list[Any]:
+    """What is told of the arguments of each call of a function, which is called as before."""
+    calls: list[Any] = []
+    function = getattr(owner, name)
+
+    def run(*given: Any, **how: Any) -> Any:
+        calls.append(what(*given))
+        return function(*given, **how)
+
+    patch.setattr(owner, name, run)
+    return calls
+
+
+Fault = Callable[..., Any]  # of the function that is right, and its arguments
+
+
+@contextmanager
+def wrong(trial: Any, owner: Any, names: tuple[str, str], fault: Fault | None, back: Fault | None) -> Iterator[None]:
+    """A kernel that is wrong forth or back, whatever `trial` knew of it."""
+    trial.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, own in zip(names, (fault, back), strict=True):
+            if own is not None:
+                patch.setattr(owner, name, partial(own, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            trial.cache_clear()
+
+
+def refuses(*_: Any) -> Any:
+    raise RuntimeError("this build does not support it")
+
+
+def another_gradient(real: Callable[..., Any], *given: Any, by: float = 1.1) -> Any:
+    dq, dk, dv = real(*given)
+    return dq, dk * by, dv
 
 
 # -- flash attention

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from streamfx.frontend.backend import streambp
 from streamfx.lazy.deferred import DeferredTensor
@@ -23,10 +22,6 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 IDS = some_ids()[..., None]
 WEIGHTS = torch.randn(BATCH, LENGTH, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def own_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(logits.transpose(1, 2), ids.flip(1)) + logits.sigmoid().mean()
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:

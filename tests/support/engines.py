@@ -1,28 +1,31 @@
-"""Models as engines of sharded data parallel training get them, and a step of one against one process."""
+"""Models as engines of distributed training get them, ways to hand them over, and training against one process."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from streamfx.frontend.backend import streambp
 from streamfx.integrations import calls, parts
-from tests.support.collectives import data_of, worst
-from tests.support.profiled import names_of
+from tests.support.collectives import Step, data_of, one_process, step, worst
 from tests.support.sharded import Decoder, Layer
 
-LENGTH, VOCABULARY, WIDTH = 29, 17, 8
-WIRE = "c10d::"
+LENGTH, CHUNK, TOLERANCE = 29, 8, 1e-12
+OPTIONS: dict[str, Any] = {"chunk_size": CHUNK, "loss_chunk_size": CHUNK, "check_passes": True}
+COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")
 
 
 class Masked(Layer):
@@ -30,27 +33,15 @@ class Masked(Layer):
 
     mask: Tensor
 
-    def __init__(self, width: int, window: int) -> None:
+    def __init__(self, width: int, number: int) -> None:
+        """The first and the third are alike; the second differs in its mask, the fourth in its number, too."""
         super().__init__(width)
-        rows = torch.arange(LENGTH)
+        rows, window = torch.arange(LENGTH), (3, 8, 3, 4)[number]
         self.register_buffer("mask", (rows[:, None] >= rows) & (rows[:, None] - rows < window))
         self.times = window % 5
 
-    @staticmethod
-    def make(width: int, number: int) -> Masked:
-        """The first and the third are alike; the second differs in its mask, the fourth in its number, too."""
-        return Masked(width, (3, 8, 3, 4)[number])
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (project(h).unflatten(-1, (-1, 4)).transpose(1, 2) for project in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2)) * self.times
-        return x + self.down(F.gelu(self.up(x)))
-
-
-def plain(width: int, number: int) -> Layer:
-    return Layer(width)
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask) * self.times
 
 
 class Body(nn.Module):
@@ -75,10 +66,10 @@ class Nested(nn.Module):
     def __init__(
         self,
         layers: int = 2,
-        width: int = WIDTH,
-        vocabulary: int = VOCABULARY,
+        width: int = 8,
+        vocabulary: int = 17,
         tied: bool = False,
-        layer: Callable[[int, int], Layer] = plain,
+        layer: Callable[[int, int], Layer] = lambda width, number: Layer(width),
     ) -> None:
         super().__init__()
         self.body, self.head = Body(layers, width, vocabulary, layer), nn.Linear(width, vocabulary, bias=False)
@@ -98,19 +89,91 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, Layer)]
 
 
-def twins(make: Callable[[], nn.Module] = Nested) -> tuple[nn.Module, nn.Module]:
+def twins(make: Callable[[], Any] = Nested) -> tuple[Any, Any]:
     """A model in float64, and a copy that stays as it is."""
+    torch._dynamo.reset()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = make()
     return model, copy.deepcopy(model)
 
 
-def checkpointed(model: nn.Module) -> None:
+# -- ways to hand a model over
+
+
+def all_ranks() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="streambp", options={**OPTIONS, **options})
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
     """Layers that make their activations again in eager."""
     for module in model.modules():
         if isinstance(module, (Body, Decoder)):
             module.is_checkpointed = True
+    return model
+
+
+def wrapped(model: nn.Module, mesh: DeviceMesh | None = None, **policies: Any) -> nn.Module:
+    """By FSDP2: each layer, and the rest."""
+    for module in (*layers_of(model), model):
+        fully_shard(module, mesh=mesh or all_ranks(), **policies)
+    return model
+
+
+def cut_layers(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """By heads and columns."""
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
+    for layer in layers_of(model):
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def cut(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Layers by heads and columns; embedding, head and loss by words."""
+    mesh = mesh or all_ranks()
+    words: dict[str, Any] = {"embed": RowwiseParallel(input_layouts=Replicate())}
+    words["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return parallelize_module(cut_layers(model, mesh), mesh, words)
+
+
+# -- against one process
+
+
+def trained(
+    make: Callable[[], nn.Module],
+    engine: Callable[[Any], Any],
+    rank: int,
+    micro: int = 1,
+    groups: int | None = None,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+) -> float:
+    """The largest error of a gradient in two steps of training, of `micro` batches each; groups of ranks have data in common."""
+    model, truth = twins(make)
+    run, world = engine(model), groups or dist.get_world_size()
+    own, found = rank * world // dist.get_world_size(), list[float]()
+    optimizers = [kind(each.parameters(), 0.5) for each in (run, truth)]
+    for _ in range(2):
+        run.zero_grad()
+        one_process(truth, LENGTH, world, micro)
+        for part in range(micro):
+            is_last = part == micro - 1  # gradients of all batches are reduced with those of the last one
+            if hasattr(run, "set_requires_gradient_sync"):
+                run.set_requires_gradient_sync(is_last)
+            with run.no_sync() if hasattr(run, "no_sync") and not is_last else nullcontext():
+                (run(*data_of(world * part + own, LENGTH)) * (own + 1)).backward()
+        found.append(worst(model, truth))
+        for optimizer in optimizers:
+            optimizer.step()
+    return max(found)
+
+
+def in_eager(model: nn.Module, truth: nn.Module, groups: int | None = None, length: int = 4 * CHUNK) -> Step:
+    """A step with checkpointed layers."""
+    return step(checkpointed(model), model, truth, length, groups)
 
 
 @contextmanager
@@ -125,35 +188,3 @@ def graphs_seen() -> Iterator[list[list[str]]]:
 
     with mock.patch.object(calls, "streambp", noted), mock.patch.object(parts, "streambp", noted):
         yield seen
-
-
-@dataclass(frozen=True)
-class Done:
-    """The largest error of a gradient in one step, and the collectives of both halves."""
-
-    error: float
-    forward: dict[str, int]
-    backward: dict[str, int]
-
-
-def collectives(call: Callable[[], Any]) -> dict[str, int]:
-    """Calls of each collective, as an engine begins them."""
-    return dict(Counter(name for name in names_of(call) if name.startswith(WIRE)))
-
-
-def one_process(truth: nn.Module, rank: int, world: int = 2, length: int = LENGTH, micro: int = 1) -> None:
-    """Gradients of the mean over the ranks' losses, each of which has another tangent."""
-    truth.zero_grad()
-    for part in range(micro):
-        losses = [truth(*data_of(world * part + other, length)) * (other + 1) for other in range(world)]
-        torch.stack(losses).mean().backward()
-
-
-def step(model: nn.Module, truth: nn.Module, rank: int, length: int = LENGTH) -> Done:
-    """One step of a wrapped model against one process with the data of all ranks."""
-    one_process(truth, rank, length=length)
-    model.zero_grad()
-    made: list[Tensor] = []
-    forward = collectives(lambda: made.append(model(*data_of(rank, length))))
-    backward = collectives(lambda: (made[0] * (rank + 1)).backward())
-    return Done(worst(model, truth), forward, backward)

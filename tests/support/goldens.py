@@ -15,6 +15,7 @@ import torch
 
 FOLDER = Path(__file__).parents[1] / "goldens"
 BASE = "2.13"  # the version whose texts the files without a version hold
+HOW = "if this is meant: pytest --update-goldens, and review the difference"
 OF_VERSION = re.compile(r"\.torch\d+\.\d+\.txt$")
 
 
@@ -27,10 +28,9 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str], None]:
     def compare(text: str) -> None:
         if request.config.getoption("--update-goldens"):
             write(base, torch_version(), text)
-            return
-        if not path.exists():
+        elif not path.exists():
             pytest.fail(f"there is no {path.name}: run pytest --update-goldens, and read what it writes", pytrace=False)
-        if text != (kept := path.read_text()):
+        elif text != (kept := path.read_text()):
             pytest.fail(difference(kept, text, path.name), pytrace=False)
 
     return compare
@@ -42,8 +42,7 @@ def recorded(request: pytest.FixtureRequest) -> Callable[[Mapping[str, int]], No
 
     Other versions have lines of their own; for a version without lines nothing is compared.
     """
-    path = FOLDER / file_name(request.node.name)
-    version = torch_version()
+    path, version = FOLDER / file_name(request.node.name), torch_version()
 
     def compare(figures: Mapping[str, int]) -> None:
         kept = figures_in(path.read_text()) if path.exists() else {}
@@ -51,10 +50,8 @@ def recorded(request: pytest.FixtureRequest) -> Callable[[Mapping[str, int]], No
         if request.config.getoption("--update-goldens"):
             others = {key: number for key, number in kept.items() if key[0] != version}
             path.write_text(figures_text({**others, **{(version, name): number for name, number in figures.items()}}))
-            return
-        if own and (found := larger(figures, own)):
-            how = f"recorded in goldens/{path.name}; if this is meant: pytest --update-goldens, and review the difference"
-            pytest.fail("\n".join([*found, how]), pytrace=False)
+        elif own and (found := larger(figures, own)):
+            pytest.fail("\n".join([*found, f"recorded in goldens/{path.name}; {HOW}"]), pytrace=False)
 
     return compare
 
@@ -65,10 +62,7 @@ def torch_version() -> str:
 
 
 def own_file(base: Path, version: str) -> Path:
-    """
-    >>> own_file(Path("wire.2.txt"), "2.14").name
-    'wire.2.torch2.14.txt'
-    """
+    """Such as wire.2.torch2.14.txt."""
     return base.with_suffix(f".torch{version}.txt")
 
 
@@ -108,7 +102,6 @@ def figures_text(figures: Mapping[tuple[str, str], int]) -> str:
 
 
 def figures_in(text: str) -> dict[tuple[str, str], int]:
-    """The reverse of `figures_text`."""
     rows = (line.split(None, 2) for line in text.splitlines())
     return {(version, name): int(number.replace(",", "")) for version, number, name in rows}
 
@@ -118,10 +111,8 @@ def file_name(test: str) -> str:
     >>> file_name("test_product[causal-loss gradient]")
     'product.causal.loss_gradient.txt'
     """
-    return (
-        ".".join(re.sub(r"\W+", "_", part).strip("_") for part in re.split(r"[\[\]-]", test.removeprefix("test_")) if part)
-        + ".txt"
-    )
+    parts = (re.sub(r"\W+", "_", part).strip("_") for part in re.split(r"[\[\]-]", test.removeprefix("test_")) if part)
+    return ".".join(parts) + ".txt"
 
 
 def orphans(items: Iterable[pytest.Item]) -> list[str]:
@@ -131,7 +122,5 @@ def orphans(items: Iterable[pytest.Item]) -> list[str]:
 
 
 def difference(kept: str, text: str, name: str) -> str:
-    lines = difflib.unified_diff(kept.splitlines(), text.splitlines(), f"goldens/{name}", "now", lineterm="", n=1)
-    shown = list(lines)
-    more = [f"... {len(shown) - 60} more lines"] if len(shown) > 60 else []
-    return "\n".join([*shown[:60], *more, "if this is meant: pytest --update-goldens, and review the difference"])
+    shown = [*difflib.unified_diff(kept.splitlines(), text.splitlines(), f"goldens/{name}", "now", lineterm="", n=1)]
+    return "\n".join([*shown[:60], *([f"... {len(shown) - 60} more lines"] if len(shown) > 60 else []), HOW])

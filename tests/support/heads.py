@@ -54,6 +54,31 @@ def some_ids(length: int = LENGTH) -> Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(length))
 
 
+def of_logits(function: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    return lambda model, x, ids: function(F.linear(x, model.weight))
+
+
+def with_views(logits: Tensor) -> tuple[Tensor, ...]:
+    return logits, logits[:, :-1], logits.transpose(1, 2)
+
+
+def without_grad(model: Decoder, x: Tensor) -> tuple[Tensor, Tensor]:
+    logits = F.linear(x, model.weight)
+    with torch.no_grad():
+        return logits, F.linear(x, model.weight) * 2
+
+
+def with_item(logits: Tensor) -> Tensor:
+    logits[:, :, 0] = -5.0
+    return logits
+
+
+def doubled_before(logits: Tensor) -> Tensor:
+    doubled = logits * 2
+    logits.mul_(3)
+    return doubled
+
+
 # norms that read other rows: none of these rows can be made alone
 MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "less the mean over time": lambda x: x - x.mean(1, keepdim=True),
@@ -78,9 +103,9 @@ HEADS: dict[str, tuple[Callable[..., Any], int]] = {
     "unbatched": (lambda m, x, ids: F.linear(x.view(-1, WIDTH), m.weight), 1),
     "time first": (lambda m, x, ids: F.linear(x.transpose(0, 1), m.weight).transpose(0, 1), 1),
     "two heads": (lambda m, x, ids: (F.linear(x, m.weight), F.linear(x * 2, m.weight)), 2),
-    "logits and probabilities": (lambda m, x, ids: with_probabilities(F.linear(x, m.weight)), 2),
+    "logits and probabilities": (of_logits(lambda made: (made, made.softmax(-1))), 2),
     "twice the same": (lambda m, x, ids: (F.linear(x, m.weight),) * 2, 2),
-    "a view of it": (lambda m, x, ids: with_views(F.linear(x, m.weight)), 3),
+    "a view of it": (of_logits(with_views), 3),
     "detached": (lambda m, x, ids: (F.linear(x, m.weight), F.linear(x, m.weight).detach()), 2),
     **{name: ((lambda m, x, ids, norm=norm: F.linear(norm(x), m.weight)), 1) for name, norm in MIXED.items()},
     "weights made of rows": (lambda m, x, ids: F.linear(x, m.weight * x.exp().mean()), 1),
@@ -89,50 +114,12 @@ HEADS: dict[str, tuple[Callable[..., Any], int]] = {
     "a view of hidden states": (lambda m, x, ids: (F.linear(x, m.weight), x.view(-1, WIDTH)), 1),
     "a view of a parameter too": (lambda m, x, ids: (F.linear(x, m.weight), m.weight.view(-1)), 1),
     "no_grad inside": (lambda m, x, ids: without_grad(m, x), 2),
-    "less a logarithm of sums": (lambda m, x, ids: less(F.linear(x, m.weight), torch.logsumexp), 1),
-    "less the largest": (lambda m, x, ids: less(F.linear(x, m.weight), torch.amax), 0),
-    "less the third": (lambda m, x, ids: (lambda made: made - made.topk(3).values[..., -1:].detach())(F.linear(x, m.weight)), 0),
-    "capped beside the largest": (lambda m, x, ids: capped_beside(F.linear(x, m.weight)), 0),
-    "written into": (lambda m, x, ids: written(F.linear(x, m.weight)), 0),
-    "set item": (lambda m, x, ids: with_item(F.linear(x, m.weight)), 0),
-    "made from what is then written into": (lambda m, x, ids: doubled_before(F.linear(x, m.weight)), 0),
+    "less a logarithm of sums": (of_logits(lambda made: made - made.logsumexp(-1, keepdim=True)), 1),
+    "less the largest": (of_logits(lambda made: made - made.amax(-1, keepdim=True)), 0),
+    "less the third": (of_logits(lambda made: made - made.topk(3).values[..., -1:].detach()), 0),
+    "capped beside the largest": (of_logits(lambda made: (torch.tanh(made / 3.0) * 3.0, made.amax(-1))), 0),
+    "written into": (of_logits(lambda made: made.add_(1)), 0),
+    "set item": (of_logits(with_item), 0),
+    "made from what is then written into": (of_logits(doubled_before), 0),
     "dropout": (lambda m, x, ids: F.dropout(F.linear(x, m.weight), 0.0), 0),
 }
-
-
-def with_probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
-    return logits, logits.softmax(-1)
-
-
-def less(logits: Tensor, function: Callable[..., Tensor]) -> Tensor:
-    return logits - function(logits, -1, keepdim=True)
-
-
-def capped_beside(logits: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.tanh(logits / 3.0) * 3.0, logits.amax(-1)
-
-
-def with_views(logits: Tensor) -> tuple[Tensor, ...]:
-    return logits, logits[:, :-1], logits.transpose(1, 2)
-
-
-def without_grad(model: Decoder, x: Tensor) -> tuple[Tensor, Tensor]:
-    logits = F.linear(x, model.weight)
-    with torch.no_grad():
-        return logits, F.linear(x, model.weight) * 2
-
-
-def written(logits: Tensor) -> Tensor:
-    logits += 1
-    return logits
-
-
-def with_item(logits: Tensor) -> Tensor:
-    logits[:, :, 0] = -5.0
-    return logits
-
-
-def doubled_before(logits: Tensor) -> Tensor:
-    doubled = logits * 2
-    logits.mul_(3)
-    return doubled

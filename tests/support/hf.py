@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -25,92 +26,67 @@ ROTARY = {
 }
 
 
+def of(kind: str, *without: str, **more: Any) -> nn.Module:
+    """A model of `transformers` with these settings over `ROTARY`'s, of which it does not know some."""
+    transformers: Any = importlib.import_module("transformers")
+    own = {name: value for name, value in ROTARY.items() if name not in without}
+    config = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(kind, f"{kind}Config"))
+    model = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM"))
+    return model(config(**{**own, **more}))
+
+
 def llama(**more: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**{**ROTARY, **more}))
+    return of("Llama", **more)
 
 
-def qwen3(tied: bool = False, **more: Any) -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**ROTARY, tie_word_embeddings=tied, **more))
+def qwen3(**more: Any) -> nn.Module:
+    return of("Qwen3", **{"tie_word_embeddings": False, **more})
 
 
 def qwen3_tied(**more: Any) -> nn.Module:
-    return qwen3(tied=True, **more)
+    return qwen3(tie_word_embeddings=True, **more)
 
 
 def mistral(**more: Any) -> nn.Module:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return MistralForCausalLM(MistralConfig(**ROTARY, sliding_window=WINDOW, **more))
+    return of("Mistral", sliding_window=WINDOW, **more)
 
 
 def gemma2(**more: Any) -> nn.Module:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    own = {**ROTARY, "sliding_window": WINDOW, "query_pre_attn_scalar": HEAD}
-    return Gemma2ForCausalLM(Gemma2Config(**own, **more))
+    return of("Gemma2", sliding_window=WINDOW, query_pre_attn_scalar=HEAD, **more)
 
 
-def gemma3(**more: Any) -> nn.Module:
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    kinds = ["sliding_attention"] * 5 + ["full_attention"]
-    own = {**ROTARY, "num_hidden_layers": 6, "sliding_window": WINDOW, "query_pre_attn_scalar": HEAD, "layer_types": kinds}
-    return Gemma3ForCausalLM(Gemma3TextConfig(**{**own, **more}))
+def gemma3(layers: int = 6, **more: Any) -> nn.Module:
+    own = {"num_hidden_layers": layers, "layer_types": ["sliding_attention"] * (layers - 1) + ["full_attention"]}
+    return of("Gemma3", sliding_window=WINDOW, query_pre_attn_scalar=HEAD, **{**own, **more})
 
 
 def gemma3_short(**more: Any) -> nn.Module:
-    return gemma3(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], **more)
+    return gemma3(layers=2, **more)
 
 
 def gpt2(**more: Any) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    own = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": 64}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": 64}
+    own = {**sizes, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
     ids = {"use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
-    model = GPT2LMHeadModel(GPT2Config(**{**own, **dropout, **ids, **more}))
-    model.loss_type = "ForCausalLM"  # else a warning in the loss breaks the graph
+    model = of("GPT2", *ROTARY, **{**own, **ids, **more})
+    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # else a warning in the loss breaks the graph
     return model
 
 
 def gpt_neox(**more: Any) -> nn.Module:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    own = {name: value for name, value in ROTARY.items() if name not in ("num_key_value_heads", "head_dim")}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**own, rotary_pct=0.5, **more))
+    return of("GPTNeoX", "num_key_value_heads", "head_dim", rotary_pct=0.5, **more)
 
 
 def phi3(**more: Any) -> nn.Module:
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    own = {name: value for name, value in ROTARY.items() if name != "head_dim"}
-    return Phi3ForCausalLM(Phi3Config(**own, **more))
+    return of("Phi3", "head_dim", **more)
 
 
 def olmo2(**more: Any) -> nn.Module:
-    from transformers import Olmo2Config, Olmo2ForCausalLM
-
-    own = {name: value for name, value in ROTARY.items() if name != "head_dim"}
-    return Olmo2ForCausalLM(Olmo2Config(**own, **more))
+    return of("Olmo2", "head_dim", **more)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "llama": llama,
-    "qwen3": qwen3,
-    "qwen3_tied": qwen3_tied,
-    "mistral": mistral,
-    "gemma2": gemma2,
-    "gemma3": gemma3,
-    "gemma3_short": gemma3_short,
-    "gpt2": gpt2,
-    "gpt_neox": gpt_neox,
-    "phi3": phi3,
-    "olmo2": olmo2,
-}
+ALL = (llama, qwen3, qwen3_tied, mistral, gemma2, gemma3, gemma3_short, gpt2, gpt_neox, phi3, olmo2)
+MODELS: dict[str, Callable[..., nn.Module]] = {make.__name__: make for make in ALL}
 IMPLEMENTATIONS = [
     (name, attention)
     for name in MODELS

@@ -113,26 +113,17 @@ def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tu
             facts = step.apply(facts)
     assert facts.program is not None
     for loop in facts.program.loops:
-        loop.body = OfSameRank(loop.body, one.facts.joint)
+        loop.body.forward = OfSameRank(loop.body, one.facts.joint).run  # type: ignore[method-assign]
     results = OuterRunner(facts.program.forward)([item.clone() for item in one.inputs])
     return list(results), facts.demand.forms[one.node]
 
 
-class OfSameRank(torch.nn.Module):
+class OfSameRank(fx.Interpreter):
     """A body each value of which has as many dimensions as the value that it is a part of."""
 
     def __init__(self, body: fx.GraphModule, joint: JointGraph) -> None:
-        super().__init__()
-        self.body, self.ranks = body, {node.name: node.meta["val"].dim() for node in joint.nodes if is_tensor(node)}
-
-    def forward(self, *inputs: Any) -> Any:
-        return _Ranks(self.body, self.ranks).run(*inputs)
-
-
-class _Ranks(fx.Interpreter):
-    def __init__(self, body: fx.GraphModule, ranks: Mapping[str, int]) -> None:
         super().__init__(body)
-        self.ranks = ranks
+        self.ranks = {node.name: node.meta["val"].dim() for node in joint.nodes if is_tensor(node)}
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -145,21 +136,16 @@ def check(call: Call, chunk_size: int) -> Iterator[str]:
     """Hold a call to the law along every axis; yields the axes that streamed."""
     one = traced(call)
     assert one.node in one.axes.signatures, f"the rule declines: {one.axes.declined.get(one.node)}"
+    is_cut = bool(one.axes.signatures[one.node].windows)  # a slice has no rows to give where the longer one is no sequence
     for atom in atoms(one):
         made, forms = streamed(one, atom, chunk_size)
         where = f"{call.target} along axis {atom} in chunks of {chunk_size}"
         runs_whole = all(form in (StorageClass.SCALAR, StorageClass.WHOLE) for form in forms)
-        assert not runs_whole or is_whole(one, atom) or not one.inputs or _only_cut(one, atom), f"{where} ran whole"
+        assert not runs_whole or is_whole(one, atom) or not one.inputs or is_cut, f"{where} ran whole"
         for actual, truth in zip(made, one.results, strict=True):
             assert_same(actual, truth, where, call.random)
         if not runs_whole:
             yield where
-
-
-def _only_cut(one: Traced, atom: Atom) -> bool:
-    """A slice's own axis has no rows to give where the longer one is no sequence."""
-    signature = one.axes.signatures[one.node]
-    return bool(signature.windows)
 
 
 def assert_same(actual: Tensor, truth: Tensor, where: str, random: bool) -> None:

@@ -1,4 +1,4 @@
-"""Attention under a mask that a test brings, and positions to write masks with."""
+"""Attention under a mask that a test brings, and ways to hide by what rows see."""
 
 from __future__ import annotations
 
@@ -12,7 +12,27 @@ from torch import Tensor
 
 LENGTH, HEAD = 9, 4
 INF = float("inf")
+MIN = torch.finfo(torch.float64).min
 Mask: TypeAlias = "Callable[..., Tensor]"  # scores [B, H, T, T], and data that it depends on, to scores
+Seen: TypeAlias = "Callable[..., Tensor]"  # numbers of rows [T, 1] and of columns [1, T], and data, to what is seen
+
+HIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "masked_fill": lambda s, seen: s.masked_fill(~seen, -INF),
+    "where": lambda s, seen: torch.where(seen, s, -INF),
+    "where turned": lambda s, seen: torch.where(~seen, torch.full_like(s, -INF), s),
+    "added": lambda s, seen: s + torch.zeros(seen.shape, dtype=s.dtype).masked_fill(~seen, -INF),
+    "logarithm": lambda s, seen: s + seen.to(s.dtype).log(),
+    "huge": lambda s, seen: s.masked_fill(~seen, MIN),
+    "huge, added": lambda s, seen: s + (1 - seen.to(s.dtype)) * MIN,
+    "-1e4": lambda s, seen: s.masked_fill(~seen, -1e4),
+    "-1e9, added": lambda s, seen: s + (1 - seen.to(s.dtype)) * -1e9,
+    "softcap": lambda s, seen: torch.where(seen, 5 * torch.tanh(s / 5), -INF),
+    "slopes": lambda s, seen: (s - (rows(s.shape[-1]) - columns(s.shape[-1])).to(s.dtype)).masked_fill(~seen, -INF),
+}
+FUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "boolean": lambda seen: seen,
+    "additive": lambda seen: torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -INF),
+}
 
 
 def attention(mask: Mask) -> Callable[..., Tensor]:
@@ -27,7 +47,7 @@ def attention(mask: Mask) -> Callable[..., Tensor]:
     return function
 
 
-def fused(mask: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor]:
+def fused(mask: Callable[..., Tensor | None], **more: Any) -> Callable[..., Tensor]:
     """SDPA with the mask made for `length` rows."""
 
     def function(inputs: Tensor, *data: Tensor) -> Tensor:
@@ -36,6 +56,13 @@ def fused(mask: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor]:
         return (out * torch.linspace(0.5, 1.5, HEAD, dtype=out.dtype)).sum()
 
     return function
+
+
+def under(way: str, seen: Seen) -> Callable[..., Tensor]:
+    """Attention that hides all but what rows see, in one of the ways."""
+    if way in FUSED:
+        return fused(lambda t, *data: FUSED[way](seen(rows(t), columns(t), *data)))
+    return attention(lambda s, *data: HIDE[way](s, seen(rows(s.shape[-1]), columns(s.shape[-1]), *data)))
 
 
 def qkv(batch: int = 2, length: int = LENGTH, seed: int = 0) -> list[Tensor]:

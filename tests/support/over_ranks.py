@@ -58,13 +58,10 @@ def decoder(layers: int = 2) -> CutDecoder:
     return CutDecoder(Decoder(layers, width=32), (1,) * WORLD, (8,) * WORLD)
 
 
-def bodies(facts: Facts) -> list[fx.Graph]:
-    return [loop.spec.body.graph for loop in known(facts.program).loops]
-
-
 def reductions(facts: Facts) -> list[int]:
     """How many reductions each loop has."""
-    return [sum(node.target is begin for node in graph.nodes) for graph in bodies(facts)]
+    loops = known(facts.program).loops
+    return [sum(node.target is begin for node in loop.spec.body.graph.nodes) for loop in loops]
 
 
 def text_of_ranks(facts: Facts) -> str:

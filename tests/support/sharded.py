@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -65,10 +65,23 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (project(h).unflatten(-1, (-1, 4)).transpose(1, 2) for project in (self.q, self.k, self.v))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        x = x + self.out(self.by_rows(self.attended(*self.parts(self.norm(x)))))
         return x + self.down(F.gelu(self.up(x)))
+
+    def parts(self, h: Tensor) -> Iterable[Tensor]:
+        """Queries, keys and values."""
+        return (self.by_heads(project(h).unflatten(-1, (-1, 4))) for project in (self.q, self.k, self.v))
+
+    def by_heads(self, part: Tensor) -> Tensor:
+        """[b t h e] -> [b h t e]"""
+        return part.transpose(1, 2)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def by_rows(self, mixed: Tensor) -> Tensor:
+        """[b h t e] -> [b t he]"""
+        return mixed.transpose(1, 2).flatten(-2)
 
 
 class Decoder(nn.Module):

@@ -83,10 +83,6 @@ class Staged:
     def chain(self) -> Any:
         return self.compilation.chain
 
-    @property
-    def program(self) -> Any:
-        return self.compilation.facts[-1].program
-
     def reset(self) -> None:
         """Weights as they were, no gradients."""
         for model in (self.model, self.eager):
@@ -95,10 +91,10 @@ class Staged:
         if self.chain is not None:
             self.chain.always = True
 
-    def both(self, step: Callable[[Callable[..., Any]], None]) -> None:
-        """What a step does to the gradients is the same with the compiled graph and in eager."""
-        step(self)
-        step(self.eager)
+    def both(self, step: Callable[[Callable[..., Any], nn.Module], Any]) -> None:
+        """What a step, which is given what to call and its weights, does to gradients is the same with the compiled graph."""
+        step(self, self.model)
+        step(self.eager, self.eager)
         same_gradients(self.model, self.eager)
 
 

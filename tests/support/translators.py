@@ -46,22 +46,17 @@ class Translator(nn.Module):
             y = block(y, memory) if i % 2 else block(y, is_causal=True)
         return y
 
+    def logits(self, memory: Tensor, labels: Tensor) -> Tensor:
+        return self.decoded(memory, labels) @ self.embed.weight.T
+
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
         memory = self.encoded(ids)
-        logits = self.decoded(memory, labels) @ self.embed.weight.T
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), memory
+        logits = self.logits(memory, labels)
+        return loss_of(logits[:, :-1], labels[:, 1:]), memory
 
 
-class InAutocast(Translator):
-    """A decoder that computes in another type, and an encoder of which a part is not trained."""
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        with torch.no_grad():
-            first = self.embed(ids).mean(1, keepdim=True)
-        memory = self.encoded(ids) + first
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
-            y = self.decoded(memory, labels)
-        return F.cross_entropy((y @ self.embed.weight.T).flatten(0, 1), labels.flatten()), memory.detach()
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class Counts(Translator):
@@ -79,7 +74,7 @@ class Counts(Translator):
         scaled = memory + 1
         y = self.decoded(memory, labels) + scaled.mean(1, keepdim=True)
         scaled.mul_(3)
-        return F.cross_entropy((y @ self.embed.weight.T).flatten(0, 1), labels.flatten()) + scaled.mean(), scaled
+        return loss_of(y @ self.embed.weight.T, labels) + scaled.mean(), scaled
 
 
 def batch(source: int = 24, target: int = 9) -> tuple[Tensor, Tensor]:
@@ -97,14 +92,11 @@ class Unread(Translator):
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
         memory = self.encoded(ids)
         if self.way == "detached":
-            y = self.decoded(memory.detach(), labels)
-        elif self.way == "largest":
-            y = self.decoded(self.embed(memory.argmax(-1)), labels)
-        else:
-            y = self.embed(labels)
-            with torch.no_grad():
-                y = y + self.decoded(memory, labels)
-        return F.cross_entropy((y @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+            return loss_of(self.logits(memory.detach(), labels), labels)
+        y = self.embed(labels)
+        with torch.no_grad():
+            y = y + self.decoded(memory, labels)
+        return loss_of(y @ self.embed.weight.T, labels)
 
 
 class Segments(Translator):
@@ -118,11 +110,10 @@ class Segments(Translator):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
         memory, loss = self.memory.expand(len(ids), -1, -1), torch.zeros((), dtype=self.memory.dtype)
-        for start in range(0, ids.shape[1], self.rows):
-            y = torch.cat([memory, self.embed(ids[:, start : start + self.rows]), memory], 1)
+        for words, wanted in zip(ids.split(self.rows, 1), labels.split(self.rows, 1), strict=True):
+            y = torch.cat([memory, self.embed(words), memory], 1)
             for block in self.decoder:
                 y = block(y, is_causal=True)
             memory = y[:, -4:]
-            logits = self.head(y[:, 4:-4])
-            loss = loss + F.cross_entropy(logits.flatten(0, 1), labels[:, start : start + self.rows].flatten())
+            loss = loss + loss_of(self.head(y[:, 4:-4]), wanted)
         return loss

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from streamfx.ir.ranges import Range, constant, everything, hull
 from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.kernels.sdpa import ATTENTION
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
-from tests.support.samples import SAMPLES, Sizes, calls
+from tests.support.samples import Sizes, calls
 
 aten = torch.ops.aten
 INF = torch.inf
@@ -33,41 +33,13 @@ TYPES = (
     torch.uint8,
     torch.bool,
 )
-HURTING = [
-    0.0,
-    -0.0,
-    1.0,
-    -1.0,
-    0.5,
-    3.0,
-    -7.0,
-    200.0,
-    300.0,
-    1e4,
-    -3e4,
-    70000.0,
-    1e30,
-    -1e30,
-    3e38,
-    -3e38,
-    INF,
-    -INF,
-    float("nan"),
-]
+BELOW = [1.0, 7.0, 3e4, 1e30, 3e38, INF]
+HURTING = [0.0, -0.0, 0.5, 3.0, 200.0, 300.0, 1e4, 70000.0, *BELOW, *(-number for number in BELOW), float("nan")]
 LARGE = [2e6, -1e9, 1e19, -1e30, INF, float("nan")]
 MILD = [0.0, 1.0, -1.0, 0.5, 2.0, -3.0]
 PRODUCTS = {  # what these make of large numbers is assumed, not proven
-    aten.mm.default,
-    aten.bmm.default,
-    aten.mv.default,
-    aten.dot.default,
-    aten.addmm.default,
-    aten.baddbmm.default,
-    aten.convolution.default,
-    aten._cdist_forward.default,
-    GROUPED_MM,
-    GROUPED_OUTER,
-    ATTENTION,
+    *(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.addmm.default, aten.baddbmm.default),
+    *(aten.convolution.default, aten._cdist_forward.default, GROUPED_MM, GROUPED_OUTER, ATTENTION),
 }
 ASSUMED = {aten.randn.default, aten.rand.default, aten.bernoulli.default, aten.rand_like.default}  # drawn anew by each call
 MORE: dict[Any, Callable[[Sizes], tuple[Any, ...]]] = {  # operators without a sample of their rule
@@ -131,45 +103,21 @@ class Drawn:
             node.meta["val"] = tuple(made) if isinstance(made, list) else made
             if is_tensor(node):
                 return values.of(node)
-            part = graph.call_function(_getitem, (node, [i for i, item in enumerate(made) if isinstance(item, Tensor)][position]))
+            part = graph.call_function(
+                operator.getitem, (node, [i for i, item in enumerate(made) if isinstance(item, Tensor)][position])
+            )
             part.meta["val"] = made[part.args[1]]
             return values.of(part)
 
         return graph, known
 
 
-_getitem = __import__("operator").getitem
-
-
-@dataclass(frozen=True)
-class Sample:
-    """An operator, and how its arguments are drawn."""
-
-    operator: Any
-    draw: Callable[[random.Random], tuple[tuple[Any, ...], dict[str, Any]]]
-
-    @property
-    def operators(self) -> tuple[Any, ...]:
-        return (self.operator,)
-
-    def __str__(self) -> str:
-        return str(self.operator)
-
-    def drawn(self, seed: int) -> Drawn:
-        chance = random.Random(seed)
-        torch.manual_seed(seed)
-        args, kwargs = self.draw(chance)
-        return Drawn(self.operator, args, kwargs, chance.random() < 0.7)
-
-
-@cache
-def samples() -> tuple[Sample, ...]:
-    """Elementwise operators by their schema, others by the sample call of their rule."""
-    return tuple(
-        Sample(operator, _by_schema(operator) if row.elementwise else _by_sample(operator))
-        for operator, row in TRANSFERS.items()
-        if operator not in ASSUMED and (row.elementwise or operator in MORE or operator in SAMPLES)
-    )
+def drawn(operator: Any, seed: int) -> Drawn:
+    """A call of an operator: of elementwise ones by their schema, of others by the sample call of their rule."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    args, kwargs = (_by_schema if TRANSFERS[operator].elementwise else _by_sample)(operator, chance)
+    return Drawn(operator, args, kwargs, chance.random() < 0.7)
 
 
 def _numbers(chance: random.Random, shape: tuple[int, ...], dtype: torch.dtype, among: list[float] = HURTING) -> Tensor:
@@ -180,21 +128,13 @@ def _numbers(chance: random.Random, shape: tuple[int, ...], dtype: torch.dtype, 
     return drawn.to(dtype) if dtype.is_floating_point else drawn.nan_to_num(0, 1e9, -1e9).clamp(-1e9, 1e9).to(dtype)
 
 
-def _by_schema(operator: Any) -> Callable[[random.Random], tuple[tuple[Any, ...], dict[str, Any]]]:
-    def draw(chance: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        dtype = chance.choice(TYPES)
-        for argument in operator._schema.arguments:
-            value = _argument(argument, chance, dtype)
-            if argument.kwarg_only:
-                if value is not None:
-                    kwargs[argument.name] = value
-            else:
-                args.append(value)
-        return tuple(args), kwargs
-
-    return draw
+def _by_schema(operator: Any, chance: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    dtype, arguments = chance.choice(TYPES), operator._schema.arguments
+    given = {argument: _argument(argument, chance, dtype) for argument in arguments}
+    kwargs = {argument.name: given[argument] for argument in arguments if argument.kwarg_only}
+    return tuple(given[argument] for argument in arguments if not argument.kwarg_only), {
+        name: value for name, value in kwargs.items() if value is not None
+    }
 
 
 def _argument(argument: Any, chance: random.Random, dtype: torch.dtype) -> Any:
@@ -215,28 +155,24 @@ def _argument(argument: Any, chance: random.Random, dtype: torch.dtype) -> Any:
     return None
 
 
-def _by_sample(operator: Any) -> Callable[[random.Random], tuple[tuple[Any, ...], dict[str, Any]]]:
+def _by_sample(operator: Any, chance: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that the operator's rule is tested with, floating-point numbers drawn anew."""
+    sizes = Sizes(2, 5, 3, 4, 6)
+    if operator in MORE:
+        own = MORE[operator](sizes)
+        args, kwargs = (own[:-1], own[-1]) if isinstance(own[-1], dict) else (own, {})
+    else:
+        call = chance.choice(list(calls(operator, sizes)))
+        args, kwargs = call.args, dict(call.kwargs)
+    dtype = chance.choice(TYPES[:4])
+    mild = operator in PRODUCTS or operator is aten.histc.default
+    among = (LARGE if operator in PRODUCTS and chance.random() < 0.5 else MILD) if mild else HURTING
 
-    def draw(chance: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        sizes = Sizes(2, 5, 3, 4, 6)
-        if operator in MORE:
-            own = MORE[operator](sizes)
-            args, kwargs = (own[:-1], own[-1]) if isinstance(own[-1], dict) else (own, {})
-        else:
-            call = chance.choice(list(calls(operator, sizes)))
-            args, kwargs = call.args, dict(call.kwargs)
-        dtype = chance.choice(TYPES[:4])
-        mild = operator in PRODUCTS or operator is aten.histc.default
-        among = (LARGE if operator in PRODUCTS and chance.random() < 0.5 else MILD) if mild else HURTING
+    def renewed(item: Any) -> Any:
+        is_number = isinstance(item, Tensor) and item.is_floating_point()
+        return _numbers(chance, tuple(item.shape), torch.float64 if mild else dtype, among) if is_number else item
 
-        def renewed(item: Any) -> Any:
-            is_number = isinstance(item, Tensor) and item.is_floating_point()
-            return _numbers(chance, tuple(item.shape), torch.float64 if mild else dtype, among) if is_number else item
-
-        return pytree.tree_map(renewed, (tuple(args), kwargs))
-
-    return draw
+    return pytree.tree_map(renewed, (tuple(args), kwargs))
 
 
 def held(tensor: Tensor) -> Range:

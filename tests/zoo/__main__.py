@@ -13,7 +13,7 @@ from tests.support.precision import widen_models
 widen_models()
 
 from tests.zoo.models import grouped_products_in_float64, model_types  # noqa: E402
-from tests.zoo.runs import LIMIT, ROWS, known, run, tidy  # noqa: E402
+from tests.zoo.runs import LIMIT, ROWS, known, run, tidy, write  # noqa: E402
 
 
 def main() -> None:
@@ -33,8 +33,6 @@ def main() -> None:
     if chosen.all:
         measure_all(chosen.rows, chosen.again, chosen.limit)
     if chosen.report:
-        from tests.zoo.report import write
-
         write(known(chosen.rows))
 
 

@@ -1,15 +1,21 @@
-"""Each model type in a process of its own with a time limit; rows are lines of JSON, the last of a type counts."""
+"""Each model type in a process of its own with a time limit; rows are lines of JSON, the last of a type counts. And what
+docs/coverage.md says of them.
+"""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import subprocess
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.zoo.measure import Row, measured
+from tests.zoo.measure import BOUND, Row, measured
+from tests.zoo.models import BATCH, CHUNK
+from tests.zoo.models import ROWS as LENGTH
 
 ROWS = Path(__file__).parent / "rows.jsonl"
 LIMIT = 240  # seconds
@@ -69,3 +75,77 @@ def in_own_process(model_type: str, limit: int) -> Row:
 
 def _send(model_type: str, sender: Any) -> None:
     sender.send(measured(model_type))
+
+
+# -- the page
+
+PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+MOST = 110  # characters of a reason in the table
+HEAD = """\
+# Coverage
+
+Every model type of transformers' causal language modelling mapping, as `python -m tests.zoo --all` found it (`--report` writes
+this page): tiny random models of {batch} x {rows} tokens in float64, streamed in chunks of {chunk}, against eager. The delta
+rules, gated and Kimi's, work on blocks of 64 rows: where these cannot be smaller, there are 150 tokens, in whole blocks.
+
+- *error*: the largest relative error of the loss, of other outputs and of parameters' gradients; exact: at most {bound:.0e}.
+  A star: but for results in which AOTAutograd alone differs from eager, too (zeros instead of no gradient).
+- *streamed*: the share of FLOPs (products, convolutions, attention, grouped products) that run in chunk loops.
+- *attention*: which keys a chunk's rows were proven to see; `masked` runs in chunks too, with all keys; with `all keys`, those
+  are no rows of the sequence, or blocks of its rows.
+- *whole*: what runs in one piece, and why. The result is exact all the same. A graph that is given one row has nothing to cut.
+- Loops over blocks of rows are traced block by block. xlstm's, of which 43 rows have five, and three rows behind them, is one
+  operator for any number of blocks; so is minimax's, if there are three whole blocks.
+- What is made of no rows, such as tables of positions times a weight, is made once, outside of loops: the rest of a share that is
+  below 100 % where nothing runs whole.
+
+"""
+
+
+def write(rows: Mapping[str, Row], page: Path = PAGE) -> None:
+    page.write_text(text_of(rows))
+
+
+def text_of(rows: Mapping[str, Row]) -> str:
+    ordered = [rows[name] for name in sorted(rows)]
+    measured = [row for row in ordered if "worst" in row]
+    rest = [row for row in ordered if "worst" not in row]
+    parts = [HEAD.format(batch=BATCH, rows=LENGTH, chunk=CHUNK, bound=BOUND), *summary(ordered), *table(measured)]
+    if rest:
+        parts += ["\n## Not measured\n\n", "| model type | what happened |\n|---|---|\n"]
+        parts += [f"| {row['model_type']} | {row['status']}: {cell(row['error'])} |\n" for row in rest]
+    return "".join(parts)
+
+
+def summary(rows: list[Row]) -> Iterable[str]:
+    """How many of each; then the causes of what runs whole, the most frequent first."""
+    statuses = Counter(row["status"] for row in rows)
+    yield f"{len(rows)} model types: " + ", ".join(f"{count} {status}" for status, count in statuses.most_common()) + ". "
+    streamed = sum(row["status"] == "exact" and not row["reasons"] for row in rows)
+    yield f"{streamed} stream everything of substance.\n\n"
+    revisions = Counter(row.get("revision", "unknown") for row in rows)
+    yield "Measured at " + ", ".join(f"{code} ({count})" for code, count in revisions.most_common()) + ".\n\n"
+    found = Counter(cause for row in rows for cause in {cause_of(reason) for reason in row.get("reasons", ())})
+    if found:
+        yield "| model types | what runs whole |\n|---|---|\n"
+        yield from (f"| {found[cause]} | {cell(cause)} |\n" for cause in sorted(found, key=lambda cause: (-found[cause], cause)))
+        yield "\n"
+
+
+def table(rows: list[Row]) -> Iterable[str]:
+    yield "## Model types\n\n| model type | error | graphs | streamed | attention | whole |\n|---|---|---|---|---|---|\n"
+    for row in rows:
+        share = "" if row["share"] is None else f"{100 * row['share']:.0f} %"
+        error = f"{row['worst']:.0e}" if row["status"] == "exact" else f"**{row['worst']:.0e}**"
+        error += "*" if row.get("apart") else ""
+        causes = "; ".join(dict.fromkeys(cell(cause_of(reason)) for reason in row["reasons"]))
+        yield f"| {row['model_type']} | {error} | {row['graphs']} | {share} | {', '.join(row['attention'])} | {causes} |\n"
+
+
+def cause_of(reason: str) -> str:
+    """A reason without the line of code."""
+    return re.sub(r" \([^()]*\.py:\d+.*$", "", reason)[:MOST]
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -67,7 +67,7 @@ class Decoder(nn.Module):
 
 
 class Heads(nn.Module):
-    """Projections to [B, H, T, D] and back; `mix` is the attention proper."""
+    """Projections to [B, H, T, D] and back; `mix` is the attention proper, causal where a subclass does not say otherwise."""
 
     def __init__(self, width: int = WIDTH, key_heads: int = HEADS) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Heads(nn.Module):
         return out
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def made(make: Callable[[], nn.Module], seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:

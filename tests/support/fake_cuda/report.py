@@ -20,9 +20,6 @@ from streamfx.ir.facts import known
 from streamfx.ir.program import BufferOutput
 from streamfx.kernels import plain_attention, sdpa
 from streamfx.kernels.cuda_attention import takes_flash
-from streamfx.kernels.mask_programs import Mask
-from streamfx.kernels.mask_tiles import MaskTile, TileKind
-from streamfx.kernels.plain_attention import Varlen
 from streamfx.runtime.loop import Loop
 from streamfx.tools.inspect.explain import Explanation
 from streamfx.tools.inspect.tracing import traced
@@ -74,18 +71,6 @@ def known_numbers(given: str) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def known_documents(are_known: bool) -> Iterator[None]:
-    """What a mask's numbers would say of a chunk, were they there: that its rows are of two documents."""
-
-    def pieces(mask: Mask, rows: int, keys: int, batch: int, finite_hides: bool, packs: bool) -> tuple[MaskTile, ...]:
-        assert packs, "no kernel takes documents"
-        return (MaskTile(TileKind.PACKED, (0, rows), (0, keys), (0, batch), Varlen((0, rows // 2, rows), (0, keys // 2, keys))),)
-
-    with patch.object(Mask, "pieces", pieces) if are_known else nullcontext():
-        yield
-
-
-@contextmanager
 def noted_kernels() -> Iterator[Counter[str]]:
     """The attention kernels that programs call while they are followed."""
     found: Counter[str] = Counter()
@@ -118,14 +103,10 @@ def report(
     device: str = "h100",
     attention: str | None = None,
     given: str = "plain",
-    documents: bool = False,
     dtype: str = "bfloat16",
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What of a call streams, which kernels eager would have called (`chosen`), and which the loops call (`kernels`).
-
-    `documents`: the loops read of each mask that it is documents.
-    """
+    """What of a call streams, which kernels eager would have called (`chosen`), and which the loops call (`kernels`)."""
     card = Device(device)
     card.install()
     with for_transformers(), known_numbers(given):
@@ -139,13 +120,12 @@ def report(
         call = traced(packing.told(step) if is_told else step, (found,) if is_told else (), inputs, options or {}, False)
     explanation = Explanation(call)
     streamed = [graph.facts for graph in call.graphs if graph.facts.program is not None]  # others make masks, say
-    with noted_kernels() as called, known_documents(documents):
+    with noted_kernels() as called:
         costs: list[Cost] = explanation.costs
     return {
         "chosen": dict(Counter(card.chosen)),
         "kernels": dict(called),
         "stopped": call.stopped,
-        "breaks": [item.reason for item in call.breaks],
         "graphs": len(call.graphs),
         "failed": [facts.failed for facts in streamed if facts.failed],
         "reasons": [reason for facts in streamed for reason in facts.reasons()],
@@ -165,13 +145,11 @@ def loop_report(loop: Loop) -> dict[str, Any]:
     length = loop.size(spec.length, env)
     rows = loop.rows_per_chunk(length, env)
     devices = {str(part.device) for part in (*spec.buffers, *spec.yields) if not isinstance(part, BufferOutput)}
-    calls = [node for node in spec.body.graph.nodes if node.op == "call_function"]
     return {
         "name": spec.name,
         "rows": rows,
         "last": length % rows or rows,
         "chunks": -(-length // rows),
-        "calls": len(calls),
         "devices": sorted(devices),
         "sums": {buffer.name: "zeroed" if buffer.zeroed else "written first" for buffer in spec.buffers if buffer.is_sum},
     }

@@ -1,13 +1,233 @@
-"""Training objectives as users write them, each a function from models and a batch to a number."""
+"""Training objectives as users write them, each a function from models `m` and a batch `b` to a number."""
 
-from tests.support.objectives.models import Batch, Models, Objective, Step, batch_of
-from tests.support.objectives.preferences import PREFERENCES
-from tests.support.objectives.rewards import REWARDS
-from tests.support.objectives.supervised import SUPERVISED
-from tests.support.objectives.teachers import TEACHERS
+from __future__ import annotations
 
-OBJECTIVES: dict[str, Objective] = {
-    objective.__name__: objective for objective in (*SUPERVISED, *PREFERENCES, *REWARDS, *TEACHERS)
-}
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.objectives.models import (
+    Batch,
+    Models,
+    Objective,
+    Step,
+    batch_of,
+    entropies,
+    masked_mean,
+    next_token,
+    policy_and_teacher,
+    sequence_logps,
+    token_logps,
+)
 
 __all__ = ["OBJECTIVES", "Batch", "Models", "Objective", "Step", "batch_of"]
+BETA = 0.1
+
+
+# -- of pairs, and of single sequences that were liked or not: functions of sums over each sequence
+
+
+def of_sequences(loss: Callable[[Tensor, Batch], Tensor], by_length: bool = False, has_reference: bool = True) -> Objective:
+    """A loss of the log-probability of each sequence, relative to the reference's; the first half is preferred."""
+
+    def objective(m: Models, b: Batch) -> Tensor:
+        sums = sequence_logps(m.logits(b), b)
+        if has_reference:
+            sums = sums - sequence_logps(m.reference_logits(b), b)
+        return loss(sums / b["mask"].sum(-1) if by_length else sums, b).mean()
+
+    return objective
+
+
+def of_pairs(loss: Callable[[Tensor, Tensor], Tensor], by_length: bool = False, has_reference: bool = True) -> Objective:
+    return of_sequences(lambda ratios, b: loss(*ratios.chunk(2)), by_length, has_reference)
+
+
+def dpo_two_calls(m: Models, b: Batch) -> Tensor:
+    """Preferred and rejected sequences in calls of their own."""
+    parts = [dict(zip(("ids", "mask"), rows, strict=True)) for rows in zip(b["ids"].chunk(2), b["mask"].chunk(2), strict=True)]
+    chosen, rejected = (sequence_logps(m.logits(part), part) - sequence_logps(m.reference_logits(part), part) for part in parts)
+    return -F.logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def dpo_with_sft(m: Models, b: Batch) -> Tensor:
+    """RPO: the preferred sequences are also learned."""
+    logits, half = m.logits(b), len(b["ids"]) // 2
+    chosen, rejected = (sequence_logps(logits, b) - sequence_logps(m.reference_logits(b), b)).chunk(2)
+    nll = next_token(logits[:half], {"labels": b["labels"][:half]})
+    return -F.logsigmoid(BETA * (chosen - rejected)).mean() + 0.2 * nll
+
+
+def orpo(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Odds ratio beside the likelihood of what is preferred."""
+    odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+    return -chosen - 0.1 * F.logsigmoid(odds)
+
+
+def kto(ratio: Tensor, b: Batch) -> Tensor:
+    better = BETA * (ratio - ratio.mean().clamp(min=0).detach())
+    return torch.where(b["desirable"], 1 - torch.sigmoid(better), 1.2 * (1 - torch.sigmoid(-better)))
+
+
+def gspo(m: Models, b: Batch) -> Tensor:
+    """One ratio per sequence, the mean of its tokens'."""
+    logps, mask = token_logps(m.logits(b), b["ids"]), b["mask"]
+    return clipped((((logps - b["old_logps"]) * mask).sum(-1) / mask.sum(-1)).exp(), b["advantages"]).mean()
+
+
+OF_SEQUENCES: dict[str, Objective] = {
+    "dpo": of_pairs(lambda chosen, rejected: -F.logsigmoid(BETA * (chosen - rejected))),
+    "dpo_two_calls": dpo_two_calls,
+    "dpo_reference_given": of_sequences(
+        lambda sums, b: -F.logsigmoid(-BETA * (sums - b["old_sequence_logps"]).unflatten(0, (2, -1)).diff(dim=0)), False, False
+    ),
+    "dpo_label_smoothing": of_pairs(lambda x, y: -F.logsigmoid(BETA * (x - y)) * 0.9 - F.logsigmoid(BETA * (y - x)) * 0.1),
+    "dpo_with_sft": dpo_with_sft,
+    "dpo_length_normalized": of_pairs(lambda chosen, rejected: -F.logsigmoid(BETA * (chosen - rejected)), True),
+    "ipo": of_pairs(lambda chosen, rejected: (chosen - rejected - 1 / (2 * BETA)).square(), True),
+    "hinge": of_pairs(lambda chosen, rejected: torch.relu(1 - BETA * (chosen - rejected))),
+    "simpo": of_pairs(lambda chosen, rejected: -F.logsigmoid(2.0 * (chosen - rejected) - 0.5), True, False),
+    "orpo": of_pairs(orpo, True, False),
+    "kto": of_sequences(kto),
+    "gspo": gspo,
+}
+
+
+# -- of tokens
+
+
+def clipped(ratio: Tensor, advantages: Tensor) -> Tensor:
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+
+
+def divergence(logps: Tensor, reference: Tensor) -> Tensor:
+    """The estimate of the KL divergence to the reference that is never negative."""
+    return (reference - logps).exp() - (reference - logps) - 1
+
+
+def of_tokens(loss: Callable[[Tensor, Tensor, Batch], Tensor]) -> Objective:
+    """A loss of each token's log-probability and its ratio to what sampled it."""
+
+    def objective(m: Models, b: Batch) -> Tensor:
+        logps = token_logps(m.logits(b), b["ids"])
+        return masked_mean(loss(logps, (logps - b["old_logps"]).exp(), b), b["mask"])
+
+    return objective
+
+
+def grpo(m: Models, b: Batch) -> Tensor:
+    """Clipped ratios per token, KL to the reference; the mean of sequences' means."""
+    logps = token_logps(m.logits(b), b["ids"])
+    loss = clipped((logps - b["old_logps"]).exp(), b["advantages"][:, None])
+    loss = loss + 0.04 * divergence(logps, token_logps(m.reference_logits(b), b["ids"]))
+    return ((loss * b["mask"]).sum(-1) / b["mask"].sum(-1)).mean()
+
+
+def gspo_per_token(logps: Tensor, ratio: Tensor, b: Batch) -> Tensor:
+    """GSPO-token: the sequence's ratio in value, each token's own gradient."""
+    mean = ((logps - b["old_logps"]) * b["mask"]).sum(-1, keepdim=True) / b["mask"].sum(-1, keepdim=True)
+    return clipped((logps - logps.detach() + mean.detach()).exp(), b["advantages_per_token"])
+
+
+def ppo_with_values(m: Models, b: Batch) -> Tensor:
+    """Policy and value head on one backbone, with an entropy bonus; values are clipped, too."""
+    hidden = m.hidden(b)
+    logits, values = m.policy.lm_head(hidden), m.value_head(hidden)[:, :-1, 0]
+    policy = clipped((token_logps(logits, b["ids"]) - b["old_logps"]).exp(), b["advantages_per_token"])
+    target = b["advantages_per_token"] + b["old_values"]
+    near = b["old_values"] + (values - b["old_values"]).clamp(-0.2, 0.2)
+    value = torch.max((values - target).square(), (near - target).square())
+    return masked_mean(policy + 0.25 * value - 0.01 * entropies(logits), b["mask"])
+
+
+OF_TOKENS: dict[str, Objective] = {
+    "models_own_loss": lambda m, b: m.policy(input_ids=b["ids"], labels=b["labels"]).loss,
+    "cross_entropy": lambda m, b: next_token(m.logits(b), b),
+    "unlikelihood": of_tokens(lambda logps, ratio, b: -torch.log1p(-logps.exp().clamp(max=0.999))),
+    "grpo": grpo,
+    "grpo_reference_given": of_tokens(
+        lambda logps, ratio, b: clipped(ratio, b["advantages"][:, None]) + 0.04 * divergence(logps, b["reference_logps"])
+    ),
+    "grpo_importance_sampling": of_tokens(
+        lambda logps, ratio, b: (
+            clipped(ratio, b["advantages"][:, None]) * (b["old_logps"] - b["reference_logps"]).exp().clamp(max=2.0)
+        )
+    ),
+    "grpo_advantages_per_token": of_tokens(lambda logps, ratio, b: clipped(ratio, b["advantages_per_token"])),
+    "gspo_per_token": of_tokens(gspo_per_token),
+    "cispo": of_tokens(lambda logps, ratio, b: -ratio.clamp(max=1.5).detach() * b["advantages"][:, None] * logps),
+    "ppo_with_values": ppo_with_values,
+}
+
+
+# -- reward models
+
+
+def reward_of_pairs(m: Models, b: Batch) -> Tensor:
+    """The score of each sequence's last token."""
+    hidden = m.hidden(b)
+    chosen, rejected = m.value_head(hidden[torch.arange(len(hidden)), b["last"]])[:, 0].chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean() + 0.01 * (chosen + rejected).square().mean()
+
+
+def scores_then_last(m: Models, b: Batch) -> Tensor:
+    """The same as transformers' sequence classification: scores of all tokens, of which one per sequence is taken."""
+    scores = m.score_head(m.hidden(b))
+    return F.mse_loss(scores[torch.arange(len(scores)), b["last"]], b["scores"])
+
+
+def process_rewards(m: Models, b: Batch) -> Tensor:
+    """A score for every token."""
+    scores, target = m.value_head(m.hidden(b))[:, :-1, 0], (b["advantages_per_token"] > 0).double()
+    return masked_mean(F.binary_cross_entropy_with_logits(scores, target, reduction="none"), b["mask"])
+
+
+OF_HIDDEN: dict[str, Objective] = {
+    "reward_of_pairs": reward_of_pairs,
+    "scores_then_last": scores_then_last,
+    "last_token_classes": lambda m, b: F.cross_entropy(m.score_head(m.hidden(b)[:, -1]), b["last"] % 3),
+    "process_rewards": process_rewards,
+}
+
+
+# -- distillation: a teacher's distribution beside the policy's, both T x V if anybody made them whole
+
+
+def of_teacher(loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:
+    return lambda m, b: masked_mean(loss(*policy_and_teacher(m, b)).sum(-1), b["mask"])
+
+
+def jensen_shannon(student: Tensor, teacher: Tensor) -> Tensor:
+    """The generalized divergence of GKD, by log-sum-exp of both."""
+    beta = torch.tensor(0.3, dtype=student.dtype)
+    mixed = torch.logsumexp(torch.stack([student + torch.log(1 - beta), teacher + torch.log(beta)]), dim=0)
+    parts = [F.kl_div(mixed, one, log_target=True, reduction="none") for one in (teacher, student)]
+    return beta * parts[0] + (1 - beta) * parts[1]
+
+
+def top_k_of_teacher(m: Models, b: Batch) -> Tensor:
+    """The largest logits of a teacher in the same step."""
+    values, indices = m.teacher_logits(b).topk(5, dim=-1)
+    teacher, student = values.log_softmax(-1), m.logits(b).log_softmax(-1).gather(-1, indices)
+    return (teacher.exp() * (teacher - student)).sum(-1).mean()
+
+
+def hidden_states_too(m: Models, b: Batch) -> Tensor:
+    """Hidden states are matched beside the distributions."""
+    hidden = m.hidden(b)
+    with torch.no_grad():
+        target = m.reference.model(input_ids=b["ids"]).last_hidden_state
+    return next_token(m.policy.lm_head(hidden), b) + F.mse_loss(hidden, target)
+
+
+TEACHERS: dict[str, Objective] = {
+    "kl": of_teacher(lambda student, teacher: F.kl_div(student, teacher, log_target=True, reduction="none")),
+    "reverse_kl": of_teacher(lambda student, teacher: student.exp() * (student - teacher)),
+    "jensen_shannon": of_teacher(jensen_shannon),
+    "soft_labels": lambda m, b: F.cross_entropy(m.logits(b).flatten(0, 1), m.teacher_logits(b).softmax(-1).flatten(0, 1)),
+    "top_k_of_teacher": top_k_of_teacher,
+    "hidden_states_too": hidden_states_too,
+}
+OBJECTIVES = {**OF_SEQUENCES, **OF_TOKENS, **OF_HIDDEN, **TEACHERS}

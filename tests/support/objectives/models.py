@@ -16,6 +16,7 @@ Objective: TypeAlias = "Callable[[Any, Batch], Tensor]"
 
 VOCABULARY, ROWS, SEQUENCES = 2053, 29, 4  # many classes: what is small is made at once for all rows
 IGNORED = -100
+TEMPERATURE = 2.0
 SHIFTS = {"old_logps": 7.9, "reference_logps": 7.8, "advantages_per_token": 0.0, "old_values": 0.0}
 
 
@@ -83,8 +84,6 @@ def batch_of(sequences: int = SEQUENCES, rows: int = ROWS) -> Batch:
         "advantages": torch.randn(sequences, generator=draw, dtype=torch.float64),
         "desirable": torch.arange(sequences) % 2 == 0,
         "scores": torch.randn(sequences, 3, generator=draw, dtype=torch.float64),
-        "top_ids": torch.randint(0, VOCABULARY, (sequences, rows, 5), generator=draw),
-        "top_logps": torch.randn(sequences, rows, 5, generator=draw, dtype=torch.float64).log_softmax(-1),
         "old_sequence_logps": (per_token["old_logps"] * completion[:, 1:]).sum(-1),
         **per_token,
     }
@@ -98,12 +97,6 @@ def token_logps(logits: Tensor, ids: Tensor) -> Tensor:
     return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
-def selected_logps(logits: Tensor, ids: Tensor) -> Tensor:
-    """The same by the chosen logit minus logsumexp."""
-    logits = logits[:, :-1]
-    return logits.gather(-1, ids[:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)
-
-
 def entropies(logits: Tensor) -> Tensor:
     """Of each next token [B, T - 1]."""
     logp = logits[:, :-1].log_softmax(-1)
@@ -112,6 +105,12 @@ def entropies(logits: Tensor) -> Tensor:
 
 def sequence_logps(logits: Tensor, batch: Batch) -> Tensor:
     return (token_logps(logits, batch["ids"]) * batch["mask"]).sum(-1)
+
+
+def policy_and_teacher(models: Models, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of both for each next token."""
+    student, teacher = models.logits(batch)[:, :-1], models.teacher_logits(batch)[:, :-1]
+    return (student / TEMPERATURE).log_softmax(-1), (teacher / TEMPERATURE).log_softmax(-1)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ at the beginning of each block are saved for the backward, and a flag asks for t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,46 +15,42 @@ import streamfx
 BLOCK = 4
 
 
+def attended(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The rows of one block, and the state behind them."""
+    rows = []
+    for t in range(q.shape[1]):
+        state = (g[:, t] / (1 + t)).exp()[..., None, None] * state + k[:, t, :, :, None] * v[:, t, :, None]
+        rows.append(scale * torch.einsum("bhw,bhwu->bhu", q[:, t], state))
+    return torch.stack(rows, 1), state.clone()
+
+
 @torch.library.custom_op("streamfx_tests::blocks", mutates_args=())
 def blocks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, first: Tensor | None, output_final_state: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """S_t = exp(g_t / (1 + t % 4)) S_(t-1) + k_t v_t;  y_t = scale q_t S_t. q, k, v [b t h w], g [b t h], the state [b h w w]."""
-    states = _states(k, v, g, first)
-    y = torch.stack([scale * torch.einsum("bhw,bhwu->bhu", q[:, t], states[t + 1]) for t in range(q.shape[1])], 1)
-    return y, states[-1].clone() if output_final_state else q.new_empty(0), torch.stack(states[:-1:BLOCK], 1)
+    states, rows = [q.new_zeros(q.shape[0], q.shape[2], q.shape[3], q.shape[3]) if first is None else first], []
+    for begin in range(0, q.shape[1], BLOCK):
+        own = slice(begin, begin + BLOCK)
+        y, last = attended(q[:, own], k[:, own], v[:, own], g[:, own], states[-1], scale)
+        rows.append(y)
+        states.append(last)
+    return torch.cat(rows, 1), states[-1] if output_final_state else q.new_empty(0), torch.stack(states[:-1], 1)
 
 
 @torch.library.custom_op("streamfx_tests::blocks_backward", mutates_args=())
 def blocks_backward(
     dy: Tensor, dlast: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, saved: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    states: list[Tensor] = []
-    for begin in range(0, q.shape[1], BLOCK):  # only what was saved tells the states
-        own = slice(begin, begin + BLOCK)
-        states += _states(k[:, own], v[:, own], g[:, own], saved[:, begin // BLOCK])[:-1]
-    carried = torch.zeros_like(saved[:, 0]) if dlast is None else dlast
-    rows = []
-    for t in reversed(range(q.shape[1])):
-        decay = _decay(g, t)
-        after = decay * states[t] + k[:, t, :, :, None] * v[:, t, :, None]
-        carried = carried + scale * q[:, t, :, :, None] * dy[:, t, :, None]
-        dk, dv = torch.einsum("bhwu,bhu->bhw", carried, v[:, t]), torch.einsum("bhwu,bhw->bhu", carried, k[:, t])
-        dg = (carried * decay * states[t]).sum((-1, -2)) / (1 + t % BLOCK)
-        rows.append((scale * torch.einsum("bhu,bhwu->bhw", dy[:, t], after), dk, dv, dg))
-        carried = carried * decay
-    return (*(torch.stack(items[::-1], 1) for items in zip(*rows, strict=True)), carried.clone())  # type: ignore[return-value]
-
-
-def _states(k: Tensor, v: Tensor, g: Tensor, first: Tensor | None) -> list[Tensor]:
-    states = [k.new_zeros(k.shape[0], k.shape[2], k.shape[3], k.shape[3]) if first is None else first]
-    for t in range(k.shape[1]):
-        states.append(_decay(g, t) * states[-1] + k[:, t, :, :, None] * v[:, t, :, None])
-    return states
-
-
-def _decay(g: Tensor, t: int) -> Tensor:
-    return (g[:, t] / (1 + t % BLOCK)).exp()[..., None, None]
+    """Only what was saved tells the states."""
+    carried, rows = torch.zeros_like(saved[:, 0]) if dlast is None else dlast, []
+    for *own, after, state in reversed(
+        [*zip(*(item.split(BLOCK, 1) for item in (q, k, v, g, dy)), saved.unbind(1), strict=True)]
+    ):
+        _, pull = torch.func.vjp(partial(attended, scale=scale), *own, state)
+        *made, carried = pull((after, carried))
+        rows.append(made)
+    return (*(torch.cat(items[::-1], 1) for items in zip(*rows, strict=True)), carried.clone())  # type: ignore[return-value]
 
 
 @blocks.register_fake

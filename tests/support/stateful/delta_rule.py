@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,84 +13,45 @@ IS_STAND_IN = importlib.util.find_spec("fla") is None
 FEW = 16  # heads as wide as they are here
 
 
-def states(k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, h0: Tensor | None) -> list[Tensor]:
-    """h_t = exp(gk_t) h_(t-1) + b_t (a_t h_(t-1)) + k_t v_t"""
-    found = [k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3]) if h0 is None else h0]
-    for t in range(k.shape[1]):
-        seen = torch.einsum("bhk,bhkv->bhv", a[:, t], found[-1])
-        found.append(gk[:, t, :, :, None].exp() * found[-1] + outer(b[:, t], seen) + outer(k[:, t], v[:, t]))
-    return found
+def ruled(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(gk_t) h_(t-1) + b_t (a_t h_(t-1)) + k_t v_t;  y_t = scale q_t h_t"""
+    rows = []
+    for t in range(q.shape[1]):
+        seen = torch.einsum("bhk,bhkv->bhv", a[:, t], state)
+        state = gk[:, t, :, :, None].exp() * state + outer(b[:, t], seen) + outer(k[:, t], v[:, t])
+        rows.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(rows, 1), state.clone()
 
 
 def outer(x: Tensor, y: Tensor) -> Tensor:
     return x[..., :, None] * y[..., None, :]
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    gk: Tensor,
-    h0: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    has_initial_state: bool,
-    output_final_state: bool,
-    is_varlen: bool,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def started(q: Tensor, v: Tensor, h0: Tensor) -> Tensor:
+    return h0 if h0.numel() else q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+
+
+def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *rows, h0, _, scale, has_initial_state, output_final_state, is_varlen, _ = given
     assert not is_varlen and has_initial_state == (h0.numel() > 0), "a state goes with its flag"
-    found = states(k, v, a, b, gk, h0 if has_initial_state else None)
-    o = torch.stack([scale * torch.einsum("bhk,bhkv->bhv", q[:, t], found[t + 1]) for t in range(q.shape[1])], 1)
-    nothing = q.new_empty(0, dtype=torch.int32)
-    return o, found[-1].clone() if output_final_state else q.new_empty(0), nothing.view(0, 2), nothing.clone()
+    o, last = ruled(*(*rows, started(rows[0], rows[2], h0), scale))
+    nothing = o.new_empty(0, dtype=torch.int32)
+    return o, last if output_final_state else o.new_empty(0), nothing.view(0, 2), nothing.clone()
 
 
-def _backward(
-    do: Tensor,
-    dht: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    gk: Tensor,
-    h0: Tensor,
-    cu_seqlens: Tensor,
-    chunk_indices: Tensor,
-    chunk_offsets: Tensor,
-    scale: float,
-    has_initial_state: bool,
-    is_varlen: bool,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(do: Tensor, dht: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    *rows, h0, _, chunk_indices, chunk_offsets, scale, has_initial_state, _, _ = given
     assert chunk_indices.shape == (0, 2) and chunk_offsets.shape == (0,)
-    found = states(k, v, a, b, gk, h0 if has_initial_state else None)
-    carried = dht if dht.numel() else torch.zeros_like(found[0])
-    rows = []
-    for t in reversed(range(q.shape[1])):
-        carried = carried + scale * outer(q[:, t], do[:, t])
-        dseen, decay = torch.einsum("bhkv,bhk->bhv", carried, b[:, t]), gk[:, t, :, :, None].exp()
-        rows.append(
-            (
-                scale * torch.einsum("bhkv,bhv->bhk", found[t + 1], do[:, t]),
-                torch.einsum("bhkv,bhv->bhk", carried, v[:, t]),
-                torch.einsum("bhkv,bhk->bhv", carried, k[:, t]),
-                torch.einsum("bhkv,bhv->bhk", found[t], dseen),
-                torch.einsum("bhkv,bhv->bhk", carried, torch.einsum("bhk,bhkv->bhv", a[:, t], found[t])),
-                (carried * decay * found[t]).sum(-1),
-            )
-        )
-        carried = decay * carried + outer(a[:, t], dseen)
-    made = (torch.stack(items[::-1], 1) for items in zip(*rows, strict=True))
-    return (*made, carried.clone() if has_initial_state else h0.new_empty(0))  # type: ignore[return-value]
+    (_, last), pull = torch.func.vjp(partial(ruled, scale=scale), *rows, started(rows[0], rows[2], h0))
+    *made, dh0 = pull((do, dht if dht.numel() else torch.zeros_like(last)))
+    return (*made, dh0 if has_initial_state else h0.new_empty(0))
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if others[-3] else (0,)
-    return v.new_empty(v.shape), q.new_empty(shape), *(q.new_empty(size, dtype=torch.int32) for size in ((0, 2), (0,)))  # type: ignore[return-value]
+    return v.new_empty(v.shape), q.new_empty(shape), *(q.new_empty(size, dtype=torch.int32) for size in ((0, 2), (0,)))
 
 
 def _backward_fake(do: Tensor, dht: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -111,12 +73,19 @@ def _gradients(ctx: Any, do: Tensor, dht: Tensor | None, *_: Any) -> Any:
     return (*made[:6], made[6] if ctx.has_initial else None, *(None for _ in range(6)))
 
 
+ROWS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor gk, Tensor h0, Tensor cu_seqlens"
+HOW, SIZES = "float scale, bool has_initial_state", "bool is_varlen, SymInt chunk_size"
 if IS_STAND_IN:
-    own = torch.library.custom_op("fla::chunk_dplr_delta_rule_fwd", _forward, mutates_args=())
-    backward = torch.library.custom_op("fla::chunk_dplr_delta_rule_bwd", _backward, mutates_args=())
+    schemas = (
+        f"({ROWS}, {HOW}, bool output_final_state, {SIZES}) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"(Tensor do, Tensor dht, {ROWS}, Tensor chunk_indices, Tensor chunk_offsets, {HOW}, {SIZES})"
+        f" -> ({', '.join(['Tensor'] * 7)})",
+    )
+    names = "fla::chunk_dplr_delta_rule_fwd", "fla::chunk_dplr_delta_rule_bwd"
+    own = torch.library.custom_op(names[0], _forward, mutates_args=(), schema=schemas[0])
     own.register_fake(_forward_fake)
-    backward.register_fake(_backward_fake)
     own.register_autograd(_gradients, setup_context=_setup)
+    torch.library.custom_op(names[1], _backward, mutates_args=(), schema=schemas[1]).register_fake(_backward_fake)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, first: Tensor | None, asks: bool) -> Any:

@@ -10,17 +10,26 @@ from torch import Tensor
 import streamfx
 
 
+def scanned(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    state, rows = first, []
+    for t in range(x.shape[1]):
+        state = (dt[:, t, :, None] * a).exp() * state + (dt[:, t] * x[:, t])[..., None] * b[:, t, None]
+        rows.append((state * c[:, t, None]).sum(-1))
+    return torch.stack(rows, 1) + d * x, state.clone()
+
+
+def filled(x: Tensor, a: Tensor, d: Tensor | None, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What is left out is zeros."""
+    state = x.new_zeros(x.shape[0], *a.shape) if first is None else first
+    return x.new_zeros(x.shape[2]) if d is None else d, state
+
+
 @torch.library.custom_op("streamfx_tests::selective", mutates_args=())
 def selective(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None = None, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t;  y_t = h_t c_t + d x_t. x [b t w], b [b t n], a [w n], first [b w n]."""
-    state, rows = started(x, a, first), []
-    for t in range(x.shape[1]):
-        state = (dt[:, t, :, None] * a).exp() * state + (dt[:, t] * x[:, t])[..., None] * b[:, t, None]
-        rows.append((state * c[:, t, None]).sum(-1))
-    y = torch.stack(rows, 1)
-    return (y if d is None else y + d * x), state.clone()
+    return scanned(x, dt, a, b, c, *filled(x, a, d, first))
 
 
 @torch.library.custom_op("streamfx_tests::selective_backward", mutates_args=())
@@ -35,26 +44,8 @@ def selective_backward(
     d: Tensor | None = None,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    states = [started(x, a, first)]
-    for t in range(x.shape[1]):
-        states.append((dt[:, t, :, None] * a).exp() * states[-1] + (dt[:, t] * x[:, t])[..., None] * b[:, t, None])
-    carried = torch.zeros_like(states[0]) if dlast is None else dlast
-    da, rows = torch.zeros_like(a), []
-    for t in reversed(range(x.shape[1])):
-        carried = carried + dy[:, t, :, None] * c[:, t, None]
-        decay, step, own = (dt[:, t, :, None] * a).exp(), dt[:, t, :, None], x[:, t, :, None]
-        inner = carried * decay * states[t]
-        dx, ddt = (carried * step * b[:, t, None]).sum(-1), (a * inner + carried * own * b[:, t, None]).sum(-1)
-        rows.append((dx, ddt, (carried * step * own).sum(1), (dy[:, t, :, None] * states[t + 1]).sum(1)))
-        da = da + (inner * step).sum(0)
-        carried = carried * decay
-    dx, ddt, db, dc = (torch.stack(items[::-1], 1) for items in zip(*rows, strict=True))
-    dd = (dy * x).sum((0, 1))
-    return dx if d is None else dx + d * dy, ddt, da, db, dc, dd, carried.clone()
-
-
-def started(x: Tensor, a: Tensor, first: Tensor | None) -> Tensor:
-    return x.new_zeros(x.shape[0], *a.shape) if first is None else first
+    (_, last), pull = torch.func.vjp(scanned, x, dt, a, b, c, *filled(x, a, d, first))
+    return pull((dy, torch.zeros_like(last) if dlast is None else dlast))  # type: ignore[no-any-return]
 
 
 @selective.register_fake
@@ -64,8 +55,7 @@ def _(x: Tensor, dt: Tensor, a: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @selective_backward.register_fake
 def _(dy: Tensor, dlast: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    state = x.new_empty(x.shape[0], *a.shape)
-    return (*map(torch.empty_like, (x, dt, a, b, c)), x.new_empty(x.shape[2]), state)
+    return (*map(torch.empty_like, (x, dt, a, b, c)), x.new_empty(x.shape[2]), x.new_empty(x.shape[0], *a.shape))
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:

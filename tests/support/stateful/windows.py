@@ -11,12 +11,16 @@ from torch import Tensor
 import streamfx
 
 
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    padded = F.pad(x, [weight.shape[1] - 1, 0]) if first is None else torch.cat((first, x), 2)
+    return F.conv1d(padded, weight[:, None], bias, groups=x.shape[1]), padded[..., x.shape[2] :].clone()
+
+
 @torch.library.custom_op("streamfx_tests::windows", mutates_args=())
 def windows(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None) -> tuple[Tensor, Tensor]:
     """x [b d t], weight [d w], the state [b d (w - 1)]."""
     assert x.transpose(1, 2).is_contiguous(), "the kernel reads channels side by side"
-    padded = _padded(x, weight, first)
-    return F.conv1d(padded, weight[:, None], bias, groups=x.shape[1]), padded[..., x.shape[2] :].clone()
+    return convolved(x, weight, bias, first)
 
 
 @torch.library.custom_op("streamfx_tests::windows_backward", mutates_args=())
@@ -24,17 +28,10 @@ def windows_backward(
     dy: Tensor, dlast: Tensor | None, x: Tensor, weight: Tensor, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert x.transpose(1, 2).is_contiguous(), "the kernel reads channels side by side"
-    padded, width = _padded(x, weight, first), weight.shape[1]
-    rows = F.conv_transpose1d(dy, weight[:, None], groups=x.shape[1])
-    if dlast is not None:
-        rows[..., x.shape[2] :] += dlast
-    dweight = torch.stack([(dy * padded[..., i : i + x.shape[2]]).sum((0, 2)) for i in range(width)], 1)
-    return rows[..., width - 1 :].clone(), dweight, dy.sum((0, 2)), rows[..., : width - 1].clone()
-
-
-def _padded(x: Tensor, weight: Tensor, first: Tensor | None) -> Tensor:
-    width = weight.shape[1] - 1
-    return F.pad(x, [width, 0]) if first is None else torch.cat((first, x), 2)
+    state = x.new_zeros(*x.shape[:2], weight.shape[1] - 1) if first is None else first
+    (_, last), pull = torch.func.vjp(convolved, x, weight, x.new_zeros(x.shape[1]), state)
+    made = pull((dy, torch.zeros_like(last) if dlast is None else dlast))
+    return tuple(item.clone(memory_format=torch.contiguous_format) for item in made)  # type: ignore[return-value]
 
 
 @windows.register_fake

@@ -9,13 +9,38 @@ from typing import Any
 from tests.support.trainers import tiny
 from tests.support.trainers.running import common
 
+SAMPLED = {"num_generations": 2, "max_completion_length": 8}
+TRL: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {  # data, and arguments of its own
+    "sft": ("SFT", tiny.texts, {}),
+    "dpo": ("DPO", tiny.pairs, {}),
+    "kto": ("KTO", tiny.liked, {}),
+    "grpo": ("GRPO", tiny.prompts, {**SAMPLED, "beta": 0.04}),
+    "rloo": ("RLOO", tiny.prompts, SAMPLED),
+    "reward": ("Reward", tiny.pairs, {}),
+}
+
 
 def build(name: str, folder: Path, model: Any = None, data: Any = None, peft: Any = None, **arguments: Any) -> Any:
-    made = {"args": arguments, "model": model, "data": data, "peft": peft}
-    return BUILDERS[name](folder, **made)
+    if name == "transformers":
+        return transformers_trainer(folder, model, data, arguments)
+    import trl
+
+    prefix, usual, own = TRL[name]
+    more: dict[str, Any] = {"peft_config": peft} if peft is not None else {}
+    if name in ("grpo", "rloo"):
+        model, more["reward_funcs"] = model or _saved(folder), distinct_words
+    elif name == "kto" or (name == "dpo" and not peft):
+        more["ref_model"] = tiny.causal_model(1)
+    return getattr(trl, f"{prefix}Trainer")(
+        model=model or (tiny.reward_model() if name == "reward" else tiny.causal_model()),
+        args=getattr(trl, f"{prefix}Config")(**common(folder, **{**own, **arguments})),
+        train_dataset=data or usual(),
+        processing_class=tiny.tokenizer(),
+        **more,
+    )
 
 
-def transformers_trainer(folder: Path, args: dict[str, Any], model: Any, data: Any, peft: Any, **more: Any) -> Any:
+def transformers_trainer(folder: Path, model: Any, data: Any, args: dict[str, Any]) -> Any:
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
     words = tiny.tokenizer()
@@ -31,80 +56,16 @@ def transformers_trainer(folder: Path, args: dict[str, Any], model: Any, data: A
     )
 
 
-def sft(folder: Path, args: dict[str, Any], model: Any, data: Any, peft: Any) -> Any:
-    from trl import SFTConfig, SFTTrainer
-
-    arguments = SFTConfig(**common(folder, **args))
-    return SFTTrainer(model or tiny.causal_model(), arguments, train_dataset=data or tiny.texts(), **_rest(peft))
-
-
-def dpo(folder: Path, args: dict[str, Any], model: Any, data: Any, peft: Any) -> Any:
-    from trl import DPOConfig, DPOTrainer
-
-    reference: dict[str, Any] = {} if peft else {"ref_model": tiny.causal_model(1)}
-    arguments = DPOConfig(**common(folder, **args))
-    return DPOTrainer(
-        model or tiny.causal_model(), args=arguments, train_dataset=data or tiny.pairs(), **reference, **_rest(peft)
-    )
-
-
-def kto(folder: Path, args: dict[str, Any], model: Any, data: Any, peft: Any) -> Any:
-    from trl import KTOConfig, KTOTrainer
-
-    arguments = KTOConfig(**common(folder, **args))
-    return KTOTrainer(
-        model or tiny.causal_model(), tiny.causal_model(1), arguments, train_dataset=data or tiny.liked(), **_rest(peft)
-    )
-
-
-def grpo(folder: Path, args: dict[str, Any], model: Any, data: Any, peft: Any) -> Any:
-    from trl import GRPOConfig, GRPOTrainer
-
-    arguments = GRPOConfig(**common(folder, **{"num_generations": 2, "max_completion_length": 8, "beta": 0.04, **args}))
-    return GRPOTrainer(_saved(folder, model), distinct_words, arguments, train_dataset=data or tiny.prompts(), **_rest(peft))
-
-
-def rloo(folder: Path, args: dict[str, Any], model: Any, data: Any, peft: Any) -> Any:
-    from trl import RLOOConfig, RLOOTrainer
-
-    arguments = RLOOConfig(**common(folder, **{"num_generations": 2, "max_completion_length": 8, **args}))
-    return RLOOTrainer(_saved(folder, model), distinct_words, arguments, train_dataset=data or tiny.prompts(), **_rest(peft))
-
-
-def reward(folder: Path, args: dict[str, Any], model: Any, data: Any, peft: Any) -> Any:
-    from trl import RewardConfig, RewardTrainer
-
-    arguments = RewardConfig(**common(folder, **args))
-    return RewardTrainer(model or tiny.reward_model(), arguments, train_dataset=data or tiny.pairs(), **_rest(peft))
-
-
 def distinct_words(completions: list[str], **others: Any) -> list[float]:
     return [float(len(set(text.split()))) for text in completions]
 
 
-def _saved(folder: Path, model: Any) -> Any:
+def _saved(folder: Path) -> Any:
     """A model with a folder of its own: trainers load the reference from there."""
     from transformers import AutoModelForCausalLM
 
-    if model is not None:
-        return model
     path = folder / "model"
     if not path.exists():
         made: Any = tiny.causal_model()
         made.save_pretrained(path)
     return AutoModelForCausalLM.from_pretrained(path)
-
-
-def _rest(peft: Any) -> dict[str, Any]:
-    return {"processing_class": tiny.tokenizer(), **({"peft_config": peft} if peft is not None else {})}
-
-
-BUILDERS: dict[str, Callable[..., Any]] = {
-    "transformers": transformers_trainer,
-    "sft": sft,
-    "dpo": dpo,
-    "kto": kto,
-    "grpo": grpo,
-    "rloo": rloo,
-    "reward": reward,
-}

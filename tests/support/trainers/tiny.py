@@ -115,7 +115,3 @@ def _dataset(rows: list[dict[str, Any]]) -> Any:
     from datasets import Dataset
 
     return Dataset.from_list(rows)
-
-
-def joined(data: Any, rows: list[dict[str, Any]]) -> Any:
-    return _dataset([*data.to_list(), *rows])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 HEAD = 8  # the package pads heads to a multiple of this
 
 
-def scores_of(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, right: int, cap: float) -> Tensor:
+def scores_of(q: Tensor, k: Tensor, scale: float, causal: bool, left: int = -1, right: int = -1, cap: float = 0.0) -> Tensor:
     """[h m n] of queries [m h d] and keys [n g d]; hidden ones are minus infinity."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.einsum("mhd,nhd->hmn", q, k) * scale
@@ -27,12 +29,10 @@ def _wide(*items: Tensor) -> list[Tensor]:
     return [item.to(torch.promote_types(item.dtype, torch.float32)) for item in items]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, right: int, cap: float
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *how: Any) -> tuple[Tensor, Tensor]:
     """The result [m h d] and the log-sum-exp [h m] of one sequence; a row that sees no key has 0 and infinity."""
     dtype, (q, k, v) = q.dtype, _wide(q, k, v)
-    scores = scores_of(q, k, scale, causal, left, right, cap)
+    scores = scores_of(q, k, scale, *how)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     value = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -40,23 +40,13 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-    left: int,
-    right: int,
-    cap: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of one sequence, in single precision at least, and the sums [h m] that the package returns."""
     dout, q, k, v, out = _wide(dout, q, k, v, out)
     groups, each = k.shape[1], q.shape[1] // k.shape[1]
     key, value = (item.repeat_interleave(each, 1) for item in (k, v))
-    scores = scores_of(q, k, scale, causal, left, right, cap)
+    scores, cap = scores_of(q, k, scale, *how), how[-1]
     weights = (scores - lse[..., None]).exp()
     delta = (dout * out).sum(-1).transpose(0, 1)
     inner = weights * (torch.einsum("mhd,nhd->hmn", dout, value) - delta[..., None]) * scale

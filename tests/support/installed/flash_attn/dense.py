@@ -10,23 +10,21 @@ from torch.nn.functional import pad
 
 from flash_attn.arithmetic import HEAD, backward, forward
 
+FORWARD = (
+    "(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, "
+    "SymInt window_size_right, float softcap, Tensor? alibi_slopes, bool return_softmax) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+BACKWARD = (
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!)? dq, Tensor(a7!)? dk, "
+    "Tensor(a8!)? dv, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, "
+    "float softcap, Tensor? alibi_slopes, bool deterministic, Tensor? rng_state=None) -> Tensor"
+)
 
-@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+
+@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=(), schema=FORWARD)
+def _forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *how, alibi_slopes, return_softmax = others
     assert q.shape[-1] % HEAD == 0 and dropout_p == 0.0 and alibi_slopes is None and not return_softmax
-    how = (softmax_scale, causal, window_size_left, window_size_right, softcap)
     made = [forward(*item, *how) for item in zip(q, k, v, strict=True)]
     out, lse = (torch.stack(items) for items in zip(*made, strict=True))
     return out.contiguous(), lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)
@@ -39,29 +37,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Te
     return torch.empty_like(q), lse, q.new_empty(0), torch.empty(2, dtype=torch.int64, device=q.device)
 
 
-@torch.library.custom_op("flash_attn::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
-def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> Tensor:
-    assert dq is not None and dk is not None and dv is not None
-    how = (softmax_scale, causal, window_size_left, window_size_right, softcap)
+@torch.library.custom_op("flash_attn::_flash_attn_backward", mutates_args=("dq", "dk", "dv"), schema=BACKWARD)
+def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, *others: Any) -> Tensor:
+    dq, dk, dv, _, *how = others[:9]
     made = [backward(*item, *how) for item in zip(dout, q, k, v, out, softmax_lse, strict=True)]
     *gradients, delta = (torch.stack(items) for items in zip(*made, strict=True))
     for written, gradient in zip((dq, dk, dv), gradients, strict=True):

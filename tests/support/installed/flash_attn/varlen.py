@@ -21,36 +21,29 @@ def _places(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(*one), slice(*other)
 
 
-@torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    assert q.shape[-1] % HEAD == 0 and dropout_p == 0.0 and alibi_slopes is None and not return_softmax
-    assert block_table is None and leftpad_k is None and seqused_k is None
-    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+FORWARD = (
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float dropout_p, float softmax_scale, bool causal, SymInt window_size_left=-1, SymInt window_size_right=-1, "
+    "float softcap=0.0, Tensor? alibi_slopes=None, bool return_softmax=False, Tensor? block_table=None, "
+    "Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+BACKWARD = (
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!)? dq, Tensor(a7!)? dk, "
+    "Tensor(a8!)? dv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, "
+    "float softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, float softcap, "
+    "Tensor? alibi_slopes, bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) -> Tensor"
+)
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=(), schema=FORWARD)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    first, second, most_rows, most_keys, dropout, *how = others[:10]  # the last ones, where they are no defaults
+    assert q.shape[-1] % HEAD == 0 and dropout == 0.0 and first.dtype == second.dtype == torch.int32
+    assert not any(item is not None and item is not False for item in others[10:])  # slopes, tables, and what is shown
     out = torch.zeros_like(q)
     lse = q.new_zeros(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
-    how = (softmax_scale, causal, window_size_left, window_size_right, softcap)
-    for rows, keys in _places(cu_seqlens_q, cu_seqlens_k):
-        assert rows.stop - rows.start <= max_seqlen_q and keys.stop - keys.start <= max_seqlen_k
+    for rows, keys in _places(first, second):
+        assert rows.stop - rows.start <= most_rows and keys.stop - keys.start <= most_keys
         out[rows], lse[:, rows] = forward(q[rows], k[keys], v[keys], *how)
     return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)
 
@@ -61,38 +54,13 @@ def _(q: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor, Tensor, Ten
     return torch.empty_like(q), lse, q.new_empty(0), torch.empty(2, dtype=torch.int64, device=q.device)
 
 
-@torch.library.custom_op("flash_attn::_flash_attn_varlen_backward", mutates_args=("dq", "dk", "dv"))
-def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> Tensor:
-    assert dq is not None and dk is not None and dv is not None
+@torch.library.custom_op("flash_attn::_flash_attn_varlen_backward", mutates_args=("dq", "dk", "dv"), schema=BACKWARD)
+def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, *others: Any) -> Tensor:
+    dq, dk, dv, first, second, _, _, _, *how = others[:13]
     sums = torch.zeros_like(softmax_lse)
-    how = (softmax_scale, causal, window_size_left, window_size_right, softcap)
     for item in (dq, dk, dv):
         item.zero_()
-    for rows, keys in _places(cu_seqlens_q, cu_seqlens_k):
+    for rows, keys in _places(first, second):
         parts = dout[rows], q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows]
         dq[rows], dk[keys], dv[keys], sums[:, rows] = backward(*parts, *how)
     return sums
@@ -107,32 +75,20 @@ class FlashAttnVarlenFunc(torch.autograd.Function):
     """As the package has it: heads are padded, gradients are made empty and written."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        how: tuple[Any, ...],
-        deterministic: bool,
-        is_grad: bool,
-    ) -> Tensor:
-        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        dropout, scale, *others = how
-        how = (dropout, q.shape[-1] ** -0.5 if scale is None else scale, *others)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor, second: Tensor, *others: Any) -> Tensor:
+        most_rows, most_keys, (dropout, scale, *more), deterministic, is_grad = others
+        how = (dropout, q.shape[-1] ** -0.5 if scale is None else scale, *more)
         width = q.shape[-1]
         if width % HEAD:
             q, k, v = (pad(item, [0, HEAD - width % HEAD]) for item in (q, k, v))
         names = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes")
         named = dict(zip(names, how, strict=True))
+        ends = (first, second, most_rows, most_keys)
         made = torch.ops.flash_attn._flash_attn_varlen_forward(q, k, v, *ends, **named, return_softmax=False, block_table=None)
         out, lse, _, state = made
         if is_grad:
-            ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, state)
-            ctx.how = (max_seqlen_q, max_seqlen_k, *how, deterministic)
+            ctx.save_for_backward(q, k, v, out, lse, first, second, state)
+            ctx.how = (most_rows, most_keys, *how, deterministic)
         return out[..., :width]  # type: ignore[no-any-return]
 
     @staticmethod

@@ -14,17 +14,8 @@ ops: Any = torch.ops.DaoAILab
 
 class CausalConv1dFn(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        seq_idx: Tensor | None,
-        initial_states: Tensor | None,
-        return_final_states: bool,
-        final_states_out: Tensor | None,
-        activation: str | None,
-    ) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Any:
+        seq_idx, initial_states, return_final_states, final_states_out, activation = others
         if x.stride(2) != 1 and x.stride(1) != 1:
             x = x.contiguous()
         if return_final_states and final_states_out is None:
@@ -32,16 +23,9 @@ class CausalConv1dFn(torch.autograd.Function):
             final_states_out = torch.empty(shape, device=x.device, dtype=x.dtype).transpose(1, 2)
         ctx.activation = activation in ("silu", "swish")
         out = torch.empty_like(x)
-        ops._causal_conv1d_fwd_cpp(
-            x=x,
-            weight=weight,
-            bias=bias,
-            seq_idx=seq_idx,
-            initial_states=initial_states,
-            out=out,
-            final_states_out=final_states_out if return_final_states else None,
-            silu_activation=ctx.activation,
-        )
+        last = final_states_out if return_final_states else None
+        how = {"seq_idx": seq_idx, "initial_states": initial_states, "silu_activation": ctx.activation}
+        ops._causal_conv1d_fwd_cpp(x=x, weight=weight, bias=bias, out=out, final_states_out=last, **how)
         ctx.save_for_backward(x, weight, bias, seq_idx, initial_states)
         ctx.return_final_states = return_final_states
         ctx.return_dinitial_states = initial_states is not None and initial_states.requires_grad
@@ -58,20 +42,9 @@ class CausalConv1dFn(torch.autograd.Function):
         if ctx.return_dinitial_states:
             shape = x.shape[0], weight.shape[1] - 1, x.shape[1]
             dinitial = torch.empty(shape, device=x.device, dtype=x.dtype).transpose(1, 2)
-        ops._causal_conv1d_bwd_cpp(
-            x=x,
-            weight=weight,
-            bias=bias,
-            dout=dout,
-            seq_idx=seq_idx,
-            initial_states=initial_states,
-            dfinal_states=others[0] if ctx.return_final_states else None,
-            dx=dx,
-            dweight=dweight,
-            dbias=dbias,
-            dinitial_states=dinitial,
-            silu_activation=ctx.activation,
-        )
+        dlast = others[0] if ctx.return_final_states else None
+        given = x, weight, bias, dout, seq_idx, initial_states, dlast
+        ops._causal_conv1d_bwd_cpp(*given, dx, dweight, dbias, dinitial, ctx.activation)
         made = dweight.type_as(weight), None if dbias is None else dbias.type_as(weight)
         return dx, *made, None, dinitial, None, None, None
 

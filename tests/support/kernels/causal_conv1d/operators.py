@@ -4,22 +4,27 @@ to the gradients of weights. States are taken with channels side by side only.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FORWARD = (
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? initial_states, Tensor(a5!) out, "
+    "Tensor(a6!)? final_states_out, bool silu_activation) -> ()"
+)
+BACKWARD = (
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor dout, Tensor? seq_idx, Tensor? initial_states, "
+    "Tensor(a6!)? dfinal_states, Tensor(a7!) dx, Tensor(a8!) dweight, Tensor(a9!)? dbias, Tensor(a10!)? dinitial_states, "
+    "bool silu_activation) -> ()"
+)
+WRITTEN = ("dfinal_states", "dx", "dweight", "dbias", "dinitial_states")
 
-@torch.library.custom_op("DaoAILab::_causal_conv1d_fwd_cpp", mutates_args={"out", "final_states_out"})
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seq_idx: Tensor | None,
-    initial_states: Tensor | None,
-    out: Tensor,
-    final_states_out: Tensor | None,
-    silu_activation: bool,
-) -> None:
+
+@torch.library.custom_op("DaoAILab::_causal_conv1d_fwd_cpp", mutates_args=("out", "final_states_out"), schema=FORWARD)
+def _forward(x: Tensor, weight: Tensor, *others: Any) -> None:
+    bias, seq_idx, initial_states, out, final_states_out, silu_activation = others
     _check(x, weight, initial_states, final_states_out)
     made = _made(x, weight, bias, seq_idx, initial_states)
     out.copy_(F.silu(made) if silu_activation else made)
@@ -27,23 +32,9 @@ def _forward(
         final_states_out.copy_(_padded(x, weight, initial_states)[..., x.shape[2] :])
 
 
-@torch.library.custom_op(
-    "DaoAILab::_causal_conv1d_bwd_cpp", mutates_args={"dfinal_states", "dx", "dweight", "dbias", "dinitial_states"}
-)
-def _backward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dout: Tensor,
-    seq_idx: Tensor | None,
-    initial_states: Tensor | None,
-    dfinal_states: Tensor | None,
-    dx: Tensor,
-    dweight: Tensor,
-    dbias: Tensor | None,
-    dinitial_states: Tensor | None,
-    silu_activation: bool,
-) -> None:
+@torch.library.custom_op("DaoAILab::_causal_conv1d_bwd_cpp", mutates_args=WRITTEN, schema=BACKWARD)
+def _backward(x: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor, *others: Any) -> None:
+    seq_idx, initial_states, dfinal_states, dx, dweight, dbias, dinitial_states, silu_activation = others
     _check(x, weight, initial_states, dfinal_states, dinitial_states)
     if silu_activation:
         made = _made(x, weight, bias, seq_idx, initial_states)

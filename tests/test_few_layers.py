@@ -1,0 +1,272 @@
+"""What few layers tell of all: what eager takes, the plan, what analyses find; all are run where few do not stand for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from streamfx.cost.repeats import Repeat
+from streamfx.ir.axis_table import Dim
+from streamfx.ir.facts import Facts
+from streamfx.passes import run_analyses
+from streamfx.tools.inspect import repeated_analysis, tracing
+from streamfx.tools.inspect.eager import EagerCall, accepting_real, checkpointed, faker_of
+from streamfx.tools.inspect.full_depth import FullGraph, LayerSubset, of_all_layers
+from streamfx.tools.inspect.layer_segments import LayersDifferError
+from streamfx.tools.inspect.layers import layers_of, repeat_of
+from streamfx.tools.inspect.repeated_analysis import facts_of_all_layers
+from streamfx.tools.planner.predict import Prediction, predict
+
+LENGTH = 256
+
+
+class OwnBackward(torch.autograd.Function):
+    """A copy, whose backward half does more or less."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, does_more: bool) -> Tensor:
+        ctx.does_more = does_more
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient.cos().sin() if ctx.does_more else gradient, None
+
+
+class Layer(nn.Module):
+    """Attention in a window or not. What it does beside that is in `does`, where nobody looks for settings."""
+
+    def __init__(self, window: int | None = None, does: str = "", inner: int = 32) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 3 * inner, bias=False), nn.Linear(inner, 32, bias=False)
+        self.window, self.does = window, (does,)
+
+    def forward(self, x: Tensor, masks: dict[int | None, Tensor]) -> Tensor:
+        does = self.does[0]
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if does == "spelled out":
+            mixed = (q @ k.mT).masked_fill(~masks[None], -torch.inf).softmax(-1) @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=masks[self.window])
+        mixed = mixed.transpose(1, 2).flatten(-2)
+        if does.startswith("back"):
+            mixed = OwnBackward.apply(mixed, does == "back more")
+        then: dict[str, Callable[[Tensor], Tensor]] = {"more": torch.cos, "draws": F.dropout}
+        return x + self.out(then.get(does, lambda y: y)(mixed))
+
+
+class Stack(nn.Module):
+    """Layers one after the other; each may read what came out of the one `skips` before, too, and the head may read them all."""
+
+    def __init__(self, make: Callable[[], list[nn.Module]], skips: bool = False, reads_all: bool = False) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embed, self.layers, self.head = nn.Embedding(50, 32), nn.ModuleList(make()), nn.Linear(32, 50, bias=False)
+        self.skips, self.reads_all = skips, reads_all
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, rows = self.embed(ids), torch.arange(ids.shape[1], device=ids.device)
+        behind = rows[:, None] - rows
+        masks = {window: (behind >= 0) & (behind < (window or LENGTH)) for window in (None, 16)}
+        out = [x, x]
+        for layer in self.layers:
+            out.append(layer(out[-1] + out[-2] if self.skips else out[-1], masks))
+        logits = self.head(torch.stack(out).sum(0) if self.reads_all else out[-1])
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def stack(*does: str, **how: Any) -> Stack:
+    return Stack(lambda: [Layer(does=one) for one in does or [""] * 9], **how)
+
+
+def in_turn() -> Stack:
+    return Stack(lambda: [Layer(16 * (number % 2) or None) for number in range(12)])
+
+
+def widths(*inner: int) -> Stack:
+    return Stack(lambda: [Layer(inner=one) for one in inner])
+
+
+def frozen(model: Stack) -> Stack:
+    for layer in model.layers:
+        layer.out.requires_grad_(False)  # type: ignore[union-attr, operator]
+    return model
+
+
+def ids() -> Tensor:
+    return torch.empty(2, LENGTH, dtype=torch.int64, device="meta")
+
+
+MORE, MORE_BACKWARD = [*[""] * 5, "more", *[""] * 3], [*["back"] * 4, "back more", *["back"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("make", "stand"),
+    [
+        (lambda: frozen(widths(*[64] * 2, *[32, 64] * 7, 32)), True),
+        (lambda: stack(*MORE), False),
+        (lambda: stack(*MORE_BACKWARD), False),
+    ],
+    ids=["others first, then in turn", "one does more", "backward halves of their own"],
+)
+def test_few_layers_cost_what_all_cost(make: Callable[[], Stack], stand: bool) -> None:
+    """With checkpoints around them, too; all are run where few do not stand for them."""
+    model, inputs = make(), {"ids": ids()}
+    mode, faker = faker_of(model, (), inputs)
+    for around in (None, checkpointed):
+        with accepting_real(mode), mode:
+            call, every = (EagerCall(model, (), inputs, faker) for _ in range(2))
+            every.__dict__["alike"] = None
+            found, whole = call.cost(around), every.cost(around)
+        assert (call.alike is not None) == stand
+        assert found is not None and whole is not None and found == whole and found.gradients > 0
+        assert found.forward_curve == whole.forward_curve and found.backward_curve == whole.backward_curve
+
+
+def test_which_layers_are_alike() -> None:
+    """One after the other is enough. What shares a weight or has a hook is like no other; settings tell layers apart if asked."""
+    layers: list[nn.Module] = [Layer() for _ in range(12)]
+    assert layers_of(nn.Sequential(nn.Linear(16, 16), nn.Sequential(*layers), nn.LayerNorm(16))) == layers
+    assert layers_of(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))) == []
+    shared, hooked = stack(), stack()
+    shared.layers[7].out = shared.layers[3].out
+    hooked.layers[7].register_forward_hook(lambda module, given, out: out + 1)
+    assert repeat_of(shared) is repeat_of(hooked) is repeat_of(widths(), by_settings=True) is None
+    assert repeat_of(in_turn()) == Repeat(1, 1, 4, 12)
+    assert repeat_of(in_turn(), by_settings=True).period == 2  # type: ignore[union-attr]
+
+
+class Watched:
+    """Predictions: graphs that were made of few layers, the facts that these tell, and those that are found in all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch, self.wholes, self.refused = monkeypatch, list[FullGraph](), ""
+        self.told: Facts | None = None
+        self.every: Facts | None = None
+
+        def noted(*given: Any) -> FullGraph:
+            self.wholes.append(of_all_layers(*given))
+            return self.wholes[-1]
+
+        monkeypatch.setattr(tracing, "of_all_layers", noted)
+
+    def predict(
+        self, model: nn.Module, few: Callable[[EagerCall], LayerSubset | None] | None = None, **options: Any
+    ) -> Prediction:
+        with self.patch.context() as patch:
+            if few is not None:
+                patch.setattr(EagerCall, "few", few)
+            return predict(model, {"ids": ids()}, LENGTH, {"chunk_size": 32, **options})
+
+    def analyse(self, model: nn.Module) -> None:
+        run = tracing._SubsetCompilation.found_by_passes
+
+        def found(call: Any, capture: Callable[[], Facts]) -> Facts:
+            try:
+                self.told = facts_of_all_layers(call.found_of_few, call.few)
+            except LayersDifferError as error:
+                self.refused = str(error)
+            self.every = run_analyses(capture(), call.options)
+            return run(call, capture)
+
+        self.patch.setattr(tracing._SubsetCompilation, "found_by_passes", found)
+        self.predict(model)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (in_turn, {"save": "inputs", "keep_every": 3}),
+        (lambda: frozen(stack(*[""] * 8)), {"memory_budget": "1MiB", "chunk_size": "auto"}),
+    ],
+    ids=["windows in turn", "frozen weights, within a budget"],
+)
+def test_a_plan_of_few_layers_is_that_of_all(make: Callable[[], Stack], options: dict[str, Any], watched: Watched) -> None:
+    model = make()
+    found = watched.predict(model, **options)
+    (whole,) = watched.wholes
+    assert len(set(whole.origins)) < len(whole.origins) == len(list(model.parameters())) + 1
+    every = watched.predict(model, lambda call: None, **options)
+    assert len(watched.wholes) == 1
+    assert found == every and found.curves == every.curves
+    assert sum(stage["attention"] != [] for stage in found.stages) == len(model.layers)
+
+
+@pytest.mark.parametrize(
+    ("does", "how"),
+    [(MORE, {}), (MORE_BACKWARD, {}), ((), {"skips": True}), ((), {"reads_all": True})],
+    ids=["one", "backward", "skips", "reads all"],
+)
+def test_all_layers_are_traced_where_few_do_not_stand_for_them(does: list[str], how: dict[str, Any], watched: Watched) -> None:
+    """Whatever was said of the layers."""
+    model = stack(*does, **how)
+    repeat = repeat_of(model, by_settings=True)
+    assert repeat is not None
+    found = watched.predict(model, (lambda call: LayerSubset(repeat, "layers")) if how else None)
+    assert not watched.wholes and sum(stage["attention"] != [] for stage in found.stages) == 9
+
+
+def found_of(facts: Facts) -> list[Any]:
+    """All that is found, by the place of operators in the graph; of axes their sizes, and whether they are of the sequence."""
+    axes, demand, causality = facts.axes, facts.demand, facts.causality
+    nodes = [node for node in facts.joint.graph.nodes if node.op != "output"]
+    number = {node: i for i, node in enumerate(nodes)}
+    assert axes.sequence is not None
+    members, spans = axes.sequence.members, dict[int, int]()  # which operators have one span: the first that shares it
+
+    def kind(dim: Dim) -> Any:
+        return [(axes.table.size(atom), members.get(atom)) for atom in axes.table.resolve(dim)]
+
+    def of(node: fx.Node) -> Any:
+        signature, span = axes.signatures.get(node), causality.spans.get(node)
+        return (
+            node.op if node.op == "placeholder" else node.target,
+            fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: number[source]),
+            [kind(dim) for shape in (axes.shapes.get(node, ()), *axes.results.get(node, ())) for dim in shape],
+            None if signature is None else (signature.operands, signature.results, signature.index, signature.keys),
+            {letter: kind(dim) for letter, dim in axes.letters.get(node, {}).items()},
+            (node in axes.static, axes.declined.get(node), node in facts.joint.forward),
+            (demand.roles.get(node), demand.forms.get(node), demand.reasons.get(node)),
+            (span, causality.verdicts.get(node), None if span is None else spans.setdefault(id(span), number[node])),
+            [node in own for own in (causality.measured, causality.exact, causality.ordinary)],
+            node.meta["val"].shape if isinstance(node.meta.get("val"), Tensor) else None,
+        )
+
+    results = [number[item] if isinstance(item, fx.Node) else item for item in (*facts.joint.outputs, *facts.joint.gradients)]
+    return [*map(of, nodes), results]
+
+
+@pytest.mark.parametrize("make", [in_turn, lambda: frozen(stack())], ids=["windows in turn", "frozen"])
+def test_few_layers_tell_what_is_found_in_all(make: Callable[[], Stack], watched: Watched) -> None:
+    watched.analyse(make())
+    assert watched.told is not None and watched.every is not None, watched.refused
+    assert found_of(watched.told) == found_of(watched.every)
+
+
+@pytest.mark.parametrize(("does", "why"), [("draws", "more than an operator"), ("spelled out", "not all operators agree")])
+def test_what_belongs_to_a_graph_as_a_whole_is_looked_for_in_all(does: str, why: str, watched: Watched) -> None:
+    watched.analyse(stack(*[does] * 9))
+    assert watched.told is None and why in watched.refused
+
+
+def test_periods_of_which_something_else_is_found_tell_nothing(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[fx.Node] = []
+    own = repeated_analysis._found_of
+
+    def found(node: fx.Node, facts: Facts) -> Any:
+        seen.append(node)
+        return (*own(node, facts), node if len(seen) == 7 else None)
+
+    monkeypatch.setattr(repeated_analysis, "_found_of", found)
+    watched.analyse(stack())
+    assert watched.told is None and "what is found of" in watched.refused

@@ -1,0 +1,175 @@
+"""What `import streamfx` gives and costs, that nothing warns, and that the package can be built and installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+import streamfx
+
+FUNCTIONS = "check_recurrence configure disable enable explain plan profile register_recurrence register_rule streambp verify"
+PUBLIC = {*FUNCTIONS.split(), "Options", "__version__"}
+RESULTS = {"EnabledModules", "Explanation", "PlanReport", "Profile", "Verification"}
+HEAVY = "heavy = {'torch', 'transformers', 'numpy', 'sympy', 'networkx'} & set(sys.modules)\n"
+ROOT = Path(__file__).parents[1]
+
+
+def run(code: str, *how: str, cwd: Path = ROOT) -> tuple[str, str]:
+    """What a program says on both outputs."""
+    found = subprocess.run([sys.executable, *how, "-c", code], capture_output=True, text=True, cwd=cwd, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout, found.stderr
+
+
+def test_dir_shows_the_functions_the_results_and_the_errors_alone() -> None:
+    errors = {name for name in dir(streamfx) if isinstance(own := getattr(streamfx, name), type) and issubclass(own, Exception)}
+    assert set(dir(streamfx)) == PUBLIC | RESULTS | errors
+    assert errors == {name for name in vars(streamfx.errors) if name in streamfx.__all__}
+    assert set(streamfx.__all__) == set(dir(streamfx)) - {"__version__"}
+
+
+def test_each_public_name_is_what_it_says() -> None:
+    assert all(getattr(streamfx, name).__name__ == name for name in streamfx.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'profil'"):
+        _ = streamfx.profil
+
+
+def test_importing_imports_no_torch_and_the_first_use_does() -> None:
+    code = f"import sys, streamfx, streamfx.tools.cli\nstreamfx.Options(memory_budget='24G')\n{HEAVY}assert not heavy, heavy\n"
+    run(code + "streamfx.enable\nassert 'torch' in sys.modules")
+
+
+COMMANDS = [["--help"], ["plan", "--help"], ["plan", "Qwen3-9B"], ["explain", "no/such"], ["verify", "Lama-3.1-8B"]]
+
+
+def test_help_is_printed_and_names_are_refused_before_torch_is_imported() -> None:
+    code = (
+        "import sys\nfrom streamfx.tools.cli import main\n"
+        f"for given in {COMMANDS}:\n"
+        "    try: assert main(given) == 1\n"
+        "    except SystemExit as end: assert not end.code\n"
+    )
+    assert run(f"{code}{HEAVY}assert not heavy, heavy")[0].count("usage: streamfx") == 2
+
+
+NAMED = """
+for name in ("streambp", "streamfx"):
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: (x * 2).sum(), backend=name)(x).backward()
+    assert x.grad.tolist() == [2.0] * 3
+"""
+
+
+def test_the_backend_has_two_names() -> None:
+    """As soon as anything of it is used, whatever the installed entry points are of."""
+    run(f"import torch, streamfx\nstreamfx.verify\n{NAMED}")
+
+
+# -- warnings
+
+PROGRAM = """
+import torch
+
+import streamfx
+from tests.support.small import Causal, tokens
+
+
+class WithLogits(Causal):
+    def forward(self, ids, labels):
+        return super().forward(ids, labels), self.head(self.embed(ids))
+
+
+def train(model, call):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for length in (37, 21):
+        loss, logits = call(tokens(2, length), tokens(2, length))
+        (loss + logits.amax(-1).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        call(tokens(2, 21), tokens(2, 21))
+
+
+model, ids = WithLogits().double(), tokens(2, 37)
+within = {"memory_budget": "40KiB", "offload": "inputs", "bodies": "eager"}
+for options in ({"chunk_size": 8}, within, *asked):
+    torch._dynamo.reset()
+    train(model, torch.compile(model, backend="streambp", options=options))
+str(streamfx.explain(model, ids, ids))
+streamfx.verify(model, ids, ids, loss=lambda output: output[0])
+"""
+
+
+@pytest.mark.parametrize("asked", [(), pytest.param(({"memory_budget": "1GiB"},), marks=pytest.mark.long)])
+def test_a_step_under_w_error(asked: tuple[dict[str, str], ...]) -> None:
+    """Nothing of ours warns: eager bodies, and Inductor's."""
+    assert run(f"asked = {asked}\n{PROGRAM}", "-W", "error")[1] == ""
+
+
+# -- packages: a source distribution makes a wheel, and the wheel works
+
+PROBE = f"""
+import importlib.metadata, pathlib, torch
+{NAMED}
+import streamfx, streamfx.passes.ops.rules
+where = pathlib.Path(streamfx.__file__).parents[1]
+assert pathlib.Path(importlib.metadata.distribution("streamfx").locate_file("streamfx")).parent == where
+print(where)
+"""
+
+
+def built(kind: str, source: Path, target: Path) -> Path:
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(target)]
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return next(path for path in target.iterdir() if path.suffix == (".whl" if kind == "wheel" else ".gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built from the source distribution, as package indexes and `pip install` do it."""
+    folder = tmp_path_factory.mktemp("packaging")
+    with tarfile.open(built("sdist", ROOT, folder / "sdist")) as archive:
+        archive.extractall(folder / "source")
+    return built("wheel", next((folder / "source").iterdir()), folder / "wheel")
+
+
+@pytest.mark.long
+def test_wheel_holds_the_passes(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "passes").rglob("*.py")}
+    assert {f"streamfx/{name}" for name in here} <= names
+    assert {"streamfx/py.typed", *(f"streamfx/report/templates/report.{kind}" for kind in ("html.j2", "css", "js"))} <= names
+    assert not [name for name in names if not name.startswith(("streamfx/", "streamfx-"))]
+
+
+@pytest.mark.long
+def test_wheel_works(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROBE}"
+    where, _ = run(code, *(["-P"] if sys.version_info >= (3, 11) else []), cwd=tmp_path)
+    assert Path(where.strip()).resolve() == tmp_path.resolve()
+
+
+@pytest.mark.long
+def test_metadata_and_citation_say_what_it_is(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))).decode()
+    metadata = message_from_string(text)
+    classifiers = metadata.get_all("Classifier") or []
+    assert "Typing :: Typed" in classifiers
+    assert metadata["License-Expression"] == "Apache-2.0" and not [name for name in classifiers if name.startswith("License ::")]
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    known = pytest.importorskip("trove_classifiers").classifiers
+    assert set(classifiers) <= known, "an index refuses what it does not know"
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert f"streamfx-{citation['version']}-" in wheel.name
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()

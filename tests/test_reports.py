@@ -1,0 +1,266 @@
+"""Reports in HTML, diagrams and traces: complete, well formed, and harmless whatever names they show."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import streamfx
+from streamfx.budget import in_bytes
+from streamfx.tools.cli import main
+from streamfx.tools.report.chart import beside_chart, colour_of, stacked_chart
+from streamfx.tools.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
+from streamfx.tools.report.html import SIDE, html_of, stairs_of
+from streamfx.tools.report.page import SpanFigure
+from tests.support.pages import Read
+from tests.support.small import Mixing, tokens
+from tests.test_explain import Broken, TokenNorm, rows
+from tests.test_timeline import Small
+
+MOST = 2 << 20  # bytes of a report
+QUOTES = 'a"]; b\\" --> c[<b>#quot;\n}'
+HOSTILE = "</script><script>alert('1')</script><img src=http://example.org/x onerror=\"alert(2)\">"
+
+
+@pytest.fixture(scope="module")
+def explanation() -> streamfx.Explanation:
+    ids = tokens(2, 640)
+    return streamfx.explain(Small(4), ids, ids, options={"chunk_size": 32, "loss_chunk_size": 32})
+
+
+@pytest.fixture(scope="module")
+def report() -> streamfx.PlanReport:
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = pytest.importorskip("transformers").Qwen3Config(**sizes, **heads)
+    return streamfx.plan(config, seq=4096, options={"chunk_size": 256, "loss_chunk_size": 256})
+
+
+def checked(text: str) -> Read:
+    """What every report is: well formed, one file that loads nothing, not too large."""
+    read = Read(text)
+    assert text.startswith("<!DOCTYPE html>")
+    assert len(text.encode()) < MOST
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & set(read.tags)
+    for name, value in read.attributes:
+        assert name not in ("src", "href", "srcset", "action", "data") and not name.startswith("on"), (name, value)
+        assert "url(" not in value or value.startswith("url(#")
+    assert not re.search(r"https?:|@import|url\((?!#)|fetch\(|XMLHttp", read.scripts)
+    return read
+
+
+def assert_shows(read: Read, *parts: str) -> None:
+    assert [part for part in parts if part not in read.text] == []
+
+
+def test_an_explanation(explanation: streamfx.Explanation, tmp_path: Path) -> None:
+    written = explanation.to_html(tmp_path / "report.html")
+    read, summary = checked(written.read_text()), explanation.summary()
+    assert written == tmp_path / "report.html"
+    assert_shows(
+        read,
+        "times less memory for activations and gradients than gradient checkpointing",
+        f"streamfx: {in_bytes(summary['peak_bytes'])}",
+        f"{in_bytes(summary['checkpointing_peak_bytes'])} at the peak",
+        *("every stage streams", "layers.0-2", "layers_0_backward_1", "test_timeline.py", "Nothing that matters", "chunk_size"),
+        "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+    )
+    data = json.loads(read.data)
+    sums = [sum(column) for column in zip(*(sizes for _, sizes in data["terms"]), strict=True)]
+    assert max(sums) == summary["peak_bytes"]
+    assert len(sums) == len(data["seconds"])
+
+
+def test_a_plan(report: streamfx.PlanReport, tmp_path: Path) -> None:
+    peak = in_bytes(report.summary()["peak_bytes"])
+    read = checked(report.to_html(tmp_path / "plan.html").read_text())
+    assert_shows(read, peak, "4,096 tokens on H100", "parameters", "model.layers.0", "Ways to run this step", "eager")
+    assert report.page.verdict.lower() == f"{report.verdict}.".lower()
+    assert not any("Not compared" in head for head, _ in report.page.notes)
+    assert "model.layers.0 (causal)" in report.to_mermaid() and "cluster_s0" in report.to_dot()
+    trace = json.loads(report.to_perfetto(tmp_path / "trace.json").read_text())
+    counters = [event["args"] for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == 1]
+    assert max(sum(values.values()) for values in counters) == report.summary()["peak_bytes"]
+
+
+def test_a_page_says_what_the_text_says(explanation: streamfx.Explanation) -> None:
+    """Which memory it is, what runs whole with what to write instead, and why nothing is compared with checkpointing."""
+    assert explanation.page.verdict.lower() == f"{str(explanation).splitlines()[0].removeprefix('streamfx: ')}.".lower()
+    assert not any("Not compared" in head for head, _ in explanation.page.notes)
+    without = streamfx.explain(TokenNorm(), rows(64), options={"chunk_size": 8})
+    assert "not compared with gradient checkpointing: no list of layers was found" in str(without)
+    read, (whole,) = checked(html_of(without.page)), without.page.whole
+    assert_shows(read, "Not compared with gradient checkpointing", "No list of layers was found in the model.")
+    assert_shows(read, "aten._softmax.default", "let it run along another dimension", "test_explain.py", in_bytes(whole.bytes))
+    assert whole.operators == ("aten._softmax.default", "aten._softmax_backward_data.default")
+    assert "self.norm(x.softmax(dim=1))" in whole.where
+    assert whole.bytes > 2 * 2 * 64 * 4 * 4
+    assert "runs whole" in without.to_mermaid()
+
+
+def test_what_has_few_stages_or_none() -> None:
+    """Graph breaks, a graph that runs as it stands, one without a backward half, and one that makes nothing."""
+    broken = streamfx.explain(Broken(), rows(9), options={"chunk_size": 3})
+    assert_shows(checked(html_of(broken.page)), "Graph break")
+    assert len(broken.diagram.groups) == len(broken.page.stages) > 1
+    whole = streamfx.explain(lambda x: x.sort(0).values * 2, torch.randn(4, requires_grad=True))
+    assert_shows(checked(html_of(whole.page)), "no dimension of this graph", "nothing streams, because no dimension")
+    assert "graph 0 runs whole" in whole.to_dot() and not whole.diagram.arrows
+    with torch.no_grad():
+        chart = stacked_chart(streamfx.explain(Small(), tokens(1, 64), tokens(1, 64), options={"chunk_size": 16}).timeline.ours)
+    assert chart.turn is None
+    view = streamfx.explain(lambda x: x.view(-1), torch.randn(2, 3, requires_grad=True))
+    assert view.timeline.peak_bytes == view.summary()["peak_bytes"]
+    checked(html_of(view.page))
+
+
+def test_names_do_no_harm(explanation: streamfx.Explanation) -> None:
+    page = explanation.page
+    timeline = page.timeline
+    loops = (replace(timeline.ours.loops[0], name=HOSTILE),)
+    terms = {HOSTILE: timeline.ours.totals}
+    courses = (replace(timeline.ours, loops=loops, terms=terms, way=HOSTILE), *timeline.others)
+    stages = tuple(
+        replace(line, name=HOSTILE, stage={**line.stage, "source": [HOSTILE], "attention": [HOSTILE]}) for line in page.stages
+    )
+    texts: dict[str, Any] = dict.fromkeys(("title", "subtitle", "verdict"), HOSTILE)
+    more: dict[str, Any] = {"stages": stages[:1], "options": {HOSTILE: HOSTILE}, "notes": ((HOSTILE, HOSTILE),)}
+    hostile = replace(page, timeline=replace(timeline, courses=courses, clock=HOSTILE), **texts, **more)
+    read = checked(html_of(hostile))
+    assert read.tags.count("script") == 2
+    assert read.text.count(HOSTILE) >= 9
+
+
+def test_stairs_show_which_keys_are_seen() -> None:
+    causal = stairs_of(SpanFigure("causal", [None, 0]), 64, 16)
+    assert [round(width / SIDE, 3) for _, _, width, _ in causal] == [0.25, 0.5, 0.75, 1.0]
+    assert all(x == 0 for x, *_ in causal)
+    window = stairs_of(SpanFigure("window(8)", [-8, 0]), 64, 16)
+    assert [(round(64 * x / SIDE), round(64 * w / SIDE)) for x, _, w, _ in window] == [(0, 16), (8, 24), (24, 24), (40, 24)]
+    assert stairs_of(SpanFigure("masked", [None, None]), 64, 32) == [(0, 0, SIDE, SIDE / 2), (0, SIDE / 2, SIDE, SIDE / 2)]
+    assert stairs_of(SpanFigure("whole", None), 64, 16) == [(0, 0, SIDE, SIDE)]
+    assert len(stairs_of(SpanFigure("causal", [None, 0]), 1 << 20, 16)) == 12
+
+
+def test_a_picture(explanation: streamfx.Explanation, tmp_path: Path) -> None:
+    """For a page that shows images: XML of its own, with names for its lines, and the peak that is told."""
+    drawn = ElementTree.parse(explanation.to_svg(tmp_path / "picture.svg")).getroot()
+    texts = [text.text or "" for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert f"streamfx: {in_bytes(explanation.timeline.peak_bytes)}" in texts
+    names = [course.way for course in explanation.timeline.courses]
+    assert [name for name in names if not any(text.startswith(name) for text in texts)] == []
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) == len(names) > 1
+
+
+def test_charts(explanation: streamfx.Explanation) -> None:
+    timeline = explanation.timeline
+    chart = stacked_chart(timeline.ours)
+    assert [shape.name for shape in chart.shapes] == list(timeline.ours.terms)[::-1]
+    assert len({shape.colour for shape in chart.shapes}) == len(chart.shapes)
+    heights = [float(number) for number in re.findall(r"V([\d.]+)", chart.shapes[0].path)]
+    assert min(heights) == pytest.approx(chart.marks[0].y, abs=0.1)  # the highest shape reaches the point that is marked
+    assert len(chart.blocks) == len(timeline.ours.loops)
+    beside = beside_chart(timeline)
+    assert [shape.name for shape in beside.shapes] == ["eager", "gradient checkpointing", "streamfx"]
+    assert beside.beyond == {course.way for course in timeline.courses if course.peak_bytes > 1.5 * timeline.others[0].peak_bytes}
+    assert colour_of("a", ("b", "a")) != colour_of("b", ("b", "a"))
+
+
+@pytest.mark.parametrize(("path", "found"), [(".", "a folder"), ("no/such/folder/report.html", "no folder")])
+def test_paths_are_refused_before_anything_is_traced(
+    path: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(streamfx.ReportError, match=found):
+        streamfx.explain(Mixing(), rows()).to_html(path)
+    monkeypatch.setattr("streamfx.tools.inspect.tracing._trace", None)
+    for command in ("explain", "plan"):
+        assert main([command, "Qwen3-4B", "--html", path]) == 1
+        assert found in capsys.readouterr().err
+
+
+def test_commands_write_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", ".", "--seq", "64", "--html", "report.html", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["stages"] and "report written to report.html" in shown.err
+    assert_shows(checked((tmp_path / "report.html").read_text()), "model.layers.0")
+
+
+# -- diagrams and traces, in forms that other tools read
+
+
+def test_what_loops_hand_to_each_other(explanation: streamfx.Explanation) -> None:
+    diagram = explanation.diagram
+    assert [group.title for group in diagram.groups] == ["layers.0-2 (causal)", "layers.3 (causal)", "head"]
+    names = {box.key: box.lines[0] for group in diagram.groups for box in group.boxes}
+    arrows = {(names[arrow.source], names[arrow.target]): arrow for arrow in diagram.arrows}
+    stream = 2 * 640 * 16 * 4  # bytes of a value at a cut
+    forward = ["layers_0-2_forward", "layers_0-2_forward", "layers_3_forward", "head_forward"]
+    for pair in pairwise(forward):
+        assert arrows[pair].label == f"{stream / 1024:.1f} KiB" and not arrows[pair].saved
+    assert arrows["layers_0-2_forward", "layers_3_backward_0"].saved
+    assert not arrows["layers_3_backward_1", "layers_0-2_backward_1"].saved
+    assert ("head_forward", "layers_3_forward") not in arrows
+    assert all("20 chunks of 32 rows" in box.lines[1] for group in diagram.groups for box in group.boxes)
+
+
+def test_as_texts(explanation: streamfx.Explanation) -> None:
+    lines, arrows = explanation.to_mermaid().splitlines(), explanation.diagram.arrows
+    assert lines[0] == "flowchart TB"
+    boxes = {match[1] for line in lines if (match := re.fullmatch(r'    (\w+)\["[^"]*"\]', line))}
+    ends = [match.groups() for line in lines if (match := re.fullmatch(r'  (\w+) -\.?->?\|"[^"]*"\| (\w+)', line))]
+    assert (len(boxes), len(ends)) == (7, len(arrows)) and {end for pair in ends for end in pair} == boxes
+    assert sum(line.startswith("  subgraph ") for line in lines) == lines.count("  end") == 3
+    text = explanation.to_dot()
+    assert text.startswith("digraph streamfx {")
+    assert text.count("{") == text.count("}") == 4
+    assert len(re.findall(r"^  \w+ -> \w+ \[label=", text, re.MULTILINE)) == len(arrows)
+    assert text.count("style=dashed") == sum(arrow.saved for arrow in arrows) > 0
+
+
+def test_labels_are_escaped() -> None:
+    def diagram(name: str) -> Diagram:
+        return Diagram((Group("a", name, (Box("b", (name,), "forward"),)),), (Arrow("b", "b", name, False),))
+
+    for line in as_mermaid(diagram(QUOTES)).splitlines():
+        assert line.count('"') in (0, 2)
+        assert not {"<b>", "\\", "}", ";"} & set(re.findall(r"<b>|[\\};]", re.sub(r"#\d+;", "", line)))
+    text = as_dot(diagram(QUOTES))
+    assert text.count("\n") == as_dot(diagram("")).count("\n")
+    strings = re.findall(r'label="((?:\\.|[^"\\])*)"', text)
+    assert len(strings) == 3
+    assert {string.replace('\\"', '"').replace("\\\\", "\\") for string in strings} == {QUOTES.replace("\n", " ")}
+
+
+def test_as_a_trace(explanation: streamfx.Explanation, tmp_path: Path) -> None:
+    trace = json.loads(explanation.to_perfetto(tmp_path / "trace.json").read_text())
+    timeline, summary = explanation.timeline, explanation.summary()
+    assert "predicted seconds" in trace["otherData"]["time"]
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for event in trace["traceEvents"]:
+        by_kind.setdefault(event["ph"], []).append(event)
+    assert set(by_kind) == {"M", "C", "X"}
+    named = {event["pid"]: event["args"]["name"] for event in by_kind["M"] if event["name"] == "process_name"}
+    assert list(named.values()) == [f"{course.way} (predicted)" for course in timeline.courses]
+    wanted = {1: summary["peak_bytes"], 2: summary["checkpointing_peak_bytes"], 3: summary["baseline_peak_bytes"]}
+    for pid, peak in wanted.items():
+        counters = [event for event in by_kind["C"] if event["pid"] == pid]
+        assert max(sum(event["args"].values()) for event in counters) == peak
+        moments = [event["ts"] for event in counters]
+        assert moments == sorted(moments) and len(moments) > 10
+    slices = [event for event in by_kind["X"] if event["tid"] == 2]
+    assert [event["name"] for event in slices] == [loop.name for loop in timeline.ours.loops]
+    assert all(event["ts"] >= 0 and event["ts"] + event["dur"] <= timeline.ours.end * 1e6 * 1.001 for event in slices)
+    layers = [f"layers.{i}" for i in range(4)]
+    assert [event["name"] for event in by_kind["X"] if event["tid"] == 1] == [*layers, "head", *layers[::-1]]

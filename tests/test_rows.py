@@ -1,0 +1,279 @@
+"""What may be done with rows: single ones, rows that are mixed, joined, sorted, written over, or chosen by data.
+
+What streams is a row of one table; what runs whole, and the reason that is given for it, of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamfx import explain
+from tests.support import decoders
+from tests.support.decoders.parts import WIDTH, loss_of
+from tests.support.exactness import compare
+from tests.support.spread import only
+from tests.support.used import Mix, Mixed, Use, Used, batch, labelled, used
+
+aten = torch.ops.aten
+LENGTH = 19
+
+
+# -- single rows: the chunk that holds one makes it
+
+
+def two_rows_and_all(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+    summary = x[:, 3] * x[:, -2].tanh()
+    return labelled(model, x * summary.unsqueeze(1), labels)
+
+
+def signs(kept: bool) -> Use:
+    """A sum over chunks would lose them; the last rows here are zeros of both signs."""
+
+    def use(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+        shown = x * (torch.arange(x.shape[1]) < x.shape[1] - 1).to(x.dtype)[:, None]
+        last = shown[:, -1:] if kept else shown[:, -1].unsqueeze(1)
+        return labelled(model, shown + torch.copysign(model.head.weight.mean(0), last), labels)
+
+    return use
+
+
+def phases(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+    """A complex sum with a factor, even of one, mixes both parts."""
+    phase = torch.complex(1 + x.exp(), x * 0.0)[:, -1].acos().imag  # on the cut of acos: the sign of zero decides
+    return labelled(model, x * (1 + phase[:, None]), labels)
+
+
+SINGLE: dict[str, Use] = {
+    "the last label, kept as a row": lambda model, x, labels: labelled(model, x[:, -1:], labels[:, -1]),
+    "the first row for all": lambda model, x, labels: labelled(model, x + x[:, :1], labels),
+    "two rows and all": two_rows_and_all,
+    "time first": lambda model, x, labels: F.cross_entropy(model.head(x.transpose(0, 1)[-1]), labels.t()[-1]),
+    "signs of a row that is zero": signs(False),
+    "signs of a kept row that is zero": signs(True),
+    "both parts of complex rows": phases,
+}
+
+
+# -- features and rows that are mixed
+
+
+def along(pool: Mix) -> Mix:
+    """Along the sequence."""
+    return lambda x: pool(x.transpose(1, 2)).transpose(1, 2)
+
+
+def mean_of(mix: Mix) -> Mix:
+    return lambda x: mix(x).mean(1, keepdim=True)
+
+
+def filtered(x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(x, dim=-1, norm="ortho")
+    return torch.fft.irfft(spectrum * torch.arange(spectrum.shape[-1]), n=WIDTH, dim=-1, norm="ortho")
+
+
+def images(x: Tensor) -> Tensor:
+    """Features as images of 2 x 6."""
+    pooled = F.avg_pool2d(x.unflatten(-1, (2, 6)).flatten(0, 1)[:, None], 2).square().sum((1, 2, 3))
+    return pooled.unflatten(0, x.shape[:2])[..., None] * x
+
+
+class Normed(nn.Module):
+    """Heads of all rows in one batch, normed as groups, as RWKV-7 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x.flatten(0, 1))
+        return normed.view_as(x)
+
+
+def rolled(shift: int) -> Mix:
+    return lambda x: (x.roll(shift, 1) * x.roll(1, -1)).sin()
+
+
+def outer(x: Tensor) -> Tensor:
+    return x[..., :, None] * x[..., None, :]
+
+
+def joined(parts: Callable[[Tensor], list[Tensor]]) -> Mix:
+    return lambda x: torch.cat(parts(x), 1)[:, : x.shape[1]].cumsum(1).sin()
+
+
+MIXED: dict[str, Mix] = {
+    "the real part of a transform": lambda x: torch.fft.fft(x, dim=-1).real,
+    "a filter": filtered,
+    "images": images,
+    "a norm of groups": Normed(),
+    "means of blocks of rows": lambda x: along(lambda y: F.avg_pool1d(y, 5))(x).square().mean(1, keepdim=True),
+    "means of windows of rows": lambda x: along(lambda y: F.avg_pool1d(y, 3, 1))(F.pad(x, (0, 0, 2, 0))),
+    "the largest of windows of rows": lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).amax(-1),
+    "a diagonal above": lambda x: F.pad(outer(x).diagonal(1, -1, -2), (0, 1)),
+    "rows that come in again": rolled(1),
+    "rows that come in again from behind": rolled(-3),
+    "parts of two values in place": joined(lambda x: [x[:, :9].sin(), x.cos()[:, 9:]]),
+    "parts of many values in place": joined(lambda x: [x[:, i : i + 2].sin() for i in range(0, 18, 2)] + [x[:, 18:] * 2]),
+}
+STREAMS = SINGLE | {name: Mixed(mix) for name, mix in MIXED.items()}
+IN_DEFAULT_RUNS = [
+    *("two rows and all", "time first", "signs of a row that is zero", "signs of a kept row that is zero"),
+    *("both parts of complex rows", "images", "means of windows of rows", "a diagonal above", "a norm of groups", "a filter"),
+    *("rows that come in again from behind", "parts of two values in place"),
+]
+
+
+@pytest.mark.parametrize("name", only(IN_DEFAULT_RUNS, STREAMS))
+def test_it_streams(name: str) -> None:
+    compare(used(STREAMS[name]), batch(LENGTH), chunk_size=5, also=(1, 7, LENGTH), attention={"causal"})
+
+
+def row_by_row(x: Tensor) -> Tensor:
+    """A recurrence that takes every row of a value by itself, from the last on, would be a loop for each."""
+    state, states = torch.zeros_like(x[:, 0]), []
+    for step in reversed(range(9)):
+        state = torch.tanh(state + x[:, step])
+        states.append(state)
+    return F.pad(torch.stack(states[::-1], 1), (0, 0, 0, x.shape[1] - 9))
+
+
+POOLED = "pools in one piece: windows that lie side by side stream"
+RUN_WHOLE: dict[str, tuple[Mix, str]] = {
+    "windows that reach beyond an end": (along(lambda y: F.avg_pool1d(y, 3, 1, 1)), POOLED),
+    "windows in steps": (mean_of(along(lambda y: F.avg_pool1d(y, 5, 2))), POOLED),
+    "windows of sizes of their own": (mean_of(along(lambda y: F.adaptive_avg_pool1d(y, 4))), POOLED),
+    "the largest of windows": (
+        lambda x: along(lambda y: F.max_pool1d(y, 3, 1))(F.pad(x, (0, 0, 2, 0))),
+        "stream as x.unfold(dim, size, 1).amax(-1)",
+    ),
+    "a diagonal of rows": (lambda x: x[:, :WIDTH].diagonal(0, 1, 2).sum() * x, "diagonal.default mixes the rows of the sequence"),
+    "memory in another order": (
+        lambda x: (2 * x).as_strided((2, LENGTH, WIDTH), (LENGTH * WIDTH, 1, LENGTH)),
+        "aten.as_strided.default reads memory",
+    ),
+    "a transform of rows": (mean_of(lambda x: torch.fft.rfft(x, dim=1).abs()), "mixes the rows of the sequence"),
+    "a recurrence from behind": (row_by_row, "select"),
+}
+
+
+@pytest.mark.parametrize("name", only(["windows in steps", "the largest of windows", "memory in another order"], RUN_WHOLE))
+def test_it_runs_whole(name: str) -> None:
+    mix, why = RUN_WHOLE[name]
+    report = compare(used(Mixed(mix)), batch(LENGTH), chunk_size=5, also=(1, 7), streams=None)
+    assert any(why in reason for facts in report.facts for reason in facts.reasons())
+
+
+ELSEWHERE: dict[str, Callable[[Tensor], list[Tensor]]] = {  # parts of 18 rows that do not stand behind one another
+    "swapped": lambda x: [x[:, 9:].sin(), x[:, :9]],
+    "backwards": lambda x: [x[:, 12:].sin(), x[:, 6:12], x[:, :6]],
+    "one row left out": lambda x: [x[:, :8].sin(), x[:, 9:], x[:, :3]],
+    "one row twice": lambda x: [x[:, :9].sin(), x[:, 8:14], x[:, 14:]],
+    "the first part again": lambda x: [x[:, :6].sin(), x[:, :6].cos(), x[:, :6]],
+    "of blocks": lambda x: list(x.unflatten(1, (3, 6)).sin().unbind(1)),
+}
+
+
+@pytest.mark.parametrize("name", only(["swapped", "one row twice"], ELSEWHERE))
+def test_parts_elsewhere(name: str) -> None:
+    """However they run, the result is exact."""
+    compare(used(Mixed(joined(ELSEWHERE[name])), layers=2), batch(18), also=(1, 64), streams=None)
+
+
+# -- rows that are sorted, put back, or written over
+
+
+def by_scattering(order: Tensor) -> Tensor:
+    return torch.zeros_like(order).scatter(1, order, torch.arange(order.shape[1]).expand_as(order))
+
+
+def test_what_is_put_back_is_what_it_was() -> None:
+    """The signs of zeros, too: rows are written into their places, and not added to zeros."""
+
+    def sign(x: Tensor, hashes: Tensor) -> Tensor:
+        order = hashes.argsort(1)
+        rows = x.gather(1, order[..., None].expand_as(x)).cumsum(1) * 0.0
+        return torch.copysign(torch.ones_like(x), rows.gather(1, by_scattering(order)[..., None].expand_as(x)))
+
+    given = torch.randn(2, 24, 6), torch.randint(0, 5, (2, 24))
+    with torch.no_grad():
+        compiled = torch.compile(sign, backend="streambp", options={"chunk_size": 5})
+        assert torch.equal(compiled(*given), sign(*given))
+
+
+def test_rows_written_over_others() -> None:
+    """What is not written stays: no sum over rows."""
+
+    def use(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+        order = labels.argsort(1)[:, :12, None].expand(-1, -1, x.shape[-1])
+        return labelled(model, torch.ones_like(x).scatter(1, order, x[:, :12].sin()) * x, labels)
+
+    compare(used(use), batch(24), also=(1, 7, 64), streams=None)
+
+
+PLACES = [(3, 9, 1), (0, 4, 0), (1, 18, 0), (15, 4, 9), (2, 5, 11), (7, 1, 0)]
+
+
+@pytest.mark.parametrize(("first", "count", "source"), only(PLACES[:1], PLACES))
+def test_rows_that_are_written_over(first: int, count: int, source: int) -> None:
+    """By rows of another place; what stood there may be anything."""
+
+    def mix(x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1])[:, None]
+        y = x.masked_fill((at >= first) & (at < first + count), torch.inf)
+        y[:, first : first + count] = x[:, source : source + count].sin()
+        return y
+
+    report = compare(used(Mixed(mix)), batch(LENGTH), also=(1, 30), streams=None)
+    assert not any(node.target is aten.slice_scatter.default for node in report.facts[0].joint.nodes)
+
+
+# -- rows that data choose: layers stream, and what follows the unknown number of rows runs whole
+
+
+def taken_twice(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+    taken = labels % 3 > 0
+    return F.cross_entropy(model.head(x[taken]), labels[taken])
+
+
+@pytest.mark.parametrize("budget", [None, "120K"])
+def test_layers_stream_before_rows_of_an_unknown_number(budget: str | None) -> None:
+    model = used(taken_twice, layers=2)
+    sizes: dict[str, Any] = {"chunk_size": 5} if budget is None else {"chunk_size": "auto", "memory_budget": budget}
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = compare(model, batch(13), streams=None, attention={"causal"}, bodies="eager", **sizes)
+        assert any(facts.program is not None for facts in report.facts)
+        found = str(explain(model, **batch(13), chunk_size=5))
+    assert "1 graph, no graph breaks" in found and "ignore_index" in found
+
+
+def test_rows_that_are_taken_break_the_graph_and_explain_says_what_avoids_it() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
+        assert "xk, yk = x[k], y[k]" in str(explain(used(taken_twice), **batch(13), chunk_size=5))
+
+
+class Reads(decoders.Plain):
+    """A number of the data (`.item()`) is a factor or a bound; it is known only when the graph runs."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x * (1 + x.sum().item())
+        n = ids[0, 0].item() % 5 + 2
+        torch._check(n >= 2)
+        torch._check(n <= 7)
+        x = self.hidden(x.masked_fill((torch.arange(ids.shape[1]) < n)[:, None], 0.5))
+        return loss_of(self.head(x * ids.max().item() / (1 + x.detach().abs().amax().item())), labels)
+
+
+def test_numbers_that_are_read_from_data_keep_nothing_from_streaming() -> None:
+    model = decoders.made(Reads)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        report = compare(model, batch(13), streams=None, attention={"causal"}, chunk_size=5)
+        assert report.facts and all(facts.program is not None and not facts.faults for facts in report.facts)
+        found = explain(model, **batch(13), chunk_size=5)
+    assert found.summary()["graphs"] == 1 and found.summary()["peak_bytes"] > 0
