@@ -94,17 +94,17 @@ def _replacements(node: fx.Node, layout: PackageLayout, writer: GraphWriter) -> 
         return None
     heads = [layout.turned(arguments[name], writer) for name in ("q", "k", "v")]
     options = layout.options(arguments, writer)
-    made = writer.call(ATTENTION, *heads, **options)
-    out, lse = (writer.call(operator.getitem, made, i) for i in range(2))
+    results = writer.call(ATTENTION, *heads, **options)
+    out, lse = (writer.call(operator.getitem, results, i) for i in range(2))
     found = dict.fromkeys(parts.get(LSE, ()), layout.lse(lse, writer))
     found |= dict.fromkeys(parts.get(OUT, ()), layout.restored(out, writer))
     for other in backwards:
         writer.before(other)
         gradient = layout.turned(other.kwargs["dout"], writer)
-        made = writer.call(ATTENTION_BACKWARD, gradient, *heads, out, lse, **options)
+        results = writer.call(ATTENTION_BACKWARD, gradient, *heads, out, lse, **options)
         for position, users in (results_in_use(other) or {}).items():
-            own = layout.restored(writer.call(operator.getitem, made, position - 1), writer)
-            found |= dict.fromkeys(users, own)
+            gradients = layout.restored(writer.call(operator.getitem, results, position - 1), writer)
+            found |= dict.fromkeys(users, gradients)
     return found
 
 

@@ -88,8 +88,8 @@ class _FlexCall:
 
     def numbers(self, size: Any, dim: int) -> fx.Node:
         size = self.size(size)
-        made = self.writer.call(aten.arange.default, size, device=self.query.meta[VALUE].device)
-        return self.writer.call(aten.reshape.default, made, [size if i == dim else 1 for i in range(4)])
+        indices = self.writer.call(aten.arange.default, size, device=self.query.meta[VALUE].device)
+        return self.writer.call(aten.reshape.default, indices, [size if i == dim else 1 for i in range(4)])
 
     def size(self, size: Any) -> Any:
         """Return a size as an argument: an integer, or the node that holds it."""
@@ -150,20 +150,20 @@ class _FlexCall:
 
     # -- replacements of results
 
-    def results(self, node: fx.Node, made: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    def results(self, node: fx.Node, values: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
         for user in node.users:
             position: Any = user.args[1]
-            if user.target is not operator.getitem or (made[position] is None and user.users):
+            if user.target is not operator.getitem or (values[position] is None and user.users):
                 raise NotElementwiseError(f"result {position}")
-            if isinstance(made[position], tuple):
-                yield from self.results(user, made[position])
-            elif made[position] is not None:
-                yield user, self._in_traced_dtype(made[position], user)
+            if isinstance(values[position], tuple):
+                yield from self.results(user, values[position])
+            elif values[position] is not None:
+                yield user, self._in_traced_dtype(values[position], user)
 
-    def _in_traced_dtype(self, made: Any, user: fx.Node) -> Any:
+    def _in_traced_dtype(self, value: Any, user: fx.Node) -> Any:
         """Cast to the traced dtype: torch declares the log-sum-exp as float32, in whatever dtype it is computed."""
         dtype = user.meta[VALUE].dtype
-        return made if made.meta[VALUE].dtype == dtype else self.writer.call(aten._to_copy.default, made, dtype=dtype)
+        return value if value.meta[VALUE].dtype == dtype else self.writer.call(aten._to_copy.default, value, dtype=dtype)
 
 
 def _is_copy(node: fx.Node) -> bool:
@@ -181,8 +181,8 @@ class _FlexKernel:
         self.bias = self._bias()
         options: dict[str, Any] = {"scale": call.scale}
         self.options = options if self.bias is None else {"attn_mask": self.bias, **options}
-        made = write(ATTENTION, call.query, call.key, call.value, **self.options)
-        self.out, self.lse = (write(operator.getitem, made, i) for i in range(2))
+        attention = write(ATTENTION, call.query, call.key, call.value, **self.options)
+        self.out, self.lse = (write(operator.getitem, attention, i) for i in range(2))
         return self.out, self.lse, None
 
     def _bias(self) -> fx.Node | None:
@@ -207,9 +207,11 @@ class _FlexKernel:
         call, write = self.call, self.call.writer.call
         if call.of_result is None:
             raise NotElementwiseError("no gradient of the result")
-        made = write(ATTENTION_BACKWARD, call.of_result, call.query, call.key, call.value, self.out, self.lse, **self.options)
+        gradients = write(
+            ATTENTION_BACKWARD, call.of_result, call.query, call.key, call.value, self.out, self.lse, **self.options
+        )
         nothing = (None,) * len(call.score_values)
-        return (*(write(operator.getitem, made, i) for i in range(3)), nothing)
+        return (*(write(operator.getitem, gradients, i) for i in range(3)), nothing)
 
 
 @dataclass
@@ -301,8 +303,8 @@ class _FlexProducts:
         if self.repeats == 1:
             return value
         b, _, n, d = (self.call.size(size) for size in value.meta[VALUE].shape)
-        apart = self.write(aten.reshape.default, value, [b, self.groups, self.repeats, n, d])
-        return self.write(aten.sum.dim_IntList, apart, [2])
+        grouped = self.write(aten.reshape.default, value, [b, self.groups, self.repeats, n, d])
+        return self.write(aten.sum.dim_IntList, grouped, [2])
 
     def _product(self, left: Any, right: Any) -> fx.Node:
         """[b h m k] @ [b h k n]"""

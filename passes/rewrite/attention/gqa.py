@@ -109,9 +109,9 @@ def _sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None
 
 
 def _gradients_of_own_heads(
-    node: fx.Node, own: tuple[Any, Any], sums: dict[int, list[fx.Node]], writer: GraphWriter
+    node: fx.Node, heads: tuple[Any, Any], sums: dict[int, list[fx.Node]], writer: GraphWriter
 ) -> dict[fx.Node, fx.Node]:
-    made = writer.call(ATTENTION_BACKWARD, *node.args[:2], *own, *node.args[4:], **node.kwargs)
-    of_query, of_key, of_value = (writer.call(operator.getitem, made, i) for i in range(3))
+    gradients = writer.call(ATTENTION_BACKWARD, *node.args[:2], *heads, *node.args[4:], **node.kwargs)
+    of_query, of_key, of_value = (writer.call(operator.getitem, gradients, i) for i in range(3))
     found = {part: of_query for part in node.users if int_argument(part, 1) == 0}
     return found | {total: of_heads for i, of_heads in ((1, of_key), (2, of_value)) for total in sums.get(i, ())}

@@ -101,11 +101,11 @@ def _exchanged(node: fx.Node) -> ExchangedAttention | None:
     operands = [node_argument(node, i) for i in range(3)]
     readers = {node, *backwards}
     given = [_path_to(operand, readers) for operand in operands]
-    made = _path_from(results[0][0], {*backwards})
+    result_path = _path_from(results[0][0], {*backwards})
     gradients = [_gradient(other, operands, results) for other in dict.fromkeys(backwards)]
-    if None in given or made is None or None in gradients:
+    if None in given or result_path is None or None in gradients:
         return None
-    return ExchangedAttention(node, tuple(given), made, tuple(gradients))  # type: ignore[arg-type]
+    return ExchangedAttention(node, tuple(given), result_path, tuple(gradients))  # type: ignore[arg-type]
 
 
 def _gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping[int, Sequence[fx.Node]]) -> Gradient | None:
@@ -114,8 +114,8 @@ def _gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping[int, 
     is_its = own[1:4] == list(operands) and own[4] in results.get(0, ()) and own[5] in results.get(1, ())
     if not is_its or given is None or taken is None or any(len(parts) != 1 for parts in taken.values()):
         return None
-    made = {number: _path_from(parts[0], set()) for number, parts in taken.items()}
-    return None if None in made.values() else Gradient(node, given, made)  # type: ignore[arg-type]
+    result_paths = {number: _path_from(parts[0], set()) for number, parts in taken.items()}
+    return None if None in result_paths.values() else Gradient(node, given, result_paths)  # type: ignore[arg-type]
 
 
 def _takes_any_head(node: fx.Node) -> bool:
@@ -199,8 +199,8 @@ def _same_dim(shape: Sequence[Size], dim: int, other: Sequence[Size]) -> int | N
 
     A single head is never split; for it, take the last such dimension.
     """
-    behind = product(shape[dim + 1 :])
-    found = [i for i, size in enumerate(other) if size == shape[dim] and product(other[i + 1 :]) == behind]
+    trailing = product(shape[dim + 1 :])
+    found = [i for i, size in enumerate(other) if size == shape[dim] and product(other[i + 1 :]) == trailing]
     return found[-1] if found else None
 
 
@@ -241,13 +241,13 @@ def _rewrite_gradient(
     for group, (own, result) in enumerate(zip(given, results, strict=True)):
         out, lse = (_part(result, number, writer) for number in (0, 1))
         sent = _send(gradient.given, group, count, writer)
-        made = writer.call(ATTENTION_BACKWARD, sent, *own, out, lse, **_options(gradient.node))
+        gradients = writer.call(ATTENTION_BACKWARD, sent, *own, out, lse, **_options(gradient.node))
         is_last = (group + 1) * keys % count == 0
         for number, path in gradient.made.items():
-            part = _part(made, number, writer)
+            part = _part(gradients, number, writer)
             if number and count > keys:
                 part = sums[number] = _sum(sums.pop(number, None), part, writer)
-                part = writer.call(aten._to_copy.default, part, dtype=made.meta[VALUE][number].dtype) if is_last else part
+                part = writer.call(aten._to_copy.default, part, dtype=gradients.meta[VALUE][number].dtype) if is_last else part
                 if is_last:
                     del sums[number]
             if number == 0 or is_last:
@@ -288,10 +288,10 @@ def _apply_path(path: ExchangePath, node: fx.Node, count: int, writer: GraphWrit
         target: Any = aten.reshape.default if step.target in VIEWS else step.target
         if _is_exchange(step) and not node.meta[VALUE].is_contiguous():
             node = writer.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        made = writer.call(target, node, *arguments, **step.kwargs)
+        result = writer.call(target, node, *arguments, **step.kwargs)
         if LAYOUTS in step.meta:
-            made.meta[LAYOUTS] = (tuple(map(size_of, node.meta[VALUE].stride())),)
-        node = made
+            result.meta[LAYOUTS] = (tuple(map(size_of, node.meta[VALUE].stride())),)
+        node = result
     return node
 
 

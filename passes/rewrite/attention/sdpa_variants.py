@@ -81,5 +81,5 @@ def _replace_call(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.No
     optional = {"attn_mask", "is_causal", "scale"}
     others = {name: given[name] for name in names if name in optional and name in given}
     used = {name: value for name, value in others.items() if value is not None and value is not False}  # keep a scale of 0.0
-    made = writer.call(target, *(given[name] for name in names if name not in optional), **used)
-    return results_of_another(node, made, writer)
+    replacement = writer.call(target, *(given[name] for name in names if name not in optional), **used)
+    return results_of_another(node, replacement, writer)

@@ -70,13 +70,13 @@ def shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 @equation(*VIEWS)
 def gradient_of_shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """view(slice_backward(view(dy [t, w - 1], [w - 1, t]), [w t], 1), [t w]) -> relative_shift_backward(dy, t, w)"""
-    whole = _before_copies(node_argument(node))
-    if whole.target is not aten.slice_backward.default:
+    padded = _before_copies(node_argument(node))
+    if padded.target is not aten.slice_backward.default:
         return None
-    inner, arguments = node_argument(whole), bound_arguments(whole)
-    dim = arguments["dim"] % len(shape_of_node(whole))
+    inner, arguments = node_argument(padded), bound_arguments(padded)
+    dim = arguments["dim"] % len(shape_of_node(padded))
     found = (inner, node_argument(view)) if (view := _before_copies(inner)).target in VIEWS else (inner,)
-    shapes = shape_of_node(node), shape_of_node(whole)
+    shapes = shape_of_node(node), shape_of_node(padded)
     gradient = next((value for value in found if _is_shift(arguments, *shapes, shape_of_node(value))), None)
     if gradient is None:
         return None

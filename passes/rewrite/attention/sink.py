@@ -110,8 +110,8 @@ class _SinkReplacement:
         self.query, self.values = self.heads(scores.query, writer), self.heads(self.found.values, writer)
         self.keys = write(aten.transpose.int, self.heads(scores.keys, writer), 2, 3)
         self.options = {"scale": scores.scale} if scores.mask is None else {"attn_mask": scores.mask, "scale": scores.scale}
-        made = write(ATTENTION, self.query, self.keys, self.values, **self.options)
-        out, lse = (converted(writer, write(operator.getitem, made, i), self.precision) for i in range(2))
+        attention = write(ATTENTION, self.query, self.keys, self.values, **self.options)
+        out, lse = (converted(writer, write(operator.getitem, attention, i), self.precision) for i in range(2))
         sink = write(aten.squeeze.dim, converted(writer, self.column.column, self.precision), 3)
         self.total = write(aten.logaddexp.default, lse, sink)
         self.rest = write(aten.sigmoid.default, write(aten.sub.Tensor, sink, lse))
@@ -125,18 +125,23 @@ class _SinkReplacement:
         assert found.gradient is not None
         gradient = self.heads(found.gradient, writer)
         given = gradient, self.query, self.keys, self.values, self.out, self.total
-        made = writer.call(ATTENTION_BACKWARD, *given, **self.options)
-        of_query, of_key, of_value = (writer.call(operator.getitem, made, i) for i in range(3))
-        turned = writer.call(aten.transpose.int, of_key, 2, 3)
-        pairs = (found.of_query, of_query), (found.of_keys, of_key), (found.of_keys_turned, turned), (found.of_values, of_value)
+        gradients = writer.call(ATTENTION_BACKWARD, *given, **self.options)
+        of_query, of_key, of_value = (writer.call(operator.getitem, gradients, i) for i in range(3))
+        transposed = writer.call(aten.transpose.int, of_key, 2, 3)
+        pairs = (
+            (found.of_query, of_query),
+            (found.of_keys, of_key),
+            (found.of_keys_turned, transposed),
+            (found.of_values, of_value),
+        )
         equals = dict(pair for nodes, value in pairs for pair in self.given(nodes, value))
         return equals | dict.fromkeys(of_sink, self.gradient_of_sink(gradient, writer))
 
     def gradient_of_sink(self, gradient: fx.Node, writer: GraphWriter) -> fx.Node:
         wide = (converted(writer, item, self.precision) for item in (gradient, self.out))
         inner = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, *wide), [3])
-        made = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, self.rest), inner)
-        return converted(writer, writer.call(aten.unsqueeze.default, made, 3), self.column.column.meta[VALUE].dtype)
+        product = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, self.rest), inner)
+        return converted(writer, writer.call(aten.unsqueeze.default, product, 3), self.column.column.meta[VALUE].dtype)
 
     def heads(self, node: fx.Node, writer: GraphWriter) -> fx.Node:
         """Return a value [bh m d] as [b h m d]: the value that was flattened, if there is one, else a view."""
@@ -146,11 +151,13 @@ class _SinkReplacement:
         sizes = [*size_arguments(self.column.scores, writer)[:2], *size_arguments(node, writer)[1:]]
         return writer.call(aten.view.default, node, sizes)
 
-    def given(self, nodes: Iterable[fx.Node], made: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    def given(self, nodes: Iterable[fx.Node], replacement: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Map products [bh m d], and their views [b h m d], to a replacement [b h m d]."""
         for node in nodes:
-            views = [user for user in node.users if user.target in SAME_NUMBERS and shape_of_node(user) == shape_of_node(made)]
-            yield from ((view, made) for view in views)
+            views = [
+                user for user in node.users if user.target in SAME_NUMBERS and shape_of_node(user) == shape_of_node(replacement)
+            ]
+            yield from ((view, replacement) for view in views)
             if len(views) < len(node.users):
-                whole = self.writer.call(aten.clone.default, made, memory_format=torch.contiguous_format)
-                yield node, self.writer.call(aten.view.default, whole, size_arguments(node, self.writer))
+                contiguous = self.writer.call(aten.clone.default, replacement, memory_format=torch.contiguous_format)
+                yield node, self.writer.call(aten.view.default, contiguous, size_arguments(node, self.writer))

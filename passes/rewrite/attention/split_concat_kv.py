@@ -175,8 +175,8 @@ def _largest(mask: fx.Node, values: ValueRanges) -> float:
 def _write_forward(node: fx.Node, parts: Parts, own: Sequence[bool]) -> None:
     query, given = tensor_operands(node)[0], _given(node, parts)
     dtype, call = query.meta[VALUE].dtype, parts.writer.before(node).call
-    made = [call(ATTENTION, query, key, value, **options) for key, value, options in given]
-    outs, sums = ([call(operator.getitem, item, i) for item in made] for i in range(2))
+    calls = [call(ATTENTION, query, key, value, **options) for key, value, options in given]
+    outs, sums = ([call(operator.getitem, item, i) for item in calls] for i in range(2))
     for i, (_, _, options) in enumerate(given):
         sums[i] = sums[i] if own[i] else _masked_lse(sums[i], options["attn_mask"], parts.writer)  # type: ignore[arg-type]
     total = sums[0]
@@ -203,8 +203,8 @@ def _write_backward(node: fx.Node, parts: Parts, own: Sequence[bool]) -> None:
     gradient, query, *_, out, total = node.args
     given = _given(node, parts)
     call = parts.writer.before(node).call
-    made = [call(ATTENTION_BACKWARD, gradient, query, key, value, out, total, **options) for key, value, options in given]
-    of_queries, of_keys, of_values = ([call(operator.getitem, item, i) for item in made] for i in range(3))
+    calls = [call(ATTENTION_BACKWARD, gradient, query, key, value, out, total, **options) for key, value, options in given]
+    of_queries, of_keys, of_values = ([call(operator.getitem, item, i) for item in calls] for i in range(3))
     of_query = of_queries[0]
     for other in of_queries[1:]:
         of_query = call(aten.add.Tensor, of_query, other)

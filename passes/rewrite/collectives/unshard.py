@@ -219,10 +219,10 @@ def _reduced_once(gradient: fx.Node, primal: fx.Node) -> fx.Node:
     if structure(one.graph) != structure(other.graph) or not all(map(_is_linear, one.nodes)):
         return gradient
     both = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, source, another)
-    made = one.written(both, lambda node: gradient)[one.end]
-    gradient.replace_all_uses_with(made)
+    reduced_sum = one.written(both, lambda node: gradient)[one.end]
+    gradient.replace_all_uses_with(reduced_sum)
     gradient.graph.erase_node(gradient)
-    return made
+    return reduced_sum
 
 
 def _is_linear(node: fx.Node) -> bool:

@@ -100,9 +100,9 @@ def undo_orders(graph: fx.Graph, special: Mapping[str, Special]) -> None:
     for node in orders.reordered.keys() & alive:
         lasting = next((user.name for user in node.users if user in alive and user not in orders.reordered), "another")
         node.meta[WHY_WHOLE] = f"{node.target}: its rows stand in an order that matters to {lasting}"
-    made = {*orders.writer.made}
+    new_nodes = {*orders.writer.made}
     for node, found in restored.items():
-        replace(node, found.twin, is_new=found.twin in made)
+        replace(node, found.twin, is_new=found.twin in new_nodes)
 
 
 def _removable(orders: Permutations) -> dict[fx.Node, Permuted]:

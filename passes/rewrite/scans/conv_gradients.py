@@ -29,22 +29,22 @@ def gradients_of_a_convolution(node: fx.Node, writer: GraphWriter) -> dict[fx.No
         return None
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     stride, padding, dilation, transposed, more, groups = (arguments[name] for name in names)
-    found: dict[fx.Node, fx.Node] = {}
+    gradients: dict[fx.Node, fx.Node] = {}
     for user in node.users:
         match user.args[1]:
             case 0:
-                made = writer.call(
+                result = writer.call(
                     aten.convolution.default, gradient, weight, None, stride, padding, dilation, not transposed, more, groups
                 )
             case 1:
                 others = (arguments["bias_sizes"], stride, padding, dilation, transposed, more, groups)
                 alone = writer.call(aten.convolution_backward.default, gradient, x, weight, *others, [False, True, False])
-                made = writer.call(operator.getitem, alone, 1)
+                result = writer.call(operator.getitem, alone, 1)
             case _:
                 dims = [dim for dim in range(len(shape_of_node(gradient))) if dim != 1]
-                made = writer.call(aten.sum.dim_IntList, gradient, dims)
-        found[user] = made
-    return found
+                result = writer.call(aten.sum.dim_IntList, gradient, dims)
+        gradients[user] = result
+    return gradients
 
 
 def _has_a_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:

@@ -156,12 +156,12 @@ def written(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall], w
     plan, results = writer.value(forward_plan, declared, call.values, wanted)
     _check_results(call, results, wanted)
     others = [(other, _plan_of(declared, plan, call, other, results, writer)) for other in backwards]
-    made = writer.call(Forward(plan), *call.operands(plan.operands))
-    found = _replacements(call, plan, made, writer)
+    forward = writer.call(Forward(plan), *call.operands(plan.operands))
+    found = _replacements(call, plan, forward, writer)
     for other, own in others:
         both = ScanCall(other.node, {**call.arguments, **other.arguments}, other.parts, other.results)
         result = writer.before(other.node).call(Backward(own), *both.operands(own.operands))
-        result.meta[FORWARD_OPERATOR] = made
+        result.meta[FORWARD_OPERATOR] = forward
         found |= _replacements(other, own, result, writer)
     return found
 
@@ -173,15 +173,15 @@ def _plan_of(
     saved.
     """
     kept = {name: value for name, value in other.values.items() if name not in declared.remade}
-    again = any(0 not in shape_of(known[number]) for number in declared.remade.values())
-    arguments = {**(call.values if again else {}), **kept}
+    recomputes = any(0 not in shape_of(known[number]) for number in declared.remade.values())
+    arguments = {**(call.values if recomputes else {}), **kept}
     own, results = writer.value(backward_plan, declared, plan, arguments, known, sorted(other.parts))
     _check_results(other, results, sorted(other.parts))
     return own
 
 
-def _replacements(call: ScanCall, plan: StatefulPlan, made: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    taken = {part.number: writer.call(operator.getitem, made, place) for place, part in enumerate(plan.results)}
+def _replacements(call: ScanCall, plan: StatefulPlan, recurrence: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    taken = {part.number: writer.call(operator.getitem, recurrence, place) for place, part in enumerate(plan.results)}
     return {user: taken[number] for number, users in call.parts.items() if number in taken for user in users}
 
 

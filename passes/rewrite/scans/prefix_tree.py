@@ -44,8 +44,8 @@ def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
     of_backwards = [results_in_use(each) for each in backwards]
     if parts is None or None in of_backwards or not isinstance(shape_of_node(call.rows[0])[0], int):
         return None
-    made = writer.made_as(_values(node, parts), Associative(_plan(call, sorted(parts))), *call.rows, *call.given)
-    found = _getitems(made, parts, writer)
+    forward = writer.made_as(_values(node, parts), Associative(_plan(call, sorted(parts))), *call.rows, *call.given)
+    found = _getitems(forward, parts, writer)
     for each, own in zip(backwards, of_backwards, strict=True):
         assert own is not None
         gradients: Sequence[Any] = each.args[0]  # type: ignore[assignment]
@@ -54,7 +54,7 @@ def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
         plan = _plan(call, sorted(own), present, absent)
         operands = (*present, *call.rows, *call.given)
         result = writer.before(each).made_as(_values(each, own), AssociativeBackward(plan), *operands)
-        result.meta[FORWARD_OPERATOR] = made
+        result.meta[FORWARD_OPERATOR] = forward
         found |= _getitems(result, own, writer)
     return found
 
@@ -70,8 +70,8 @@ def _values(node: fx.Node, parts: Mapping[int, Any]) -> tuple[Any, ...]:
     return tuple(node.meta[VALUE][number] for number in sorted(parts))
 
 
-def _getitems(made: fx.Node, parts: Mapping[int, Sequence[fx.Node]], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    taken = {number: writer.call(operator.getitem, made, place) for place, number in enumerate(sorted(parts))}
+def _getitems(scan: fx.Node, parts: Mapping[int, Sequence[fx.Node]], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    taken = {number: writer.call(operator.getitem, scan, place) for place, number in enumerate(sorted(parts))}
     return {user: taken[number] for number, users in parts.items() for user in users}
 
 

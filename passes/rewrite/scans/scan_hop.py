@@ -63,11 +63,11 @@ class ScanStep:
 
     def with_views(self) -> ScanStep:
         """Replace copies of views by views that copy only if needed; nothing writes to the values of a step."""
-        made = self.arranged(self.inputs, self.results)
-        for node in made.operators:
+        step = self.arranged(self.inputs, self.results)
+        for node in step.operators:
             viewed = _view_of(node.target)
             node.target = COPIES_WHERE_NEEDED.get(viewed, viewed)
-        return made
+        return step
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ def scan_over_rows(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
     call, parts = _read(node), results_in_use(node)
     if call is None or parts is None:
         return None
-    made = _without_steps(call, [number for number in parts if number >= call.step.carried], writer)
-    wanted = [number for number in parts if number not in made]
+    results = _without_steps(call, [number for number in parts if number >= call.step.carried], writer)
+    wanted = [number for number in parts if number not in results]
     if wanted:
-        made |= _scanned(_with_shared_operands(call), wanted, writer)
-    return {part: made[number] for number, users in parts.items() for part in users}
+        results |= _scanned(_with_shared_operands(call), wanted, writer)
+    return {part: results[number] for number, users in parts.items() for part in users}
 
 
 @equation(aten.flip.default)
@@ -224,8 +224,10 @@ def _scanned(call: ScanOperator, wanted: Sequence[int], writer: GraphWriter) -> 
     rows = tuple(_flip(item, writer) if reverse else item for item in call.rows)
     call = ScanOperator(call.step.arranged(call.step.inputs, results), call.first, rows, call.given)
     scanned = writer.call(ChunkedScan(_plan(call, tuple(finals), reverse)), *call.operands)
-    made = {number: writer.call(operator.getitem, scanned, place) for place, number in enumerate((*finals, *left))}
-    return {number: _flip(value, writer) if reverse and number >= carried else value for number, value in made.items()}
+    results_by_number = {number: writer.call(operator.getitem, scanned, place) for place, number in enumerate((*finals, *left))}
+    return {
+        number: _flip(value, writer) if reverse and number >= carried else value for number, value in results_by_number.items()
+    }
 
 
 def _plan(call: ScanOperator, finals: tuple[int, ...], reverse: bool) -> ScanPlan:
@@ -236,8 +238,8 @@ def _plan(call: ScanOperator, finals: tuple[int, ...], reverse: bool) -> ScanPla
     groups = ((call.first, None), (call.rows, 0), (call.given, None))
     operands = [(shape_of_node(item), at) for items, at in groups for item in items]
     length = shape_of_node(call.rows[0])[0]
-    made = [((length, *shape), 0) for shape, _ in kinds[carried:]]
-    axes = axes_apart(operands, [*((kinds[number][0], None) for number in finals), *made])
+    outputs = [((length, *shape), 0) for shape, _ in kinds[carried:]]
+    axes = axes_apart(operands, [*((kinds[number][0], None) for number in finals), *outputs])
     return ScanPlan(name, combine, tuple(kinds[:carried]), finals, len(call.rows), tuple(kinds[carried:]), reverse, axes)
 
 

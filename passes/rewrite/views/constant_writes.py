@@ -107,8 +107,8 @@ def _selected(root: fx.Node, node: fx.Node, strips: list[_Strip], regions: _Regi
         if found is None:
             return None
         fill = writer.call(aten.full.default, [], number, dtype=own.dtype, device=own.device)
-        made = (aten.where.self, found[0], fill, root) if found else (aten.expand.default, fill, size_arguments(node, writer))
-        root = writer.call(*made)
+        call = (aten.where.self, found[0], fill, root) if found else (aten.expand.default, fill, size_arguments(node, writer))
+        root = writer.call(*call)
     return root
 
 
@@ -330,15 +330,15 @@ class _Regions:
         return self.writer.call(overload.Tensor, columns, self._columns_of(edge) if isinstance(edge, _ColumnLine) else edge)
 
     def _columns_of(self, line: _ColumnLine) -> fx.Node:
-        made = self._numbers(self._row)
+        columns = self._numbers(self._row)
         for operation, number, nothing in (
             (aten.add.Tensor, line.shift, 0),
             (aten.floor_divide.default, line.block, 1),
             (aten.mul.Tensor, line.factor, 1),
             (aten.add.Tensor, line.offset, 0),
         ):
-            made = made if number == nothing else self.writer.call(operation, made, number)
-        return made
+            columns = columns if number == nothing else self.writer.call(operation, columns, number)
+        return columns
 
     def _table(self, edge: list[Interval]) -> fx.Node:
         """Return the column of an edge for each row as a vector; 0 for rows without an interval."""
@@ -351,8 +351,8 @@ class _Regions:
                 stop += 1
             low, high = columns[start], columns[stop - 1] + step
             line = step and stop - start > 1
-            made = (aten.arange.start_step, low, high, step) if line else (aten.full.default, [stop - start], low)
-            parts.append(self.writer.call(*made, **keywords))
+            segment = (aten.arange.start_step, low, high, step) if line else (aten.full.default, [stop - start], low)
+            parts.append(self.writer.call(*segment, **keywords))
             start = stop
         return self._along(self.writer.call(aten.cat.default, parts), self._row)
 

@@ -105,15 +105,15 @@ def gradient_of_weights_in_a_bag(node: fx.Node, writer: GraphWriter) -> fx.Node 
         return None
     looked_up = writer.call(aten.embedding.default, arguments["weight"], bags.indices)
     products = writer.call(aten.mul.Tensor, writer.call(aten.unsqueeze.default, arguments["grad"], 1), looked_up)
-    made = bags.without_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)
-    return writer.call(aten.view.default, made, size_arguments(arguments["indices"], writer))
+    gradient = bags.without_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)
+    return writer.call(aten.view.default, gradient, size_arguments(arguments["indices"], writer))
 
 
 def _bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
     arguments = bound_arguments(node)
-    why = _why_whole(arguments)
-    if why is not None:
-        node.meta[WHY_WHOLE] = f"{node.target} {why}"
+    reason = _why_whole(arguments)
+    if reason is not None:
+        node.meta[WHY_WHOLE] = f"{node.target} {reason}"
         return None
     (count,) = size_arguments(arguments["offsets"], writer)
     indices = writer.call(aten.view.default, arguments["indices"], [count, _length(arguments)])
@@ -127,9 +127,9 @@ def _bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
 def _why_whole(arguments: Mapping[str, Any]) -> str | None:
     if arguments["mode"] not in (SUM, MEAN):
         return LARGEST
-    for name, why in (("sparse", SPARSE), ("scale_grad_by_freq", FREQUENCY), ("include_last_offset", END)):
+    for name, reason in (("sparse", SPARSE), ("scale_grad_by_freq", FREQUENCY), ("include_last_offset", END)):
         if arguments.get(name):
-            return why
+            return reason
     length = _length(arguments)
     return None if length is not None and counts_in_steps(arguments["offsets"], length) else LENGTHS
 

@@ -44,8 +44,8 @@ class _Numbers:
     @property
     def rank(self) -> int:
         """The rank of the values that are looked up or written."""
-        behind = len(shape_of_node(self.source)) - self.place - 1
-        return self.rows + behind if self.is_viewed else len(shape_of_node(self.source)) - 1
+        trailing = len(shape_of_node(self.source)) - self.place - 1
+        return self.rows + trailing if self.is_viewed else len(shape_of_node(self.source)) - 1
 
     def view(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
         """Return a value of the source's shape as the view whose rows are enumerated."""
@@ -93,15 +93,17 @@ def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if arguments["accumulate"] and not dtype.is_floating_point:
         return None
     if not arguments["accumulate"] and _is_of(values, found):
-        made = writer.call(values.target, found.view(target, writer), *values.args[1:], **values.kwargs)
+        new_values = writer.call(values.target, found.view(target, writer), *values.args[1:], **values.kwargs)
     elif not is_zero(target):
-        made = _spread(values, found, writer)
-        made = writer.call(aten.add.Tensor, found.view(target, writer), made) if arguments["accumulate"] else made
+        new_values = _spread(values, found, writer)
+        new_values = (
+            writer.call(aten.add.Tensor, found.view(target, writer), new_values) if arguments["accumulate"] else new_values
+        )
     else:  # 0 + -0 is 0
-        made = writer.call(aten.add.Tensor, values, _number(0.0, target, writer)) if arguments["accumulate"] else values
-        put = writer.call(aten.where.self, _hit(found, writer), _spread(made, found, writer), _number(0.0, target, writer))
+        new_values = writer.call(aten.add.Tensor, values, _number(0.0, target, writer)) if arguments["accumulate"] else values
+        put = writer.call(aten.where.self, _hit(found, writer), _spread(new_values, found, writer), _number(0.0, target, writer))
         return found.back(put, writer)
-    return found.back(writer.call(aten.where.self, _hit(found, writer), made, found.view(target, writer)), writer)
+    return found.back(writer.call(aten.where.self, _hit(found, writer), new_values, found.view(target, writer)), writer)
 
 
 def _spread(values: fx.Node, found: _Numbers, writer: GraphWriter) -> fx.Node:
