@@ -1,7 +1,7 @@
-"""Graph-to-graph rewrites: each file replaces the many spellings of one operation by the single form that later passes
-read.
+"""Graph-to-graph rewrites: each replaces the many spellings of an operation by the one form that later passes read.
 
 Rewrites know operators, shapes, constants and value ranges (`passes/ops`), and, for operators along the sequence, the
-axes found so far. They may change nodes of an FX graph, but not its inputs, its outputs or, up to rounding, its values;
-they import `passes/ops` and the layers below it, never `analysis`, `scan`, `partition` or `lowering`.
+axes found so far. They edit nodes of an FX graph and keep its inputs, its outputs and, up to rounding, its values
+(`collectives` also replaces sharded inputs and reduced outputs); they import `passes/ops` and the layers below it, never
+`analysis`, `scan`, `partition` or `lowering`.
 """

@@ -39,8 +39,9 @@ GROUPS = 4  # more groups save little: the shards that wait then take more memor
 
 @dataclass(frozen=True)
 class ExchangePath:
-    """The operators between a rank's rows, which are sent, and all rows of some heads, in order; `dims` has the dimension
-    of heads of each step's operand.
+    """The operators between a rank's rows, which are sent, and all rows of some heads, in order.
+
+    `dims` has the dimension of heads of each step's operand, and `end` that of the last result.
     """
 
     steps: tuple[fx.Node, ...]
@@ -89,9 +90,7 @@ def heads_in_groups(graph: fx.Graph) -> None:
 
 
 def _exchanged(node: fx.Node) -> ExchangedAttention | None:
-    """Match attention if all its operands come from exchanges, all its results go into exchanges, and nothing else reads
-    either.
-    """
+    """Match attention if its operands come from exchanges, its results go into exchanges, and nothing else reads either."""
     results = results_in_use(node) or {}
     backwards = [user for user in _users(results.get(0, ())) if user.target is ATTENTION_BACKWARD]
     if not _takes_any_head(node) or len(results.get(0, ())) != 1 or set(results) > {0, 1}:
@@ -119,8 +118,9 @@ def _gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping[int, 
 
 
 def _takes_any_head(node: fx.Node) -> bool:
-    """Whether the numbers of heads are static and keys and values have equally many. Attention with a mask is chunked,
-    which makes a loop of it.
+    """Whether the numbers of heads are static, keys and values have equally many, and there is no mask.
+
+    Attention with a mask is chunked, which makes a loop of it.
     """
     query, key, value = (shape_of_node(node_argument(node, i)) for i in range(3))
     are_known = isinstance(query[HEADS], int) and isinstance(key[HEADS], int)
@@ -208,8 +208,9 @@ def _same_dim(shape: Sequence[Size], dim: int, other: Sequence[Size]) -> int | N
 
 
 def _groups(exchanged: ExchangedAttention) -> int:
-    """Return the number of groups: groups have equally many heads, and whole key heads or one shared key head; at most
-    four if possible.
+    """Return the number of groups, at most four if possible.
+
+    Groups have equally many heads, and either complete key heads or one shared key head.
     """
     heads, keys = (int(shape_of_node(path.last)[HEADS]) for path in exchanged.given[:2])
     counts = [n for n in range(2, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]

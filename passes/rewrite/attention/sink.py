@@ -1,5 +1,4 @@
-"""Replace unfused attention with a sink (an extra column of scores) by a fused kernel, whose result is scaled by the
-keys' share.
+"""Replace unfused attention with a sink (an extra column of scores) by a fused kernel, scaled by the keys' share.
 
 A kernel returns its result and the log-sum-exp of its scores. The sink only adds to this sum:
 

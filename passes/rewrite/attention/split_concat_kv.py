@@ -52,8 +52,9 @@ CHOICES = (
 
 @dataclass(frozen=True)
 class JoinedKeys:
-    """Split attention over concatenated keys. `seen` decides whether a mask adds an ordinary number to the score of each
-    row's own key.
+    """Split attention over concatenated keys.
+
+    `seen` decides whether a mask adds an ordinary number to the score of each row's own key.
     """
 
     seen: Seen
@@ -86,8 +87,9 @@ def _goes_by_part(node: fx.Node, parts: Parts) -> bool:
 
 
 def _with_joined_mask(node: fx.Node, parts: Parts) -> bool:
-    """Write a mask computed from a concatenated one as a concatenation, and return whether it changed. More may be known
-    of the slices.
+    """Write a mask computed from a concatenated one as a concatenation, and return whether it changed.
+
+    More may be known of each slice than of their concatenation.
     """
     mask = bound_arguments(node)["attn_mask"]
     if mask is None or parts.dim(mask) is None or mask.target is aten.cat.default:

@@ -87,9 +87,7 @@ class Scores:
 
 @dataclass
 class SpelledAttention:
-    """The products of the scores' operands and `values` [bh n e], the gradient of their result, and the gradients
-    computed from it.
-    """
+    """Products of the scores' operands and `values` [bh n e], the gradient of their result, and its operands' gradients."""
 
     scores: Scores
     values: fx.Node | None = None

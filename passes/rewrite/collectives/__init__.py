@@ -1,5 +1,4 @@
-"""Rewrites of collectives: gathers and reductions of weights leave the graph, and reductions of activations become one
-operator.
+"""Rewrites of collectives: gathers and reductions of weights leave the graph, other reductions become one operator.
 
 They know functional collectives, their waits, and the axes of reduced values. They may edit the joint graph and store the
 removed operators in `Facts.collectives`; lowering reinserts these.

@@ -34,14 +34,13 @@ def reduced_over_ranks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @dataclass(frozen=True)
 class SumsOverRanks:
-    """Add values before they are reduced over ranks, so that one reduction is sent: gradients of queries, keys and values
-    are one sum.
+    """Add values before they are reduced over ranks, so that one reduction is sent.
 
         add(all_reduce(a, sum), all_reduce(b, sum)) -> all_reduce(add(a, b), sum)
 
-    Applies only if neither reduction has another user, and only to values with a sequence dimension. Ranks compare the
-    reductions of those, and other reductions may depend on code that differs between ranks. The sums round in another
-    order.
+    The gradients of queries, keys and values are such a sum. Applies only if neither reduction has another user, and only
+    to values with a sequence dimension: ranks compare the reductions of those, and other reductions may depend on code
+    that differs between ranks. The sums round in another order.
     """
 
     name: ClassVar[str] = "sums over ranks"

@@ -1,5 +1,4 @@
-"""Remove the collectives on weights: a sharded model's graph is the plain model's graph, with collectives before each
-weight and after each gradient.
+"""Remove the collectives on weights: a sharded model's graph is the plain model's graph with collectives around it.
 
     wait(all_gather(shard)) -> t -> mm        ->    weight -> t -> mm
     mm -> wait(reduce_scatter) -> gradient    ->    mm -> gradient
@@ -165,9 +164,7 @@ def _ancestors(node: fx.Node, among: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _recompute_policy(nodes: Iterable[fx.Node]) -> bool | None:
-    """Return the user's checkpoint policy: whether the backward graph keeps (True) or recomputes (False) a gathered
-    weight; None if not set.
-    """
+    """Return whether the user's checkpoint policy keeps (True) or recomputes (False) a gathered weight; None if not set."""
     hints = [node.meta[RECOMPUTE] for node in nodes if node.meta.get(RECOMPUTE) is not None]
     return True if any(policy in SAVES for policy in hints) else False if any(policy in RECOMPUTES for policy in hints) else None
 
@@ -232,8 +229,9 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _tail(gradient: fx.Node) -> set[fx.Node]:
-    """Return the nodes that compute only this gradient: collectives, operators that reassemble shards, and operators with
-    one operand.
+    """Return the nodes that compute only this gradient.
+
+    They are collectives, operators that reassemble shards, and operators with one operand.
     """
     found: set[fx.Node] = set()
     todo = [gradient]

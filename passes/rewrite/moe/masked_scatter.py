@@ -1,6 +1,4 @@
-"""Replace rows that a mask scatters in order (images among tokens) by an index of a cumulative sum, and a scattered
-number by `where`.
-"""
+"""Replace rows that a mask scatters (images among tokens) by look-ups, and a number that a mask scatters by `where`."""
 
 from __future__ import annotations
 

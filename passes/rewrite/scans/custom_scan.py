@@ -1,5 +1,4 @@
-"""Replace declared operators with a state, from packages or users, by recurrences over rows
-(`streamfx.register_recurrence`).
+"""Replace operators with a state that packages or users declare (`streamfx.register_recurrence`) by recurrences.
 
 A call and its backwards are replaced together: the loop that runs the call also stores the state at the start of each
 chunk, which the backward needs.
@@ -35,9 +34,7 @@ FLAGS = "result {number} in use, which is another where the state after the last
 
 @dataclass(frozen=True)
 class ScanCall:
-    """A call of an operator with a state, or of its backward: arguments by name, the users of each result, and the
-    results' values.
-    """
+    """A call of an operator with a state, or of its backward: arguments by name, users of each result, and result values."""
 
     node: fx.Node
     arguments: Mapping[str, Any]

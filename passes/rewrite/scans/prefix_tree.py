@@ -1,6 +1,4 @@
-"""Replace PyTorch's `associative_scan`, which `streamfx/frontend/associative_scan_match.py` recognizes, by a recurrence
-over rows.
-"""
+"""Replace `associative_scan` operators by recurrences (`streamfx/frontend/associative_scan_match.py` recognizes them)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Replace flipped prefix reductions by reductions that run from the last row to the first, as the gradient of a
-cumulative sum does.
-"""
+"""Replace flipped prefix reductions by reversed ones, such as the gradient of a cumulative sum."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ScanStep:
-    """The graph of one step. Its inputs are the carry, one row of each scanned operand, and the shared operands; its
-    results are the next carry, and one row of each output.
+    """The graph of one step: (carry, one row of each scanned operand, shared operands) to (next carry, one row per
+    output).
     """
 
     graph: fx.Graph

@@ -1,6 +1,4 @@
-"""Replace decaying segment sums, which `streamfx/frontend/ssd_matmul.py` recognizes, by a recurrence whose state is the
-sum so far.
-"""
+"""Replace decaying segment sums, which `streamfx/frontend/ssd_matmul.py` recognizes, by recurrences of the sum so far."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Replace embedding bags of equal length by embeddings and a sum: a bag of k indices becomes a row of k look-ups, summed
-over k.
+"""Replace embedding bags of equal length by embeddings and a sum: a bag of k indices is a row of k look-ups.
 
 `nn.EmbeddingBag` flattens its indices [n k] and takes the offset of each bag. If the offsets are proven to be multiples
 of k, they describe the rows of [n k]. Bags of different lengths, and bags reduced by a maximum, are not chunked.

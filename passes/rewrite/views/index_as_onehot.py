@@ -1,8 +1,8 @@
-"""Replace an index that takes one element per row, or one token per sequence (a head on the last token), by a comparison
-and a sum.
+"""Replace an index that takes one element per row, or one token per sequence, by a comparison and a sum.
 
-An index needs all rows at once; the sum adds up the contributions of chunks. A sum turns -0 into 0, so the sign is looked
-up separately. An assertion checks that the indices are in range, as the index operator itself does.
+A model head on the last token is such an index. An index needs all rows at once; the sum adds up the contributions of
+chunks. A sum turns -0 into 0, so the sign is looked up separately. An assertion checks that the indices are in range, as
+the index operator itself does.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Record how opaque operators read memory before anything is rewritten: the storage, strides and offsets of their
-operands.
+"""Record how opaque operators read memory before anything is rewritten: storage, strides and offsets of operands.
 
 as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     it reads the memory of x
 """
@@ -79,8 +78,7 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
 
 
 def _place(item: Any, results: Sequence[Any]) -> Place | None:
-    """Return where an output lies in memory if it is a view: its base, its offset in elements from that base, and its
-    strides.
+    """Return where an output that is a view lies in memory: its base, its offset in elements, and its strides.
 
     The base is an input (by name) or another output (by position), and the offset counts from its first element. Any
     other base, such as an input that was written to, is an `OtherMemory`, and the offset counts from the start of its
@@ -100,9 +98,7 @@ def _place(item: Any, results: Sequence[Any]) -> Place | None:
 
 
 def _is_observable(position: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
-    """Whether the memory of an output can be observed: by AOTAutograd, or by a caller who writes into memory that is
-    shared.
-    """
+    """Whether AOTAutograd, or a caller who writes into shared memory, can observe where an output lies."""
     return has_lengths or shared[position] > 1 or not isinstance(position, OtherMemory)
 
 
@@ -147,10 +143,10 @@ def _strides(item: Any) -> tuple[Size, ...] | None:
 
 
 def _is_in_order(node: fx.Node) -> bool:
-    """Whether an operator that reads memory is only a view: it keeps its operand's layout, or reads a contiguous operand
-    in order.
+    """Whether an operator that reads memory is only a view.
 
-    PyTorch's own decomposition of group norm ends with such an operator.
+    It keeps its operand's layout, or reads a contiguous operand in order; PyTorch's own decomposition of group norm ends
+    with the latter.
     """
     if node.target is not aten.as_strided.default:
         return False

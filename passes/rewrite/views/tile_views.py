@@ -132,7 +132,7 @@ def _are_like(node: fx.Node, parts: Iterable[fx.Node]) -> bool:
 
 
 def sliced_rows(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
-    """Return the dimension of `whole` that a slice reads or writes, its first row and its end row; None if bounds are not
+    """Return the dimension of `whole` that a slice reads or writes, and its first and end row; None if they are not
     static.
     """
     arguments, shape = bound_arguments(node), shape_of_node(whole)
@@ -158,9 +158,7 @@ def is_fixed(shape: Iterable[Size]) -> bool:
 
 
 def _block(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
-    """Return the dimension of `whole` along which a slice is one of several equal blocks, the block's number, and its
-    size.
-    """
+    """Return the dimension of `whole` along which a slice is one of several equal blocks, its number, and its size."""
     shape, rows = shape_of_node(whole), sliced_rows(node, whole)
     if rows is None or not is_fixed(shape):
         return None
