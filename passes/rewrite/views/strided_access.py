@@ -145,8 +145,8 @@ def _strides(item: Any) -> tuple[Size, ...] | None:
 def _is_in_order(node: fx.Node) -> bool:
     """Whether an operator that reads memory is only a view.
 
-    It keeps its operand's layout, or reads a contiguous operand in order; PyTorch's own decomposition of group norm ends
-    with the latter.
+    It keeps its operand's layout, or reads a contiguous operand in order. PyTorch's decomposition of group norm ends with
+    such an operator.
     """
     if node.target is not aten.as_strided.default:
         return False
