@@ -110,8 +110,8 @@ def rows_of_a_sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node | N
         return None
     places = [sliced_rows(part, part) if part.target is aten.slice_backward.default else None for part in parts]
     inside = [part for part, rows in zip(parts, places, strict=True) if rows is not None and _holds(rows, own)]
-    disjoint = [part for part, rows in zip(parts, places, strict=True) if rows is not None and _is_beside(rows, own)]
-    if len(inside) != 1 or len(disjoint) != 1 or not node.meta[VALUE].is_floating_point():
+    beside = [part for part, rows in zip(parts, places, strict=True) if rows is not None and _is_beside(rows, own)]
+    if len(inside) != 1 or len(beside) != 1 or not node.meta[VALUE].is_floating_point():
         return None
     start = places[parts.index(inside[0])][1]  # type: ignore[index]
     rows = writer.call(aten.slice.Tensor, inside[0].args[0], own[0], own[1] - start, own[2] - start)
