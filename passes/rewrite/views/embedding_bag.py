@@ -104,8 +104,8 @@ def gradient_of_weights_in_a_bag(node: fx.Node, writer: GraphWriter) -> fx.Node 
         return None
     looked_up = writer.call(aten.embedding.default, arguments["weight"], bags.indices)
     products = writer.call(aten.mul.Tensor, writer.call(aten.unsqueeze.default, arguments["grad"], 1), looked_up)
-    gradient = bags.without_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)
-    return writer.call(aten.view.default, gradient, size_arguments(arguments["indices"], writer))
+    made = bags.without_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)
+    return writer.call(aten.view.default, made, size_arguments(arguments["indices"], writer))
 
 
 def _bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
