@@ -1,4 +1,4 @@
-"""What is this, in the fewest operators? The table of equations, and what is not local enough to be one of them."""
+"""Canonicalization: the table of rewrite rules, and the rewrites that need more than one operator and its neighbors."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Canonicalize:
 
 
 def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
-    """Simplify a graph in place; its inputs and outputs stay what they are, and `results` of them are the caller's."""
+    """Simplify a graph in place. The graph keeps its inputs and outputs; the first `results` outputs belong to the caller."""
     simplify(graph, TABLE, results)
     while simplify(graph, WHERE_NOTHING_ELSE_DOES, results):
         simplify(graph, TABLE, results)
@@ -147,7 +147,7 @@ def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
 
 
 def number_random_operators(graph: fx.Graph) -> None:
-    """Give the graph one seed per step, and each random operator the seed and a number of its own."""
+    """Give the graph one seed per step, and each random operator that seed and its own number."""
     drawing = [node for node in graph.nodes if node.op == "call_function" and is_random(node)]
     if not drawing:
         return

@@ -1,7 +1,6 @@
-"""The driver of equations: a graph in its simplest form by a table of them.
+"""Apply a table of rewrite rules to a graph until it no longer changes.
 
-Each operator is tried against the rows for it, equal operators become one, and those that nobody uses go; all that again until a
-sweep changes nothing.
+Each sweep tries the rules of each operator, merges equal operators, and drops unused ones.
 """
 
 from __future__ import annotations
@@ -38,9 +37,10 @@ MAKES_AXES = frozenset(
 
 
 def simplify(graph: fx.Graph, table: Iterable[Equation], results: int | None = None) -> bool:
-    """Apply a table's rows to a graph, in place; whether anything changed. Its inputs and outputs stay what they are.
+    """Apply a table of rules to a graph in place, and return whether it changed. The graph keeps its inputs and outputs.
 
-    So many outputs (all of them, if not given) are the caller's, who may write to them: nothing else is read from there.
+    The first `results` outputs (all, if None) belong to the caller, who may write to them: no merged operator reads their
+    memory.
     """
     rows: dict[Any, list[Equation]] = defaultdict(list)
     for row in table:
@@ -55,53 +55,53 @@ def simplify(graph: fx.Graph, table: Iterable[Equation], results: int | None = N
 
 
 def _sweep(graph: fx.Graph, rows: Mapping[Any, list[Equation]], results: int | None) -> bool:
-    writer, known, is_changed = GraphWriter(graph), dict[Any, fx.Node](), False
+    writer, first_nodes, is_changed = GraphWriter(graph), dict[Any, fx.Node](), False
     outputs: Any = graph.output_node().args[0]
-    shown = {memory for output in outputs[:results] if is_tensor(output) for memory in memories(output)}
+    result_memories = {memory for output in outputs[:results] if is_tensor(output) for memory in memories(output)}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.users:
-            is_rewritten = any(_applied(row, node, writer) for row in _rows_for(node, rows))
-            is_changed |= is_rewritten or (node not in shown and _merged(node, known))
+            is_rewritten = any(_apply_rule(row, node, writer) for row in _rows_for(node, rows))
+            is_changed |= is_rewritten or (node not in result_memories and _merge(node, first_nodes))
     return is_changed
 
 
 def _rows_for(node: fx.Node, rows: Mapping[Any, list[Equation]]) -> list[Equation]:
-    """By the operator, or by the name of one that another package defines."""
+    """Return the rules for an operator: by its target, or by name if another package defines it."""
     return rows.get(node.target) or rows.get(name_of(node.target)) or []
 
 
-def _applied(row: Equation, node: fx.Node, writer: GraphWriter) -> bool:
+def _apply_rule(row: Equation, node: fx.Node, writer: GraphWriter) -> bool:
     before = len(writer.made)
     equals = row.rewrite(node, writer.before(node))
-    made, pairs = {*writer.made[before:]}, _pairs(node, equals)
-    if any(_reads(new, old, made) for old, new in pairs.items() if old is not new):  # the graph would have a cycle
+    new_nodes, replacements = {*writer.made[before:]}, _replacements(node, equals)
+    if any(_reads(new, old, new_nodes) for old, new in replacements.items() if old is not new):  # the graph would have a cycle
         raise AssertionError(f"'{row.name}' makes a value out of itself")
-    changes = [replace(old, new, is_new=new in made) for old, new in pairs.items()]
+    changes = [replace(old, new, is_new=new in new_nodes) for old, new in replacements.items()]
     return any(changes)
 
 
-def _reads(new: fx.Node, old: fx.Node, made: Collection[fx.Node]) -> bool:
-    """Whether a value is made of another one, by new operators."""
+def _reads(new: fx.Node, old: fx.Node, new_nodes: Collection[fx.Node]) -> bool:
+    """Whether `new` depends on `old` through nodes that the rule has just built."""
     todo, seen = [new], {new}
     while todo:
         inputs = todo.pop().all_input_nodes
         if old in inputs:
             return True
-        todo += [source for source in inputs if source in made and source not in seen]
+        todo += [source for source in inputs if source in new_nodes and source not in seen]
         seen.update(inputs)
     return False
 
 
-def _pairs(node: fx.Node, equals: Equals) -> Mapping[fx.Node, fx.Node]:
+def _replacements(node: fx.Node, equals: Equals) -> Mapping[fx.Node, fx.Node]:
     if equals is None:
         return {}
     return {node: equals} if isinstance(equals, fx.Node) else equals
 
 
 def replace(node: fx.Node, equal: fx.Node, is_new: bool) -> bool:
-    """Let `equal` be used in place of a node; whether anything changed.
+    """Replace the uses of a node by `equal`, and return whether anything changed.
 
-    A result is only replaced by a new node: the caller may count on two results being two tensors.
+    An output of the graph is only replaced by a new node: the caller may rely on two outputs being two tensors.
     """
     keeps_result = is_tensor(node) and not is_new
     return bool(
@@ -111,8 +111,8 @@ def replace(node: fx.Node, equal: fx.Node, is_new: bool) -> bool:
     )
 
 
-def _merged(node: fx.Node, known: dict[Any, fx.Node]) -> bool:
-    """Let an equal operator before this one be used in its place."""
+def _merge(node: fx.Node, known: dict[Any, fx.Node]) -> bool:
+    """Replace a node by an earlier equal one (common subexpression elimination), and return whether that happened."""
     if is_random(node) or makes_axes(node) or not may_be_merged(node):
         return False
     first = known.setdefault(key_of(node), node)
@@ -120,27 +120,31 @@ def _merged(node: fx.Node, known: dict[Any, fx.Node]) -> bool:
 
 
 def makes_axes(node: fx.Node) -> bool:
-    """Whether a result has dimensions that no operand has: `arange(n)` for the batch and for the sequence may look alike where
-    both have n rows, but making one of them would make their axes one.
+    """Whether a result has dimensions that no operand has.
+
+    `arange(n)` for the batch and for the sequence look equal if both have n rows, but merging them would unify their
+    axes.
     """
     return not any(is_tensor(source) for source in node.all_input_nodes) or node.target in MAKES_AXES
 
 
 def key_of(node: fx.Node) -> Any:
-    """Equal for operators that compute the same; unique where that cannot be told."""
+    """Return a key that is equal for operators that compute the same value; it is unique if the arguments cannot be
+    hashed.
+    """
 
     def frozen(item: Any) -> Any:
-        if isinstance(item, fx.Node):  # most are: equal to itself alone
+        if isinstance(item, fx.Node):  # the most frequent case: a node equals only itself
             return item
         kind = type(item)
-        if kind is int or kind is bool or item is None:  # most others are
+        if kind is int or kind is bool or item is None:  # the second most frequent case
             return (kind, item)
         if isinstance(item, (list, tuple)):
             return tuple([frozen(part) for part in item])
         if isinstance(item, dict):
             return tuple(sorted((key, frozen(value)) for key, value in item.items()))
         sign = math.copysign(1.0, item) if isinstance(item, float) else None
-        return (type(item), item, sign)  # 1 and 1.0 and True are different arguments, and so are 0.0 and -0.0
+        return (type(item), item, sign)  # 1, 1.0 and True are different arguments, and so are 0.0 and -0.0
 
     key = (node.target, frozen(node.args), frozen(node.kwargs))
     try:

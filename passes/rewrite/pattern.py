@@ -1,7 +1,7 @@
-"""A row of canonicalization: an equation between graphs, and where it may hold.
+"""Rewrite rules of canonicalization: one operator with its neighbors, and an equal graph that replaces it.
 
-What stands on the left is found from one operator of it, and proven by looking at the operators around that one. What stands on
-the right computes the same, to rounding where its docstring says so.
+A rule starts from one operator and checks the operators around it. The replacement computes the same values; it may round
+differently if the rule's docstring says so.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Equals: TypeAlias = "fx.Node | Mapping[fx.Node, fx.Node] | None"
 
 @dataclass(frozen=True)
 class Equation:
-    """`rewrite` gets an operator among `targets` (names of those that other packages define; there may be more of them later),
-    and a writer that stands before it.
+    """A rewrite rule: `rewrite` gets a node whose operator is among `targets`, and a writer placed before this node.
 
-    It gives what the operator equals, or what each of several values equals where they change together; None where the equation
-    does not hold, or says nothing new. It replaces nothing itself.
+    `targets` are operators, or names of operators that other packages define (the collection may grow later). `rewrite`
+    returns the replacement of the node, a mapping if several values are replaced together, or None if the rule does not
+    apply or changes nothing. It replaces nothing itself.
     """
 
     name: str
@@ -36,18 +36,18 @@ class Equation:
 
     @property
     def text(self) -> str:
-        """The equation in words: before -> after."""
+        """The rule as text: before -> after."""
         return inspect.getdoc(self.rewrite) or ""
 
 
 def results_of_another(node: fx.Node, other: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """For each result of an operator that is taken out of it: the same result of another one."""
+    """Map each `getitem` of an operator to the same result of another operator."""
     count = len(other.meta[VALUE])
     return {part: writer.call(operator.getitem, other, part.args[1]) for part in node.users if part.args[1] < count}  # type: ignore[operator]
 
 
 def results_in_use(node: fx.Node) -> dict[int, list[fx.Node]] | None:
-    """The nodes that take each result out of an operator with several, by position; None where anything else uses it."""
+    """Return the `getitem` nodes of an operator with several results, by position; None if it has any other user."""
     parts: dict[int, list[fx.Node]] = {}
     for user in node.users:
         if user.target is not operator.getitem:
@@ -57,5 +57,5 @@ def results_in_use(node: fx.Node) -> dict[int, list[fx.Node]] | None:
 
 
 def equation(*targets: Any) -> Callable[[Callable[[fx.Node, GraphWriter], Equals]], Equation]:
-    """Make a row of a function, to be tried on each operator among `targets`."""
+    """Make a rewrite rule of a function, which is tried on each operator among `targets`."""
     return lambda rewrite: Equation(rewrite.__name__.replace("_", " "), targets, rewrite)

@@ -1,11 +1,12 @@
-"""Keys that stand for blocks of rows, beside queries that are rows: all of them are collected, in an axis of their own.
+"""Materialize keys that represent blocks of rows before queries that are rows read them, on an axis of their own.
 
     scores [t c] = rows [t d] @ blocks [c d]      ->   rows [t d] @ collected(blocks) [n d]
     d_blocks [c d] = d_scores [c t] @ rows [t d]  ->   collected(d_scores [n t] @ rows [t d])
 
-A block is made of the rows of one chunk, and rows of any chunk may read it. So blocks are collected: once all are made, they have
-an axis that is none of the sequence, and rows stream with all of it beside them. Their gradient is a sum over chunks, and goes
-back to an axis in blocks in the same way. Where rows are the keys of blocks (one query for each block), rows are collected.
+A block is computed from the rows of one chunk, but rows of any chunk may read it. So blocks are materialized: once all
+are computed, they get an axis that is not part of the sequence, and chunks of rows read all of it. The gradient of the
+blocks is a sum over chunks, and returns to the axis of blocks in the same way. If rows are the keys of blocks (one query
+per block), the rows are materialized instead.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class KeysInBlocks:
-    """Once keys are collected, the axes of the new graph have to be found."""
+    """Materialize keys next to blocks of rows; the axes of the new graph must then be found anew."""
 
     name: ClassVar[str] = "keys in blocks"
 
@@ -52,14 +53,14 @@ class KeysInBlocks:
 
 
 class BlockAxes(NamedTuple):
-    """The letters of an operator that has rows of the sequence beside blocks of them."""
+    """The axis labels of an operator that combines rows of the sequence with blocks of rows."""
 
     rows: frozenset[Letter]
     blocks: frozenset[Letter]
 
 
 def _pair(node: fx.Node, axes: AxisFacts) -> BlockAxes | None:
-    """None where one is made of the other, or where one dimension has both."""
+    """Return the labels of rows and blocks; None if one label is derived from the other, or if a dimension has both."""
     signature, sequence = axes.signatures[node], axes.sequence
     assert sequence is not None
     atoms = {letter: axes.sequence_atom(dim) for letter, dim in axes.letters[node].items()}
@@ -72,7 +73,7 @@ def _pair(node: fx.Node, axes: AxisFacts) -> BlockAxes | None:
 
 
 def _groups(pairs: Mapping[fx.Node, BlockAxes], axes: AxisFacts) -> list[list[fx.Node]]:
-    """Operators that hand values with rows and blocks to each other, in program order."""
+    """Group operators that pass values with rows and blocks to each other, in graph order."""
     links: list[tuple[fx.Node, fx.Node]] = []
     for node, pair in pairs.items():
         for source, letters in zip(tensor_operands(node), axes.signatures[node].operands, strict=True):
@@ -83,7 +84,7 @@ def _groups(pairs: Mapping[fx.Node, BlockAxes], axes: AxisFacts) -> list[list[fx
 
 
 def _blocks_are_keys(group: Iterable[fx.Node], pairs: Mapping[fx.Node, BlockAxes], joint: JointGraph, axes: AxisFacts) -> bool:
-    """Whether blocks are what operators normalise over, or sum over in the forward half, rather than rows."""
+    """Whether operators normalize over blocks, or sum over them in the forward graph, rather than over rows."""
     votes = 0
     for node in group:
         signature = axes.signatures[node]
@@ -97,7 +98,7 @@ def _contracted(node: fx.Node, signature: Signature, joint: JointGraph) -> froze
 
 
 class _Collector:
-    """Writes the views. `sources` has, of each axis of keys, a value that has it along one of its dimensions."""
+    """Write the materialized views. `sources` maps each axis of keys to a value and its dimension along this axis."""
 
     def __init__(self, axes: AxisFacts, writer: GraphWriter) -> None:
         self.axes, self.writer = axes, writer
@@ -105,7 +106,7 @@ class _Collector:
         self.sources: dict[Dim, tuple[fx.Node, int]] = {}
 
     def collect(self, node: fx.Node, pair: BlockAxes) -> None:
-        """Collect the operands and results of an operator that have its keys (here: its blocks) alone."""
+        """Materialize the operands and results of an operator that have key labels (`pair.blocks`) but no row labels."""
         signature = self.axes.signatures[node]
         for operand, letters in dict(zip(tensor_operands(node), signature.operands, strict=True)).items():
             if (dims := _dims_of(letters, pair)) and COLLECTED not in operand.meta:
@@ -129,7 +130,7 @@ class _Collector:
 
 
 def _dims_of(letters: LetterShape, pair: BlockAxes) -> tuple[int, ...]:
-    """The dimensions of a value that are blocks, if none holds rows."""
+    """Return the dimensions of a value that hold blocks, if none of its dimensions holds rows."""
     if any(pair.rows.intersection(dim) for dim in letters):
         return ()
     return tuple(i for i, dim in enumerate(letters) if pair.blocks.intersection(dim))

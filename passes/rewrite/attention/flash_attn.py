@@ -1,8 +1,9 @@
-"""The flash-attn package's operators as the one operator for all devices' attention.
+"""Replace the flash-attn package's operators by the attention operator of all devices.
 
-They take heads as [b m h d], or of packed sequences as [m h d], align a causal mask and a window at the last row and key, and the
-backward writes into gradients that it is given (flash_attn/flash_attn_interface.py, 2.7 and 2.8). Both halves change together, or
-neither. Builds of a kernel from the hub have the same operators under names of their own (`passes/ops/hub_kernels.py`).
+The package's heads are [b m h d], or [m h d] for packed sequences. Its causal mask and window are aligned at the last row
+and key, and its backward writes into given gradient buffers (flash_attn/flash_attn_interface.py, 2.7 and 2.8). Forward
+and backward are replaced together or not at all. Builds of a kernel from the hub define the same operators under other
+names (`passes/ops/hub_kernels.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ HOW = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_
 ENDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 GRADIENTS = ("dq", "dk", "dv")
 READ = ("dout", "q", "k", "v", "out", "softmax_lse", "rng_state", "deterministic", *HOW)
-WRITTEN = {"_all_bases", *(f"_{name}_base_index" for name in GRADIENTS)}  # as functionalization names what is written
-OUT, LSE, STATE = 0, 1, 3  # results
+WRITTEN = {"_all_bases", *(f"_{name}_base_index" for name in GRADIENTS)}  # named by functionalization
+OUT, LSE, STATE = 0, 1, 3  # positions of results
 
-# What no kernel of ours does, by argument; and what the argument is where it asks for nothing.
+# Arguments that no kernel of streamfx supports, with the values that disable them.
 BEYOND: dict[str, Any] = {
     "dropout_p": 0.0,
     "softcap": 0.0,
@@ -49,14 +50,14 @@ WHOLE = "{operator} with {found}: streamfx has no such kernel, and what flex_att
 
 @dataclass(frozen=True)
 class PackageLayout:
-    """One of the package's two pairs of operators: how heads stand in it, and what is seen."""
+    """One of the package's two pairs of operators: its layout of heads, and the keys that rows see."""
 
     backward: str
-    read: tuple[str, ...]  # by the backward, beside what both forms' read
-    rows: int  # the dimension of heads that rows run along
-    turned: Callable[[Any, GraphWriter], fx.Node]  # heads as [b h m d]
-    restored: Callable[[Any, GraphWriter], fx.Node]  # and back
-    lse: Callable[[Any, GraphWriter], fx.Node]  # the log-sum-exp [b h m] as the package has it
+    read: tuple[str, ...]  # arguments of the backward beyond those of both layouts
+    rows: int  # the dimension of rows
+    turned: Callable[[Any, GraphWriter], fx.Node]  # permutes heads to [b h m d]
+    restored: Callable[[Any, GraphWriter], fx.Node]  # permutes them back
+    lse: Callable[[Any, GraphWriter], fx.Node]  # converts the log-sum-exp [b h m] to the package's shape
     options: Callable[[Mapping[str, Any], GraphWriter], dict[str, Any]]
 
 
@@ -65,82 +66,85 @@ def attention_of_the_flash_package(node: fx.Node, writer: GraphWriter) -> dict[f
     """flash(q [b m h d], k, v, causal=True) -> out, lse           ->   attention(q [b h m d], k, v, is_causal=True) -> out, lse
     flash_backward(d, q, k, v, out, lse, dq=empty, dk, dv)   ->   attention_backward(d, q, k, v, out, lse, is_causal=True)
 
-    Without dropout, softcap and slopes; as many keys as rows, where not all are seen. A window becomes a mask.
+    Applies without dropout, softcap and slopes, and if there are as many keys as rows or rows see all keys. A window
+    becomes a mask.
     """
-    return _rewritten(node, DENSE, writer)
+    return _replacements(node, DENSE, writer)
 
 
 @equation("flash_attn::_flash_attn_varlen_forward")
 def packed_attention_of_the_flash_package(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """flash_varlen(q [m h d], k, v, ends, ends, causal=True) -> out, lse   ->   attention(q [1 h m d], k, v, mask of documents)
 
-    Row m is of the document whose number is how many ends are at most m; what the package leaves unwritten, rows of no document,
-    may be anything. The longest length that a call names is no part of what it computes.
+    The index of row m's document is the number of ends that are at most m. The package leaves rows without a document
+    unwritten, so any value is valid there. The maximum length in a call does not affect the result.
     """
-    return _rewritten(node, PACKED, writer)
+    return _replacements(node, PACKED, writer)
 
 
-def _rewritten(node: fx.Node, form: PackageLayout, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+def _replacements(node: fx.Node, layout: PackageLayout, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     arguments, parts = bound_arguments(node), results_in_use(node)
-    beyond = _beyond(arguments, form)
-    if beyond:
-        node.meta[WHY_WHOLE] = WHOLE.format(operator=node.target, found=beyond)
+    unsupported = _unsupported(arguments, layout)
+    if unsupported:
+        node.meta[WHY_WHOLE] = WHOLE.format(operator=node.target, found=unsupported)
         return None
-    backwards = None if parts is None else _backwards(arguments, parts, form)
+    backwards = None if parts is None else _backwards(arguments, parts, layout)
     if parts is None or backwards is None:
         node.meta[WHY_WHOLE] = WHOLE.format(operator=node.target, found="results that more than its own backward takes")
         return None
-    heads = [form.turned(arguments[name], writer) for name in ("q", "k", "v")]
-    options = form.options(arguments, writer)
-    made = writer.call(ATTENTION, *heads, **options)
-    out, lse = (writer.call(operator.getitem, made, i) for i in range(2))
-    found = dict.fromkeys(parts.get(LSE, ()), form.lse(lse, writer))
-    found |= dict.fromkeys(parts.get(OUT, ()), form.restored(out, writer))
+    heads = [layout.turned(arguments[name], writer) for name in ("q", "k", "v")]
+    options = layout.options(arguments, writer)
+    results = writer.call(ATTENTION, *heads, **options)
+    out, lse = (writer.call(operator.getitem, results, i) for i in range(2))
+    found = dict.fromkeys(parts.get(LSE, ()), layout.lse(lse, writer))
+    found |= dict.fromkeys(parts.get(OUT, ()), layout.restored(out, writer))
     for other in backwards:
         writer.before(other)
-        gradient = form.turned(other.kwargs["dout"], writer)
-        made = writer.call(ATTENTION_BACKWARD, gradient, *heads, out, lse, **options)
+        gradient = layout.turned(other.kwargs["dout"], writer)
+        results = writer.call(ATTENTION_BACKWARD, gradient, *heads, out, lse, **options)
         for position, users in (results_in_use(other) or {}).items():
-            own = form.restored(writer.call(operator.getitem, made, position - 1), writer)
-            found |= dict.fromkeys(users, own)
+            gradients = layout.restored(writer.call(operator.getitem, results, position - 1), writer)
+            found |= dict.fromkeys(users, gradients)
     return found
 
 
-def _beyond(arguments: Mapping[str, Any], form: PackageLayout) -> str:
-    """What a call asks for that kernels of ours do not do; nothing if they do all."""
+def _unsupported(arguments: Mapping[str, Any], layout: PackageLayout) -> str:
+    """Return the option of a call that streamfx's kernels do not support, or the empty string."""
     for name, nothing in BEYOND.items():
         if arguments.get(name, nothing) != nothing:
             return f"{name}={arguments[name]}"
-    rows, keys = (shape_of_node(arguments[name])[form.rows] for name in ("q", "k"))
+    rows, keys = (shape_of_node(arguments[name])[layout.rows] for name in ("q", "k"))
     sees_all = not arguments["causal"] and arguments["window_size_left"] < 0 and arguments["window_size_right"] < 0
-    if rows != keys and not (sees_all and form is DENSE):
+    if rows != keys and not (sees_all and layout is DENSE):
         return "other keys than rows, and a mask that ends at the last ones"
     device = arguments["q"].meta[VALUE].device.type
     return "" if device in KERNELS else f"tensors on {device}"
 
 
-def _backwards(arguments: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Node]], form: PackageLayout) -> list[fx.Node] | None:
-    """The backward calls; None where results go anywhere else than one of theirs may."""
+def _backwards(
+    arguments: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
+) -> list[fx.Node] | None:
+    """Return the backward calls; None if results have any other users."""
     inner = {user for position, group in parts.items() if position != OUT for part in group for user in part.users}
-    if any(not _is_backward_of(user, arguments, parts, form) for user in inner) or set(parts) - {OUT, LSE, STATE}:
+    if any(not _is_backward_of(user, arguments, parts, layout) for user in inner) or set(parts) - {OUT, LSE, STATE}:
         return None
     return sorted(inner)
 
 
 def _is_backward_of(
-    node: fx.Node, forward: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Node]], form: PackageLayout
+    node: fx.Node, forward: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> bool:
-    if node.target is not AUTO_FUNCTIONALIZED or name_of(node.args[0]) != form.backward:
+    if node.target is not AUTO_FUNCTIONALIZED or name_of(node.args[0]) != layout.backward:
         return False
     own = node.kwargs
-    known = {*READ, *WRITTEN, *form.read, "zero_tensors"}
+    known = {*READ, *WRITTEN, *layout.read, "zero_tensors"}
     if (
         not set(own) <= known
         or own.get("zero_tensors")
         or any(own[f"_{name}_base_index"] != i for i, name in enumerate(GRADIENTS))
     ):
         return False
-    same = all(own[name] == forward[name] for name in ("q", "k", "v", *HOW, *form.read))
+    same = all(own[name] == forward[name] for name in ("q", "k", "v", *HOW, *layout.read))
     linked = own["out"] in parts.get(OUT, ()) and own["softmax_lse"] in parts.get(LSE, ())
     results = results_in_use(node)
     is_known = own["rng_state"] in (None, *parts.get(STATE, ())) and results is not None and set(results) <= {1, 2, 3}
@@ -154,24 +158,24 @@ def _transposed(heads: Any, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.transpose.int, heads, 1, 2)
 
 
-def _as_it_is(value: fx.Node, _: GraphWriter) -> fx.Node:
+def _unchanged(value: fx.Node, _: GraphWriter) -> fx.Node:
     return value
 
 
-def _seen(arguments: Mapping[str, Any]) -> Seen:
+def _window(arguments: Mapping[str, Any]) -> Seen:
     return arguments["window_size_left"], 0 if arguments["causal"] else arguments["window_size_right"]
 
 
-def _of_one(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:
+def _dense_options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:
     scale = {"scale": arguments["softmax_scale"]}
-    left, right = _seen(arguments)
+    left, right = _window(arguments)
     if left < 0 and right <= 0:
         return scale if right < 0 else {"is_causal": True, **scale}
     size = size_arguments(arguments["q"], writer)[1]
     return {"attn_mask": bias(arguments["q"], size, (left, right), writer), **scale}
 
 
-DENSE = PackageLayout("flash_attn::_flash_attn_backward", (), 1, _transposed, _transposed, _as_it_is, _of_one)
+DENSE = PackageLayout("flash_attn::_flash_attn_backward", (), 1, _transposed, _transposed, _unchanged, _dense_options)
 
 
 # -- packed: [m h d]
@@ -182,18 +186,20 @@ def _as_a_batch(heads: Any, writer: GraphWriter) -> fx.Node:
 
 
 def _without_batch(heads: Any, writer: GraphWriter) -> fx.Node:
-    return _first(writer.call(aten.transpose.int, heads, 1, 2), writer)
+    return _squeeze_batch(writer.call(aten.transpose.int, heads, 1, 2), writer)
 
 
-def _first(value: Any, writer: GraphWriter) -> fx.Node:
+def _squeeze_batch(value: Any, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.squeeze.dim, value, 0)
 
 
-def _of_documents(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:
+def _packed_options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:
     size = size_arguments(arguments["q"], writer)[0]
     ends = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
-    mask = in_documents(arguments["q"], size, _seen(arguments), ends, writer)
+    mask = in_documents(arguments["q"], size, _window(arguments), ends, writer)
     return {"attn_mask": mask, "scale": arguments["softmax_scale"]}
 
 
-PACKED = PackageLayout("flash_attn::_flash_attn_varlen_backward", ENDS, 0, _as_a_batch, _without_batch, _first, _of_documents)
+PACKED = PackageLayout(
+    "flash_attn::_flash_attn_varlen_backward", ENDS, 0, _as_a_batch, _without_batch, _squeeze_batch, _packed_options
+)

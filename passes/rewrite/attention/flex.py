@@ -1,6 +1,6 @@
-"""`flex_attention` written out in plain operators, so that all that is known of masks and scores holds for it.
+"""Decompose `flex_attention` into plain operators, so that all analyses of masks and scores apply to it.
 
-Which blocks a block mask names is an index into what its mask function says, and of no further use here.
+The block mask is only an index of its mask function's result, and is not needed here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LN_2 = math.log(2)
 
 @equation(FLEX_ATTENTION)
 def flex_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
-    """flex(q, k, v, score, mask) -> attention(q, k, v, where(mask(b, h, m, n), bias, -inf))    where score = s + bias
-    softmax(where(mask, score(q @ k), -inf)) @ v               for any other
+    """flex(q, k, v, score, mask) -> attention(q, k, v, where(mask(b, h, m, n), bias, -inf))    if score = s + bias
+    softmax(where(mask, score(q @ k), -inf)) @ v               otherwise
     """
     try:
         return _FlexCall(node, writer).written_out()
@@ -39,7 +39,7 @@ def flex_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]
 
 
 def _backward_of(node: fx.Node) -> fx.Node | None:
-    """The backward call that takes this call's result."""
+    """Return the backward call that takes this call's result, or None."""
     found: set[fx.Node] = set()
     todo = [node]
     while todo:
@@ -67,32 +67,32 @@ class _FlexCall:
         self.of_result, self.of_lse, self.joint = given[5], given[6], given[8]
 
     def written_out(self) -> dict[fx.Node, fx.Node]:
-        """Both halves."""
+        """Return the replacements of the forward and backward results."""
         if self.query.meta[VALUE].shape[0] != self.key.meta[VALUE].shape[0]:
             raise NotElementwiseError("one batch of keys for all queries")
         self.visible = self.applied(self.mask, [*self.grid, *self.mask_values])
-        form = _FlexKernel(self) if self.is_fused() else _FlexProducts(self)
-        found = dict(self.results(self.node, form.forward()))
+        implementation = _FlexKernel(self) if self.is_fused() else _FlexProducts(self)
+        found = dict(self.results(self.node, implementation.forward()))
         if self.backward is not None:
             self.writer.before(self.backward)
-            found |= self.results(self.backward, form.backward())
+            found |= self.results(self.backward, implementation.backward())
         return found
 
-    # -- pieces of both forms
+    # -- shared by both implementations
 
     @cached_property
     def grid(self) -> list[ScoreValue]:
-        """Numbers of batch, head, row and key."""
+        """Indices of batch, head, query position and key position."""
         (b, h, m, _), n = self.query.meta[VALUE].shape, self.key.meta[VALUE].shape[2]
         return [ScoreValue(self.numbers(size, dim)) for dim, size in enumerate((b, h, m, n))]
 
     def numbers(self, size: Any, dim: int) -> fx.Node:
         size = self.size(size)
-        made = self.writer.call(aten.arange.default, size, device=self.query.meta[VALUE].device)
-        return self.writer.call(aten.reshape.default, made, [size if i == dim else 1 for i in range(4)])
+        indices = self.writer.call(aten.arange.default, size, device=self.query.meta[VALUE].device)
+        return self.writer.call(aten.reshape.default, indices, [size if i == dim else 1 for i in range(4)])
 
     def size(self, size: Any) -> Any:
-        """A size as an argument: a number, or the node that holds it."""
+        """Return a size as an argument: an integer, or the node that holds it."""
         if isinstance(size, int):
             return size
         held = held_size(size, self.node.graph)
@@ -111,10 +111,10 @@ class _FlexCall:
     def number(self, value: float, dtype: torch.dtype) -> fx.Node:
         return self.writer.call(aten.full.default, [], value, dtype=dtype, device=self.query.meta[VALUE].device)
 
-    # -- which form
+    # -- the choice of an implementation
 
     def is_fused(self) -> bool:
-        """Whether a kernel can do it: the score is at most added to, and only the result is used."""
+        """Whether a kernel can compute it: the score function at most adds to the score, and only the result is used."""
         query, key, value = (item.meta[VALUE] for item in (self.query, self.key, self.value))
         plain = all(item.stride(-1) == 1 for item in (query, key, value)) and query.shape[-1] == value.shape[-1]
         used = {
@@ -129,9 +129,9 @@ class _FlexCall:
 
     @cached_property
     def addition(self) -> str:
-        """What the score function does with the score: "none", "sum" where it adds something to it, "other".
+        """How the score function uses the score: "none", "sum" if it adds something to it, or "other".
 
-        A kernel takes what is added in the queries' type; eager adds it to scores in float32, in whatever type it is.
+        A kernel takes the added bias in the queries' dtype; eager adds it in float32, in any dtype.
         """
         function: fx.GraphModule = self.score.meta[GRAPH]
         score, *_ = function.graph.find_nodes(op="placeholder")
@@ -148,22 +148,22 @@ class _FlexCall:
         is_held = dtype.itemsize > 2 or (isinstance(other, fx.Node) and getattr(other.meta.get(VALUE), "dtype", None) == dtype)
         return "sum" if is_held else "other"
 
-    # -- what each result equals
+    # -- replacements of results
 
-    def results(self, node: fx.Node, made: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    def results(self, node: fx.Node, values: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
         for user in node.users:
             position: Any = user.args[1]
-            if user.target is not operator.getitem or (made[position] is None and user.users):
+            if user.target is not operator.getitem or (values[position] is None and user.users):
                 raise NotElementwiseError(f"result {position}")
-            if isinstance(made[position], tuple):
-                yield from self.results(user, made[position])
-            elif made[position] is not None:
-                yield user, self._as_promised(made[position], user)
+            if isinstance(values[position], tuple):
+                yield from self.results(user, values[position])
+            elif values[position] is not None:
+                yield user, self._in_traced_dtype(values[position], user)
 
-    def _as_promised(self, made: Any, user: fx.Node) -> Any:
-        """In the type that tracing found: of the log-sum-exp torch promises float32, whatever it computes in."""
+    def _in_traced_dtype(self, value: Any, user: fx.Node) -> Any:
+        """Cast to the traced dtype: torch declares the log-sum-exp as float32, in whatever dtype it is computed."""
         dtype = user.meta[VALUE].dtype
-        return made if made.meta[VALUE].dtype == dtype else self.writer.call(aten._to_copy.default, made, dtype=dtype)
+        return value if value.meta[VALUE].dtype == dtype else self.writer.call(aten._to_copy.default, value, dtype=dtype)
 
 
 def _is_copy(node: fx.Node) -> bool:
@@ -172,7 +172,7 @@ def _is_copy(node: fx.Node) -> bool:
 
 @dataclass
 class _FlexKernel:
-    """Attention by a kernel, with the mask and what is added to the scores as its bias."""
+    """Attention by a kernel; its bias is the mask and the addend of the scores."""
 
     call: _FlexCall
 
@@ -181,8 +181,8 @@ class _FlexKernel:
         self.bias = self._bias()
         options: dict[str, Any] = {"scale": call.scale}
         self.options = options if self.bias is None else {"attn_mask": self.bias, **options}
-        made = write(ATTENTION, call.query, call.key, call.value, **self.options)
-        self.out, self.lse = (write(operator.getitem, made, i) for i in range(2))
+        attention = write(ATTENTION, call.query, call.key, call.value, **self.options)
+        self.out, self.lse = (write(operator.getitem, attention, i) for i in range(2))
         return self.out, self.lse, None
 
     def _bias(self) -> fx.Node | None:
@@ -207,14 +207,16 @@ class _FlexKernel:
         call, write = self.call, self.call.writer.call
         if call.of_result is None:
             raise NotElementwiseError("no gradient of the result")
-        made = write(ATTENTION_BACKWARD, call.of_result, call.query, call.key, call.value, self.out, self.lse, **self.options)
+        gradients = write(
+            ATTENTION_BACKWARD, call.of_result, call.query, call.key, call.value, self.out, self.lse, **self.options
+        )
         nothing = (None,) * len(call.score_values)
-        return (*(write(operator.getitem, made, i) for i in range(3)), nothing)
+        return (*(write(operator.getitem, gradients, i) for i in range(3)), nothing)
 
 
 @dataclass
 class _FlexProducts:
-    """Attention as products and a softmax, in the precision that eager takes for them."""
+    """Attention as matrix products and a softmax, in eager's precision."""
 
     call: _FlexCall
 
@@ -259,7 +261,7 @@ class _FlexProducts:
         return self._for_groups(self._product(weights, gradient))
 
     def _of_weights(self, gradient: Any, of_lse: Any) -> fx.Node:
-        """The gradient of the scores that go into the softmax."""
+        """Return the gradient of the scores that enter the softmax."""
         write, wanted = self.write, None
         if gradient is not None:
             values = write(aten.transpose.int, self._wide(self.values), 2, 3)
@@ -301,8 +303,8 @@ class _FlexProducts:
         if self.repeats == 1:
             return value
         b, _, n, d = (self.call.size(size) for size in value.meta[VALUE].shape)
-        apart = self.write(aten.reshape.default, value, [b, self.groups, self.repeats, n, d])
-        return self.write(aten.sum.dim_IntList, apart, [2])
+        grouped = self.write(aten.reshape.default, value, [b, self.groups, self.repeats, n, d])
+        return self.write(aten.sum.dim_IntList, grouped, [2])
 
     def _product(self, left: Any, right: Any) -> fx.Node:
         """[b h m k] @ [b h k n]"""

@@ -1,7 +1,7 @@
-"""Undoing the expansion of keys and values for grouped-query attention.
+"""Remove the expansion of key and value heads in grouped-query attention.
 
-Models repeat each key head for the queries that share it before they call a fused kernel that would have done so itself. The
-kernel gets the heads as they are, and the sum over the repeats in the backward half goes away with them.
+Models repeat each key head for the queries that share it before they call a fused kernel, which could share the heads
+itself. The kernel gets the heads without repeats, and the backward needs no sum over the repeats.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ def heads_repeated_for_groups(node: fx.Node, writer: GraphWriter) -> dict[fx.Nod
     """attention(q, view(expand(unsqueeze(k, 2)))) -> attention(q, k)
     sum(view(dk, [b g r n d]), 2)               -> dk
 
-    Where forward and backward can both do without the repeats.
+    Applies if neither forward nor backward uses the repeats in another way.
     """
     query, key, value = (node_argument(node, i) for i in range(3))
-    own = unexpanded(key), unexpanded(value)
-    if own[0] is None or own[1] is None or shape_of_node(own[0])[1] != shape_of_node(own[1])[1]:
+    heads = unexpanded(key), unexpanded(value)
+    if heads[0] is None or heads[1] is None or shape_of_node(heads[0])[1] != shape_of_node(heads[1])[1]:
         return None
     repeated = tuple(shape_of_node(behind_views(heads)) for heads in (key, value))
     backwards = [user for user in query.users if user.target is ATTENTION_BACKWARD and user.args[1:4] == (query, key, value)]
     sums = [_sums_over_repeats(other, *repeated) for other in backwards]
     if any(found is None for found in sums):
         return None
-    found = results_of_another(node, writer.call(ATTENTION, query, *own, *node.args[3:], **node.kwargs), writer)
+    found = results_of_another(node, writer.call(ATTENTION, query, *heads, *node.args[3:], **node.kwargs), writer)
     for other, totals in zip(backwards, sums, strict=True):
-        found |= _gradients_of_own_heads(other, own, totals or {}, writer.before(other))
+        found |= _gradients_of_own_heads(other, heads, totals or {}, writer.before(other))
     return found
 
 
 def unexpanded(node: Any) -> fx.Node | None:
-    """Heads [b g n d] behind heads [b g*r n d] that repeat each of them r times."""
+    """Return the heads [b g n d] that heads [b g*r n d] repeat r times each, or None."""
     if not isinstance(node, fx.Node) or node.target not in VIEWS:
         return None
     source: Any = behind_views(node)
@@ -64,16 +64,16 @@ def unexpanded(node: Any) -> fx.Node | None:
 
 
 def behind_views(node: fx.Node) -> fx.Node:
-    """What a view shows, behind the copy that it may need."""
+    """Return the operand of a view, before the copy that the view may need."""
     source = node_argument(node)
     return node_argument(source) if source.target is aten.clone.default else source
 
 
 def _sums_over_repeats(node: fx.Node, *repeated: tuple[Size, ...]) -> dict[int, list[fx.Node]] | None:
-    """For results 1 and 2 (the gradients of keys and values): the nodes that hold their sums over the repeats.
+    """Return the nodes that hold the sums over the repeats of results 1 and 2 (the gradients of keys and values).
 
-    `repeated` are the shapes [b g r n d] that keys and values had before their heads were joined. None where a gradient is used
-    in any other way.
+    `repeated` are the shapes [b g r n d] of keys and values before their heads were merged. Return None if a gradient has
+    any other use.
     """
     found: dict[int, list[fx.Node]] = {1: [], 2: []}
     for part in node.users:
@@ -91,7 +91,7 @@ def _sums_over_repeats(node: fx.Node, *repeated: tuple[Size, ...]) -> dict[int, 
 
 
 def _sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None:
-    """The sum of a gradient over the repeats of each head, where a view takes it apart as the heads were put together."""
+    """Return the sum of a gradient over the repeats of each head, if a view splits its heads as the repeats were merged."""
     if node.target not in VIEWS or shape_of_node(node) != repeated or len(node.users) != 1:
         return None
     (total,) = node.users
@@ -109,9 +109,9 @@ def _sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None
 
 
 def _gradients_of_own_heads(
-    node: fx.Node, own: tuple[Any, Any], sums: dict[int, list[fx.Node]], writer: GraphWriter
+    node: fx.Node, heads: tuple[Any, Any], sums: dict[int, list[fx.Node]], writer: GraphWriter
 ) -> dict[fx.Node, fx.Node]:
-    made = writer.call(ATTENTION_BACKWARD, *node.args[:2], *own, *node.args[4:], **node.kwargs)
-    of_query, of_key, of_value = (writer.call(operator.getitem, made, i) for i in range(3))
+    gradients = writer.call(ATTENTION_BACKWARD, *node.args[:2], *heads, *node.args[4:], **node.kwargs)
+    of_query, of_key, of_value = (writer.call(operator.getitem, gradients, i) for i in range(3))
     found = {part: of_query for part in node.users if int_argument(part, 1) == 0}
     return found | {total: of_heads for i, of_heads in ((1, of_key), (2, of_value)) for total in sums.get(i, ())}

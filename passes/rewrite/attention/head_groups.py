@@ -1,13 +1,13 @@
-"""Attention between two exchanges of ranks, a group of heads at a time (Untied Ulysses).
+"""Run attention between two all-to-all exchanges for one group of heads at a time (Untied Ulysses).
 
     wait(all_to_all(q)) -> attention -> wait(all_to_all(out))
-        ->  for each group of heads:  wait(all_to_all(q[heads])) -> attention -> wait(all_to_all(out)), and all of them joined
+        ->  for each group of heads:  wait(all_to_all(q[heads])) -> attention -> wait(all_to_all(out)), all concatenated
 
-An exchange moves parts of its first dimension, attention mixes no two heads: a head is computed from itself, and from the head of
-keys that it shares with others. So of all rows there is one group of heads at a time, and what ranks send of the others waits as
-the loops in front of the exchange have left it, or has arrived where the loops behind it take it. How many groups there are
-follows from the numbers of heads alone, so that all ranks send the same. Gradients of keys that several groups share are added up
-in single precision, or better.
+An exchange splits its first dimension, and attention never mixes heads: a head depends on itself and on the key head that
+it shares. So only one group of heads holds the full sequence at a time. The other groups wait as shards: not yet sent, as
+the loops before the exchange have stored them, or already returned for the loops after it. The number of groups depends
+on the numbers of heads only, so all ranks send the same. Gradients of keys that several groups share are summed in
+float32 or a wider dtype.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ aten = torch.ops.aten
 EXCHANGE = "_c10d_functional::all_to_all_single"
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
-HEADS = 1  # the dimension of heads, of what attention is given and gives
-GROUPS = 4  # with more of them little is left to gain: what waits to be sent takes more than what a group takes
+HEADS = 1  # the dimension of heads in attention's operands and results
+GROUPS = 4  # more groups save little: the shards that wait then take more memory than a group
 
 
 @dataclass(frozen=True)
 class ExchangePath:
-    """Operators between rows of a rank, which are sent, and all rows of some heads, in order; the dimension of heads of what
-    each is given.
+    """The operators between a rank's rows, which are sent, and all rows of some heads, in order.
+
+    `dims` has the dimension of heads of each step's operand, and `end` that of the last result.
     """
 
     steps: tuple[fx.Node, ...]
@@ -58,7 +59,7 @@ class ExchangePath:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A call of attention's backward: the way of its gradient, those of what it makes, by number, and what takes these out."""
+    """A backward call of attention: the path of its incoming gradient, and the paths of its results by position."""
 
     node: fx.Node
     given: ExchangePath
@@ -67,7 +68,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class ExchangedAttention:
-    """Attention with the ways of queries, keys and values, that of its result, and its gradient."""
+    """Attention with the paths of its queries, keys and values, the path of its result, and its backward calls."""
 
     node: fx.Node
     given: tuple[ExchangePath, ExchangePath, ExchangePath]
@@ -76,7 +77,7 @@ class ExchangedAttention:
 
 
 def heads_in_groups(graph: fx.Graph) -> None:
-    """Rewrite a graph in place."""
+    """Split attention between exchanges into groups of heads, in place."""
     found = [exchanged for node in graph.nodes if node.target is ATTENTION and (exchanged := _exchanged(node)) is not None]
     for exchanged in found:
         if (count := _groups(exchanged)) > 1:
@@ -85,45 +86,48 @@ def heads_in_groups(graph: fx.Graph) -> None:
         drop_unused(graph)
 
 
-# -- what it is found by
+# -- matching
 
 
 def _exchanged(node: fx.Node) -> ExchangedAttention | None:
-    """Attention all of whose operands come from exchanges, and all of whose results go into some; nobody else reads any."""
+    """Match attention if its operands come from exchanges, its results go into exchanges, and nothing else reads either."""
     results = results_in_use(node) or {}
     backwards = [user for user in _users(results.get(0, ())) if user.target is ATTENTION_BACKWARD]
     if not _takes_any_head(node) or len(results.get(0, ())) != 1 or set(results) > {0, 1}:
         return None
-    if not _users(results.get(1, ())) <= set(backwards) or any(_called(other) != _called(node) for other in backwards):
+    if not _users(results.get(1, ())) <= set(backwards) or any(_options(other) != _options(node) for other in backwards):
         return None
     operands = [node_argument(node, i) for i in range(3)]
     readers = {node, *backwards}
-    given = [_way_to(operand, readers) for operand in operands]
-    made = _way_from(results[0][0], {*backwards})
+    given = [_path_to(operand, readers) for operand in operands]
+    result_path = _path_from(results[0][0], {*backwards})
     gradients = [_gradient(other, operands, results) for other in dict.fromkeys(backwards)]
-    if None in given or made is None or None in gradients:
+    if None in given or result_path is None or None in gradients:
         return None
-    return ExchangedAttention(node, tuple(given), made, tuple(gradients))  # type: ignore[arg-type]
+    return ExchangedAttention(node, tuple(given), result_path, tuple(gradients))  # type: ignore[arg-type]
 
 
 def _gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping[int, Sequence[fx.Node]]) -> Gradient | None:
     own = [node_argument(node, i) for i in range(6)]
-    taken, given = results_in_use(node), _way_to(own[0], {node})
+    taken, given = results_in_use(node), _path_to(own[0], {node})
     is_its = own[1:4] == list(operands) and own[4] in results.get(0, ()) and own[5] in results.get(1, ())
     if not is_its or given is None or taken is None or any(len(parts) != 1 for parts in taken.values()):
         return None
-    made = {number: _way_from(parts[0], set()) for number, parts in taken.items()}
-    return None if None in made.values() else Gradient(node, given, made)  # type: ignore[arg-type]
+    result_paths = {number: _path_from(parts[0], set()) for number, parts in taken.items()}
+    return None if None in result_paths.values() else Gradient(node, given, result_paths)  # type: ignore[arg-type]
 
 
 def _takes_any_head(node: fx.Node) -> bool:
-    """Whether heads are known numbers, as many of keys as of values. With a mask attention streams: that makes a loop of it."""
+    """Whether the numbers of heads are static, keys and values have equally many, and there is no mask.
+
+    Attention with a mask is chunked, which makes a loop of it.
+    """
     query, key, value = (shape_of_node(node_argument(node, i)) for i in range(3))
     are_known = isinstance(query[HEADS], int) and isinstance(key[HEADS], int)
     return are_known and key[HEADS] == value[HEADS] and node.kwargs.get("attn_mask") is None
 
 
-def _called(node: fx.Node) -> dict[str, Any]:
+def _options(node: fx.Node) -> dict[str, Any]:
     return dict(node.kwargs)
 
 
@@ -131,8 +135,8 @@ def _users(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return {user for node in nodes for user in node.users}
 
 
-def _way_to(node: fx.Node, readers: set[fx.Node]) -> ExchangePath | None:
-    """From what was sent to what attention is given; nobody but the next reads any of it."""
+def _path_to(node: fx.Node, readers: set[fx.Node]) -> ExchangePath | None:
+    """Return the path from the sent value to an operand of attention, if each value on it has one reader."""
     steps, dims, dim = list[fx.Node](), list[int](), HEADS
     while set(node.users) <= readers and node.op == "call_function":
         before = _dim_before(node, dim)
@@ -145,8 +149,10 @@ def _way_to(node: fx.Node, readers: set[fx.Node]) -> ExchangePath | None:
     return None
 
 
-def _way_from(node: fx.Node, others: set[fx.Node]) -> ExchangePath | None:
-    """From what attention makes to what has arrived; nobody but the next and these others read any of it."""
+def _path_from(node: fx.Node, others: set[fx.Node]) -> ExchangePath | None:
+    """Return the path from a result of attention to the received value, if only the next step and `others` read each
+    value.
+    """
     steps, dims, dim, is_sent = list[fx.Node](), list[int](), HEADS, False
     while not (is_sent and is_wait(steps[-1])):
         users = [user for user in node.users if user not in others]
@@ -165,7 +171,9 @@ def _is_exchange(node: fx.Node) -> bool:
 
 
 def _dim_before(node: fx.Node, dim: int) -> int | None:
-    """Which dimension of its operand is a dimension of an operator's result; None where that is not known."""
+    """Return the dimension of an operator's operand that corresponds to a dimension of its result; None if it is not
+    known.
+    """
     if node.target is aten.permute.default:
         return _order(node)[dim]
     if node.target in VIEWS:
@@ -187,11 +195,12 @@ def _order(node: fx.Node) -> list[int]:
 
 
 def _same_dim(shape: Sequence[Size], dim: int, other: Sequence[Size]) -> int | None:
-    """The dimension of a view with another shape that has the same index: as long, and with as many elements behind it. Of a
-    single head, which nobody cuts, it is the last of those.
+    """Return the dimension of another view that has the same index: it has equal size, and as many elements follow it.
+
+    A single head is never split; for it, take the last such dimension.
     """
-    behind = product(shape[dim + 1 :])
-    found = [i for i, size in enumerate(other) if size == shape[dim] and product(other[i + 1 :]) == behind]
+    trailing = product(shape[dim + 1 :])
+    found = [i for i, size in enumerate(other) if size == shape[dim] and product(other[i + 1 :]) == trailing]
     return found[-1] if found else None
 
 
@@ -199,8 +208,11 @@ def _same_dim(shape: Sequence[Size], dim: int, other: Sequence[Size]) -> int | N
 
 
 def _groups(exchanged: ExchangedAttention) -> int:
-    """How many groups have as many heads, and heads of keys that are theirs alone, or share one: four or fewer, if possible."""
-    heads, keys = (int(shape_of_node(way.last)[HEADS]) for way in exchanged.given[:2])
+    """Return the number of groups, at most four if possible.
+
+    Groups have equally many heads, and either complete key heads or one shared key head.
+    """
+    heads, keys = (int(shape_of_node(path.last)[HEADS]) for path in exchanged.given[:2])
     counts = [n for n in range(2, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
     return max((n for n in counts if n <= GROUPS), default=min(counts, default=1))
 
@@ -209,14 +221,14 @@ def _rewrite(exchanged: ExchangedAttention, count: int, writer: GraphWriter) -> 
     query, *others = exchanged.given
     keys = min(count, int(shape_of_node(others[0].last)[HEADS]))
     writer.before(exchanged.node)
-    given, results, arrived = list[list[fx.Node]](), list[fx.Node](), list[fx.Node]()
+    given, results, received = list[list[fx.Node]](), list[fx.Node](), list[fx.Node]()
     for group in range(count):
-        shared = given[-1][1:] if group * keys % count else [_sent(way, group * keys // count, keys, writer) for way in others]
-        given.append([_sent(query, group, count, writer), *shared])
-        results.append(writer.call(ATTENTION, *given[-1], **_called(exchanged.node)))
+        shared = given[-1][1:] if group * keys % count else [_send(path, group * keys // count, keys, writer) for path in others]
+        given.append([_send(query, group, count, writer), *shared])
+        results.append(writer.call(ATTENTION, *given[-1], **_options(exchanged.node)))
         results[-1].meta[PART_OF] = exchanged.node.name
-        arrived.append(_followed(exchanged.made, _part(results[-1], 0, writer), count, writer))
-    _joined(exchanged.made, arrived, writer)
+        received.append(_apply_path(exchanged.made, _part(results[-1], 0, writer), count, writer))
+    _concat_groups(exchanged.made, received, writer)
     for gradient in exchanged.gradients:
         _rewrite_gradient(gradient, given, results, keys, writer.before(gradient.node))
 
@@ -225,24 +237,24 @@ def _rewrite_gradient(
     gradient: Gradient, given: Sequence[Sequence[fx.Node]], results: Sequence[fx.Node], keys: int, writer: GraphWriter
 ) -> None:
     count = len(given)
-    arrived: dict[int, list[fx.Node]] = {number: [] for number in gradient.made}
+    received: dict[int, list[fx.Node]] = {number: [] for number in gradient.made}
     sums = dict[int, fx.Node]()
     for group, (own, result) in enumerate(zip(given, results, strict=True)):
         out, lse = (_part(result, number, writer) for number in (0, 1))
-        sent = _sent(gradient.given, group, count, writer)
-        made = writer.call(ATTENTION_BACKWARD, sent, *own, out, lse, **_called(gradient.node))
+        sent = _send(gradient.given, group, count, writer)
+        gradients = writer.call(ATTENTION_BACKWARD, sent, *own, out, lse, **_options(gradient.node))
         is_last = (group + 1) * keys % count == 0
-        for number, way in gradient.made.items():
-            part = _part(made, number, writer)
+        for number, path in gradient.made.items():
+            part = _part(gradients, number, writer)
             if number and count > keys:
                 part = sums[number] = _sum(sums.pop(number, None), part, writer)
-                part = writer.call(aten._to_copy.default, part, dtype=made.meta[VALUE][number].dtype) if is_last else part
+                part = writer.call(aten._to_copy.default, part, dtype=gradients.meta[VALUE][number].dtype) if is_last else part
                 if is_last:
                     del sums[number]
             if number == 0 or is_last:
-                arrived[number].append(_followed(way, part, count if number == 0 else keys, writer))
-    for number, way in gradient.made.items():
-        _joined(way, arrived[number], writer)
+                received[number].append(_apply_path(path, part, count if number == 0 else keys, writer))
+    for number, path in gradient.made.items():
+        _concat_groups(path, received[number], writer)
 
 
 def _sum(total: fx.Node | None, part: fx.Node, writer: GraphWriter) -> fx.Node:
@@ -256,19 +268,19 @@ def _part(node: fx.Node, number: int, writer: GraphWriter) -> fx.Node:
     return writer.call(operator.getitem, node, number)
 
 
-def _sent(way: ExchangePath, group: int, count: int, writer: GraphWriter) -> fx.Node:
-    """One group of heads of what is sent, on its way."""
+def _send(path: ExchangePath, group: int, count: int, writer: GraphWriter) -> fx.Node:
+    """Send one group of heads along a path."""
     if count == 1:
-        return way.last
-    size = int(shape_of_node(way.source)[way.dims[0]]) // count
-    part = writer.call(aten.slice.Tensor, way.source, way.dims[0], group * size, (group + 1) * size)
-    return _followed(way, part, count, writer)
+        return path.last
+    size = int(shape_of_node(path.source)[path.dims[0]]) // count
+    part = writer.call(aten.slice.Tensor, path.source, path.dims[0], group * size, (group + 1) * size)
+    return _apply_path(path, part, count, writer)
 
 
-def _followed(way: ExchangePath, node: fx.Node, count: int, writer: GraphWriter) -> fx.Node:
-    """The same way with a group of heads."""
-    ends = [*way.dims[1:], way.end]
-    for step, end in zip(way.steps, ends, strict=True):
+def _apply_path(path: ExchangePath, node: fx.Node, count: int, writer: GraphWriter) -> fx.Node:
+    """Apply the operators of a path to one group of heads."""
+    ends = [*path.dims[1:], path.end]
+    for step, end in zip(path.steps, ends, strict=True):
         arguments = list(step.args[1:])
         if step.target in VIEWS:
             sizes: Any = arguments[0]
@@ -277,14 +289,14 @@ def _followed(way: ExchangePath, node: fx.Node, count: int, writer: GraphWriter)
         target: Any = aten.reshape.default if step.target in VIEWS else step.target
         if _is_exchange(step) and not node.meta[VALUE].is_contiguous():
             node = writer.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        made = writer.call(target, node, *arguments, **step.kwargs)
+        result = writer.call(target, node, *arguments, **step.kwargs)
         if LAYOUTS in step.meta:
-            made.meta[LAYOUTS] = (tuple(map(size_of, node.meta[VALUE].stride())),)
-        node = made
+            result.meta[LAYOUTS] = (tuple(map(size_of, node.meta[VALUE].stride())),)
+        node = result
     return node
 
 
-def _joined(way: ExchangePath, arrived: Sequence[fx.Node], writer: GraphWriter) -> None:
-    """Let who has read all heads read those of all groups."""
-    whole = arrived[0] if len(arrived) == 1 else writer.call(aten.cat.default, list(arrived), way.end)
-    way.last.replace_all_uses_with(whole, propagate_meta=False)
+def _concat_groups(path: ExchangePath, received: Sequence[fx.Node], writer: GraphWriter) -> None:
+    """Replace the received value of all heads by the concatenated groups."""
+    all_heads = received[0] if len(received) == 1 else writer.call(aten.cat.default, list(received), path.end)
+    path.last.replace_all_uses_with(all_heads, propagate_meta=False)

@@ -1,7 +1,8 @@
-"""A function of one score, written out for all scores [b h m n] at once.
+"""Vectorize a function of one score over all scores [b h m n].
 
-Score and mask functions are graphs of 0-dimensional operators on a score and its four indices. Each value in them that depends
-on those gets four dimensions in front, of size one where it does not vary: what row and key numbers alone make is [1 1 m n].
+Score and mask functions are graphs of 0-dimensional operators on a score and its four indices. Each value that depends on
+these gets four leading dimensions, of size one if it does not vary along them: a value of query and key positions alone
+is [1 1 m n].
 
     f(score, b, h, m, n) = score + slopes[h] * (n - m)   ->   scores + slopes[heads [1 h 1 1]] * (keys [1 1 1 n] - rows [1 1 m 1])
 """
@@ -35,41 +36,41 @@ FILLED: dict[Any, Any] = {
 
 
 class NotElementwiseError(Exception):
-    """An operator in a score or mask function that has no form for all scores at once."""
+    """An operator in a score or mask function cannot be vectorized over all scores."""
 
 
 @dataclass(frozen=True)
 class ScoreValue:
-    """A value for all scores: [b h m n] in front of its own dimensions, each of them full or of size one."""
+    """A value for all scores: leading dimensions [b h m n], each full or of size one, then its own dimensions."""
 
     node: fx.Node
 
 
 @dataclass(frozen=True)
 class PartialLookup:
-    """A tensor of which the first dimensions have been looked up so far: `table[b]`, waiting for `[q]`."""
+    """A tensor whose first dimensions have been indexed so far: `table[b]`, before `[q]`."""
 
     table: fx.Node
     indices: tuple[Any, ...]
 
 
-Value: TypeAlias = Any  # Lifted, LookedInto, a node or number that is the same for all scores, or None
+Value: TypeAlias = Any  # ScoreValue, PartialLookup, a node or number that is the same for all scores, or None
 
 
 def written_out(function: fx.GraphModule, arguments: list[Value], writer: GraphWriter) -> Any:
-    """What `function` returns (a value, or a list of them) for all scores."""
+    """Return the results of `function` (a value, or a list of values) for all scores."""
     known: dict[fx.Node, Value] = dict(zip(function.graph.find_nodes(op="placeholder"), arguments, strict=True))
     for node in function.graph.nodes:
         if node.op == "get_attr":
             known[node] = _constant(getattr(function, str(node.target)), writer)
         elif node.op == "call_function":
-            known[node] = _applied(node, known, writer)
+            known[node] = _vectorized(node, known, writer)
     results = function.graph.output_node().args[0]
     return fx.node.map_arg(results, lambda node: known[node])
 
 
 def summed(value: Value, writer: GraphWriter) -> fx.Node:
-    """The sum over all scores of what each of them contributes."""
+    """Return the sum of a value over all scores."""
     if not isinstance(value, ScoreValue):
         return value  # type: ignore[no-any-return]
     return writer.call(aten.sum.dim_IntList, value.node, list(range(GRID)))
@@ -81,7 +82,7 @@ def _constant(tensor: torch.Tensor, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.full.default, [], tensor.item(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _applied(node: fx.Node, known: dict[fx.Node, Value], writer: GraphWriter) -> Value:
+def _vectorized(node: fx.Node, known: dict[fx.Node, Value], writer: GraphWriter) -> Value:
     values = [known[source] for source in node.all_input_nodes]
     arguments: Any = fx.node.map_arg((node.args, node.kwargs), lambda source: known[source])
     args, kwargs = arguments
@@ -116,7 +117,7 @@ def _plain(value: Value) -> Any:
 
 
 def _filled(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """A constant is the same for all scores."""
+    """Return a constant, which is the same for all scores."""
     arguments, own = bound_arguments(node), node.meta[VALUE]
     fill = arguments["fill_value"] if FILLED[node.target] is None else FILLED[node.target]
     if own.dim() or isinstance(fill, fx.Node):
@@ -126,7 +127,7 @@ def _filled(node: fx.Node, writer: GraphWriter) -> fx.Node:
 
 
 def _looked_up(table: Value, indices: list[Value], writer: GraphWriter) -> Value:
-    """`table[b, q]`, also in steps: `table[b][q]`."""
+    """Index a tensor: `table[b, q]`, or in steps, `table[b][q]`."""
     before: tuple[Any, ...] = ()
     if isinstance(table, PartialLookup):
         table, before = table.table, table.indices
@@ -139,12 +140,14 @@ def _looked_up(table: Value, indices: list[Value], writer: GraphWriter) -> Value
 
 
 def _scattered(shape: list[int], indices: list[Value], value: Value, writer: GraphWriter) -> fx.Node:
-    """The gradient of a look-up, summed over all scores: first over the indices that it does not depend on."""
+    """Return the gradient of an index, summed over all scores. The sum over dimensions that no index depends on comes
+    first.
+    """
     nodes = [_plain(item) for item in indices]
     if not isinstance(value, ScoreValue) or len(nodes) != len(shape) or len(shape_of_node(value.node)) != GRID:
         raise NotElementwiseError("the gradient of a look-up of parts of a tensor")
-    apart = {i for item in nodes for i, size in enumerate(shape_of_node(item)) if size != 1}
-    dims = [dim for dim in range(GRID) if dim not in apart]
+    indexed_dims = {i for item in nodes for i, size in enumerate(shape_of_node(item)) if size != 1}
+    dims = [dim for dim in range(GRID) if dim not in indexed_dims]
     gradient = writer.call(aten.sum.dim_IntList, value.node, dims, True) if dims else value.node
     own = gradient.meta[VALUE]
     zeros = writer.call(aten.full.default, list(shape), 0.0, dtype=own.dtype, device=own.device)

@@ -1,6 +1,7 @@
-"""Every device's fused attention as one operator.
+"""Replace the fused attention operators of all devices by one operator.
 
-Both halves change together, or neither: the log-sum-exp of one kernel is no use to the backward of another.
+Forward and backward are replaced together or not at all: one kernel's log-sum-exp is of no use to another kernel's
+backward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BACKWARD_OF: dict[Any, Any] = {
     aten._scaled_dot_product_efficient_attention.default: aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention.default: aten._scaled_dot_product_cudnn_attention_backward.default,
 }
-NAMES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "attn_bias": "attn_mask"}  # where schemas disagree
+NAMES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "attn_bias": "attn_mask"}  # schemas use different names
 GRADIENTS = (0, 1, 2)
 
 
@@ -33,19 +34,19 @@ def attention_of_a_device(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
     """flash(q, k, v, 0.0, True) -> out, lse, seeds ...        ->   attention(q, k, v, is_causal=True) -> out, lse
     flash_backward(d, q, k, v, out, lse, seeds ..., True)   ->   attention_backward(d, q, k, v, out, lse, is_causal=True)
 
-    Without dropout, and with no gradient of its bias.
+    Applies without dropout, and if the bias needs no gradient.
     """
     backwards = _backwards(node) if node.meta[VALUE][0].device.type in KERNELS else None
     if backwards is None:
         return None
-    found = _called(node, ATTENTION, writer)
+    found = _replace_call(node, ATTENTION, writer)
     for other in backwards:
-        found |= _called(other, ATTENTION_BACKWARD, writer.before(other))
+        found |= _replace_call(other, ATTENTION_BACKWARD, writer.before(other))
     return found
 
 
 def _backwards(node: fx.Node) -> list[fx.Node] | None:
-    """The backward calls of a forward call; None where its results go anywhere else, or it cannot be replaced."""
+    """Return the backward calls of a forward call; None if its results have any other users, or if it cannot be replaced."""
     arguments, parts = _arguments(node), results_in_use(node)
     if parts is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
         return None
@@ -56,7 +57,7 @@ def _backwards(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _is_aligned_at_end(node: fx.Node) -> bool:
-    """Whether row i sees other keys than 0 .. i: flash attention of CUDA puts the last row beside the last key."""
+    """Whether row i sees keys other than 0 .. i: CUDA's flash attention aligns the last row with the last key."""
     arguments = _arguments(node)
     rows, keys = (shape_of_node(arguments[name])[2] for name in ("query", "key"))
     return node.target is aten._scaled_dot_product_flash_attention.default and arguments["is_causal"] and rows != keys
@@ -73,12 +74,12 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return {NAMES.get(name, name): value for name, value in bound_arguments(node).items()}
 
 
-def _called(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """The results of `target` for those of a device's own operator."""
+def _replace_call(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    """Call `target` with a device operator's arguments, and return the replacements of the operator's results."""
     given = _arguments(node)
     names = [argument.name for argument in target._schema.arguments]
     optional = {"attn_mask", "is_causal", "scale"}
     others = {name: given[name] for name in names if name in optional and name in given}
-    used = {name: value for name, value in others.items() if value is not None and value is not False}  # 0.0 is a scale
-    made = writer.call(target, *(given[name] for name in names if name not in optional), **used)
-    return results_of_another(node, made, writer)
+    used = {name: value for name, value in others.items() if value is not None and value is not False}  # keep a scale of 0.0
+    replacement = writer.call(target, *(given[name] for name in names if name not in optional), **used)
+    return results_of_another(node, replacement, writer)

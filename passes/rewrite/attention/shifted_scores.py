@@ -1,8 +1,8 @@
-"""Scores by distance, shifted row by row so that they stand by key, as models write it: by reading rows of one length as others.
+"""Replace relative scores that models align with keys by reshaping: a view with a different row length shifts each row.
 
     x [t w] -> view [w t] -> without the first row -> view [t, w - 1] -> the first n columns     is  y[i, j] = x[i, t - i + j]
 
-Beyond the end of a row that is what the next row begins with. Whether anybody looks at it is a question for later passes.
+After the end of a row, the view continues with the next row. Later passes decide whether such elements are masked.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 
 @equation(aten.index_select.default, aten.index_add.default)
 def first_rows_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """index_select(x, dim, arange(n)) -> x[:n],  index_add(zeros, dim, arange(n), y) -> pad(y + 0.0, behind)
+    """index_select(x, dim, arange(n)) -> x[:n],  index_add(zeros, dim, arange(n), y) -> pad(y + 0.0, after)
 
-    Along any dimension, where there are so many rows.
+    Applies along any dimension that has at least n rows.
     """
     arguments = bound_arguments(node)
     whole, index = arguments["self"], arguments["index"]
@@ -54,10 +54,10 @@ def first_rows_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """view(view(x [t w], [w t])[1:], [t, w - 1]) -> relative_shift(x, t, w - 1)
 
-    The last view changes nothing where there are as many columns as rows.
+    The last view is the identity if there are as many columns as rows.
     """
-    part = node if node.target is aten.slice.Tensor else _behind(node_argument(node))
-    if part.target is not aten.slice.Tensor or (other := _behind(node_argument(part))).target not in VIEWS:
+    part = node if node.target is aten.slice.Tensor else _before_copies(node_argument(node))
+    if part.target is not aten.slice.Tensor or (other := _before_copies(node_argument(part))).target not in VIEWS:
         return None
     x, arguments = node_argument(other), bound_arguments(part)
     dim = arguments["dim"] % len(shape_of_node(part))
@@ -70,13 +70,13 @@ def shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 @equation(*VIEWS)
 def gradient_of_shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """view(slice_backward(view(dy [t, w - 1], [w - 1, t]), [w t], 1), [t w]) -> relative_shift_backward(dy, t, w)"""
-    whole = _behind(node_argument(node))
-    if whole.target is not aten.slice_backward.default:
+    padded = _before_copies(node_argument(node))
+    if padded.target is not aten.slice_backward.default:
         return None
-    inner, arguments = node_argument(whole), bound_arguments(whole)
-    dim = arguments["dim"] % len(shape_of_node(whole))
-    found = (inner, node_argument(view)) if (view := _behind(inner)).target in VIEWS else (inner,)
-    shapes = shape_of_node(node), shape_of_node(whole)
+    inner, arguments = node_argument(padded), bound_arguments(padded)
+    dim = arguments["dim"] % len(shape_of_node(padded))
+    found = (inner, node_argument(view)) if (view := _before_copies(inner)).target in VIEWS else (inner,)
+    shapes = shape_of_node(node), shape_of_node(padded)
     gradient = next((value for value in found if _is_shift(arguments, *shapes, shape_of_node(value))), None)
     if gradient is None:
         return None
@@ -89,9 +89,9 @@ def _plus(size: Any, number: int, writer: GraphWriter) -> Any:
 
 
 def _is_shift(taken: dict[str, Any], x: tuple[Size, ...], other: tuple[Size, ...], result: tuple[Size, ...]) -> bool:
-    """Whether rows of x [t w], read as `other`, are a shift where all but their first t elements are read as `result` [t, w - 1].
+    """Whether reading x [t w] as `other`, without its first t elements, as `result` [t, w - 1] shifts each row.
 
-    Element j of row i is then number t + i * (w - 1) + j of x, which is t - i + j of row i, counted on into the next.
+    Element j of row i is then element t + i * (w - 1) + j of x: index t - i + j of row i, continued into the next row.
     """
     dim, start = taken["dim"] % len(x), taken["start"]
     if not len(x) == len(other) == len(result) or dim + 1 >= len(x) or taken["step"] != 1 or not isinstance(start, int):
@@ -121,7 +121,7 @@ def columns_of_shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
 @equation(RELATIVE_SHIFT_BACKWARD)
 def gradient_of_columns(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """relative_shift_backward(slice_backward(dy, :n), first, w) -> relative_shift_backward(dy, first, w)"""
-    padded = _behind(node_argument(node))
+    padded = _before_copies(node_argument(node))
     if padded.target is not aten.slice_backward.default:
         return None
     gradient = node_argument(padded)
@@ -131,7 +131,7 @@ def gradient_of_columns(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 
 def _first_columns(taken: dict[str, Any], shift: fx.Node, part: tuple[Size, ...]) -> Any:
-    """How many columns a slice leaves of those of a shift, as an argument; None where it leaves others."""
+    """Return, as an argument, the number of a shift's first columns that a slice keeps; None if it is any other slice."""
     column, end = int_argument(shift, 1) + 1, taken["end"]
     if taken["dim"] % len(part) != column or taken["start"] not in (None, 0) or taken["step"] != 1:
         return None
@@ -140,8 +140,8 @@ def _first_columns(taken: dict[str, Any], shift: fx.Node, part: tuple[Size, ...]
     return end if is_size(end) and size_of(end.meta[VALUE]) == part[column] else None
 
 
-def _behind(node: fx.Node) -> fx.Node:
-    """What copies are of."""
+def _before_copies(node: fx.Node) -> fx.Node:
+    """Return the value before copies."""
     while node.target in COPIES:
         node = node_argument(node)
     return node

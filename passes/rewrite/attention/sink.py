@@ -1,15 +1,16 @@
-"""Attention that is spelled out, with a column beside its scores (an attention sink): a fused kernel, and the sink's share.
+"""Replace unfused attention with a sink (an extra column of scores) by a fused kernel, scaled by the keys' share.
 
-A kernel gives its result and the log-sum-exp of the scores it saw. The sink only adds to that sum:
+A kernel returns its result and the log-sum-exp of its scores. The sink only adds to this sum:
 
     softmax(cat([s, k]))[..., :-1] v = out w,   w = exp(lse - total) = sigmoid(lse - k),   total = logaddexp(lse, k)
 
-A kernel's backward half makes the probabilities anew, exp(s - lse), and with the total for lse they are those beside the sink.
-The rest of it asks for the result alone, as sum(gradient * result) of each row. So it is given the total and the scaled result.
-The sink's gradient is -u sum(gradient * result), u = sigmoid(k - lse).
+A kernel's backward recomputes the probabilities as exp(s - lse); with the total instead of lse, they include the sink.
+The rest of the backward only uses the result, in sum(gradient * result) per row. So the backward is called with the total
+and the scaled result. The sink's gradient is -u sum(gradient * result), u = sigmoid(k - lse).
 
-Where no key is seen lse is minus infinity and the result zero, as with the sink. A mask may also hide by a huge negative number,
-which leaves no digits of lse: then all of the sum is the sink's. So the sink has to be proven to be an ordinary number.
+If a row sees no key, lse is minus infinity and the result is zero, as with the sink. A mask may also hide keys by a large
+negative number, in which lse loses its digits: then the sink must take the full sum. So the sink must be proven to be an
+ordinary number.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ aten = torch.ops.aten
 
 @equation(aten._softmax.default)
 def attention_with_a_sink(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
-    """softmax(cat([c q k^T + m, s]))[..., :-1] v -> attention(q, k, v, m, scale=c) with the sink's share
+    """softmax(cat([c q k^T + m, s]))[..., :-1] v -> attention(q, k, v, m, scale=c), scaled by the share of the keys
 
-    With the gradients of q, k, v and s, where nothing else asks for the probabilities or for gradients of scores.
+    Also replaces the gradients of q, k, v and s. Applies if nothing else uses the probabilities or the gradients of
+    scores.
     """
     column = column_of(node)
     if column is None or column.dim != 3 or not fits(column) or not _is_ordinary(column.column):
@@ -47,14 +49,14 @@ def attention_with_a_sink(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
 
 
 def _is_ordinary(sink: fx.Node) -> bool:
-    """Whether a sink is a number beside which nothing is left of what a mask hides."""
+    """Whether the sink's range guarantees that masked scores vanish relative to it."""
     least = SWAMPED_BY_HALF if sink.meta[VALUE].dtype == torch.float16 else SWAMPED_BY
     found = ValueRanges().of(sink)
-    return least <= found.low and found.high < INFINITY  # one that is no number makes none of the result
+    return least <= found.low and found.high < INFINITY  # if the sink is NaN, so is the result
 
 
 def _attention_around(column: SinkColumn) -> SpelledAttention | None:
-    """The attention of which a softmax makes the probabilities, if that is all that they are for."""
+    """Return the attention around a softmax, if its probabilities have no other use."""
     scores = Scores.of(column.scores)
     if scores is None:
         return None
@@ -68,8 +70,9 @@ def _attention_around(column: SinkColumn) -> SpelledAttention | None:
 
 
 def _is_in_order(found: SpelledAttention) -> bool:
-    """Whether all gradients are made after the result and its gradient: both halves of a graph, and not a product that looks like
-    one of them."""
+    """Whether all gradients come after the result and its gradient: this excludes a forward product that looks like a
+    gradient.
+    """
     return all(found.last_needed < node for node in found.gradients)
 
 
@@ -80,7 +83,7 @@ def _takes_gradient(backward: fx.Node, column: SinkColumn, found: SpelledAttenti
 
 
 class _SinkReplacement:
-    """What stands on the right."""
+    """Write the fused attention and the sink's share."""
 
     def __init__(self, column: SinkColumn, found: SpelledAttention, writer: GraphWriter) -> None:
         self.column, self.found, self.writer = column, found, writer
@@ -106,14 +109,14 @@ class _SinkReplacement:
         self.query, self.values = self.heads(scores.query, writer), self.heads(self.found.values, writer)
         self.keys = write(aten.transpose.int, self.heads(scores.keys, writer), 2, 3)
         self.options = {"scale": scores.scale} if scores.mask is None else {"attn_mask": scores.mask, "scale": scores.scale}
-        made = write(ATTENTION, self.query, self.keys, self.values, **self.options)
-        out, lse = (converted(writer, write(operator.getitem, made, i), self.precision) for i in range(2))
+        attention = write(ATTENTION, self.query, self.keys, self.values, **self.options)
+        out, lse = (converted(writer, write(operator.getitem, attention, i), self.precision) for i in range(2))
         sink = write(aten.squeeze.dim, converted(writer, self.column.column, self.precision), 3)
         self.total = write(aten.logaddexp.default, lse, sink)
         self.rest = write(aten.sigmoid.default, write(aten.sub.Tensor, sink, lse))
         share = write(aten.sigmoid.default, write(aten.sub.Tensor, lse, sink))
         nothing = write(aten.sum.dim_IntList, write(aten.mul.Tensor, self.query, 0), [3])
-        share = write(aten.add.Tensor, share, nothing)  # no number where the query is none, of which the CPU's kernel makes zeros
+        share = write(aten.add.Tensor, share, nothing)  # NaN if the query is NaN: the CPU kernel returns zeros
         self.out = converted(writer, write(aten.mul.Tensor, out, write(aten.unsqueeze.default, share, 3)), self.dtype)
 
     def backward(self, writer: GraphWriter, of_sink: list[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -121,32 +124,39 @@ class _SinkReplacement:
         assert found.gradient is not None
         gradient = self.heads(found.gradient, writer)
         given = gradient, self.query, self.keys, self.values, self.out, self.total
-        made = writer.call(ATTENTION_BACKWARD, *given, **self.options)
-        of_query, of_key, of_value = (writer.call(operator.getitem, made, i) for i in range(3))
-        turned = writer.call(aten.transpose.int, of_key, 2, 3)
-        pairs = (found.of_query, of_query), (found.of_keys, of_key), (found.of_keys_turned, turned), (found.of_values, of_value)
+        gradients = writer.call(ATTENTION_BACKWARD, *given, **self.options)
+        of_query, of_key, of_value = (writer.call(operator.getitem, gradients, i) for i in range(3))
+        transposed = writer.call(aten.transpose.int, of_key, 2, 3)
+        pairs = (
+            (found.of_query, of_query),
+            (found.of_keys, of_key),
+            (found.of_keys_turned, transposed),
+            (found.of_values, of_value),
+        )
         equals = dict(pair for nodes, value in pairs for pair in self.given(nodes, value))
         return equals | dict.fromkeys(of_sink, self.gradient_of_sink(gradient, writer))
 
     def gradient_of_sink(self, gradient: fx.Node, writer: GraphWriter) -> fx.Node:
         wide = (converted(writer, item, self.precision) for item in (gradient, self.out))
         inner = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, *wide), [3])
-        made = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, self.rest), inner)
-        return converted(writer, writer.call(aten.unsqueeze.default, made, 3), self.column.column.meta[VALUE].dtype)
+        product = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, self.rest), inner)
+        return converted(writer, writer.call(aten.unsqueeze.default, product, 3), self.column.column.meta[VALUE].dtype)
 
     def heads(self, node: fx.Node, writer: GraphWriter) -> fx.Node:
-        """The numbers of a value [bh m d] as [b h m d]: the value that they were folded from, where there is one."""
+        """Return a value [bh m d] as [b h m d]: the value that was flattened, if there is one, else a view."""
         source, folded = behind(node), shape_of_node(self.column.scores)[:2]
         if shape_of_node(source) == (*folded, *shape_of_node(node)[1:]):
             return source
         sizes = [*size_arguments(self.column.scores, writer)[:2], *size_arguments(node, writer)[1:]]
         return writer.call(aten.view.default, node, sizes)
 
-    def given(self, nodes: Iterable[fx.Node], made: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """What values [b h m d] stand for: views of products [bh m d] that show them so, and the products themselves."""
+    def given(self, nodes: Iterable[fx.Node], replacement: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Map products [bh m d], and their views [b h m d], to a replacement [b h m d]."""
         for node in nodes:
-            views = [user for user in node.users if user.target in SAME_NUMBERS and shape_of_node(user) == shape_of_node(made)]
-            yield from ((view, made) for view in views)
+            views = [
+                user for user in node.users if user.target in SAME_NUMBERS and shape_of_node(user) == shape_of_node(replacement)
+            ]
+            yield from ((view, replacement) for view in views)
             if len(views) < len(node.users):
-                whole = self.writer.call(aten.clone.default, made, memory_format=torch.contiguous_format)
-                yield node, self.writer.call(aten.view.default, whole, size_arguments(node, self.writer))
+                contiguous = self.writer.call(aten.clone.default, replacement, memory_format=torch.contiguous_format)
+                yield node, self.writer.call(aten.view.default, contiguous, size_arguments(node, self.writer))

@@ -1,8 +1,8 @@
-"""Equations of softmax and the largest score, which a softmax subtracts itself.
+"""Simplify a softmax of scores minus their maximum, which a softmax subtracts itself.
 
-The second one is what autograd makes of the first one's largest score: probabilities add up to one whatever the scores are, so
-that the gradients of the scores of one softmax add up to nothing. Both hold to rounding. Where a row's scores are minus infinity
-throughout, or one of them is no number or infinite, both sides are no numbers.
+The second rule removes the gradient that autograd computes for the first rule's maximum: probabilities sum to one for any
+scores, so the gradients of one softmax's scores sum to zero. Both rules hold up to rounding. If all scores of a row are
+minus infinity, or one of them is NaN or infinity, both sides are NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def softmax_of_shifted_scores(node: fx.Node, writer: GraphWriter) -> fx.Node | N
 
 
 def _is_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
-    """Whether a value is the largest score of each row along a dimension, which it keeps with size one."""
+    """Whether a value is the maximum of each row along a dimension, which is kept with size one."""
     rank = len(shape_of_node(scores))
     if node.target is operator.getitem and node.args[1] == 0:
         node = node.args[0]  # type: ignore[assignment]
@@ -49,7 +49,7 @@ def _is_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
 
 @equation(aten.add.Tensor)
 def gradient_of_the_largest_score(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """d + (minus the sum of d, put where x is largest) -> d, for d the gradient of the scores of softmax(x)"""
+    """d + (minus the sum of d, put where x is largest) -> d, if d is the gradient of the scores of softmax(x)"""
     left, right, scale = bound_arguments(node).values()
     if scale != 1 or not is_tensor(left) or not is_tensor(right):
         return None
@@ -62,7 +62,7 @@ def gradient_of_the_largest_score(node: fx.Node, writer: GraphWriter) -> fx.Node
 
 
 def _scores_of(gradient: fx.Node) -> fx.Node | None:
-    """The scores of which this is the gradient, behind the softmax that made its probabilities, along the same dimension."""
+    """Return the scores whose softmax, along the same dimension, has this gradient; else None."""
     if gradient.target is not aten._softmax_backward_data.default:
         return None
     arguments, rank = bound_arguments(gradient), len(shape_of_node(gradient))
@@ -75,7 +75,9 @@ def _scores_of(gradient: fx.Node) -> fx.Node | None:
 
 
 def _is_share_of_sum(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
-    """Whether a value is a gradient's sum over keys, or minus that, put at one key of each row or divided among the largest."""
+    """Whether a value is plus or minus a gradient's sum over keys, written to one key per row or divided among the
+    largest.
+    """
     dim = bound_arguments(gradient)["dim"] % len(shape_of_node(gradient))
     if node.target is aten.scatter.src:
         arguments = bound_arguments(node)
@@ -92,7 +94,7 @@ def _is_share_of_sum(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
 
 
 def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
-    """Whether a value is the sum of a gradient along a dimension, or minus that, at size one."""
+    """Whether a value is plus or minus the sum of a gradient along a dimension, which is kept with size one."""
     if not is_tensor(node) or node.meta[VALUE].dtype != gradient.meta[VALUE].dtype:
         return False
     signs = 0
@@ -107,7 +109,7 @@ def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
 
 
 def _counts(node: Any, chosen: fx.Node, dim: int) -> bool:
-    """Whether a value says how many are chosen along a dimension."""
+    """Whether a value is the number of chosen elements along a dimension."""
     if not is_tensor(node) or node.target is not aten.sum.dim_IntList or node.args[0] is not chosen:
         return False
     arguments, rank = bound_arguments(node), len(shape_of_node(chosen))
@@ -116,7 +118,7 @@ def _counts(node: Any, chosen: fx.Node, dim: int) -> bool:
 
 
 def _are_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
-    """Whether a value says where scores are the largest of their row: somewhere, as long as they are numbers."""
+    """Whether a value is the mask of each row's maximum. It has a true element in each row if the scores are numbers."""
     if node.target is not aten.eq.Tensor:
         return False
     pairs: tuple[tuple[Any, ...], ...] = (node.args, node.args[::-1])

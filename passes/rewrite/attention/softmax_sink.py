@@ -1,14 +1,14 @@
-"""A softmax over keys and one more column, which is dropped afterwards (an attention sink), without that column.
+"""Rewrite a softmax over keys and one extra column that is dropped afterwards (an attention sink) without that column.
 
-Scores with a column of their own beside the keys have no rows and keys alone. But a softmax over two parts is the softmax of
-each part, times that part's share of the sum, and the shares are themselves a softmax of two numbers:
+Scores with an extra column do not have an axis of keys alone. But a softmax over two slices is the softmax of each slice,
+times this slice's share of the sum, and the shares are a softmax of two numbers:
 
     softmax(cat([s, k]))[..., :-1] = softmax(s) * w,   w, u = softmax([logsumexp(s - k), 0])
 
-Where no key is seen, s is minus infinity throughout and w is zero: then the result is zero, as it is with the column, and not
-softmax(s) times zero, which is no number. The backward half is rewritten along with it: with p = softmax(s) * w and its gradient
-g, the scores' gradient is p * (g - sum(g * p)) and the column's -u * sum(g * p). u is made of its own (1 - w would lose its
-digits where the column has a small share). Nothing is rewritten unless every use fits.
+If a row sees no key, all its scores are minus infinity and w is zero. The result must then be zero, as with the column;
+softmax(s) times zero would be NaN. The backward is rewritten, too: with p = softmax(s) * w and its gradient g, the
+gradient of the scores is p * (g - sum(g * p)), and the gradient of the column is -u * sum(g * p). u is computed
+separately, because 1 - w loses its digits if the column's share is small. Nothing is rewritten unless all uses match.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SinkColumn:
-    """Scores and one column beside them; `first` is where the scores start among both."""
+    """Scores and one extra column; `first` is the index of the first score in their concatenation."""
 
     softmax: fx.Node
     scores: fx.Node
@@ -56,7 +56,7 @@ def softmax_without_a_column(node: fx.Node, writer: GraphWriter) -> dict[fx.Node
 
 
 def column_of(softmax: fx.Node) -> SinkColumn | None:
-    """The column beside the scores of a softmax, if one stands there."""
+    """Return the scores and the extra column of a softmax, or None."""
     given = bound_arguments(softmax)
     joined = given["self"]
     if not isinstance(joined, fx.Node) or joined.target is not aten.cat.default or given["half_to_float"]:
@@ -74,17 +74,17 @@ def column_of(softmax: fx.Node) -> SinkColumn | None:
 
 
 def fits(found: SinkColumn) -> bool:
-    """Whether the column is dropped in all uses of a softmax, and its gradient is told apart from that of the scores."""
+    """Whether all uses of a softmax drop the column, and its backward separates the column's gradient from the scores'."""
     return all(is_part(user, found, found.scores_range) or _is_backward(user, found) for user in found.softmax.users)
 
 
 def is_part(node: fx.Node, found: SinkColumn, part: tuple[int, int]) -> bool:
-    """Whether a value is a range of the columns of a softmax, or of its gradient."""
+    """Whether a value is a slice of the columns of a softmax, or of its gradient."""
     return node.target is aten.slice.Tensor and _bounds(node, found) == part
 
 
 def _bounds(node: fx.Node, found: SinkColumn) -> tuple[int, int] | None:
-    """Start and end of a slice or of its gradient along the keys; None for anything else."""
+    """Return the start and end of a slice, or of a slice's gradient, along the keys; None if it is not of this form."""
     arguments, rank = bound_arguments(node), len(shape_of_node(found.softmax))
     length = found.column_range[1] if found.first == 0 else found.scores_range[1]
     start, end = arguments["start"] or 0, arguments["end"]
@@ -97,7 +97,7 @@ def _bounds(node: fx.Node, found: SinkColumn) -> tuple[int, int] | None:
 
 
 def _is_backward(node: fx.Node, found: SinkColumn) -> bool:
-    """The gradient of the scores' part alone, of which scores and column take their parts."""
+    """Whether a node is the backward for a gradient of the scores' slice, and is only used by slices of scores or column."""
     if node.target is not aten._softmax_backward_data.default:
         return False
     arguments, softmax = bound_arguments(node), found.softmax.meta[VALUE]
@@ -130,9 +130,10 @@ def _without_column(found: SinkColumn, writer: GraphWriter) -> dict[fx.Node, fx.
 
 
 def _shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int) -> list[fx.Node]:
-    """What share of the whole sum the scores have, and the column; no numbers where the whole softmax is none.
+    """Return the shares of the scores and of the column in the sum; NaN if the full softmax is NaN.
 
-    Both are taken less the column, where that is a number: how many scores there are is lost beside a score of -1e30.
+    The column, if it is finite, is subtracted from both: relative to a score of -1e30, the number of scores would be lost
+    to rounding.
     """
     own = column.meta[VALUE]
     zero = writer.call(aten.full.default, [], 0.0, dtype=own.dtype, device=own.device)

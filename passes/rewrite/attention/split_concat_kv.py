@@ -1,15 +1,15 @@
-"""Attention over rows of the sequence and blocks of them, joined: over each by itself, and put together.
+"""Split attention over concatenated rows and blocks of rows: attend to each, and combine the results.
 
     attention(q, cat(k, c), cat(v, w), cat(m, n))  ->  the sum of exp(lse_i - total) * out_i of
         attention(q, k, v, m) -> out_1, lse_1
         attention(q, c, w, n) -> out_2, lse_2          total = logaddexp(lse_1, lse_2)
 
-So rows see the keys that their own mask shows, and blocks have an axis of their own (`compressed_kv.py`). The backward half
-makes probabilities of the total: the gradients of all keys are those of either side, joined. What was joined, or is cut apart
-again, is not made.
+So rows see the keys that their own mask shows, and blocks have their own axis (`compressed_kv.py`). The backward computes
+probabilities from the total: the gradient of all keys is the concatenation of both gradients. A concatenation that is
+sliced again is not computed.
 
-A total has to tell how many keys a row sees. A row that sees none is hidden by minus infinity, or there is one whose score is an
-ordinary number: beside a large negative number the logarithm of a count loses its digits.
+The total must count the keys that a row sees. Keys that a row does not see must be hidden by minus infinity, or the row
+must see a key with an ordinary score: next to a large negative number, the logarithm of a count is lost to rounding.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ CHOICES = (
 
 @dataclass(frozen=True)
 class JoinedKeys:
-    """`seen` tells of a mask of rows and keys whether an ordinary number is added to the score of each row's own key."""
+    """Split attention over concatenated keys.
+
+    `seen` decides whether a mask adds an ordinary number to the score of each row's own key.
+    """
 
     seen: Seen
     name: ClassVar[str] = "joined keys"
@@ -68,8 +71,8 @@ class JoinedKeys:
             return facts
         changes = [_with_joined_mask(node, parts) for node, parts in found]
         if not any(changes):
-            tells = _VisibleParts(self.seen(facts), ValueRanges(trained_sources(joint)), axes)
-            changes = [tells.write(node, parts) for node, parts in found]
+            visible_parts = _VisibleParts(self.seen(facts), ValueRanges(trained_sources(joint)), axes)
+            changes = [visible_parts.write(node, parts) for node, parts in found]
         if not any(changes):
             return facts
         drop_unused(joint.graph)
@@ -77,30 +80,35 @@ class JoinedKeys:
 
 
 def _goes_by_part(node: fx.Node, parts: Parts) -> bool:
-    """Whether an attention's keys, values and mask are there part by part."""
+    """Whether the keys, values and mask of an attention can be computed slice by slice."""
     arguments = bound_arguments(node)
     given = [item for name in ("key", "value", "attn_mask") if (item := arguments[name]) is not None]
     return not arguments["is_causal"] and all(map(parts.are_there, given))
 
 
 def _with_joined_mask(node: fx.Node, parts: Parts) -> bool:
-    """Whether a mask that is made of a joined one was written as the join of its parts: of each something may be known."""
+    """Write a mask computed from a concatenated one as a concatenation, and return whether it changed.
+
+    More may be known of each slice than of their concatenation.
+    """
     mask = bound_arguments(node)["attn_mask"]
     if mask is None or parts.dim(mask) is None or mask.target is aten.cat.default:
         return False
-    made = parts.of(mask)
-    node.update_kwarg("attn_mask", parts.writer.before(node).call(aten.cat.default, made, -1))
+    slices = parts.of(mask)
+    node.update_kwarg("attn_mask", parts.writer.before(node).call(aten.cat.default, slices, -1))
     return True
 
 
 class _VisibleParts:
-    """Which parts of joined keys each row is known to see something of, and whether the counts of those that it sees are told."""
+    """Decide of which slices of concatenated keys each row sees a key, and whether log-sum-exps count the keys of all
+    others.
+    """
 
     def __init__(self, seen: Callable[[fx.Node], bool], values: ValueRanges, axes: AxisFacts) -> None:
         self.seen, self.values, self.axes = seen, values, axes
 
     def write(self, node: fx.Node, parts: Parts) -> bool:
-        """Whether an attention was written by parts."""
+        """Split an attention, and return whether this was possible."""
         mask = bound_arguments(node)["attn_mask"]
         masks = (None,) * len(parts.lengths) if mask is None else parts.of(mask)
         own = [item is None or self._shows_own_keys(item, node) for item in masks]
@@ -115,7 +123,7 @@ class _VisibleParts:
 
 
 def _joins(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, Parts]:
-    """By axis, the joins of rows of the sequence and of blocks of them."""
+    """Return the concatenations of rows of the sequence and blocks of rows, by axis."""
     writer, found = GraphWriter(joint.graph), dict[Atom | None, Parts]()
     for node in axes.signatures:
         joined = axes.signatures[node].joined if node.target is aten.cat.default else None
@@ -129,7 +137,7 @@ def _joins(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, Parts]:
 
 
 def _are_rows_and_blocks(dims: Sequence[Dim], axes: AxisFacts) -> bool:
-    """Whether some are rows of the sequence, and others blocks of them."""
+    """Whether some dimensions are rows of the sequence and others are blocks of rows."""
     assert axes.sequence is not None
     kinds = {dim[0] in axes.sequence.blocks for dim in dims if len(dim) == 1 and dim[0] in axes.sequence.members}
     return kinds == {False, True}
@@ -141,8 +149,9 @@ def _keys(node: fx.Node, axes: AxisFacts) -> Atom | None:
 
 
 def _largest(mask: fx.Node, values: ValueRanges) -> float:
-    """By how much, minus infinity apart, a mask may move scores: infinite where that is not known. Weights as they are count as
-    nothing: they are assumed to be ordinary.
+    """Return a bound on the finite values that a mask adds to scores, infinite if it is not known.
+
+    Weights count as zero: they are assumed to be ordinary numbers.
     """
     if fill_of(mask) == -math.inf:
         return 0
@@ -162,21 +171,21 @@ def _largest(mask: fx.Node, values: ValueRanges) -> float:
     return max(*numbers, *(_largest(item, values) for item in operands), 0)
 
 
-# -- what stands on the right
+# -- writing the replacement
 
 
 def _write_forward(node: fx.Node, parts: Parts, own: Sequence[bool]) -> None:
     query, given = tensor_operands(node)[0], _given(node, parts)
     dtype, call = query.meta[VALUE].dtype, parts.writer.before(node).call
-    made = [call(ATTENTION, query, key, value, **options) for key, value, options in given]
-    outs, sums = ([call(operator.getitem, item, i) for item in made] for i in range(2))
+    calls = [call(ATTENTION, query, key, value, **options) for key, value, options in given]
+    outs, sums = ([call(operator.getitem, item, i) for item in calls] for i in range(2))
     for i, (_, _, options) in enumerate(given):
-        sums[i] = sums[i] if own[i] else _of_seen(sums[i], options["attn_mask"], parts.writer)  # type: ignore[arg-type]
+        sums[i] = sums[i] if own[i] else _masked_lse(sums[i], options["attn_mask"], parts.writer)  # type: ignore[arg-type]
     total = sums[0]
     for other in sums[1:]:
         total = call(aten.logaddexp.default, total, other)
     wide = total.meta[VALUE].dtype
-    least = call(aten.clamp.default, total, torch.finfo(wide).min)  # a row that sees no key has a share of none
+    least = call(aten.clamp.default, total, torch.finfo(wide).min)  # if a row sees no key, its share is zero, not NaN
     out: fx.Node | None = None
     for made_of_part, lse in zip(outs, sums, strict=True):
         share = call(aten.unsqueeze.default, call(aten.exp.default, call(aten.sub.Tensor, lse, least)), 3)
@@ -186,8 +195,8 @@ def _write_forward(node: fx.Node, parts: Parts, own: Sequence[bool]) -> None:
     _replace(node, (converted(parts.writer, out, dtype), total))
 
 
-def _of_seen(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
-    """The log-sum-exp, minus infinity where a row sees no key: not all kernels say so."""
+def _masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Set the log-sum-exp to minus infinity if a row sees no key: not all kernels do."""
     largest = writer.call(aten.amax.default, mask, [-1])
     return writer.call(aten.masked_fill.Scalar, lse, writer.call(aten.eq.Scalar, largest, -math.inf), -math.inf)
 
@@ -196,8 +205,8 @@ def _write_backward(node: fx.Node, parts: Parts, own: Sequence[bool]) -> None:
     gradient, query, *_, out, total = node.args
     given = _given(node, parts)
     call = parts.writer.before(node).call
-    made = [call(ATTENTION_BACKWARD, gradient, query, key, value, out, total, **options) for key, value, options in given]
-    of_queries, of_keys, of_values = ([call(operator.getitem, item, i) for item in made] for i in range(3))
+    calls = [call(ATTENTION_BACKWARD, gradient, query, key, value, out, total, **options) for key, value, options in given]
+    of_queries, of_keys, of_values = ([call(operator.getitem, item, i) for item in calls] for i in range(3))
     of_query = of_queries[0]
     for other in of_queries[1:]:
         of_query = call(aten.add.Tensor, of_query, other)
@@ -210,7 +219,7 @@ def _write_backward(node: fx.Node, parts: Parts, own: Sequence[bool]) -> None:
 
 
 def _without_cuts(gradient: fx.Node, parts: Parts) -> None:
-    """What is cut out of a joined gradient, or of what is made of it, is that part."""
+    """Replace slices of a concatenated gradient, or of values computed from it, by the gradient's own slices."""
     starts = [sum(parts.lengths[:i]) for i in range(len(parts.lengths))]
     todo = list(gradient.users)
     while todo:
@@ -233,7 +242,7 @@ def _number_of_cut(node: fx.Node, starts: Sequence[int], parts: Parts) -> int | 
 
 
 def _given(node: fx.Node, parts: Parts) -> list[tuple[fx.Node, fx.Node, dict[str, object]]]:
-    """Keys, values and options of each part."""
+    """Return the keys, values and options of each slice."""
     arguments = bound_arguments(node)
     keys, values, mask = (None if item is None else parts.of(item) for item in map(arguments.get, ("key", "value", "attn_mask")))
     assert keys is not None and values is not None

@@ -1,8 +1,8 @@
-"""Attention that is spelled out: the products around a softmax of scores, and their gradients, found in both halves of a graph.
+"""Match unfused attention: the products around a softmax of scores, and their gradients, in a joint graph.
 
     s = c q k^T + m,  o = p v,  dv = p^T do,  dp = do v^T,  dq = c ds k,  dk = c ds^T q
 
-`bh` in shapes are sequences and heads in one dimension, as batched products have them.
+In shapes, `bh` is the batch and the heads in one dimension, as in batched products.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAME_NUMBERS = (
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores [b h m n]: `scale` times the product of `query` [bh m d] and `keys` [bh d n], and `mask` added to it."""
+    """Scores [b h m n]: `scale` times the product of `query` [bh m d] and `keys` [bh d n], plus `mask`."""
 
     query: fx.Node
     keys: fx.Node
@@ -44,19 +44,19 @@ class Scores:
 
     @staticmethod
     def of(scores: fx.Node) -> Scores | None:
-        """What scores are made of, if it is this."""
+        """Match scores of this form; return None if they have another."""
         node, shape = behind(scores), shape_of_node(scores)
         if node.target is not aten.add.Tensor:
             return Scores._of_product(node, None, shape)
         left, right, alpha = bound_arguments(node).values()
         if alpha != 1 or not is_tensor(left) or not is_tensor(right) or shape_of_node(node) != shape:
-            return None  # a mask for sequences and heads in one dimension, or in two others, is none for these
+            return None  # a mask of another shape, such as [bh m n], does not apply to these scores
         pairs = ((left, right), (right, left))
         return next((found for pair in pairs if (found := Scores._of_product(*pair, shape)) is not None), None)
 
     @staticmethod
     def _of_product(node: fx.Node, mask: fx.Node | None, shape: Shape) -> Scores | None:
-        """Of a product that makes all scores: one of fewer rows or keys is spread by what is added to it."""
+        """Match a product. It must have the shape of all scores: adding the mask may not broadcast it."""
         node, scaling = behind(node), None
         if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], (int, float)) and node.args[1]:
             scaling = node.target, float(node.args[1])
@@ -73,7 +73,9 @@ class Scores:
         return number if target is aten.mul.Tensor else 1 / number
 
     def uses_of_gradient(self, gradient: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """The uses of a gradient of scores, once it was scaled as these were; itself where it is used in another way."""
+        """Yield the uses of a gradient of scores, after it is scaled like the scores; yield the gradient itself for any
+        other use.
+        """
         for user, node in uses(gradient):
             if self.scaling is None:
                 yield user, node
@@ -85,7 +87,7 @@ class Scores:
 
 @dataclass
 class SpelledAttention:
-    """Products of the scores' operands and `values` [bh n e], the gradient of their result, and the gradients made of that."""
+    """Products of the scores' operands and `values` [bh n e], the gradient of their result, and its operands' gradients."""
 
     scores: Scores
     values: fx.Node | None = None
@@ -97,7 +99,7 @@ class SpelledAttention:
     of_values: list[fx.Node] = field(default_factory=list)
 
     def takes_probabilities(self, probabilities: fx.Node) -> bool:
-        """Whether these go into the product with the values and into the values' gradient, and nowhere else."""
+        """Whether only the product with the values and the values' gradient use these probabilities; record both."""
         for user, node in uses(probabilities):
             left, right = factors(user) or (None, None)
             if left is node and right is not node and self._is("values", right):
@@ -117,7 +119,7 @@ class SpelledAttention:
         return self._is("gradient", left) and self.values is not None and is_turned(right, self.values)
 
     def takes_gradient(self, of_scores: fx.Node) -> bool:
-        """Whether a gradient of the scores goes into those of their operands, and nowhere else."""
+        """Whether only the gradients of the scores' operands use this gradient of scores; record them."""
         return all(self._takes_scaled(user, node) for user, node in self.scores.uses_of_gradient(of_scores))
 
     def _takes_scaled(self, user: fx.Node, gradient: fx.Node) -> bool:
@@ -134,7 +136,7 @@ class SpelledAttention:
         return True
 
     def _is(self, name: str, value: Any) -> bool:
-        """Whether an operand is the one that was seen before, or the first one that is seen."""
+        """Record the operand if it is the first of its name, else return whether it is the recorded one."""
         if not is_tensor(value):
             return False
         known = getattr(self, name)
@@ -148,11 +150,11 @@ class SpelledAttention:
 
     @property
     def last_needed(self) -> fx.Node:
-        """The last of what gradients are made of: the result and its gradient."""
+        """The last operand of the gradients: a result or its gradient."""
         return max([*self.results, *([] if self.gradient is None else [self.gradient])])
 
     def fits_a_kernel(self) -> bool:
-        """Whether a kernel may take all operands as they are."""
+        """Whether a kernel can take all operands without a conversion."""
         if not self.results or self.values is None or not shape_of_node(self.values)[-1]:
             return False
         if self.gradient is not None and shape_of_node(self.gradient) != shape_of_node(self.results[0]):
@@ -162,20 +164,20 @@ class SpelledAttention:
 
 
 def factors(node: Any) -> tuple[fx.Node, fx.Node] | None:
-    """The operands of a batched product."""
+    """Return the operands of a batched product, or None."""
     is_product = isinstance(node, fx.Node) and node.target is aten.bmm.default
     return node.args if is_product else None
 
 
 def behind(node: Any) -> fx.Node:
-    """What a value shows: the same numbers, with sequences and heads in one dimension or in two."""
+    """Return the value before views that keep its elements, with batch and heads in one dimension or in two."""
     while node.target in SAME_NUMBERS and _is_fold(node, node.args[0]):
         node = node.args[0]
     return node
 
 
 def uses(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each operator that takes the numbers of a value, with the node by which it takes them."""
+    """Yield each operator that uses the elements of a value, with the view that it takes."""
     for user in node.users:
         if user.target in SAME_NUMBERS and user.args[0] is node and _is_fold(user, node):
             yield from uses(user)
@@ -184,14 +186,14 @@ def uses(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def is_turned(node: Any, source: fx.Node) -> bool:
-    """Whether a value is another [bh m n] with its last dimensions changed about."""
+    """Whether a value is another value [bh m n] with its last two dimensions transposed."""
     if not is_tensor(node) or node.target is not aten.transpose.int or len(shape_of_node(node)) != 3:
         return False
     return node.args[0] is source and {dim % 3 for dim in node.args[1:]} == {1, 2}
 
 
 def _is_fold(node: fx.Node, source: Any) -> bool:
-    """Whether of two values of the same numbers at most the first two dimensions of one are one dimension of the other."""
+    """Whether two values of the same elements have equal shapes, or one flattens the first two dimensions of the other."""
     own, other = (shape_of_node(item) for item in (node, source))
     if node.meta[VALUE].dtype != source.meta[VALUE].dtype or len(own) < 2 or len(other) < 2:
         return False

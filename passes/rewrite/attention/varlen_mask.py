@@ -1,4 +1,4 @@
-"""What rows see of their keys, as a bias of plain operators: a window, and documents that lie one after the other."""
+"""Write the visible keys of each row as a bias of plain operators: a window, and packed documents."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ aten = torch.ops.aten
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 
 Seen: TypeAlias = "tuple[int, int]"
-"""How many keys before a row and after it are seen; -1 is all."""
+"""How many keys before and after a row it sees; -1 means all."""
 
 
 def bias(query: fx.Node, size: Any, seen: Seen, writer: GraphWriter) -> fx.Node:
-    """Zero for keys of the window, minus infinity for others: [1 1 m n] for as many keys as rows."""
+    """Return a bias [1 1 m n], with m = n: zero for keys inside the window, minus infinity for all others."""
     rows, keys = (_numbers(query, size, writer) for _ in range(2))
-    return _added(_window(*_facing(rows, keys, size, writer), seen, writer), query, writer)
+    return _bias_of(_window(*_broadcast(rows, keys, size, writer), seen, writer), query, writer)
 
 
 def in_documents(query: fx.Node, size: Any, seen: Seen, ends: tuple[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
-    """The same for keys of the row's own document: the one that begins at `ends[i]`, for rows and for keys.
+    """Return a bias that also hides keys of other documents; `ends` are the cumulative lengths, for rows and for keys.
 
-    Where both are one value, a document's rows stand where its keys do, and the window is one of all rows. Else it is counted
-    from the end of the document's rows and of its keys.
+    If both are one value, a document's rows and keys have the same indices, and the window is relative to them. Otherwise
+    the window is relative to the ends of the document's rows and keys.
     """
     call = writer.call
     rows, keys = (_numbers(query, size, writer) for _ in range(2))
     of_row, of_key = (call(aten.bucketize.Tensor, place, own, right=True) for place, own in zip((rows, keys), ends, strict=True))
     if not _are_one_value(*ends):
         rows, keys = _before_the_end(rows, of_row, ends[0], writer), _before_the_end(keys, of_key, ends[1], writer)
-    are_same = call(aten.eq.Tensor, *_facing(of_row, of_key, size, writer))
-    return _added([are_same, *_window(*_facing(rows, keys, size, writer), seen, writer)], query, writer)
+    are_same = call(aten.eq.Tensor, *_broadcast(of_row, of_key, size, writer))
+    return _bias_of([are_same, *_window(*_broadcast(rows, keys, size, writer), seen, writer)], query, writer)
 
 
 def _are_one_value(first: fx.Node, second: fx.Node) -> bool:
-    """Whether one is the other, or a copy of it: nothing writes into a value of a graph."""
-    return _copied(first) is _copied(second)
+    """Whether two values are equal up to copies; values of a graph are never mutated."""
+    return _before_copies(first) is _before_copies(second)
 
 
-def _copied(node: fx.Node) -> fx.Node:
+def _before_copies(node: fx.Node) -> fx.Node:
     while node.target in COPIES:
         node = node_argument(node)
     return node
@@ -59,20 +59,22 @@ def _numbers(query: fx.Node, size: Any, writer: GraphWriter) -> fx.Node:
 
 
 def _before_the_end(places: fx.Node, documents: fx.Node, ends: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Minus how many rows are left of a row's document; rows behind the last document are said to be in one that ends at 0."""
+    """Return minus the number of rows left in each row's document. Rows after the last document belong to one that ends
+    at 0.
+    """
     call = writer.call
     padded = call(aten.constant_pad_nd.default, ends, [0, 1])
     return call(aten.sub.Tensor, places, call(aten.index.Tensor, padded, [documents]))
 
 
-def _facing(rows: fx.Node, keys: fx.Node, size: Any, writer: GraphWriter) -> tuple[fx.Node, fx.Node]:
-    """What is known of rows [1 1 m 1] and of keys [1 1 1 n]."""
+def _broadcast(rows: fx.Node, keys: fx.Node, size: Any, writer: GraphWriter) -> tuple[fx.Node, fx.Node]:
+    """Reshape values of rows to [1 1 m 1], and values of keys to [1 1 1 n]."""
     call = writer.call
     return call(aten.reshape.default, rows, [1, 1, size, 1]), call(aten.reshape.default, keys, [1, 1, 1, size])
 
 
 def _window(rows: fx.Node, keys: fx.Node, seen: Seen, writer: GraphWriter) -> list[fx.Node]:
-    """What has to hold for a key to be seen. Rows are moved, and not their distances to keys, of which there are many more."""
+    """Return the conditions for a visible key. The bounds are added to rows, not to distances, which have m * n elements."""
     (left, right), call = seen, writer.call
 
     def moved(by: int) -> fx.Node:
@@ -83,8 +85,8 @@ def _window(rows: fx.Node, keys: fx.Node, seen: Seen, writer: GraphWriter) -> li
     return after + before
 
 
-def _added(conditions: Sequence[fx.Node], query: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Zero where all conditions hold, minus infinity elsewhere."""
+def _bias_of(conditions: Sequence[fx.Node], query: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Return zero if all conditions hold, and minus infinity elsewhere."""
     shown = reduce(lambda one, other: writer.call(aten.bitwise_and.Tensor, one, other), conditions)
     like = {"dtype": query.meta[VALUE].dtype, "device": query.meta[VALUE].device}
     zero, hidden = (writer.call(aten.full.default, [], number, **like) for number in (0.0, -math.inf))

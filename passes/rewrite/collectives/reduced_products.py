@@ -1,4 +1,4 @@
-"""Values that are reduced over ranks, as one operator instead of two; sums of sums over ranks, as one of them."""
+"""Fuse a reduction over ranks with its wait, and merge sums of reductions into one reduction."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ aten = torch.ops.aten
 def reduced_over_ranks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """wait(all_reduce(x, op, group)) -> all_reduce(x, op, group) with its wait
 
-    What has not arrived is nobody else's: no stage may keep it, and no loop may copy rows of it. Only of reductions that give
-    each element from the same element of all ranks.
+    A pending value must stay private: no stage may keep it, and no loop may slice it. Applies only to reductions that
+    compute each element from the same element of all ranks.
     """
     begun = node_argument(node)
     if not is_all_reduce(begun) or set(begun.users) != {node}:
@@ -34,12 +34,13 @@ def reduced_over_ranks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @dataclass(frozen=True)
 class SumsOverRanks:
-    """Sums of rows over ranks that are added up are one sum, sent once: queries, keys and values have one gradient.
+    """Add values before they are reduced over ranks, so that one reduction is sent.
 
         add(all_reduce(a, sum), all_reduce(b, sum)) -> all_reduce(add(a, b), sum)
 
-    Only where nobody reads either by itself, and of rows, whose reductions ranks compare: the code of one rank may look at what
-    others do not look at. Sums round in another order.
+    The gradients of queries, keys and values are such a sum. Applies only if neither reduction has another user, and only
+    to values with a sequence dimension: ranks compare the reductions of those, and other reductions may depend on code
+    that differs between ranks. The sums round in another order.
     """
 
     name: ClassVar[str] = "sums over ranks"
@@ -54,18 +55,18 @@ class SumsOverRanks:
             parts = node.all_input_nodes
             if node.target is aten.add.Tensor and not node.kwargs and rows.issuperset(parts) and _is_one_sum(*parts):
                 total = writer.before(node).call(aten.add.Tensor, *(part.args[0] for part in parts))
-                made = writer.call(ALL_REDUCE, total, *parts[0].args[1:])
-                node.replace_all_uses_with(made, propagate_meta=False)
+                reduced = writer.call(ALL_REDUCE, total, *parts[0].args[1:])
+                node.replace_all_uses_with(reduced, propagate_meta=False)
                 for unused in (node, *parts):
                     joint.graph.erase_node(unused)
-                rows.add(made)
+                rows.add(reduced)
                 is_changed = True
         joint = joint_graph(joint.graph, len(joint.primals), len(joint.outputs)) if is_changed else joint
         return replace(facts, joint=joint, found_axes=None) if is_changed else facts
 
 
 def _is_one_sum(*parts: fx.Node) -> bool:
-    """Whether two values are reduced in the same way, a linear one, for one reader."""
+    """Whether two values are equal linear reductions, each with one user."""
     if len(parts) != 2 or any(len(part.users) != 1 for part in parts):
         return False
     one, other = parts

@@ -1,13 +1,13 @@
-"""Which collectives are on weights alone? The graph of a sharded model is the graph of the model, with something in front of each
-weight and something behind each gradient.
+"""Remove the collectives on weights: a sharded model's graph is the plain model's graph with collectives around it.
 
     wait(all_gather(shard)) -> t -> mm        ->    weight -> t -> mm
     mm -> wait(reduce_scatter) -> gradient    ->    mm -> gradient
 
-What is taken off is kept, and put back around the loops (`lowering/reinsert_collectives.py`), so that all passes in between see the model
-without shards. Taken off is what depends on one input alone up to one value, and what a gradient alone is made of from one value
-on: both are proven by who uses what. A reduction comes back behind everything that its operand is made by: in front of a product
-with a tangent it would be wrong, for each rank has a tangent of its own.
+The removed operators are stored and reinserted around the loops (`lowering/reinsert_collectives.py`), so that all passes
+in between see the unsharded model. A gather is the subgraph from one input to one value that depends on this input alone;
+a reduction is the subgraph from one value to one gradient that has no other use. Both are proven from the users of each
+node. A reduction stays after all operators that compute its operand: before a product with a tangent it would be wrong,
+because each rank has its own tangent.
 """
 
 from __future__ import annotations
@@ -68,40 +68,42 @@ class Unshard:
         return replace(facts, joint=joint, collectives=Collectives(gathers, reductions))
 
 
-# -- in front of a weight
+# -- gathers of weights
 
 
 def take_off_gathers(joint: JointGraph) -> dict[fx.Node, Gather]:
-    """Let each weight that is gathered be an input of the graph, and return how it is gathered."""
-    found: dict[fx.Node, Gather] = {}
+    """Make each gathered weight an input of the graph, and return the gather of each."""
+    gathers: dict[fx.Node, Gather] = {}
     for primal, nodes in made_of_one(joint).items():
         if any(map(is_gather, nodes)) and not primal.meta.get(MUTATED, False):
             nodes = _without_repeats(nodes)
             end = _end_of_gather(primal, nodes)
             if end is not None:
                 inside = _ancestors(end, nodes)
-                found[primal] = Gather(Subgraph.between(primal, end, inside), _said([node for node in nodes if node in inside]))
+                gathers[primal] = Gather(
+                    Subgraph.between(primal, end, inside), _recompute_policy([node for node in nodes if node in inside])
+                )
                 end.replace_all_uses_with(primal)
-                known = {name: value for name, value in primal.meta.items() if name != PATTERN}  # that of the shard
+                known = {name: value for name, value in primal.meta.items() if name != PATTERN}  # the pattern describes the shard
                 primal.meta = {**known, VALUE: end.meta[VALUE]}
-    return found
+    return gathers
 
 
 def made_of_one(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
-    """By tensor among the inputs what is made of it alone, in order."""
-    made: dict[fx.Node, list[fx.Node]] = {primal: [] for primal in joint.inputs if is_tensor(primal)}
-    root = {primal: primal for primal in made}
+    """Return, for each input tensor, the nodes that depend on it alone, in graph order."""
+    by_primal: dict[fx.Node, list[fx.Node]] = {primal: [] for primal in joint.inputs if is_tensor(primal)}
+    root = {primal: primal for primal in by_primal}
     for node in joint.graph.nodes:
         if node.op == "call_function" and gives_the_same_twice(node) and not is_assertion(node):
             roots = {root.get(source) for source in node.all_input_nodes}
             if len(roots) == 1 and (only := roots.pop()) is not None:
                 root[node] = only
-                made[only].append(node)
-    return made
+                by_primal[only].append(node)
+    return by_primal
 
 
 def _without_repeats(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The operators, each once: a weight that is used twice is gathered twice."""
+    """Merge equal operators: a weight that is used twice is gathered twice."""
     known: dict[Any, fx.Node] = {}
     for node in nodes:
         first = known.setdefault(key_of(node), node)
@@ -112,9 +114,9 @@ def _without_repeats(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """The one value by which a weight leaves its gather: the last before anything but the putting together of shards.
+    """Find the one value that leaves a gather: the last one before any operator that does more than reassemble shards.
 
-    It is taken for the weight, so it has to have the weight's numbers.
+    This value replaces the weight, so it must hold the weight's elements.
     """
     end, inside = None, set[fx.Node]()
     for node in nodes:
@@ -128,7 +130,7 @@ def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _pads_with_others(node: fx.Node) -> bool:
-    """Whether an operator puts other numbers than zeros around its operand."""
+    """Whether an operator pads its operand with a value other than zero."""
     return node.target is aten.constant_pad_nd.default and bound_arguments(node)["value"] != 0
 
 
@@ -137,7 +139,7 @@ def _puts_together(node: fx.Node) -> bool:
 
 
 def _keeps_numbers(node: fx.Node) -> bool:
-    """Whether an operator gives numbers of its operand, rounded at most, and zeros around them."""
+    """Whether an operator returns elements of its operand, at most rounded or padded with zeros."""
     if _pads_with_others(node):
         return False
     if node.target is aten._to_copy.default:
@@ -146,13 +148,13 @@ def _keeps_numbers(node: fx.Node) -> bool:
 
 
 def _leaves_by(end: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether nobody outside uses any other of these values, and this one stays inside of the graph."""
+    """Whether `end` is the only value of a subgraph with users outside it, and is no output of the graph."""
     leaves = any(user.op == "output" for user in end.users)
     return not leaves and all(user in inside for node in inside - {end} for user in node.users)
 
 
 def _ancestors(node: fx.Node, among: Iterable[fx.Node]) -> set[fx.Node]:
-    """The node, and those of the others that it is made of."""
+    """Return the node and its ancestors among the given nodes."""
     allowed, found, todo = set(among), {node}, [node]
     while todo:
         new = [source for source in todo.pop().all_input_nodes if source in allowed and source not in found]
@@ -161,45 +163,46 @@ def _ancestors(node: fx.Node, among: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _said(nodes: Iterable[fx.Node]) -> bool | None:
-    """What the author of the code says: whether the backward half is to find a gathered weight kept."""
-    said = [node.meta[RECOMPUTE] for node in nodes if node.meta.get(RECOMPUTE) is not None]
-    return True if any(policy in SAVES for policy in said) else False if any(policy in RECOMPUTES for policy in said) else None
+def _recompute_policy(nodes: Iterable[fx.Node]) -> bool | None:
+    """Return whether the user's checkpoint policy keeps (True) or recomputes (False) a gathered weight; None if not set."""
+    hints = [node.meta[RECOMPUTE] for node in nodes if node.meta.get(RECOMPUTE) is not None]
+    return True if any(policy in SAVES for policy in hints) else False if any(policy in RECOMPUTES for policy in hints) else None
 
 
-# -- behind a gradient
+# -- reductions of gradients
 
 
 def take_off_reductions(joint: JointGraph) -> dict[int, Subgraph]:
-    """Let the graph return gradients of its own rank alone, and return how they are reduced, by their positions."""
+    """Let the graph return gradients that are not yet reduced over ranks, and return their reductions by position."""
     output, count = joint.graph.output_node(), len(joint.outputs)
     results = list(outputs_of(joint.graph))
-    found: dict[int, Subgraph] = {}
+    reductions: dict[int, Subgraph] = {}
     for position, primal, gradient in joint.trained:
         if is_tensor(primal) and results.count(gradient) == 1:
             gradient = results[count + position] = _reduced_once(gradient, primal)
-            reduced = _reduced(gradient, primal)
-            if reduced is not None:
-                results[count + position], found[position] = reduced
+            removed = _reduced(gradient, primal)
+            if removed is not None:
+                results[count + position], reductions[position] = removed
     output.args = (tuple(results),)
-    return found
+    return reductions
 
 
 def _reduced(gradient: fx.Node, primal: fx.Node) -> tuple[fx.Node, Subgraph] | None:
-    """The value that a gradient's reduction begins with, the last with the shape and type of the weight, else the operand; and
-    what is made of it.
+    """Return the value that a gradient's reduction starts from, and the reduction's subgraph.
+
+    This is the last value with the weight's shape and dtype, else the last operand that all reductions depend on.
     """
     tail = _tail(gradient)
     reductions = {node for node in tail if is_reduction(node)}
     given = {source for node in tail for source in node.all_input_nodes if is_tensor(source)} if reductions else ()
-    found = {source: nodes for source in sorted(given, reverse=True) if reductions <= (nodes := _made_of(source, gradient, tail))}
+    found = {source: nodes for source in sorted(given, reverse=True) if reductions <= (nodes := _between(source, gradient, tail))}
     alike = [source for source in found if _is_like(source, primal)]
     source = next(iter(alike or found), None)
     return None if source is None else (source, Subgraph.between(source, gradient, found[source]))
 
 
 def _reduced_once(gradient: fx.Node, primal: fx.Node) -> fx.Node:
-    """The sum of what two uses of a weight have been reduced to, as the reduction of their sum.
+    """Merge the reductions of two uses of a weight into one reduction of their sum, and return the gradient.
 
     add(wait(reduce_scatter(a)), wait(reduce_scatter(b))) -> wait(reduce_scatter(add(a, b)))
     """
@@ -213,10 +216,10 @@ def _reduced_once(gradient: fx.Node, primal: fx.Node) -> fx.Node:
     if structure(one.graph) != structure(other.graph) or not all(map(_is_linear, one.nodes)):
         return gradient
     both = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, source, another)
-    made = one.written(both, lambda node: gradient)[one.end]
-    gradient.replace_all_uses_with(made)
+    reduced_sum = one.written(both, lambda node: gradient)[one.end]
+    gradient.replace_all_uses_with(reduced_sum)
     gradient.graph.erase_node(gradient)
-    return made
+    return reduced_sum
 
 
 def _is_linear(node: fx.Node) -> bool:
@@ -226,7 +229,10 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _tail(gradient: fx.Node) -> set[fx.Node]:
-    """What is made for a gradient alone, by operators that put shards together, collectives, and others of one operand."""
+    """Return the nodes that compute only this gradient.
+
+    They are collectives, operators that reassemble shards, and operators with one operand.
+    """
     found: set[fx.Node] = set()
     todo = [gradient]
     while todo:
@@ -242,16 +248,18 @@ def _may_follow(node: fx.Node) -> bool:
     return len(node.all_input_nodes) == 1 or node.target in PUTS_TOGETHER
 
 
-def _made_of(source: fx.Node, end: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
-    """What leads from `source` to `end` among these; nothing where `end` is made of another value, too."""
-    behind, todo = set[fx.Node](), [source]
+def _between(source: fx.Node, end: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes on paths from `source` to `end` among the given nodes; the empty set if `end` depends on another
+    value, too.
+    """
+    descendants, todo = set[fx.Node](), [source]
     while todo:
-        new = [user for user in todo.pop().users if user in among and user not in behind]
-        behind.update(new)
+        new = [user for user in todo.pop().users if user in among and user not in descendants]
+        descendants.update(new)
         todo += new
-    nodes = behind & _ancestors(end, behind)
-    is_alone = end in nodes and all(operand in nodes or operand is source for node in nodes for operand in node.all_input_nodes)
-    return nodes if is_alone else set()
+    nodes = descendants & _ancestors(end, descendants)
+    is_closed = end in nodes and all(operand in nodes or operand is source for node in nodes for operand in node.all_input_nodes)
+    return nodes if is_closed else set()
 
 
 def _is_like(node: fx.Node, primal: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""A mean over labelled tokens is a sum divided by a count, so that it can be taken chunk by chunk."""
+"""Replace a mean over labeled tokens by a sum divided by a count, which can be accumulated chunk by chunk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mean_loss(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | No
     if arguments["reduction"] != MEAN:
         return None
     scores, labels, weight, ignored = (arguments[name] for name in ("self", "target", "weight", "ignore_index"))
-    if torch.finfo(_dtype(scores)).max < torch.finfo(torch.float32).max:  # a mean that is in range of a sum that may not be
+    if torch.finfo(_dtype(scores)).max < torch.finfo(torch.float32).max:  # the sum may overflow if the mean does not
         scores, weight = (item and writer.call(aten._to_copy.default, item, dtype=torch.float32) for item in (scores, weight))
     total = writer.call(operator.getitem, writer.call(node.target, scores, labels, weight, SUM, ignored), 0)
     count = _label_count(labels, weight, ignored, writer)
@@ -36,7 +36,7 @@ def mean_loss(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | No
 
 @equation(*BACKWARD)
 def mean_loss_gradient(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """gradient of a mean loss -> gradient of the summed loss, for a gradient that is divided by the total weight"""
+    """gradient of a mean loss -> gradient of the summed loss, if the incoming gradient is divided by the total weight"""
     arguments = bound_arguments(node)
     if arguments["reduction"] != MEAN:
         return None
@@ -49,9 +49,10 @@ def mean_loss_gradient(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @equation(*BACKWARD)
 def total_weight_of_a_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """gradient of a summed loss, for a total weight -> the same, for any weight
+    """gradient of a summed loss for a total weight -> the same for any weight
 
-    Only the gradient of a mean reads the total weight: no other has to wait until all labels are counted.
+    Only the gradient of a mean reads the total weight. Without this operand, other gradients need not wait for the count
+    of all labels.
     """
     arguments = bound_arguments(node)
     total: fx.Node = arguments["total_weight"]
@@ -62,7 +63,7 @@ def total_weight_of_a_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 
 def _label_count(labels: fx.Node, weight: fx.Node | None, ignored: int, writer: GraphWriter) -> fx.Node:
-    """How many labels count, or the sum of their classes' weights."""
+    """Return the number of labels that count, or the sum of their class weights."""
     counted, device = writer.call(aten.ne.Scalar, labels, ignored), labels.meta[VALUE].device
     if weight is None:
         return writer.call(aten.sum.default, counted, dtype=torch.float64)

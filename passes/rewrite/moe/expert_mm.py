@@ -1,11 +1,12 @@
-"""Grouped products over rows that were sorted by their group: the same products over the rows where they stand.
+"""Replace grouped matrix products over rows sorted by group by the same products over the rows in their original order.
 
-    order = sort(group),  ends = cumsum(how many rows each group has)
+    order = sort(group),  ends = cumsum(number of rows per group)
     grouped_mm(x[order], weight, ends)         ->   streamfx::grouped_mm(x, weight, group)[order]
     grouped_mm(x[order].T, y[order], ends)     ->   streamfx::grouped_outer(x, y, group)
 
-That `ends` are the ends of the groups is proven from how they were counted; that no group is negative (such rows would be
-sorted to the front, but not be counted) from what the numbers are: positions of the largest scores, for example.
+That `ends` are the group ends follows from how the rows are counted. No group index may be negative: such rows would be
+sorted to the front but not counted. This follows from the values' range, for example if they are indices of the largest
+scores.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SAME_NUMBERS = SAME_SHAPES | RESHAPED
 
 
 def product(orders: Permutations, node: fx.Node) -> None:
-    """(x, weight, ends): a product of rows with their group's weight, or of rows with rows, summed per group."""
+    """(x, weight, ends): multiply rows by their group's weight, or multiply rows by rows and sum per group."""
     arguments = bound_arguments(node)
     x, weight = node.args[:2]
     others = [value for name, value in arguments.items() if name not in ("input", "self", "mat2", "weight", "offs")]
@@ -42,7 +43,7 @@ def product(orders: Permutations, node: fx.Node) -> None:
         return
     rank = len(shape_of_node(x)), len(shape_of_node(weight))  # type: ignore[arg-type]
     writer = orders.writer.before(node)
-    _whole(node, "nothing proves that its rows are sorted by group")
+    _record_fallback(node, "nothing proves that its rows are sorted by group")
     if rank == (2, 3) and (rows := orders.at(x)) is not None:
         group = _group(orders, node, rows.order, ends, shape_of_node(weight)[0])  # type: ignore[arg-type]
         if group is not None and weight not in orders.reordered:
@@ -55,10 +56,10 @@ def product(orders: Permutations, node: fx.Node) -> None:
 
 
 def product_backward(orders: Permutations, node: fx.Node) -> None:
-    """(x, weight, ends, gradient) to the gradients of x and of weight."""
+    """(x, weight, ends, gradient): compute the gradients of x and of weight."""
     x, weight, ends, gradient = node.args
     rows, cotangent = orders.at(x), orders.at(gradient)
-    _whole(node, "nothing proves that its rows are sorted by group")
+    _record_fallback(node, "nothing proves that its rows are sorted by group")
     if rows is None or cotangent is None or rows.order is not cotangent.order or weight in orders.reordered:
         return
     count = shape_of_node(weight)[0]  # type: ignore[arg-type]
@@ -69,77 +70,80 @@ def product_backward(orders: Permutations, node: fx.Node) -> None:
         assert part.target is operator.getitem
         writer = orders.writer.before(part)
         if int_argument(part, 1) == 0:
-            turned = writer.call(aten.transpose.int, weight, 1, 2)
-            orders.note(part, rows.order, writer.call(GROUPED_MM, cotangent.twin, turned, group))
+            transposed = writer.call(aten.transpose.int, weight, 1, 2)
+            orders.note(part, rows.order, writer.call(GROUPED_MM, cotangent.twin, transposed, group))
         else:
             orders.note(part, rows.order, _sums_of_products(rows.twin, cotangent.twin, group, part, writer), None)
     orders.reordered[node] = Permuted(rows.order, rows.twin, ())
 
 
 def _sums_of_products(x: fx.Node, y: fx.Node, group: fx.Node, like: fx.Node, writer: GraphWriter) -> fx.Node:
-    """The sum of outer products of each group's rows, laid out in memory as the traced one: autograd copies a gradient that lies
-    otherwise than its weight.
+    """Sum the outer products of each group's rows, with the strides of the traced result.
+
+    Autograd copies a gradient whose strides differ from its weight's.
     """
     wanted = like.meta[VALUE]
     if wanted.stride()[1:] == (1, wanted.shape[1]):
-        turned = writer.call(GROUPED_OUTER, y, x, group, wanted.shape[0])
-        return writer.call(aten.transpose.int, turned, 1, 2)
+        transposed = writer.call(GROUPED_OUTER, y, x, group, wanted.shape[0])
+        return writer.call(aten.transpose.int, transposed, 1, 2)
     return writer.call(GROUPED_OUTER, x, y, group, wanted.shape[0])
 
 
 def _group(orders: Permutations, node: fx.Node, order: fx.Node, ends: Any, count: Any) -> fx.Node | None:
-    """The group of each row, if the order sorts by it and `ends` are where each of `count` groups ends."""
+    """Return the group of each row, if the permutation sorts by it and `ends` are the ends of `count` groups."""
     keys = orders.sorted_by[order]
     if count == 1 and _counts_all(ends, keys):
         writer, own = orders.writer.before(node), keys.meta[VALUE]
         return writer.call(aten.full.default, size_arguments(keys, writer), 0, dtype=own.dtype, device=own.device)
     if not is_whole(keys, orders.values):
-        _whole(node, "its rows are sorted by numbers that may be fractions as far as the graph tells")
+        _record_fallback(node, "its rows are sorted by numbers that may be fractions as far as the graph tells")
         return None
     counted = _counted(orders, ends, count, keys)
     if counted is None or _same_numbers(orders, counted) is not _same_numbers(orders, keys):
-        _whole(node, "nothing proves that its groups end where the numbers end by which its rows are sorted")
+        _record_fallback(node, "nothing proves that its groups end where the numbers end by which its rows are sorted")
         return None
     if orders.values.of(keys).low < 0:
-        _whole(node, "the numbers of its groups may be negative as far as the graph tells, and such rows have no group")
+        _record_fallback(node, "the numbers of its groups may be negative as far as the graph tells, and such rows have no group")
         return None
     return keys
 
 
-def _whole(node: fx.Node, reason: str) -> None:
+def _record_fallback(node: fx.Node, reason: str) -> None:
     node.meta[WHY_WHOLE] = f"{node.target}: {reason}"
 
 
 def _counts_all(ends: fx.Node, keys: fx.Node) -> bool:
-    """Whether a single group ends with the last row: a histogram without bounds counts all, whatever their numbers are."""
-    found = _summed(ends, shape_of_node(keys))
+    """Whether the single group ends at the last row: a histogram with one bin and automatic bounds counts every value."""
+    found = _cumsum_operand(ends, shape_of_node(keys))
     if found is None or found.target is not aten.histc.default:
         return False
     arguments = bound_arguments(found)
-    all_of_them = sizes.product(shape_of_node(node_argument(found))) == sizes.product(shape_of_node(keys))
-    return arguments["bins"] == 1 and arguments["min"] == arguments["max"] and all_of_them
+    is_complete = sizes.product(shape_of_node(node_argument(found))) == sizes.product(shape_of_node(keys))
+    return arguments["bins"] == 1 and arguments["min"] == arguments["max"] and is_complete
 
 
-def _summed(ends: fx.Node, counted: tuple[Size, ...]) -> fx.Node | None:
-    """What `ends` is the running sum of, where all types between hold every number up to that of what is counted."""
+def _cumsum_operand(ends: fx.Node, counted: tuple[Size, ...]) -> fx.Node | None:
+    """Return the counts whose cumulative sum `ends` is, if all dtypes on the way represent every count exactly."""
     types = [ends.meta[VALUE].dtype]
 
-    def behind(node: fx.Node) -> fx.Node:
+    def before_casts(node: fx.Node) -> fx.Node:
         while node.target is aten._to_copy.default:
             node = node_argument(node)
             types.append(node.meta[VALUE].dtype)
         return node
 
-    total = behind(ends)
+    total = before_casts(ends)
     if total.target is not aten.cumsum.default or len(shape_of_node(total)) != 1:
         return None
     types.append(node_argument(total).meta[VALUE].dtype)
-    counts = behind(node_argument(total))
+    counts = before_casts(node_argument(total))
     return counts if all(_holds_counts(dtype, counted) for dtype in types) else None
 
 
 def _holds_counts(dtype: torch.dtype, counted: tuple[Size, ...]) -> bool:
-    """Where the size is not known before the run, eager's own counts are taken to be right if they are in float32."""
+    """Whether a dtype represents all counts exactly. If the size is dynamic, eager's own float32 counts are assumed to be
+    exact.
+    """
     most = sizes.product(counted)
     if isinstance(most, int):
         return is_exact_in(dtype, 0, most)
@@ -147,8 +151,8 @@ def _holds_counts(dtype: torch.dtype, counted: tuple[Size, ...]) -> bool:
 
 
 def _counted(orders: Permutations, ends: fx.Node, count: Any, keys: fx.Node) -> fx.Node | None:
-    """The numbers of which `ends` says how many are at most 0, 1, ... `count` - 1."""
-    counts = _summed(ends, shape_of_node(keys))
+    """Return the numbers that `ends` counts: entry i is how many of them are at most i, for i < `count`."""
+    counts = _cumsum_operand(ends, shape_of_node(keys))
     if counts is None:
         return None
     if counts in orders.restored:
@@ -161,7 +165,10 @@ def _counted(orders: Permutations, ends: fx.Node, count: Any, keys: fx.Node) -> 
 
 
 def _histogram(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:
-    """Bins of a histogram that hold a whole number each: [0, count - 1] in `count` bins, or [0, count], which none is."""
+    """Return the numbers of a histogram if each bin holds one integer.
+
+    That is: `count` bins over [0, count - 1], or over [0, count] if no number equals `count`.
+    """
     arguments = bound_arguments(counts)
     numbers, bins, low, high = node_argument(counts), arguments["bins"], arguments["min"], arguments["max"]
     fits = bins == count and low == 0 and high in (count - 1, count) and high > 0
@@ -180,7 +187,7 @@ def _ones_added(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | 
 def _equals_summed(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:
     """(numbers[:, None] == [0 1 2 ...]).sum(0)"""
     source, dims = node_argument(counts), bound_arguments(counts)["dim"]
-    while source.target is aten._to_copy.default:  # of truth values, which any type holds
+    while source.target is aten._to_copy.default:  # casts of bool: any dtype represents it exactly
         source = node_argument(source)
     if source.target is not aten.eq.Tensor or list(dims) != [0] or len(shape_of_node(source)) != 2:
         return None
@@ -194,7 +201,7 @@ def _equals_summed(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node
 
 
 def _same_numbers(orders: Permutations, node: fx.Node) -> fx.Node:
-    """The value behind views and changes of type that keep its numbers what they are, if not their shape."""
+    """Return the value before views and casts that keep its numbers."""
     return behind_copies(node, orders.values, SAME_NUMBERS)
 
 

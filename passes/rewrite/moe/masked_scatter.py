@@ -1,6 +1,4 @@
-"""Rows put in the places that a mask names, one after the other (images among tokens), as a look-up by the place's number; one
-number put in all of them.
-"""
+"""Replace rows that a mask scatters (images among tokens) by look-ups, and a number that a mask scatters by `where`."""
 
 from __future__ import annotations
 
@@ -21,7 +19,8 @@ aten = torch.ops.aten
 def rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """masked_scatter(x, mask, source) -> where(mask, source[cumsum(mask) - 1], x)
 
-    For masks that take all of a row or nothing, over fixed sizes; the source has a row to look up where none is asked for.
+    Applies to static shapes and masks that select complete rows. The source must not be empty: rows that are not masked
+    look up row 0.
     """
     arguments = bound_arguments(node)
     source, mask = arguments["source"], arguments["mask"]
@@ -39,7 +38,7 @@ def rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def number_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """index_put(x, [mask], number) -> where(mask, number, x)
 
-    One number for all places: which of them comes first does not matter.
+    All elements get the same number, so their order does not matter.
     """
     arguments = bound_arguments(node)
     x, indices, number = arguments["self"], arguments["indices"], arguments["values"]
@@ -56,7 +55,7 @@ def number_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @equation(aten.masked_scatter_backward.default)
 def gradient_of_rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """gradient for the source -> zeros, with the rows of the mask added at cumsum(mask) - 1"""
+    """gradient of the source -> zeros, with the masked rows added at cumsum(mask) - 1"""
     gradient, mask, sizes = node_argument(node), node_argument(node, 1), node.args[2]
     rows, own = _mask_of_rows(mask), node.meta[VALUE]
     width = shape_of_node(gradient)[-1] if shape_of_node(gradient) else 0
@@ -72,12 +71,12 @@ def gradient_of_rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Nod
 
 
 def _mask_of_rows(mask: fx.Node) -> fx.Node | None:
-    """What this mask is the repetition of along the last dimension: [... 1], of any type, true where it is not zero."""
+    """Return the mask [... 1] that a mask repeats along the last dimension, of any dtype (nonzero is true); else None."""
     if mask.meta[VALUE].dtype != torch.bool:
         return None
-    mask = _behind_clones(mask)
-    if mask.target is aten._to_copy.default:  # the one that makes it true or false: another one before it may make 0.5 a 0
-        mask = _behind_clones(node_argument(mask))
+    mask = _before_clones(mask)
+    if mask.target is aten._to_copy.default:  # the one that casts to bool: an earlier cast may turn 0.5 into 0
+        mask = _before_clones(node_argument(mask))
     if mask.target is not aten.expand.default:
         return None
     source = node_argument(mask)
@@ -85,14 +84,14 @@ def _mask_of_rows(mask: fx.Node) -> fx.Node | None:
     return source if len(before) == len(after) and before[-1] == 1 and before[:-1] == after[:-1] else None
 
 
-def _behind_clones(node: fx.Node) -> fx.Node:
+def _before_clones(node: fx.Node) -> fx.Node:
     while node.target is aten.clone.default:
         node = node_argument(node)
     return node
 
 
 def _numbers(rows: fx.Node, writer: GraphWriter) -> fx.Node:
-    """The number of each masked row among all of them; 0 for those before the first."""
+    """Return the index of each masked row among all masked rows; 0 before the first one."""
     shape = list(shape_of_node(rows))[:-1]
     if rows.meta[VALUE].dtype != torch.bool:
         rows = writer.call(aten._to_copy.default, rows, dtype=torch.bool)

@@ -1,14 +1,16 @@
-"""An order that is undone in the end need not be made.
+"""Remove a permutation of rows that is undone later.
 
-Mixtures of experts sort rows by expert, multiply each group by its expert's weight, and put the rows back. What lies between
-treats all rows alike, so it may as well act on the rows where they stand, which a chunk of the sequence has, too:
+Mixtures of experts sort rows by expert, multiply each group by its expert's weight, and restore the order of the rows.
+The operators in between treat all rows alike, so they may act on the rows in their original order, in which chunks of the
+sequence are contiguous:
 
     order = sort(ids)       f(x[order])[inverse of order]    ->    f(x)
                             sum over rows of g(x[order])     ->    sum over rows of g(x)
 
-Proof by induction over the operators: a value v in the new order has a twin w in the old one, v[i] = w[order[i]], and an operator
-whose rule keeps the letter of the rows apart makes twins of twins; one that sums over them makes the very result. Nothing is
-rewritten unless the order disappears altogether.
+The proof is an induction over operators. A permuted value v has an unpermuted value w (its twin) with v[i] = w[order[i]].
+If an operator's rule keeps the axis label of the rows apart, the operator maps unpermuted operands to the unpermuted
+result; if the operator sums over the rows, both results are equal. The graph changes only if a permutation disappears
+completely.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ Special: TypeAlias = "Callable[[Permutations, fx.Node], None]"
 
 @dataclass(frozen=True)
 class Permuted:
-    """What a node computes from rows in a new order: `twin` is the same from the rows as they stood.
+    """A node computed from permuted rows; `twin` is the same value computed from the rows in their original order.
 
-    `dims` has, for each result, the dimension that is reordered; None where the result is the twin's.
+    `dims` is the permuted dimension of each result, or None if the result equals the twin's.
     """
 
     order: fx.Node
@@ -53,17 +55,19 @@ class Permuted:
 
 
 class Permutations:
-    """Values of a graph in an order of their rows that some operator made, and what they are in the old order."""
+    """The values of a graph whose rows are permuted, and their unpermuted values."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.writer, self.values = graph, GraphWriter(graph), ValueRanges()
         self.reordered: dict[fx.Node, Permuted] = {}
-        self.restored: dict[fx.Node, Permuted] = {}  # values that do not depend on the order, and their twins
-        self.inverse: dict[fx.Node, fx.Node] = {}  # permutations that undo an order
-        self.sorted_by: dict[fx.Node, fx.Node] = {}  # what an order sorts, from the least to the largest
+        self.restored: dict[fx.Node, Permuted] = {}  # values that do not depend on the permutation, and their twins
+        self.inverse: dict[fx.Node, fx.Node] = {}  # inverse permutations, and the permutation that each one undoes
+        self.sorted_by: dict[fx.Node, fx.Node] = {}  # permutations, and the keys that each one sorts in ascending order
 
     def find(self, special: Mapping[str, Special]) -> None:
-        """Walk the graph; `special` has operators, by name, that know more of orders than their rules say."""
+        """Walk the graph. `special` maps operator names to handlers that know more about permutations than the operators'
+        rules.
+        """
         for node in list(self.graph.nodes):
             if node.op != "call_function" or node in self.reordered or node in self.restored:
                 continue
@@ -71,38 +75,38 @@ class Permutations:
             if known is not None:
                 known(self, node)
             if node not in self.reordered and node not in self.restored and node not in self.inverse:
-                _push(self, node)
+                _propagate(self, node)
 
     def note(self, node: fx.Node, order: fx.Node, twin: fx.Node, dim: int | None = 0) -> None:
-        """State that `node` is `twin` with its rows along `dim` in an order (None: the same in any)."""
+        """Record that `node` is `twin` with its rows permuted along `dim`, or equal to `twin` if `dim` is None."""
         (self.restored if dim is None else self.reordered)[node] = Permuted(order, twin, (dim,))
 
     def at(self, node: Any, dim: int = 0) -> Permuted | None:
-        """The twin of a value that is reordered along a dimension."""
+        """Return the twin of a value that is permuted along a dimension, else None."""
         found = self.reordered.get(node)
         return found if found is not None and found.dims == (dim % len(shape_of_node(node)),) else None
 
     def order_of(self, node: Any) -> fx.Node | None:
-        """The order that a vector of indices makes where it looks up rows."""
+        """Return the permutation that an index vector applies to the rows it looks up, else None."""
         return node if node in self.sorted_by else None
 
 
 def undo_orders(graph: fx.Graph, special: Mapping[str, Special]) -> None:
-    """Take out of a graph, in place, every order of rows that nothing depends on."""
+    """Remove, in place, every permutation of rows on which no result depends."""
     orders = Permutations(graph)
     orders.find(special)
-    restored = _without_lasting_orders(orders)
+    restored = _removable(orders)
     alive = _alive(graph, restored)
     for node in orders.reordered.keys() & alive:
         lasting = next((user.name for user in node.users if user in alive and user not in orders.reordered), "another")
         node.meta[WHY_WHOLE] = f"{node.target}: its rows stand in an order that matters to {lasting}"
-    made = {*orders.writer.made}
+    new_nodes = {*orders.writer.made}
     for node, found in restored.items():
-        replace(node, found.twin, is_new=found.twin in made)
+        replace(node, found.twin, is_new=found.twin in new_nodes)
 
 
-def _without_lasting_orders(orders: Permutations) -> dict[fx.Node, Permuted]:
-    """The replacements after which nothing in their order is computed any more."""
+def _removable(orders: Permutations) -> dict[fx.Node, Permuted]:
+    """Return the replacements that leave no value permuted by the same permutation alive."""
     kept = dict(orders.restored)
     while True:
         alive = _alive(orders.graph, kept)
@@ -129,26 +133,26 @@ def _name(node: fx.Node) -> str:
     return node.target.name() if isinstance(node.target, OpOverload) else ""
 
 
-# -- operators that treat rows alike, as their rules say
+# -- operators whose rules treat all rows alike
 
 
-def _push(orders: Permutations, node: fx.Node) -> None:
-    """Give an operator on reordered rows its twin, if its rule keeps their letter apart."""
+def _propagate(orders: Permutations, node: fx.Node) -> None:
+    """Compute an operator's twin from permuted operands, if its rule keeps the axis label of the rows apart."""
     if node.target is operator.getitem:
-        return _push_part(orders, node)
+        return _propagate_getitem(orders, node)
     operands = tensor_operands(node)
-    marks = [orders.reordered.get(operand) for operand in operands]
-    known = [mark for mark in marks if mark is not None]
+    permuted_operands = [orders.reordered.get(operand) for operand in operands]
+    known = [mark for mark in permuted_operands if mark is not None]
     if not known or len({mark.order for mark in known}) > 1 or is_reduced_over_ranks(node):
-        return None  # (a row that is reduced meets the same row of other ranks, which are in another order)
+        return None  # (a reduction over ranks would combine rows that each rank has permuted differently)
     signature = _signature(node)
-    letter = _letter_of_rows(signature, marks) if signature is not None else None
+    letter = _letter_of_rows(signature, permuted_operands) if signature is not None else None
     if signature is None or letter is None:
         return None
     dims = tuple(_position(shape, letter) for shape in signature.results)
     if any(letter in dim for shape in signature.results for dim in shape if len(dim) > 1):
         return None
-    twins = {operand: mark.twin for operand, mark in zip(operands, marks, strict=True) if mark is not None}
+    twins = {operand: mark.twin for operand, mark in zip(operands, permuted_operands, strict=True) if mark is not None}
     writer = orders.writer.before(node)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: twins.get(argument, argument))
     twin = writer.call(node.target, *args, **kwargs)
@@ -158,7 +162,7 @@ def _push(orders: Permutations, node: fx.Node) -> None:
     return None
 
 
-def _push_part(orders: Permutations, node: fx.Node) -> None:
+def _propagate_getitem(orders: Permutations, node: fx.Node) -> None:
     source, position = node.args[0], int_argument(node, 1)
     found = orders.reordered.get(source)  # type: ignore[arg-type]
     if found is not None and position < len(found.dims):
@@ -167,7 +171,7 @@ def _push_part(orders: Permutations, node: fx.Node) -> None:
 
 
 def _signature(node: fx.Node) -> Signature | None:
-    """What the operator does with dimensions of which nothing is known."""
+    """Return the operator's signature for dimensions of which only the sizes are known."""
     rule = rule_for(node)
     if rule is None:
         return None
@@ -175,14 +179,16 @@ def _signature(node: fx.Node) -> Signature | None:
     dims: dict[fx.Node, tuple[Dim, ...]] = {
         operand: tuple(table.fresh(size) for size in shape_of_node(operand)) for operand in tensor_operands(node)
     }
-    said = said_by(rule, RuleCall(node, table, dims))
-    return None if isinstance(said, str) else said
+    signature = said_by(rule, RuleCall(node, table, dims))
+    return None if isinstance(signature, str) else signature
 
 
-def _letter_of_rows(signature: Signature, marks: list[Permuted | None]) -> Letter | None:
-    """The one letter of all reordered dimensions, if no operand has it in any other order and the operator lets it be."""
+def _letter_of_rows(signature: Signature, permuted_operands: list[Permuted | None]) -> Letter | None:
+    """Return the axis label of all permuted dimensions, if it is one, no operand has it unpermuted, and the operator
+    keeps it.
+    """
     letters: set[Letter] = set()
-    for shape, mark in zip(signature.operands, marks, strict=True):
+    for shape, mark in zip(signature.operands, permuted_operands, strict=True):
         if mark is not None:
             (dim,) = mark.dims
             if dim is None or len(shape[dim]) != 1:
@@ -193,7 +199,7 @@ def _letter_of_rows(signature: Signature, marks: list[Permuted | None]) -> Lette
     (letter,) = letters
     if signature.is_special(letter):
         return None
-    for shape, mark in zip(signature.operands, marks, strict=True):
+    for shape, mark in zip(signature.operands, permuted_operands, strict=True):
         places = [position for position, dim in enumerate(shape) if letter in dim]
         if places != ([mark.dims[0]] if mark is not None else []):
             return None
@@ -204,11 +210,11 @@ def _position(shape: LetterShape, letter: Letter) -> int | None:
     return next((position for position, dim in enumerate(shape) if letter in dim), None)
 
 
-# -- operators that make an order, look rows up by it, or undo it
+# -- operators that create a permutation, index by it, or undo it
 
 
 def _sort(orders: Permutations, node: fx.Node) -> None:
-    """The indices of a sorted vector are an order; those of a sorted order undo it."""
+    """The indices of a sorted vector are a permutation; the indices of a sorted permutation are its inverse."""
     arguments = bound_arguments(node)
     keys = arguments["self"]
     if len(shape_of_node(keys)) != 1 or arguments["descending"]:
@@ -232,7 +238,7 @@ def _sort(orders: Permutations, node: fx.Node) -> None:
 
 
 def _look_up(orders: Permutations, node: fx.Node) -> None:
-    """Rows in an order, looked up by what undoes it, stand where they stood."""
+    """Permuted rows, indexed by the inverse permutation, are in their original order."""
     index = row_index(node)
     rows = orders.at(node.args[0])
     if rows is not None and index is not None and orders.inverse.get(index) is rows.order:
@@ -240,7 +246,9 @@ def _look_up(orders: Permutations, node: fx.Node) -> None:
 
 
 def _write(orders: Permutations, node: fx.Node) -> None:
-    """Rows written by an order, which leaves no row out, or added to zeros by what undoes one."""
+    """Rows written by a permutation, which covers all rows, are in their original order; rows written by an inverse are
+    permuted.
+    """
     index, arguments = row_index(node), bound_arguments(node)
     if index is None:
         return
@@ -263,7 +271,7 @@ def _written(orders: Permutations, node: fx.Node, order: fx.Node, rows: fx.Node)
 
 
 def _scatter(orders: Permutations, node: fx.Node) -> None:
-    """The same on vectors: `scatter(base, 0, order, rows)`, or `index_copy`."""
+    """Handle `scatter(base, 0, order, rows)` and `index_copy` of vectors likewise."""
     arguments = bound_arguments(node)
     index, rows = arguments["index"], arguments.get("src", arguments.get("source"))
     is_vector = shape_of_node(index) == shape_of_node(node) and len(shape_of_node(index)) == 1

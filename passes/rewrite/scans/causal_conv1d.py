@@ -1,7 +1,7 @@
-"""The causal-conv1d package's operators as one whose state is the rows that a chunk sees of the chunk before.
+"""Replace the causal-conv1d package's operators by a recurrence whose state is the last rows of the previous chunk.
 
-They write what they make into tensors that they are given, and add to the gradients of weights (cpp_functions.py in its 1.6),
-which graphs say in other words: `auto_functionalized(operator, x=..., _out_base_index=0, _all_bases=[out])`.
+The package's C++ operators write into tensors that they are given, and add to the gradients of weights (cpp_functions.py
+in version 1.6). In a graph this reads `auto_functionalized(operator, x=..., _out_base_index=0, _all_bases=[out])`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 FORWARD, BACKWARD = "DaoAILab::_causal_conv1d_fwd_cpp", "DaoAILab::_causal_conv1d_bwd_cpp"
 GIVEN = ("x", "weight", "bias")
 BEYOND = ("seq_idx", "initial_states")
-WRITTEN = ("dx", "dweight", "dbias")  # in this order
+WRITTEN = ("dx", "dweight", "dbias")  # in the order of `_all_bases`
 CONVOLUTION = Stateful(
     name="causal_conv1d",
     operators=(FORWARD, BACKWARD),
@@ -44,7 +44,7 @@ def convolution_of_the_package(node: fx.Node, writer: GraphWriter) -> Mapping[fx
     """causal_conv1d(x, weight, out=empty) -> out         ->   recurrence(x, weight) -> out
     causal_conv1d_backward(d, x, weight, dx=empty, dweight=0) -> dx, dweight   ->   recurrence(d, x, weight) -> dx, dweight
 
-    Without states and sequence numbers of the caller's.
+    Applies if the caller passes no states and no sequence indices.
     """
     if _name(node) != FORWARD:
         return None
@@ -70,7 +70,7 @@ def _forward(node: fx.Node) -> ScanCall:
 
 
 def _backward(node: fx.Node, call: ScanCall) -> ScanCall | None:
-    """A backward that is this call's; None of another's."""
+    """Return the backward if it belongs to this call, else None."""
     own = node.kwargs
     given = {**{name: behind(own[name]) for name in GIVEN}, "silu": own["silu_activation"], "first": None}
     if any(value is not call.arguments[name] for name, value in given.items()):
@@ -84,7 +84,9 @@ def _backward(node: fx.Node, call: ScanCall) -> ScanCall | None:
 
 
 def _call(node: fx.Node, arguments: Mapping[str, Any]) -> ScanCall:
-    """What is written follows what is returned, which is nothing."""
+    """The results of `auto_functionalized` are the operator's own result (none here), followed by the tensors that it
+    writes.
+    """
     parts = results_in_use(node)
     if parts is None or 0 in parts:
         raise NotStatefulError(TOGETHER)

@@ -1,4 +1,4 @@
-"""The gradients of a convolution, each as an operator of its own: they need different rows."""
+"""Split the backward of a convolution into one operator per gradient, because each gradient needs different rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @equation(aten.convolution_backward.default)
 def gradients_of_a_convolution(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
-    """convolution_backward(dy, x, w) -> dx = convolution(dy, w, transposed)      rows of dy from the window ahead
+    """convolution_backward(dy, x, w) -> dx = convolution(dy, w, transposed)      reads rows of dy up to one window ahead
     dw = convolution_backward(only dw)       a sum over rows
     db = sum(dy)                             a sum over rows
     """
@@ -29,28 +29,26 @@ def gradients_of_a_convolution(node: fx.Node, writer: GraphWriter) -> dict[fx.No
         return None
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     stride, padding, dilation, transposed, more, groups = (arguments[name] for name in names)
-    found: dict[fx.Node, fx.Node] = {}
+    gradients: dict[fx.Node, fx.Node] = {}
     for user in node.users:
         match user.args[1]:
             case 0:
-                made = writer.call(
+                result = writer.call(
                     aten.convolution.default, gradient, weight, None, stride, padding, dilation, not transposed, more, groups
                 )
             case 1:
                 others = (arguments["bias_sizes"], stride, padding, dilation, transposed, more, groups)
                 alone = writer.call(aten.convolution_backward.default, gradient, x, weight, *others, [False, True, False])
-                made = writer.call(operator.getitem, alone, 1)
+                result = writer.call(operator.getitem, alone, 1)
             case _:
                 dims = [dim for dim in range(len(shape_of_node(gradient))) if dim != 1]
-                made = writer.call(aten.sum.dim_IntList, gradient, dims)
-        found[user] = made
-    return found
+                result = writer.call(aten.sum.dim_IntList, gradient, dims)
+        gradients[user] = result
+    return gradients
 
 
 def _has_a_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:
     taps = shape_of_node(weight)
-    if not all(
-        item.meta[VALUE].is_floating_point() for item in (x, weight)
-    ):  # complex numbers have conjugates in their gradients
+    if not all(item.meta[VALUE].is_floating_point() for item in (x, weight)):  # gradients of complex tensors contain conjugates
         return False
     return is_of_one_tap(arguments, taps) or (len(shape_of_node(x)) == 3 and window_of(arguments, taps[-1]) is not None)

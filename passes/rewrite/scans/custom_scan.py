@@ -1,7 +1,7 @@
-"""Operators with a state, of packages and users, as operators whose rows follow one another (`streamfx.register_recurrence`).
+"""Replace operators with a state that packages or users declare (`streamfx.register_recurrence`) by recurrences.
 
-A call and its backwards change together: the states with which chunks began, which a backward needs, are left by the loop that
-runs the call.
+A call and its backwards are replaced together: the loop that runs the call also stores the state at the start of each
+chunk, which the backward needs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLAGS = "result {number} in use, which is another where the state after the last
 
 @dataclass(frozen=True)
 class ScanCall:
-    """A call of an operator with a state, or of its backward: arguments by name, who takes which result, and what these are."""
+    """A call of an operator with a state, or of its backward: arguments by name, users of each result, and result values."""
 
     node: fx.Node
     arguments: Mapping[str, Any]
@@ -51,7 +51,7 @@ class ScanCall:
 
 def operator_with_a_state(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """scan(x, first) -> y, last                       ->   recurrence(x, first) -> y, last
-    scan_backward(dy, dlast, x, first) -> dx, dfirst   ->   recurrence(dy, dlast, x, first) -> dx, dfirst, from the last row on
+    scan_backward(dy, dlast, x, first) -> dx, dfirst   ->   recurrence(dy, dlast, x, first) -> dx, dfirst, in reverse
     """
     declared = STATEFUL[name_of(node)]
     backwards: list[ScanCall] = []
@@ -89,14 +89,14 @@ def read(node: fx.Node, declared: Stateful) -> ScanCall:
 
 
 def behind(value: Any) -> Any:
-    """What an argument is a plain alias of: autograd may save one in its place."""
+    """Return the value that an argument is an alias of: autograd may save an alias instead of the argument."""
     while isinstance(value, fx.Node) and value.target in alias.targets:
         value = node_argument(value)
     return value
 
 
 def takers(value: fx.Node) -> Iterator[fx.Node]:
-    """Who is given a value, or an alias of it."""
+    """Yield the users of a value and of its aliases."""
     for user in value.users:
         if user.target in alias.targets:
             yield from takers(user)
@@ -105,7 +105,7 @@ def takers(value: fx.Node) -> Iterator[fx.Node]:
 
 
 def backwards_of(declared: Stateful, call: ScanCall) -> list[ScanCall]:
-    """The backwards of a call: they are given its operands, and what it saved for them."""
+    """Return the backwards of a call: they take its operands and the results that it saved for them."""
     found = [backward for backward in _sharing(call, declared, 1) if _is_of(declared, backward, call)]
     for backward in found:
         _check_names(declared, backward, backward=True)
@@ -116,7 +116,7 @@ def backwards_of(declared: Stateful, call: ScanCall) -> list[ScanCall]:
 
 
 def _sharing(call: ScanCall, declared: Stateful, which: int) -> Iterator[ScanCall]:
-    """Calls of the operator, or of its backward, that have an operand in common with this one."""
+    """Yield the calls of the operator (0), or of its backward (1), that share an operand with this call."""
     sources = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
     users = {user: None for source in sources for user in takers(source) if name_of(user) == declared.operators[which]}
     return (read(user, declared) for user in users)
@@ -130,7 +130,7 @@ def _is_of(declared: Stateful, backward: ScanCall, call: ScanCall) -> bool:
 
 
 def _check_names(declared: Stateful, call: ScanCall, backward: bool = False) -> None:
-    """What is known of a package's operator is known of one version."""
+    """Check the argument names: a package's operator may change between versions."""
     known = declared.backward_takes if backward else declared.takes
     if tuple(call.arguments) != known:
         raise NotStatefulError(f"other arguments than {', '.join(known)}")
@@ -140,45 +140,50 @@ def _is_same(value: Any, other: Any) -> bool:
     return value is other or (type(value) is type(other) and not isinstance(value, fx.Node) and bool(value == other))
 
 
-# -- writing them
+# -- writing recurrences
 
 
 def written(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """The results of a call and of its backwards, by operators that run chunk by chunk; nothing is written where one cannot."""
+    """Replace the results of a call and of its backwards by recurrences that run chunk by chunk.
+
+    If one of them cannot be replaced, raise an error before anything is written.
+    """
     _check_saved(declared, call, backwards)
     wanted = [number for number in sorted(call.parts) if number not in declared.remade.values()]
     plan, results = writer.value(forward_plan, declared, call.values, wanted)
     _check_results(call, results, wanted)
     others = [(other, _plan_of(declared, plan, call, other, results, writer)) for other in backwards]
-    made = writer.call(Forward(plan), *call.operands(plan.operands))
-    found = _replaced(call, plan, made, writer)
+    forward = writer.call(Forward(plan), *call.operands(plan.operands))
+    found = _replacements(call, plan, forward, writer)
     for other, own in others:
         both = ScanCall(other.node, {**call.arguments, **other.arguments}, other.parts, other.results)
         result = writer.before(other.node).call(Backward(own), *both.operands(own.operands))
-        result.meta[FORWARD_OPERATOR] = made
-        found |= _replaced(other, own, result, writer)
+        result.meta[FORWARD_OPERATOR] = forward
+        found |= _replacements(other, own, result, writer)
     return found
 
 
 def _plan_of(
     declared: Stateful, plan: StatefulPlan, call: ScanCall, other: ScanCall, known: Sequence[Any], writer: GraphWriter
 ) -> StatefulPlan:
-    """A backward's plan: it is given what its call is, where it makes again what that saved."""
+    """Return the plan of a backward. It also takes the operands of its call if it recomputes values that the call has
+    saved.
+    """
     kept = {name: value for name, value in other.values.items() if name not in declared.remade}
-    again = any(0 not in shape_of(known[number]) for number in declared.remade.values())
-    arguments = {**(call.values if again else {}), **kept}
+    recomputes = any(0 not in shape_of(known[number]) for number in declared.remade.values())
+    arguments = {**(call.values if recomputes else {}), **kept}
     own, results = writer.value(backward_plan, declared, plan, arguments, known, sorted(other.parts))
     _check_results(other, results, sorted(other.parts))
     return own
 
 
-def _replaced(call: ScanCall, plan: StatefulPlan, made: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    taken = {part.number: writer.call(operator.getitem, made, place) for place, part in enumerate(plan.results)}
+def _replacements(call: ScanCall, plan: StatefulPlan, recurrence: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    taken = {part.number: writer.call(operator.getitem, recurrence, place) for place, part in enumerate(plan.results)}
     return {user: taken[number] for number, users in call.parts.items() if number in taken for user in users}
 
 
 def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall]) -> None:
-    """What each chunk makes again, or has of its own, nobody else may read."""
+    """Check that a result without rows is recomputed by each chunk, and that only this call's backwards read it."""
     own = {backward.node for backward in backwards}
     for number, users in call.parts.items():
         without_rows = declared.results[number] is None and number not in declared.states.values()
@@ -187,7 +192,9 @@ def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCal
 
 
 def _check_results(call: ScanCall, results: Sequence[Any], wanted: Sequence[int]) -> None:
-    """Results that are taken are those of a call as it stood: an operator may give others where it is asked for its state."""
+    """Check that used results keep their shape and dtype: an operator may return other results if it also returns its
+    state.
+    """
     for number in wanted:
         value, now = call.results[number], results[number]
         if now is None or shape_of(value) != shape_of(now) or value.dtype != now.dtype:

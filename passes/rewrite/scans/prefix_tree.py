@@ -1,4 +1,4 @@
-"""PyTorch's `associative_scan`, one operator since `streamfx/frontend/associative_scan_match.py`, as one whose rows follow one another."""
+"""Replace `associative_scan` operators by recurrences (`streamfx/frontend/associative_scan_match.py` recognizes them)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, Associative, 
 
 @dataclass(frozen=True)
 class TreeScan:
-    """A call: rows of each leaf, what all rows are given, and the number of the function."""
+    """A call of the scan: the rows of each leaf, the operands that all rows share, and the number of the combine function."""
 
     rows: tuple[fx.Node, ...]
     given: tuple[fx.Node, ...]
@@ -35,15 +35,15 @@ class TreeScan:
 @equation(TREE_SCAN)
 def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """associative_scan(rows) -> y                     ->   recurrence(rows) -> y
-    associative_scan_backward(dy, rows) -> drows    ->   recurrence(dy, rows) -> drows, from the last row on
+    associative_scan_backward(dy, rows) -> drows    ->   recurrence(dy, rows) -> drows, in reverse
     """
     call, parts = TreeScan.read(node.args), results_in_use(node)
     backwards = list(_backwards(call))
     of_backwards = [results_in_use(each) for each in backwards]
     if parts is None or None in of_backwards or not isinstance(shape_of_node(call.rows[0])[0], int):
         return None
-    made = writer.made_as(_values(node, parts), Associative(_plan(call, sorted(parts))), *call.rows, *call.given)
-    found = _taken(made, parts, writer)
+    forward = writer.made_as(_values(node, parts), Associative(_plan(call, sorted(parts))), *call.rows, *call.given)
+    found = _getitems(forward, parts, writer)
     for each, own in zip(backwards, of_backwards, strict=True):
         assert own is not None
         gradients: Sequence[Any] = each.args[0]  # type: ignore[assignment]
@@ -52,13 +52,13 @@ def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
         plan = _plan(call, sorted(own), present, absent)
         operands = (*present, *call.rows, *call.given)
         result = writer.before(each).made_as(_values(each, own), AssociativeBackward(plan), *operands)
-        result.meta[FORWARD_OPERATOR] = made
-        found |= _taken(result, own, writer)
+        result.meta[FORWARD_OPERATOR] = forward
+        found |= _getitems(result, own, writer)
     return found
 
 
 def _backwards(call: TreeScan) -> Iterator[fx.Node]:
-    """Its backwards: they are given the same rows, and the same function."""
+    """Yield the backwards of a call: they take the same rows and the same combine function."""
     for user in dict.fromkeys(user for row in call.rows for user in takers(row)):
         if user.target is SCAN_BACKWARD and TreeScan.read(user.args[1:]) == call:
             yield user
@@ -68,15 +68,15 @@ def _values(node: fx.Node, parts: Mapping[int, Any]) -> tuple[Any, ...]:
     return tuple(node.meta[VALUE][number] for number in sorted(parts))
 
 
-def _taken(made: fx.Node, parts: Mapping[int, Sequence[fx.Node]], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    taken = {number: writer.call(operator.getitem, made, place) for place, number in enumerate(sorted(parts))}
+def _getitems(scan: fx.Node, parts: Mapping[int, Sequence[fx.Node]], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    taken = {number: writer.call(operator.getitem, scan, place) for place, number in enumerate(sorted(parts))}
     return {user: taken[number] for number, users in parts.items() for user in users}
 
 
 def _plan(
     call: TreeScan, results: Sequence[int], gradients: Sequence[fx.Node] = (), absent: frozenset[int] | None = None
 ) -> TreePlan:
-    """Of a call, or of its gradients."""
+    """Return the plan of a call, or of its backward."""
     operands = [*((shape_of_node(row), 0) for row in call.rows), *((shape_of_node(value), None) for value in call.given)]
     taken = [*((shape_of_node(gradient), 0) for gradient in gradients), *operands]
     axes = axes_apart(taken, [operands[number] for number in results])

@@ -1,4 +1,4 @@
-"""Prefix reductions that run from the last row to the first, as the gradient of a running sum does."""
+"""Replace flipped prefix reductions by reversed ones, such as the gradient of a cumulative sum."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def reversed_scan(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if not rank or not isinstance(flipped, fx.Node) or flipped.target is not aten.flip.default:
         return None
     dim = bound_arguments(scanned)["dim"] % rank
-    turned = [[item % rank for item in flip.args[1]] for flip in (node, flipped)]  # type: ignore[union-attr,operator]
+    flipped_dims = [[item % rank for item in flip.args[1]] for flip in (node, flipped)]  # type: ignore[union-attr,operator]
     same_type = scanned.meta[VALUE].dtype == flipped.meta[VALUE].dtype
-    if turned != [[dim], [dim]] or not same_type:
+    if flipped_dims != [[dim], [dim]] or not same_type:
         return None
     reverse = getattr(torch.ops.streamfx, f"reverse_{FORWARD[scanned.target]}").default
     return writer.call(reverse, flipped.args[0], dim)

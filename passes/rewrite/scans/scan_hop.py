@@ -1,8 +1,8 @@
-"""PyTorch's `scan` as an operator whose rows follow one another: what is carried from row to row is known, and its direction.
+"""Replace PyTorch's `scan` by a recurrence over rows: its carry and its direction are known.
 
-What a step makes of that alone which all rows are given is the same for each row: it is made once, and the rows of a result
-repeat it. The backward half of a scan is a scan, too, over such results: PyTorch stacks a weight that its steps need as often as
-there are rows.
+Values that a step computes only from operands shared by all rows are loop-invariant: they are computed once and expanded
+to all rows. The backward of a scan is a scan over such results, too: PyTorch stacks one copy of a weight per row if the
+steps need it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ScanStep:
-    """The operators of one row: they take what is carried, a row of each operand that has rows, and what all rows are given; they
-    make what is carried on, and a row of each result.
+    """The graph of one step: (carry, one row of each scanned operand, shared operands) to (next carry, one row per
+    output).
     """
 
     graph: fx.Graph
@@ -53,7 +53,7 @@ class ScanStep:
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
 
     def arranged(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> ScanStep:
-        """The same operators with the inputs in another order, and with these of their results."""
+        """Return the same operators with reordered inputs and the given results."""
         graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in (*inputs, *self.operators):
             known[node] = graph.node_copy(node, known.__getitem__)
@@ -62,17 +62,17 @@ class ScanStep:
         return ScanStep(graph, self.carried)
 
     def with_views(self) -> ScanStep:
-        """Nothing writes to what a step makes: its copies of views may be views, which copy where they have to."""
-        made = self.arranged(self.inputs, self.results)
-        for node in made.operators:
+        """Replace copies of views by views that copy only if needed; nothing writes to the values of a step."""
+        step = self.arranged(self.inputs, self.results)
+        for node in step.operators:
             viewed = _view_of(node.target)
             node.target = COPIES_WHERE_NEEDED.get(viewed, viewed)
-        return made
+        return step
 
 
 @dataclass(frozen=True)
 class ScanOperator:
-    """A call of `scan`: the operands of each kind."""
+    """A call of `scan`: initial carry, scanned rows, and shared operands."""
 
     step: ScanStep
     first: tuple[fx.Node, ...]
@@ -86,29 +86,29 @@ class ScanOperator:
 
 @equation(SCAN)
 def scan_over_rows(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
-    """scan(step, first, rows, given) -> scan(first, rows, given), from the last row to the first where the rows were turned"""
+    """scan(step, first, rows, given) -> scan(first, rows, given), in reverse if the rows were flipped"""
     call, parts = _read(node), results_in_use(node)
     if call is None or parts is None:
         return None
-    made = _without_steps(call, [number for number in parts if number >= call.step.carried], writer)
-    wanted = [number for number in parts if number not in made]
+    results = _without_steps(call, [number for number in parts if number >= call.step.carried], writer)
+    wanted = [number for number in parts if number not in results]
     if wanted:
-        made |= _scanned(_with_repeated_given(call), wanted, writer)
-    return {part: made[number] for number, users in parts.items() for part in users}
+        results |= _scanned(_with_shared_operands(call), wanted, writer)
+    return {part: results[number] for number, users in parts.items() for part in users}
 
 
 @equation(aten.flip.default)
 def turned_repetition(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """flip(expand(x)) -> expand(x), where one row is repeated"""
+    """flip(expand(x)) -> expand(x), if one row is repeated"""
     inner = node_argument(node)
-    return inner if _turned_along(node) == {0} and _repeated(inner) is not None else None
+    return inner if _flipped_dims(node) == {0} and _repeated(inner) is not None else None
 
 
 # -- reading a call
 
 
 def _read(node: fx.Node) -> ScanOperator | None:
-    """A call whose step computes alone: what it draws, writes to, or asks of memory is not looked into."""
+    """Return the call if its step is pure (no random draws, no mutation, no dependence on layouts), else None."""
     function, *groups = node.args
     module = function.meta.get(GRAPH) if isinstance(function, fx.Node) else None
     first, rows, given = (tuple(group) for group in groups)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def _read(node: fx.Node) -> ScanOperator | None:
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether an operator of a step makes the same of the same numbers, wherever they lie."""
+    """Whether an operator of a step is a function of its operands' elements only, not of their memory or a random state."""
     if node.target is operator.getitem:
         return True
     return (
@@ -135,7 +135,7 @@ def computes(node: fx.Node) -> bool:
 
 
 def _has_shape(result: Any) -> bool:
-    """Whether a step's result is a tensor whose shape does not change from call to call."""
+    """Whether a step's result is a tensor of static shape."""
     return isinstance(result, fx.Node) and is_tensor(result) and all(isinstance(n, int) for n in result.meta[VALUE].shape)
 
 
@@ -147,52 +147,52 @@ def _view_of(target: Any) -> Any:
     return viewed if isinstance(viewed, OpOverload) and is_view(viewed) else target
 
 
-# -- what needs no steps
+# -- results without steps
 
 
 def _without_steps(call: ScanOperator, numbers: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
-    """Rows of results that are those of an operand, or that are all the same."""
+    """Return the outputs that are rows of an operand, or loop-invariant."""
     found: dict[int, fx.Node] = {}
     start, stop = len(call.first), len(call.first) + len(call.rows)
     operands = dict(zip(call.step.inputs, call.operands, strict=True))
     changing = descendants(call.step.inputs[:stop], call.step.operators)
     for number in numbers:
-        source = _copied(call.step.results[number])
+        source = _source_of_copy(call.step.results[number])
         if source in call.step.inputs[start:stop]:
             found[number] = operands[source]
         elif source not in changing:
-            row = writer.call(aten.unsqueeze.default, _made_once(source, operands, writer), 0)
+            row = writer.call(aten.unsqueeze.default, _loop_invariant(source, operands, writer), 0)
             length = size_arguments(call.rows[0], writer)[0]
             found[number] = writer.call(aten.expand.default, row, [length, *(-1 for _ in shape_of_node(source))])
     return found
 
 
-def _copied(node: fx.Node) -> fx.Node:
-    """The value that a step's result is a plain copy of."""
+def _source_of_copy(node: fx.Node) -> fx.Node:
+    """Return the value that a step's result copies."""
     while node.target in (aten.clone.default, aten.detach.default, aten.alias.default):
         node = node_argument(node)
     return node
 
 
-def _made_once(value: fx.Node, known: dict[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
-    """What a step makes of that which all rows are given, outside of the steps."""
+def _loop_invariant(value: fx.Node, known: dict[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
+    """Compute a loop-invariant value outside of the steps."""
     if value not in known:
         for source in value.all_input_nodes:
-            _made_once(source, known, writer)
+            _loop_invariant(source, known, writer)
         args, kwargs = fx.node.map_arg((value.args, value.kwargs), known.__getitem__)
         known[value] = writer.call(value.target, *args, **kwargs)
     return known[value]
 
 
-# -- what all rows are given
+# -- operands shared by all rows
 
 
-def _with_repeated_given(call: ScanOperator) -> ScanOperator:
-    """A call whose operands with equal rows are given to all rows."""
+def _with_shared_operands(call: ScanOperator) -> ScanOperator:
+    """Turn scanned operands whose rows are all equal into shared operands."""
     start, stop = len(call.first), len(call.first) + len(call.rows)
     inputs = call.step.inputs
     one = {place: _repeated(rows) for place, rows in zip(inputs[start:stop], call.rows, strict=True)}
-    if None not in one.values():  # without rows nobody would know how many there are
+    if None not in one.values():  # the number of rows is read from the scanned operands, so one must remain
         return call
     own = dict(zip(inputs[start:stop], call.rows, strict=True))
     kept = [place for place in one if one[place] is None]
@@ -203,7 +203,7 @@ def _with_repeated_given(call: ScanOperator) -> ScanOperator:
 
 
 def _repeated(rows: fx.Node) -> fx.Node | None:
-    """x of expand(unsqueeze(x, 0)): what each row is."""
+    """Return x if the rows are expand(unsqueeze(x, 0)), else None."""
     if rows.target is not aten.expand.default:
         return None
     row = node_argument(rows)
@@ -212,20 +212,22 @@ def _repeated(rows: fx.Node) -> fx.Node | None:
     return value if value is not None and shape_of_node(value) == shape_of_node(rows)[1:] else None
 
 
-# -- writing it
+# -- writing the recurrence
 
 
 def _scanned(call: ScanOperator, wanted: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
-    """These results of a call, of an operator that runs the steps."""
+    """Return the given results, computed by an operator that runs the steps."""
     carried = call.step.carried
     finals, left = [n for n in wanted if n < carried], [n for n in wanted if n >= carried]
-    reverse = any(_is_turned(rows) for rows in call.rows)
+    reverse = any(_is_flipped(rows) for rows in call.rows)
     results = [*call.step.results[:carried], *(call.step.results[number] for number in left)]
-    rows = tuple(_turned(item, writer) if reverse else item for item in call.rows)
+    rows = tuple(_flip(item, writer) if reverse else item for item in call.rows)
     call = ScanOperator(call.step.arranged(call.step.inputs, results), call.first, rows, call.given)
     scanned = writer.call(ChunkedScan(_plan(call, tuple(finals), reverse)), *call.operands)
-    made = {number: writer.call(operator.getitem, scanned, place) for place, number in enumerate((*finals, *left))}
-    return {number: _turned(value, writer) if reverse and number >= carried else value for number, value in made.items()}
+    results_by_number = {number: writer.call(operator.getitem, scanned, place) for place, number in enumerate((*finals, *left))}
+    return {
+        number: _flip(value, writer) if reverse and number >= carried else value for number, value in results_by_number.items()
+    }
 
 
 def _plan(call: ScanOperator, finals: tuple[int, ...], reverse: bool) -> ScanPlan:
@@ -236,20 +238,20 @@ def _plan(call: ScanOperator, finals: tuple[int, ...], reverse: bool) -> ScanPla
     groups = ((call.first, None), (call.rows, 0), (call.given, None))
     operands = [(shape_of_node(item), at) for items, at in groups for item in items]
     length = shape_of_node(call.rows[0])[0]
-    made = [((length, *shape), 0) for shape, _ in kinds[carried:]]
-    axes = axes_apart(operands, [*((kinds[number][0], None) for number in finals), *made])
+    outputs = [((length, *shape), 0) for shape, _ in kinds[carried:]]
+    axes = axes_apart(operands, [*((kinds[number][0], None) for number in finals), *outputs])
     return ScanPlan(name, combine, tuple(kinds[:carried]), finals, len(call.rows), tuple(kinds[carried:]), reverse, axes)
 
 
-def _is_turned(rows: fx.Node) -> bool:
-    return rows.target is aten.flip.default and _turned_along(rows) == {0}
+def _is_flipped(rows: fx.Node) -> bool:
+    return rows.target is aten.flip.default and _flipped_dims(rows) == {0}
 
 
-def _turned(rows: fx.Node, writer: GraphWriter) -> fx.Node:
-    return node_argument(rows) if _is_turned(rows) else writer.call(aten.flip.default, rows, [0])
+def _flip(rows: fx.Node, writer: GraphWriter) -> fx.Node:
+    return node_argument(rows) if _is_flipped(rows) else writer.call(aten.flip.default, rows, [0])
 
 
-def _turned_along(flip: fx.Node) -> set[int]:
+def _flipped_dims(flip: fx.Node) -> set[int]:
     rank = max(len(shape_of_node(flip)), 1)
     dims: Any = flip.args[1]
     return {dim % rank for dim in dims}

@@ -1,4 +1,4 @@
-"""Sums over rows that decay, one operator since `streamfx/frontend/ssd_matmul.py`, as one whose state is the sum so far."""
+"""Replace decaying segment sums, which `streamfx/frontend/ssd_matmul.py` recognizes, by recurrences of the sum so far."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def sums_that_decay(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.N
     """decayed_sums(decays, rows) -> sums, last                   ->   recurrence(decays, rows) -> sums, last
     decayed_sums_backward(dsums, decays, rows) -> ddecays, drows   ->   recurrence(dsums, decays, rows) -> ddecays, drows
 
-    Where no decay is above zero. Else what is left of a row in front of a chunk may be nothing at all, and behind it much.
+    Applies if no decay is above zero. Otherwise the weight of earlier rows may underflow at the start of a chunk and grow
+    large after it.
     """
     declared, backwards = DECLARED[node.target], list[ScanCall]()
     try:

@@ -1,4 +1,4 @@
-"""Joins with rows that are known: none at all, constant ones, a single one."""
+"""Simplify concatenations with known rows: empty tensors, constants, and single rows."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Join:
-    """The operands of a join that have rows, and the dimension along which they lie one after the other."""
+    """The non-empty operands of a concatenation, and the dimension along which they are concatenated."""
 
     pieces: list[fx.Node]
     dim: int
     rank: int
-    is_float: bool  # all of one type, that of the join
+    is_float: bool  # all operands have the floating-point dtype of the result
 
     @property
     def is_pair(self) -> bool:
-        """Two computed values, joined along other than the last dimension."""
+        """Whether there are exactly two computed operands, concatenated along a dimension other than the last."""
         computed = [piece for piece in self.pieces if fill_of(piece) is None]
         return self.is_float and len(computed) == len(self.pieces) == 2 and self.dim < self.rank - 1
 
@@ -46,7 +46,7 @@ def _join(node: fx.Node) -> _Join:
 def join_with_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """cat([empty, x]) -> clone(x)
 
-    As keys are joined with an empty cache.
+    Keys are concatenated with an empty cache in this way.
     """
     pieces = _join(node).pieces
     is_copy = len(pieces) == 1 and pieces[0].meta[VALUE].dtype == node.meta[VALUE].dtype
@@ -55,7 +55,7 @@ def join_with_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @equation(aten.cat.default)
 def join_with_constants(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """cat([zeros, x]) -> pad(x, in front)"""
+    """cat([zeros, x]) -> pad(x, before)"""
     join = _join(node)
     fills = [fill_of(piece) for piece in join.pieces]
     computed = [i for i, fill in enumerate(fills) if fill is None]
@@ -73,9 +73,9 @@ def join_with_constants(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @equation(aten.cat.default)
 def token_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """cat([row, x[:-1]]) -> where(arange == 0, the row put at 0, pad(x[:-1], in front))
+    """cat([row, x[:-1]]) -> where(arange == 0, row padded to index 0, pad(x[:-1], before))
 
-    One row in front or behind: each of the two padded, and one of them chosen.
+    If one row comes before or after the others, both operands are padded and `where` selects one of them.
     """
     join = _join(node)
     lengths = [shape_of_node(piece)[join.dim] for piece in join.pieces] if join.is_pair else []
@@ -99,7 +99,7 @@ def _is_slice(piece: fx.Node, dim: int) -> bool:
 
 @equation(aten.slice_scatter.default)
 def rows_written_into_a_constant(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """slice_scatter(zeros, x, 0, 1, 3) -> pad(x, around)"""
+    """slice_scatter(zeros, x, 0, 1, 3) -> pad(x, before and after)"""
     arguments, rows = bound_arguments(node), node_argument(node, 1)
     value, dim = fill_of(node.args[0]), arguments["dim"] % len(shape_of_node(node))
     length, written = (item.meta[VALUE].shape[dim] for item in (node, rows))

@@ -1,4 +1,4 @@
-"""A value along an axis that was joined, part by part: what is made of each part is made of it alone.
+"""Propagate a concatenation to its users: compute each slice of a value from the same slice of its operands.
 
 where(cat(a, b), 0, -inf)     ->   where(a, 0, -inf), where(b, 0, -inf)
 """
@@ -20,7 +20,7 @@ from streamfx.passes.ops.rules.registry import broadcast, rule_for
 from streamfx.passes.ops.traits import is_random
 
 aten = torch.ops.aten
-SHAPED: dict[Any, int] = {  # by the position of the shape that they are given
+SHAPED: dict[Any, int] = {  # position of the shape argument
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
     aten.reshape.default: 1,
@@ -29,7 +29,7 @@ SHAPED: dict[Any, int] = {  # by the position of the shape that they are given
     aten.zeros.default: 0,
     aten.ones.default: 0,
 }
-ALONG_OTHERS = (  # unless they run along the axis
+ALONG_OTHERS = (  # only if they do not operate along the axis
     aten.squeeze.dim,
     aten.squeeze.dims,
     aten.sum.dim_IntList,
@@ -50,23 +50,27 @@ MOVES = (
 
 
 class Parts:
-    """The parts of values along one joined axis; each is written once, behind the value."""
+    """The slices of values along one concatenated axis. Each slice is written once, right after its value."""
 
     def __init__(self, axes: AxisFacts, writer: GraphWriter, axis: Atom, lengths: Sequence[int]) -> None:
         self.axes, self.writer, self.axis, self.lengths = axes, writer, axis, tuple(lengths)
         self.known: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def dim(self, value: fx.Node) -> int | None:
-        """The dimension that is the axis; None where a value has none, and is the same for all parts."""
+        """Return the dimension of a value along the axis; None if it has none, so that the value is the same for all
+        slices.
+        """
         found = (i for i, dim in enumerate(self.axes.shapes[value]) if self.axis in self.axes.table.resolve(dim))
         return next(found, None)
 
     def are_there(self, value: fx.Node) -> bool:
-        """Whether a value is made of joined values, part by part, by operators that keep the axis as it is."""
+        """Whether each slice of a value can be computed from slices of concatenated values, by operators that keep the
+        axis.
+        """
         todo, seen = [value], set[fx.Node]()
         while todo:
             node = todo.pop()
-            if node not in self.axes.shapes:  # it was written since
+            if node not in self.axes.shapes:  # the node was written after the axes were found
                 return False
             if node in seen or node in self.known or self.dim(node) is None or self._is_join(node):
                 continue
@@ -89,7 +93,7 @@ class Parts:
         return lengths == self.lengths and len(operands) == len(lengths)
 
     def _goes_by_part(self, node: fx.Node) -> bool:
-        """Whether a part of what an operator makes is made of that part."""
+        """Whether a slice of an operator's result depends only on the same slice of its operands."""
         if node.op != "call_function" or not all(map(self._is_alone, (node, *tensor_operands(node)))):
             return False
         if node.target in ALONG_OTHERS:
@@ -97,13 +101,13 @@ class Parts:
         return node.target in SHAPED or node.target in MOVES or (rule_for(node) is broadcast and not is_random(node))
 
     def _runs_beside(self, node: fx.Node) -> bool:
-        """Whether an operator keeps the axis, and runs along others."""
+        """Whether an operator keeps the axis and operates along other axes only."""
         signature, letters = self.axes.signatures.get(node), self.axes.letters.get(node, {})
         own = [letter for letter, dim in letters.items() if self.axis in self.axes.table.resolve(dim)]
         return signature is not None and not signature.contracted().intersection(own) and not any(map(signature.is_special, own))
 
     def of(self, value: fx.Node) -> tuple[fx.Node, ...]:
-        """The parts of a value of which they `are_there`."""
+        """Return the slices of a value for which `are_there` is true."""
         if self.dim(value) is None:
             return (value,) * len(self.lengths)
         if value not in self.known:
@@ -129,7 +133,7 @@ def _dim_of(node: fx.Node) -> int:
 
 
 def behind(value: fx.Node) -> fx.Node:
-    """The first operator behind a value."""
+    """Return the first operator after a value."""
     node = value.next
     while node.op in ("placeholder", "get_attr"):
         node = node.next

@@ -1,4 +1,4 @@
-"""Constants without the operand that they were made like."""
+"""Constants that no longer depend on the tensor whose shape and dtype they copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamfx.passes.ops.constants import fill_of
 from streamfx.passes.rewrite.pattern import equation
 
 aten = torch.ops.aten
-FILLED_WITH: dict[Any, Any] = {  # what memory that nobody has written holds is of no use to anybody
+FILLED_WITH: dict[Any, Any] = {  # uninitialized memory: any value is valid, so use 0
     aten.new_zeros.default: 0,
     aten.new_ones.default: 1,
     aten.new_empty.default: 0,
@@ -25,10 +25,10 @@ FILLED_WITH: dict[Any, Any] = {  # what memory that nobody has written holds is 
 @equation(*FILLED_WITH, aten.new_full.default)
 def constant_like_another(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """new_zeros(x, shape) -> full(shape, 0)"""
-    arguments, own = bound_arguments(node), node.meta[VALUE]
+    arguments, value = bound_arguments(node), node.meta[VALUE]
     fill = FILLED_WITH.get(node.target, arguments.get("fill_value"))
-    fill = bool(fill) if own.dtype == torch.bool and not is_size(fill) else fill
-    return writer.call(aten.full.default, arguments["size"], fill, dtype=own.dtype, device=own.device)
+    fill = bool(fill) if value.dtype == torch.bool and not is_size(fill) else fill
+    return writer.call(aten.full.default, arguments["size"], fill, dtype=value.dtype, device=value.device)
 
 
 @equation(aten.fill.Scalar, aten.zero.default)
@@ -39,10 +39,10 @@ def filled(node: fx.Node, writer: GraphWriter) -> fx.Node:
 
 @equation(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def constant_like_a_row(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """zeros_like(x[:, 0]) -> full(shape, 0), so that nobody has to make x first: recurrences begin so"""
-    row, own = node_argument(node), node.meta[VALUE]
+    """zeros_like(x[:, 0]) -> full(shape, 0), so that the constant does not depend on x: recurrences start like this"""
+    row, value = node_argument(node), node.meta[VALUE]
     fill = fill_of(node)
-    if row.target is not aten.select.int or fill is None or not all(isinstance(size, int) for size in own.shape):
+    if row.target is not aten.select.int or fill is None or not all(isinstance(size, int) for size in value.shape):
         return None
-    number = bool(fill) if own.dtype == torch.bool else fill if own.is_floating_point() else int(fill)
-    return writer.call(aten.full.default, list(own.shape), number, dtype=own.dtype, device=own.device)
+    number = bool(fill) if value.dtype == torch.bool else fill if value.is_floating_point() else int(fill)
+    return writer.call(aten.full.default, list(value.shape), number, dtype=value.dtype, device=value.device)

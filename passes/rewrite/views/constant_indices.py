@@ -1,10 +1,10 @@
-"""Indices that depend on no input: whether they are the row numbers of rows that a view has flattened.
+"""Prove that index tensors that depend on no input are the row numbers of a flattened view.
 
     x[arange(b * t).view(b, t), labels]            x[arange(b)[:, None] * t + arange(t), labels]
     x[arange(b).repeat_interleave(t), arange(t).repeat(b), labels.flatten()]
 
-The proof is the index itself: it is evaluated at compile time and compared with the row numbers. With dynamic sizes only a view
-of a vector that counts up is recognized.
+The index is evaluated at compile time and compared with the row numbers. If sizes are dynamic, only a view of a vector 0,
+1, 2, ... is recognized.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from streamfx.passes.rewrite.views.iota_index import COUNTS, NUMBERS, VIEWS, rep
 from streamfx.torch_private import unset_fake_temporarily
 
 aten = torch.ops.aten
-MOST = 2**22  # elements of an index that is evaluated
-WITHOUT_MEANING = ("device", "layout", "pin_memory", "memory_format")  # arguments that change no element
+MOST = 2**22  # largest number of elements of an index that is evaluated
+WITHOUT_MEANING = ("device", "layout", "pin_memory", "memory_format")  # arguments that do not change the elements
 EVALUATED = (
     *COUNTS,
     *VIEWS,
@@ -54,7 +54,7 @@ EVALUATED = (
 
 
 def are_row_numbers(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
-    """Whether indices, broadcast to `shape`, name each place of dimensions of sizes `rows` once, in the order of memory."""
+    """Whether indices, broadcast to `shape`, enumerate all elements of dimensions `rows` once, in row-major order."""
     if product(shape) != product(rows):
         return False
     if len(indices) == 1 and _is_view_of_count(indices[0], rows[0], shape):
@@ -78,7 +78,7 @@ def are_row_numbers(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: t
 
 
 def counts_in_steps(node: fx.Node, step: int) -> bool:
-    """Whether a vector is 0, step, 2 * step, ... as its type holds it."""
+    """Whether a vector is 0, step, 2 * step, ..., and its dtype holds all of these exactly."""
     if node.target is aten.arange.start_step:
         arguments = bound_arguments(node)
         is_held = is_exact_in(node.meta[VALUE].dtype, 0, step * longest(shape_of_node(node)[0]))
@@ -90,7 +90,9 @@ def counts_in_steps(node: fx.Node, step: int) -> bool:
 
 
 def _evaluated(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
-    """A tensor of whole numbers that depends on no input, on the CPU; None for any other, and for one of very many elements."""
+    """Evaluate an integer tensor that depends on no input, on the CPU; return None if it has inputs or more than `MOST`
+    elements.
+    """
     if node not in known:
         own = node.meta.get(VALUE)
         is_index = isinstance(own, Tensor) and own.dtype in NUMBERS and all(isinstance(size, int) for size in own.shape)
@@ -110,15 +112,15 @@ def _value(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operands[operand])
     kwargs = {name: value for name, value in kwargs.items() if name not in WITHOUT_MEANING}
     try:
-        made: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-    except RuntimeError:  # the code raises it in its turn: a remainder by zero
+        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    except RuntimeError:  # running the graph raises the same error: for example a remainder by zero
         return None
     own = node.meta[VALUE]
-    return made if made.dtype == own.dtype and made.shape == own.shape else None
+    return result if result.dtype == own.dtype and result.shape == own.shape else None
 
 
 def _is_view_of_count(index: fx.Node, rows: Size, shape: tuple[Size, ...]) -> bool:
-    """Whether an index has this shape, and is a vector that counts up in the order of memory."""
+    """Whether an index has this shape and is a view of a vector 0, 1, 2, ... in row-major order."""
     if shape_of_node(index) != shape:
         return False
     while index.target in VIEWS and is_tensor(index.args[0]):
@@ -127,5 +129,5 @@ def _is_view_of_count(index: fx.Node, rows: Size, shape: tuple[Size, ...]) -> bo
 
 
 def _broadcasts(own: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
-    beside = shape[len(shape) - len(own) :]
-    return len(own) <= len(shape) and all(size in (1, other) for size, other in zip(own, beside, strict=True))
+    trailing = shape[len(shape) - len(own) :]
+    return len(own) <= len(shape) and all(size in (1, other) for size, other in zip(own, trailing, strict=True))

@@ -1,9 +1,9 @@
-"""A buffer into which loops write constants, row by row or block by block, is a selection by row and column numbers.
+"""Replace the constants that loops write into a buffer, by rows or blocks, by one selection on row and column indices.
 
     for r in range(n): x[r, : r - 2] = c    ->    where(arange(n) < arange(n)[:, None] - 2, c, x)
 
-Each write covers a box. In each row they leave intervals of columns, and where these begin and end is said for all rows at once:
-by a number, a line, a staircase of blocks, else by a table. Nothing is guessed: each row is compared with its interval.
+Each write covers a box, and leaves intervals of columns in each row. Their bounds are given for all rows at once: by a
+constant, a line, a staircase of blocks, or a table. Each row is compared with the bounds: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from streamfx.passes.rewrite.pattern import equation
 from streamfx.passes.rewrite.views.scatter_to_concat import WRITES
 
 aten = torch.ops.aten
-OVER = (aten.fill.Scalar, aten.fill.Tensor, aten.copy.default)  # the second argument, whatever there was
+OVER = (aten.fill.Scalar, aten.fill.Tensor, aten.copy.default)  # they return their second argument
 OF_ROWS = (*WRITES, aten.slice.Tensor, aten.select.int, aten.unbind.int)
-END = sys.maxsize  # of a dimension whose size is known at run time alone
-FEW = 2  # writes that are told one by one
-MOST = 8  # intervals of a row, each of which is compared with all of it
+END = sys.maxsize  # end of a dimension whose size is only known at run time
+FEW = 2  # up to so many writes, each is a strip of its own
+MOST = 8  # intervals per row: each one costs a comparison over the full buffer
 
 Interval: TypeAlias = tuple[int, int]
 Box: TypeAlias = tuple[Interval, ...]
@@ -41,7 +41,7 @@ Box: TypeAlias = tuple[Interval, ...]
 
 @dataclass(frozen=True)
 class _Strip:
-    """A number in an interval of columns of some rows: ((first row, behind the last), (first column, behind the last))."""
+    """A constant in one interval of columns per row, as bands ((first row, end row), (first column, end column))."""
 
     number: float
     bands: list[tuple[Interval, Interval]]
@@ -51,14 +51,14 @@ class _Strip:
         return self.bands[0][0][0], self.bands[-1][0][1]
 
     def edge(self, side: int) -> list[Interval]:
-        """Each row, and the column at which its interval begins (0) or ends (1); of rows without end the first."""
+        """Return (row, column) pairs of each interval's start (0) or end (1); of unbounded rows only the first."""
         ends = ((begin, begin + 1 if end == END else end, columns[side]) for (begin, end), columns in self.bands)
         return [(row, column) for begin, end, column in ends for row in range(begin, end)]
 
 
 @dataclass(frozen=True)
 class _ColumnLine:
-    """Columns by row: `factor` more for each block of rows, the first of which has `shift` rows less."""
+    """Columns as a function of the row: `factor` more per `block` rows; the first block is shorter by `shift` rows."""
 
     factor: int
     offset: int
@@ -73,8 +73,8 @@ class _ColumnLine:
 def constants_that_were_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[0, :1] = c; x[1, :2] = c; ... -> where(arange(n) < arange(n)[:, None] + 1, c, x)
 
-    As many writes as there are, of any constants, into at most two dimensions, behind the last of them. Rows of a few that are
-    read again, or written beside others, are told by who wrote them (`scatter_to_concat.py`).
+    Applies to the last of any number of constant writes that cover parts of at most two dimensions. If there are few, and
+    their rows are sliced or written again, `scatter_to_concat.py` finds the write of each row instead.
     """
     if any(user.target in WRITES and _written(user) is not None for user in node.users):
         return None
@@ -107,16 +107,16 @@ def _selected(root: fx.Node, node: fx.Node, strips: list[_Strip], regions: _Regi
         if found is None:
             return None
         fill = writer.call(aten.full.default, [], number, dtype=own.dtype, device=own.device)
-        made = (aten.where.self, found[0], fill, root) if found else (aten.expand.default, fill, size_arguments(node, writer))
-        root = writer.call(*made)
+        call = (aten.where.self, found[0], fill, root) if found else (aten.expand.default, fill, size_arguments(node, writer))
+        root = writer.call(*call)
     return root
 
 
-# -- what was written
+# -- which boxes are written
 
 
 def _all_written(node: fx.Node, until: fx.Node | None = None) -> tuple[fx.Node, list[tuple[Box, float]]]:
-    """The buffer before anything was written, and what was, from the first write to the last."""
+    """Return the buffer before the first write, and the boxes of all writes in order."""
     found = []
     while node is not until and (written := _written(node)) is not None:
         found.append(written)
@@ -125,7 +125,7 @@ def _all_written(node: fx.Node, until: fx.Node | None = None) -> tuple[fx.Node, 
 
 
 def _written(node: fx.Node) -> list[tuple[Box, float]] | None:
-    """The boxes that one operator writes, and the number in each; None where it writes anything but constants."""
+    """Return the boxes that one operator writes, each with its constant; None if it writes anything but constants."""
     place = _place(node) if node.target in WRITES else None
     if place is None or not is_alike(node_argument(node, 1), node):
         return None
@@ -148,7 +148,7 @@ def _written(node: fx.Node) -> list[tuple[Box, float]] | None:
 
 
 def _place(node: fx.Node) -> tuple[int, int, int] | None:
-    """Along which dimension a write, or a view, takes rows, the first and the one behind the last; None if that is unknown."""
+    """Return the dimension, first row and end row of a write or a view; None if they are not known."""
     arguments = bound_arguments(node)
     source = node_argument(node)
     rank = len(shape_of_node(source))
@@ -163,12 +163,12 @@ def _place(node: fx.Node) -> tuple[int, int, int] | None:
     start, stop = 0 if start is None else start, END if stop is None else stop
     if not all(isinstance(bound, int) and (bound >= 0 or end != END) for bound in (start, stop)) or arguments["step"] != 1:
         return None
-    begin, behind, _ = slice(start, stop).indices(end)
-    return dim, begin, behind
+    begin, stop_row, _ = slice(start, stop).indices(end)
+    return dim, begin, stop_row
 
 
 def _is_view(view: fx.Node, is_row: bool, place: tuple[int, int, int], base: fx.Node) -> bool:
-    """Whether a value is the rows of a buffer at a place: taken from it, from what was written there, or before others were."""
+    """Whether a value is these rows of the buffer: a view of it, of a value written there, or of it before other writes."""
     if view.target is operator.getitem and node_argument(view).target is aten.unbind.int:
         parts, index = node_argument(view), int_argument(view, 1)
         source, own = node_argument(parts), (bound_arguments(parts)["dim"] % len(shape_of_node(base)), index, index + 1)
@@ -190,7 +190,7 @@ def _is_view(view: fx.Node, is_row: bool, place: tuple[int, int, int], base: fx.
 
 
 def _number(rows: fx.Node) -> float | None:
-    """The number that is written everywhere."""
+    """Return the constant that all elements hold."""
     while rows.target in MOVES_ELEMENTS:
         rows = node_argument(rows)
     if rows.target is aten.zero.default:
@@ -207,7 +207,7 @@ def _number(rows: fx.Node) -> float | None:
 
 
 def _holds(dtype: torch.dtype, number: float) -> bool:
-    """Whether a type holds a number just as it is."""
+    """Whether a dtype represents a number exactly."""
     if dtype.is_complex or (not dtype.is_floating_point and not number.is_integer()):
         return False
     if not dtype.is_floating_point and dtype != torch.bool and not torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max:
@@ -215,11 +215,11 @@ def _holds(dtype: torch.dtype, number: float) -> bool:
     return number != number or torch.tensor(number).to(torch.float64).to(dtype).to(torch.float64).item() == number
 
 
-# -- which columns of a row hold which number
+# -- which columns of a row hold which constant
 
 
 def _strips(boxes: Sequence[tuple[Interval, Interval, float]], end: int) -> list[_Strip]:
-    """What the last write to each place has left, told apart by number and by which of a row's intervals it is."""
+    """Return the constants that the last write to each element leaves, grouped by value and order within the row."""
     bounds = sorted({bound for rows, _, _ in boxes for bound in rows})
     number = {bound: i for i, bound in enumerate(bounds)}
     bands: list[list[tuple[Interval, float]]] = [[] for _ in bounds]
@@ -229,18 +229,18 @@ def _strips(boxes: Sequence[tuple[Interval, Interval, float]], end: int) -> list
     found: dict[str, list[list[tuple[Interval, Interval]]]] = defaultdict(list)
     for rows, written in zip(pairwise(bounds), bands, strict=False):
         left: dict[str, list[tuple[Interval, Interval]]] = defaultdict(list)
-        for columns, key in _left(written):
+        for columns, key in _remaining(written):
             left[key].append((rows, columns))
         for key, intervals in left.items():
             found[key].append(intervals)
     values = {repr(value): value for _, _, value in boxes}
-    return [_Strip(values[key], part) for key, by_row in found.items() for part in _told_apart(by_row, end)]
+    return [_Strip(values[key], part) for key, by_row in found.items() for part in _grouped_strips(by_row, end)]
 
 
-def _told_apart(by_row: list[list[tuple[Interval, Interval]]], end: int) -> list[list[tuple[Interval, Interval]]]:
-    """Intervals of rows as few strips: all of them, if each row has one and lines tell where; else by the side they touch."""
+def _grouped_strips(by_row: list[list[tuple[Interval, Interval]]], end: int) -> list[list[tuple[Interval, Interval]]]:
+    """Group intervals into few strips: one if each row has one interval with bounds on lines; else by touched side."""
     if all(len(intervals) == 1 for intervals in by_row):
-        parts = _stretches([intervals[0] for intervals in by_row])
+        parts = _adjacent_runs([intervals[0] for intervals in by_row])
         if all(_line(_Strip(0, part).edge(side), end) is not None for part in parts for side in (0, 1)):
             return parts
     kinds: dict[Any, list[tuple[Interval, Interval]]] = defaultdict(list)
@@ -248,11 +248,11 @@ def _told_apart(by_row: list[list[tuple[Interval, Interval]]], end: int) -> list
         for i, (rows, columns) in enumerate(intervals):
             touched = (columns[0] == 0, columns[1] == end)
             kinds[touched, 0 if any(touched) else i].append((rows, columns))
-    return [part for bands in kinds.values() for part in _stretches(bands)]
+    return [part for bands in kinds.values() for part in _adjacent_runs(bands)]
 
 
-def _left(written: list[tuple[Interval, float]]) -> Iterator[tuple[Interval, str]]:
-    """What writes into one row have left of each other: intervals, and the number in each."""
+def _remaining(written: list[tuple[Interval, float]]) -> Iterator[tuple[Interval, str]]:
+    """Return the intervals that remain after all writes to one row, with the constant of each."""
     cuts = sorted({bound for columns, _ in written for bound in columns})
     place = {bound: i for i, bound in enumerate(cuts)}
     cells = [""] * len(cuts)
@@ -266,8 +266,8 @@ def _left(written: list[tuple[Interval, float]]) -> Iterator[tuple[Interval, str
             start = i + 1
 
 
-def _stretches(bands: list[tuple[Interval, Interval]]) -> list[list[tuple[Interval, Interval]]]:
-    """Rows one behind the other; all together, if there are so many gaps that they are better told by a table."""
+def _adjacent_runs(bands: list[tuple[Interval, Interval]]) -> list[list[tuple[Interval, Interval]]]:
+    """Split bands into runs of adjacent rows; with too many gaps keep them together, because a table is shorter."""
     parts: list[list[tuple[Interval, Interval]]] = []
     for band in bands:
         if not parts or parts[-1][-1][0][1] != band[0][0]:
@@ -280,23 +280,23 @@ def _are_adjacent(bands: list[tuple[Interval, Interval]]) -> bool:
     return all(before[1] == rows[0] for (before, _), (rows, _) in pairwise(bands))
 
 
-# -- the same by comparing numbers of rows and columns
+# -- the selection by row and column indices
 
 
 class _Regions:
-    """Writes which elements of a value lie in a strip."""
+    """Write the condition that an element lies in a strip."""
 
     def __init__(self, writer: GraphWriter, like: fx.Node, row: int | None, column: int | None) -> None:
         self.writer, self._like, self._row, self._column = writer, like, row, column
         self._rows, self._columns = self._size(row), self._size(column)
 
     def of(self, strip: _Strip) -> list[fx.Node] | None:
-        """Whether an element lies in a strip, in a list; an empty one where all do, and None where that cannot be said."""
+        """Return the condition for a strip as a list: empty if it is always true; None if it cannot be written."""
         begin, end = strip.rows
         low, high = (_line(strip.edge(side), self._columns) for side in (0, 1))
         if low is None or high is None or not _are_adjacent(strip.bands) or (end == END and (low.factor or high.factor)):
             tables = [] if self._rows == END else [self._table(strip.edge(side)) for side in (0, 1)]
-            if self._column is None:  # the one column is the first
+            if self._column is None:  # the only column has index 0
                 return [self.writer.call(aten.gt.Scalar, table, 0) for table in tables[1:]] or None
             return self._all([self._compared(name, table) for name, table in zip(("ge", "lt"), tables, strict=False)]) or None
         terms, rows = list[fx.Node](), range(min(self._rows, begin + 1 if end == END else end))
@@ -309,39 +309,39 @@ class _Regions:
         return self._all(terms)
 
     def _is_empty_outside(self, low: _ColumnLine, high: _ColumnLine, begin: int, end: int) -> bool:
-        """Whether in rows before `begin`, and from `end` on, no column lies between two lines."""
+        """Whether two lines leave no column between them in rows before `begin` and from `end` on."""
         if self._rows == END:
             return begin == 0 and end == END
         outside = (*range(begin), *range(end, self._rows))
         return all(_within(low.at(row), self._columns) >= _within(high.at(row), self._columns) for row in outside)
 
     def _is_between(self, begin: int, end: int) -> list[fx.Node]:
-        """What numbers of rows [begin, end) are."""
+        """Return the conditions that hold for rows [begin, end) only."""
         if end == begin + 1:
             return [self.writer.call(aten.eq.Scalar, self._numbers(self._row), begin)]
         bounds = ((aten.ge.Scalar, begin, begin > 0), (aten.lt.Scalar, end, end < self._rows))
-        return [self.writer.call(target, self._numbers(self._row), bound) for target, bound, tells in bounds if tells]
+        return [self.writer.call(target, self._numbers(self._row), bound) for target, bound, is_needed in bounds if is_needed]
 
     def _compared(self, name: str, edge: _ColumnLine | fx.Node) -> fx.Node:
-        """Columns with the edge of a row's interval."""
+        """Compare column indices with the edge of each row's interval."""
         columns, overload = self._numbers(self._column), getattr(aten, name)
         if isinstance(edge, _ColumnLine) and edge.factor == 0:
             return self.writer.call(overload.Scalar, columns, edge.offset)
         return self.writer.call(overload.Tensor, columns, self._columns_of(edge) if isinstance(edge, _ColumnLine) else edge)
 
     def _columns_of(self, line: _ColumnLine) -> fx.Node:
-        made = self._numbers(self._row)
+        columns = self._numbers(self._row)
         for operation, number, nothing in (
             (aten.add.Tensor, line.shift, 0),
             (aten.floor_divide.default, line.block, 1),
             (aten.mul.Tensor, line.factor, 1),
             (aten.add.Tensor, line.offset, 0),
         ):
-            made = made if number == nothing else self.writer.call(operation, made, number)
-        return made
+            columns = columns if number == nothing else self.writer.call(operation, columns, number)
+        return columns
 
     def _table(self, edge: list[Interval]) -> fx.Node:
-        """The columns of an edge, row by row; 0 where there is none."""
+        """Return the column of an edge for each row as a vector; 0 for rows without an interval."""
         known, keywords = dict(edge), {"dtype": torch.int64, "device": self._like.meta[VALUE].device}
         columns = [known.get(row, 0) for row in range(self._rows)]
         parts, start = list[fx.Node](), 0
@@ -351,13 +351,13 @@ class _Regions:
                 stop += 1
             low, high = columns[start], columns[stop - 1] + step
             line = step and stop - start > 1
-            made = (aten.arange.start_step, low, high, step) if line else (aten.full.default, [stop - start], low)
-            parts.append(self.writer.call(*made, **keywords))
+            segment = (aten.arange.start_step, low, high, step) if line else (aten.full.default, [stop - start], low)
+            parts.append(self.writer.call(*segment, **keywords))
             start = stop
         return self._along(self.writer.call(aten.cat.default, parts), self._row)
 
     def _numbers(self, dim: int | None) -> fx.Node:
-        """The numbers of all rows, or columns, along their dimension."""
+        """Return the indices of all rows, or columns, along their dimension."""
         size = size_arguments(self._like, self.writer)[dim or 0]
         return self._along(self.writer.call(aten.arange.default, size, device=self._like.meta[VALUE].device), dim)
 
@@ -375,13 +375,13 @@ class _Regions:
 
 
 def _line(edge: list[Interval], end: int) -> _ColumnLine | None:
-    """What says of all these rows at which column they begin, or end; beyond the first and the last column all is one."""
+    """Return a line that gives the column of each row's edge, if there is one; columns are clamped to [0, end]."""
     known = [(row, _within(column, end)) for row, column in edge]
     return next((line for line in _lines(known, end) if all(_within(line.at(row), end) == column for row, column in known)), None)
 
 
 def _lines(known: list[Interval], end: int) -> Iterator[_ColumnLine]:
-    """Lines that may be meant."""
+    """Yield candidates: a constant, a slope through the first and last inner column, and a staircase of blocks."""
     yield _ColumnLine(0, known[0][1])
     inside = [(row, column) for row, column in known if 0 < column < end]
     if inside:

@@ -1,11 +1,11 @@
-"""Operators that are written as sums where they turn out to run along the sequence, because sums are made chunk by chunk.
+"""Decompose operators that turn out to run along the sequence into sums, which loops compute chunk by chunk.
 
-    cat(memory, x)  ->  pad(memory, behind) + pad(x, in front)       each has rows at a place of its own
+    cat(memory, x)  ->  pad(memory, after) + pad(x, before)          each operand keeps its rows
     norm(x)         ->  sqrt(sum(x * x))
-    roll(x)         ->  cat(last rows of x, those in front of them)
-    x[2:5] = y      ->  where(2 <= arange < 5, pad(y, around), x)
+    roll(x)         ->  cat(last rows of x, rows before them)
+    x[2:5] = y      ->  where(2 <= arange < 5, pad(y, before and after), x)
 
-Along any other axis they stay what they are.
+Along any other axis these operators are not changed.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from streamfx.passes.ops.rules.views import first_row
 
 aten = torch.ops.aten
 
-MOST = 3  # operands: a value joined row by row would be padded once for each row
+MOST = 3  # operands of a concatenation: each of them is padded to the full length
 
 
 @dataclass(frozen=True)
 class SumsAlongSequence:
-    """Once it is written, the axes of the new graph have to be found."""
+    """Decompose the operators that run along the sequence; the axes of the new graph must then be found anew."""
 
     name: ClassVar[str] = "sums along the sequence"
 
     def apply(self, facts: Facts) -> Facts:
         axes = facts.found_axes
         found = [] if axes is None or axes.sequence is None else _run_along_sequence(facts.joint, axes)
-        return replace(facts, joint=_taken_apart(facts.joint, found), found_axes=None) if found else facts
+        return replace(facts, joint=_decompose(facts.joint, found), found_axes=None) if found else facts
 
 
 def _run_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
-    """The joins, norms and rolls of computed values along the sequence, and rows of it that are written over."""
+    """Return the concatenations, norms, rolls and slice writes of computed values along the sequence."""
     tests = {
         aten.cat.default: _is_join,
         aten.linalg_vector_norm.default: _is_norm,
         aten.roll.default: _is_roll,
-        aten.slice_scatter.default: _is_written_over,
+        aten.slice_scatter.default: _is_overwritten,
     }
     return [node for node in joint.nodes if node.target in tests and tests[node.target](node, axes)]
 
 
-def _taken_apart(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
-    """The graph with each of these written as sums, in place."""
+def _decompose(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
+    """Decompose the given nodes in place, and return the new joint graph."""
     writer = GraphWriter(joint.graph)
     writes: dict[Any, Callable[[fx.Node, GraphWriter], fx.Node]] = {
         aten.cat.default: _sum_of_paddings,
@@ -81,14 +81,14 @@ def _is_join(node: fx.Node, axes: AxisFacts) -> bool:
     if node in axes.static or len(operands) > MOST or not all(_fits(node, item, dim) for item in operands):  # type: ignore[arg-type,union-attr]
         return False
     lengths = [item.meta[VALUE].shape[dim] for item in operands]  # type: ignore[union-attr]
-    if 2 * max(lengths) <= sum(lengths):  # several sequences side by side are no sequence with something in front or behind
+    if 2 * max(lengths) <= sum(lengths):  # equal operands are separate sequences, not one that is extended
         return False
     along = [axes.sequence_atom(axes.shapes[item][dim]) for item in (node, *operands)]  # type: ignore[misc]
     return any(atom is not None for atom in along)
 
 
 def _fits(node: fx.Node, operand: fx.Node, dim: int) -> bool:
-    """Whether a padded operand can be added to the others."""
+    """Whether the padded operand can be added to the others."""
     own, value = operand.meta[VALUE], node.meta[VALUE]
     return bool(
         own.dtype == value.dtype
@@ -110,7 +110,7 @@ def _is_norm(node: fx.Node, axes: AxisFacts) -> bool:
 
 
 def _is_roll(node: fx.Node, axes: AxisFacts) -> bool:
-    """Whether rows of the sequence are shifted, those that leave it at one end coming in at the other."""
+    """Whether rows of the sequence are shifted cyclically."""
     arguments, operand = bound_arguments(node), node_argument(node)
     if len(arguments["dims"]) != 1 or node in axes.static:
         return False
@@ -119,8 +119,8 @@ def _is_roll(node: fx.Node, axes: AxisFacts) -> bool:
     return are_known and value.dtype.is_floating_point and axes.sequence_atom(axes.shapes[operand][dim]) is not None
 
 
-def _is_written_over(node: fx.Node, axes: AxisFacts) -> bool:
-    """Whether some rows of the sequence, one after the other, are replaced by others."""
+def _is_overwritten(node: fx.Node, axes: AxisFacts) -> bool:
+    """Whether a contiguous slice of the sequence is overwritten."""
     x, rows = tensor_operands(node)
     dim, length = _written_dim(node), shape_of_node(node)[_written_dim(node)]
     are_known = isinstance(length, int) and isinstance(shape_of_node(rows)[dim], int) and bound_arguments(node)["step"] == 1
@@ -133,7 +133,7 @@ def _written_dim(node: fx.Node) -> int:
 
 
 def _one_of_both(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Numbers are chosen, not added: those that are written over may be anything."""
+    """Select elements instead of adding them: the overwritten ones may be NaN or infinite."""
     (x, rows), dim, rank = tensor_operands(node), _written_dim(node), len(shape_of_node(node))
     length, count = (item.meta[VALUE].shape[dim] for item in (x, rows))
     start = min(first_row(bound_arguments(node)["start"], length), length)  # type: ignore[type-var]
@@ -148,7 +148,7 @@ def _join_of_both(node: fx.Node, writer: GraphWriter) -> fx.Node:
     arguments, operand = bound_arguments(node), node_argument(node)
     dim = arguments["dims"][0]
     length = operand.meta[VALUE].shape[dim]
-    first = -arguments["shifts"][0] % max(length, 1)  # the row that comes to the front
+    first = -arguments["shifts"][0] % max(length, 1)  # the row that becomes the first one
     parts = [writer.call(aten.slice.Tensor, operand, dim, *bounds) for bounds in ((first, length), (0, first))]
     return writer.call(aten.cat.default, parts, dim) if first else operand
 
@@ -161,15 +161,15 @@ def _root_of_sum(node: fx.Node, writer: GraphWriter) -> fx.Node:
 
 
 def _sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """What is added to minus zero keeps its sign, even if it is a zero."""
+    """Pad with -0.0, so that adding the padding keeps the sign of zeros."""
     operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
     rank, dim = len(shape_of_node(node)), bound_arguments(node)["dim"] % len(shape_of_node(node))
     lengths = [item.meta[VALUE].shape[dim] for item in operands]
     total, befores = sum(lengths), [0, *accumulate(lengths)]
-    made: fx.Node | None = None
+    total_sum: fx.Node | None = None
     for operand, before, length in zip(operands, befores, lengths, strict=False):
         pad = [0, 0] * (rank - 1 - dim) + [before, total - before - length]
         part = writer.call(aten.constant_pad_nd.default, operand, pad, -0.0)
-        made = part if made is None else writer.call(aten.add.Tensor, made, part)
-    assert made is not None
-    return made
+        total_sum = part if total_sum is None else writer.call(aten.add.Tensor, total_sum, part)
+    assert total_sum is not None
+    return total_sum

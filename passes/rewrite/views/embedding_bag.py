@@ -1,7 +1,7 @@
-"""Bags of embeddings whose bags are rows: a bag of k indices is a row of k look-ups, and what is summed of them is a sum over k.
+"""Replace embedding bags of equal length by embeddings and a sum: a bag of k indices is a row of k look-ups.
 
-`nn.EmbeddingBag` flattens its indices [n k] and says by offsets where each bag begins. Offsets that are proven to be multiples of
-k cut the indices into the same rows again. Bags of other lengths, and bags of which the largest elements are taken, run whole.
+`nn.EmbeddingBag` flattens its indices [n k] and takes the offset of each bag. If the offsets are proven to be multiples
+of k, they describe the rows of [n k]. Bags of different lengths, and bags reduced by a maximum, are not chunked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ END = "has offsets of which the last one is the end: without include_last_offset
 
 @dataclass(frozen=True)
 class _Bags:
-    """Indices [n k], which of them count (None: all), and their weights [n k]."""
+    """Indices [n k], a mask of the indices that count (None: all), and their weights [n k]."""
 
     indices: fx.Node
     counted: fx.Node | None
@@ -42,7 +42,9 @@ class _Bags:
     writer: GraphWriter
 
     def without_padding(self, values: fx.Node, rank: int) -> fx.Node:
-        """Zero for each index that does not count; `values` has dimensions behind those of the indices for a rank of 3."""
+        """Set the values of padding indices to zero; a rank of 3 means that `values` has a dimension after those of the
+        indices.
+        """
         if self.counted is None:
             return values
         own = values.meta[VALUE]
@@ -51,7 +53,7 @@ class _Bags:
         return self.writer.call(aten.where.self, counted, values, zero)
 
     def share(self, values: fx.Node) -> fx.Node:
-        """Divided by how many indices of a row count."""
+        """Divide by the number of indices that count in each row, if the mode is mean."""
         if not self.is_mean:
             return values
         call = self.writer.call
@@ -108,9 +110,9 @@ def gradient_of_weights_in_a_bag(node: fx.Node, writer: GraphWriter) -> fx.Node 
 
 def _bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
     arguments = bound_arguments(node)
-    why = _why_whole(arguments)
-    if why is not None:
-        node.meta[WHY_WHOLE] = f"{node.target} {why}"
+    reason = _why_whole(arguments)
+    if reason is not None:
+        node.meta[WHY_WHOLE] = f"{node.target} {reason}"
         return None
     (count,) = size_arguments(arguments["offsets"], writer)
     indices = writer.call(aten.view.default, arguments["indices"], [count, _length(arguments)])
@@ -124,15 +126,15 @@ def _bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
 def _why_whole(arguments: Mapping[str, Any]) -> str | None:
     if arguments["mode"] not in (SUM, MEAN):
         return LARGEST
-    for name, why in (("sparse", SPARSE), ("scale_grad_by_freq", FREQUENCY), ("include_last_offset", END)):
+    for name, reason in (("sparse", SPARSE), ("scale_grad_by_freq", FREQUENCY), ("include_last_offset", END)):
         if arguments.get(name):
-            return why
+            return reason
     length = _length(arguments)
     return None if length is not None and counts_in_steps(arguments["offsets"], length) else LENGTHS
 
 
 def _length(arguments: Mapping[str, Any]) -> int | None:
-    """How many indices each bag has, if that is one number: all of them are in bags of a length."""
+    """Return the number of indices per bag if it is the same integer for all bags, else None."""
     (total,), (count,) = (shape_of_node(arguments[name]) for name in ("indices", "offsets"))
     length = quotient(total, count) if count != 0 else None
     return length if isinstance(length, int) and length > 0 else None

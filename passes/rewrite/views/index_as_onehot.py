@@ -1,7 +1,8 @@
-"""One element of each row of a matrix, or one token of each sequence (heads on the last token): taken by comparing positions.
+"""Replace an index that takes one element per row, or one token per sequence, by a comparison and a sum.
 
-A look-up by number needs all rows at once; this sum takes what a chunk of them has. It makes 0 of -0, so that the sign is looked
-up, too. That numbers are in range is asserted, as the look-up does itself.
+A model head on the last token is such an index. An index needs all rows at once; the sum adds up the contributions of
+chunks. A sum turns -0 into 0, so the sign is looked up separately. An assertion checks that the indices are in range, as
+the index operator itself does.
 """
 
 from __future__ import annotations
@@ -27,34 +28,34 @@ OF_NUMBERS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor
 
 @dataclass(frozen=True)
 class _Numbers:
-    """`x[arange(b)[:, None], arange(t), numbers]`: indices of which all but one count every row of their dimension.
+    """`x[arange(b)[:, None], arange(t), numbers]`: all index tensors but one enumerate the rows of their dimension.
 
-    Or they count the rows of a view of x that has the shape of the numbers, and behind it what they look into: `dim` is then a
-    dimension of the view.
+    Alternatively the others enumerate the rows of a view of x: the view has the shape of `numbers`, followed by the
+    indexed dimension. `dim` is then a dimension of the view.
     """
 
     source: fx.Node
     numbers: fx.Node
     dim: int
-    place: int  # the dimension of the source that the numbers look into
-    rows: int  # dimensions that are counted, of the view
+    place: int  # the dimension of the source that `numbers` indexes
+    rows: int  # the number of enumerated dimensions of the view
     is_viewed: bool
 
     @property
     def rank(self) -> int:
-        """Of what is looked up, or put."""
-        behind = len(shape_of_node(self.source)) - self.place - 1
-        return self.rows + behind if self.is_viewed else len(shape_of_node(self.source)) - 1
+        """The rank of the values that are looked up or written."""
+        trailing = len(shape_of_node(self.source)) - self.place - 1
+        return self.rows + trailing if self.is_viewed else len(shape_of_node(self.source)) - 1
 
     def view(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
-        """A value of the source's shape, with the rows that are counted."""
+        """Return a value of the source's shape as the view whose rows are enumerated."""
         if not self.is_viewed:
             return value
         sizes = [*size_arguments(self.numbers, writer), *size_arguments(self.source, writer)[self.place :]]
         return writer.call(aten.reshape.default, value, sizes)
 
     def back(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
-        """Such a value with the source's shape again."""
+        """Return a value of the view's shape with the source's shape."""
         return writer.call(aten.reshape.default, value, size_arguments(self.source, writer)) if self.is_viewed else value
 
 
@@ -62,7 +63,7 @@ class _Numbers:
 def one_of_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[arange(b), last] -> where(arange(t) == last[:, None], x, 0).sum(1)
 
-    Likewise of rows that a view has flattened: x[arange(b * t).view(b, t), last] is made of x.view(b, t, v).
+    Also if a view has flattened the rows: x[arange(b * t).view(b, t), last] is then taken from x.view(b, t, v).
     """
     found = _numbers(node)
     if found is None or not node.meta[VALUE].is_floating_point() or any(_is_changed_in_place(user, found) for user in node.users):
@@ -81,8 +82,9 @@ def _sum_of_hits(hit: fx.Node, values: fx.Node, dim: int, writer: GraphWriter) -
 def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """index_put(x, [arange(b), last], d) -> where(arange(t) == last[:, None], d[:, None], x)
 
-    Each row's number names another place, so that nothing is added twice: x + d where it accumulates. What is made of the look-up
-    x[arange(b), last] itself, as by x[arange(b), last] -= 1, is made of x. The gradient of a look-up is put into zeros.
+    Each index names a different element, so nothing is added twice; if `accumulate` is set, the selected value is x + d.
+    A value computed from the look-up x[arange(b), last], as in x[arange(b), last] -= 1, is computed from x instead. The
+    gradient of a look-up is written into zeros.
     """
     arguments, found = bound_arguments(node), _numbers(node)
     target, values, dtype = arguments["self"], arguments["values"], node.meta[VALUE].dtype
@@ -91,26 +93,28 @@ def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if arguments["accumulate"] and not dtype.is_floating_point:
         return None
     if not arguments["accumulate"] and _is_of(values, found):
-        made = writer.call(values.target, found.view(target, writer), *values.args[1:], **values.kwargs)
+        new_values = writer.call(values.target, found.view(target, writer), *values.args[1:], **values.kwargs)
     elif not is_zero(target):
-        made = _spread(values, found, writer)
-        made = writer.call(aten.add.Tensor, found.view(target, writer), made) if arguments["accumulate"] else made
-    else:  # zero plus -0 is zero
-        made = writer.call(aten.add.Tensor, values, _number(0.0, target, writer)) if arguments["accumulate"] else values
-        put = writer.call(aten.where.self, _hit(found, writer), _spread(made, found, writer), _number(0.0, target, writer))
+        new_values = _spread(values, found, writer)
+        new_values = (
+            writer.call(aten.add.Tensor, found.view(target, writer), new_values) if arguments["accumulate"] else new_values
+        )
+    else:  # 0 + -0 is 0
+        new_values = writer.call(aten.add.Tensor, values, _number(0.0, target, writer)) if arguments["accumulate"] else values
+        put = writer.call(aten.where.self, _hit(found, writer), _spread(new_values, found, writer), _number(0.0, target, writer))
         return found.back(put, writer)
-    return found.back(writer.call(aten.where.self, _hit(found, writer), made, found.view(target, writer)), writer)
+    return found.back(writer.call(aten.where.self, _hit(found, writer), new_values, found.view(target, writer)), writer)
 
 
 def _spread(values: fx.Node, found: _Numbers, writer: GraphWriter) -> fx.Node:
-    """Values for each row, the same for all places that its number may name."""
+    """Broadcast one value per row to all elements that the row's index may select."""
     for _ in range(found.rank - len(shape_of_node(values))):
         values = writer.call(aten.unsqueeze.default, values, 0)
     return writer.call(aten.unsqueeze.default, values, found.dim)
 
 
 def _is_changed_in_place(values: fx.Node, found: _Numbers) -> bool:
-    """Whether what is made of a look-up is put where that was found."""
+    """Whether a value computed from a look-up is written to the index that it was read from."""
     return _is_of(values, found) and any(
         user.target is aten.index_put.default and node_argument(user) is found.source and _numbers(user) == found
         for user in values.users
@@ -118,7 +122,7 @@ def _is_changed_in_place(values: fx.Node, found: _Numbers) -> bool:
 
 
 def _is_of(values: fx.Node, found: _Numbers) -> bool:
-    """Whether values are made, element by element, of what stands in the places they are put in."""
+    """Whether values are computed elementwise, with a number, from the elements that they overwrite."""
     if values.target not in OF_NUMBERS or not is_tensor(values.args[0]) or not isinstance(values.args[1], (int, float)):
         return False
     look_up = node_argument(values)
@@ -141,7 +145,7 @@ def _numbers(node: fx.Node) -> _Numbers | None:
 
 
 def _numbers_of_a_view(source: fx.Node, indices: Sequence[fx.Node]) -> _Numbers | None:
-    """What the last index looks into, if the others count the rows of all dimensions before it together."""
+    """Return the last index if the other indices together enumerate the rows of all dimensions before it."""
     *counts, numbers = indices
     shape, place = shape_of_node(numbers), len(counts)
     if not are_row_numbers(counts, shape_of_node(source)[:place], shape):
@@ -150,7 +154,7 @@ def _numbers_of_a_view(source: fx.Node, indices: Sequence[fx.Node]) -> _Numbers 
 
 
 def _counts(index: fx.Node, rows: Size, rank: int) -> int | None:
-    """Along which dimension of so many an index counts all rows, and is the same along all others."""
+    """Return the dimension (of `rank`) along which an index enumerates all rows, if it is constant along all others."""
     own = shape_of_node(index)
     while index.target in (aten.unsqueeze.default, aten.expand.default, *VIEWS):
         before = shape_of_node(node_argument(index))
@@ -163,7 +167,7 @@ def _counts(index: fx.Node, rows: Size, rank: int) -> int | None:
 
 
 def _in_range(found: _Numbers, writer: GraphWriter) -> fx.Node:
-    """Numbers counted from the start, all of which are there."""
+    """Wrap negative indices, and assert that all indices are in range."""
     numbers, size = found.numbers, size_arguments(found.source, writer)[found.place]
     is_from_end, from_start = writer.call(aten.lt.Scalar, numbers, 0), writer.call(aten.add.Tensor, numbers, size)
     counted = writer.call(aten.where.self, is_from_end, from_start, numbers)
@@ -174,7 +178,7 @@ def _in_range(found: _Numbers, writer: GraphWriter) -> fx.Node:
 
 
 def _hit(found: _Numbers, writer: GraphWriter) -> fx.Node:
-    """[b t 1 ...]: whether a row's number is the one that is asked for."""
+    """[b t 1 ...]: whether a row's number equals the requested index."""
     counted, size = _in_range(found, writer), size_arguments(found.source, writer)[found.place]
     position = writer.call(aten.arange.default, size, device=counted.meta[VALUE].device)
     for _ in range(found.dim):
@@ -184,8 +188,8 @@ def _hit(found: _Numbers, writer: GraphWriter) -> fx.Node:
     return _unsqueezed(hit, found.rows + 1, found.rank + 1, writer)
 
 
-def _unsqueezed(node: fx.Node, rank: int, wanted: int, writer: GraphWriter) -> fx.Node:
-    for dim in range(rank, wanted):
+def _unsqueezed(node: fx.Node, rank: int, target_rank: int, writer: GraphWriter) -> fx.Node:
+    for dim in range(rank, target_rank):
         node = writer.call(aten.unsqueeze.default, node, dim)
     return node
 

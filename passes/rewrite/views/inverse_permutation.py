@@ -1,11 +1,11 @@
-"""Rows that were sorted, worked on in their new order, and are put back: each is put where it stood, whenever it is made.
+"""Write permuted rows back by a scatter with the permutation, instead of a gather with its inverse.
 
     p = sort(keys).indices     gather(x, d, inverse of p)               ->    scatter(zeros, d, p, x)
                                scatter_add(zeros, d, inverse of p, g)   ->    gather(g, d, p) + 0
                                scatter_add(zeros, d, p, g)              ->    scatter(zeros, d, p, g + 0)
 
-Looking them up by what undoes an order needs all rows first. Putting them needs none but those of a chunk: the indices of a sort
-name each row once, so that each place is written once. (Where the order does not matter, `sort_elimination.py` takes it away.)
+A gather with the inverse needs all rows first; a scatter only needs the rows of one chunk. The indices of a sort name
+each row once, so each element is written once. (`sort_elimination.py` removes permutations on which no result depends.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rows_put_back(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def gradient_of_rows_put_back(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """scatter_add(zeros, d, inverse of an order, g) -> gather(g, d, order) + 0
 
-    Zero plus -0 is zero.
+    The addition matters because 0 + -0 is 0.
     """
     arguments = bound_arguments(node)
     rows, order = arguments["src"], _order_undone_by(arguments["index"], arguments["dim"])
@@ -65,20 +65,20 @@ def gradient_of_rows_in_order(node: fx.Node, writer: GraphWriter) -> fx.Node | N
 
 
 def _is_added_to_zeros(node: fx.Node) -> bool:
-    """Whether as many numbers are added to zeros as there are places for."""
+    """Whether floating-point values are added to zeros of the same shape."""
     arguments = bound_arguments(node)
     is_whole = shape_of_node(arguments["src"]) == shape_of_node(arguments["index"]) == shape_of_node(node)
     return is_whole and is_zero(arguments["self"]) and node.meta[VALUE].is_floating_point()
 
 
 def _put(zeros: fx.Node, dim: int, index: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
-    made = writer.call(aten.scatter.src, zeros, dim, index, rows)
-    made.meta[EACH_ONCE] = True
-    return made
+    written = writer.call(aten.scatter.src, zeros, dim, index, rows)
+    written.meta[EACH_ONCE] = True
+    return written
 
 
 def _order_undone_by(index: fx.Node, dim: int) -> fx.Node | None:
-    """The indices of a sort along a dimension which these undo, that are the same in all columns behind it."""
+    """Return the sort indices along `dim` whose inverse `index` is, if it is the same in all trailing columns."""
     rank = len(shape_of_node(index))
     numbers = _before_columns(index)
     dim = dim % rank if rank else 0
@@ -90,12 +90,12 @@ def _order_undone_by(index: fx.Node, dim: int) -> fx.Node | None:
         is_whole = shape_of_node(order) == shape_of_node(written) == shape_of_node(numbers)
         is_along = is_whole and arguments["dim"] % len(shape_of_node(numbers)) == dim
         return order if is_along and _is_order(order, dim) and _counts_along(written, dim) else None
-    sorted_again = _sorted(numbers, dim)
-    return sorted_again if sorted_again is not None and _is_order(sorted_again, dim) else None
+    sorted_indices = _sorted(numbers, dim)
+    return sorted_indices if sorted_indices is not None and _is_order(sorted_indices, dim) else None
 
 
 def _sorted(node: fx.Node, dim: int) -> fx.Node | None:
-    """What these are the indices of, from the least along a dimension to the largest."""
+    """Return the values whose ascending sort along `dim` has these indices."""
     sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
     if sort.target not in (SORTS if sort is not node else ORDERS):
         return None
@@ -106,7 +106,7 @@ def _sorted(node: fx.Node, dim: int) -> fx.Node | None:
 
 
 def _is_order(node: fx.Node, dim: int) -> bool:
-    """Whether each number of a row occurs once along a dimension: the indices of a sort, in either direction."""
+    """Whether each index occurs once along a dimension: the indices of a sort in either direction."""
     sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
     if sort.target not in (SORTS if sort is not node else ORDERS):
         return False
@@ -115,7 +115,7 @@ def _is_order(node: fx.Node, dim: int) -> bool:
 
 
 def _counts_along(node: fx.Node, dim: int) -> bool:
-    """Whether these are 0, 1, 2 ... along a dimension, and the same in all others: a vector that counts, repeated."""
+    """Whether a tensor is 0, 1, 2, ... along a dimension and constant along all others."""
     shape = shape_of_node(node)
     node = node_argument(node) if node.target is aten.expand.default else node
     own = shape_of_node(node)
@@ -128,7 +128,9 @@ def _counts_along(node: fx.Node, dim: int) -> bool:
 
 
 def _before_columns(index: fx.Node) -> fx.Node | None:
-    """The numbers [... n] behind an index [... n *width] that is the same in all columns."""
+    """Return the indices [... n] that an index [... n *width] repeats for all columns; the index itself if it is not
+    expanded.
+    """
     if index.target is not aten.expand.default:
         return index
     column = node_argument(index)
@@ -141,7 +143,7 @@ def _before_columns(index: fx.Node) -> fx.Node | None:
 
 
 def _for_all_columns(order: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
-    """An order as an index of rows [... n *width]."""
+    """Expand a permutation to an index of rows [... n *width]."""
     for _ in shape_of_node(rows)[len(shape_of_node(order)) :]:
         order = writer.call(aten.unsqueeze.default, order, -1)
     return writer.call(aten.expand.default, order, size_arguments(rows, writer))

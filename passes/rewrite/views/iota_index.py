@@ -1,6 +1,4 @@
-"""Looking up rows, and adding to them, by a vector of numbers.
-
-By numbers that count up it is no look-up at all: each row once, or each row k times over.
+"""Replace indices that count up: an index 0, 1, 2, ... takes each row once, or each row k times in a row.
 
 x[0 1 2 ...] -> x                           zeros.index_add(0, [0 1 2 ...], y) -> y
 x[0 0 1 1 2 2 ...] -> repeat(x, each 2)     zeros.index_add(0, [0 0 1 1 ...], y) -> y.view(n, 2).sum(1)
@@ -26,16 +24,16 @@ from streamfx.passes.rewrite.pattern import equation
 
 aten = torch.ops.aten
 SAME_NUMBERS = (aten._to_copy.default, aten.clone.default)
-NUMBERS = (torch.int64, torch.int32)  # types of row numbers
+NUMBERS = (torch.int64, torch.int32)  # dtypes of row indices
 COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 ORDERS = (aten.argsort.default, aten.argsort.stable)
-SORTS = (aten.sort.default, aten.sort.stable, aten.topk.default)  # values, and the places where they stood
-LISTED = 16  # numbers in a list that is written as slices
+SORTS = (aten.sort.default, aten.sort.stable, aten.topk.default)  # they return values and their indices
+LISTED = 16  # largest index that is written as slices
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def looked_up_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """A look-up of rows, or a sum into rows, whose index counts up; None for anything else."""
+    """Return a replacement for a look-up of rows, or a sum into rows, if its index counts up; else None."""
     if node.target in (aten.index.Tensor, aten._unsafe_index.Tensor):
         return _look_up(node, writer)
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default):
@@ -72,14 +70,15 @@ def _sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return rows  # type: ignore[no-any-return]
     sizes = size_arguments(base, writer)
     apart = writer.call(aten.view.default, rows, [sizes[0], times, *sizes[1:]])
-    return writer.call(aten.sum.dim_IntList, apart, [1], dtype=node.meta[VALUE].dtype)  # small integers would become int64
+    return writer.call(aten.sum.dim_IntList, apart, [1], dtype=node.meta[VALUE].dtype)  # a sum of small integers would be int64
 
 
 @equation(aten.gather.default, aten.scatter_add.default)
 def rows_of_a_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gather(x, 0, expand(i)) -> x[i],  scatter_add(x, 0, expand(i), y) -> index_add(x, 0, i, y)
 
-    Where the index is a vector, repeated for all columns. x[i] takes negative numbers, too, which gather does not.
+    Applies if the index is a vector expanded to all columns. gather rejects negative indices, so an assertion is added
+    unless none can occur.
     """
     arguments, width = bound_arguments(node), shape_of_node(node)[1:]
     index = _column(arguments["index"], width) if arguments["dim"] == 0 else None
@@ -99,7 +98,7 @@ def rows_of_a_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[:, [0, 1, -1]] -> cat([x[:, 0:2], x[:, -1:]], 1)
 
-    By a few numbers that the trace holds, which are those of rows that are there.
+    Applies to a short constant index whose rows exist.
     """
     found = _listed(node)
     if found is None:
@@ -122,7 +121,7 @@ def gradient_of_rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | 
         return None
     own, total, begin = base.meta[VALUE], None, 0
     rows = writer.call(aten.add.Tensor, rows, writer.call(aten.full.default, [], 0, dtype=own.dtype, device=own.device))
-    for start, end, count in runs:  # zero plus -0 is zero
+    for start, end, count in runs:  # 0 + -0 is 0
         part = writer.call(aten.slice.Tensor, rows, dim, begin, begin + count) if len(runs) > 1 else rows
         put = writer.call(aten.slice_backward.default, part, size_arguments(base, writer), dim, start, end, 1)
         total, begin = put if total is None else writer.call(aten.add.Tensor, total, put), begin + count
@@ -130,7 +129,7 @@ def gradient_of_rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | 
 
 
 def _listed(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | None:
-    """Along which dimension a constant list looks up rows, and as which slices: first row, behind the last, and how many."""
+    """Return the dimension that a constant list indexes, and its runs as slices: first row, end row, and number of rows."""
     arguments = bound_arguments(node)
     chosen = [(dim, index) for dim, index in enumerate(arguments["indices"]) if is_tensor(index)]
     constant = chosen[0][1].meta.get(CONSTANT) if len(chosen) == 1 else None
@@ -154,7 +153,9 @@ def _listed(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | None:
 
 
 def is_never_negative(index: fx.Node) -> bool:
-    """Whether a vector of numbers is made by what makes no negative ones: the places of sorted elements, divided perhaps."""
+    """Whether an index vector cannot be negative: it holds indices of a sort or a range, possibly divided by a positive
+    integer.
+    """
     while index.meta[VALUE].dtype in NUMBERS and (index.target in (*SAME_NUMBERS, *VIEWS) or _is_share(index)):
         index = node_argument(index)
     if index.target is operator.getitem:
@@ -167,7 +168,7 @@ def _is_share(node: fx.Node) -> bool:
 
 
 def _column(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | None:
-    """The vector [s] behind an index [s *width] that is the same in all columns."""
+    """Return the vector [s] that an index [s *width] repeats for all columns."""
     if len(shape_of_node(index)) == 1:
         return index
     if index.target is not aten.expand.default or shape_of_node(index)[1:] != width:
@@ -181,7 +182,7 @@ def _column(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | None:
 
 
 def row_index(node: fx.Node) -> fx.Node | None:
-    """The vector by which a look-up or a write finds rows of the first dimension, where it looks into no other."""
+    """Return the vector that indexes the first dimension in a look-up or a write, if no other dimension is indexed."""
     arguments = bound_arguments(node)
     if "indices" in arguments:
         first, *others = arguments["indices"]
@@ -192,8 +193,8 @@ def row_index(node: fx.Node) -> fx.Node | None:
 
 
 def repeats(index: fx.Node, rows: Size) -> int | None:
-    """k, where a vector of row numbers is 0, 1, ... `rows` - 1, each number k times."""
-    if index.meta[VALUE].dtype not in NUMBERS:  # truth values and bytes are masks
+    """Return k if an index vector is 0, 1, ... `rows` - 1, with each number k times in a row."""
+    if index.meta[VALUE].dtype not in NUMBERS:  # bool and uint8 indices are masks
         return None
     while index.target in SAME_NUMBERS and _holds(index, rows):
         index = node_argument(index)
@@ -209,13 +210,13 @@ def repeats(index: fx.Node, rows: Size) -> int | None:
 
 
 def _holds(node: fx.Node, rows: Size) -> bool:
-    """Whether the type of a vector of row numbers, and that of what it is made of, hold all of them."""
+    """Whether the dtypes of an index vector and of its operand hold all row indices exactly."""
     types = [node.meta[VALUE].dtype, node_argument(node).meta[VALUE].dtype]
     return all(not dtype.is_floating_point and is_exact_in(dtype, 0, longest(rows)) for dtype in types)
 
 
 def _spread(node: fx.Node) -> Size | None:
-    """k, where a matrix [n k] has n numbers counting up as its first index."""
+    """Return k if a matrix [n k] repeats the vector 0, 1, ... n - 1 along its columns."""
     node = node_argument(node) if node.target is aten.clone.default else node
     if node.target is not aten.expand.default or len(shape_of_node(node)) != 2:
         return None
@@ -226,7 +227,7 @@ def _spread(node: fx.Node) -> Size | None:
 
 
 def counts_up(node: Any) -> bool:
-    """Whether a vector is 0, 1, 2 ..., all of which its type holds."""
+    """Whether a vector is 0, 1, 2, ..., and its dtype holds all of these exactly."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in COUNTS:
         return False
     arguments = bound_arguments(node)

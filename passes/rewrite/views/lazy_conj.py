@@ -1,6 +1,6 @@
-"""Conjugates and negatives that are only marked as such, on a view of the memory of what they are of, as numbers of their own.
+"""Materialize lazy conjugates and negatives, which are views with a conj or neg bit.
 
-A loop stores numbers, and code that is compiled reads them from memory as they are.
+Loops store plain numbers, and compiled code reads memory without the bits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ MARKED = (
 
 
 def why_marks_stay(graph: fx.Graph, results: Sequence[Any]) -> str | None:
-    """Why a graph has to run as it stands, in a user's words: memory of a marked value, or of a view of one, is read by the
-    caller, whose result it is, or by an operator that no rule looks into.
+    """Return why a graph cannot be rewritten, in a user's words, or None.
+
+    The memory of a lazy value, or of a view of one, is then read by the caller, as an output, or by an operator without a
+    rule.
     """
     readers = filter(reads_memory, graph.nodes)
     read = [*filter(is_tensor, results), *(operand for node in readers for operand in tensor_operands(node))]
@@ -45,10 +47,10 @@ def _is_marked(node: fx.Node) -> bool:
 
 @equation(aten._conj.default)
 def marked_conjugate(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """_conj(x) -> conj_physical(x); of a number, by which a value is multiplied: the number that it is"""
+    """_conj(x) -> conj_physical(x); a number's conjugate -> the constant"""
     if isinstance(number := node.args[0], (int, float, complex)):
-        own = node.meta[VALUE]
-        return writer.call(aten.full.default, [], number.conjugate(), dtype=own.dtype, device=own.device)
+        value = node.meta[VALUE]
+        return writer.call(aten.full.default, [], number.conjugate(), dtype=value.dtype, device=value.device)
     return writer.call(aten.conj_physical.default, node_argument(node))
 
 

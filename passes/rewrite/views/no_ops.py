@@ -1,4 +1,4 @@
-"""Operators that give what they are given: aliases, views of the same shape, slices of everything."""
+"""Remove operators that return their operand: aliases, views of the same shape, full slices."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def slice_of_everything(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @equation(aten.slice.Tensor)
 def slice_without_padding(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """pad(x, behind)[: length of x] -> x
+    """pad(x, after)[: length of x] -> x
 
-    Kernels ask for aligned biases, which models make so.
+    Some kernels need an aligned bias, which models build like this.
     """
     arguments, padded = bound_arguments(node), node_argument(node)
     if padded.target is not aten.constant_pad_nd.default or arguments["start"] not in (None, 0) or arguments["step"] != 1:
         return None
     operand, pads, rank = node_argument(padded), list(padded.args[1]), len(shape_of_node(node))  # type: ignore[arg-type]
-    behind = 2 * (rank - 1 - arguments["dim"] % rank) + 1
-    only_behind = all(pad == 0 for i, pad in enumerate(pads) if i != behind)
-    return operand if only_behind and shape_of_node(operand) == shape_of_node(node) else None
+    after = 2 * (rank - 1 - arguments["dim"] % rank) + 1
+    only_after = all(pad == 0 for i, pad in enumerate(pads) if i != after)
+    return operand if only_after and shape_of_node(operand) == shape_of_node(node) else None
 
 
 @equation(aten.constant_pad_nd.default)
@@ -62,7 +62,7 @@ def transposed_twice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 
 def _exchanged(node: fx.Node) -> set[int]:
-    """The dimensions that a transposition exchanges."""
+    """Return the dimensions that a transpose swaps."""
     rank = len(shape_of_node(node))
     return {int_argument(node, i) % rank for i in range(1, len(node.args))}
 
@@ -76,7 +76,7 @@ def flipped_twice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @equation(aten.copy.default)
 def copied_over(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """copy(y, x) -> x, of one shape; converted where y is of another type"""
+    """copy(y, x) -> x, if both have one shape; x is converted to the dtype of y"""
     over, value = node.args[:2]
     if not isinstance(value, fx.Node) or not is_tensor(value) or shape_of_node(value) != shape_of_node(node):
         return None

@@ -1,13 +1,13 @@
-"""A buffer that is written block by block, and read in other pieces, is what was written.
+"""Replace reads of a buffer that was written block by block by the written values.
 
-    y[0:3] = a; y[3:6] = b; y[6:9] = c      as three slice_scatter, each of what the one before has made
+    y[0:3] = a; y[3:6] = b; y[6:9] = c      as three slice_scatter, each of the previous one's result
 
     y[3:6]         ->  b                    rows that one operator has written
-    y[0:9]         ->  cat([a, b, c])       rows that were written in whole pieces, one behind the other
-    y.view(3, 3)   ->  stack([a, b, c])     pieces of one size, in a dimension of their own
+    y[0:9]         ->  cat([a, b, c])       rows of several values, each read completely
+    y.view(3, 3)   ->  stack([a, b, c])     blocks of one size, in a dimension of their own
 
-A loop over blocks keeps its states so, and autograd takes them apart likewise. Who has written a row last is followed from link
-to link, for as long as all bounds are numbers; rows that nobody has written are the buffer's own.
+A loop over blocks stores its states like this, and autograd slices their gradients in the same way. The last write of
+each row is found by following the chain of writes, if all bounds are integers; rows without a write are the buffer's own.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from streamfx.passes.rewrite.views.tile_views import is_fixed, sliced_rows
 
 aten = torch.ops.aten
 WRITES = (aten.slice_scatter.default, aten.select_scatter.default)
-FEWEST = 3  # pieces: two are no loop that could be rolled up (`passes/scan/row_access.py`)
+FEWEST = 3  # pieces: fewer cannot be rerolled into a loop (`passes/scan/row_access.py`)
 PADS = (aten.slice_backward.default, aten.constant_pad_nd.default)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a buffer, from `place` on: `count` rows of a value from `start` on, a value that is a row itself, or a number."""
+    """Rows of a buffer from `place` on: `count` rows of a value from `start` on, a value that is a single row, or a
+    constant.
+    """
 
     place: int
     count: int
@@ -47,15 +49,15 @@ class _Piece:
         return _Piece(begin, end - begin, self.value, self.start + begin - self.place, self.is_row)
 
     def is_whole(self, dim: int) -> bool:
-        """Whether it is all of a value."""
+        """Whether the piece holds all rows of its value."""
         return isinstance(self.value, fx.Node) and self.count == shape_of_node(self.value)[dim]
 
 
 @equation(aten.slice.Tensor)
 def rows_of_what_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """y[0:9] -> cat([a, b, c]), of a y into which a, b and c were written at 0, 3 and 6
+    """y[0:9] -> cat([a, b, c]), if a, b and c were written into y at 0, 3 and 6
 
-    Likewise y[3:5], which is b[0:2], and rows that nobody has written; but no part of one piece beside another.
+    Also y[3:5], which is b[0:2], and rows that were never written; but no concatenation of partial pieces.
     """
     source = node_argument(node)
     own = sliced_rows(node, source) if source.target in (*WRITES, aten.slice_backward.default) else None
@@ -69,9 +71,9 @@ def rows_of_what_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | No
 
 @equation(aten.slice_scatter.default)
 def all_that_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """y -> cat([a, b, c]), of a y of nine rows into which a, b and c were written at 0, 3 and 6
+    """y -> cat([a, b, c]), if a, b and c were written into y of nine rows at 0, 3 and 6
 
-    Where it is not only written over, or cut.
+    Applies if y has a user other than a further write or a slice.
     """
     shape, dim = shape_of_node(node), bound_arguments(node)["dim"]
     if all(_is_written_over(node, user) or user.target is aten.slice.Tensor for user in node.users) or not is_fixed(shape):
@@ -85,7 +87,7 @@ def all_that_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def blocks_that_were_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """cat([a, b, c]).view(3, k) -> stack([a, b, c])
 
-    Of three values that have k rows each.
+    Applies if the three values have k rows each.
     """
     source = node_argument(node)
     if source.target is not aten.cat.default:
@@ -100,7 +102,7 @@ def blocks_that_were_written(node: fx.Node, writer: GraphWriter) -> fx.Node | No
 
 
 def _alone(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Rows that are all of one value, or all one number."""
+    """Return rows that belong to one value, or are one constant."""
     if not isinstance(piece.value, fx.Node):
         return _constant(piece, dim, node, writer)
     if piece.is_row:
@@ -111,7 +113,9 @@ def _alone(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.No
 
 
 def _joined(pieces: list[_Piece], dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Pieces of several rows one behind the other, two of them written at least, each whole, or untouched and constant."""
+    """Concatenate pieces if at least two were written; each must be a full value of several rows, or an unwritten
+    constant.
+    """
     written = [piece for piece in pieces if isinstance(piece.value, fx.Node)]
     if len(pieces) < FEWEST or len(written) < 2 or not all(not piece.is_row and piece.is_whole(dim) for piece in written):
         return None
@@ -127,11 +131,11 @@ def _constant(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx
     return writer.call(aten.full.default, shape, piece.value, dtype=own.dtype, device=own.device)
 
 
-# -- who has written a row
+# -- the last write of each row
 
 
 def _pieces(value: fx.Node, dim: int, low: int, high: int) -> list[_Piece]:
-    """What rows [low, high) hold, from the first to the last."""
+    """Return the pieces that rows [low, high) hold, in order."""
     found: list[_Piece] = []
     open_rows, root = [(low, high)], None
     while open_rows and root is None and (written := _written(value, dim)) is not None:
@@ -152,7 +156,7 @@ def _pieces(value: fx.Node, dim: int, low: int, high: int) -> list[_Piece]:
 
 
 def _written(node: fx.Node, dim: int) -> _Piece | None:
-    """Rows that an operator has put along a dimension into a value of its shape; None if it has done something else."""
+    """Return the rows that an operator writes along a dimension into a value of its shape; None if it does anything else."""
     if node.target not in (*WRITES, *PADS):
         return None
     rows = node_argument(node, 1 if node.target in WRITES else 0)
@@ -160,9 +164,9 @@ def _written(node: fx.Node, dim: int) -> _Piece | None:
         return None
     if node.target is aten.constant_pad_nd.default:
         pads: Any = node.args[1]
-        behind = 2 * (len(shape_of_node(node)) - 1 - dim)
-        before = pads[behind] if behind < len(pads) else 0
-        is_along = all(pad == 0 for i, pad in enumerate(pads) if i not in (behind, behind + 1))
+        last_pad = 2 * (len(shape_of_node(node)) - 1 - dim)
+        before = pads[last_pad] if last_pad < len(pads) else 0
+        is_along = all(pad == 0 for i, pad in enumerate(pads) if i not in (last_pad, last_pad + 1))
         is_along &= all(isinstance(pad, int) and pad >= 0 for pad in pads)
         return _Piece(before, shape_of_node(rows)[dim], rows, 0) if is_along else None  # type: ignore[arg-type]
     arguments, shape = bound_arguments(node), shape_of_node(node)

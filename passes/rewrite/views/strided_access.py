@@ -1,6 +1,6 @@
-"""What operators that no rule looks into have to be given, noted before anything is rewritten: the memory that they read.
+"""Record how opaque operators read memory before anything is rewritten: storage, strides and offsets of operands.
 
-as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     what it reads is x's memory
+as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     it reads the memory of x
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ SHOWS_MEMORY = frozenset(
 
 
 def note_layouts(graph: fx.Graph, count: int) -> None:
-    """Note of each opaque operator, and of what is returned, how operands lie in memory, before anything is rewritten; so many
-    of the results are the caller's.
+    """Record the strides of each opaque operator's operands, and of the outputs, before anything is rewritten.
+
+    The first `count` outputs belong to the caller.
     """
     writer = GraphWriter(graph)
     for node in list(graph.nodes):
@@ -69,7 +70,7 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
     has_lengths = any(_has_lengths(node) for node in graph.find_nodes(op="placeholder"))
     places = [_place(item, results[:count]) for item in results[:count]]
     shared = Counter(place[0] for place in places if place)
-    output.meta[PLACES] = tuple(place if place and _matters(place[0], shared, has_lengths) else None for place in places)
+    output.meta[PLACES] = tuple(place if place and _is_observable(place[0], shared, has_lengths) else None for place in places)
     output.meta[LAYOUTS] = tuple(map(_strides, results))
     output.meta[MEMORIES] = tuple(
         frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
@@ -77,9 +78,12 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
 
 
 def _place(item: Any, results: Sequence[Any]) -> Place | None:
-    """Of a result that shows part of an input (its name), or of another result (its number): how many elements behind the
-    beginning of that it begins, and its strides; of other memory, as of an input that was written to, behind the beginning of all
-    of it. With dynamic lengths AOTAutograd reads from there where it begins; without them, it makes the view by itself.
+    """Return where an output that is a view lies in memory: its base, its offset in elements, and its strides.
+
+    The base is an input (by name) or another output (by position), and the offset counts from its first element. Any
+    other base, such as an input that was written to, is an `OtherMemory`, and the offset counts from the start of its
+    storage. With dynamic sizes AOTAutograd reads the result from this offset; with static sizes it builds the view
+    itself.
     """
     base = _base(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):
@@ -93,14 +97,14 @@ def _place(item: Any, results: Sequence[Any]) -> Place | None:
     return where, simplified(offset - begins), strides
 
 
-def _matters(where: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
-    """Whether anybody can tell where a result lies: who writes into what it shares memory with, or AOTAutograd."""
-    return has_lengths or shared[where] > 1 or not isinstance(where, OtherMemory)
+def _is_observable(position: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
+    """Whether AOTAutograd, or a caller who writes into shared memory, can observe where an output lies."""
+    return has_lengths or shared[position] > 1 or not isinstance(position, OtherMemory)
 
 
 def reads_memory(node: fx.Node) -> bool:
-    """Whether an operator may read its operands' memory as it lies: one that does, or one that no rule looks into."""
-    if isinstance(node.target, RestridedOperator):  # of one that reads memory as it lies there is none
+    """Whether an operator depends on the layout of its operands' memory: it reads strides, or no rule describes it."""
+    if isinstance(node.target, RestridedOperator):  # streamfx restrides operands only for operators that do not read strides
         return False
     return node.target in READS_STRIDES or (is_opaque(node) and not _makes_view(node))
 
@@ -110,12 +114,12 @@ def _makes_view(node: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The value that a chain of views begins with."""
+    """Return the value at the start of a chain of views."""
     return list(shown_by(node))[-1]
 
 
 def shown_by(node: fx.Node) -> Iterator[fx.Node]:
-    """A value, and those that it is a view of, as autograd counts views: by what the schemas of operators say."""
+    """Yield a value, the value it is a view of, and so on. The schemas of operators say which are views, as for autograd."""
     while True:
         yield node
         producer = node_argument(node) if node.target is operator.getitem else node
@@ -125,7 +129,7 @@ def shown_by(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _has_lengths(node: fx.Node) -> bool:
-    """Whether an input is a dynamic length, or has one."""
+    """Whether an input is a dynamic size, or a tensor with one."""
     value = node.meta.get(VALUE)
     if not isinstance(value, torch.Tensor):
         return isinstance(value, torch.SymInt)
@@ -133,15 +137,16 @@ def _has_lengths(node: fx.Node) -> bool:
 
 
 def _strides(item: Any) -> tuple[Size, ...] | None:
-    """The strides of a tensor of which there is more than one way to lie in memory."""
+    """Return the strides of a tensor with at least two dimensions; fewer leave no choice of layout."""
     value = item.meta[VALUE] if is_tensor(item) else None
     return None if value is None or value.dim() < 2 else tuple(size_of(stride) for stride in value.stride())
 
 
 def _is_in_order(node: fx.Node) -> bool:
-    """Whether an operator that reads memory says no more than a view: as its operand lies, or all of it, row after row.
+    """Whether an operator that reads memory is only a view.
 
-    Torch's own decomposition of a group norm ends so.
+    It keeps its operand's layout, or reads a contiguous operand in order. PyTorch's decomposition of group norm ends with
+    such an operator.
     """
     if node.target is not aten.as_strided.default:
         return False
@@ -157,7 +162,7 @@ def _is_in_order(node: fx.Node) -> bool:
 
 
 def _row_after_row(shape: Sequence[Size]) -> list[Size]:
-    """The strides of a tensor that is contiguous."""
+    """Return the strides of a contiguous tensor."""
     return [product(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
@@ -167,10 +172,10 @@ def _read_in_order(node: fx.Node, writer: GraphWriter) -> None:
 
 
 def _read_from_root(node: fx.Node, writer: GraphWriter) -> None:
-    """Let an operator that reads memory be given the value that was made, not one of its views: all of the memory is its own.
+    """Pass the base value instead of its view to an operator that reads memory: the base owns all of its memory.
 
-    An offset that the code gives counts from where an input's memory begins, not from where the input does: nobody knows how far
-    these are apart in later calls.
+    An explicit offset counts from the start of an input's storage, not from the input's first element. The distance
+    between the two may differ in later calls, so such operators are not rewritten.
     """
     operand, arguments = node_argument(node), bound_arguments(node)
     root, given = _root(operand), arguments["storage_offset"]
@@ -179,12 +184,12 @@ def _read_from_root(node: fx.Node, writer: GraphWriter) -> None:
     begins, shown = offset_argument(root, writer), offset_argument(operand, writer)
     where = (arguments["size"], arguments["stride"], _less(shown if given is None else given, begins, writer))
     if node.target is aten.as_strided.default:
-        made = writer.call(strided, root, *where)
+        result = writer.call(strided, root, *where)
     else:
         written = writer.call(strided_scatter, root, node.args[1], *where)
-        lies = size_arguments(operand, writer), stride_arguments(operand, writer)
-        made = writer.call(strided, written, *lies, _less(shown, begins, writer))
-    node.replace_all_uses_with(made, propagate_meta=False)
+        layout = size_arguments(operand, writer), stride_arguments(operand, writer)
+        result = writer.call(strided, written, *layout, _less(shown, begins, writer))
+    node.replace_all_uses_with(result, propagate_meta=False)
     writer.graph.erase_node(node)
 
 
@@ -195,7 +200,7 @@ def _less(number: Any, other: Any, writer: GraphWriter) -> Any:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The value whose memory a chain of views shows."""
+    """Return the value at the start of a chain of views."""
     while node.target in SHOWS_MEMORY or (node.target is operator.getitem and node_argument(node).target in SHOWS_MEMORY):
         node = node_argument(node)
     return node
@@ -205,7 +210,7 @@ def _root(node: fx.Node) -> fx.Node:
 def result_within_a_result(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """getitem(getitem(cond, 1), 0) -> part_of(cond, 1, 0)
 
-    So are those that have names.
+    Also if results have names.
     """
     path, inner = list[Any](), node
     while inner.target is operator.getitem:

@@ -1,10 +1,11 @@
-"""A block that is cut out of rows which a view cuts into blocks, too, is one of that view's blocks.
+"""Replace a slice that is one block of a tensor by an index into the view that holds all blocks.
 
     x.view(n, k), x[2 * k : 3 * k]                    ->    x.view(n, k), x.view(n, k)[2]
     d.view(n * k) + slice_backward(g, 2 * k, 3 * k)   ->    d.view(n * k) + select_backward(g, 2).view(n * k)
 
-Loops over blocks cut them out; what is worked on for all blocks at once has them in a dimension of their own. Said in one way,
-rows within a block are not taken for rows of the sequence. What such a loop writes and autograd takes apart is said shorter, too.
+Loops over blocks slice them; operators on all blocks have a dimension of blocks. In one common form, rows within a block
+are not mistaken for rows of the sequence. Blocks that such a loop writes, and their gradients, are simplified in the same
+way.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ aten = torch.ops.aten
 def block_of_a_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[2 * k : 3 * k] -> x.view(n, k)[2]
 
-    Where a view of x has the same blocks.
+    Applies if a view of x has the same blocks.
     """
     source = node_argument(node)
     place = _block(node, source)
@@ -45,7 +46,7 @@ def block_of_a_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def gradient_of_a_block(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """slice_backward(g, 2 * k, 3 * k) -> select_backward(g, 2).view(n * k)
 
-    Where it is added to what a view joins of such blocks.
+    Applies if it is added to a view that flattens such blocks.
     """
     shape = shape_of_node(node)
     place = _block(node, node)
@@ -64,7 +65,7 @@ def gradient_of_a_block(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def sum_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x.view(n * k) + select_backward(g, 2).view(n * k) -> (x + select_backward(g, 2)).view(n * k)
 
-    Likewise what has been added to such a gradient.
+    Also if x, or the gradient, is itself such a sum.
     """
     parts = node.all_input_nodes
     if len(parts) != 2 or len(node.args) != 2 or node.kwargs or any(part.target not in VIEWS for part in parts):
@@ -85,7 +86,7 @@ def sum_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def block_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x.view(n * k)[2 * k : 3 * k] -> x[2]
 
-    Where x has the blocks in a dimension of their own.
+    Applies if x has the blocks in a dimension of their own.
     """
     source = node_argument(node)
     place = _block(node, source)
@@ -101,7 +102,7 @@ def block_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None
 def rows_of_a_sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """(slice_backward(a, 0, 0, 3) + slice_backward(b, 0, 3, 5))[1:3] -> a[1:3] + 0
 
-    Zero plus -0 is zero.
+    The addition matters because 0 + -0 is 0.
     """
     total = node_argument(node)
     own, parts = sliced_rows(node, total), total.all_input_nodes
@@ -126,20 +127,22 @@ def _added(node: fx.Node) -> list[fx.Node]:
 
 
 def _are_like(node: fx.Node, parts: Iterable[fx.Node]) -> bool:
-    """Whether nothing is repeated or converted to be added up."""
+    """Whether the addends have the sum's shape and dtype, so that none is broadcast or converted."""
     return all(shape_of_node(part) == shape_of_node(node) and is_alike(part, node) for part in parts)
 
 
 def sliced_rows(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
-    """Along which dimension of `whole` a slice is taken or put, its first row and the one behind its last."""
+    """Return the dimension of `whole` that a slice reads or writes, and its first and end row; None if they are not
+    static.
+    """
     arguments, shape = bound_arguments(node), shape_of_node(whole)
     dim = arguments["dim"] % max(len(shape), 1)
     start, end, length = arguments["start"], arguments["end"], shape[dim] if shape else None
     is_known = all(bound is None or isinstance(bound, int) for bound in (start, end)) and isinstance(length, int)
     if not is_known or arguments["step"] != 1:
         return None
-    begin, behind, _ = slice(start, end).indices(length)  # type: ignore[arg-type]
-    return (dim, begin, behind) if begin < behind else None
+    begin, stop, _ = slice(start, end).indices(length)  # type: ignore[arg-type]
+    return (dim, begin, stop) if begin < stop else None
 
 
 def _holds(rows: tuple[int, int, int], others: tuple[int, int, int]) -> bool:
@@ -155,7 +158,7 @@ def is_fixed(shape: Iterable[Size]) -> bool:
 
 
 def _block(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
-    """Along which dimension of `whole` a slice is one of several blocks, all of one size: which of them, and the size."""
+    """Return the dimension of `whole` along which a slice is one of several equal blocks, its number, and its size."""
     shape, rows = shape_of_node(whole), sliced_rows(node, whole)
     if rows is None or not is_fixed(shape):
         return None
@@ -170,7 +173,7 @@ def _in_blocks(shape: tuple[Size, ...], dim: int, size: int) -> tuple[Size, ...]
 
 
 def _sum_of(node: fx.Node) -> fx.Node:
-    """The whole sum that a value is part of, and of nothing else."""
+    """Return the largest sum that a value is added to, as long as each partial sum has one user."""
     while len(node.users) == 1 and (user := next(iter(node.users))).target is aten.add.Tensor:
         node = user
     return node

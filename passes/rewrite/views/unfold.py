@@ -1,4 +1,4 @@
-"""Windows of rows, taken apart: each place of a window is a slice."""
+"""Decompose sliding windows: each position within the window is a slice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def windows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @equation(aten.unfold_backward.default)
 def gradient_of_windows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """unfold_backward(d) -> the sum of all places' gradients, each at its rows"""
+    """unfold_backward(d) -> the sum over window positions of the gradient, padded to that position's rows"""
     arguments = bound_arguments(node)
     sizes, dim, size = arguments["input_sizes"], arguments["dim"] % max(len(arguments["input_sizes"]), 1), arguments["size"]
     if arguments["step"] != 1 or not isinstance(sizes[dim], int) or not 1 < size <= min(WIDEST, sizes[dim]):
