@@ -47,7 +47,7 @@ LINEAR = (
         "8",
         "any type has the digits of a gradient",
         TABLE,
-        "return reaches and _digits(dtype) >= max(wanted, _digits(torch.bfloat16))",
+        "return reaches and _digits(dtype) >= max(needed, _digits(torch.bfloat16))",
         "return reaches",
         ("test_linearity.py::test_types_that_carry",),
     ),

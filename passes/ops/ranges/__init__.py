@@ -1,11 +1,14 @@
 """Ranges of the numbers in a graph: one lattice (`streamfx/ir/ranges.py`) and one table of transfer functions.
 
-transfer.py     defines how to register a transfer function, and looks operators up in the table arithmetic.py   sums,
-products, quotients, comparisons, logic, choices unary.py        functions of one number: exp, log, tanh ... views.py
-views, indexing, concatenation, constant fills: operators that move numbers or write constants reductions.py   sums,
-extrema, norms, softmax products.py     matrix products, attention patterns.py     relations between a value and its
-operands that ranges alone cannot express casts.py        type conversions that keep numbers exact analysis.py     the
-ranges of a whole graph
+transfer.py     registration and lookup of transfer functions
+arithmetic.py   sums, products, quotients, comparisons, logic, selections
+unary.py        functions of one number: exp, log, tanh ...
+views.py        views, indexing, concatenation, constant fills: operators that move numbers or write constants
+reductions.py   sums, extrema, norms, softmax
+products.py     matrix products, attention
+patterns.py     relations between two values that their ranges cannot express
+casts.py        type conversions that keep numbers exact
+analysis.py     the ranges of a whole graph
 
 It maps ranges of operands to ranges of results, and knows nothing of axes or loops. It may import `ir` and traits of
 operators.
