@@ -51,7 +51,7 @@ def unrolled_name(half: RecurrenceCall) -> str:
     return [*(join.node for join in half.joins), *half.finals][0].name
 
 
-def _cycle_error(path: Sequence[fx.Node]) -> Exception:
+def _crossed(path: Sequence[fx.Node]) -> Exception:
     """Return the error for a cycle in the graph: one of the loops on it is not rerolled."""
     loop = next((node for node in path if UNROLLED in node.meta), path[-1])
     error = FallbackError(loop, CROSSED)
@@ -81,7 +81,7 @@ def _sorted(nodes: Iterable[fx.Node]) -> list[fx.Node]:
                 placed[node] = None
                 continue
             if node in waiting:
-                raise _cycle_error(todo)
+                raise _crossed(todo)
             waiting.add(node)
             todo.extend(reversed(missing))
     return list(placed)

@@ -76,8 +76,8 @@ ROWS = (
         "blocks",
         "of several sequences side by side only the first axis is a relative",
         "passes/analysis/axes.py",
-        "            own = {*whole, *(atom",
-        "            own = {*whole[:1], *(atom",
+        "            related = {*whole, *(atom",
+        "            related = {*whole[:1], *(atom",
         ("test_relatives.py::test_several_sequences_side_by_side_are_relatives",),
     ),
     _written(

@@ -45,7 +45,7 @@ ROWS = (
     _row(
         "a huge number shows a key",
         "passes/analysis/diagonal_visible.py",
-        " and own.is_counted",
+        " and diagonal.is_counted",
         "",
         "numbers_that_hide_all_keys_from_a_row_leave_no_count_of_them",
     ),
@@ -66,14 +66,14 @@ ROWS = (
     _row(
         "joined masks are those of no keys",
         "passes/analysis/axes.py",
-        "                    table.unify(own, other)\n",
+        "                    table.unify(part_dim, other)\n",
         "                    pass\n",
         "rows_joined_with_blocks",
     ),
     _row(
         "a mask of rows and all blocks is made at once",
         "passes/analysis/access_roles.py",
-        "return len(dims) + collected <= 1 and",
+        "return len(dims) + materialized <= 1 and",
         "return len(dims) <= 1 and",
         "keys_are_collected",
     ),

@@ -103,7 +103,7 @@ ROWS = (
         "joins",
         "features that are taken apart stay in one piece",
         "passes/analysis/axes.py",
-        "        split = along or split  # features that are taken apart are no rows\n",
+        "        split = along or split  # features that are split are not rows\n",
         "",
         ("test_windows.py::test_blocks_beside_features_that_are_taken_apart",),
     ),

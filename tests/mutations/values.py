@@ -23,8 +23,8 @@ KEYS = (
         "keys",
         "what follows on a softmax of positions is made for the keys that are asked for",
         "passes/analysis/key_spans.py",
-        "node in axes.static and others.isdisjoint(producers) and _goes_by_key",
-        "node in axes.static and _goes_by_key",
+        "node in axes.static and others.isdisjoint(producers) and _is_per_key",
+        "node in axes.static and _is_per_key",
         ("test_over_keys.py::test_all_keys_are_seen_where_an_operator_looks_at_others",),
     ),
 )
