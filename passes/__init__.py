@@ -119,6 +119,7 @@ def run_pipeline(
     analysed: Callable[[], Facts] | None = None,
 ) -> Facts:
     """Run all passes on a fresh graph, which `capture` returns; `after` is called with each pass and its facts.
+
     Without a sequence axis nothing is rewritten. `analysed` supplies a graph whose analyses are precomputed (dry
     runs): passes start after them and stop before bodies are lowered.
 

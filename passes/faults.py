@@ -87,9 +87,11 @@ def guarded(step: str, facts: Facts, apply: Callable[[Facts], Facts]) -> Facts:
 
 @dataclass
 class Remedies:
-    """The restrictions under which a graph is planned, each with its reason: operators that are not chunked
-    (`whole`), operators that are opaque to all passes (`unknown`), both by name, and skipped passes (`left_out`).
-    `traced` holds the operators of the traced graph by name, `shown` the views through which aliasing is observable.
+    """The restrictions under which a graph is planned, each with its reason.
+
+    Operators may be excluded from chunking (`whole`) or made opaque to all passes (`unknown`), both by name, and
+    passes may be skipped (`left_out`). `traced` holds the operators of the traced graph by name, `shown` the views
+    through which aliasing is observable.
     """
 
     whole: dict[str, str] = field(default_factory=dict)
@@ -139,9 +141,10 @@ class Remedies:
         return True
 
     def _help_at(self, node: fx.Node, failed: PassFailedError) -> bool:
-        """Try one more remedy at an operator. If a pass fails in the same way at a second operator of the kind, apply
-        the remedy to all operators of that kind from the same source line, in all layers; at a third one, to all
-        operators of that kind.
+        """Try one more remedy at an operator; return whether there is one.
+
+        If a pass fails in the same way at a second operator of the kind, the remedy applies to all operators of that
+        kind from the same source line, in all layers; at a third one, to all operators of that kind.
         """
         why = FAILED_AT.format(target=node.target, step=failed.step, error=told(failed.error))
         helps = (self._mark, self._make_unknown) if failed.facts.found_demand is not None else (self._make_unknown, self._mark)
@@ -187,8 +190,8 @@ def _write_opaque(node: fx.Node, why: str) -> None:
 
 
 def _may_be_unknown(node: fx.Node) -> bool:
-    """Return whether an operator gives the same result if one of our functions calls it, on operands with the traced
-    strides.
+    """Return whether one of our functions may call an operator, on operands with the traced strides, with the same
+    result.
     """
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
@@ -197,8 +200,8 @@ def _may_be_unknown(node: fx.Node) -> bool:
 
 
 def _shown(joint: JointGraph) -> frozenset[fx.Node]:
-    """Return the views through which aliasing is observable: results of the graph, and operands of operators that
-    read strides.
+    """Return views through which aliasing is observable: results of the graph, and operands of operators that read
+    strides.
     """
     results = (producer_of(node) for result in filter(is_tensor, joint.outputs) for node in shown_by(result))
     asked = joint.nodes if any(node.target in READS_STRIDES for node in joint.nodes) else results

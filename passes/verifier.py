@@ -66,18 +66,16 @@ def _wrong_result(node: fx.Node) -> Iterator[str]:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta[VALUE])
     mode, function = fake_mode_of([node.meta[VALUE]]), COPIES_WHERE_NEEDED.get(node.target, node.target)
     operands = [value for operand in node.all_input_nodes for value in (*results_of(operand), operand.meta[VALUE])]
-    given = free_symbols(size for value in operands for size in _sizes(value))
+    known_symbols = free_symbols(size for value in operands for size in _sizes(value))
     with torch.no_grad(), mode, without_guards(mode):
-        expected, actual = _plain(node.meta[VALUE], given), _plain(function(*args, **kwargs), given)
+        expected, actual = _plain(node.meta[VALUE], known_symbols), _plain(function(*args, **kwargs), known_symbols)
     if actual != expected:
         yield f"{node.name} gives {actual}, not {expected}"
 
 
-def _plain(value: torch.Tensor, given: set[sympy.Symbol]) -> str:
-    """Format dtype and shape. A size that no operand determines depends on data: its symbol differs on each run, so
-    print "?".
-    """
-    return f"{value.dtype} {[size if free_symbols([size]) <= given else '?' for size in shape_of(value)]}"
+def _plain(value: torch.Tensor, known_symbols: set[sympy.Symbol]) -> str:
+    """Format dtype and shape; sizes that depend on data are "?", since their symbols differ on each run."""
+    return f"{value.dtype} {[size if free_symbols([size]) <= known_symbols else '?' for size in shape_of(value)]}"
 
 
 def _sizes(value: Any) -> tuple[Size, ...]:

@@ -298,8 +298,9 @@ class _Analysis:
         return self.axes.sequence is not None and atom in self.axes.sequence.members
 
     def _takes_rows(self, node: fx.Node, signature: Signature) -> bool:
-        """Return whether an operator that is not chunked takes values out of their loops: not if it only slices the
-        sequence from a table, or writes a gradient back into one.
+        """Return whether an operator that is not chunked takes values out of their loops.
+
+        Slicing the sequence from a table, or writing its gradient back into one, does not.
         """
         crosses_border = any(self._is_cut_out(node, letter, window.of) for letter, window in signature.windows.items())
         return node not in self.axes.static and not crosses_border

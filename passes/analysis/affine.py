@@ -41,9 +41,7 @@ class Positions:
         return self._known.get(node) if isinstance(node, fx.Node) else None
 
     def find(self, node: fx.Node) -> Affine | None:
-        """Find the affine form of a value. Arithmetic that wraps or rounds has none: each dtype must represent its
-        numbers exactly.
-        """
+        """Find the affine form of a value. Each dtype must represent its numbers exactly, without wrapping or rounding."""
         rule = _RULES.get(node.target)
         affine = rule(node, self) if rule is not None else None
         self._known[node] = None
@@ -226,9 +224,7 @@ def _select(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _cat(node: fx.Node, positions: Positions) -> Affine | None:
-    """Concatenate slices that continue one another to one affine vector, such as a first value before the rest of an
-    `arange`.
-    """
+    """Concatenate adjacent slices to one affine vector, such as a first value before the rest of an `arange`."""
     arguments, rank = bound_arguments(node), len(shape_of_node(node))
     pieces, dim = arguments["tensors"], arguments["dim"] % rank
     known = [positions.operand(piece, node.meta[VALUE].dtype) for piece in pieces]

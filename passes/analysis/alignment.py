@@ -14,8 +14,8 @@ class Alignment:
     """A gradient reshaped so that each dimension of its scale is a separate dimension: [(b t) d] and [b] give [b t
     d].
 
-    `dims` lists all dimensions in order, grouped by the gradient's dimensions. `places` gives, for each, the index of
-    the scale's dimension, or None.
+    `dims` lists all dimensions in order, grouped by the gradient's dimensions. `places` maps each to the index of the
+    scale's dimension, or None.
     """
 
     dims: tuple[tuple[Dim, ...], ...]
@@ -31,8 +31,7 @@ class Alignment:
 
 
 def aligned(driver: Shape, gradient: Shape) -> Alignment | None:
-    """Align a gradient with its cotangent scale, each dimension of which occurs once and in order; None if they do
-    not align.
+    """Align a gradient with its cotangent scale, whose dimensions must occur once and in order; None if they do not.
 
     Dimensions must be resolved; dimensions of size one have no axes.
     """
@@ -57,7 +56,7 @@ def aligned(driver: Shape, gradient: Shape) -> Alignment | None:
         places += [place for place, _ in parts]
     matched = [place for place in places if place is not None]
     unknown = sum(place is None for group in parted(places, dims) if len(group) > 1 for place in group)
-    has_sizes = unknown <= 1 and sum(len(group) > 1 for group in dims) <= 1  # the rest of a dimension, and a dimension
+    has_sizes = unknown <= 1 and sum(len(group) > 1 for group in dims) <= 1  # a view can infer one size only
     return Alignment(tuple(dims), tuple(places)) if matched == sorted(place for place, _ in wide.values()) and has_sizes else None
 
 

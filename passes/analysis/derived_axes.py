@@ -96,12 +96,12 @@ class TiledAxis:
 
 
 def _tilings(axes: AxisFacts, length: Size) -> list[TiledAxis]:
-    """Return the tilings of axes. Chunks must hold whole blocks of all sizes, so a block larger than half the
-    sequence is ignored.
+    """Return the tilings of axes. Chunks hold whole blocks of all sizes, so blocks larger than half the sequence do
+    not count.
     """
     tilings = [
-        TiledAxis(own, outer[0], inner, size)
-        for own, outer, inner in axes.table.cuts()
+        TiledAxis(whole, outer[0], inner, size)
+        for whole, outer, inner in axes.table.cuts()
         if len(outer) == 1 and isinstance(size := axes.table.size_of_dim(inner), int)
     ]
     sizes: list[int] = []
@@ -144,9 +144,7 @@ def join_of(node: fx.Node, axes: AxisFacts) -> ConcatAxis | None:
 
 
 def stands_in_place(node: fx.Node, axes: AxisFacts) -> bool:
-    """Return whether a concatenation keeps rows of the sequence at their positions, so that each chunk concatenates
-    its own.
-    """
+    """Return whether a concatenation keeps rows of the sequence at their positions, so that it can run chunk by chunk."""
     sequence, join = axes.sequence, join_of(node, axes)
     if sequence is None or join is None or join.whole not in sequence.members or join.whole in sequence.blocks:
         return False

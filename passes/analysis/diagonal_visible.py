@@ -13,9 +13,7 @@ from streamfx.passes.analysis.mask_facts import Masks
 
 
 def own_keys(facts: Facts) -> Callable[[fx.Node], bool]:
-    """Return a predicate on masks: whether the value added to the score of each row's own key is provably a small
-    number or a weight.
-    """
+    """Return a predicate: whether a mask provably adds a small number, or a weight, to the score of each row's own key."""
     masks = Masks(facts.joint, facts.axes, AccessRoles().apply(facts).demand)
 
     def is_visible(mask: fx.Node) -> bool:

@@ -46,8 +46,7 @@ class RowMask:
 
 @dataclass(frozen=True)
 class Homogeneous:
-    """A gradient that equals `driver` times its value for a driver of ones; `between` are the operators from one to
-    the other.
+    """A gradient that equals `driver` times its value for a driver of ones; `between` are the operators on the way.
 
     All driven values pass through the selection, if there is one.
     """
@@ -85,8 +84,8 @@ class _Finder:
         self.drivers = tuple(self._drivers())
 
     def _late_sums(self) -> set[fx.Node]:
-        """Return sums of trained values that are complete only after the loop of the forward subgraph, and values
-        computed from them.
+        """Return sums of trained values, complete only after the loop of the forward subgraph, and values computed
+        from them.
         """
         late: set[fx.Node] = set()
         for node in self.stage.forward:
@@ -157,7 +156,7 @@ class _Finder:
         return Homogeneous(gradient, driver, frozenset(between), next(iter(is_kept.selections.values()), None))
 
     def _is_bottleneck(self, selecting: fx.Node, gradient: fx.Node, driver: fx.Node) -> bool:
-        """Return whether every path from the driver to the gradient passes through an operator that selects rows."""
+        """Return whether every path from the driver to the gradient passes through `selecting`."""
         return all(driver not in node.all_input_nodes for node in self._between(gradient, selecting))
 
     def _waits_for_sums(self, nodes: Iterable[fx.Node]) -> bool:
@@ -171,13 +170,13 @@ class _Finder:
                 finished.add(node)
         return False
 
-    def are_independent(self, found: Iterable[Homogeneous]) -> bool:
+    def are_independent(self, multiples_found: Iterable[Homogeneous]) -> bool:
         """Return whether no driver, and no gradient outside of loops, depends on values that are rescaled (driven by
         ones).
         """
         staying = [node for node in self.stage.gradients if is_tensor(node) and self.is_outside(node)]
-        kept = {node for root in (*(m.driver for m in found), *staying) for node in self._between(root, None)}
-        return all(kept.isdisjoint(_driven(m)) for m in found)
+        kept = {node for root in (*(m.driver for m in multiples_found), *staying) for node in self._between(root, None)}
+        return all(kept.isdisjoint(_driven(m)) for m in multiples_found)
 
 
 def _driven(multiple: Homogeneous) -> set[fx.Node]:
@@ -237,8 +236,8 @@ class _LinearPath:
         return self.axes.table.resolve(dim)
 
     def _is_linear(self, node: fx.Node) -> bool:
-        """Return whether a result is linear in the driven operands while all others are fixed, with a known selection
-        of rows, if any.
+        """Return whether a result is linear in the driven operands while all others are fixed, and its row selection
+        is known.
         """
         if not is_linear(node, self.driven):
             return False

@@ -90,9 +90,7 @@ def _outside(node: fx.Node, demand: AccessFacts) -> bool:
 
 
 def _is_kept_whole(node: fx.Node, joint: JointGraph, demand: AccessFacts) -> bool:
-    """Return whether a value with rows and keys leaves the loop: as a result, or as an operand of an operator that is
-    not chunked.
-    """
+    """Return whether a value with rows and keys leaves the loop: as a result, or to an operator that is not chunked."""
     if StorageClass.PAIR not in demand.forms[node]:
         return False
     values = [node] if is_tensor(node) else [user for user in node.users if producer_of(user) is node]

@@ -32,8 +32,8 @@ SAME = frozenset(packet.default for packet in COPIES)
 
 
 class Intervals:
-    """Evaluates operators on one interval, with delta in [-reach, reach]. `reader` returns ranges that hold for all
-    rows and keys.
+    """Evaluates operators on one interval, with delta in [-reach, reach]. `reader` returns ranges valid for all rows
+    and keys.
     """
 
     def __init__(self, reach: int, reader: Callable[[fx.Node], Range]) -> None:

@@ -32,8 +32,8 @@ def memories(node: fx.Node) -> frozenset[fx.Node]:
         if producer.op != "call_function" or not producer.all_input_nodes or not _may_alias(producer.target):
             owners.add(value)
             continue
-        given = producer.all_input_nodes[:1] if producer.target in OVER_FIRST else producer.all_input_nodes
-        operands = [source for source in given if not is_size(source)]
+        aliased = producer.all_input_nodes[:1] if producer.target in OVER_FIRST else producer.all_input_nodes
+        operands = [source for source in aliased if not is_size(source)]
         todo += [source for source in operands if source not in seen]
         seen.update(operands)
     return frozenset(owners)

@@ -29,9 +29,7 @@ ARGUMENTS = {
 
 
 def name_of(target: Any) -> str | None:
-    """Return an operator's name, in the flash-attn namespace if it is an operator of that package; None if it is not
-    an operator.
-    """
+    """Return an operator's name, in the flash-attn namespace if that package defines it; None if it is not an operator."""
     if not isinstance(target, OpOverload):
         return None
     name = target._schema.name.partition("::")[2]

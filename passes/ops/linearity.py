@@ -35,8 +35,8 @@ Condition: TypeAlias = "Callable[[Any], bool]"
 
 @dataclass(frozen=True)
 class Linear:
-    """An operator is linear in the arguments `together`; `given` are the other arguments that a call may pass, with a
-    condition on each.
+    """An operator is linear in the arguments `together`; other arguments may be passed if they meet the conditions
+    `given`.
     """
 
     together: tuple[str, ...]
@@ -67,8 +67,8 @@ def is_linear(node: fx.Node, driven: Collection[fx.Node]) -> bool:
 
 
 def carries(dtype: torch.dtype, driver: torch.dtype, gradient: torch.dtype) -> bool:
-    """Return whether a value between a cotangent scale and a gradient may be scaled after it is rounded to a dtype
-    instead of before.
+    """Return whether a gradient's cotangent scale may be applied after a value between them is rounded to `dtype`,
+    not before.
 
     The dtype needs the exponent range of float32 (loss scaling keeps float16 gradients from underflowing, and a
     gradient computed for a tangent of one is not scaled). It also needs the precision of the scale, or of the

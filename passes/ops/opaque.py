@@ -77,8 +77,9 @@ def is_triton(node: fx.Node) -> bool:
 
 
 def may_be_merged(node: fx.Node) -> bool:
-    """Return whether two equal calls give equal results. A function called by a higher-order operator, or an operator
-    of another package, may draw random numbers.
+    """Return whether two equal calls give equal results.
+
+    A function called by a higher-order operator, or an operator of another package, may draw random numbers.
     """
     if isinstance(node.target, HigherOrderOperator) or node.target is ALL_REDUCE:  # other ranks may pass two different values
         return False
@@ -86,8 +87,8 @@ def may_be_merged(node: fx.Node) -> bool:
 
 
 def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] | None]:
-    """For each dimension of an opaque operator's result, return an operand of the same rank with the same size in
-    that dimension.
+    """Return, for each dimension of an opaque operator's result, a dimension of equal size and position in an operand
+    of equal rank.
 
     The two dimensions are treated as one axis. This needs no proof: the operator is not chunked, and loops may slice
     its result along any axis. A wrong guess only costs chunking.

@@ -69,8 +69,8 @@ class Recurrences:
 
 
 def _families(joint: JointGraph, rows: RowAccesses, length: int, axes: AxisFacts) -> list[_Family]:
-    """Return a family for each interval of the sequence with `length` rows: blocks, and the rows after them, may be
-    equally many.
+    """Return a family for each interval of the sequence with `length` rows: blocks and the rows after them may match
+    in number.
 
     Rows at unknown positions are assigned by the rows that they are combined with.
     """
@@ -102,8 +102,8 @@ class _Family:
         self.useful = dict.fromkeys(self._useful())
 
     def plans(self, axes: AxisFacts, families: Iterable[_Family], taken: set[fx.Node]) -> list[RecurrencePair]:
-        """Return the loops that can be rerolled and whose operators are not yet in `taken`; a loop ends where another
-        family begins.
+        """Return the loops that can be rerolled, of operators that are not yet in `taken`; a loop ends at another
+        family's.
         """
         pairs: list[RecurrencePair] = []
         linked: set[Dim] = set()  # axes of results of loops over the sequence
@@ -132,15 +132,15 @@ class _Family:
         return self.parts[node] * self.length + self.reads[node].step
 
     def _earlier_parts(self, sources: Iterable[fx.Node], step: int) -> list[int]:
-        """Return the steps of rows of earlier intervals: the gradient of the state that such an interval returns is
-        combined with them.
+        """Return the steps of rows in earlier intervals, with which the gradient of an earlier interval's final state
+        is combined.
         """
         steps = (self._read_at(source) for source in sources if source in self.reads)
         return [read for read in steps if read // self.length < step // self.length]
 
     def _drop_other_ranges(self) -> None:
-        """Drop nodes of other intervals: a concatenation belongs to the interval of its last row, a gradient to that
-        of its first.
+        """Drop nodes of other intervals: a concatenation belongs to that of its last row, a gradient to that of its
+        first.
         """
         self.elsewhere = {node for node in self.reads if self.parts[node] != self.part}
         self.reads = {node: row for node, row in self.reads.items() if node not in self.elsewhere}
@@ -153,8 +153,8 @@ class _Family:
         return (max if self.is_forward(join.node) else min)(parts, default=None)
 
     def _forward_steps(self) -> None:
-        """Assign each operator of the forward graph to the last row that it depends on, and each row of a forward
-        value to its own step.
+        """Assign each operator of the forward graph to the last row that it depends on, each row of a forward value
+        to its step.
         """
         for node in self.nodes:
             if node in self.reads and self.is_forward(self.reads[node].source):
@@ -165,11 +165,10 @@ class _Family:
                     self.step[node] = max(steps)
 
     def _backward_steps(self) -> None:
-        """Assign each operator of the backward graph to the first row that its cotangents come from; one without
-        cotangents, to the last row that needs it.
+        """Assign each operator of the backward graph to the first row that its cotangents come from.
 
-        Gradients of a final state are combined with values of the loop inside it; values computed from cotangents
-        after the loop are not part of it.
+        An operator without cotangents belongs to the last row that needs it. Gradients of a final state are combined
+        with values of the loop inside it; values computed from cotangents after the loop do not belong to it.
         """
         touching: dict[fx.Node, bool] = {}  # whether they depend on values of the loop itself
         chained: set[fx.Node] = set()
@@ -292,8 +291,8 @@ class _Family:
         return node
 
     def _paired(self, groups: dict[fx.Node, list[fx.Node]]) -> list[UnrolledLoop]:
-        """Group forward components with the backward components that use their values; a backward loop may use two
-        forward loops.
+        """Group forward components with the backward components that use their values; one of these may use two of
+        the former.
         """
         group_of: dict[fx.Node, list[fx.Node]] = {root: [root] for root in groups}
         for root, nodes in groups.items():

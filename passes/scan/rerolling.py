@@ -18,8 +18,8 @@ CROSSED = "a loop over rows needs what another one makes, and that one needs wha
 
 
 def roll(plan: RecurrencePair, graph: fx.Graph, replacements: dict[fx.Node, fx.Node]) -> None:
-    """Insert the recurrence operators and replace the loop's results by theirs; the unrolled operators are left
-    without users.
+    """Insert the recurrence operators and use their results for those of the loop, whose operators are left without
+    users.
 
     `replacements` maps results of loops rerolled before to their new nodes; the results of this loop are added.
     """

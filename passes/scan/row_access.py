@@ -57,9 +57,7 @@ class RowAccesses:
 
 @dataclass(eq=False)
 class _Chain:
-    """Rows written into `root` in sequence; `written` maps each row to the links of the chain that write it, and
-    their values.
-    """
+    """Rows written into `root` in sequence; `written` maps each row to the links of the chain that write it, with values."""
 
     root: fx.Node
     dim: int

@@ -134,7 +134,7 @@ class _Planner:
             raise NoRecurrenceError("steps read other rows than those that are taken out one by one")
 
     def _inputs_of_one_step(self) -> list[fx.Node]:
-        """Return outside values that one step alone uses, except the first and last step, whose inputs are states and
+        """Return outside values used by a single step, except for the first and last step, which use states and
         gradients.
         """
         steps: dict[fx.Node, set[int]] = defaultdict(set)
@@ -252,41 +252,41 @@ class _Planner:
     # -- operands and results
 
     def _half(
-        self, name: str, own: Steps, recomputed: Steps | None, joins: tuple[ConcatAccess, ...], nodes: tuple[fx.Node, ...]
+        self, name: str, steps: Steps, recomputed: Steps | None, joins: tuple[ConcatAccess, ...], nodes: tuple[fx.Node, ...]
     ) -> RecurrenceCall:
         rows: dict[fx.Node, int] = {}
-        given: dict[fx.Node, None] = {}
+        inputs: dict[fx.Node, None] = {}
         reads = (self.pair.forward_reads, self.pair.backward_reads) if recomputed is not None else None
-        for row in (r for part in (reads or (self._own_reads(own),)) for r in part.values()):
+        for row in (r for part in (reads or (self._reads_of(steps),)) for r in part.values()):
             if rows.setdefault(row.source, row.dim) != row.dim:
                 raise NoRecurrenceError(f"{row.source.name} is read along two dimensions")
         everything = (*(self.pair.forward if recomputed is not None else ()), *nodes)
         for source in (source for node in everything for source in node.all_input_nodes):
             if source not in self.values:
-                given[source] = None
+                inputs[source] = None
         for item in (item for join in joins for item in join.values):
             if item not in self.values:
-                given[item] = None
-        if not rows or not all(is_tensor(value) for value in given):
+                inputs[item] = None
+        if not rows or not all(is_tensor(value) for value in inputs):
             raise NoRecurrenceError("it reads no rows, or something else than tensors")
-        operands = [(value, True) for value in rows] + [(value, False) for value in given]
+        operands = [(value, True) for value in rows] + [(value, False) for value in inputs]
         finals = self._finals(nodes)
         if len(finals) > MOST_FINALS:
             raise NoRecurrenceError(f"{len(finals)} values of single rows are used elsewhere")
         plan = RecurrencePlan(
             name,
             self.pair.length,
-            own,
+            steps,
             recomputed,
             tuple(self._operand(value, has_rows) for value, has_rows in operands),
             {self._operand(value, True): dim for value, dim in rows.items()},
-            {self._operand(value, False): self.number[value] for value in given},
+            {self._operand(value, False): self.number[value] for value in inputs},
             self._letters([(value, rows[value] if has_rows else None) for value, has_rows in operands], joins, finals),
         )
         return RecurrenceCall(plan, tuple(value for value, _ in operands), joins, finals)
 
-    def _own_reads(self, own: Steps) -> Mapping[fx.Node, RowAccess]:
-        return self.pair.backward_reads if own.reverse else self.pair.forward_reads
+    def _reads_of(self, steps: Steps) -> Mapping[fx.Node, RowAccess]:
+        return self.pair.backward_reads if steps.reverse else self.pair.forward_reads
 
     def _operand(self, value: fx.Node, has_rows: bool) -> Number:
         """Return the operand number. A value that is read by rows and also used in full becomes two operands."""

@@ -55,8 +55,8 @@ class CutBlocks:
 
 
 def cut_blocks(joint: JointGraph, writer: GraphWriter) -> CutBlocks:
-    """Rewrite blocks that loops slice and concatenate as rows of values with a dimension of blocks; feature
-    dimensions do not count.
+    """Rewrite blocks that loops slice and concatenate as rows of values with a dimension of blocks; features do not
+    count.
     """
     graph = joint.graph
     joins = {node: blocks for node in graph.find_nodes(op="call_function", target=aten.cat.default) if (blocks := _joined(node))}
@@ -133,9 +133,7 @@ def _parts(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
 
 
 def _cut(places: Collection[tuple[int, int, int]], shape: Sequence[Any], kinds: Collection[tuple[int, int]]) -> Blocks | None:
-    """Return blocks of one of these kinds if a value of this shape has them and all are sliced, except perhaps the
-    first or last.
-    """
+    """Return blocks of one of these kinds if a value has them and all are sliced, except perhaps the first or last."""
     for dim in sorted({dim for dim, _, _ in places}):
         for count, size in sorted(kinds, reverse=True):
             missing = [number for number in range(count) if (dim, number * size, number * size + size) not in places]
@@ -248,8 +246,9 @@ def _join_gradients(
     order: Mapping[fx.Node, int],
     writer: GraphWriter,
 ) -> list[tuple[fx.Node, Blocks]]:
-    """Concatenate the gradients of blocks: several gradients of a block come from several loops, in order; a missing
-    block is zero.
+    """Concatenate the gradients of blocks, with zeros for missing ones.
+
+    Several gradients of a block come from several loops, in order.
     """
     places = [(blocks.dim, number * blocks.size, number * blocks.size + blocks.size) for number in range(blocks.count)]
     rounds = [sorted(padded.get(place, ()), key=order.__getitem__) for place in places]

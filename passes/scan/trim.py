@@ -27,8 +27,9 @@ aten = torch.ops.aten
 
 
 def cut_stacks(graph: fx.Graph, reads: Mapping[fx.Node, tuple[fx.Node, int]], writer: GraphWriter) -> None:
-    """Shorten a stack that is sliced to the number of rows from which its rows are computed. `reads` gives, for each
-    selected row, the source and its number of rows.
+    """Shorten a stack that is sliced to the number of rows from which its rows are computed.
+
+    `reads` maps each selected row to its source and the source's number of rows.
     """
     reads_per_source = Counter(source for source, _ in reads.values())
     # the last row of a block is not a step
@@ -67,8 +68,9 @@ def cut_rows(reads: Iterable[fx.Node], writer: GraphWriter) -> None:
 
 
 def _paddings(source: fx.Node, dim: int) -> dict[fx.Node, range]:
-    """Return the summands of a value that are padded along a dimension to its shape, with the rows of each; no two
-    overlap. Empty if the value has any other form.
+    """Return the summands of a value that are padded along a dimension to its shape, with the rows of each.
+
+    Summands must not overlap. Return nothing if the value has any other form.
     """
     summands, todo = dict[fx.Node, range](), [source]
     while todo:
@@ -97,8 +99,8 @@ def _first_counts(
     rows: Callable[[fx.Node], int],
     numbers: Container[Size],
 ) -> set[int]:
-    """Search along `following` from the start nodes, and return the counts among `numbers` that `rows` gives at the
-    first match on each path.
+    """Follow edges from the start nodes; on each path, stop at the first node whose count is among `numbers`. Return
+    these counts.
     """
     todo, seen, counts = list(start), set[fx.Node](), set[int]()
     while todo:
@@ -124,9 +126,7 @@ def _dimension(node: fx.Node) -> int:
 
 
 def _row(read: fx.Node, row: int, parts: Mapping[fx.Node, range], writer: GraphWriter) -> fx.Node:
-    """Select a row from a sum of padded values: from the value that has it, plus zeros of the others, which turn -0
-    into 0.
-    """
+    """Select a row from a sum of padded values, from the value that has it; the zeros of the others turn -0 into 0."""
     like = read.meta[VALUE]
     for part, rows in parts.items():
         if row in rows:

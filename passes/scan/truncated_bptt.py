@@ -56,9 +56,10 @@ class Truncations:
 
 
 def _refuse_states_of_other_ranks(facts: Facts, rows: int, driven: Collection[fx.Node], truncated: Collection[fx.Node]) -> None:
-    """Reject gradients of states that ranks exchange: such a gradient has passed through all rows of another rank,
-    whatever limit was requested. It depends on gradients of rows, has no rows itself, and reaches a truncated
-    recurrence.
+    """Reject gradients of states that ranks exchange.
+
+    Such a gradient has passed through all rows of another rank, whatever limit was requested. It depends on gradients
+    of rows, has no rows itself, and reaches a truncated recurrence.
     """
     nodes = facts.joint.nodes
     after_rows = descendants([node for node in nodes if node in driven and _has_rows(node, facts)], nodes)
@@ -81,8 +82,8 @@ def _has_rows(node: fx.Node, facts: Facts) -> bool:
 
 @singledispatch
 def adjoints(run: Recurrence, driven: Sequence[bool]) -> Sequence[Places]:
-    """Return the slices of a carry that are gradients of states, for each number of rows; `driven` marks operands
-    that are gradients.
+    """Return the slices of a carry that are gradients of states, for each number of rows; `driven` marks gradient
+    operands.
     """
     return [()]
 

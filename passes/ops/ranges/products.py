@@ -28,8 +28,10 @@ aten = torch.ops.aten
 
 
 def product(dtype: torch.dtype, count: int, *operands: Range) -> Range:
-    """Return the range of a sum of `count` products: an ordinary number if the operands are ordinary and a weight or
-    activation is among them; else at most the product of their magnitudes times `count`.
+    """Return the range of a sum of `count` products.
+
+    It is an ordinary number if the operands are ordinary and a weight or activation is among them; else the bound is
+    the product of all magnitudes times `count`.
     """
     nan = any(known.nan for known in operands)
     if not dtype.is_floating_point:
@@ -84,8 +86,8 @@ def _convolution(call: RangeCall) -> Range:
 
 @structural(aten._cdist_forward.default, takes="x1 x2 p compute_mode")
 def _distance(call: RangeCall) -> Range:
-    """Bound a distance by the sum of all differences, which holds for norms of order one and above. Kernels compute
-    it by squares and products.
+    """Bound a norm of order one or above by the sum of all differences, with room for the squares and products of
+    kernels.
     """
     x1, x2, count = call.range("x1"), call.range("x2"), longest(call.shape("x1")[-1])
     distance = x1.magnitude + x2.magnitude
@@ -117,8 +119,9 @@ def _attention(call: RangeCall) -> tuple[Range, ...]:
 
 
 def unpacked_product(node: fx.Node, reader: Reader) -> Range | None:
-    """Return the range of a product with a packed weight, or of an unpacked weight: ordinary numbers if all packed
-    operands are parameters.
+    """Return the range of a product with a packed weight, or of an unpacked weight.
+
+    They are ordinary numbers if all packed operands are parameters.
     """
     if not isinstance(node.target, OpOverload) or not (unpacks(node) or node.target.name() in PACKED):
         return None

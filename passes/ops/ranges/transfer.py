@@ -157,8 +157,8 @@ def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
 
 
 def _assumed(node: fx.Node, row: TransferFunction, reader: Reader, known: Range) -> Number:
-    """Return how far a result relies on assumed magnitudes: those of its operands, except for arguments that only
-    select numbers.
+    """Return how far a result relies on assumed magnitudes of its operands; arguments that only select numbers do not
+    count.
     """
     operands = tensor_operands(node)
     if not row.elementwise:
@@ -169,9 +169,7 @@ def _assumed(node: fx.Node, row: TransferFunction, reader: Reader, known: Range)
 
 
 def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | None:
-    """Return a node's arguments by name, with defaults filled in; None if the call passes an argument that is not in
-    `names`.
-    """
+    """Return a node's arguments by name, with defaults filled in; None if the call passes an argument not in `names`."""
     arguments: dict[str, Any] = {}
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if position < len(node.args) and not argument.kwarg_only:
@@ -207,9 +205,10 @@ def _elementwise(node: fx.Node, row: TransferFunction, arguments: dict[str, Any]
 
 
 def _at_ends(known: Range, dtype: torch.dtype) -> Range:
-    """Widen a function's range by the differences between devices: half types round intermediate results; subnormal
-    results may be flushed to zero or rounded up to the least normal number; and results within the last two powers of
-    two may be infinite, because an intermediate result may overflow.
+    """Widen a function's range by the differences between devices.
+
+    Half types round intermediate results. Subnormal results may be flushed to zero or rounded up to the least normal
+    number. Results within the last two powers of two may be infinite, because an intermediate result may overflow.
     """
     if not dtype.is_floating_point:
         return known
@@ -224,9 +223,10 @@ def _at_ends(known: Range, dtype: torch.dtype) -> Range:
 
 
 def _as_computed(known: Range, argument: Any, dtype: torch.dtype) -> Range:
-    """Convert an operand's range to the dtype of the computation. With half-precision tensors, a scalar may be kept
-    in single precision: 1e-8 is not zero there, and 1e5 is not infinite (ATen/native/cpu/BinaryOpsKernel.cpp:
-    opmath_t, original_scalar_value).
+    """Convert an operand's range to the dtype of the computation.
+
+    With half-precision tensors, a scalar may be kept in single precision: 1e-8 is not zero there, and 1e5 is not
+    infinite (ATen/native/cpu/BinaryOpsKernel.cpp: opmath_t, original_scalar_value).
     """
     held = in_type(known, dtype)
     is_number = not is_tensor(argument) or not argument.meta[VALUE].dim()

@@ -25,9 +25,7 @@ WHOLE = whole(C, F, K, CG, FG)
 
 
 def window_of(arguments: dict[str, Any], taps: Any) -> Window | None:
-    """Return the window of operand rows that a result row needs, for one axis with stride one; None for any other
-    convolution.
-    """
+    """Return the window of operand rows that a result row needs, for one axis with stride one; None otherwise."""
     names = ("stride", "padding", "dilation", "output_padding")
     stride, padding, dilation, more = (arguments[name] for name in names)
     numbers = (taps, *stride, *padding, *dilation, *more)

@@ -104,8 +104,8 @@ def index(call: RuleCall) -> Signature | None:
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(call: RuleCall) -> Signature | None:
-    """The transpose of `index`. Accumulation into zeros is a sum over all positions; otherwise all positions are
-    needed at once.
+    """The transpose of `index`. Accumulation into zeros is a sum over positions; otherwise all positions are needed
+    at once.
     """
     labels = _index_labels(call)
     if labels is None:
@@ -120,9 +120,7 @@ def index_put(call: RuleCall) -> Signature | None:
 
 @rule(aten.index_add.default)
 def index_add(call: RuleCall) -> Signature | None:
-    """Rows are accumulated into a dimension, which is needed in full; if the target is zero, the result is a sum over
-    the rows.
-    """
+    """Rows are accumulated into a dimension, which is needed in full; if the target is zero, this is a sum over the rows."""
     rank = len(call.shape)
     if not rank or len(call.operands) != 3:
         return None

@@ -1,5 +1,5 @@
-"""Rules of relative shifts: each row begins at its own column, which follows from the row index, as the copy in a
-loop body does.
+"""Rules of relative shifts: each row begins at a column that follows from its row index, so any rows can be shifted
+alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def relative_shift_backward(call: RuleCall) -> Signature:
 
 
 def _letters(call: RuleCall) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], int, int]:
-    """Return the labels before and after the shift, the label of the rows (columns have the next one), and the label
-    of all columns before the shift.
+    """Return the labels before and after the shift, the label of rows (columns have the next), and the label of
+    unshifted columns.
     """
     rank = len(call.shape)
     shifted = tuple((letter,) for letter in range(rank))

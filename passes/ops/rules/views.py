@@ -28,8 +28,9 @@ def _own_letters(rank: int) -> LetterShape:
 
 @rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
 def view(call: RuleCall) -> Signature | None:
-    """Regroup axis factors, with one label per factor. An axis that is split into blocks, or flattened from them, is
-    needed in whole blocks.
+    """Regroup axis factors, with one label per factor.
+
+    An axis that is split into blocks, or flattened from them, is needed in whole blocks.
     """
     groups = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
     if groups is None:
@@ -188,8 +189,8 @@ def _single(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
 
 def _is_alike(one: fx.Node, other: fx.Node) -> bool:
     """Return whether two nodes select, or write, different rows of values of equal shape."""
-    (before, *own), (other_before, *others) = (_row_arguments(node) for node in (one, other))
-    return before == other_before and own != others
+    (before, *rest), (other_before, *other_rest) = (_row_arguments(node) for node in (one, other))
+    return before == other_before and rest != other_rest
 
 
 def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -208,9 +209,10 @@ def _full_along(call: RuleCall, dim: int, rank: int, results: int = 1) -> Signat
 
 
 def first_row(start: Any, length: Any) -> Size | None:
-    """Return the first row of a slice of an axis with `length` rows, as torch defines it: negative indices count from
-    the end, and clamp to the first row. A sign that depends on a dynamic size becomes a guard; None if no guard is
-    possible.
+    """Return the first row of a slice of an axis with `length` rows, as torch defines it.
+
+    Negative indices count from the end, and clamp to the first row. A sign that depends on a dynamic size becomes a
+    guard; None if no guard is possible.
     """
     number = start.meta[VALUE] if isinstance(start, fx.Node) else start
     if number is None:
