@@ -1,4 +1,9 @@
-"""The compiler on one screen: passes in order, each a function from facts to facts."""
+"""The pass pipeline: passes in order, each a function from `Facts` to `Facts`.
+
+This room turns a joint graph into two host programs of loops over chunks. It knows every graph-level fact, and
+nothing of the user's module beyond the graph. It may import `cost`, `runtime`, `kernels`, `ir` and the layers below
+them, and is imported by the frontend and the tools.
+"""
 
 if __name__ != "streamfx.passes":
     raise ImportError(f"this folder is the package streamfx.passes, not {__name__!r}: write `import streamfx.passes`")
@@ -15,8 +20,8 @@ from streamfx.passes.analysis.axes import Axes
 from streamfx.passes.analysis.diagonal_visible import own_keys
 from streamfx.passes.analysis.key_spans import KeySpans
 from streamfx.passes.faults import PassFailedError, Remedies, guarded
-from streamfx.passes.lowering import lowerings as _emitters  # noqa: F401  (fills the table of emitters)
-from streamfx.passes.lowering import running_lowerings as _running  # noqa: F401  (so does this)
+from streamfx.passes.lowering import lowerings as _emitters  # noqa: F401  (fills the table of lowerings)
+from streamfx.passes.lowering import running_lowerings as _running  # noqa: F401  (so does this import)
 from streamfx.passes.lowering.buckets import Buckets
 from streamfx.passes.lowering.build_program import BuildProgram
 from streamfx.passes.lowering.compile_bodies import CompileBodies
@@ -40,7 +45,7 @@ from streamfx.passes.verifier import Verifier
 
 
 class Pass(Protocol):
-    """A question about the graph, and its answer."""
+    """A function from facts to facts: an analysis adds a fact, a rewrite changes the graph."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +55,7 @@ class Pass(Protocol):
 
 @dataclass(frozen=True)
 class Fixpoint:
-    """An analysis, and rewrites that it allows, in turn until nothing is left to rewrite."""
+    """An analysis, alternated with the rewrites that it enables until no rewrite applies."""
 
     analysis: Pass
     rewrites: tuple[Pass, ...]
@@ -66,44 +71,44 @@ class Fixpoint:
         return facts
 
     def _rewritten(self, facts: Facts) -> Facts:
-        made = (guarded(rewrite.name, facts, rewrite.apply) for rewrite in self.rewrites)
-        return next((rewritten for rewritten in made if rewritten is not facts), facts)
+        rewrites = (guarded(rewrite.name, facts, rewrite.apply) for rewrite in self.rewrites)
+        return next((rewritten for rewritten in rewrites if rewritten is not facts), facts)
 
     def without(self, left_out: Container[str]) -> Pass:
         return replace(self, rewrites=tuple(rewrite for rewrite in self.rewrites if rewrite.name not in left_out))
 
 
 def analyses(options: Options) -> tuple[Pass, ...]:
-    """The passes that find out about the graph, and write it in fewer operators; nothing is cut yet."""
+    """The passes that analyze the graph and reduce it to fewer operators, before it is cut into stages."""
     return (
-        Unshard(),  # which collectives are on weights alone? What follows sees the model without shards
-        Canonicalize(),  # what is this, in the fewest operators?
-        Recurrences(),  # which unrolled loops carry a state from row to row?
+        Unshard(),  # remove collectives on weights alone: later passes see the unsharded model
+        Canonicalize(),  # rewrite to the fewest operators
+        Recurrences(),  # find unrolled loops that carry a state from row to row
         Fixpoint(
             Axes(), (JoinedKeys(own_keys), KeysInBlocks(), SumsAlongSequence(), OwnTables(), SumsOverRanks())
-        ),  # which dimension of which value is the sequence?
-        AccessRoles(),  # which rows of its operands does each operator need?
-        Truncations(options),  # which gradients of states reach back few rows alone, where that was asked for?
-        KeySpans(),  # which keys can a chunk's rows see?
+        ),  # find the sequence axis in every dimension of every value
+        AccessRoles(),  # find the rows that each operator needs of its operands
+        Truncations(options),  # limit how many rows gradients of states reach back, if requested
+        KeySpans(),  # find the keys that a chunk's query positions can see
     )
 
 
 def pipeline(options: Options) -> tuple[Pass, ...]:
-    """All passes, in order."""
+    """Return all passes, in order."""
     put_back = ReinsertCollectives(options)
     return (
         *analyses(options),
-        StagesPass(),  # where is it cheapest to cut?
-        LossGradient(),  # can the loss stage find its gradient along with the loss? (the one rewrite that needs the stages)
-        Plan(options),  # how large is a chunk, what is kept?
-        BuildProgram(),  # what runs instead of the joint graph?
-        put_back,  # where do collectives on weights run?
+        StagesPass(),  # find the cheapest cuts
+        LossGradient(),  # compute the loss gradient with the loss, if the loss stage can (the one rewrite that needs stages)
+        Plan(options),  # choose the chunk size and the values to store
+        BuildProgram(),  # replace the joint graph by loops
+        put_back,  # insert collectives on weights into the host programs
         BudgetSearch(
             options, lambda facts: put_back.apply(BuildProgram().apply(facts))
-        ),  # which plan is the fastest within the memory budget?
-        Buckets(),  # which collectives run as one?
-        Visibility(),  # which masks are looked at once per step?
-        CompileBodies(options),  # who runs a loop's body?
+        ),  # find the fastest plan within the memory budget
+        Buckets(),  # merge collectives
+        Visibility(),  # hoist masks that can be computed once per step
+        CompileBodies(options),  # choose how each loop body is executed
     )
 
 
@@ -113,11 +118,13 @@ def run_pipeline(
     after: Callable[[Pass, Facts], None] | None = None,
     analysed: Callable[[], Facts] | None = None,
 ) -> Facts:
-    """Run all passes on a graph of their own, which `capture` makes; `after` sees each pass's product. Without a sequence axis
-    nothing is rewritten. For somebody who runs nothing, and knows what analyses find, `analysed` makes a graph with that: passes
-    begin there, and end before bodies are lowered.
+    """Run all passes on a fresh graph, which `capture` returns; `after` is called with each pass and its facts.
 
-    Where a pass cannot run an operator in a loop, or fails at it, that operator is to run whole, and all passes run once more.
+    Without a sequence axis nothing is rewritten. `analysed` supplies a graph whose analyses are precomputed (dry
+    runs): passes start after them and stop before bodies are lowered.
+
+    If a pass cannot chunk an operator, or fails at it, that operator falls back to the full sequence and all passes
+    run again.
     """
     remedies = Remedies()
     while True:
@@ -125,16 +132,16 @@ def run_pipeline(
             if analysed is not None:
                 return _within_budget(analysed, options, after)
             return _within_budget(lambda: remedies.applied(capture()), options, after, remedies.left_out)
-        except (FallbackError, PassFailedError) as found:
+        except (FallbackError, PassFailedError) as failure:
             if analysed is not None:
                 analysed = None
-            elif isinstance(found, FallbackError):
-                if not remedies.help_with_refusal(found):
+            elif isinstance(failure, FallbackError):
+                if not remedies.help_with_refusal(failure):
                     raise
             elif options.strict:
-                raise found.refused() from found.error
-            elif not remedies.help_with(found):
-                raise found.error from None
+                raise failure.refused() from failure.error
+            elif not remedies.help_with(failure):
+                raise failure.error from None
 
 
 def _within_budget(
@@ -143,7 +150,7 @@ def _within_budget(
     after: Callable[[Pass, Facts], None] | None,
     left_out: Container[str] = (),
 ) -> Facts:
-    """Where no plan stays within the memory budget with a last stage of its own for the head, those without it are tried."""
+    """Run the passes. If no plan with a separate last stage for the head fits the memory budget, retry without one."""
     steps = [_without(step, left_out) for step in pipeline(options) if step.name not in left_out]
     if options.memory_budget is None:
         return _run(capture(), steps, options, after)
@@ -162,7 +169,7 @@ def _without(step: Pass, left_out: Container[str]) -> Pass:
 
 
 def run_analyses(facts: Facts, options: Options) -> Facts:
-    """What the analyses find in a graph, which they rewrite."""
+    """Run the analyses, with the rewrites among them."""
     return _run(facts, analyses(options), options, None)
 
 

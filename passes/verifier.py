@@ -1,7 +1,8 @@
-"""Checks the product of each pass, as a compiler's verifier does: a fault is found in the pass that makes it.
+"""Check the facts after each pass, as a compiler's IR verifier does, so that a bug is reported by the pass that
+causes it.
 
-Every operand is made before it is used; what an operator is said to give is what it gives when it is run on fake tensors; facts
-are about operators of this graph.
+Every operand is defined before its use; the recorded shape and dtype of each result match those on fake tensors;
+facts refer to operators of this graph only.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from streamfx.torch_private.symbolic_sizes import without_guards
 
 
 class BrokenProductError(Exception):
-    """What a pass has made is not what it says: a fault of that pass."""
+    """The facts after a pass are inconsistent: a bug of that pass."""
 
 
 @dataclass
 class Verifier:
-    """`known` holds the calls whose results were right: those that tracing has made, and those that were checked."""
+    """`known` holds the calls whose results are known to be right: traced ones, and those already checked."""
 
     known: dict[fx.Node, tuple[Any, ...]]
 
     @classmethod
     def of(cls, traced: fx.Graph) -> Verifier:
-        """For the passes over a graph that tracing has just made."""
+        """Create a verifier for the passes over a freshly traced graph."""
         return cls({node: _call(node) for node in traced.nodes})
 
     def check(self, name: str, facts: Facts) -> None:
-        """Raises `BrokenProductError` if the pass called `name` has left something wrong."""
+        """Raise `BrokenProductError` if the pass called `name` left the facts inconsistent."""
         try:
             facts.joint.graph.lint()
         except RuntimeError as error:
@@ -65,27 +66,27 @@ def _wrong_result(node: fx.Node) -> Iterator[str]:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta[VALUE])
     mode, function = fake_mode_of([node.meta[VALUE]]), COPIES_WHERE_NEEDED.get(node.target, node.target)
     operands = [value for operand in node.all_input_nodes for value in (*results_of(operand), operand.meta[VALUE])]
-    given = free_symbols(size for value in operands for size in _sizes(value))
+    known_symbols = free_symbols(size for value in operands for size in _sizes(value))
     with torch.no_grad(), mode, without_guards(mode):
-        said, made = _plain(node.meta[VALUE], given), _plain(function(*args, **kwargs), given)
-    if made != said:
-        yield f"{node.name} gives {made}, not {said}"
+        expected, actual = _plain(node.meta[VALUE], known_symbols), _plain(function(*args, **kwargs), known_symbols)
+    if actual != expected:
+        yield f"{node.name} gives {actual}, not {expected}"
 
 
-def _plain(value: torch.Tensor, given: set[sympy.Symbol]) -> str:
-    """Type and sizes; a size that no operand tells is one that data decide, which has another name each time."""
-    return f"{value.dtype} {[size if free_symbols([size]) <= given else '?' for size in shape_of(value)]}"
+def _plain(value: torch.Tensor, known_symbols: set[sympy.Symbol]) -> str:
+    """Format dtype and shape; sizes that depend on data are "?", since their symbols differ on each run."""
+    return f"{value.dtype} {[size if free_symbols([size]) <= known_symbols else '?' for size in shape_of(value)]}"
 
 
 def _sizes(value: Any) -> tuple[Size, ...]:
-    """The sizes of a tensor, or the size that a number is."""
+    """Return the sizes of a tensor, or a scalar as its only size."""
     if isinstance(value, torch.Tensor):
         return shape_of(value)
     return (size_of(value),) if isinstance(value, (int, torch.SymInt)) else ()
 
 
 def _strangers(facts: Facts) -> Iterator[str]:
-    """Facts about operators that are not in the graph."""
+    """Report facts about operators that are not in the graph."""
     inside = set(facts.joint.graph.nodes)
     for name, nodes in _named(facts):
         if strange := [node.name for node in nodes if node not in inside]:

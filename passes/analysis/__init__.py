@@ -1,1 +1,6 @@
-"""Facts about a graph: which axis is the sequence, which rows an operator reads, which keys a row sees. Nothing is rewritten."""
+"""Facts about the joint graph: sequence axes, the rows that an operator reads, the keys that a query position sees.
+
+Analyses add facts and leave the graph unchanged, except that a mask that its key span makes redundant is dropped.
+They know axis rules, ranges and index arithmetic, but nothing of stages or loops. This
+room may import `ops` and the layers below it, but not `rewrite`.
+"""

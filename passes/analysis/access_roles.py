@@ -1,9 +1,10 @@
-"""Which rows of its operands does each operator need, and in which form do its results exist?
+"""Find the rows that each operator needs of its operands, and the storage class of its results.
 
-Every letter that ranges over the sequence gets a role: the chunk's own rows, the keys those rows see, or all rows. Values
-with two sequence dimensions (masks, scores, probabilities) decide: one of the two is rows, the other keys, and operators
-carry that from value to value (a union-find with parity). A softmax runs over keys; in the forward half so does the
-contraction of such a value with one that has a single sequence dimension. Everywhere else a letter means rows.
+Every axis label that ranges over the sequence gets a role: the chunk's own rows (query positions), the keys that
+those rows see, or all rows. Values with two sequence dimensions (masks, scores, probabilities) decide: one dimension
+is rows, the other keys, and operators propagate that choice between values (a union-find with parity). A softmax runs
+over keys; so does, in the forward graph, the contraction of such a value with one that has a single sequence
+dimension. All other labels are rows.
 
     scores [b h t t] = q [b h t d] @ k [b h d t]    ->    q: rows, k: keys, scores: rows x keys
 """
@@ -32,7 +33,7 @@ from streamfx.passes.ops.opaque import is_part_of_opaque
 from streamfx.passes.ops.traits import is_expensive, is_random
 
 aten = torch.ops.aten
-NARROW = 4096  # elements per row up to which positions, rotary tables and labels are made whole, once
+NARROW = 4096  # limit on elements per row for values that are computed once, in full: positions, rotary tables, labels
 COUNTS_ROWS = "{target} counts rows along a dimension in which the sequence is only a part of the number"
 REDUCES_PAIRS = "rows by keys are reduced over ranks, and which keys a chunk sees is found on each rank by itself"
 MIXES_BLOCKS = "{target} mixes blocks of rows of the sequence"
@@ -47,15 +48,15 @@ class AccessRoles:
 
 
 def is_unanimous(facts: Facts) -> bool:
-    """Whether all that tells rows from keys tells the same: more of it could not change what was found."""
+    """Return whether all evidence on rows and keys agrees: then more evidence could not change the roles."""
     analysis = _Analysis(facts.joint, facts.axes, facts.whole, facts.apart)
-    found = analysis._orientation()
-    said = {(node, letter) for node in {node for node, _ in found} for letter, _ in analysis._evidence(node)}
-    return all(found[item] is Role.KEYS for item in said)
+    roles = analysis._orientation()
+    evidence = {(node, letter) for node in {node for node, _ in roles} for letter, _ in analysis._evidence(node)}
+    return all(roles[item] is Role.KEYS for item in evidence)
 
 
 class _Parity:
-    """Union-find in which two elements are known to be equal or opposite."""
+    """A union-find whose elements are equal or opposite."""
 
     def __init__(self) -> None:
         self._parent: dict[Hashable, tuple[Hashable, int]] = {}
@@ -103,19 +104,19 @@ class _Analysis:
                 self.forms[node] = (StorageClass.SCALAR,)
             else:
                 self.forms[node] = self._forms_of(node, orientation)
-        self._join_whole_operators()
+        self._unchunk_between()
         return AccessFacts(self.roles, self.forms, self.reasons)
 
-    def _join_whole_operators(self) -> None:
-        """What lies between operators that run whole runs whole as well, where that makes nothing larger.
+    def _unchunk_between(self) -> None:
+        """Do not chunk operators between unchunked operators, unless their results are larger than their operands.
 
-        A recurrence that is written row by row adds up its gradients row by row: each sum would be a loop of its own.
+        The gradients of a recurrence that was traced row by row are summed row by row: each sum would be a separate loop.
         """
-        wanted = set[fx.Node]()
+        between = set[fx.Node]()
         for node in reversed(self.joint.nodes):
-            if any(user in wanted or user in self.reasons for user in node.users) and self._can_run_whole(node):
-                wanted.add(node)
-        for node in (node for node in self.joint.nodes if node in wanted):
+            if any(user in between or user in self.reasons for user in node.users) and self._can_run_whole(node):
+                between.add(node)
+        for node in (node for node in self.joint.nodes if node in between):
             rows = [operand for operand in tensor_operands(node) if self._dims(operand)]
             if not rows and not any(user in self.reasons for user in node.users):
                 continue
@@ -123,7 +124,7 @@ class _Analysis:
                 self.forms[node] = (StorageClass.WHOLE,)
 
     def _can_run_whole(self, node: fx.Node) -> bool:
-        """Whether an operator makes rows, of which it needs no more memory than for the rows that it takes."""
+        """Return whether an operator computes rows from operands that take at least as much memory."""
         if not is_tensor(node) or self.forms[node] != (StorageClass.ROWS,) or is_expensive(node) or is_random(node):
             return False
         operands = tensor_operands(node)
@@ -132,7 +133,7 @@ class _Analysis:
     def _elements(self, node: fx.Node) -> int:
         return numeric(product(shape_of_node(node)))
 
-    # -- sequence letters
+    # -- labels of the sequence
 
     def _dims(self, node: fx.Node) -> tuple[int, ...]:
         if node not in self._sequence_dims:
@@ -144,12 +145,12 @@ class _Analysis:
         return [letter for letter, dim in letters.items() if self.axes.sequence_atom(dim) is not None]
 
     def _slots(self, signature: Signature, letters: list[Letter]) -> int:
-        """How many sequence dimensions the operator deals with at once; what is shifted, cut or joined is one again."""
-        again = [(letter, index.of) for letter, index in signature.index.items() if isinstance(index, (Window, Tile))]
+        """Return the number of sequence dimensions of an operator; shifted, tiled or concatenated axes count once."""
+        related = [(letter, index.of) for letter, index in signature.index.items() if isinstance(index, (Window, Tile))]
         if signature.joined is not None:
             joined, parts = signature.joined
-            again += [(part, joined) for part, _ in parts.parts]
-        return len(letters) - sum(letter in letters and other in letters for letter, other in again)
+            related += [(part, joined) for part, _ in parts.parts]
+        return len(letters) - sum(letter in letters and other in letters for letter, other in related)
 
     def _has_blocks(self, node: fx.Node, letters: list[Letter]) -> bool:
         sequence = self.axes.sequence
@@ -159,9 +160,9 @@ class _Analysis:
     # -- rows or keys
 
     def _orientation(self) -> dict[tuple[fx.Node, Letter], Role]:
-        """For operators with two sequence letters: which is rows and which is keys.
+        """Assign rows and keys to the labels of operators with two sequence dimensions.
 
-        How a mask is made (row by row, in a loop) says so only where nothing that is computed does.
+        How a mask is computed (row by row, in a loop) is evidence only if no computed value provides any.
         """
         parity, votes = _Parity(), dict[Hashable, tuple[int, int]]()
         pairs = [node for node in self.axes.signatures if self._is_pair(node)]
@@ -213,7 +214,7 @@ class _Analysis:
         return [(user, signature.results[user.args[1]]) for user in users]  # type: ignore[index]
 
     def _evidence(self, node: fx.Node) -> list[tuple[Letter, int]]:
-        """Letters that run over keys, with how sure that is."""
+        """Return labels that run over keys, with the weight of the evidence."""
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
         if signature.keys:
             return [(letter, 1000) for letter in signature.keys if letter in letters]
@@ -222,11 +223,11 @@ class _Analysis:
             votes += [(letter, 1) for letter in letters if letter in signature.contracted()]
         return votes
 
-    # -- forms
+    # -- storage classes
 
     def _forms_of(self, node: fx.Node, orientation: dict[tuple[fx.Node, Letter], Role]) -> tuple[StorageClass, ...]:
-        made = self.axes.results[node]
-        outside = tuple(StorageClass.WHOLE if self.axes.sequence_dims(shape) else StorageClass.SCALAR for shape in made)
+        result_dims = self.axes.results[node]
+        outside = tuple(StorageClass.WHOLE if self.axes.sequence_dims(shape) else StorageClass.SCALAR for shape in result_dims)
         operands = tensor_operands(node)
         touches = any(self._dims(operand) for operand in operands) or StorageClass.WHOLE in outside
         if not touches or is_part_of_opaque(node):
@@ -234,11 +235,11 @@ class _Analysis:
         if node.name in self.whole:
             self.reasons[node] = self.whole[node.name]
             return outside
-        if self._is_made_once(node, made):
+        if self._is_computed_once(node, result_dims):
             return outside
         signature = self.axes.signatures.get(node)
         if signature is None:
-            if not is_wait(node):  # what it waits for has a reason
+            if not is_wait(node):  # a wait has the reason of its collective
                 self.reasons[node] = self.axes.declined.get(node, f"no rule for {node.target}")
             return outside
         letters = self._sequence_letters(node)
@@ -259,46 +260,47 @@ class _Analysis:
         if is_reduced_over_ranks(node) and apart is not None:
             self.reasons[node] = apart
             return outside
-        if is_reduced_over_ranks(node) and self.forms[operands[0]][0] is StorageClass.WHOLE:
-            return outside  # its value exists before the loops: reduce it once
-        if self._must_be_whole(node, signature, roles, made):
+        if is_reduced_over_ranks(node) and self.forms[operands[0]][0] is StorageClass.WHOLE:  # all rows exist: reduce at once
+            return outside
+        if self._must_be_whole(node, signature, roles, result_dims):
             if self._takes_rows(node, signature) and COLLECTED not in node.meta:
                 self.reasons[node] = why_whole(node, signature, self.axes)
             return outside
         return tuple(self._form(letter_shape, roles) for letter_shape in signature.results)
 
-    def _is_made_once(self, node: fx.Node, made: tuple[Shape, ...]) -> bool:
-        """Whether a static value is narrow, and so is what it is made of: no mask of all rows is there for a sum of its own."""
-        if node not in self.axes.static or not all(self._is_narrow(shape) for shape in made):
+    def _is_computed_once(self, node: fx.Node, result_dims: tuple[Shape, ...]) -> bool:
+        """Return whether a static value is narrow, and so are its operands: a sum of a mask must not store the full mask."""
+        if node not in self.axes.static or not all(self._is_narrow(shape) for shape in result_dims):
             return False
         forms = [self.forms[operand][0] for operand in tensor_operands(node)]
         return not {StorageClass.ROWS, StorageClass.PAIR}.intersection(forms) and not self._is_filled_later(node)
 
     def _is_narrow(self, shape: Shape) -> bool:
-        """Whether a static value is small enough to be made whole: one sequence dimension and few elements per row."""
+        """Return whether a static value is small enough to compute in full: one sequence axis, few elements per row."""
         dims, table = self.axes.sequence_dims(shape), self.axes.table
         others = product(table.size_of_dim(dim) for i, dim in enumerate(shape) if i not in dims)
         inner = product(table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_member(atom))
         width = product((others, inner))
-        collected = sum(not self._collected_atoms.isdisjoint(table.resolve(dim)) for dim in shape)
-        return len(dims) + collected <= 1 and numeric(width) <= NARROW
+        materialized = sum(not self._materialized_atoms.isdisjoint(table.resolve(dim)) for dim in shape)
+        return len(dims) + materialized <= 1 and numeric(width) <= NARROW
 
     @cached_property
-    def _collected_atoms(self) -> frozenset[int]:
-        """The axes of rows that are there all at once, as keys are."""
+    def _materialized_atoms(self) -> frozenset[int]:
+        """Return the materialized axes, whose rows are all available, as keys are."""
         views = [(node, dim) for node in self.joint.nodes for dim in node.meta.get(COLLECTED, ())]
         return frozenset(atom for node, dim in views for atom in self.axes.table.resolve(self.axes.shapes[node][dim]))
 
     def _is_filled_later(self, node: fx.Node) -> bool:
-        """Whether a value of one number is used by nothing but computed values, and can be made with these, chunk by chunk."""
+        """Return whether a constant is used only by computed values, and can be created with them, chunk by chunk."""
         return node.target in FILLERS and not any(user in self.axes.static for user in node.users)
 
     def _is_member(self, atom: int) -> bool:
         return self.axes.sequence is not None and atom in self.axes.sequence.members
 
     def _takes_rows(self, node: fx.Node, signature: Signature) -> bool:
-        """Whether an operator that runs whole forces values out of their loops: not where the sequence is only cut out of a
-        table, or its gradient put back into one.
+        """Return whether an operator that is not chunked takes values out of their loops.
+
+        Slicing the sequence from a table, or writing its gradient back into one, does not.
         """
         crosses_border = any(self._is_cut_out(node, letter, window.of) for letter, window in signature.windows.items())
         return node not in self.axes.static and not crosses_border
@@ -308,7 +310,7 @@ class _Analysis:
         return self.axes.sequence_atom(letters[letter]) is not None and self.axes.sequence_atom(letters[source]) is None
 
     def _has_double_letter(self, node: fx.Node) -> bool:
-        """Whether a dimension holds the sequence twice (`(t t)` after a flatten): no rows can be taken from that."""
+        """Return whether a dimension has the sequence twice (`(t t)` after a flatten), so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
         shapes: list[Shape] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
         shapes += list(self.axes.results[node])
@@ -329,40 +331,46 @@ class _Analysis:
             roles[letter] = role
         for letter, window in signature.windows.items():
             source = window.of
-            if (letter in roles) != (source in roles):  # cut out of, or put into, something that is no sequence
+            if (letter in roles) != (source in roles):  # sliced from, or written into, an axis that is not the sequence
                 roles[letter if letter in roles else source] = Role.WHOLE
             elif letter in roles and not self._is_plain_shift(node, letter, source, roles):
                 roles[letter] = roles[source] = Role.WHOLE
         for letter, tile in signature.tiles.items():
-            if self._are_own_blocks(node, letter, tile.of):
+            if self._are_aligned_blocks(node, letter, tile.of):
                 roles[letter] = roles[tile.of] = Role.ROWS
         if signature.joined is not None and stands_in_place(node, self.axes):
             letter, joined = signature.joined
             roles |= dict.fromkeys((letter, *(part for part, _ in joined.parts)), Role.ROWS)
         return roles
 
-    def _are_own_blocks(self, node: fx.Node, letter: Letter, rows: Letter) -> bool:
-        """Whether an axis of blocks is cut out of one of rows such that both have the same part in each chunk."""
+    def _are_aligned_blocks(self, node: fx.Node, letter: Letter, rows: Letter) -> bool:
+        """Return whether an axis is split into blocks such that each chunk has the same interval of rows and blocks."""
         sequence, table = self.axes.sequence, self.axes.table
-        outer, own = (table.resolve(self.axes.letters[node][item]) for item in (letter, rows))
-        if sequence is None or len(outer) != 1 or len(own) != 1 or outer[0] not in sequence.blocks or own[0] in sequence.blocks:
+        outer, inner = (table.resolve(self.axes.letters[node][item]) for item in (letter, rows))
+        if (
+            sequence is None
+            or len(outer) != 1
+            or len(inner) != 1
+            or outer[0] not in sequence.blocks
+            or inner[0] in sequence.blocks
+        ):
             return False
-        begins_together = own[0] in sequence.members and sequence.members[own[0]][0] == sequence.members[outer[0]][0]
-        return begins_together and product((table.size(outer[0]), sequence.block(outer[0]))) == table.size(own[0])
+        begins_together = inner[0] in sequence.members and sequence.members[inner[0]][0] == sequence.members[outer[0]][0]
+        return begins_together and product((table.size(outer[0]), sequence.block(outer[0]))) == table.size(inner[0])
 
     def _is_carried(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
-        """Whether an operator deals with a single row, or its rows follow one another in the direction of its half's loops."""
+        """Return whether an operator accesses a single row, or scans rows in the direction of the loops of its graph."""
         is_backward = node not in self.joint.forward
         index = signature.index[letter]
         moves = isinstance(index, SingleRow) or index == RunningSum(reverse=is_backward)
-        return len(letters) == 1 and self._is_alone(node, letter) and moves
+        return len(letters) == 1 and self._is_single_axis(node, letter) and moves
 
-    def _is_alone(self, node: fx.Node, letter: Letter) -> bool:
-        """Whether a dimension is the sequence and nothing else, so that an index along it is the number of a row."""
+    def _is_single_axis(self, node: fx.Node, letter: Letter) -> bool:
+        """Return whether a dimension is the sequence alone, so that an index along it is a row index."""
         return len(self.axes.table.resolve(self.axes.letters[node][letter])) == 1
 
     def _is_plain_shift(self, node: fx.Node, letter: Letter, source: Letter, roles: dict[Letter, Role]) -> bool:
-        """Whether both sides are rows of an axis of their own; with keys beside them, the very same rows: no pair is stored."""
+        """Return whether both sides are rows of a single axis; identical ones if keys are present: pairs are not stored."""
         sequence, table = self.axes.sequence, self.axes.table
         result, operand = (table.resolve(self.axes.letters[node][item]) for item in (letter, source))
         if sequence is None or len(result) != 1 or len(operand) != 1 or roles[letter] is not Role.ROWS:
@@ -374,8 +382,8 @@ class _Analysis:
         start = self.axes.signatures[node].windows[letter].start
         return bool(start + sequence.members[operand[0]][0] == sequence.members[result[0]][0])
 
-    def _must_be_whole(self, node: fx.Node, signature: Signature, roles: dict[Letter, Role], made: tuple[Shape, ...]) -> bool:
-        """No rows to loop over, or a result that comes whole."""
+    def _must_be_whole(self, node: fx.Node, signature: Signature, roles: dict[Letter, Role], dims: tuple[Shape, ...]) -> bool:
+        """Return whether there are no rows to loop over, or a result is needed in full."""
         if Role.ROWS not in roles.values():
             return True
         result_letters = {letter for shape in signature.results for dim in shape for letter in dim}

@@ -1,4 +1,4 @@
-"""Index arithmetic: which whole-number vectors are factor * index + offset, as their type holds them?"""
+"""Index arithmetic: find the integer vectors that equal factor * index + offset exactly in their dtype."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.ranges.transfer import longest, named_arguments, range_of_argument
 
 aten = torch.ops.aten
-NUMBERS = (torch.int64, torch.int32)  # of indices: truth values and bytes are masks
+NUMBERS = (torch.int64, torch.int32)  # dtypes of indices: booleans and bytes are masks
 
 
 @dataclass(frozen=True)
 class Affine:
-    """factor * i + offset for index i along dimension `dim` (None: one number), equal along all others."""
+    """factor * i + offset for index i along dimension `dim` (None: a constant), and constant along all other dimensions."""
 
     factor: int
     offset: int
@@ -37,29 +37,29 @@ class Positions:
         self._known: dict[fx.Node, Affine | None] = {}
 
     def of(self, node: Any) -> Affine | None:
-        """What was found of a value that varies along one dimension."""
+        """Return the affine form of a value that varies along one dimension, if known."""
         return self._known.get(node) if isinstance(node, fx.Node) else None
 
     def find(self, node: fx.Node) -> Affine | None:
-        """Whether a value is affine. Arithmetic that wraps or rounds is none on indices: each type has to hold its numbers."""
+        """Find the affine form of a value. Each dtype must represent its numbers exactly, without wrapping or rounding."""
         rule = _RULES.get(node.target)
-        found = rule(node, self) if rule is not None else None
+        affine = rule(node, self) if rule is not None else None
         self._known[node] = None
-        if found is None or not self.is_held(found, node, node.meta[VALUE].dtype):
+        if affine is None or not self.is_held(affine, node, node.meta[VALUE].dtype):
             return None
-        known = extent(found, shape_of_node(node))
+        known = extent(affine, shape_of_node(node))
         self._values.note(node, known)
-        if known.constant is None:  # one row is a number, and may be repeated
-            self._known[node] = found
+        if known.constant is None:  # a single row is a constant, and may be broadcast
+            self._known[node] = affine
         return self._known[node]
 
     def is_held(self, affine: Affine, node: fx.Node, dtype: torch.dtype) -> bool:
-        """Whether a type holds all numbers of an affine vector, which has the node's shape, as they are."""
+        """Return whether a dtype represents all numbers of an affine vector with the node's shape exactly."""
         known = extent(affine, shape_of_node(node))
         return is_exact_in(dtype, known.low, known.high)
 
     def operand(self, value: Any, dtype: torch.dtype) -> Affine | None:
-        """An operand of an operator that computes in `dtype`: a vector, or one whole number."""
+        """Return an operand of an operator that computes in `dtype` as an affine vector or an integer constant."""
         affine = self.of(value)
         if affine is not None:
             return affine if self.is_held(affine, value, dtype) else None
@@ -67,13 +67,13 @@ class Positions:
         return None if number is None or not is_exact_in(dtype, number, number) else Affine(0, number, None)
 
     def number(self, value: Any) -> int | None:
-        """The one whole number that a value is."""
+        """Return the integer that all elements of a value equal, if any."""
         known = range_of_argument(value, self._values.of).constant if _is_numeric(value) else None
         return int(known) if known is not None and abs(known) != float("inf") and known == int(known) else None
 
 
 def extent(affine: Affine, shape: tuple[Size, ...]) -> Range:
-    """The range of an affine vector."""
+    """Return the range of an affine vector."""
     last = 0 if affine.dim is None else affine.factor * max(longest(shape[affine.dim]) - 1, 0)
     return Range(affine.offset + min(last, 0), affine.offset + max(last, 0))
 
@@ -92,7 +92,7 @@ def _arange(node: fx.Node, positions: Positions) -> Affine | None:
     return None if start is None or step is None else _affine(step, start, 0)
 
 
-COEFFICIENTS: dict[Any, Callable[[int], tuple[int, int]]] = {  # of `self` and `other`, by alpha
+COEFFICIENTS: dict[Any, Callable[[int], tuple[int, int]]] = {  # of `self` and `other`, given alpha
     aten.add.Tensor: lambda alpha: (1, alpha),
     aten.add.Scalar: lambda alpha: (1, alpha),
     aten.sub.Tensor: lambda alpha: (1, -alpha),
@@ -103,7 +103,7 @@ COEFFICIENTS: dict[Any, Callable[[int], tuple[int, int]]] = {  # of `self` and `
 
 
 def combination(node: fx.Node) -> tuple[tuple[int, Any], tuple[int, Any]] | None:
-    """((a, x), (b, y)) where an operator makes a * x + b * y of whole numbers a and b."""
+    """Return ((a, x), (b, y)) if an operator computes a * x + b * y with integers a and b."""
     coefficients = COEFFICIENTS.get(node.target)
     arguments = named_arguments(node, frozenset({"self", "other", "alpha"})) if coefficients is not None else None
     if coefficients is None or arguments is None or type(arguments["alpha"]) is not int:
@@ -144,7 +144,7 @@ def _product(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _result_dim(node: fx.Node, operand: Any, affine: Affine) -> int | None:
-    """The dimension of the result that a broadcast operand varies along."""
+    """Return the dimension of the result along which a broadcast operand varies."""
     return None if affine.dim is None else affine.dim + len(shape_of_node(node)) - len(shape_of_node(operand))
 
 
@@ -168,7 +168,7 @@ def _expand(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _view(node: fx.Node, positions: Positions) -> Affine | None:
-    """Only views that add or drop dimensions of size one keep the index of the varying dimension."""
+    """Propagate through views that add or drop dimensions of size one, which keep the index of the varying dimension."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -224,7 +224,7 @@ def _select(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _cat(node: fx.Node, positions: Positions) -> Affine | None:
-    """Pieces that continue one another are one affine vector: a first value before the rest of an `arange`."""
+    """Concatenate adjacent slices to one affine vector, such as a first value before the rest of an `arange`."""
     arguments, rank = bound_arguments(node), len(shape_of_node(node))
     pieces, dim = arguments["tensors"], arguments["dim"] % rank
     known = [positions.operand(piece, node.meta[VALUE].dtype) for piece in pieces]
@@ -247,7 +247,7 @@ def _cat(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _cumsum(node: fx.Node, positions: Positions) -> Affine | None:
-    """The running sum of a constant c is c * (i + 1)."""
+    """The prefix sum of a constant c is c * (i + 1)."""
     arguments = named_arguments(node, frozenset({"self", "dim", "dtype"}))
     number = None if arguments is None else positions.number(arguments["self"])
     rank = len(shape_of_node(node))
@@ -255,19 +255,21 @@ def _cumsum(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _index(node: fx.Node, positions: Positions) -> Affine | None:
-    """Looking up an affine vector by affine positions."""
+    """Index an affine vector by affine indices."""
     source, indices = positions.of(node_argument(node)), bound_arguments(node)["indices"]
     if source is None or source.dim is None:
         return None
-    looked = [item for item in indices if item is not None]
-    if len(looked) != len(shape_of_node(node_argument(node))) or any(item.meta[VALUE].dtype not in NUMBERS for item in looked):
+    index_tensors = [item for item in indices if item is not None]
+    if len(index_tensors) != len(shape_of_node(node_argument(node))) or any(
+        item.meta[VALUE].dtype not in NUMBERS for item in index_tensors
+    ):
         return None
     tensor = indices[source.dim]
-    at = positions.operand(tensor, torch.int64)
-    if at is None or at.factor < 0 or at.offset < 0:  # negative positions count from the end
+    index = positions.operand(tensor, torch.int64)
+    if index is None or index.factor < 0 or index.offset < 0:  # negative indices count from the end
         return None
-    dim = None if at.dim is None else at.dim + len(shape_of_node(node)) - len(shape_of_node(tensor))
-    return _affine(source.factor * at.factor, source.offset + source.factor * at.offset, dim)
+    dim = None if index.dim is None else index.dim + len(shape_of_node(node)) - len(shape_of_node(tensor))
+    return _affine(source.factor * index.factor, source.offset + source.factor * index.offset, dim)
 
 
 _RULES: dict[Any, Callable[[fx.Node, Positions], Affine | None]] = {

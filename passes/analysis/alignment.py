@@ -1,4 +1,4 @@
-"""How the dimensions of a gradient hold those of what drives it."""
+"""Align the dimensions of a gradient with those of its cotangent scale."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from streamfx.ir.facts import Shape
 
 @dataclass(frozen=True)
 class Alignment:
-    """A gradient with its driver's dimensions in dimensions of their own: [(b t) d] and [b] give [b t d].
+    """A gradient reshaped so that each dimension of its scale is a separate dimension: [(b t) d] and [b] give [b t
+    d].
 
-    `dims` are all dimensions in order, those of a gradient's dimension together; `places` says which of the driver's dimensions
-    each is, if it is one.
+    `dims` lists all dimensions in order, grouped by the gradient's dimensions. `places` maps each to the index of the
+    scale's dimension, or None.
     """
 
     dims: tuple[tuple[Dim, ...], ...]
@@ -30,20 +31,20 @@ class Alignment:
 
 
 def aligned(driver: Shape, gradient: Shape) -> Alignment | None:
-    """How a gradient's dimensions hold its driver's, each once and in order; None where they do not.
+    """Align a gradient with its cotangent scale, whose dimensions must occur once and in order; None if they do not.
 
-    Dimensions are resolved, and those of size one have no axes.
+    Dimensions must be resolved; dimensions of size one have no axes.
     """
     wide = {dim[0]: (i, dim) for i, dim in enumerate(driver) if dim}
     held = {atom for dim in driver for atom in dim}
     dims: list[tuple[Dim, ...]] = []
     places: list[int | None] = []
-    for own in gradient:
+    for dim_atoms in gradient:
         parts: list[tuple[int | None, Dim]] = []
         at = 0
-        while at < len(own):
-            place, dim = wide.get(own[at], (None, own[at : at + 1]))
-            if own[at : at + len(dim)] != dim or (place is None and not held.isdisjoint(dim)):
+        while at < len(dim_atoms):
+            place, dim = wide.get(dim_atoms[at], (None, dim_atoms[at : at + 1]))
+            if dim_atoms[at : at + len(dim)] != dim or (place is None and not held.isdisjoint(dim)):
                 return None
             if place is None and parts and parts[-1][0] is None:
                 parts[-1] = None, (*parts[-1][1], *dim)
@@ -53,13 +54,13 @@ def aligned(driver: Shape, gradient: Shape) -> Alignment | None:
         parts = parts or [(None, ())]
         dims.append(tuple(dim for _, dim in parts))
         places += [place for place, _ in parts]
-    along = [place for place in places if place is not None]
-    unknown = sum(place is None for own in parted(places, dims) if len(own) > 1 for place in own)
-    has_sizes = unknown <= 1 and sum(len(own) > 1 for own in dims) <= 1  # of what is left of a dimension, and of the dimension
-    return Alignment(tuple(dims), tuple(places)) if along == sorted(place for place, _ in wide.values()) and has_sizes else None
+    matched = [place for place in places if place is not None]
+    unknown = sum(place is None for group in parted(places, dims) if len(group) > 1 for place in group)
+    has_sizes = unknown <= 1 and sum(len(group) > 1 for group in dims) <= 1  # a view can infer one size only
+    return Alignment(tuple(dims), tuple(places)) if matched == sorted(place for place, _ in wide.values()) and has_sizes else None
 
 
 def parted(places: Sequence[int | None], dims: Sequence[Sequence[Dim]]) -> list[list[int | None]]:
-    """Places of dimensions, those of a dimension together."""
+    """Group the places by dimension."""
     remaining = iter(places)
-    return [[next(remaining) for _ in own] for own in dims]
+    return [[next(remaining) for _ in group] for group in dims]

@@ -1,9 +1,9 @@
-"""Which dimension of which value is the sequence?
+"""Find the sequence axis in every dimension of every value.
 
-Walks the graph once. Each operator's rule says how the axes of its operands and results hang together; a union-find over
-factored dimensions collects what indexes the same thing. The sequence is then chosen among the axes: the one that
-attention runs along, else the axis of the inputs that no parameter has and whose rows have an order, else the one that the
-most bytes can be streamed along. No size is ever compared to find an axis.
+The analysis walks the graph once. Each operator's rule relates the axes of its operands to those of its results; a
+union-find over factored dimensions merges axes that index the same rows. The sequence is then chosen among the axes:
+the one that attention runs along; else the axis of the inputs that no parameter has and whose rows are ordered; else
+the one along which the most bytes can be chunked. Sizes are never compared to find an axis.
 
     q [2 37 4 8], k [2 37 2 8]   ->   q [b t h d], k [b t g d]
 """
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 OTHER_ORDERS = "{target} meets rows that are in two orders, or split in two ways, which do not fit together"
 
-# Operators that tell the rows along a dimension apart by their position.
+# Operators that distinguish rows along a dimension by position.
 BY_POSITION = frozenset(
     {
         aten.select.int,
@@ -66,46 +66,47 @@ class Axes:
 
 
 def sequence_axes(joint: JointGraph) -> AxisFacts:
-    """The axes of every dimension, and which of them is the sequence."""
+    """Return the axes of every dimension, and the sequence among them."""
     axes = axes_of(joint)
     sequence = sequence_axis(joint, axes)
     if split := _split_axes(joint, axes, sequence):
-        along = frozenset((node, i) for node, i in split if _holds(sequence, axes, axes.shapes[node][i]))
-        split = along or split  # features that are taken apart are no rows
+        along = frozenset((node, i) for node, i in split if _contains_sequence(sequence, axes, axes.shapes[node][i]))
+        split = along or split  # features that are split are not rows
         kept = axes_of(joint, split)
-        whole = sequence_axis(joint, kept)
+        whole_sequence = sequence_axis(joint, kept)
         inputs = [(node, i) for node in joint.primals for i, _ in enumerate(axes.shapes.get(node, ())) if (node, i) in split]
         places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in inputs}
-        if whole is None or whole.main not in places:  # something else in its blocks looks like a sequence
-            mains = [main for main, (node, i) in places.items() if _holds(sequence, axes, axes.shapes[node][i])]
-            whole = sequence_of(mains[0], kept) if mains else None
-        if whole is not None:
-            axes, sequence = kept, whole
+        # another axis looks like the sequence within its blocks
+        if whole_sequence is None or whole_sequence.main not in places:
+            mains = [main for main, (node, i) in places.items() if _contains_sequence(sequence, axes, axes.shapes[node][i])]
+            whole_sequence = sequence_of(mains[0], kept) if mains else None
+        if whole_sequence is not None:
+            axes, sequence = kept, whole_sequence
     return replace(axes, sequence=sequence)
 
 
-def _holds(sequence: SequenceAxis | None, axes: AxisFacts, dim: Dim) -> bool:
+def _contains_sequence(sequence: SequenceAxis | None, axes: AxisFacts, dim: Dim) -> bool:
     return sequence is not None and sequence.main in axes.table.resolve(dim)
 
 
 def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | None) -> frozenset[tuple[fx.Node, int]]:
-    """Dimensions of inputs that some view cuts into blocks: where one is the sequence, its rows stay single.
+    """Return input dimensions that a view splits into blocks: the sequence, if it is one, must keep single rows.
 
-    So do those of the sequence where what is cut out of it, or padded around it, is cut into blocks. An input of all rows of all
-    sequences, one after the other, is not cut into blocks: [(b t)] beside another input [b t d].
+    So must the sequence if an axis sliced from it, or padded around it, is split into blocks. An input with the rows
+    of all sequences, [(b t)], next to another input [b t d], does not count.
     """
     table = axes.table
-    whole = {
+    candidates = {
         (node, i): dim
         for node in joint.primals
         if is_tensor(node) and not is_parameter(node)
         for i, dim in enumerate(axes.shapes[node])
         if len(dim) == 1
     }
-    single = {atom for dim in whole.values() for atom in table.resolve(dim) if len(table.resolve(dim)) == 1}
-    split = {place for place, dim in whole.items() if not single.issuperset(table.resolve(dim))}
+    single = {atom for dim in candidates.values() for atom in table.resolve(dim) if len(table.resolve(dim)) == 1}
+    split = {place for place, dim in candidates.items() if not single.issuperset(table.resolve(dim))}
     if sequence is not None and _has_split_relative(axes, sequence):
-        split |= {place for place, dim in whole.items() if table.resolve(dim) == (sequence.main,)}
+        split |= {place for place, dim in candidates.items() if table.resolve(dim) == (sequence.main,)}
     return frozenset(split)
 
 
@@ -119,14 +120,14 @@ def _has_split_relative(axes: AxisFacts, sequence: SequenceAxis) -> bool:
 
 
 def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> AxisFacts:
-    """The axes of every dimension, with no choice of a sequence yet.
+    """Return the axes of every dimension, without a choice of the sequence.
 
-    The dimensions of inputs in `kept` stay in one piece, and so does what is cut out of them or padded around them.
+    The input dimensions in `kept` are not factored, nor are axes sliced from them or padded around them.
     """
     table = AxisTable()
     shapes: dict[fx.Node, Shape] = {}
     results: dict[fx.Node, tuple[Shape, ...]] = {}
-    found: dict[fx.Node, Signature] = {}
+    signatures: dict[fx.Node, Signature] = {}
     letters: dict[fx.Node, dict[Letter, Dim]] = {}
     declined: dict[fx.Node, str] = {}
     for node in joint.sources:
@@ -142,33 +143,33 @@ def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> Ax
         outcome = _apply_rule(node, table, shapes)
         if isinstance(outcome, str):
             declined[node] = outcome
-            made = tuple(_unknown_dims(result, producer_of(node), table, shapes) for result in results_of(node))
+            result_dims = tuple(_unknown_dims(result, producer_of(node), table, shapes) for result in results_of(node))
         else:
-            found[node], letters[node], made = outcome
-        results[node] = made
+            signatures[node], letters[node], result_dims = outcome
+        results[node] = result_dims
         if is_tensor(node):
-            shapes[node] = made[0]
-    _join_parts(table, found, letters)
-    return AxisFacts(table, shapes, results, found, letters, declined, static_nodes(joint))
+            shapes[node] = result_dims[0]
+    _unify_concat_parts(table, signatures, letters)
+    return AxisFacts(table, shapes, results, signatures, letters, declined, static_nodes(joint))
 
 
-def _join_parts(
+def _unify_concat_parts(
     table: AxisTable, signatures: Mapping[fx.Node, Signature], letters: Mapping[fx.Node, Mapping[Letter, Dim]]
 ) -> None:
-    """Parts that stand at one place of one joined axis are one: keys and their mask, joined to others in the same way."""
+    """Unify operands at the same position of one concatenated axis: keys and their mask are concatenated alike."""
     first: dict[tuple[Dim, Size, Size], Dim] = {}
     for node, signature in signatures.items():
         if signature.joined is not None:
             letter, joined = signature.joined
             for part, before in joined.parts:
-                own = table.resolve(letters[node][part])
-                place = table.resolve(letters[node][letter]), before, table.size_of_dim(own)
-                if len(own) == len(table.resolve(other := first.setdefault(place, own))) == 1:
-                    table.unify(own, other)
+                part_dim = table.resolve(letters[node][part])
+                place = table.resolve(letters[node][letter]), before, table.size_of_dim(part_dim)
+                if len(part_dim) == len(table.resolve(other := first.setdefault(place, part_dim))) == 1:
+                    table.unify(part_dim, other)
 
 
 def _unknown_dims(value: torch.Tensor | None, made_by: fx.Node, table: AxisTable, shapes: Mapping[fx.Node, Shape]) -> Shape:
-    """Dimensions of a result that no rule tells about: its own, or those of operands where there is no rule at all."""
+    """Return the dimensions of a result without a signature: new axes, or those of like operands if no rule exists."""
     if value is None:
         return ()
     places = places_like(value, made_by) if is_opaque(made_by) else [None] * value.dim()
@@ -179,7 +180,7 @@ def _unknown_dims(value: torch.Tensor | None, made_by: fx.Node, table: AxisTable
 def _apply_rule(
     node: fx.Node, table: AxisTable, shapes: dict[fx.Node, Shape]
 ) -> tuple[Signature, dict[Letter, Dim], tuple[Shape, ...]] | str:
-    """The node's signature, the axes behind its letters and its results' dimensions; or why there is none."""
+    """Return the node's signature, the axes of its labels and its results' dimensions, or the reason why there is none."""
     rule = rule_for(node)
     if rule is None:
         return str(node.meta.get(WHY_WHOLE) or why_opaque(node))
@@ -197,18 +198,18 @@ def _apply_rule(
             known = bound.setdefault(letter_dim[0], dim)
             if known is not dim and not table.unify(known, dim):
                 return OTHER_ORDERS.format(target=node.target)
-    made = []
-    for own, letter_shape in zip(call.result_shapes, signature.results, strict=False):
-        for size, letter_dim in zip(own, letter_shape, strict=True):
+    result_dims = []
+    for result_shape, letter_shape in zip(call.result_shapes, signature.results, strict=False):
+        for size, letter_dim in zip(result_shape, letter_shape, strict=True):
             if len(letter_dim) == 1 and letter_dim[0] not in bound:
                 bound[letter_dim[0]] = table.fresh(size)
-        made.append(tuple(tuple(atom for letter in dim for atom in bound[letter]) for dim in letter_shape))
+        result_dims.append(tuple(tuple(atom for letter in dim for atom in bound[letter]) for dim in letter_shape))
     _keep_shifted(signature, bound, table)
-    return signature, bound, tuple(made)
+    return signature, bound, tuple(result_dims)
 
 
 def _keep_shifted(signature: Signature, bound: dict[Letter, Dim], table: AxisTable) -> None:
-    """An axis that is cut out of one that stays in one piece, or padded around it, stays in one piece as well."""
+    """Do not factor an axis that is sliced from an axis that must not be factored, or padded around it."""
     for letter, window in signature.windows.items():
         result, operand = table.resolve(bound[letter]), table.resolve(bound[window.of])
         if len(result) == len(operand) == 1 and table.is_kept(operand[0]):
@@ -216,13 +217,13 @@ def _keep_shifted(signature: Signature, bound: dict[Letter, Dim], table: AxisTab
 
 
 def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
-    """Values that follow from integers, flags, vectors and constants alone: positions, masks, rotary tables, labels.
+    """Return values that depend on integers, booleans, vectors and constants alone: masks, rotary tables, labels.
 
-    They are the same whatever the parameters are, and cheap to make whole where they have one sequence axis.
+    They do not depend on parameters, and are cheap to compute in full if they have one sequence axis.
     """
     static = {node for node in joint.sources if node not in joint.tangents and (not is_tensor(node) or _is_static_input(node))}
     for node in joint.nodes:
-        if is_random(node) or is_collective(node):  # what other ranks hold is nothing that follows from this one's integers
+        if is_random(node) or is_collective(node):  # values of other ranks do not follow from this rank's integers
             continue
         if all(source in static for source in node.all_input_nodes):
             static.add(node)
@@ -243,82 +244,84 @@ def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
 
 
 def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
-    """The axis that stands on both sides of products of rows and keys.
+    """Return the axis that both operands of query-key products have.
 
-    Fused attention says which; else it is the axis that scores, masks and probabilities have twice. A weight from a width to
-    the same width has that twice as well, and so has its gradient, so only what the forward half computes counts.
+    Fused attention declares it; else it is the axis that occurs twice in scores, masks and probabilities. A square
+    weight and its gradient have an axis twice as well, so only values computed in the forward graph count.
     """
     votes: Counter[Atom] = Counter()
     for node, signature in axes.signatures.items():
         atoms = {letter: set(axes.table.resolve(dim)) for letter, dim in axes.letters[node].items()}
         keys = {atom for letter in signature.keys for atom in atoms.get(letter, ())}
-        votes.update(keys & {atom for letter, own in atoms.items() if letter not in signature.keys for atom in own})
+        votes.update(keys & {atom for letter, dim in atoms.items() if letter not in signature.keys for atom in dim})
+
     if not votes:
         weights = weight_nodes(joint)
         for node in (node for node in joint.nodes if node in joint.forward and node not in weights):
             for shape in axes.results.get(node, ()):
                 counts = Counter(atom for dim in shape for atom in axes.table.resolve(dim))
                 votes.update(atom for atom, times in counts.items() if times == 2)
-    own = _input_axes(joint, axes)
-    ranked = sorted(votes, key=lambda atom: (atom not in own, -votes[atom], atom))
-    if not ranked or ranked[0] in own or not own:
+    input_axes = _input_axes(joint, axes)
+    ranked = sorted(votes, key=lambda atom: (atom not in input_axes, -votes[atom], atom))
+    if not ranked or ranked[0] in input_axes or not input_axes:
         return ranked[0] if ranked else None
     if ranked[0] in _feature_axes(joint, axes):  # the state of a linear attention has the same width twice
         return None
-    sequences = own & _ordered_axes(axes)  # a block of the sequence has itself twice as well, where scores stay inside of blocks
+    sequences = input_axes & _ordered_axes(axes)  # scores within blocks have the block's axis twice
     longest = max((numeric(axes.table.size(atom)) for atom in sequences), default=0)
-    is_most = 2 * numeric(axes.table.size(ranked[0])) >= longest  # so have rows that are left behind blocks
+    is_most = 2 * numeric(axes.table.size(ranked[0])) >= longest  # so do rows left over after blocks
     return ranked[0] if not sequences or (is_most and ranked[0] in _relatives(sequences, axes)) else None
 
 
 def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
-    """Axes that are cut out of these, padded or joined from them."""
+    """Return axes sliced from these, padded around them or concatenated from them."""
     links = [(source, target) for source, target, _, _ in shift_links(axes)]
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
             whole, *parts = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.index]
-            own = {*whole, *(atom for part in parts for atom in part[:1])}  # a part may be in blocks, whose rows are no relatives
-            links += [(one, other) for one in own for other in own]
-    found: set[Atom] = set()
-    while atoms - found:
-        found |= atoms
-        atoms = {b for pair in links for a, b in (pair, pair[::-1]) if a in found}
-    return found
+            # the rows of an operand in blocks are not related
+            related = {*whole, *(atom for part in parts for atom in part[:1])}
+            links += [(one, other) for one in related for other in related]
+    relatives: set[Atom] = set()
+    while atoms - relatives:
+        relatives |= atoms
+        atoms = {b for pair in links for a, b in (pair, pair[::-1]) if a in relatives}
+    return relatives
 
 
 def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
-    """Values made of parameters alone, or by moving the elements of one floating point input."""
+    """Return values computed from parameters alone, or by moving the elements of one floating-point input."""
     inputs = {node for node in joint.primals if is_tensor(node) and node.meta[VALUE].is_floating_point()}
-    found, parameters = set(inputs), {node for node in inputs if is_parameter(node)}
+    weights, parameters = set(inputs), {node for node in inputs if is_parameter(node)}
     for node in joint.nodes:
         sources = [source for source in node.all_input_nodes if is_tensor(source)]
         if sources and all(source in parameters for source in sources):
             parameters.add(node)
-        if node in parameters or (is_moved_elements(node) and sources[0] in found):
-            found.add(node)
-    return frozenset(found)
+        if node in parameters or (is_moved_elements(node) and sources[0] in weights):
+            weights.add(node)
+    return frozenset(weights)
 
 
 def _input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Axes of inputs that no weight mixes: batch and sequence, where capture could tell inputs from parameters."""
+    """Return axes of inputs that no weight mixes: batch and sequence, if inputs and parameters are distinguished."""
     inputs = (node for node in joint.inputs if is_tensor(node) and not is_parameter(node))
     return {atom for node in inputs for atom in _atoms(node, axes)} - _feature_axes(joint, axes)
 
 
 def widths(joint: JointGraph) -> Callable[[fx.Node, int], bool]:
-    """Whether a dimension of a value is one of features, along which weights are contracted, or has any of these."""
+    """Return a predicate: whether a dimension of a value contains a feature axis, along which weights are contracted."""
     axes = axes_of(joint)
-    found = _feature_axes(joint, axes)
-    return lambda node, dim: not found.isdisjoint(axes.table.resolve(axes.shapes[node][dim]))
+    feature_axes = _feature_axes(joint, axes)
+    return lambda node, dim: not feature_axes.isdisjoint(axes.table.resolve(axes.shapes[node][dim]))
 
 
 def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Axes of the weights that products contract: widths. A mask or a table of positions kept as a buffer is no such weight.
+    """Return the axes of weights that products contract: widths. A mask or position table in a buffer does not count.
 
-    Along an axis that it is repeated for, as a sink is for each row, a weight is no wider.
+    Nor does an axis along which a weight is expanded, as a softmax sink is for each row.
     """
     parameters = {node for node in joint.primals if is_tensor(node) and is_parameter(node)}
-    found: set[Atom] = set()
+    features: set[Atom] = set()
     repeated: set[Atom] = set()
     for node in (node for node in joint.nodes if node in joint.forward):
         operands = tensor_operands(node)
@@ -329,8 +332,8 @@ def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
             contracted = signature.contracted()
             for operand, shape in zip(operands, signature.operands, strict=True):
                 if operand in parameters and any(letter in contracted for dim in shape for letter in dim):
-                    found |= _atoms(operand, axes) - repeated
-    return found
+                    features |= _atoms(operand, axes) - repeated
+    return features
 
 
 def _atoms(node: fx.Node, axes: AxisFacts) -> set[Atom]:
@@ -338,28 +341,28 @@ def _atoms(node: fx.Node, axes: AxisFacts) -> set[Atom]:
 
 
 def _ordered_axes(axes: AxisFacts) -> set[Atom]:
-    """Axes whose rows have an order, because something takes them by their position: a sequence rather than a batch."""
-    found: set[Atom] = set()
+    """Return axes whose rows are ordered, because an operator selects them by position: a sequence rather than a batch."""
+    ordered: set[Atom] = set()
     for node, signature in axes.signatures.items():
         letters = {item for letter, window in signature.windows.items() for item in (letter, window.of)}
         letters |= {letter for letter, index in signature.index.items() if isinstance(index, RunningSum)}
         letters |= signature.whole if node.target in BY_POSITION else set()
-        found |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
-    return found
+        ordered |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
+    return ordered
 
 
 def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
-    """The axis along which the most bytes could be made in parts: no parameter has it, and best no operator needs it whole.
+    """Return the axis along which most bytes can be chunked: no parameter has it, and best no operator needs it in full.
 
-    Views and results take their memory all the same. What is made along a part that is cut out of an axis counts for both.
+    Views and results do not count: their memory is needed anyway. Values along a slice of an axis count for both.
 
-    Among the axes of the inputs one with an order comes first, even where something in between needs all its rows, unless it is
-    one of features: its numbers lie side by side, and parts of them change places, as halves do in rotary positions. One along
-    which numbers are drawn comes last: what has no rows is drawn once, as eager draws it.
+    Among the axes of the inputs, ordered ones come first, even if an operator needs all their rows, unless they are
+    features: these are contiguous in memory, and their slices change places, as in rotary embeddings. Axes along
+    which random numbers are drawn come last: without rows, they are drawn once, as in eager.
     """
     gain: dict[Atom, int] = defaultdict(int)
     barred: set[Atom] = set()
-    own, ordered = _input_axes(joint, axes), _ordered_axes(axes)
+    input_axes, ordered = _input_axes(joint, axes), _ordered_axes(axes)
     stays = {*joint.outputs, *joint.gradients}
     for node, signature in axes.signatures.items():
         for letter in (letter for letter, index in signature.index.items() if isinstance(index, (FullAxis, Tile, ConcatAxes))):
@@ -374,7 +377,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
         if is_tensor(node) and node.meta[VALUE].is_floating_point() and is_parameter(node):
             barred |= _atoms(node, axes)
     inner = _innermost_axes(joint, axes)
-    sequences = (own & ordered & gain.keys()) - (inner & turned_axes(axes))
+    sequences = (input_axes & ordered & gain.keys()) - (inner & turned_axes(axes))
     candidates = sequences or (gain.keys() - barred)
     drawn = {atom for node in joint.nodes if is_random(node) and not tensor_operands(node) for atom in _atoms(node, axes)}
     total = {atom: sum(gain.get(member, 0) for member in members_of(atom, axes)[0]) for atom in candidates}
@@ -383,7 +386,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
 
 
 def _innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Axes along which the numbers of inputs lie side by side, and never apart: parts of them would be scattered in memory."""
+    """Return axes that are innermost in inputs and never outer: their slices would not be contiguous in memory."""
     inputs = [node for node in joint.primals if is_tensor(node) and node.meta[VALUE].is_floating_point()]
     shapes = [axes.shapes[node] for node in inputs if len(axes.shapes[node]) > 1]
     last, others = (

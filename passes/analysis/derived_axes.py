@@ -1,4 +1,4 @@
-"""Which axes are cut out of the sequence, padded around it, or made of blocks of it?"""
+"""Find the derived axes of the sequence: axes sliced from it, padded around it, or formed by blocks of its rows."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MOST_PARTS = 24
 
 
 def sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
-    cuts = _cuts(axes, axes.table.size(main))
+    cuts = _tilings(axes, axes.table.size(main))
     members, blocks = members_of(main, axes, cuts)
     sound = [cut for cut in cuts if not any(atom in members for atom in cut.inside)]
-    if len(sound) < len(cuts):  # the rows of a block are rows of the sequence as well, where slices take out one block
+    if len(sound) < len(cuts):  # if a slice selects one block, rows of the block are rows of the sequence, too
         members, blocks = members_of(main, axes, sound)
-    return SequenceAxis(main, axes.table.size(main), members, blocks, _together(members, axes))
+    return SequenceAxis(main, axes.table.size(main), members, blocks, _block_sizes(members, axes))
 
 
-def _together(members: Container[Atom], axes: AxisFacts) -> frozenset[int]:
-    """How many rows of these axes operators take at once: chunks may not begin between them."""
+def _block_sizes(members: Container[Atom], axes: AxisFacts) -> frozenset[int]:
+    """Return the block sizes of recurrences along these axes: a chunk must hold whole blocks."""
     runs = [(run, axes.letters[node][run.axes.rows]) for node in axes.signatures if isinstance(run := node.target, Recurrence)]
     return frozenset(run.block for run, dim in runs if any(atom in members for atom in axes.table.resolve(dim)))
 
@@ -37,26 +37,27 @@ def _together(members: Container[Atom], axes: AxisFacts) -> frozenset[int]:
 def members_of(
     main: Atom, axes: AxisFacts, cuts: Sequence[TiledAxis] = ()
 ) -> tuple[dict[Atom, tuple[Size, Size]], dict[Atom, int]]:
-    """Axes cut out of the sequence, padded around it or made of blocks of it, with their offsets; and the blocks' sizes.
+    """Return the derived axes with their offsets and lengths, and the block sizes of those that consist of blocks.
 
-    A slice [a:] may be joined with a slice [:-a]: then rows are shifted against each other, and one of the two offsets
-    is chosen for the new axis: the one that makes the other a look back, which a loop from left to right can serve.
+    A slice [a:] may be added to a slice [:-a]: then their rows are shifted against each other, and the new axis gets
+    one of the two offsets. We choose the one for which the other slice reads earlier rows, which a loop from left to
+    right can serve.
     """
     members: dict[Atom, tuple[Size, Size]] = {main: (0, axes.table.size(main))}
     blocks: dict[Atom, int] = {}
-    links, joins = _few_for_each(shift_links(axes), axes), _joins(axes)
-    grown = True
-    while grown:
-        grown = False
+    links, joins = _without_crowded(shift_links(axes), axes), _joins(axes)
+    changed = True
+    while changed:
+        changed = False
         for cut in cuts:
-            own, outer = cut.whole, cut.blocks
-            if own in members and own not in blocks and outer not in members and members[own][0] % cut.size == 0:
-                members[outer], blocks[outer] = (members[own][0], axes.table.size(outer)), cut.size
-                grown = True
+            whole, outer = cut.whole, cut.blocks
+            if whole in members and whole not in blocks and outer not in members and members[whole][0] % cut.size == 0:
+                members[outer], blocks[outer] = (members[whole][0], axes.table.size(outer)), cut.size
+                changed = True
         for join in joins:
             if join.whole not in members and (begin := join.begin(members, blocks)) is not None:
                 members[join.whole] = begin, axes.table.size(join.whole)
-                grown = True
+                changed = True
         candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)
         sizes: dict[Atom, int] = {}
         for source, target, start, is_static in links:
@@ -67,14 +68,14 @@ def members_of(
             preferred = [offset for computed, offset in offers if computed] or [offset for _, offset in offers]
             members[atom] = (max(preferred, key=numeric), axes.table.size(atom))
             blocks |= {atom: sizes[atom]} if sizes[atom] != 1 else {}
-            grown = True
+            changed = True
     return members, blocks
 
 
-def _few_for_each(links: list[Link], axes: AxisFacts) -> list[Link]:
-    """Without the parts of an axis that is cut in very many places: `x[:1]`, `x[:2]`, ... belong to a loop that was unrolled.
+def _without_crowded(links: list[Link], axes: AxisFacts) -> list[Link]:
+    """Drop links to axes that are sliced in very many ways: `x[:1]`, `x[:2]`, ... belong to an unrolled loop.
 
-    Static values, such as a mask written row by row, may be cut as they like: they are made whole.
+    Static values, such as a mask written row by row, may be sliced freely: they are computed once, in full.
     """
     places: dict[Atom, set[tuple[Size, Size]]] = defaultdict(set)
     for source, target, start, is_static in links:
@@ -86,7 +87,7 @@ def _few_for_each(links: list[Link], axes: AxisFacts) -> list[Link]:
 
 @dataclass(frozen=True)
 class TiledAxis:
-    """An axis that views cut into `blocks` of `size` rows each, which have the axes `inside`."""
+    """An axis that views split into `blocks` of `size` rows each; the dimension within a block has the axes `inside`."""
 
     whole: Atom
     blocks: Atom
@@ -94,29 +95,31 @@ class TiledAxis:
     size: int
 
 
-def _cuts(axes: AxisFacts, length: Size) -> list[TiledAxis]:
-    """Chunks have to hold whole blocks of all sizes, so that a block as long as half the sequence is none."""
-    found = [
-        TiledAxis(own, outer[0], inner, size)
-        for own, outer, inner in axes.table.cuts()
+def _tilings(axes: AxisFacts, length: Size) -> list[TiledAxis]:
+    """Return the tilings of axes. Chunks hold whole blocks of all sizes, so blocks larger than half the sequence do
+    not count.
+    """
+    tilings = [
+        TiledAxis(whole, outer[0], inner, size)
+        for whole, outer, inner in axes.table.cuts()
         if len(outer) == 1 and isinstance(size := axes.table.size_of_dim(inner), int)
     ]
     sizes: list[int] = []
-    for size in sorted({cut.size for cut in found}):
+    for size in sorted({cut.size for cut in tilings}):
         if not isinstance(length, int) or 2 * lcm(*sizes, size) <= length:
             sizes.append(size)
-    return [cut for cut in found if cut.size in sizes]
+    return [cut for cut in tilings if cut.size in sizes]
 
 
 @dataclass(frozen=True)
 class ConcatAxis:
-    """An axis whose rows are those of others, one behind another: of each of these, how many rows come before."""
+    """A concatenated axis, with each operand's axis and the number of rows before it."""
 
     whole: Atom
     parts: tuple[tuple[Atom, Size], ...]
 
     def begin(self, members: Mapping[Atom, tuple[Size, Size]], blocks: Container[Atom]) -> Size | None:
-        """Where the first row stands, if all rows are rows of the sequence, each behind the one in front of it."""
+        """Return the position of the first row if all rows are rows of the sequence, in order and without gaps."""
         if any(part not in members or part in blocks for part, _ in self.parts):
             return None
         begins = {simplified(members[part][0] - before) for part, before in self.parts}
@@ -128,11 +131,11 @@ def _joins(axes: AxisFacts) -> list[ConcatAxis]:
 
 
 def join_of(node: fx.Node, axes: AxisFacts) -> ConcatAxis | None:
-    """What an operator joins, if each part has an axis of its own."""
-    found = axes.signatures[node].joined
-    if found is None:
+    """Return the concatenated axis of a node if each operand has exactly one axis."""
+    concat = axes.signatures[node].joined
+    if concat is None:
         return None
-    letter, joined = found
+    letter, joined = concat
     dims = [axes.table.resolve(axes.letters[node][item]) for item in (letter, *(part for part, _ in joined.parts))]
     if any(len(dim) != 1 for dim in dims):
         return None
@@ -141,7 +144,7 @@ def join_of(node: fx.Node, axes: AxisFacts) -> ConcatAxis | None:
 
 
 def stands_in_place(node: fx.Node, axes: AxisFacts) -> bool:
-    """Whether rows of the sequence are joined, each behind the one in front of it: a chunk joins its own of each part."""
+    """Return whether a concatenation keeps rows of the sequence at their positions, so that it can run chunk by chunk."""
     sequence, join = axes.sequence, join_of(node, axes)
     if sequence is None or join is None or join.whole not in sequence.members or join.whole in sequence.blocks:
         return False
@@ -149,7 +152,7 @@ def stands_in_place(node: fx.Node, axes: AxisFacts) -> bool:
 
 
 def turned_axes(axes: AxisFacts) -> set[Atom]:
-    """Axes whose parts are joined again in other places than those from which they were cut."""
+    """Return axes whose slices are concatenated at other positions than those they were sliced from."""
     starts: dict[tuple[Atom, Atom], set[Size]] = defaultdict(set)
     for source, target, start, _ in shift_links(axes):
         starts[source, target].add(start)

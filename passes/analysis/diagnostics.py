@@ -1,7 +1,7 @@
-"""Why does an operator on rows of the sequence run whole? In a user's words: what it does with rows that a chunk cannot.
+"""Explain, in the user's terms, why an operator on rows of the sequence is not chunked.
 
-x.split(counts)         cuts the sequence into parts of lengths of their own
-x[order]                takes rows by number, from anywhere in the sequence
+x.split(counts)         splits the sequence into slices of different lengths
+x[order]                gathers rows by index, from anywhere in the sequence
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _FAMILIES = {CUTS: CUTS_PARTS, JOINS: JOINS_PARTS, TAKES: TAKES_ROWS, PUTS: PUTS
 
 
 def why_whole(node: fx.Node, signature: Signature, axes: AxisFacts) -> str:
-    """Of an operator that has no rows to loop over, or results that come whole."""
+    """Return the reason for an operator that has no rows to loop over, or whose results are needed in full."""
     step = bound_arguments(node)["step"] if node.target is aten.slice.Tensor else 1
     if step != 1:
         return f"{node.target} takes every {ordinal(step)} row of the sequence"
@@ -63,8 +63,8 @@ def why_whole(node: fx.Node, signature: Signature, axes: AxisFacts) -> str:
         return (JOINS_BLOCKS if joins_blocks(node, signature, axes) else CUTS_OR_PADS).format(target=node.target)
     if signature.tiles:
         letter, tile = next(iter(signature.tiles.items()))
-        whole, outer = (axes.table.size_of_dim(axes.letters[node][item]) for item in (tile.of, letter))
-        return CUTS_ROWS.format(target=node.target, size=quotient(whole, outer))
+        length, outer = (axes.table.size_of_dim(axes.letters[node][item]) for item in (tile.of, letter))
+        return CUTS_ROWS.format(target=node.target, size=quotient(length, outer))
     if node.target in (ATTENTION, ATTENTION_BACKWARD) and axes.sequence_atom(axes.letters[node][M]) is None:
         return OTHER_QUERIES.format(target=node.target)
     return (_of_family(node, signature, axes) or (JOINS_ROWS if is_moved_elements(node) else MIXES_ROWS)).format(
@@ -73,7 +73,7 @@ def why_whole(node: fx.Node, signature: Signature, axes: AxisFacts) -> str:
 
 
 def joins_blocks(node: fx.Node, signature: Signature, axes: AxisFacts) -> bool:
-    """Whether rows of the sequence are rows of something else that is cut out of blocks, or the other way round."""
+    """Return whether rows of the sequence are also rows of an axis that is sliced from blocks, or vice versa."""
     pairs = [(letter, window.of) for letter, window in signature.windows.items()]
     sides = [[axes.sequence_atom(axes.letters[node][item]) for item in pair] for pair in pairs]
     blocks = {} if axes.sequence is None else axes.sequence.blocks
@@ -81,12 +81,12 @@ def joins_blocks(node: fx.Node, signature: Signature, axes: AxisFacts) -> bool:
 
 
 def why_too_many(node: fx.Node, signature: Signature, axes: AxisFacts, letters: Sequence[Letter]) -> str:
-    """Of an operator that has the sequence in more dimensions than rows and keys."""
+    """Return the reason for an operator that has the sequence in more dimensions than query positions and key positions."""
     return (_of_family(node, signature, axes) or MANY_DIMENSIONS).format(target=node.target, count=len(letters))
 
 
 def _of_family(node: fx.Node, signature: Signature, axes: AxisFacts) -> str | None:
-    """What operators like this one do along the dimensions that they need whole, where one of these is the sequence."""
+    """Return the reason given for an operator's family if one of the dimensions that it needs in full is the sequence."""
     if all(axes.sequence_atom(axes.letters[node].get(letter, ())) is None for letter in signature.whole):
         return None
     return next((text for operators, text in _FAMILIES.items() if node.target in operators), None)

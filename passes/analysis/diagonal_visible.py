@@ -1,4 +1,4 @@
-"""Does each row see its own key? Asked of masks before it is known which operators stream."""
+"""Check whether each query position sees its own key; used on masks before access roles are final."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from streamfx.passes.analysis.mask_facts import Masks
 
 
 def own_keys(facts: Facts) -> Callable[[fx.Node], bool]:
-    """Tells of a mask whether what it adds to the score of each row's own key is proven to be a small number, or a weight."""
+    """Return a predicate: whether a mask provably adds a small number, or a weight, to the score of each row's own key."""
     masks = Masks(facts.joint, facts.axes, AccessRoles().apply(facts).demand)
 
-    def are_seen(mask: fx.Node) -> bool:
-        own = masks.of(mask).at(0)
-        return isinstance(own, Range) and own.is_finite and own.is_counted
+    def is_visible(mask: fx.Node) -> bool:
+        diagonal = masks.of(mask).at(0)
+        return isinstance(diagonal, Range) and diagonal.is_finite and diagonal.is_counted
 
-    return are_seen
+    return is_visible

@@ -1,4 +1,4 @@
-"""How large the scores of a fused attention may be, before what its mask adds to them."""
+"""Bounds on the scores of fused attention, before the mask is added."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamfx.passes.ops.ranges.transfer import longest
 
 
 def scores_of(node: fx.Node, values: ValueRanges) -> Range:
-    """Products of queries and keys, scaled; the scale that is not given is less than one."""
+    """Return the range of scaled products of queries and keys; the default scale is less than one."""
     arguments = bound_arguments(node)
     query, key, scale = (arguments[name] for name in ("query", "key", "scale"))
     dtype = query.meta[VALUE].dtype
@@ -26,6 +26,6 @@ def scores_of(node: fx.Node, values: ValueRanges) -> Range:
 
 
 def finite_hides(node: fx.Node, values: ValueRanges) -> bool:
-    """Whether scores are small beside the finite numbers that hide keys."""
+    """Return whether scores are small compared with the finite numbers that hide keys."""
     half = bound_arguments(node)["query"].meta[VALUE].dtype == torch.float16
     return scores_of(node, values).magnitude <= (ACTIVATION_HALF if half else TAME)

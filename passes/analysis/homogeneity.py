@@ -1,12 +1,13 @@
-"""Of which number, or of which number per sequence, is a gradient a multiple?
+"""Find the scalar (or per-sequence scalar) in which each gradient is homogeneous.
 
     loss = f(sums)    sums [b]: one per sequence    g = df/dsums [b]    d_hidden[b, t] = g[b] * (d sums[b] / d hidden[b, t])
 
-A value of a backward stretch is driven by a value g in front of it if it depends on the tangents through g alone. It is a
-multiple of g if every operator between them is linear in what g drives (`linearity.py`), and keeps each axis of g: row b of the
-result depends on row b of the operand alone, as the operators' signatures say. No size is looked at: an axis that was summed
-over, mixed, cut or moved is not kept, and one that occurs twice says nothing. A plain number has no axes to keep, so that sums
-over all rows (a weight's gradient) are multiples of it, too.
+We call g the cotangent scale (`driver`). A value of a backward subgraph is driven by an earlier value g if it depends
+on the tangents through g alone. It is a multiple of g if every operator between them is linear in the values that g
+drives (`linearity.py`) and keeps each axis of g: row b of the result depends on row b of the operand alone, according
+to the operators' signatures. Sizes are not compared: an axis that is summed over, mixed, sliced or moved is not kept,
+and one that occurs twice proves nothing. A scalar has no axes to keep, so sums over all rows (a weight's gradient)
+are multiples of it, too.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class RowMask:
-    """Rows of a driver that go on where `condition` is `when`, as those that a mask leaves.
+    """Rows of a cotangent scale that are used if `condition` equals `when`, as selected by a mask.
 
-    Where no row of a sequence goes on, not even a driver that is infinite reaches the gradient; zero times that is no number.
+    If no row of a sequence is used, even an infinite scale does not reach the gradient; zero times infinity would be
+    NaN.
     """
 
     condition: fx.Node
@@ -44,9 +46,9 @@ class RowMask:
 
 @dataclass(frozen=True)
 class Homogeneous:
-    """A gradient that is `driver` times what it is for a driver of ones; `between` are the operators from one to the other.
+    """A gradient that equals `driver` times its value for a driver of ones; `between` are the operators on the way.
 
-    All that is driven passes through the selection, if there is one.
+    All driven values pass through the selection, if there is one.
     """
 
     gradient: fx.Node
@@ -56,20 +58,21 @@ class Homogeneous:
 
 
 def multiples(stage: Stage, facts: Facts) -> tuple[Homogeneous, ...]:
-    """All gradients of a stage that are made in loops, as multiples of what is known once the forward half is through.
+    """Return all gradients of a stage that loops compute, as multiples of scales that are known after the forward
+    graph.
 
-    Between driver and gradient there is no finished sum of the forward half: it would take a second pass. Empty where one
-    gradient is no such multiple.
+    No finished sum of the forward graph may lie between the scale and the gradient: it would take a second pass.
+    Return an empty tuple if any gradient is not such a multiple.
     """
     finder = _Finder(stage, facts)
-    found: list[Homogeneous] = []
+    multiples_found: list[Homogeneous] = []
     for gradient in stage.gradients:
         if is_tensor(gradient) and not finder.is_outside(gradient):
             multiple = next((m for driver in finder.drivers if (m := finder.multiple(gradient, driver)) is not None), None)
             if multiple is None:
                 return ()
-            found.append(multiple)
-    return tuple(found) if finder.are_apart(found) else ()
+            multiples_found.append(multiple)
+    return tuple(multiples_found) if finder.are_independent(multiples_found) else ()
 
 
 class _Finder:
@@ -77,11 +80,13 @@ class _Finder:
         self.stage, self.axes, self.forms, self.tangents = stage, facts.axes, facts.demand.forms, set(facts.joint.tangents)
         self.own = set(stage.backward)
         self.trained = trained_values(facts.joint)
-        self.late = self._late()
+        self.late = self._late_sums()
         self.drivers = tuple(self._drivers())
 
-    def _late(self) -> set[fx.Node]:
-        """Sums of what is trained, finished when the loop of the forward stretch is through, and what is made of them."""
+    def _late_sums(self) -> set[fx.Node]:
+        """Return sums of trained values, complete only after the loop of the forward subgraph, and values computed
+        from them.
+        """
         late: set[fx.Node] = set()
         for node in self.stage.forward:
             is_sum = is_tensor(node) and self.forms.get(node) == (StorageClass.SUM,) and node in self.trained
@@ -90,7 +95,7 @@ class _Finder:
         return late
 
     def _drivers(self) -> Iterator[fx.Node]:
-        """Tangents, and what they drive outside of loops, the first one first."""
+        """Yield the tangents, and the values outside of loops that they drive, in program order."""
         driven: set[fx.Node] = set()
         sources = dict.fromkeys(source for node in self.stage.backward for source in node.all_input_nodes)
         for node in (*(source for source in sources if source in self.tangents), *self.stage.backward):
@@ -100,15 +105,15 @@ class _Finder:
                     yield node
 
     def is_outside(self, node: fx.Node) -> bool:
-        """Whether a value has no rows and is made, without a loop, of what the forward half leaves behind."""
-        made = self._between(node, None)
-        given = {source for item in made for source in item.all_input_nodes if source not in made}
-        return self._is_scalar(node) and all(map(self._is_scalar, made)) and all(map(self._is_left_behind, given))
+        """Return whether a value has no rows and is computed, without a loop, from values that the forward graph leaves."""
+        operators = self._between(node, None)
+        inputs = {source for item in operators for source in item.all_input_nodes if source not in operators}
+        return self._is_scalar(node) and all(map(self._is_scalar, operators)) and all(map(self._is_available, inputs))
 
     def _is_scalar(self, node: fx.Node) -> bool:
         return all(form is StorageClass.SCALAR for form in self.forms.get(node, ()))
 
-    def _is_left_behind(self, node: fx.Node) -> bool:
+    def _is_available(self, node: fx.Node) -> bool:
         return (
             node.op != "call_function"
             or node in self.axes.static
@@ -117,15 +122,15 @@ class _Finder:
         )
 
     def _between(self, node: fx.Node, driver: fx.Node | None) -> set[fx.Node]:
-        """The stretch's operators that a value is made by, back to the driver."""
-        found: set[fx.Node] = set()
+        """Return the operators of the backward subgraph that compute a value, back to the driver."""
+        operators: set[fx.Node] = set()
         todo = [node]
         while todo:
             item = todo.pop()
-            if item is not driver and item in self.own and item not in found:
-                found.add(item)
+            if item is not driver and item in self.own and item not in operators:
+                operators.add(item)
                 todo.extend(item.all_input_nodes)
-        return found
+        return operators
 
     def multiple(self, gradient: fx.Node, driver: fx.Node) -> Homogeneous | None:
         between = self._between(gradient, driver)
@@ -137,23 +142,25 @@ class _Finder:
         ordered = [node for node in self.stage.backward if node in between]
         if self._waits_for_sums(ordered):
             return None
-        own, wanted = (tuple(map(self.axes.table.resolve, self.axes.shapes[node])) for node in (driver, gradient))
-        if aligned(own, wanted) is None:
+        driver_shape, gradient_shape = (
+            tuple(map(self.axes.table.resolve, self.axes.shapes[node])) for node in (driver, gradient)
+        )
+        if aligned(driver_shape, gradient_shape) is None:
             return None
         is_kept = _LinearPath(driver, gradient, self.axes, self.forms)
         for node in ordered:
             if not is_kept.through(node):
                 return None
-        if gradient not in is_kept.driven or not all(self._is_passed(node, gradient, driver) for node in is_kept.selections):
+        if gradient not in is_kept.driven or not all(self._is_bottleneck(node, gradient, driver) for node in is_kept.selections):
             return None
         return Homogeneous(gradient, driver, frozenset(between), next(iter(is_kept.selections.values()), None))
 
-    def _is_passed(self, selecting: fx.Node, gradient: fx.Node, driver: fx.Node) -> bool:
-        """Whether a driver reaches a gradient through an operator that selects rows in no other way."""
+    def _is_bottleneck(self, selecting: fx.Node, gradient: fx.Node, driver: fx.Node) -> bool:
+        """Return whether every path from the driver to the gradient passes through `selecting`."""
         return all(driver not in node.all_input_nodes for node in self._between(gradient, selecting))
 
     def _waits_for_sums(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether rows are made of a sum over rows that these operators make themselves."""
+        """Return whether rows depend on a sum over rows that these operators compute themselves."""
         finished: set[fx.Node] = set()
         for node in nodes:
             waits = any(source in finished for source in node.all_input_nodes)
@@ -163,25 +170,27 @@ class _Finder:
                 finished.add(node)
         return False
 
-    def are_apart(self, found: Iterable[Homogeneous]) -> bool:
-        """Whether no driver, and no value that stays behind, is made of what is driven by ones from now on."""
+    def are_independent(self, multiples_found: Iterable[Homogeneous]) -> bool:
+        """Return whether no driver, and no gradient outside of loops, depends on values that are rescaled (driven by
+        ones).
+        """
         staying = [node for node in self.stage.gradients if is_tensor(node) and self.is_outside(node)]
-        behind = {node for root in (*(m.driver for m in found), *staying) for node in self._between(root, None)}
-        return all(behind.isdisjoint(_driven(m)) for m in found)
+        kept = {node for root in (*(m.driver for m in multiples_found), *staying) for node in self._between(root, None)}
+        return all(kept.isdisjoint(_driven(m)) for m in multiples_found)
 
 
 def _driven(multiple: Homogeneous) -> set[fx.Node]:
-    found: set[fx.Node] = {multiple.driver}
+    driven: set[fx.Node] = {multiple.driver}
     todo = [multiple.driver]
     while todo:
-        users = [user for user in todo.pop().users if user in multiple.between and user not in found]
-        found.update(users)
+        users = [user for user in todo.pop().users if user in multiple.between and user not in driven]
+        driven.update(users)
         todo.extend(users)
-    return found - {multiple.driver}
+    return driven - {multiple.driver}
 
 
 class _LinearPath:
-    """Follows what a driver drives through linear operators that keep its axes."""
+    """Follows a driver through linear operators that keep its axes."""
 
     def __init__(
         self, driver: fx.Node, gradient: fx.Node, axes: AxisFacts, forms: Mapping[fx.Node, tuple[StorageClass, ...]]
@@ -195,7 +204,7 @@ class _LinearPath:
             self.driven.clear()
 
     def through(self, node: fx.Node) -> bool:
-        """Whether an operator is driven in no other way than linearly, row by row; remembers that it is driven."""
+        """Return whether an operator depends on the driver only linearly and row by row; if so, mark it as driven."""
         if not any(source in self.driven for source in node.all_input_nodes):
             return True
         if not all_carry(node, *self.types):
@@ -209,7 +218,7 @@ class _LinearPath:
         return not is_tensor(node) or all(self._keeps(node, atom, 0) for atom in self.atoms)
 
     def _keeps(self, node: fx.Node, atom: Atom, result: int) -> bool:
-        """Whether rows of a result along an axis are made of the same rows of the driven operands."""
+        """Return whether rows of a result along an axis depend only on the same rows of the driven operands."""
         signature = self.axes.signatures.get(node)
         if signature is None:
             return False
@@ -227,16 +236,18 @@ class _LinearPath:
         return self.axes.table.resolve(dim)
 
     def _is_linear(self, node: fx.Node) -> bool:
-        """Whether a result is linear in the driven operands, all others being fixed, and it is known what it leaves out."""
+        """Return whether a result is linear in the driven operands while all others are fixed, and its row selection
+        is known.
+        """
         if not is_linear(node, self.driven):
             return False
-        if node.target in LEAVES_OUT:
-            condition, when = LEAVES_OUT[node.target](bound_arguments(node), self.driven)
+        if node.target in SELECTIONS:
+            condition, when = SELECTIONS[node.target](bound_arguments(node), self.driven)
             return when is None or self._may_select(node, RowMask(condition, when))
         return True
 
     def _may_select(self, node: fx.Node, selection: RowMask) -> bool:
-        """Whether it can be told beforehand of which rows of the driver nothing goes on."""
+        """Return whether the rows of the driver that are not used can be determined beforehand."""
         condition = selection.condition
         shape = tuple(map(self._resolved, self.axes.shapes[condition]))
         if {atom for dim in shape for atom in dim}.isdisjoint(self.atoms):  # the same for all rows of the driver
@@ -254,17 +265,17 @@ def _count(letter: Letter, shape: LetterShape) -> int:
     return sum(item == letter for dim in shape for item in dim)
 
 
-def _taken_of_where(arguments: dict[str, Any], driven: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
-    """The condition, and where it has to be what for the driven operand to go on; None where both are driven."""
+def _selection_of_where(arguments: dict[str, Any], driven: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
+    """Return the condition of a `where`, and its value for the driven operand; None if both operands are driven."""
     yes, no = arguments["self"] in driven, arguments["other"] in driven
     return arguments["condition"], None if yes and no else yes
 
 
-def _taken_of_fill(arguments: dict[str, Any], driven: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
+def _selection_of_fill(arguments: dict[str, Any], driven: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
     return arguments["mask"], False
 
 
-LEAVES_OUT: dict[Any, Callable[[dict[str, Any], Collection[fx.Node]], tuple[fx.Node, bool | None]]] = {
-    aten.where.self: _taken_of_where,
-    aten.masked_fill.Scalar: _taken_of_fill,
+SELECTIONS: dict[Any, Callable[[dict[str, Any], Collection[fx.Node]], tuple[fx.Node, bool | None]]] = {
+    aten.where.self: _selection_of_where,
+    aten.masked_fill.Scalar: _selection_of_fill,
 }

@@ -1,10 +1,10 @@
-"""Which keys can the rows of a chunk see?
+"""Find the interval of keys that the query positions of a chunk can see.
 
-Proven, not guessed: every value with rows and keys is described by facts per interval of delta = key - row (see
-`ir/piecewise.py`), starting from index arithmetic and propagated through masks, scores, probabilities and their cotangents.
-A reduction over keys may be narrowed to an interval of delta when everything outside is the identity of that reduction
-(minus infinity before a softmax, zero before a sum). All operators of one attention share one span of keys, the least that
-serves every one of them.
+The interval is proven: every value with rows and keys is described by facts per interval of delta = key position -
+query position (see `ir/piecewise.py`), derived from index arithmetic and propagated through masks, scores,
+probabilities and their cotangents. A reduction over keys may be restricted to an interval of delta if everything
+outside is the identity of the reduction (minus infinity before a softmax, zero before a sum). All operators of one
+attention share one span, the smallest that is valid for all of them.
 
     where(col <= row, scores, -inf)   ->   -inf for delta > 0   ->   probabilities 0 there   ->   keys [0, e)
 """
@@ -71,7 +71,7 @@ def _spans(joint: JointGraph, axes: AxisFacts, demand: AccessFacts) -> SpanFacts
 
 
 def _without_mask(node: fx.Node, signature: Signature) -> Signature:
-    """Drop a mask that hides exactly what lies outside of the span: the loop shows the operator nothing else."""
+    """Drop a mask that hides exactly the keys outside of the span, which the loop does not pass to the operator."""
     if bound_arguments(node).get("attn_mask") is None:
         return signature
     node.update_kwarg("attn_mask", None)
@@ -79,7 +79,7 @@ def _without_mask(node: fx.Node, signature: Signature) -> Signature:
 
 
 def verdict(span: Span) -> str:
-    """The span in a user's words."""
+    """Format the span in the user's terms."""
     if span.high == 0:
         return "causal" if span.low is None else f"window({1 - span.low})"
     return "masked" if span.low is None and span.high is None else f"band({span})"
@@ -90,7 +90,7 @@ def _outside(node: fx.Node, demand: AccessFacts) -> bool:
 
 
 def _is_kept_whole(node: fx.Node, joint: JointGraph, demand: AccessFacts) -> bool:
-    """Whether a value with rows and keys leaves the loop: as a result, or for an operator that runs whole."""
+    """Return whether a value with rows and keys leaves the loop: as a result, or to an operator that is not chunked."""
     if StorageClass.PAIR not in demand.forms[node]:
         return False
     values = [node] if is_tensor(node) else [user for user in node.users if producer_of(user) is node]
@@ -100,24 +100,24 @@ def _is_kept_whole(node: fx.Node, joint: JointGraph, demand: AccessFacts) -> boo
 
 
 def _measured(pairs: list[fx.Node], axes: AxisFacts, demand: AccessFacts) -> frozenset[fx.Node]:
-    """Operators on positions alone of which each key's result follows from that key's operands: masks, biases, decays.
+    """Return operators on positions whose result for each key depends on that key alone: masks, biases, decays.
 
-    They give the same whichever keys they are made for, and cost little. A softmax of positions, or their running sum, has to be
-    given the keys that it would have, and so has what such an operator hands its result to.
+    They are cheap and give the same result for any span, so each consumer recomputes them for its own keys. A softmax
+    or prefix sum over positions needs the keys of its own span, and so do its consumers.
     """
-    found: set[fx.Node] = set()
+    measured: set[fx.Node] = set()
     others: set[fx.Node] = set()
     for node in pairs:
         producers = {producer_of(source) for source in node.all_input_nodes if _carries_pair(source, axes)}
-        if node in axes.static and others.isdisjoint(producers) and _goes_by_key(node, axes, demand):
-            found |= {node, *(user for user in node.users if producer_of(user) is node)}
+        if node in axes.static and others.isdisjoint(producers) and _is_per_key(node, axes, demand):
+            measured |= {node, *(user for user in node.users if producer_of(user) is node)}
         else:
             others.add(node)
-    return frozenset(found)
+    return frozenset(measured)
 
 
-def _goes_by_key(node: fx.Node, axes: AxisFacts, demand: AccessFacts) -> bool:
-    """Whether an operator keeps each key, and looks at no other one for it."""
+def _is_per_key(node: fx.Node, axes: AxisFacts, demand: AccessFacts) -> bool:
+    """Return whether an operator keeps each key, and reads no other key for it."""
     signature, roles = axes.signatures[node], demand.roles[node]
     keys = {letter for letter, role in roles.items() if role is Role.KEYS}
     moved = {letter for letter, index in signature.index.items() if not (isinstance(index, Window) and index.reach == 0)}
@@ -126,10 +126,10 @@ def _goes_by_key(node: fx.Node, axes: AxisFacts, demand: AccessFacts) -> bool:
 
 
 def _groups(pairs: list[fx.Node], axes: AxisFacts) -> list[list[fx.Node]]:
-    """Operators that hand values with rows and keys to each other."""
-    own = set(pairs)
-    handed = ((producer_of(source), node) for node in pairs for source in node.all_input_nodes if _carries_pair(source, axes))
-    return linked(pairs, (link for link in handed if link[0] in own))
+    """Return the connected components of operators that pass values with rows and keys to each other."""
+    members = set(pairs)
+    edges = ((producer_of(source), node) for node in pairs for source in node.all_input_nodes if _carries_pair(source, axes))
+    return linked(pairs, (link for link in edges if link[0] in members))
 
 
 def _carries_pair(value: fx.Node, axes: AxisFacts) -> bool:
@@ -137,7 +137,7 @@ def _carries_pair(value: fx.Node, axes: AxisFacts) -> bool:
 
 
 def _hull(bounds: list[tuple[int | None, int | None]]) -> Span:
-    """The least interval around all, and around delta = 0, so that no chunk is left without keys."""
+    """Return the smallest interval that contains all bounds, and delta = 0, so that no chunk is left without keys."""
     lows, highs = [low for low, _ in bounds], [high for _, high in bounds]
     low = None if not lows or None in lows else min(0, *lows)  # type: ignore[type-var]
     high = None if not highs or None in highs else max(0, *highs)  # type: ignore[type-var]
@@ -145,7 +145,9 @@ def _hull(bounds: list[tuple[int | None, int | None]]) -> Span:
 
 
 def _support(node: fx.Node, masks: Masks, axes: AxisFacts, demand: AccessFacts) -> tuple[int | None, int | None] | None:
-    """The interval of delta that a reduction needs; None for operators that reduce neither rows nor keys of a pair."""
+    """Return the interval of delta that a reduction needs; None for operators that reduce neither rows nor keys of a
+    pair.
+    """
     signature, roles = axes.signatures[node], demand.roles[node]
     if signature.keys:
         return _fused_support(node, masks)
@@ -170,12 +172,12 @@ def _narrowness(support: tuple[int | None, int | None]) -> tuple[bool, bool]:
 
 
 def _is_zero(fact: Fact) -> bool:
-    """Zero adds nothing to a sum that is linear in it. What may be NaN besides makes eager's own sum NaN."""
+    """Return whether a fact proves zero, which adds nothing to a sum. If it may also be NaN, eager's own sum is NaN."""
     return isinstance(fact, Range) and fact.is_zero
 
 
 def _normalised_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]:
-    """Softmax: what it makes of the outside must be zero; its backward: the probabilities must be."""
+    """Return the interval in which a softmax is nonzero, or in its backward, the probabilities."""
     if node.target in (aten._softmax.default, aten._safe_softmax.default):
         return masks.of(node).support(_is_zero)
     if node.target is aten._softmax_backward_data.default:
@@ -194,7 +196,7 @@ def _fused_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]
 
 
 def _is_exact(node: fx.Node, masks: Masks, span: Span) -> bool:
-    """Whether the fused operator's mask hides exactly what lies outside of the span and nothing else: kernels count keys."""
+    """Return whether a fused mask hides exactly the keys outside of the span and nothing else: kernels compare indices."""
     bias = masks.fused_bias(node)
     if bias is None or masks.counted(node) is None:
         return False

@@ -1,7 +1,7 @@
-"""What an operator makes of one interval of delta, given one fact about each operand.
+"""Evaluate one operator on one interval of delta, given one fact about each operand.
 
-Numbers go by the table of transfer functions (`values/`). What that cannot say is how a whole number that grows with delta
-compares with a constant: there an interval falls into pieces.
+Ranges follow the table of transfer functions (`passes/ops/ranges/`). They cannot express how an integer that grows
+with delta compares with a constant; such a comparison splits the interval.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ SAME = frozenset(packet.default for packet in COPIES)
 
 
 class Intervals:
-    """Operators on one interval; delta is in [-reach, reach]. `reader` knows what is the same for all rows and keys."""
+    """Evaluates operators on one interval, with delta in [-reach, reach]. `reader` returns ranges valid for all rows
+    and keys.
+    """
 
     def __init__(self, reach: int, reader: Callable[[fx.Node], Range]) -> None:
         self._reach, self._reader = reach, reader
@@ -41,16 +43,18 @@ class Intervals:
         return fact.within(self._reach) if isinstance(fact, Slope) else fact
 
     def evaluate(self, node: fx.Node, facts: Mapping[fx.Node, Fact], result: int = 0) -> Pieces:
-        """One operator that works element by element, or that reduces neither rows nor keys; `facts` of some operands."""
+        """Evaluate an operator that is elementwise, or that reduces neither rows nor keys; `facts` covers some of its
+        operands.
+        """
         if any(isinstance(fact, Slope) for fact in facts.values()):
-            made = self._of_slope(node, facts)
-            if made is not None:
-                return made
+            pieces = self._of_slope(node, facts)
+            if pieces is not None:
+                return pieces
         known = {operand: self.range(fact) for operand, fact in facts.items()}
         return everywhere(applied(node, lambda operand: known[operand] if operand in known else self._reader(operand))[result])
 
     def compared(self, node: fx.Node, slope: Slope, value: Range, relation: str) -> Pieces | None:
-        """slope <relation> value, where the type in which they are compared holds the slope as it is."""
+        """Compare a slope with a number, if the dtype of the comparison represents the slope exactly."""
         dtype = computed_in(node, bound_arguments(node))
         number = None if dtype is None else in_type(value, dtype).constant
         if number is None or dtype is None or not self.is_held(slope, dtype):
@@ -62,7 +66,7 @@ class Intervals:
         return is_exact_in(dtype, known.low, known.high)
 
     def held(self, slope: Slope, node: fx.Node) -> Pieces | None:
-        """A slope, where the type of a result holds it."""
+        """Return a slope if the dtype of the node's result represents it exactly."""
         return everywhere(slope) if self.is_held(slope, node.meta[VALUE].dtype) else None
 
     def _of_slope(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
@@ -86,14 +90,14 @@ class Intervals:
         return None
 
     def _combined(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
-        """a * slope + b * number, in either order."""
+        """Combine a * slope + b * number, in either order."""
         combined, dtype = combination(node), node.meta[VALUE].dtype
         if combined is None:
             return None
         factor = offset = 0
         for coefficient, item in combined:
             fact = self._fact(item, facts)
-            slope = fact if isinstance(fact, Slope) else _whole(fact)
+            slope = fact if isinstance(fact, Slope) else _constant_slope(fact)
             if slope is None or not self.is_held(slope, dtype) or not is_exact_in(dtype, coefficient, coefficient):
                 return None
             factor, offset = factor + coefficient * slope.factor, offset + coefficient * slope.offset
@@ -105,14 +109,14 @@ class Intervals:
         return range_of_argument(item, self._reader)
 
 
-def _whole(known: Range) -> Slope | None:
-    """A whole number as a slope that does not rise."""
+def _constant_slope(known: Range) -> Slope | None:
+    """Return an integer as a slope with factor zero."""
     number = known.constant
     return Slope(0, int(number)) if number is not None and abs(number) < float("inf") and number == int(number) else None
 
 
 def reach_of(axes: AxisFacts) -> int:
-    """How far a key may stand from a row."""
+    """Return the maximum distance between a key position and a query position."""
     if axes.sequence is None:
         return LONGEST
     ends = [(offset, offset + length) for offset, length in axes.sequence.members.values()]

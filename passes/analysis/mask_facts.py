@@ -1,4 +1,4 @@
-"""Facts about masks: index arithmetic, evaluated over intervals of delta instead of over positions."""
+"""Facts about masks: index arithmetic, evaluated over intervals of delta (key position - query position)."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from streamfx.passes.ops.traits import MOVES_ELEMENTS, is_random
 
 aten = torch.ops.aten
 
-# Operators along other dimensions than rows and keys, or with a product beside them: ranges tell what they make of an interval.
+# Operators that reduce other dimensions, or include a matrix product: ranges of an interval suffice to evaluate them.
 SUMS, PRODUCTS = (aten.sum.dim_IntList, aten.mean.dim), (aten.addmm.default, aten.baddbmm.default)
 FUSED = (ATTENTION, ATTENTION_BACKWARD)
 REDUCES_OTHERS = frozenset((*SUMS, *PRODUCTS, aten._softmax_backward_data.default))
 
 
 class Masks:
-    """Facts about every value with rows and keys, in program order."""
+    """Facts about every value with rows and keys, collected in program order."""
 
     def __init__(self, joint: JointGraph, axes: AxisFacts, demand: AccessFacts) -> None:
         self._axes = axes
@@ -69,37 +69,37 @@ class Masks:
             if is_tensor(node):
                 self._find(node)
             elif node.target is aten.max.dim:
-                self._note_largest(node)
+                self._record_maximum(node)
 
     def _find(self, node: fx.Node) -> None:
         if node in self._axes.static:
             self._positions.find(node)
-        self._note_pattern(node)
+        self._propagate_pattern(node)
         if self._is_pair(node):
             self._pieces[node] = self._pieces_of(node)
             self.values.note(node, hull_of(self._pieces[node], reach_of(self._axes)))
         elif node.target in (aten.amax.default, aten.logsumexp.default):
-            self._note_largest(node)
+            self._record_maximum(node)
 
     def of(self, node: fx.Node) -> Pieces:
-        """Facts about a value with rows and keys."""
+        """Return the facts about a value with rows and keys."""
         return self._pieces.get(node, everywhere(self.values.of(node)))
 
     def fused_bias(self, node: fx.Node) -> Pieces | None:
-        """What a fused attention adds to its scores, the causal flag included."""
+        """Return the facts about the bias of a fused attention, including its causal flag."""
         arguments = bound_arguments(node)
         mask = arguments.get("attn_mask")
         bias = everywhere(constant(0)) if mask is None else self._operand(mask, node)
         if arguments.get("is_causal"):
-            apart = self._apart(node)
-            if apart is None:
+            distance = self._index_distance(node)
+            if distance is None:
                 return everywhere(everything(torch.float64))
-            hidden = Pieces((apart + 1,), (constant(0), constant(-INFINITY)))
+            hidden = Pieces((distance + 1,), (constant(0), constant(-INFINITY)))
             bias = combined(lambda a, b: everywhere(b if b == constant(-INFINITY) else a), bias, hidden)
         return bias
 
-    def _apart(self, node: fx.Node) -> int | None:
-        """How far a fused attention's key number i stands from its query number i: what `is_causal` compares are numbers."""
+    def _index_distance(self, node: fx.Node) -> int | None:
+        """Return the distance between key i and query i of a fused attention: `is_causal` compares indices."""
         sequence, atoms = self._axes.sequence, self.counted(node)
         if sequence is None or atoms is None:
             return None
@@ -107,7 +107,7 @@ class Masks:
         return key - query if isinstance(key - query, int) else None
 
     def counted(self, node: fx.Node) -> tuple[Atom, Atom] | None:
-        """The axes of a fused attention's keys and queries, if an index along them is the number of a row of the sequence."""
+        """Return the axes of a fused attention's keys and queries if an index along them is the index of a sequence row."""
         keys, queries = (self._axes.row_axis(self._axes.letters[node][letter]) for letter in (N, M))
         return None if keys is None or queries is None else (keys, queries)
 
@@ -117,7 +117,7 @@ class Masks:
         return len(self._axes.sequence_dims(self._axes.shapes[node])) == 2
 
     def _pieces_of(self, node: fx.Node) -> Pieces:
-        """By interval where that says more than what is known of all rows and keys."""
+        """Evaluate a node by interval if that is more precise than its range over all rows and keys."""
         target = node.target
         special = _SPECIAL.get(target)
         if special is not None:
@@ -131,7 +131,7 @@ class Masks:
         return self._anything(node)
 
     def _anything(self, node: fx.Node) -> Pieces:
-        """What is known of all elements, wherever they stand."""
+        """Return the range of all elements, at any position."""
         return everywhere(self.values.of(node))
 
     def _is_elementwise(self, node: fx.Node) -> bool:
@@ -139,7 +139,7 @@ class Masks:
         return row is not None and row.elementwise and rule_for(node) is broadcast and not is_random(node)
 
     def _evaluated(self, node: fx.Node, result: int = 0) -> Pieces:
-        """An operator, interval by interval."""
+        """Evaluate an operator on each interval."""
         relative = self._relative(node)
         if relative is not None:
             return relative
@@ -147,28 +147,28 @@ class Masks:
         pieces = [self._operand(operand, node) for operand in operands]
         return combined(lambda *facts: self._intervals.evaluate(node, dict(zip(operands, facts, strict=True)), result), *pieces)
 
-    def _of_result(self, node: fx.Node) -> Pieces:
-        """Dropout keeps what it does not drop."""
+    def _dropout_result(self, node: fx.Node) -> Pieces:
+        """Return the facts about a result of dropout, which scales or drops each element."""
         producer = node_argument(node)
         if producer.target is aten.native_dropout.default and isinstance(node.args[1], int):
             return self._evaluated(producer, node.args[1])
         return self._anything(node)
 
-    def _of_one_tap(self, node: fx.Node) -> Pieces:
-        """A convolution of rows and keys that mixes heads only."""
+    def _one_tap_convolution(self, node: fx.Node) -> Pieces:
+        """Return the facts about a convolution over rows and keys that only mixes heads."""
         taps = shape_of_node(node_argument(node, 1))[2:]
         return self._evaluated(node) if all(size == 1 for size in taps) else self._anything(node)
 
     def _padded(self, node: fx.Node) -> Pieces:
-        """More heads; padded rows or keys would move delta."""
+        """Return the facts about padded heads; padding of rows or keys would shift delta."""
         source, signature = node_argument(node), self._axes.signatures.get(node)
         moves = signature is None or any(letter in signature.windows for letter in self._demand.roles.get(node, {}))
         return self._anything(node) if moves or not self._is_pair(source) else self._evaluated(node)
 
-    # -- buffers that hold a mask: patterns of column - row of their last two dimensions
+    # -- buffers that hold a mask, as patterns of column - row in their last two dimensions
 
-    def _note_pattern(self, node: fx.Node) -> None:
-        """Carry a buffer's pattern through slices from the first row and through operators on its elements."""
+    def _propagate_pattern(self, node: fx.Node) -> None:
+        """Propagate a buffer's pattern through slices that start at the first row and through elementwise operators."""
         sources = [source for source in tensor_operands(node) if source in self._patterns]
         if len(sources) != 1 or len(tensor_operands(node)) != 1:
             return
@@ -188,24 +188,24 @@ class Masks:
             return bool(arguments["dim"] % before < before - 2)
         if node.target is aten.unsqueeze.default:
             return bool(arguments["dim"] % rank < rank - 2)
-        if node.target is aten.expand.default:  # one row, or one column, may be repeated
+        if node.target is aten.expand.default:  # a single row or column may be broadcast
             return shape_of_node(node)[-2:] == shape_of_node(source)[-2:]
         return node.target in (aten.clone.default, aten.alias.default, aten.detach.default)
 
     def _oriented(self, operand: fx.Node, user: fx.Node) -> Pieces:
-        """A buffer's pattern as facts of delta, by which of its dimensions its user takes as rows and which as keys."""
+        """Convert a buffer's pattern to facts about delta, by the roles that its user assigns to its dimensions."""
         roles = self._operand_roles(operand, user)
         keys_last = roles[-2:] == [Role.ROWS, Role.KEYS]
         offsets = self._offset_between(operand, keys_last)
         if (not keys_last and roles[-2:] != [Role.KEYS, Role.ROWS]) or offsets is None:
             return everywhere(self.values.of(operand))
         pattern = self._patterns[operand]
-        if not keys_last:  # column - row of the buffer is minus delta
+        if not keys_last:  # the buffer's column - row is -delta
             pattern = Pieces(tuple(1 - cut for cut in reversed(pattern.cuts)), tuple(reversed(pattern.facts)))
         return Pieces(tuple(cut + offsets for cut in pattern.cuts), pattern.facts)
 
     def _operand_roles(self, operand: fx.Node, user: fx.Node) -> list[Role | None]:
-        """The role of each dimension of an operand, as its user takes it."""
+        """Return the role that each dimension of an operand has for its user."""
         roles, signature = self._demand.roles.get(user, {}), self._axes.signatures.get(user)
         if signature is None:
             return []
@@ -222,7 +222,7 @@ class Masks:
         return self._axes.sequence_dims(self._axes.shapes[node])
 
     def _operand(self, operand: fx.Node, user: fx.Node) -> Pieces:
-        """Facts about an operand: one with rows and keys, or one that is the same along both."""
+        """Return the facts about an operand, whether it has rows and keys or is constant along both."""
         if operand in self._patterns:
             return self._oriented(operand, user)
         known = self._pieces.get(operand)
@@ -231,13 +231,13 @@ class Masks:
         return known
 
     def _agrees(self, operand: fx.Node, user: fx.Node) -> bool:
-        """Whether a user takes for rows and keys of an operand what its maker did: else its delta has the other sign."""
-        made = node_argument(operand) if operand.target is operator.getitem else operand
-        own, taken = self._roles_by_dim(made), self._operand_roles(operand, user)
-        return own == {i: role for i, role in enumerate(taken) if role is not None}
+        """Return whether an operand's user and producer assign the same roles to it; else delta changes its sign."""
+        producer = node_argument(operand) if operand.target is operator.getitem else operand
+        producer_roles, user_roles = self._roles_by_dim(producer), self._operand_roles(operand, user)
+        return producer_roles == {i: role for i, role in enumerate(user_roles) if role is not None}
 
     def _roles_by_dim(self, node: fx.Node) -> dict[int, Role]:
-        """The role of each sequence dimension of an operator's first result."""
+        """Return the role of each sequence dimension of an operator's first result."""
         roles = self._demand.roles.get(node, {})
         letters = self._axes.signatures[node].results[0] if node in self._axes.signatures else ()
         return {i: roles[letter] for i, dim in enumerate(letters) for letter in dim if letter in roles}
@@ -246,7 +246,7 @@ class Masks:
         source = node_argument(node)
         if source in self._pieces or self._is_pair(source):
             return self._square_slice(node, source)
-        return self._operand(source, node)  # cut out of a table
+        return self._operand(source, node)  # sliced from a table
 
     def _square_slice(self, node: fx.Node, source: fx.Node) -> Pieces:
         """A slice that starts at the first row keeps delta; another start would shift it."""
@@ -256,21 +256,21 @@ class Masks:
         return known if all(start == 0 for start in starts) else self._anything(node)
 
     def _triangle(self, node: fx.Node) -> Pieces:
-        """Zero is written over what is not kept, whatever it was."""
+        """Return the facts about `tril` and `triu`: elements outside of the triangle become zero."""
         arguments, roles = bound_arguments(node), self._roles_by_dim(node)
         source, diagonal, rank = arguments["self"], arguments["diagonal"], len(shape_of_node(node))
         last, before = roles.get(rank - 1), roles.get(rank - 2)
         offsets = self._offsets(node)
         if not isinstance(diagonal, int) or offsets is None or {last, before} != {Role.ROWS, Role.KEYS}:
             return self._anything(node)
-        sign = 1 if last is Role.KEYS else -1  # column - row = sign * delta, up to the axes' own offsets
+        sign = 1 if last is Role.KEYS else -1  # column - row = sign * delta, plus the offsets of the axes
         relation = "le" if node.target is aten.tril.default else "ge"
         kept = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
         known = self._operand(source, node)
         return combined(lambda keep, fact: everywhere(fact if keep == constant(True) else constant(0)), kept, known)
 
     def _offsets(self, node: fx.Node) -> int | None:
-        """Offset of the keys' axis minus offset of the rows' axis."""
+        """Return the offset of the key axis minus the offset of the row axis."""
         offsets = {role: self._offset(node, dim) for dim, role in self._roles_by_dim(node).items()}
         keys, rows = offsets.get(Role.KEYS), offsets.get(Role.ROWS)
         return keys - rows if isinstance(keys, int) and isinstance(rows, int) else None
@@ -280,7 +280,7 @@ class Masks:
         return None if sequence is None or atom is None else sequence.members[atom][0]
 
     def _softmax(self, node: fx.Node) -> Pieces:
-        """Zero where the scores are hidden, along rows or keys; elsewhere a share."""
+        """Return the facts about a softmax: zero where the scores are hidden, at most one elsewhere."""
         scores, share = node_argument(node), self.values.of(node)
         role = self._roles_by_dim(node).get(bound_arguments(node)["dim"] % len(shape_of_node(node)))
         if role is None:
@@ -290,10 +290,10 @@ class Masks:
         return combined(lambda fact: everywhere(Range(0, 0, share.nan) if hidden(fact) else share), known)
 
     def hidden_test(self, node: fx.Node, scores: Pieces) -> Callable[[Fact], bool]:
-        """Whether an operator that normalises scores along the keys, or takes their largest, is left nothing of a score.
+        """Return a test for scores that do not contribute to a softmax or maximum over keys.
 
-        Nothing is left of minus infinity, and nothing of a huge negative number where each row sees at least itself: there is a
-        key for each row, and its score is nowhere near as negative.
+        Minus infinity never contributes. A large negative number does not either if each query position sees its own
+        key: the score of that key is much larger.
         """
         first = tensor_operands(node)[0]
         half = first.meta[VALUE].dtype == torch.float16
@@ -307,7 +307,7 @@ class Masks:
         return lambda fact: score(fact).high <= (most if sees_itself else -INFINITY)
 
     def _has_own_keys(self, node: fx.Node) -> bool:
-        """Whether an operator has, for each row of the sequence, the key of that row."""
+        """Return whether the keys of an operator include, for each row of the sequence, the key of that row."""
         sequence, letters = self._axes.sequence, self._axes.letters.get(node, {})
         roles = self._demand.roles.get(node, {})
         places = {role: self._axes.sequence_atom(letters[letter]) for letter, role in roles.items() if letter in letters}
@@ -320,26 +320,26 @@ class Masks:
         known = all(isinstance(size, int) for size in (start, count, first, number))
         return known and first <= start and start + count <= first + number  # type: ignore[operator]
 
-    def _note_largest(self, node: fx.Node) -> None:
-        """The largest score of a row is no less than that of its own key."""
+    def _record_maximum(self, node: fx.Node) -> None:
+        """Record that the maximum score of a row is at least the score of its own key."""
         source = tensor_operands(node)[0]
         if (
             node.target in (aten.amax.default, aten.max.dim, aten.logsumexp.default)
             and source in self._pieces
             and self._has_own_keys(node)
         ):
-            own = self._intervals.range(self._operand(source, node).at(0))
+            diagonal = self._intervals.range(self._operand(source, node).at(0))
             known = self.values.of(node if is_tensor(node) else source)
             dim = bound_arguments(node)["dim"]
             dims = [dim] if isinstance(dim, int) else list(dim)
             along = [self._operand_roles(source, node)[item] for item in dims]
             if along == [Role.KEYS]:
-                self.values.note(node, Range(max(own.low - 1 - abs(own.low) / 100, known.low), known.high, known.nan))
+                self.values.note(node, Range(max(diagonal.low - 1 - abs(diagonal.low) / 100, known.low), known.high, known.nan))
 
     # -- index vectors
 
     def _relative(self, node: fx.Node) -> Pieces | None:
-        """Comparison or difference of two index vectors, one along the rows and one along the keys."""
+        """Evaluate a comparison or difference of two index vectors, one along the rows and one along the keys."""
         relation = COMPARISONS.get(node.target)
         if relation is not None:
             parts: Any = ((1, node.args[0]), (-1, node.args[1]))
@@ -356,19 +356,19 @@ class Masks:
         return self._intervals.held(slope, node) if relation is None else compare_slope(relation, slope, 0)
 
     def _slope(self, node: fx.Node, parts: tuple[tuple[int, Any], ...], dtype: torch.dtype) -> Slope | None:
-        """a * rows + b * keys as a multiple of keys - rows, where each is held by the type in which they are combined."""
-        found: dict[Role, tuple[int, int]] = {}
+        """Write a * rows + b * keys as a multiple of keys - rows, if the dtype represents both terms exactly."""
+        terms: dict[Role, tuple[int, int]] = {}
         for coefficient, operand in parts:
             place = self._position(operand, node, dtype)
-            if place is None or place[0] in found:
+            if place is None or place[0] in terms:
                 return None
-            found[place[0]] = (coefficient * place[1], coefficient * place[2])
-        if set(found) != {Role.ROWS, Role.KEYS} or found[Role.KEYS][0] != -found[Role.ROWS][0] or not found[Role.KEYS][0]:
+            terms[place[0]] = (coefficient * place[1], coefficient * place[2])
+        if set(terms) != {Role.ROWS, Role.KEYS} or terms[Role.KEYS][0] != -terms[Role.ROWS][0] or not terms[Role.KEYS][0]:
             return None
-        return Slope(found[Role.KEYS][0], found[Role.KEYS][1] + found[Role.ROWS][1])
+        return Slope(terms[Role.KEYS][0], terms[Role.KEYS][1] + terms[Role.ROWS][1])
 
     def _position(self, operand: Any, user: fx.Node, dtype: torch.dtype) -> tuple[Role, int, int] | None:
-        """(role, factor, offset): the operand is factor * position + offset along the rows or the keys of `user`."""
+        """Return (role, factor, offset) if the operand is factor * position + offset along the rows or keys of `user`."""
         affine = self._positions.of(operand)
         if affine is None or affine.dim is None or not self._positions.is_held(affine, operand, dtype):
             return None
@@ -380,8 +380,8 @@ class Masks:
 
 
 _SPECIAL: dict[Any, Callable[[Masks, fx.Node], Pieces]] = {
-    operator.getitem: Masks._of_result,
-    aten.convolution.default: Masks._of_one_tap,
+    operator.getitem: Masks._dropout_result,
+    aten.convolution.default: Masks._one_tap_convolution,
     aten.slice.Tensor: Masks._sliced,
     aten.tril.default: Masks._triangle,
     aten.triu.default: Masks._triangle,

@@ -1,6 +1,6 @@
-"""Operators that all ranks of a group run together: which they are, and what may stand around them.
+"""Collectives: operators that all ranks of a group run together, and the operators that may surround them.
 
-By name: a torch without distributed packages does not have them.
+They are identified by name, since a torch build without distributed packages does not define them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ REDUCTIONS = (
 )
 ALL_REDUCES = ("_c10d_functional::all_reduce",)
 WAIT = "_c10d_functional::wait_tensor"
-ELEMENTWISE = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # all that torch knows but those with factors
-OF_SEVERAL = {  # what runs several at once
+ELEMENTWISE = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # all reductions of torch but those with factors
+OF_SEVERAL = {  # their batched variants
     "_c10d_functional::all_gather_into_tensor": "all_gather_into_tensor_coalesced",
     "_c10d_functional::all_reduce": "all_reduce_coalesced",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
 }
 LINEAR_REDUCTIONS = ("sum", "avg")
-PUTS_TOGETHER = frozenset(  # shards to a whole, and a whole to shards
+PUTS_TOGETHER = frozenset(  # operators that assemble a tensor from shards, or cut it into shards
     {
         operator.getitem,
         aten.view.default,
@@ -54,17 +54,17 @@ PUTS_TOGETHER = frozenset(  # shards to a whole, and a whole to shards
 
 
 def is_collective(node: fx.Node) -> bool:
-    """In Dynamo's graphs, too, where operators have no overloads yet."""
+    """Return whether a node is a collective; works in Dynamo graphs, too, where operators have no overloads yet."""
     return node.op == "call_function" and (str(node.target).split(".")[0] in NAMESPACES or is_reduced_over_ranks(node))
 
 
 def is_reduced_over_ranks(node: fx.Node) -> bool:
-    """Whether a value is reduced over ranks by the operator that may stand in a loop."""
+    """Return whether a value is reduced over ranks by the operator that may be part of a loop."""
     return node.target is ALL_REDUCE
 
 
 def has_collectives(graph: fx.Graph) -> bool:
-    """Whether ranks have to run a graph together."""
+    """Return whether ranks have to run a graph together."""
     return any(map(is_collective, graph.nodes))
 
 
@@ -77,24 +77,24 @@ def is_reduction(node: fx.Node) -> bool:
 
 
 def is_all_reduce(node: fx.Node) -> bool:
-    """Whether a value is reduced over ranks element by element; it has to be waited for."""
+    """Return whether a node is an elementwise reduction over ranks, whose result must be waited for."""
     return isinstance(node.target, OpOverload) and node.target.name() in ALL_REDUCES
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The ranks that run a collective together, by name; None of what has none (a wait), or one without a name."""
+    """Return the name of the process group that runs a collective; None if there is none (a wait) or it has no name."""
     group = group_among(bound_arguments(node))
     return group if isinstance(group, str) else None
 
 
 def groups_of(nodes: Iterable[fx.Node]) -> list[str]:
-    """The groups of the collectives among these nodes, each once."""
+    """Return the distinct groups of the collectives among these nodes."""
     groups = (group_of(node) for node in nodes if is_collective(node))
     return list(dict.fromkeys(group for group in groups if group is not None))
 
 
 def has_unused_waits(graph: fx.Graph) -> bool:
-    """Whether a graph waits for what nobody reads on this rank; another may."""
+    """Return whether a graph waits for a value that is unused on this rank; another rank may use it."""
     return any(is_wait(node) and not node.users for node in graph.nodes)
 
 
@@ -103,20 +103,22 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def of_several(node: fx.Node) -> OpOverload | None:
-    """What does to several values at once what a collective does to one; None for what is none."""
+    """Return the coalesced variant of a collective, which takes several values at once; None if there is none."""
     if not isinstance(node.target, OpOverload) or node.kwargs or node.target.name() not in OF_SEVERAL:
         return None
-    found: OpOverload = getattr(torch.ops._c10d_functional, OF_SEVERAL[node.target.name()]).default
-    return found
+    coalesced: OpOverload = getattr(torch.ops._c10d_functional, OF_SEVERAL[node.target.name()]).default
+    return coalesced
 
 
 def gives_the_same_twice(node: fx.Node) -> bool:
-    """Whether an operator depends on its operands alone and changes nothing, so that it may run elsewhere, and again."""
+    """Return whether an operator depends on its operands alone and mutates nothing, so that it may be moved or
+    recomputed.
+    """
     if node.target is operator.getitem:
         return True
     return isinstance(node.target, OpOverload) and not node.target._schema.is_mutable and not is_random(node)
 
 
 def is_linear_reduction(node: fx.Node) -> bool:
-    """Whether a sum of what is reduced gives the sum of what it is reduced to."""
+    """Return whether the reduction commutes with sums."""
     return is_reduction(node) and node.args[1] in LINEAR_REDUCTIONS

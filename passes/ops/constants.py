@@ -1,4 +1,4 @@
-"""Values all of whose elements are one number, because the operator says so."""
+"""Values whose elements all equal one number by the definition of the operator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamfx.node_meta import VALUE
 
 aten = torch.ops.aten
 
-FILLERS: dict[Any, float | None] = {  # None: the number is an argument
+FILLERS: dict[Any, float | None] = {  # None: the fill value is an argument
     aten.full.default: None,
     aten.full_like.default: None,
     aten.zeros.default: 0.0,
@@ -24,7 +24,7 @@ FILLERS: dict[Any, float | None] = {  # None: the number is an argument
 
 
 def fill_of(node: Any) -> float | None:
-    """The number that all elements are; None where there is no such number, or it is not known before the run."""
+    """Return the number that fills a value; None if the elements differ or are not known before the run."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     if node.target is aten.scalar_tensor.default:
@@ -35,7 +35,7 @@ def fill_of(node: Any) -> float | None:
 
 
 def number_in(value: Any, dtype: torch.dtype) -> float | None:
-    """A number that fills values of a type; None for those that the type has to change (fractions keep some of their digits)."""
+    """Return a fill value if the dtype represents it exactly, else None (floating-point types round most fractions)."""
     if not isinstance(value, (int, float)) or dtype.is_complex:
         return None
     if dtype == torch.bool:
@@ -47,6 +47,6 @@ def number_in(value: Any, dtype: torch.dtype) -> float | None:
 
 
 def is_zero(node: Any) -> bool:
-    """Whether a value is zero throughout, with the sign that adding it to a zero leaves or clears as eager does."""
+    """Return whether a value is zero throughout, and positive zero: adding it treats the sign of a zero as eager does."""
     fill = fill_of(node)
     return fill == 0.0 and math.copysign(1.0, fill) > 0.0

@@ -1,4 +1,4 @@
-"""What a pass raises that cannot run an operator in a loop: the operator is marked, and the passes begin again."""
+"""The error of a pass that cannot run an operator in a loop: the operator is marked, and the passes restart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from streamfx.passes.ops.traits import producer_of
 
 
 class FallbackError(Exception):
-    """An operator that passes before took for one that streams has to run whole; `why` is the reason that the user is told."""
+    """An operator that earlier passes expected to chunk must run on the full sequence; `why` is the reason for the user."""
 
     def __init__(self, node: fx.Node, why: str) -> None:
         super().__init__(f"{node.name}: {why}")

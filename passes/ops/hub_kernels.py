@@ -1,8 +1,9 @@
-"""Attention of kernels that the `kernels` package loads from the hub: which are the flash-attn package's operators.
+"""Identify attention kernels, loaded from the Hub by the `kernels` package, that define the flash-attn package's
+operators.
 
-A build of a kernel registers its operators in a namespace of its own: `_flash_attn2_cuda_8f3c1d2` is one of flash-attn2. Its file
-flash_attn_interface.py is that of the flash-attn package, and defines the same operators (kernels-community, version 4); a build
-whose operators take other arguments is not taken for it.
+A kernel build registers its operators in its own namespace: `_flash_attn2_cuda_8f3c1d2` is a build of flash-attn2.
+Its flash_attn_interface.py is that of the flash-attn package, and defines the same operators (kernels-community,
+version 4). A build whose operators take other arguments is not recognized.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ ARGUMENTS = {
 
 
 def name_of(target: Any) -> str | None:
-    """The name of an operator, in the package's namespace if it is one of the package's; None of what is no operator."""
+    """Return an operator's name, in the flash-attn namespace if that package defines it; None if it is not an operator."""
     if not isinstance(target, OpOverload):
         return None
     name = target._schema.name.partition("::")[2]
-    is_one = BUILDS.fullmatch(target.namespace) and [item.name for item in target._schema.arguments] == _arguments(name)
-    return f"{PACKAGE}::{name}" if is_one else target.name()
+    is_flash = BUILDS.fullmatch(target.namespace) and [item.name for item in target._schema.arguments] == _arguments(name)
+    return f"{PACKAGE}::{name}" if is_flash else target.name()
 
 
 def is_attention(target: Any) -> bool:
-    """Whether an operator is of a kernel for attention, as its namespace has it: other implementations may be asked for."""
+    """Return whether an operator belongs to an attention kernel, by its namespace; the user may select another
+    implementation.
+    """
     return isinstance(target, OpOverload) and OF_ATTENTION.fullmatch(target.namespace) is not None
 
 

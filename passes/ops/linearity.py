@@ -1,15 +1,15 @@
-"""What operators are linear in: a table of theorems.
+"""A table of theorems about the arguments in which operators are linear.
 
-A row says: the operator is linear in these arguments, taken together, while all others are held fixed, and the others are such.
-An argument that a row does not name has to be what the operator's schema makes of it by default; a call that gives it anything
-else is not covered. Of arguments taken together, those that are not driven have to be zero: g + 0 is linear in g, and g + 1e-3
-is not.
+A row states that the operator is linear in some arguments, taken together, while all others are held fixed and meet
+the given conditions. An argument that a row does not name must have its schema default; a call with any other value
+is not covered. Among the arguments taken together, those that are not driven must be zero: g + 0 is linear in g, and
+g + 1e-3 is not.
 
     add(self, other, alpha)          linear in (self, other) for any number alpha
-    constant_pad_nd(self, pad, v)    linear in (self, value): value has to be zero
-    sum(self, dim, keepdim, dtype)   linear in self if dtype is a type of fractions
+    constant_pad_nd(self, pad, v)    linear in (self, value) if value is zero
+    sum(self, dim, keepdim, dtype)   linear in self if dtype is a floating-point type
 
-A zero's sign is no part of this: -1 times 0 is -0.
+The theorems ignore the sign of zeros: -1 times 0 is -0.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ Condition: TypeAlias = "Callable[[Any], bool]"
 
 @dataclass(frozen=True)
 class Linear:
-    """An operator is linear in the arguments `together`; `given` are the others that may be given, and what each may be."""
+    """An operator is linear in the arguments `together`; other arguments may be passed if they meet the conditions
+    `given`.
+    """
 
     together: tuple[str, ...]
     given: Mapping[str, Condition] = field(default_factory=dict)
 
     def holds(self, node: fx.Node, driven: Collection[fx.Node]) -> bool:
-        """Whether a call is covered, where these nodes are what it is to be linear in."""
+        """Return whether this row covers a call, as a linear function of the nodes `driven`."""
         arguments = bound_arguments(node)
         return any(not _is_fixed(arguments[name], driven) for name in self.together) and all(
             all(item in driven or _is_nothing(item) for item in _leaves(arguments[argument.name]))
@@ -60,37 +62,38 @@ class Linear:
 
 
 def is_linear(node: fx.Node, driven: Collection[fx.Node]) -> bool:
-    """Whether an operator is linear in the driven nodes, by a row of the table."""
+    """Return whether a row of the table proves that an operator is linear in the driven nodes."""
     return any(row.holds(node, driven) for row in LINEAR.get(node.target, ()))
 
 
 def carries(dtype: torch.dtype, driver: torch.dtype, gradient: torch.dtype) -> bool:
-    """Whether a number on its way from a driver to a gradient may be scaled after it is rounded to a type, instead of before.
+    """Return whether a gradient's cotangent scale may be applied after a value between them is rounded to `dtype`,
+    not before.
 
-    The type has to reach as far as float32 does (loss scaling keeps a float16 gradient from vanishing, and one made for the
-    number one is not scaled), and to have the driver's digits, or the gradient's, or all but those that bfloat16 lacks of
-    float32's.
+    The dtype needs the exponent range of float32 (loss scaling keeps float16 gradients from underflowing, and a
+    gradient computed for a tangent of one is not scaled). It also needs the precision of the scale, or of the
+    gradient, or at most as many bits fewer as bfloat16 has fewer than float32.
     """
     if not (dtype.is_floating_point and driver.is_floating_point and gradient.is_floating_point):
         return False
     try:
-        own, wide = torch.finfo(dtype), torch.finfo(torch.float32)
-        reaches = math.frexp(own.max)[1] >= math.frexp(wide.max)[1] and own.tiny <= wide.tiny
+        limits, reference = torch.finfo(dtype), torch.finfo(torch.float32)
+        reaches = math.frexp(limits.max)[1] >= math.frexp(reference.max)[1] and limits.tiny <= reference.tiny
         spare = _digits(torch.float32) - _digits(torch.bfloat16)
         ends = _digits(driver), _digits(gradient)
-        wanted = min(*ends, max(ends) - spare)
-        return reaches and _digits(dtype) >= max(wanted, _digits(torch.bfloat16))
-    except NotImplementedError:  # a packed type has no numbers of its own
+        needed = min(*ends, max(ends) - spare)
+        return reaches and _digits(dtype) >= max(needed, _digits(torch.bfloat16))
+    except NotImplementedError:  # finfo is not defined for packed types
         return False
 
 
 def all_carry(node: fx.Node, driver: torch.dtype, gradient: torch.dtype) -> bool:
-    """Whether all tensors that a node makes do."""
+    """Return whether `carries` holds for all results of a node."""
     return all(result is None or carries(result.dtype, driver, gradient) for result in results_of(node))
 
 
 def _digits(dtype: torch.dtype) -> int:
-    """Binary digits of a number of a type."""
+    """Return the number of significand bits of a dtype."""
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
@@ -118,17 +121,17 @@ def anything(value: Any) -> bool:
 
 
 def fractions(value: Any) -> bool:
-    """A type of fractions, or the operand's own: integers and booleans are rounded to."""
+    """A floating-point type, or None for the operand's own: integers and booleans would round."""
     return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
 
 
 def adds(value: Any) -> bool:
-    """What is put into places is added there: of what is put twice into one place, either might stay."""
+    """Values are accumulated: without that, either of two values for one index might stay."""
     return value is True
 
 
 def weight_alone(value: Any) -> bool:
-    """Of a convolution's gradients (of its input, weight and bias) only the weight's is asked for."""
+    """Only the weight's gradient is requested from a convolution's backward (of input, weight and bias)."""
     return list(value) == [False, True, False]
 
 

@@ -1,7 +1,7 @@
-"""Operators that no rule looks into: higher-order ones, those of other packages, and those that read how operands lie in memory.
+"""Opaque operators: higher-order operators, operators of other packages, and operators that read strides.
 
-They run whole, between loops, just as they were traced, and on operands that lie in memory as they did then: a loop puts the rows
-of a result side by side, whatever the operator that makes them would have done.
+No axis rule covers them. They run between loops on the full sequence, exactly as they were traced, and on operands
+with the traced strides: a loop concatenates the rows of its results, whatever layout the producer would have chosen.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ READS_MEMORY |= {target: target for target in READS_STRIDES}
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether no rule tells what an operator does with the axes of its operands."""
+    """Return whether an operator has no axis rule."""
     return node.op == "call_function" and node.target is not operator.getitem and rule_for(node) is None
 
 
 def why_opaque(node: fx.Node) -> str:
-    """What is in the way of a rule, in a user's words."""
+    """Return the reason why an operator has no rule, in the user's terms."""
     if node.target in READS_MEMORY:
         return f"{READS_MEMORY[node.target]} reads memory, which loops lay out in other ways"
     if is_triton(node):
@@ -72,29 +72,31 @@ def why_opaque(node: fx.Node) -> str:
 
 
 def is_triton(node: fx.Node) -> bool:
-    """Whether an operator is a launch of a Triton kernel that Dynamo has traced."""
+    """Return whether an operator launches a Triton kernel that Dynamo traced."""
     return isinstance(node.target, HigherOrderOperator) and str(node.target).startswith("triton_kernel_wrapper")
 
 
 def may_be_merged(node: fx.Node) -> bool:
-    """Whether two equal calls give the same: what a function that an operator calls draws at random, or an operator of another
-    package, nobody tells.
+    """Return whether two equal calls give equal results.
+
+    A function called by a higher-order operator, or an operator of another package, may draw random numbers.
     """
-    if isinstance(node.target, HigherOrderOperator) or node.target is ALL_REDUCE:  # other ranks' calls may differ from each other
+    if isinstance(node.target, HigherOrderOperator) or node.target is ALL_REDUCE:  # other ranks may pass two different values
         return False
     return not isinstance(node.target, OpOverload) or node.target.namespace in OF_TORCH_AND_OURS
 
 
 def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] | None]:
-    """For each dimension of an opaque operator's result the same dimension of an operand of the same rank, where that is as long.
+    """Return, for each dimension of an opaque operator's result, a dimension of equal size and position in an operand
+    of equal rank.
 
-    The two are taken for one axis. Nothing is claimed by that: the operator runs in one piece, and loops may cut its result
-    into rows as they like. A wrong guess costs rows that do not stream.
+    The two dimensions are treated as one axis. This needs no proof: the operator is not chunked, and loops may slice
+    its result along any axis. A wrong guess only costs chunking.
     """
     operands = [operand for operand in tensor_operands(node) if operand.meta[VALUE].dim() == value.dim()]
-    sizes: list[tuple[Size, ...]] = [shape_of(operand.meta[VALUE]) for operand in operands]
+    operand_sizes: list[tuple[Size, ...]] = [shape_of(operand.meta[VALUE]) for operand in operands]
     return [
-        next(((operand, i) for operand, own in zip(operands, sizes, strict=True) if own[i] == size != 1), None)
+        next(((operand, i) for operand, sizes in zip(operands, operand_sizes, strict=True) if sizes[i] == size != 1), None)
         for i, size in enumerate(shape_of(value))
     ]
 

@@ -1,4 +1,4 @@
-"""Facts about operators that do not depend on axes: what only moves elements, what is random, what is expensive."""
+"""Facts about operators that do not depend on axes: data movement, randomness, cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 
-CUTS = frozenset(  # into parts along a dimension
+CUTS = frozenset(  # operators that split a tensor along a dimension
     {
         aten.split.Tensor,
         aten.split_with_sizes.default,
@@ -49,7 +49,7 @@ MOVES_ELEMENTS = frozenset(
 )
 
 READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default)
-READS_LAYOUT = (*READS_STRIDES, aten.as_strided_copy.default)  # what these make of numbers follows from where they lie, too
+READS_LAYOUT = (*READS_STRIDES, aten.as_strided_copy.default)  # their results depend on the strides of their operands, too
 CONTRACTIONS = frozenset(
     {
         aten.mm.default,
@@ -74,41 +74,43 @@ def is_moved_elements(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a second run would give something else."""
+    """Return whether a second run could give different numbers."""
     if node.target is draw_seed:
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":  # what its arguments mean is its own matter
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":  # the meaning of its arguments is unknown
         return True
     arguments = bound_arguments(node)
     return arguments.get("dropout_p", arguments.get("p", 1.0)) != 0.0
 
 
 def is_expensive(node: fx.Node) -> bool:
-    """Worth storing rather than computing twice."""
+    """Return whether a value is worth storing rather than recomputing."""
     return node.target is ALL_REDUCE or is_product(node)
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether most of the time goes into an operator like this one."""
+    """Return whether an operator dominates run time, as matrix products and recurrences do."""
     producer = node.args[0] if node.target is operator.getitem else node
     return isinstance(producer, fx.Node) and (producer.target in CONTRACTIONS or isinstance(producer.target, Recurrence))
 
 
 def unpacks(node: fx.Node) -> bool:
-    """Whether an operator of another package unpacks a quantized weight: what it is given takes less to hold than what it makes.
+    """Return whether an operator of another package dequantizes a weight, so that its operands take less memory than
+    its result.
 
-    By name: that an operator without a rule gives the same twice is nothing that its schema tells.
+    Such operators are listed by name, because a schema does not tell whether an operator without a rule is
+    deterministic.
     """
     return isinstance(node.target, OpOverload) and node.target.name() in UNPACKERS
 
 
 def is_part(node: fx.Node) -> bool:
-    """Whether a node takes a result out of an operator's results."""
+    """Return whether a node selects one result of a tuple-valued operator."""
     return node.target is operator.getitem or node.target is part_of
 
 
 def producer_of(node: fx.Node) -> fx.Node:
-    """The operator that makes a value: a result of a tuple-valued operator belongs to that operator."""
+    """Return the operator that computes a value; for an item of a tuple-valued operator, that operator."""
     return node_argument(node) if is_part(node) else node

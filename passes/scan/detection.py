@@ -1,10 +1,11 @@
-"""Which unrolled loops carry a state from row to row?
+"""Find unrolled loops that carry a state from row to row.
 
-A loop over rows that was traced operator by operator is found again by what it reads and writes: rows of values with T rows go in
-(`x[:, t]`), values with T rows come out. Each operator between them belongs to the last row that it depends on, or, in the
-backward half, to the first one that its cotangents come from. All of them become one operator whose rows follow one another, like
-those of a running sum: `streamfx/ir/recurrence.py`. Nothing has to be alike from row to row; what is demanded is that no row
-needs one that comes later, and that what crosses from row to row is less than the rows themselves; it may be nothing.
+A loop over rows that was traced operator by operator is identified by its reads and writes: rows of values with T
+rows go in (`x[:, t]`), and values with T rows come out. Each operator between them is assigned to the last row that
+it depends on, or, in the backward graph, to the first row that its cotangents come from. Together they become one
+operator whose rows run in sequence, as in a running sum: `streamfx/ir/recurrence.py`. Steps may differ from row to
+row. The conditions are that no row depends on a later one, and that the state that crosses from row to row is smaller
+than the rows themselves (it may be empty).
 """
 
 from __future__ import annotations
@@ -61,28 +62,29 @@ class Recurrences:
             return
         axes = sequence_axes(joint)
         families = [family for length in sorted(lengths) for family in _families(joint, rows, length, axes)]
-        taken, stands_for = set[fx.Node](), dict[fx.Node, fx.Node]()
+        taken, replacements = set[fx.Node](), dict[fx.Node, fx.Node]()
         for plan in [plan for family in families for plan in family.plans(axes, families, taken)]:
             if not any(half is not None and unrolled_name(half) in facts.whole for half in (plan.forward, plan.backward)):
-                roll(plan, joint.graph, stands_for)
+                roll(plan, joint.graph, replacements)
 
 
 def _families(joint: JointGraph, rows: RowAccesses, length: int, axes: AxisFacts) -> list[_Family]:
-    """One for each part of the sequence that has so many rows: blocks, and the rows that they leave over, may be as many.
+    """Return a family for each interval of the sequence with `length` rows: blocks and the rows after them may match
+    in number.
 
-    Of rows whose place is not known it is seen what they are read with.
+    Rows at unknown positions are assigned by the rows that they are combined with.
     """
-    found = {node: part_of(row, axes) for node, row in rows.reads.items() if row.length == length}
-    known: list[Part | None] = [*sorted({part for part in found.values() if part is not None})] or [None]
-    numbers = {part: number for number, part in enumerate(known)}
+    range_of = {node: part_of(row, axes) for node, row in rows.reads.items() if row.length == length}
+    ranges: list[Part | None] = [*sorted({part for part in range_of.values() if part is not None})] or [None]
+    numbers = {part: number for number, part in enumerate(ranges)}
     return [
-        _Family(joint, rows, length, {node: numbers.get(part, own) for node, part in found.items()}, own)
-        for own in numbers.values()
+        _Family(joint, rows, length, {node: numbers.get(part, own_number) for node, part in range_of.items()}, own_number)
+        for own_number in numbers.values()
     ]
 
 
 class _Family:
-    """All operators on rows of values with `length` rows, in one part of the sequence: by its number, for what is read."""
+    """All operators on rows of values with `length` rows, in one interval of the sequence. Intervals are numbered."""
 
     def __init__(self, joint: JointGraph, rows: RowAccesses, length: int, parts: Mapping[fx.Node, int], part: int) -> None:
         self.joint, self.length, self.parts, self.part = joint, length, parts, part
@@ -91,32 +93,34 @@ class _Family:
         self.reads = {node: row for node, row in rows.reads.items() if node in parts}
         self.joins = [join for join in rows.joins if len(join.values) == length]
         self.ends = {join.node for join in self.joins}
-        self.elsewhere: set[fx.Node] = set()  # rows of other parts
+        self.elsewhere: set[fx.Node] = set()  # rows of other intervals
         self.step: dict[fx.Node, int] = {}
         self.component: dict[fx.Node, fx.Node] = {}
         self._forward_steps()
         self._backward_steps()
-        self._leave_other_parts()
+        self._drop_other_ranges()
         self.useful = dict.fromkeys(self._useful())
 
     def plans(self, axes: AxisFacts, families: Iterable[_Family], taken: set[fx.Node]) -> list[RecurrencePair]:
-        """The loops that can be rolled up, of operators that are not `taken` yet; they end where those of others begin."""
-        found: list[RecurrencePair] = []
-        linked: set[Dim] = set()  # axes of what loops over the sequence have made
+        """Return the loops that can be rerolled, of operators that are not yet in `taken`; a loop ends at another
+        family's.
+        """
+        pairs: list[RecurrencePair] = []
+        linked: set[Dim] = set()  # axes of results of loops over the sequence
         for pair in self.pairs({node for family in families for node in family.useful if node not in self.useful}):
-            own = (*pair.forward, *pair.backward)
-            if not taken.isdisjoint(own) or any(source in self.elsewhere for node in own for source in node.all_input_nodes):
+            nodes = (*pair.forward, *pair.backward)
+            if not taken.isdisjoint(nodes) or any(source in self.elsewhere for node in nodes for source in node.all_input_nodes):
                 continue
             read = [axes.shapes[row.source][row.dim] for row in (*pair.forward_reads.values(), *pair.backward_reads.values())]
             if not any(axes.sequence_atom(dim) is not None or axes.table.resolve(dim) in linked for dim in read):
                 continue
             linked |= {axes.table.resolve(axes.shapes[join.node][join.dim]) for join in pair.forward_joins}
             try:
-                found.append(planned(pair, axes, self.nodes))
-                taken.update(own)
+                pairs.append(planned(pair, axes, self.nodes))
+                taken.update(nodes)
             except NoRecurrenceError as reason:
                 log.debug("rows of %d stay unrolled: %s", self.length, reason)
-        return found
+        return pairs
 
     def is_forward(self, node: fx.Node) -> bool:
         return node in self.joint.forward
@@ -124,16 +128,20 @@ class _Family:
     # -- steps
 
     def _read_at(self, node: fx.Node) -> int:
-        """The step of a row; rows of a later part come behind all of an earlier one."""
+        """Return the step of a row; rows of a later interval follow all rows of an earlier one."""
         return self.parts[node] * self.length + self.reads[node].step
 
     def _earlier_parts(self, sources: Iterable[fx.Node], step: int) -> list[int]:
-        """Rows of earlier parts than that of a step: with these the gradient of what such a part has left is worked on."""
-        found = (self._read_at(source) for source in sources if source in self.reads)
-        return [read for read in found if read // self.length < step // self.length]
+        """Return the steps of rows in earlier intervals, with which the gradient of an earlier interval's final state
+        is combined.
+        """
+        steps = (self._read_at(source) for source in sources if source in self.reads)
+        return [read for read in steps if read // self.length < step // self.length]
 
-    def _leave_other_parts(self) -> None:
-        """Forget what belongs to another part: what is joined belongs to that of its last row, a gradient to its first's."""
+    def _drop_other_ranges(self) -> None:
+        """Drop nodes of other intervals: a concatenation belongs to that of its last row, a gradient to that of its
+        first.
+        """
         self.elsewhere = {node for node in self.reads if self.parts[node] != self.part}
         self.reads = {node: row for node, row in self.reads.items() if node not in self.elsewhere}
         self.joins = [join for join in self.joins if self._part_of(join) in (self.part, None)]
@@ -145,63 +153,66 @@ class _Family:
         return (max if self.is_forward(join.node) else min)(parts, default=None)
 
     def _forward_steps(self) -> None:
-        """Each operator of the forward half belongs to the last row that it depends on; a row of a forward value to its own."""
+        """Assign each operator of the forward graph to the last row that it depends on, each row of a forward value
+        to its step.
+        """
         for node in self.nodes:
             if node in self.reads and self.is_forward(self.reads[node].source):
                 self.step[node] = self._read_at(node)
-            elif self.is_forward(node) and not self._is_apart(node):
+            elif self.is_forward(node) and not self._is_boundary(node):
                 steps = [self.step[source] for source in node.all_input_nodes if source in self.step]
                 if steps:
                     self.step[node] = max(steps)
 
     def _backward_steps(self) -> None:
-        """Each operator of the backward half belongs to the first row that its cotangents come from; one that has none, to the
-        last row that needs it.
+        """Assign each operator of the backward graph to the first row that its cotangents come from.
 
-        What a last state hands back is worked on beside values of the loop; not so what is made of cotangents behind the loop.
+        An operator without cotangents belongs to the last row that needs it. Gradients of a final state are combined
+        with values of the loop inside it; values computed from cotangents after the loop do not belong to it.
         """
-        touching: dict[fx.Node, bool] = {}  # by whether it is made of values of the loop itself
-        own: set[fx.Node] = set()
-        behind, handed = self._behind(), set[fx.Node](self.joint.tangents)
+        touching: dict[fx.Node, bool] = {}  # whether they depend on values of the loop itself
+        chained: set[fx.Node] = set()
+        after_loop, driven = self._after_loop(), set[fx.Node](self.joint.tangents)
         for node in self.nodes:
-            if self.is_forward(node) or node in self.step or self._is_apart(node):
+            if self.is_forward(node) or node in self.step or self._is_boundary(node):
                 continue
             sources = node.all_input_nodes
-            steps = [self.step[source] for source in sources if source in own]
-            handed.update([node] if any(source in handed for source in sources) else ())
+            steps = [self.step[source] for source in sources if source in chained]
+            driven.update([node] if any(source in driven for source in sources) else ())
             if node in self.reads:
                 self.step[node] = self._read_at(node)
             elif steps:
                 self.step[node] = min((min(steps), *self._earlier_parts(sources, min(steps))))
             elif any(source in self.step or source in touching for source in sources):
-                is_of_loop = any((source in self.step and source not in behind) or touching.get(source) for source in sources)
-                touching.update({node: is_of_loop} if is_of_loop or node not in handed else {})
+                in_loop = any((source in self.step and source not in after_loop) or touching.get(source) for source in sources)
+                touching.update({node: in_loop} if in_loop or node not in driven else {})
                 continue
             else:
                 continue
-            own.add(node)
+            chained.add(node)
         for node in reversed(touching):
-            steps = [self.step[user] for user in node.users if user in own]
+            steps = [self.step[user] for user in node.users if user in chained]
             if steps and len(steps) == len(node.users):
                 self.step[node] = max(steps)
-                own.add(node)
+                chained.add(node)
 
-    def _behind(self) -> set[fx.Node]:
-        """What the forward half makes of a loop's states behind it: no row that is joined depends on it."""
+    def _after_loop(self) -> set[fx.Node]:
+        """Return forward values computed from a loop's states after the loop: no concatenated row depends on them."""
         useful = set(self._useful())
-        found, reached = set[fx.Node](), set(useful)
+        after, reached = set[fx.Node](), set(useful)
         for node in self.step:
-            states = found if node.target is operator.getitem else reached  # an operator of a step may have other results
+            # an operator of a step may have results besides its state
+            states = after if node.target is operator.getitem else reached
             if self.is_forward(node) and node not in useful and not states.isdisjoint(node.all_input_nodes):
-                found.add(node)
+                after.add(node)
                 reached.add(node)
-        return found
+        return after
 
-    def _is_apart(self, node: fx.Node) -> bool:
-        """Whether an operator has to do with rows only by putting them together, or by telling other ranks of them."""
+    def _is_boundary(self, node: fx.Node) -> bool:
+        """Return whether an operator only concatenates rows or is a collective."""
         return node in self.ends or is_collective(node)
 
-    # -- what belongs together
+    # -- connected components
 
     def pairs(self, others: Container[fx.Node] = ()) -> list[UnrolledLoop]:
         self._unite(self.useful)
@@ -213,18 +224,19 @@ class _Family:
         return self._paired(groups)
 
     def _useful(self) -> list[fx.Node]:
-        """Operators of the steps on which rows of a result depend."""
-        found = {value for join in self.joins for value in join.values}
-        found &= self.step.keys()
+        """Return operators of the steps on which rows of a result depend."""
+        useful = {value for join in self.joins for value in join.values}
+        useful &= self.step.keys()
         for node in reversed(self.nodes):
-            if node in found and node not in self.reads:
-                found.update(s for s in node.all_input_nodes if self._is_of(s, self.is_forward(node)))
-        return [node for node in self.nodes if node in found and node not in self.reads]
+            if node in useful and node not in self.reads:
+                useful.update(s for s in node.all_input_nodes if self._is_operator_of(s, self.is_forward(node)))
+        return [node for node in self.nodes if node in useful and node not in self.reads]
 
     def _add_totals(self, useful: Mapping[fx.Node, None], others: Container[fx.Node]) -> None:
-        """No row depends on the gradient of a weight, which the steps add up, but it belongs to them.
+        """Add sums over steps, such as the gradient of a weight: no row depends on them, but they belong to the loop.
 
-        So does all that is made between the steps' operators, and at the end whatever is like something between them.
+        Also add all operators that are traced between the steps' operators, and operators at the end that are like
+        one of those.
         """
         last, seen = dict[fx.Node, int](), set[Any]()
         for node in useful:
@@ -236,23 +248,26 @@ class _Family:
             if node in self.component or node in self.reads or node not in self.step:
                 continue
             sources, forward = node.all_input_nodes, self.is_forward(node)
-            own = {self._root(source) for source in sources if source in self.component and self._is_of(source, forward)}
+            source_roots = {
+                self._root(source) for source in sources if source in self.component and self._is_operator_of(source, forward)
+            }
             is_after = node in others or any(source in after for source in sources)
-            root = own.pop() if len(own) == 1 and not is_after else None
+            root = source_roots.pop() if len(source_roots) == 1 and not is_after else None
             if root in last and (self.order[node] < last[root] or (root, _kind(node)) in seen):
                 self.component[node] = root
                 seen.add((root, _kind(node)))
-            elif own or root or is_after:
+            elif source_roots or root or is_after:
                 after.add(node)
         for node in reversed(self.nodes):
             if node in self.step and node not in self.component and node not in self.reads and node not in after:
                 forward = self.is_forward(node)
-                users = [user for user in node.users if self.is_forward(user) == forward]  # the backward half takes what it needs
-                roots = {self._root(user) if self._is_of(user, forward) else None for user in users}
+                # the backward graph does not count: it saves or recomputes the values that it needs
+                users = [user for user in node.users if self.is_forward(user) == forward]
+                roots = {self._root(user) if self._is_operator_of(user, forward) else None for user in users}
                 if len(roots) == 1 and None not in roots and roots <= last.keys():
                     self.component[node] = roots.pop()  # type: ignore[assignment]
 
-    def _is_of(self, node: fx.Node, forward: bool) -> bool:
+    def _is_operator_of(self, node: fx.Node, forward: bool) -> bool:
         return node in self.step and self.is_forward(node) == forward and node not in self.reads
 
     def _is_made(self, value: fx.Node) -> bool:
@@ -262,12 +277,12 @@ class _Family:
         for node in useful:
             self.component.setdefault(node, node)
             for source in node.all_input_nodes:
-                if source in self.component and self._is_of(source, self.is_forward(node)):
+                if source in self.component and self._is_operator_of(source, self.is_forward(node)):
                     self.component[self._root(source)] = self._root(node)
         for join in self.joins:
-            made = [value for value in join.values if value in self.component]
-            for value in made[1:]:
-                self.component[self._root(value)] = self._root(made[0])
+            values = [value for value in join.values if value in self.component]
+            for value in values[1:]:
+                self.component[self._root(value)] = self._root(values[0])
 
     def _root(self, node: fx.Node) -> fx.Node:
         while (parent := self.component.get(node, node)) is not node:
@@ -276,29 +291,33 @@ class _Family:
         return node
 
     def _paired(self, groups: dict[fx.Node, list[fx.Node]]) -> list[UnrolledLoop]:
-        """Forward groups with the backward groups that use their values; some use values of two forward groups."""
-        together: dict[fx.Node, list[fx.Node]] = {root: [root] for root in groups}
+        """Group forward components with the backward components that use their values; one of these may use two of
+        the former.
+        """
+        group_of: dict[fx.Node, list[fx.Node]] = {root: [root] for root in groups}
         for root, nodes in groups.items():
             if not self.is_forward(nodes[0]):
-                sources = dict.fromkeys(s for node in nodes for s in node.all_input_nodes if self._is_of(s, forward=True))
+                sources = dict.fromkeys(
+                    s for node in nodes for s in node.all_input_nodes if self._is_operator_of(s, forward=True)
+                )
                 others = [*dict.fromkeys(self._root(s) for s in sources if s in self.component and self._root(s) in groups)]
-                for other in others or self._that_reads_the_same(nodes, groups):
-                    if together[other] is not together[root]:
-                        together[root] += together[other]
-                        together |= dict.fromkeys(together[other], together[root])
+                for other in others or self._sharing_reads(nodes, groups):
+                    if group_of[other] is not group_of[root]:
+                        group_of[root] += group_of[other]
+                        group_of |= dict.fromkeys(group_of[other], group_of[root])
         joins: dict[int, list[ConcatAccess]] = defaultdict(list)
         for join in self.joins:
             first = next((value for value in join.values if value in self.component), None)
-            if first is not None and self._root(first) in together:
-                joins[id(together[self._root(first)])].append(join)
+            if first is not None and self._root(first) in group_of:
+                joins[id(group_of[self._root(first)])].append(join)
         pairs = []
-        for roots in {id(roots): roots for roots in together.values()}.values():
+        for roots in {id(roots): roots for roots in group_of.values()}.values():
             nodes = sorted((node for root in roots for node in groups[root]), key=self.order.__getitem__)
             pairs.append(self._pair(nodes, joins[id(roots)]))
         return [pair for pair in pairs if not any(map(is_random, (*pair.forward, *pair.backward)))]
 
-    def _that_reads_the_same(self, backward: Iterable[fx.Node], groups: Iterable[fx.Node]) -> list[fx.Node]:
-        """A forward group whose states hold rows that are needed once more, at another step."""
+    def _sharing_reads(self, backward: Iterable[fx.Node], groups: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return a forward component whose states include rows that are needed again at another step."""
         uses = ((source, node) for node in backward for source in node.all_input_nodes if source in self.reads)
         rows = [row for row, node in uses if self.is_forward(self.reads[row].source) and self.step[row] != self.step[node]]
         readers = {self._root(user) for row in rows for user in row.users if user in self.component and self.is_forward(user)}

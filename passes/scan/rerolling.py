@@ -1,4 +1,4 @@
-"""Writes recurrences into a graph in place of the unrolled loops that they were found in."""
+"""Replace unrolled loops in a graph by recurrence operators."""
 
 from __future__ import annotations
 
@@ -17,49 +17,50 @@ from streamfx.runtime.chunked_recurrences import UnrolledRecurrence
 CROSSED = "a loop over rows needs what another one makes, and that one needs what the first makes, so that it stays unrolled"
 
 
-def roll(plan: RecurrencePair, graph: fx.Graph, stands_for: dict[fx.Node, fx.Node]) -> None:
-    """Use an unrolled loop's operators in its place; those that it consisted of are left without users.
+def roll(plan: RecurrencePair, graph: fx.Graph, replacements: dict[fx.Node, fx.Node]) -> None:
+    """Insert the recurrence operators and use their results for those of the loop, whose operators are left without
+    users.
 
-    `stands_for` says what is used in place of values of the loops that were rolled up before, and then of this one's, too.
+    `replacements` maps results of loops rerolled before to their new nodes; the results of this loop are added.
     """
-    forward = None if plan.forward is None else _written(plan.forward, plan.inside, graph, stands_for)
+    forward = None if plan.forward is None else _insert(plan.forward, plan.inside, graph, replacements)
     if plan.backward is not None:
-        _written(plan.backward, plan.inside, graph, stands_for).meta[FORWARD_OPERATOR] = forward
+        _insert(plan.backward, plan.inside, graph, replacements).meta[FORWARD_OPERATOR] = forward
 
 
-def _written(half: RecurrenceCall, inside: frozenset[fx.Node], graph: fx.Graph, stands_for: dict[fx.Node, fx.Node]) -> fx.Node:
+def _insert(half: RecurrenceCall, inside: frozenset[fx.Node], graph: fx.Graph, replacements: dict[fx.Node, fx.Node]) -> fx.Node:
     values = [join.node for join in half.joins] + list(half.finals)
     with graph.inserting_before(graph.output_node()):
-        made = graph.call_function(
-            UnrolledRecurrence(half.plan), tuple(stands_for.get(operand, operand) for operand in half.operands)
+        recurrence = graph.call_function(
+            UnrolledRecurrence(half.plan), tuple(replacements.get(operand, operand) for operand in half.operands)
         )  # type: ignore[arg-type]
-        results = [graph.call_function(operator.getitem, (made, position)) for position in range(len(values))]
-    made.meta = {**values[0].meta, VALUE: tuple(value.meta[VALUE] for value in values), UNROLLED: unrolled_name(half)}
+        results = [graph.call_function(operator.getitem, (recurrence, position)) for position in range(len(values))]
+    recurrence.meta = {**values[0].meta, VALUE: tuple(value.meta[VALUE] for value in values), UNROLLED: unrolled_name(half)}
     for result, value in zip(results, values, strict=True):
         result.meta = dict(value.meta)
     for join, result in zip(half.joins, results, strict=False):
         join.node.replace_all_uses_with(result, propagate_meta=False)
     for node, result in zip(half.finals, results[len(half.joins) :], strict=True):
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside, propagate_meta=False)
-    stands_for |= dict(zip(values, results, strict=True))
-    return made
+    replacements |= dict(zip(values, results, strict=True))
+    return recurrence
 
 
 def unrolled_name(half: RecurrenceCall) -> str:
-    """The name of the first value that an unrolled loop leaves: by it the loop is known before it is rolled up."""
+    """Return the name of the first result of an unrolled loop, which identifies it before it is rerolled."""
     return [*(join.node for join in half.joins), *half.finals][0].name
 
 
 def _crossed(path: Sequence[fx.Node]) -> Exception:
-    """What to raise where a value would follow from itself: one of the loops on the way stays unrolled."""
+    """Return the error for a cycle in the graph: one of the loops on it is not rerolled."""
     loop = next((node for node in path if UNROLLED in node.meta), path[-1])
-    found = FallbackError(loop, CROSSED)
-    found.name = loop.meta.get(UNROLLED, loop.name)
-    return found
+    error = FallbackError(loop, CROSSED)
+    error.name = loop.meta.get(UNROLLED, loop.name)
+    return error
 
 
 def sort_again(graph: fx.Graph) -> None:
-    """Put operators behind their operands, and else leave them where they are; drop those without users."""
+    """Sort the graph topologically and otherwise keep its order; drop unused nodes."""
     drop_unused(graph, is_random)
     for node in _sorted(graph.nodes):
         if node.op not in ("placeholder", "output"):

@@ -1,8 +1,8 @@
-"""Rows taken out of a value one by one, and rows put together one by one.
+"""Find rows selected from a value one by one, and values assembled from rows one by one.
 
 x[:, 0], x[:, 1], ...                                 rows of x
 y[:, 0] = a; y[:, 1] = b; ...   or  stack([a, b])     a value whose rows are a, b, ...
-select_backward(a, 0) + select_backward(b, 1) + ...   likewise: what autograd makes of the first line
+select_backward(a, 0) + select_backward(b, 1) + ...   likewise: the gradient of the first line
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.trim import cut_rows, cut_stacks, is_plain_sum
 
 aten = torch.ops.aten
-FEWEST = 3  # rows: two are rather the halves of something
+FEWEST = 3  # rows of a loop: two are more likely to be halves
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RowAccess:
 
 @dataclass(frozen=True)
 class ConcatAccess:
-    """`node` has these rows along `dim`."""
+    """`node` is the concatenation of these rows along `dim`."""
 
     node: fx.Node
     dim: int
@@ -49,7 +49,7 @@ class ConcatAccess:
 
 @dataclass
 class RowAccesses:
-    """Which operators take a row out of a value, and which values are made of rows."""
+    """The nodes that select a row of a value, and the values assembled from rows."""
 
     reads: dict[fx.Node, RowAccess] = field(default_factory=dict)
     joins: list[ConcatAccess] = field(default_factory=list)
@@ -57,7 +57,7 @@ class RowAccesses:
 
 @dataclass(eq=False)
 class _Chain:
-    """Rows written into `root` one after the other; `written` says by row at which links of the chain, and what."""
+    """Rows written into `root` in sequence; `written` maps each row to the links of the chain that write it, with values."""
 
     root: fx.Node
     dim: int
@@ -71,56 +71,56 @@ class _Chain:
         self.links.append(link)
 
     def at(self, step: int, link: int) -> fx.Node | None:
-        """What a row holds after a link of the chain; None where it is the root's."""
+        """Return the value of a row after a link of the chain; None if it is the root's."""
         positions, values = self.written.get(step, ([], []))
-        found = bisect_right(positions, link)
-        return values[found - 1] if found else None
+        count = bisect_right(positions, link)
+        return values[count - 1] if count else None
 
 
 def rows_of(graph: fx.Graph) -> RowAccesses:
-    """All single rows of a graph, and all that is made of rows.
+    """Return all selected rows of a graph, and all values assembled from rows.
 
-    The graph becomes simpler on the way: a row that has just been written is not read again, and rows that are written into
-    zeros, or padded with zeros and added up, are stacked.
+    The graph is simplified on the way: reads of a row that was just written are forwarded, and rows that are written
+    into zeros, or zero-padded and summed, are stacked.
     """
     writer = GraphWriter(graph)
-    found, chains = _single_rows(graph)
-    for node in drop_unused(graph, is_random):  # random draws are told apart by their seed
+    accesses, chains = _single_rows(graph)
+    for node in drop_unused(graph, is_random):  # random draws have distinct seeds, so unused ones can be dropped
         chains.pop(node, None)
-        found.reads.pop(node, None)
+        accesses.reads.pop(node, None)
     for chain in dict.fromkeys(chain for chain, _ in chains.values()):
         _stack_written([link for link in chain.links if link in chains], chain, writer)
     _stack_sums(graph, writer)
-    cut_stacks(graph, {node: (row.source, row.length) for node, row in found.reads.items()}, writer)
-    cut_rows(found.reads, writer)
+    cut_stacks(graph, {node: (row.source, row.length) for node, row in accesses.reads.items()}, writer)
+    cut_rows(accesses.reads, writer)
     drop_unused(graph, is_random)
-    found, _ = _single_rows(graph)  # out of what they are taken now
+    accesses, _ = _single_rows(graph)  # the sources may have changed
     for node in graph.nodes:
         if node.target is aten.stack.default and len(node.args[0]) >= FEWEST:
             dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
-            found.joins.append(ConcatAccess(node, dim, tuple(node.args[0])))
-    found.reads = {node: row for node, row in found.reads.items() if node.users}
-    return found
+            accesses.joins.append(ConcatAccess(node, dim, tuple(node.args[0])))
+    accesses.reads = {node: row for node, row in accesses.reads.items() if node.users}
+    return accesses
 
 
 def _single_rows(graph: fx.Graph) -> tuple[RowAccesses, dict[fx.Node, tuple[_Chain, int]]]:
-    """Rows that are taken out of values, and by link the chains in which they are written."""
-    found, chains = RowAccesses(), dict[fx.Node, tuple[_Chain, int]]()
+    """Return the rows selected from values, and, for each link, its chain of writes and position."""
+    accesses, chains = RowAccesses(), dict[fx.Node, tuple[_Chain, int]]()
     for node in list(graph.nodes):
         if node.target is aten.select_scatter.default:
             _write(node, chains)
         elif node.target is aten.select.int:
-            _read(node, chains, found)
+            _read(node, chains, accesses)
         elif node.target is operator.getitem and node_argument(node).target is aten.unbind.int:
             whole = node_argument(node_argument(node))
             place = _place(whole, bound_arguments(node_argument(node))["dim"], node.args[1])
             if place is not None and place[2] >= FEWEST:
-                found.reads[node] = RowAccess(whole, *place)
-    return found, chains
+                accesses.reads[node] = RowAccess(whole, *place)
+    return accesses, chains
 
 
 def _place(whole: fx.Node, dim: Any, step: Any) -> tuple[int, int, int] | None:
-    """(dimension, row, number of rows) where all are known."""
+    """Return (dimension, row, number of rows) if all are static."""
     shape = shape_of_node(whole)
     if not isinstance(dim, int) or not isinstance(step, int) or not isinstance(length := shape[dim % len(shape)], int):
         return None
@@ -129,7 +129,7 @@ def _place(whole: fx.Node, dim: Any, step: Any) -> tuple[int, int, int] | None:
 
 def _write(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]]) -> None:
     place = _place(node, *node.args[2:4])
-    same_type = node_argument(node, 1).meta[VALUE].dtype == node.meta[VALUE].dtype  # else what is written is converted
+    same_type = node_argument(node, 1).meta[VALUE].dtype == node.meta[VALUE].dtype  # otherwise the write converts the value
     if place is None or place[2] < FEWEST or not same_type:
         return
     base = node_argument(node)
@@ -140,7 +140,7 @@ def _write(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]]) -> None:
     chain.add(node, place[1])
 
 
-def _read(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]], found: RowAccesses) -> None:
+def _read(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]], accesses: RowAccesses) -> None:
     source = node_argument(node)
     place = _place(source, *node.args[1:3])
     if place is None or place[2] < FEWEST:
@@ -154,37 +154,37 @@ def _read(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]], found: RowAc
             return
         source = chain.root
     node.update_arg(0, source)
-    found.reads[node] = RowAccess(source, dim, step, length)
+    accesses.reads[node] = RowAccess(source, dim, step, length)
 
 
-def _stack_written(left: list[fx.Node], chain: _Chain, writer: GraphWriter) -> None:
-    """Where only the end of a chain is used as a whole, and nothing of its root is left but zeros."""
-    if not left or left != chain.links[: len(left)]:
+def _stack_written(remaining: list[fx.Node], chain: _Chain, writer: GraphWriter) -> None:
+    """Stack the rows of a chain if only its last link is used in full and nothing but zeros is left of its root."""
+    if not remaining or remaining != chain.links[: len(remaining)]:
         return
-    *inner, end = left
-    if any(user not in left for link in inner for user in link.users):
+    *inner, end = remaining
+    if any(user not in remaining for link in inner for user in link.users):
         return
     length = end.meta[VALUE].shape[chain.dim]
-    values = [chain.at(step, len(left) - 1) for step in range(length)]
+    values = [chain.at(step, len(remaining) - 1) for step in range(length)]
     if None not in values or fill_of(chain.root) == 0:
         end.replace_all_uses_with(_stacked(values, chain.dim, end, writer), propagate_meta=False)
 
 
 def _stacked(values: Sequence[fx.Node | None], dim: int, whole: fx.Node, writer: GraphWriter) -> fx.Node:
-    """A value like `whole` with these rows, zeros where there is none."""
-    own, zeros = whole.meta[VALUE], None
+    """Return a value like `whole` with these rows, and zeros for missing ones."""
+    like, zeros = whole.meta[VALUE], None
     if None in values:
         sizes = size_arguments(next(value for value in values if value is not None), writer.before(whole))
-        zeros = writer.call(aten.full.default, sizes, 0, dtype=own.dtype, device=own.device)
+        zeros = writer.call(aten.full.default, sizes, 0, dtype=like.dtype, device=like.device)
     rows = [zeros if value is None else value for value in values]
     with writer.graph.inserting_before(whole):
-        made = writer.graph.call_function(aten.stack.default, (rows, dim))
-    made.meta = dict(whole.meta)
-    return made
+        stacked = writer.graph.call_function(aten.stack.default, (rows, dim))
+    stacked.meta = dict(whole.meta)
+    return stacked
 
 
 def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
-    """Sums of rows with zeros around them, each at its last addition."""
+    """Stack zero-padded rows that are summed, at the last addition of each sum."""
     parts: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.target is aten.select_backward.default or (is_plain_sum(node) and any(item in parts for item in node.args)):
@@ -196,7 +196,7 @@ def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
 
 
 def _is_summand(node: fx.Node, parts: Collection[fx.Node]) -> bool:
-    """Whether a sum is nothing but part of another one."""
+    """Return whether a sum is only used as a summand of another one."""
     return len(node.users) == 1 and (user := next(iter(node.users))) in parts and user.target is aten.add.Tensor
 
 
@@ -217,11 +217,13 @@ def _stack_sum(node: fx.Node, parts: Collection[fx.Node], order: Mapping[fx.Node
     dim, length = max(rows, key=lambda key: len(rows[key]), default=(0, 0))
     if length < FEWEST or 2 * len(rows[dim, length]) < length:
         return
-    others += [part for key, own in padded.items() if key != (dim, length) for part in own]
-    most = max(len(own) for own in rows[dim, length].values())
-    for number in range(most):  # several values for a row come from several loops, one after the other
+    others += [part for key, summands in padded.items() if key != (dim, length) for part in summands]
+    most = max(len(summands) for summands in rows[dim, length].values())
+    for number in range(most):  # several values for a row come from several loops, in order
         values = [sorted(rows[dim, length].get(step, ()), key=lambda value: order.get(value, 0)) for step in range(length)]
-        others.append(_stacked([own[number] if number < len(own) else None for own in values], dim, node, writer))
+        others.append(
+            _stacked([row_values[number] if number < len(row_values) else None for row_values in values], dim, node, writer)
+        )
     total = others[0]
     for other in others[1:]:
         total = writer.before(node).call(aten.add.Tensor, total, other)

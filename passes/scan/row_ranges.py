@@ -1,7 +1,7 @@
-"""Which part of the sequence is a row taken from?
+"""Find the interval of the sequence that a row is selected from.
 
-Loops are told apart by their number of rows; blocks, and the rows that are left behind them, may be as many. Where it is known of
-both where they stand, they are two loops, the first of which is through before the second begins.
+Loops are distinguished by their number of rows, but blocks, and the rows left over after them, may be equally many.
+If the positions of both are known, they are two loops, the first of which ends before the second starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Part: TypeAlias = "tuple[float, int]"
 
 
 def part_of(row: RowAccess, axes: AxisFacts) -> Part | None:
-    """Where its first row stands, and how many rows of the sequence each stands for; None where that is not known."""
+    """Return the position of the first row, and the number of sequence rows per row; None if unknown."""
     dim = axes.table.resolve(axes.shapes[row.source][row.dim])
     if axes.sequence is None or len(dim) != 1 or dim[0] not in axes.sequence.members:
         return None

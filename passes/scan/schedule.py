@@ -1,7 +1,7 @@
-"""How does an unrolled loop run in chunks of its rows?
+"""Plan how an unrolled loop runs in chunks of its rows.
 
-What crosses from row to row gets its place in the carry, what comes in and goes out its letters. Whatever does not fit says so by
-`NoRecurrenceError`: the loop stays as it was written.
+Values that cross from row to row get slots of the carry; operands and results get axis labels. If a loop does not
+fit, `NoRecurrenceError` gives the reason and the loop stays unrolled.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from streamfx.passes.ops.traits import READS_LAYOUT
 from streamfx.passes.scan.row_access import ConcatAccess, RowAccess
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 
-MOST_FINALS = 24  # values of single rows that are used outside of a loop
+MOST_FINALS = 24  # limit on results of single rows
 
 
 class NoRecurrenceError(Exception):
-    """Why an unrolled loop cannot run in chunks."""
+    """The reason why an unrolled loop cannot run in chunks."""
 
 
 @dataclass(frozen=True)
 class UnrolledLoop:
-    """The operators of an unrolled loop, forward and backward, the rows that they read and what is made of theirs."""
+    """The operators of an unrolled loop, forward and backward, with the rows that they read and concatenate."""
 
     length: int
     forward: tuple[fx.Node, ...]
@@ -62,7 +62,7 @@ class UnrolledLoop:
 
 @dataclass(frozen=True)
 class RecurrenceCall:
-    """One operator to be: its plan, its operands, and what its results stand for."""
+    """One recurrence operator to be inserted: its plan, its operands, and the nodes that its results replace."""
 
     plan: RecurrencePlan
     operands: tuple[fx.Node, ...]
@@ -74,7 +74,7 @@ class RecurrenceCall:
 class RecurrencePair:
     forward: RecurrenceCall | None
     backward: RecurrenceCall | None
-    inside: frozenset[fx.Node]  # the loop's operators, and those that put its rows together
+    inside: frozenset[fx.Node]  # the loop's operators, and those that concatenate its rows
 
 
 def planned(pair: UnrolledLoop, axes: AxisFacts, nodes: list[fx.Node]) -> RecurrencePair:
@@ -84,7 +84,7 @@ def planned(pair: UnrolledLoop, axes: AxisFacts, nodes: list[fx.Node]) -> Recurr
 
 
 def _check_order(inside: frozenset[fx.Node], nodes: list[fx.Node]) -> None:
-    """Nothing that the loop needs may follow from what the loop makes."""
+    """Check that no operator of the loop depends on results of the loop through operators outside of it."""
     after: set[fx.Node] = set()
     for node in nodes:
         sources = node.all_input_nodes
@@ -98,7 +98,7 @@ class _Planner:
     def __init__(self, pair: UnrolledLoop, axes: AxisFacts) -> None:
         self.pair, self.axes = pair, axes
         self.values = {*pair.forward, *pair.backward, *pair.forward_reads, *pair.backward_reads}
-        self.early = {*pair.forward, *pair.forward_reads}  # values of the forward half
+        self.early = {*pair.forward, *pair.forward_reads}  # values of the forward graph
         numbers = count()
         self.number: dict[fx.Node, Number] = defaultdict(lambda: next(numbers))
         self.ends = {join.node for join in (*pair.forward_joins, *pair.backward_joins)}
@@ -107,19 +107,21 @@ class _Planner:
         pair = self.pair
         self._check()
         uses = self._uses(pair.forward, pair.forward_joins), self._uses(pair.backward, pair.backward_joins)
-        ahead, back = self._lifetimes(*uses)
-        dtype = _carry_type([*ahead, *back])
-        early = self._steps(pair.forward, pair.forward_reads, pair.forward_joins, ahead, dtype, reverse=False)
-        late = self._steps(pair.backward, pair.backward_reads, pair.backward_joins, back, dtype, reverse=True)
-        if not pair.forward and not late.carried:
+        forward_lifetimes, backward_lifetimes = self._lifetimes(*uses)
+        dtype = _carry_type([*forward_lifetimes, *backward_lifetimes])
+        forward_steps = self._steps(pair.forward, pair.forward_reads, pair.forward_joins, forward_lifetimes, dtype, reverse=False)
+        backward_steps = self._steps(
+            pair.backward, pair.backward_reads, pair.backward_joins, backward_lifetimes, dtype, reverse=True
+        )
+        if not pair.forward and not backward_steps.carried:
             raise NoRecurrenceError("nothing crosses from row to row, and the forward half has them as they are")
         name = "recurrence"
-        forward = self._half(name, early, None, pair.forward_joins, pair.forward) if pair.forward else None
+        forward = self._half(name, forward_steps, None, pair.forward_joins, pair.forward) if pair.forward else None
         backward = None
         if pair.backward:
-            again = early if pair.forward or pair.forward_reads else None
-            backward = self._half(f"{name}_backward", late, again, pair.backward_joins, pair.backward)
-        self._check_size(forward or backward, max(early.carried, late.carried))
+            recomputed = forward_steps if pair.forward or pair.forward_reads else None
+            backward = self._half(f"{name}_backward", backward_steps, recomputed, pair.backward_joins, pair.backward)
+        self._check_size(forward or backward, max(forward_steps.carried, backward_steps.carried))
         return RecurrencePair(forward, backward, frozenset(self.values | self.ends))
 
     def _check(self) -> None:
@@ -128,20 +130,22 @@ class _Planner:
                 raise NoRecurrenceError(f"{node.name} has sizes that change from call to call")
             if node.target in READS_LAYOUT:
                 raise NoRecurrenceError(f"{node.name} reads the memory layout of a computed value")
-        if 4 * sum(map(self._is_of_sequence, self._given_to_one_step())) > self.pair.length:
+        if 4 * sum(map(self._depends_on_sequence, self._inputs_of_one_step())) > self.pair.length:
             raise NoRecurrenceError("steps read other rows than those that are taken out one by one")
 
-    def _given_to_one_step(self) -> list[fx.Node]:
-        """What comes from outside to one step alone, but for the first and the last: these are given states and gradients."""
+    def _inputs_of_one_step(self) -> list[fx.Node]:
+        """Return outside values used by a single step, except for the first and last step, which use states and
+        gradients.
+        """
         steps: dict[fx.Node, set[int]] = defaultdict(set)
         for node in (*self.pair.forward, *self.pair.backward):
             for source in node.all_input_nodes:
                 if source not in self.values:
                     steps[source].add(self.pair.step[node])
-        return [source for source, own in steps.items() if len(own) == 1 and 0 < min(own) < self.pair.length - 1]
+        return [source for source, steps_of in steps.items() if len(steps_of) == 1 and 0 < min(steps_of) < self.pair.length - 1]
 
-    def _is_of_sequence(self, value: fx.Node) -> bool:
-        """Whether a value is made of rows of the sequence."""
+    def _depends_on_sequence(self, value: fx.Node) -> bool:
+        """Return whether a value depends on rows of the sequence."""
         todo, seen = [value], set[fx.Node]()
         while todo:
             node = todo.pop()
@@ -160,40 +164,40 @@ class _Planner:
         if quarter > 1 and 2 * max(sizes[quarter], sizes[-1 - quarter]) > 3 * max(min(sizes[quarter], sizes[-1 - quarter]), 1):
             raise NoRecurrenceError("what crosses from row to row grows with the rows")
 
-    # -- what is used where
+    # -- uses
 
     def _uses(self, nodes: Iterable[fx.Node], joins: Iterable[ConcatAccess]) -> dict[fx.Node, list[int]]:
-        """At which steps each value is used, by operators and as a row."""
-        found: dict[fx.Node, list[int]] = defaultdict(list)
+        """Return the steps at which each value is used, by operators and as a row of a concatenation."""
+        steps_of: dict[fx.Node, list[int]] = defaultdict(list)
         for node in nodes:
             for source in node.all_input_nodes:
                 if source in self.values:
-                    found[source].append(self.pair.step[node])
+                    steps_of[source].append(self.pair.step[node])
         for join in joins:
             for step, item in enumerate(join.values):
                 if item in self.values:
-                    found[item].append(step)
-        return found
+                    steps_of[item].append(step)
+        return steps_of
 
     def _lifetimes(
         self, forward: Mapping[fx.Node, list[int]], backward: Mapping[fx.Node, list[int]]
     ) -> tuple[dict[fx.Node, tuple[int, int]], dict[fx.Node, tuple[int, int]]]:
-        """The first and the last boundary that each value crosses: left to right, and right to left."""
+        """Return the first and last boundary between steps that each value crosses: left to right, and right to left."""
         ahead, back = {}, {}
         step = self.pair.step
         for value in sorted(self.values, key=self.pair.order.__getitem__):
-            own = step[value]
+            made_at = step[value]
             if value in self.early:
-                if any(use < own for use in forward.get(value, ())):
+                if any(use < made_at for use in forward.get(value, ())):
                     raise NoRecurrenceError(f"an earlier row needs {value.name}")
-                last = max((*forward.get(value, ()), *backward.get(value, ())), default=own)
-                if last > own:
-                    ahead[value] = own + 1, last
-            elif any(use > own for use in backward.get(value, ())):
+                last = max((*forward.get(value, ()), *backward.get(value, ())), default=made_at)
+                if last > made_at:
+                    ahead[value] = made_at + 1, last
+            elif any(use > made_at for use in backward.get(value, ())):
                 raise NoRecurrenceError(f"a later row needs {value.name}")
-            first = min(backward.get(value, ()), default=own)
-            if first < own:
-                back[value] = first + 1, own
+            first = min(backward.get(value, ()), default=made_at)
+            if first < made_at:
+                back[value] = first + 1, made_at
         return ahead, back
 
     # -- steps
@@ -212,13 +216,13 @@ class _Planner:
             steps[row.step].append(RowRead(self.number[node], self.number[row.source], row.dim, row.step))
         for node in nodes:
             steps[self.pair.step[node]].append(self._operation(node))
-        made = tuple(self._join(join) for join in joins)
+        results = tuple(self._join(join) for join in joins)
         finals = tuple(self._final(node) for node in self._finals(nodes))
         crossing = _slots(lifetimes, self.number, self.pair.length, reverse)
         kept = {slot.value for slots in crossing for slot in slots} | {final.value for final in finals}
-        kept |= {number for join in made for number in join.values}
+        kept |= {number for join in results for number in join.values}
         dead = _dead(steps, kept, reverse)
-        return Steps(tuple(map(tuple, steps)), crossing, made, finals, dtype, reverse, dead)
+        return Steps(tuple(map(tuple, steps)), crossing, results, finals, dtype, reverse, dead)
 
     def _operation(self, node: fx.Node) -> Operation:
         def numbered(item: fx.Node) -> Any:
@@ -233,7 +237,7 @@ class _Planner:
         return ConcatResult(numbers, join.dim, tuple(value.shape), value.dtype)
 
     def _finals(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
-        """Values that something outside of the loop uses, other than by its rows."""
+        """Return values that are used outside of the loop, other than through concatenated rows."""
         return tuple(node for node in nodes if any(self._is_outside(user) for user in node.users))
 
     def _is_outside(self, user: fx.Node) -> bool:
@@ -248,60 +252,60 @@ class _Planner:
     # -- operands and results
 
     def _half(
-        self, name: str, own: Steps, again: Steps | None, joins: tuple[ConcatAccess, ...], nodes: tuple[fx.Node, ...]
+        self, name: str, steps: Steps, recomputed: Steps | None, joins: tuple[ConcatAccess, ...], nodes: tuple[fx.Node, ...]
     ) -> RecurrenceCall:
         rows: dict[fx.Node, int] = {}
-        given: dict[fx.Node, None] = {}
-        reads = (self.pair.forward_reads, self.pair.backward_reads) if again is not None else None
-        for row in (r for part in (reads or (self._own_reads(own),)) for r in part.values()):
+        inputs: dict[fx.Node, None] = {}
+        reads = (self.pair.forward_reads, self.pair.backward_reads) if recomputed is not None else None
+        for row in (r for part in (reads or (self._reads_of(steps),)) for r in part.values()):
             if rows.setdefault(row.source, row.dim) != row.dim:
                 raise NoRecurrenceError(f"{row.source.name} is read along two dimensions")
-        everything = (*(self.pair.forward if again is not None else ()), *nodes)
+        everything = (*(self.pair.forward if recomputed is not None else ()), *nodes)
         for source in (source for node in everything for source in node.all_input_nodes):
             if source not in self.values:
-                given[source] = None
+                inputs[source] = None
         for item in (item for join in joins for item in join.values):
             if item not in self.values:
-                given[item] = None
-        if not rows or not all(is_tensor(value) for value in given):
+                inputs[item] = None
+        if not rows or not all(is_tensor(value) for value in inputs):
             raise NoRecurrenceError("it reads no rows, or something else than tensors")
-        operands = [(value, True) for value in rows] + [(value, False) for value in given]
+        operands = [(value, True) for value in rows] + [(value, False) for value in inputs]
         finals = self._finals(nodes)
         if len(finals) > MOST_FINALS:
             raise NoRecurrenceError(f"{len(finals)} values of single rows are used elsewhere")
         plan = RecurrencePlan(
             name,
             self.pair.length,
-            own,
-            again,
+            steps,
+            recomputed,
             tuple(self._operand(value, has_rows) for value, has_rows in operands),
             {self._operand(value, True): dim for value, dim in rows.items()},
-            {self._operand(value, False): self.number[value] for value in given},
+            {self._operand(value, False): self.number[value] for value in inputs},
             self._letters([(value, rows[value] if has_rows else None) for value, has_rows in operands], joins, finals),
         )
         return RecurrenceCall(plan, tuple(value for value, _ in operands), joins, finals)
 
-    def _own_reads(self, own: Steps) -> Mapping[fx.Node, RowAccess]:
-        return self.pair.backward_reads if own.reverse else self.pair.forward_reads
+    def _reads_of(self, steps: Steps) -> Mapping[fx.Node, RowAccess]:
+        return self.pair.backward_reads if steps.reverse else self.pair.forward_reads
 
     def _operand(self, value: fx.Node, has_rows: bool) -> Number:
-        """A value may be read by rows and be used whole as well: those are two operands."""
+        """Return the operand number. A value that is read by rows and also used in full becomes two operands."""
         return self.number[value] if has_rows else -1 - self.number[value]
 
     def _letters(
         self, operands: list[tuple[fx.Node, int | None]], joins: tuple[ConcatAccess, ...], finals: tuple[fx.Node, ...]
     ) -> RecurrenceAxes:
-        """Dimensions that index the same thing in the loop as it was written have the same letter."""
+        """Assign axis labels: dimensions with the same axis in the unrolled loop get the same label."""
         letters: dict[Dim, int] = {}
 
         def read(value: fx.Node, stepped: int | None) -> LetterShape:
             dims = [self.axes.table.resolve(dim) for dim in self.axes.shapes[value]]
-            own = [(letters.setdefault(dim, 1 + len(letters)),) if dim and i != stepped else () for i, dim in enumerate(dims)]
-            return tuple((0,) if i == stepped else dim for i, dim in enumerate(own))
+            labels = [(letters.setdefault(dim, 1 + len(letters)),) if dim and i != stepped else () for i, dim in enumerate(dims)]
+            return tuple((0,) if i == stepped else dim for i, dim in enumerate(labels))
 
         shapes = tuple(read(value, stepped) for value, stepped in operands)
-        made = (*(read(join.node, join.dim) for join in joins), *(read(final, None) for final in finals))
-        return RecurrenceAxes(shapes, made, 0)
+        results = (*(read(join.node, join.dim) for join in joins), *(read(final, None) for final in finals))
+        return RecurrenceAxes(shapes, results, 0)
 
 
 def _is_static(node: fx.Node) -> bool:
@@ -311,19 +315,19 @@ def _is_static(node: fx.Node) -> bool:
 
 
 def _carry_type(values: Iterable[fx.Node]) -> torch.dtype:
-    """The widest type of what crosses: every narrower number is kept exactly."""
-    found = {value.meta[VALUE].dtype if is_tensor(value) else None for value in values}
-    wide = [dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) if dtype in found]
-    if found - {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}:
+    """Return the widest dtype of the carried values, which represents narrower numbers exactly."""
+    dtypes = {value.meta[VALUE].dtype if is_tensor(value) else None for value in values}
+    wide = [dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) if dtype in dtypes]
+    if dtypes - {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}:
         raise NoRecurrenceError("other values than numbers cross from row to row")
-    mixed = {torch.bfloat16, torch.float16} <= found
+    mixed = {torch.bfloat16, torch.float16} <= dtypes
     return torch.float32 if mixed and wide[0] not in (torch.float64, torch.float32) else (wide or [torch.float32])[0]
 
 
 def _slots(
     lifetimes: Mapping[fx.Node, tuple[int, int]], number: Mapping[fx.Node, Number], length: int, reverse: bool
 ) -> tuple[tuple[CarrySlot, ...], ...]:
-    """A place in the carry for each value, for as long as it is needed; what was another's may be taken again."""
+    """Assign a slot of the carry to each value for its lifetime; slots of expired values are reused."""
     crossing: list[list[CarrySlot]] = [[] for _ in range(length + 1)]
     free: dict[int, list[int]] = defaultdict(list)
     ending: dict[int, list[CarrySlot]] = defaultdict(list)
@@ -349,25 +353,25 @@ def _slots(
 
 
 def _dead(steps: list[list[Instruction]], kept: set[Number], reverse: bool) -> tuple[tuple[Number, ...], ...]:
-    """Values that no later step needs, by the step after which they are not needed."""
+    """Return, for each step, the values that no later step needs."""
     last: dict[Number, int] = {}
     positions = range(len(steps) - 1, -1, -1) if reverse else range(len(steps))
-    made: set[Number] = set()
+    defined: set[Number] = set()
     for step in positions:
         for item in steps[step]:
-            made.add(item.made)
+            defined.add(item.made)
             last[item.made] = step
             if isinstance(item, Operation):
                 last.update(dict.fromkeys(numbers_in((item.args, item.kwargs)), step))
     dead: list[list[Number]] = [[] for _ in steps]
     for number, step in last.items():
-        if number in made and number not in kept:
+        if number in defined and number not in kept:
             dead[step].append(number)
     return tuple(map(tuple, dead))
 
 
 def numbers_in(item: Any) -> list[Number]:
-    """The values that an operator's arguments name."""
+    """Return the values that an operator's arguments refer to."""
     if isinstance(item, StepValue):
         return [item.number]
     if isinstance(item, Mapping):

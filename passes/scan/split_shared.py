@@ -1,10 +1,10 @@
-"""A table that several parts of the sequence read is one of its own for each reader.
+"""Give each reader of a shared table its own view, so that their axes do not unify.
 
-    cat([x[:8] * table, x[8:16] * table])  ->  cat([x[:8] * its own view of table, x[8:16] * its own view of table])
+    cat([x[:8] * table, x[8:16] * table])  ->  cat([x[:8] * view of table, x[8:16] * another view of table])
 
-What is computed together runs along one axis. A table made of no rows, such as the decays of a block, would make the blocks that
-read it one axis, whose rows stand in two places of the sequence: in none. Each reader takes its numbers from the table by itself,
-so each may have axes of its own: a view of all of it, cut out at row 0.
+Operands of one operator share an axis. A table without rows, such as the decays of a block, would unify the axes of
+the blocks that read it; their rows are at two positions of the sequence, so that the axis would have no position.
+Each reader reads the table independently and may have separate axes: a view of the full table, sliced at row 0.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OwnTables:
-    """It is done where more joins stand in place with it than without, which the axes found anew have to say."""
+    """Split shared tables if more concatenations are in place afterwards, according to the recomputed axes."""
 
     name: ClassVar[str] = "own tables"
 
     def apply(self, facts: Facts) -> Facts:
         axes = facts.found_axes
-        shared = set() if axes is None or axes.sequence is None else _shared_by_parts(facts.joint, axes)
-        if axes is None or not shared or not (views := _with_own_views(facts.joint, axes, shared)):
+        shared = set() if axes is None or axes.sequence is None else _shared_by_operands(facts.joint, axes)
+        if axes is None or not shared or not (views := _insert_views(facts.joint, axes, shared)):
             return facts
         joint = joint_graph(facts.joint.graph, len(facts.joint.primals), len(facts.joint.outputs))
         if _in_place(sequence_axes(joint)) > _in_place(axes):
@@ -49,18 +49,18 @@ class OwnTables:
         return facts
 
 
-def _shared_by_parts(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Axes of the sequence that are those of several parts of one join."""
-    found: set[Atom] = set()
+def _shared_by_operands(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Return axis factors of the sequence that several operands of one concatenation share."""
+    shared: set[Atom] = set()
     for node in joint.nodes:
         if node.target is aten.cat.default and node in axes.signatures and (join := join_of(node, axes)) is not None:
             parts = [part for part, _ in join.parts]
-            found |= {part for part in parts if parts.count(part) > 1 and axes.sequence_atom((part,)) is not None}
-    return found
+            shared |= {part for part in parts if parts.count(part) > 1 and axes.sequence_atom((part,)) is not None}
+    return shared
 
 
-def _with_own_views(joint: JointGraph, axes: AxisFacts, shared: set[Atom]) -> list[fx.Node]:
-    """Views of the tables along these axes, written before each reader."""
+def _insert_views(joint: JointGraph, axes: AxisFacts, shared: set[Atom]) -> list[fx.Node]:
+    """Insert a view of each table with these axes before each reader."""
     writer, views = GraphWriter(joint.graph), []
     tables = _tables(joint)
     for table in tables:
@@ -74,12 +74,12 @@ def _with_own_views(joint: JointGraph, axes: AxisFacts, shared: set[Atom]) -> li
 
 
 def _tables(joint: JointGraph) -> dict[fx.Node, None]:
-    """What is made of parameters, buffers and constants alone."""
-    found = dict.fromkeys(node for node in joint.sources if _is_constant(node))
+    """Return values computed from parameters, buffers and constants alone."""
+    tables = dict.fromkeys(node for node in joint.sources if _is_constant(node))
     for node in joint.nodes:
-        if not is_random(node) and not is_collective(node) and all(source in found for source in node.all_input_nodes):
-            found[node] = None
-    return found
+        if not is_random(node) and not is_collective(node) and all(source in tables for source in node.all_input_nodes):
+            tables[node] = None
+    return tables
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -87,7 +87,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _in_place(axes: AxisFacts) -> int:
-    """How many joins put rows of the sequence where they stand."""
+    """Return the number of concatenations that keep rows of the sequence at their positions."""
     return sum(1 for _ in _joins_in_place(axes))
 
 

@@ -1,11 +1,13 @@
-"""Blocks of rows that a loop cuts out one by one, and joins again, are rows of a value that has the blocks in a dimension.
+"""Rewrite blocks of rows that a loop slices and concatenates one by one as rows of a value with a dimension of
+blocks.
 
     x[:, 0:4], x[:, 4:8], x[:, 8:12]                ->   v[:, 0], v[:, 1], v[:, 2]   of v = x[:, 0:12].view(b, 3, 4)
     cat([a, b, c, rest], 1)                         ->   cat([stack([a, b, c], 1).view(b, 12), rest], 1)
-    slice_backward(a, 0:4) + slice_backward(b, 4:8) + ...   ->   of a stack, likewise: what autograd makes of the first line
+    slice_backward(a, 0:4) + slice_backward(b, 4:8) + ...   ->   of a stack, likewise: the gradient of the first line
 
-It is written so where as many blocks of one size are cut out as are joined, or all but the first or the last: nobody asks for the
-state behind the last block, nor for what that alone is made of. What no recurrence takes is written back.
+The rewrite applies if the number of slices of one size equals the number of concatenated blocks, except that the
+first or the last slice may be missing: the state after the last block is unused, and so is everything computed for it
+alone. Blocks that no recurrence uses are restored.
 """
 
 from __future__ import annotations
@@ -46,22 +48,24 @@ class Blocks:
 
 @dataclass(frozen=True)
 class CutBlocks:
-    """What was written in other words: views that blocks are taken out of, and views of stacks of blocks."""
+    """Rewritten nodes: views from which blocks are selected, and views of stacked blocks."""
 
     cut: tuple[tuple[fx.Node, Blocks], ...]
     joined: tuple[tuple[fx.Node, Blocks], ...]
 
 
 def cut_blocks(joint: JointGraph, writer: GraphWriter) -> CutBlocks:
-    """Write blocks that loops cut out and join as rows of values with a dimension of blocks; features are no rows."""
+    """Rewrite blocks that loops slice and concatenate as rows of values with a dimension of blocks; features do not
+    count.
+    """
     graph = joint.graph
     joins = {node: blocks for node in graph.find_nodes(op="call_function", target=aten.cat.default) if (blocks := _joined(node))}
     kinds = {(blocks.count, blocks.size) for blocks in joins.values()}
     places = _places(graph) if kinds else {}
-    cuts = {source: found for source, own in places.items() if (found := _cut(own, shape_of_node(source), kinds))}
+    cuts = {source: cut for source, ranges in places.items() if (cut := _cut(ranges, shape_of_node(source), kinds))}
     if cuts:
         is_width = widths(joint)
-        cuts = {source: own for source, own in cuts.items() if not is_width(source, own.dim)}
+        cuts = {source: blocks for source, blocks in cuts.items() if not is_width(source, blocks.dim)}
     kinds &= {(blocks.count, blocks.size) for blocks in cuts.values()}
     if not kinds:
         return CutBlocks((), ())
@@ -71,38 +75,49 @@ def cut_blocks(joint: JointGraph, writer: GraphWriter) -> CutBlocks:
         if (blocks.count, blocks.size) in kinds
     ]
     joined += _joined_gradients(graph, kinds, writer)
-    return CutBlocks(tuple((_cut_out(source, own, places[source], writer), own) for source, own in cuts.items()), tuple(joined))
+    return CutBlocks(
+        tuple((_cut_out(source, own_blocks, places[source], writer), own_blocks) for source, own_blocks in cuts.items()),
+        tuple(joined),
+    )
 
 
 def put_back(blocks: CutBlocks, graph: fx.Graph, writer: GraphWriter) -> None:
-    """Write as before what is still taken out of such views, and what is still stacked."""
-    left = set(graph.nodes)
-    for view, own in blocks.cut:
-        for node in list(view.users) if view in left else ():
-            if node.target is aten.select.int and node.args[1] == own.dim:
-                start = int_argument(node, 2) * own.size
-                rows = writer.before(node).call(aten.slice.Tensor, node_argument(view), own.dim, start, start + own.size)
+    """Restore slices and concatenations from the views and stacks that no recurrence uses."""
+    remaining = set(graph.nodes)
+    for view, own_blocks in blocks.cut:
+        for node in list(view.users) if view in remaining else ():
+            if node.target is aten.select.int and node.args[1] == own_blocks.dim:
+                start = int_argument(node, 2) * own_blocks.size
+                rows = writer.before(node).call(
+                    aten.slice.Tensor, node_argument(view), own_blocks.dim, start, start + own_blocks.size
+                )
                 node.replace_all_uses_with(rows, propagate_meta=False)
-    for view, own in blocks.joined:
-        if view in left and (stacked := node_argument(view)).target is aten.stack.default and stacked.args[1] == own.dim:
-            view.replace_all_uses_with(writer.before(view).call(aten.cat.default, stacked.args[0], own.dim), propagate_meta=False)
+    for view, own_blocks in blocks.joined:
+        if (
+            view in remaining
+            and (stacked := node_argument(view)).target is aten.stack.default
+            and stacked.args[1] == own_blocks.dim
+        ):
+            view.replace_all_uses_with(
+                writer.before(view).call(aten.cat.default, stacked.args[0], own_blocks.dim), propagate_meta=False
+            )
 
 
-# -- what is cut out
+# -- slices
 
 
 def _places(graph: fx.Graph) -> dict[fx.Node, dict[tuple[int, int, int], list[fx.Node]]]:
-    """By value: where along which of its dimensions rows are cut out of it, and by what."""
-    found: dict[fx.Node, dict[tuple[int, int, int], list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    """Return, by value, the row ranges that are sliced from it (dimension, start, stop), with the slicing nodes."""
+    ranges: dict[fx.Node, dict[tuple[int, int, int], list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         source = node_argument(node)
         if is_fixed(shape_of_node(source)) and (rows := sliced_rows(node, source)) is not None:
-            found[source][rows].append(node)
+            ranges[source][rows].append(node)
     for target in SPLITS:
         for node in graph.find_nodes(op="call_function", target=target):
             for rows, part in _parts(node):
-                found[node_argument(node)][rows].append(part)
-    return found
+                ranges[node_argument(node)][rows].append(part)
+    return ranges
 
 
 def _parts(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
@@ -118,7 +133,7 @@ def _parts(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
 
 
 def _cut(places: Collection[tuple[int, int, int]], shape: Sequence[Any], kinds: Collection[tuple[int, int]]) -> Blocks | None:
-    """Blocks of one of these kinds that a value of this shape has, and all cut out, but for one at an end perhaps."""
+    """Return blocks of one of these kinds if a value has them and all are sliced, except perhaps the first or last."""
     for dim in sorted({dim for dim, _, _ in places}):
         for count, size in sorted(kinds, reverse=True):
             missing = [number for number in range(count) if (dim, number * size, number * size + size) not in places]
@@ -130,7 +145,7 @@ def _cut(places: Collection[tuple[int, int, int]], shape: Sequence[Any], kinds: 
 def _cut_out(
     source: fx.Node, blocks: Blocks, places: Mapping[tuple[int, int, int], Sequence[fx.Node]], writer: GraphWriter
 ) -> fx.Node:
-    """Take blocks out of a view of the source that has them in a dimension."""
+    """Select the blocks from a view of the source that has them in a dimension."""
     writer.before(source.next)
     shape = [int(size) for size in shape_of_node(source)]
     rows = source if shape[blocks.dim] == blocks.rows else writer.call(aten.slice.Tensor, source, blocks.dim, 0, blocks.rows)
@@ -141,14 +156,14 @@ def _cut_out(
         for node in places.get((blocks.dim, start, start + blocks.size), ()):
             block = writer.before(node).call(aten.select.int, view, blocks.dim, number)
             node.replace_all_uses_with(block, propagate_meta=False)
-    for place, nodes in places.items():  # what a split leaves behind the blocks
+    for place, nodes in places.items():  # outputs of a split after the blocks
         for node in nodes:
             if node.target is operator.getitem and node.users:
                 node.replace_all_uses_with(writer.before(node).call(aten.slice.Tensor, source, *place), propagate_meta=False)
     return view
 
 
-# -- what is joined
+# -- concatenations
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -156,7 +171,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _joined(node: fx.Node) -> Blocks | None:
-    """The blocks that a concatenation begins with, all of one size; what is shorter may follow."""
+    """Return the blocks of equal size with which a concatenation begins; smaller operands may follow."""
     parts = _operands(node)
     dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
     if not all(is_fixed(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in parts):
@@ -170,45 +185,45 @@ def _joined(node: fx.Node) -> Blocks | None:
 def _join(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: GraphWriter) -> fx.Node:
     view = _stacked(values, blocks, writer.before(node))
     rest = _operands(node)[blocks.count :]
-    whole = writer.call(aten.cat.default, [view, *rest], blocks.dim) if rest else view
-    node.replace_all_uses_with(whole, propagate_meta=False)
+    concatenated = writer.call(aten.cat.default, [view, *rest], blocks.dim) if rest else view
+    node.replace_all_uses_with(concatenated, propagate_meta=False)
     return view
 
 
 def _stacked(values: Sequence[fx.Node | None], blocks: Blocks, writer: GraphWriter) -> fx.Node:
-    """Blocks one behind the other, zeros where there is none."""
-    own = next(value.meta[VALUE] for value in values if value is not None)
-    shape = [int(size) for size in own.shape]
+    """Concatenate blocks, with zeros for missing ones."""
+    like = next(value.meta[VALUE] for value in values if value is not None)
+    shape = [int(size) for size in like.shape]
     is_short = None in values
-    zeros = writer.call(aten.full.default, shape, 0, dtype=own.dtype, device=own.device) if is_short else None
+    zeros = writer.call(aten.full.default, shape, 0, dtype=like.dtype, device=like.device) if is_short else None
     stacked = writer.call(aten.stack.default, [zeros if value is None else value for value in values], blocks.dim)
     return writer.call(aten.view.default, stacked, [*shape[: blocks.dim], blocks.rows, *shape[blocks.dim + 1 :]])
 
 
-# -- gradients of what is cut out
+# -- gradients of slices
 
 
 def _joined_gradients(graph: fx.Graph, kinds: Collection[tuple[int, int]], writer: GraphWriter) -> list[tuple[fx.Node, Blocks]]:
-    """Gradients of blocks, each among zeros, that are added up."""
+    """Rewrite sums of zero-padded gradients of blocks."""
     parts: dict[fx.Node, None] = {}
     for node in graph.nodes:
         is_padded = node.target is aten.slice_backward.default and is_fixed(shape_of_node(node))
         if is_padded or (is_plain_sum(node) and any(item in parts for item in node.args)):
             parts[node] = None
     order = {node: number for number, node in enumerate(graph.nodes)} if parts else {}
-    found: list[tuple[fx.Node, Blocks]] = []
+    joined: list[tuple[fx.Node, Blocks]] = []
     for node in parts:
         is_summand = len(node.users) == 1 and (user := next(iter(node.users))) in parts and user.target is aten.add.Tensor
         if node.target is aten.add.Tensor and not is_summand:
             padded, others = _summands(node, parts)
             blocks = _cut(padded, shape_of_node(node), kinds)
             if blocks is not None:
-                found += _join_gradients(node, blocks, padded, others, order, writer)
-    return found
+                joined += _join_gradients(node, blocks, padded, others, order, writer)
+    return joined
 
 
 def _summands(total: fx.Node, parts: Collection[fx.Node]) -> tuple[dict[tuple[int, int, int], list[fx.Node]], list[fx.Node]]:
-    """What is added up: gradients among zeros, by their place, and others."""
+    """Return the summands: zero-padded gradients by their row range, and others."""
     padded: dict[tuple[int, int, int], list[fx.Node]] = defaultdict(list)
     todo, others = list(total.all_input_nodes) if total.args[0] is not total.args[1] else [], list[fx.Node]()
     while todo:
@@ -231,22 +246,25 @@ def _join_gradients(
     order: Mapping[fx.Node, int],
     writer: GraphWriter,
 ) -> list[tuple[fx.Node, Blocks]]:
-    """Several gradients of a block come from several loops, one after the other; where a block is not cut out, zeros."""
+    """Concatenate the gradients of blocks, with zeros for missing ones.
+
+    Several gradients of a block come from several loops, in order.
+    """
     places = [(blocks.dim, number * blocks.size, number * blocks.size + blocks.size) for number in range(blocks.count)]
     rounds = [sorted(padded.get(place, ()), key=order.__getitem__) for place in places]
-    counts = {len(own) for own in rounds if own}
+    counts = {len(gradients) for gradients in rounds if gradients}
     if len(counts) != 1:
         return []
     shape = list(node.meta[VALUE].shape)
     writer.before(node)
-    rows = [[node_argument(own[number]) if own else None for own in rounds] for number in range(counts.pop())]
+    rows = [[node_argument(gradients[number]) if gradients else None for gradients in rounds] for number in range(counts.pop())]
     views = [_stacked(values, blocks, writer) for values in rows]
     pad = (blocks.dim, 0, blocks.rows, 1)
     terms = [
         view if shape[blocks.dim] == blocks.rows else writer.call(aten.slice_backward.default, view, shape, *pad)
         for view in views
     ]
-    terms += [part for place, own in padded.items() if place not in places for part in own] + others
+    terms += [part for place, gradients in padded.items() if place not in places for part in gradients] + others
     total = terms[0]
     for term in terms[1:]:
         total = writer.call(aten.add.Tensor, total, term)

@@ -1,15 +1,20 @@
-"""What is proven of the numbers in a graph: one lattice (`streamfx/ir/ranges.py`) and one table of transfer functions.
+"""Ranges of the numbers in a graph: one lattice (`streamfx/ir/ranges.py`) and one table of transfer functions.
 
-transfer.py     how a row of the table is written, and how an operator is looked up in it
-arithmetic.py   sums, products, quotients, comparisons, logic, choices
-functions.py    functions of one number: exp, log, tanh ...
-moves.py        views, look-ups, joins, fillers: numbers that stay what they are
-reductions.py   sums, extremes, norms, softmaxes
-products.py     products of matrices, attention
-analysis.py     the whole graph
+transfer.py     registration and lookup of transfer functions
+arithmetic.py   sums, products, quotients, comparisons, logic, selections
+unary.py        functions of one number: exp, log, tanh ...
+views.py        views, indexing, concatenation, constant fills: operators that move numbers or write constants
+reductions.py   sums, extrema, norms, softmax
+products.py     matrix products, attention
+patterns.py     relations between two values that their ranges cannot express
+casts.py        type conversions that keep numbers exact
+analysis.py     the ranges of a whole graph
+
+It maps ranges of operands to ranges of results, and knows nothing of axes or loops. It may import `ir` and traits of
+operators.
 """
 
-from streamfx.passes.ops.ranges import arithmetic as _arithmetic  # noqa: F401  (each fills its part of the table)
+from streamfx.passes.ops.ranges import arithmetic as _arithmetic  # noqa: F401  (each module fills its part of the table)
 from streamfx.passes.ops.ranges import products as _products  # noqa: F401
 from streamfx.passes.ops.ranges import reductions as _reductions  # noqa: F401
 from streamfx.passes.ops.ranges import unary as _functions  # noqa: F401

@@ -1,4 +1,4 @@
-"""The ranges of a whole graph's values, each found when it is asked for."""
+"""The ranges of a graph's values, computed on demand."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from streamfx.torch_private import OpOverload
 
 
 class ValueRanges:
-    """Ranges by value. `trained` are the sources that are taken for ordinary numbers: those that get a gradient, and tangents."""
+    """Ranges by value. `trained` are the sources assumed to hold ordinary numbers: inputs that get a gradient, and
+    tangents.
+    """
 
     def __init__(self, trained: Collection[fx.Node] = ()) -> None:
         self._trained = frozenset(trained)
         self._known: dict[fx.Node, tuple[Range, ...]] = {}
 
     def of(self, node: fx.Node) -> Range:
-        """The range of a tensor."""
+        """Return the range of a tensor."""
         todo = [node]
         while todo:
             item = todo[-1]
@@ -40,19 +42,19 @@ class ValueRanges:
         return self._known[node][0]
 
     def note(self, node: fx.Node, known: Range) -> None:
-        """A range that was found in another way, from what is known of rows and keys."""
+        """Record a range found by other means, from facts about query and key positions."""
         self._known[node] = (known,)
 
     def _of(self, node: fx.Node) -> tuple[Range, ...]:
         if node.op == "call_function":
-            return self._made(node)
-        return (self._given(node) if is_tensor(node) else Range(0, 0),)
+            return self._range_of_results(node)
+        return (self._range_of_input(node) if is_tensor(node) else Range(0, 0),)
 
-    def _made(self, node: fx.Node) -> tuple[Range, ...]:
+    def _range_of_results(self, node: fx.Node) -> tuple[Range, ...]:
         if node.target is operator.getitem:
-            made, position = self._known[node.args[0]], node.args[1]  # type: ignore[index]
-            if isinstance(position, int) and position < len(made):
-                return (made[position],)
+            results, position = self._known[node.args[0]], node.args[1]  # type: ignore[index]
+            if isinstance(position, int) and position < len(results):
+                return (results[position],)
         if not isinstance(node.target, OpOverload):
             return tuple(everything(torch.float64 if result is None else result.dtype) for result in results_of(node))
         unpacked = unpacked_product(node, self._operand)
@@ -61,7 +63,7 @@ class ValueRanges:
     def _operand(self, node: fx.Node) -> Range:
         return self._known[node][0]
 
-    def _given(self, node: fx.Node) -> Range:
+    def _range_of_input(self, node: fx.Node) -> Range:
         dtype: torch.dtype = node.meta[VALUE].dtype
         pattern: Any = node.meta.get(PATTERN)
         if isinstance(pattern, Pieces):

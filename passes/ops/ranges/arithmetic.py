@@ -1,4 +1,4 @@
-"""Sums, products, quotients, comparisons, logic and choices of ranges."""
+"""Transfer functions of sums, products, quotients, comparisons, logic and selections."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ONE = constant(1)
 ANYTHING = Range(-INFINITY, INFINITY, True)
 
 
-# -- the arithmetic of ranges
+# -- interval arithmetic
 
 
 def plus(a: Range, b: Range) -> Range:
-    """[a.low + b.low, a.high + b.high]; infinities of two signs add up to NaN."""
+    """Return [a.low + b.low, a.high + b.high]; infinities of opposite signs add up to NaN."""
     nan = a.nan or b.nan or _are_opposite(a, b) or _are_opposite(b, a)
     for known in (a, b):
         if known.low == known.high and math.isinf(known.low):
@@ -45,14 +45,14 @@ def minus(a: Range, b: Range) -> Range:
 
 
 def times(a: Range, b: Range) -> Range:
-    """Nothing times infinity is NaN."""
+    """Multiply ranges; zero times infinity is NaN."""
     nan = a.nan or b.nan or (a.has_zero and math.isinf(b.magnitude)) or (b.has_zero and math.isinf(a.magnitude))
     corners = [0 if 0 in (x, y) else x * y for x in (a.low, a.high) for y in (b.low, b.high)]
     return widened(min(corners), max(corners), nan)
 
 
 def over(a: Range, b: Range) -> Range:
-    """A true quotient. By zero it is infinite, of whichever sign; zero by zero, and infinity by infinity, are NaN."""
+    """Return the true quotient. Division by zero gives an infinity of either sign; 0 / 0 and inf / inf are NaN."""
     if b.has_zero:
         return Range(0, 0, True) if a.is_zero else ANYTHING
     nan = a.nan or b.nan or (math.isinf(a.magnitude) and math.isinf(b.magnitude))
@@ -73,7 +73,7 @@ def _add(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Rang
 
 @elementwise(aten.sub.Tensor, aten.sub.Scalar)
 def _sub(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Range:
-    """What is largest of some numbers is no smaller than each."""
+    """Subtract ranges. `x - x.max()` is at most zero."""
     known = _plus_scaled(self, negated(other), alpha, call.dtype)
     if alpha == ONE and is_largest_of(call.arguments["other"], call.arguments["self"]):
         return Range(min(known.low, 0), 0, known.nan)
@@ -86,7 +86,7 @@ def _rsub(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Ran
 
 
 def _plus_scaled(a: Range, b: Range, alpha: Range, dtype: torch.dtype) -> Range:
-    """`a + alpha * b`; whether the product is rounded before it is added differs from device to device."""
+    """Return `a + alpha * b`. Devices differ in whether they round the product before the addition."""
     if alpha == ONE:
         return plus(a, b)
     scaled = times(b, alpha)
@@ -100,7 +100,7 @@ def _mul(self: Range, other: Range) -> Range:
 
 @elementwise(aten.div.Tensor, aten.div.Scalar)
 def _div(call: RangeCall, self: Range, other: Range) -> Range:
-    """A part of a sum of numbers that are not negative is a share of it."""
+    """Divide ranges. A summand of a sum of nonnegative numbers, divided by the sum, is at most one."""
     known = over(self, other)
     if self.low >= 0 and _is_floating(call.arguments["self"]) and is_share_of(call.arguments["self"], call.arguments["other"]):
         return Range(0, min(known.high, 1.01), True)
@@ -108,7 +108,7 @@ def _div(call: RangeCall, self: Range, other: Range) -> Range:
 
 
 def _is_floating(item: Any) -> bool:
-    """Sums of whole numbers may wrap."""
+    """Return whether a value is floating point: integer sums may wrap."""
     return is_tensor(item) and bool(item.meta[VALUE].is_floating_point())
 
 
@@ -118,7 +118,7 @@ def _div_mode(self: Range, other: Range, rounding_mode: Any) -> Range:
     if rounding_mode is None:
         return known
     if any(math.isinf(item.magnitude) for item in (self, other, known)):
-        return ANYTHING  # rounded down by a remainder infinity is NaN, and -1 over infinity is -1
+        return ANYTHING  # by a remainder, infinity rounds to NaN, and -1 / inf to -1
     return Range(math.floor(known.low), math.ceil(known.high), known.nan)
 
 
@@ -129,13 +129,13 @@ def _floor_divide(self: Range, other: Range) -> Range:
 
 @elementwise(aten.remainder.Tensor, aten.remainder.Scalar)
 def _remainder(call: RangeCall, self: Range, other: Range) -> Range:
-    """Of the divisor's sign, and smaller, up to rounding."""
+    """The result has the divisor's sign, and is smaller in magnitude, up to rounding."""
     if not other.low > 0 or math.isinf(self.magnitude) or self.nan or other.nan:
         return everything(call.dtype)
-    whole = not call.dtype.is_floating_point
-    if not whole and _quotient(self.magnitude, other.low) > torch.finfo(call.dtype).max / 4:
+    is_integer = not call.dtype.is_floating_point
+    if not is_integer and _quotient(self.magnitude, other.low) > torch.finfo(call.dtype).max / 4:
         return everything(call.dtype)
-    return Range(0, other.high - 1 if whole else other.high)
+    return Range(0, other.high - 1 if is_integer else other.high)
 
 
 @elementwise(aten.neg.default)
@@ -153,7 +153,7 @@ def _copy(self: Range, dtype: Any = None) -> Range:
     return self
 
 
-# -- the larger and the smaller; NaN goes on
+# -- maximum and minimum: NaN propagates
 
 
 @elementwise(aten.maximum.default)
@@ -182,7 +182,7 @@ def _clamp_max(self: Range, max: Range) -> Range:
     return _minimum(self, max)
 
 
-# -- comparisons: every one of NaN is false, but that it is not equal
+# -- comparisons: false if an operand is NaN, except for `ne`
 
 
 def truth(always: bool, never: bool) -> Range:
@@ -211,8 +211,8 @@ def _ge(self: Range, other: Range) -> Range:
 
 @elementwise(aten.eq.Tensor, aten.eq.Scalar)
 def _eq(self: Range, other: Range) -> Range:
-    apart = self.high < other.low or other.high < self.low
-    return truth(self.constant is not None and self.constant == other.constant, apart)
+    disjoint = self.high < other.low or other.high < self.low
+    return truth(self.constant is not None and self.constant == other.constant, disjoint)
 
 
 @elementwise(aten.ne.Tensor, aten.ne.Scalar)
@@ -231,11 +231,11 @@ def _isinf(self: Range) -> Range:
     return truth(False, not math.isinf(self.magnitude))
 
 
-# -- logic: of truth values; of whole numbers bit by bit
+# -- logic: on booleans; bitwise on integers
 
 
 def _true(known: Range) -> Range:
-    """The truth of numbers; NaN is true."""
+    """Convert numbers to booleans; NaN is true."""
     return truth(not known.has_zero, known.constant == 0)
 
 
@@ -264,8 +264,8 @@ def _logical_not(self: Range) -> Range:
 def _bitwise_and(call: RangeCall, self: Range, other: Range) -> Range:
     if call.dtype == torch.bool:
         return _logical_and(self, other)
-    kept = [known.high for known in (self, other) if known.low >= 0]
-    return Range(0, min(kept)) if kept else everything(call.dtype)
+    bounds = [known.high for known in (self, other) if known.low >= 0]
+    return Range(0, min(bounds)) if bounds else everything(call.dtype)
 
 
 @elementwise(aten.bitwise_or.Tensor, aten.bitwise_or.Scalar)
@@ -290,7 +290,7 @@ def _bitwise_not(call: RangeCall, self: Range) -> Range:
     return Range(-1 - self.high, -1 - self.low) if limits.low < 0 else Range(limits.high - self.high, limits.high - self.low)
 
 
-# -- choices
+# -- selections
 
 
 @elementwise(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)

@@ -1,4 +1,4 @@
-"""Which changes of type keep numbers what they are?"""
+"""Type conversions that keep numbers exact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESHAPED = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape
 
 
 def is_whole(node: fx.Node, values: ValueRanges) -> bool:
-    """Whether all numbers of a value are whole, and its type holds each number of their range."""
+    """Return whether all numbers of a value are integers, and its dtype represents each integer of their range."""
     dtype: torch.dtype = node.meta[VALUE].dtype
     known = values.of(node)
     if not is_exact_in(dtype, known.low, known.high):
@@ -28,7 +28,7 @@ def is_whole(node: fx.Node, values: ValueRanges) -> bool:
 
 
 def keeps_numbers(node: fx.Node, values: ValueRanges) -> bool:
-    """Whether a copy, or a view, holds the numbers of what it is made of."""
+    """Return whether a copy or view holds the same numbers as its operand."""
     if node.target in RESHAPED or node.target is aten.clone.default:
         return True
     if node.target is not aten._to_copy.default:
@@ -39,7 +39,7 @@ def keeps_numbers(node: fx.Node, values: ValueRanges) -> bool:
 
 
 def behind_copies(node: fx.Node, values: ValueRanges, through: frozenset[object] = SAME_SHAPES) -> fx.Node:
-    """The value whose numbers a node holds, behind copies of the same numbers."""
+    """Follow copies that keep the numbers, and return their source."""
     while node.target in through and keeps_numbers(node, values):
         node = node_argument(node)
     return node

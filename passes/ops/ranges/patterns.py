@@ -1,4 +1,4 @@
-"""How a value was made of another one, where that says more than the two ranges: the largest of some numbers, their sum."""
+"""Relations between two values that ranges cannot express: one is the maximum, or the sum, of the other's elements."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ SAME_NUMBERS = frozenset({aten._to_copy.default, aten.clone.default, aten.detach
 
 
 def is_largest_of(largest: Any, numbers: Any) -> bool:
-    """Whether each element of `largest` is the largest of those of `numbers` that it is broadcast to."""
+    """Return whether each element of `largest` is the maximum of the elements of `numbers` that it is broadcast to."""
     if not isinstance(largest, fx.Node) or not isinstance(numbers, fx.Node):
         return False
-    largest = _plain(largest)
+    largest = _skip_copies(largest)
     if largest.target is operator.getitem and largest.args[1] == 0:
         largest = largest.args[0]  # type: ignore[assignment]
     if largest.target not in (aten.amax.default, aten.max.dim) or not bound_arguments(largest)["keepdim"]:
         return False
-    return _plain(largest.args[0]) is _plain(numbers)
+    return _skip_copies(largest.args[0]) is _skip_copies(numbers)
 
 
 def is_share_of(part: Any, total: Any) -> bool:
-    """Whether `total` is at least the sum of `part` along some dimensions, if no element of `part` is negative."""
+    """Return whether `total` is at least the sum of `part` along some dimensions, if no element of `part` is negative."""
     if not isinstance(part, fx.Node) or not isinstance(total, fx.Node):
         return False
-    total = _plain(total)
+    total = _skip_copies(total)
     while total.target in _NO_LESS and _NO_LESS[total.target](total):
-        total = _plain(total.args[0])
+        total = _skip_copies(total.args[0])
     if total.target is not aten.sum.dim_IntList:
         return False
     arguments = bound_arguments(total)
-    return bool(arguments["keepdim"]) and arguments["dtype"] is None and _plain(arguments["self"]) is _plain(part)
+    return bool(arguments["keepdim"]) and arguments["dtype"] is None and _skip_copies(arguments["self"]) is _skip_copies(part)
 
 
-def _plain(node: Any) -> Any:
-    """The value behind copies of the same type, and behind being repeated."""
-    while isinstance(node, fx.Node) and (_is_copy(node) or _is_repeated(node)):
+def _skip_copies(node: Any) -> Any:
+    """Skip copies of the same dtype and expansions."""
+    while isinstance(node, fx.Node) and (_is_copy(node) or _is_expansion(node)):
         node = node.args[0]
     return node
 
@@ -52,8 +52,8 @@ def _is_copy(node: fx.Node) -> bool:
     return is_tensor(source) and source.meta[VALUE].dtype == node.meta[VALUE].dtype  # type: ignore[union-attr]
 
 
-def _is_repeated(node: fx.Node) -> bool:
-    """A dimension of size one, repeated: what `keepdim` leaves is broadcast all the same."""
+def _is_expansion(node: fx.Node) -> bool:
+    """Return whether a node expands dimensions of size one; results of `keepdim` broadcast either way."""
     return node.target is aten.expand.default and len(shape_of_node(node)) == len(shape_of_node(node.args[0]))  # type: ignore[arg-type]
 
 

@@ -1,7 +1,8 @@
-"""Products of matrices, and attention.
+"""Ranges of matrix products and attention.
 
-Here stands the one assumption about magnitudes (docs/architecture.md): weights are trained, so what a product makes of ordinary
-numbers is an ordinary number. It is not made of numbers that may be infinite, or so large that they stand for infinity.
+This module makes the one assumption about magnitudes (docs/architecture.md): weights are trained, so a product of
+ordinary numbers is an ordinary number. It does not extend to operands that may be infinite, or so large that they
+represent infinity.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ aten = torch.ops.aten
 
 
 def product(dtype: torch.dtype, count: int, *operands: Range) -> Range:
-    """A sum of `count` products: an ordinary number where weights or activations are among ordinary ones; else no larger than
-    each of them times how many there are.
+    """Return the range of a sum of `count` products.
+
+    It is an ordinary number if the operands are ordinary and a weight or activation is among them; else the bound is
+    the product of all magnitudes times `count`.
     """
     nan = any(known.nan for known in operands)
     if not dtype.is_floating_point:
@@ -68,29 +71,31 @@ def _baddbmm(call: RangeCall) -> Range:
 
 
 def _added(call: RangeCall, first: str) -> Range:
-    """beta * self + alpha * (first @ second); nothing is read of `self` where beta is zero."""
+    """Return the range of beta * self + alpha * (first @ second); `self` is not read if beta is zero."""
     other = call.range("mat2" if first == "mat1" else "batch2")
-    made = times(product(call.dtype, longest(call.shape(first)[-1]), call.range(first), other), call.range("alpha"))
+    product_range = times(product(call.dtype, longest(call.shape(first)[-1]), call.range(first), other), call.range("alpha"))
     beta = call.range("beta")
-    return made if beta.constant == 0 else plus(times(call.range("self"), beta), made)
+    return product_range if beta.constant == 0 else plus(times(call.range("self"), beta), product_range)
 
 
 @structural(aten.convolution.default, takes="input weight bias stride padding dilation transposed output_padding groups")
 def _convolution(call: RangeCall) -> Range:
-    made = product(call.dtype, count_of(*call.shape("weight")), call.range("input"), call.range("weight"))
-    return made if call.arguments["bias"] is None else plus(made, call.range("bias"))
+    product_range = product(call.dtype, count_of(*call.shape("weight")), call.range("input"), call.range("weight"))
+    return product_range if call.arguments["bias"] is None else plus(product_range, call.range("bias"))
 
 
 @structural(aten._cdist_forward.default, takes="x1 x2 p compute_mode")
 def _distance(call: RangeCall) -> Range:
-    """No more than all differences added up, for norms of order one and above; they are found by squares and products."""
-    one, other, count = call.range("x1"), call.range("x2"), longest(call.shape("x1")[-1])
-    apart = one.magnitude + other.magnitude
-    if not call.arguments["p"] >= 1 or count * apart * apart > torch.finfo(call.dtype).max / 4:
+    """Bound a norm of order one or above by the sum of all differences, with room for the squares and products of
+    kernels.
+    """
+    x1, x2, count = call.range("x1"), call.range("x2"), longest(call.shape("x1")[-1])
+    distance = x1.magnitude + x2.magnitude
+    if not call.arguments["p"] >= 1 or count * distance * distance > torch.finfo(call.dtype).max / 4:
         return Range(0, INFINITY, True)
-    if one.assumed or other.assumed:
-        return Range(0, max(activation(call.dtype).high, 1.01 * apart), one.nan or other.nan)
-    return Range(0, 1.01 * count * apart, one.nan or other.nan)
+    if x1.assumed or x2.assumed:
+        return Range(0, max(activation(call.dtype).high, 1.01 * distance), x1.nan or x2.nan)
+    return Range(0, 1.01 * count * distance, x1.nan or x2.nan)
 
 
 @structural(GROUPED_MM, takes="x weight group")
@@ -105,7 +110,7 @@ def _grouped_outer(call: RangeCall) -> Range:
 
 @structural(ATTENTION, takes="query key value attn_mask is_causal scale")
 def _attention(call: RangeCall) -> tuple[Range, ...]:
-    """Shares of the values; nothing where a row sees no key."""
+    """Return a convex combination of the values; zero if a query position sees no key."""
     value = call.range("value")
     scores = product(call.dtype, longest(call.shape("query")[-1]), call.range("query"), call.range("key"))
     nan = value.nan or scores.nan or math.isinf(scores.magnitude) or math.isinf(value.magnitude)
@@ -114,7 +119,10 @@ def _attention(call: RangeCall) -> tuple[Range, ...]:
 
 
 def unpacked_product(node: fx.Node, reader: Reader) -> Range | None:
-    """Products with a packed weight, and unpacked weights: ordinary numbers, where all that is packed belongs to the model."""
+    """Return the range of a product with a packed weight, or of an unpacked weight.
+
+    They are ordinary numbers if all packed operands are parameters.
+    """
     if not isinstance(node.target, OpOverload) or not (unpacks(node) or node.target.name() in PACKED):
         return None
     operands = tensor_operands(node)

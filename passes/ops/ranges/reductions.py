@@ -1,4 +1,4 @@
-"""Sums, means, norms, counts and softmaxes of ranges, by how many elements there are."""
+"""Transfer functions of sums, means, norms, counts and softmax, which depend on the number of elements."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from streamfx.passes.ops.ranges.transfer import RangeCall, count_of, structural
 from streamfx.passes.ops.ranges.views import ZERO
 
 aten = torch.ops.aten
-MOST_COUNTED = 2**24  # float32 counts no further
-LEAST_EPS = 1e-16  # where none is given, it is that of some type
-MORE = 1.01  # sums in a type of few digits may come out a little larger
+MOST_COUNTED = 2**24  # float32 represents every integer up to this one
+LEAST_EPS = 1e-16  # the default eps depends on the dtype
+MORE = 1.01  # sums in low precision may come out a little larger
 
 
 def summed(known: Range, count: Number, dtype: torch.dtype) -> Range:
-    """The sum of at most `count` numbers, each first turned into the type in which they are added up."""
+    """Return the range of a sum of at most `count` numbers, each first converted to the dtype of the accumulation."""
     item = in_type(known, dtype)
     total = times(hull(item, ZERO), Range(0, count))
     if not dtype.is_floating_point:
         return total
     wider = 1.0 + min(count * torch.finfo(dtype).eps, 1.0)
     low, high, most = total.low * wider, total.high * wider, torch.finfo(dtype).max
-    return Range(low, high, item.nan or (low < -most and high > most))  # parts of a sum may be infinite before the others
+    return Range(low, high, item.nan or (low < -most and high > most))  # partial sums may overflow
 
 
 def reduced_count(call: RangeCall, name: str = "dim") -> Number:
-    """How many elements become one."""
+    """Return the number of elements that are reduced to one."""
     shape = call.shape("self")
     dims: Any = call.arguments.get(name)
     if dims is None or dims == []:
@@ -67,7 +67,7 @@ def _mean_dim(call: RangeCall) -> Range:
 
 
 def _mean_of(call: RangeCall, count: Number) -> Range:
-    """No more than the largest, unless the sum is too large for the type; of nothing it is NaN."""
+    """The mean is at most the maximum, unless the sum overflows; the mean of no elements is NaN."""
     item = in_type(call.range("self"), call.dtype)
     total = in_type(summed(item, count, call.dtype), call.dtype)
     if not math.isfinite(total.magnitude):
@@ -84,12 +84,12 @@ def _any(call: RangeCall) -> Range:
 
 @structural(aten.var.correction, takes="self dim correction keepdim")
 def _var(call: RangeCall) -> Range:
-    """Squares of distances from the mean, divided by how many there are, less the correction."""
+    """The sum of squared differences from the mean, divided by the count less the correction."""
     known, correction = call.range("self"), call.arguments["correction"]
     if not known.is_finite or correction not in (None, 0, 1):
         return Range(0, INFINITY, True)
-    apart = known.high - known.low + 1e-5 * known.magnitude  # their mean is rounded
-    return Range(0, 2 * float(apart) * float(apart), True)
+    spread = known.high - known.low + 1e-5 * known.magnitude  # the mean is rounded
+    return Range(0, 2 * float(spread) * float(spread), True)
 
 
 @structural(aten.linalg_vector_norm.default, takes="self ord dim keepdim dtype")
@@ -106,13 +106,13 @@ def _norm(call: RangeCall) -> Range:
 @structural(aten.logsumexp.default, takes="self dim keepdim")
 def _logsumexp(call: RangeCall) -> Range:
     known, count = in_type(call.range("self"), call.dtype), reduced_count(call)
-    slack = 1e-3 + 8 * torch.finfo(call.dtype).eps  # of the sum, which a narrow type rounds before its logarithm is taken
+    slack = 1e-3 + 8 * torch.finfo(call.dtype).eps  # error of the sum, which a low-precision type rounds before the logarithm
     return plus(known, Range(-slack, math.log(max(count, 1)) + slack))
 
 
 @structural(aten._softmax.default, takes="self dim half_to_float")
 def _softmax(call: RangeCall) -> Range:
-    """NaN where all are minus infinity, or one is infinite."""
+    """The result is NaN if all elements are minus infinity, or one is infinite."""
     known = call.range("self")
     return Range(0, 1 + 1e-3, known.nan or math.isinf(known.magnitude))
 
@@ -134,34 +134,36 @@ def _log_softmax(call: RangeCall) -> Range:
 
 @structural(aten._softmax_backward_data.default, takes="grad_output output dim input_dtype")
 def _softmax_backward(call: RangeCall) -> Range:
-    """output * (grad_output - a sum): where the output is nothing, so is the gradient."""
+    """output * (grad_output - sum): the gradient is zero if the output is."""
     return Range(0, 0, True) if call.range("output").is_zero else everything(call.dtype)
 
 
-# -- what is divided by its own size
+# -- normalizations
 
 
 @structural(aten.native_layer_norm.default, takes="input normalized_shape weight bias eps")
 def _layer_norm(call: RangeCall) -> tuple[Range, ...]:
     mean = call.range("input")
-    return _scaled(call, _divided(call)), Range(mean.low, mean.high, True), Range(0, INFINITY, True)
+    return _scaled(call, _normalized(call)), Range(mean.low, mean.high, True), Range(0, INFINITY, True)
 
 
 @structural(aten._fused_rms_norm.default, takes="input normalized_shape weight eps")
 def _rms_norm(call: RangeCall) -> tuple[Range, ...]:
-    return _scaled(call, _divided(call)), Range(0, INFINITY, True)
+    return _scaled(call, _normalized(call)), Range(0, INFINITY, True)
 
 
-def _divided(call: RangeCall) -> Range:
-    """By a size of sqrt(eps) at least. That squares then add up to a known number is lost where large numbers are near equals."""
+def _normalized(call: RangeCall) -> Range:
+    """Divide by a norm of at least sqrt(eps). The bound from the count of elements does not hold for large, nearly
+    equal numbers.
+    """
     known, eps = call.range("input"), call.arguments["eps"]
     eps = LEAST_EPS if eps is None else eps
     if not isinstance(eps, float) or eps <= 0 or math.isinf(known.magnitude):
         return Range(-INFINITY, INFINITY, True)
     most = 2 * MORE * known.magnitude / math.sqrt(eps)
-    if known.assumed:  # activations are no large numbers that are nearly equal
+    if known.assumed:  # activations are assumed not to be large and nearly equal
         most = min(most, MORE * math.sqrt(count_of(*call.shape("input"))))
-    return Range(-most, most, known.nan or not known.magnitude < 1e15)  # whose squares may be infinite
+    return Range(-most, most, known.nan or not known.magnitude < 1e15)  # squares may overflow
 
 
 def _scaled(call: RangeCall, known: Range) -> Range:
@@ -176,7 +178,7 @@ def _scaled(call: RangeCall, known: Range) -> Range:
 
 @structural(aten.histc.default, takes="self bins min max")
 def _histogram(call: RangeCall) -> Range:
-    """In the type of what is counted. Where the size is not known, eager's own counts are taken to be right."""
+    """Counts in the operand's dtype. If the size is unknown, eager's own counts are assumed to be exact."""
     shape = call.shape("self")
     count = count_of(*shape)
     return Range(0, count if all(isinstance(size, int) for size in shape) else min(count, MOST_COUNTED))

@@ -1,7 +1,7 @@
-"""How a transfer function is written down and looked up.
+"""Registration and lookup of transfer functions.
 
-A row of the table says what an operator makes of ranges. It names the arguments that it knows; a call that gives any other is not
-covered by it. Nothing is known of what an operator without a row makes, but its type.
+A row of the table maps the ranges of operands to the range of a result. It names the arguments that it knows; a call
+with any other argument is not covered. For an operator without a row, only the range of its dtype is known.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ Reader: TypeAlias = "Callable[[fx.Node], Range]"
 Transfer: TypeAlias = "Callable[..., Range | tuple[Range, ...]]"
 F = TypeVar("F", bound="Callable[..., Any]")
 
-# What these say of a result is not in its numbers.
+# These arguments do not affect the numbers of a result.
 WITHOUT_MEANING = frozenset({"memory_format", "layout", "device", "pin_memory", "non_blocking", "implicit"})
-CONDITIONS = frozenset({"condition", "mask"})  # arguments that are no operands of the arithmetic
+CONDITIONS = frozenset({"condition", "mask"})  # arguments that are not operands of the arithmetic
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
-CHOOSES = CONDITIONS | {"attn_mask"}  # arguments that say which numbers are taken, and how much of each
+CHOOSES = CONDITIONS | {"attn_mask"}  # arguments that select numbers, or weight them
 
 
 @dataclass(frozen=True)
 class TransferFunction:
-    """A transfer function; `names` are the arguments that it takes, `elementwise` operators get them as ranges in one type."""
+    """A transfer function; `names` are the arguments that it takes. `elementwise` operators get them as ranges in one
+    dtype.
+    """
 
     function: Transfer
     names: frozenset[str]
@@ -49,7 +51,9 @@ TRANSFERS: dict[Any, TransferFunction] = {}
 
 
 def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
-    """Register a function of ranges, named as the operator's arguments are. `exact`: every device rounds the result alike."""
+    """Register a function of ranges, whose parameters have the operator's argument names. `exact`: all devices round
+    alike.
+    """
 
     def register(function: F) -> F:
         names = frozenset(inspect.signature(function).parameters)
@@ -61,7 +65,9 @@ def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
 
 
 def structural(*operators: Any, takes: str) -> Callable[[F], F]:
-    """Register a function of a `RangeCall`, for operators that see more than one element; `takes` names the arguments it knows."""
+    """Register a function of a `RangeCall` for operators that are not elementwise; `takes` names the arguments that
+    it knows.
+    """
 
     def register(function: F) -> F:
         for operator in operators:
@@ -73,7 +79,7 @@ def structural(*operators: Any, takes: str) -> Callable[[F], F]:
 
 @dataclass(frozen=True)
 class RangeCall:
-    """One node as a transfer function sees it."""
+    """One node, as the argument of a transfer function."""
 
     node: fx.Node
     reader: Reader
@@ -86,11 +92,11 @@ class RangeCall:
         return result.dtype
 
     def range(self, name: str) -> Range:
-        """The range of a tensor, a number or a size."""
+        """Return the range of a tensor, a number or a size."""
         return range_of_argument(self.arguments[name], self.reader)
 
     def ranges(self, name: str) -> list[Range]:
-        """Those of a list of tensors."""
+        """Return the ranges of a list of tensors."""
         return [range_of_argument(item, self.reader) for item in self.arguments[name]]
 
     def shape(self, name: str) -> tuple[Size, ...]:
@@ -98,7 +104,7 @@ class RangeCall:
 
 
 def range_of_argument(item: Any, reader: Reader) -> Range:
-    """What is known of an argument that stands for numbers."""
+    """Return the range of a numeric argument."""
     if is_tensor(item):
         return reader(item)
     if is_size(item):
@@ -118,17 +124,17 @@ def _range_of_size(value: Any) -> Range:
 
 
 def longest(size: Size) -> int:
-    """How long a dimension is at the most."""
+    """Return the upper bound of a dimension's size."""
     return size if isinstance(size, int) else LONGEST
 
 
 def count_of(*sizes: Size) -> int:
-    """How many elements there are at the most."""
+    """Return the upper bound of the number of elements."""
     return math.prod(longest(size) for size in sizes)
 
 
 def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
-    """The range of each result of an operator, given those of its operands."""
+    """Return the range of each result of an operator, given the ranges of its operands."""
     results = results_of(node)
     unknown = tuple(everything(torch.float64 if result is None else result.dtype) for result in results)
     row = TRANSFERS.get(node.target)
@@ -138,27 +144,32 @@ def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
     if arguments is None:
         return unknown
     known = _elementwise(node, row, arguments, reader) if row.elementwise else row.function(RangeCall(node, reader, arguments))
-    found = known if isinstance(known, tuple) else (known,)
+    known_results = known if isinstance(known, tuple) else (known,)
     return tuple(
         everything(torch.float64)
         if result is None
-        else replace(made := in_type(item, result.dtype), assumed=made.assumed or _assumed(node, row, reader, made))
-        for item, result in zip((*found, *unknown[len(found) :]), results, strict=True)
+        else replace(
+            range_in_type := in_type(item, result.dtype),
+            assumed=range_in_type.assumed or _assumed(node, row, reader, range_in_type),
+        )
+        for item, result in zip((*known_results, *unknown[len(known_results) :]), results, strict=True)
     )
 
 
-def _assumed(node: fx.Node, row: TransferFunction, reader: Reader, made: Range) -> Number:
-    """Of the numbers that go into a result; where numbers say which others are taken, they do not."""
+def _assumed(node: fx.Node, row: TransferFunction, reader: Reader, known: Range) -> Number:
+    """Return how far a result relies on assumed magnitudes of its operands; arguments that only select numbers do not
+    count.
+    """
     operands = tensor_operands(node)
     if not row.elementwise:
         choose = [item for name, item in bound_arguments(node).items() if name in CHOOSES]
         return assumed_of([reader(item) for item in operands if item not in choose and item.meta[VALUE].is_floating_point()])
     numbers = [constant(item) for item in node.args if isinstance(item, (int, float))]
-    return assumed_of([*map(reader, operands), *numbers], made)
+    return assumed_of([*map(reader, operands), *numbers], known)
 
 
 def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | None:
-    """A node's arguments by name, defaults filled in; None where one is given that is not named."""
+    """Return a node's arguments by name, with defaults filled in; None if the call passes an argument not in `names`."""
     arguments: dict[str, Any] = {}
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if position < len(node.args) and not argument.kwarg_only:
@@ -177,7 +188,7 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 def _elementwise(node: fx.Node, row: TransferFunction, arguments: dict[str, Any], reader: Reader) -> Range | tuple[Range, ...]:
-    """An operator on elements computes in one type: what its operands are in that type is what counts."""
+    """Apply the transfer function of an elementwise operator to its operands, converted to the dtype of the computation."""
     dtype = computed_in(node, arguments)
     if dtype is None:
         return ()
@@ -187,22 +198,24 @@ def _elementwise(node: fx.Node, row: TransferFunction, arguments: dict[str, Any]
         return folded
     converted = {name: item if name in CONDITIONS else _as_computed(item, arguments[name], dtype) for name, item in known.items()}
     more = {"call": RangeCall(node, reader, arguments)} if row.takes_call else {}
-    found = row.function(**{**arguments, **converted, **more})
+    results = row.function(**{**arguments, **converted, **more})
     if row.is_exact:
-        return found
-    return tuple(_at_ends(item, dtype) for item in found) if isinstance(found, tuple) else _at_ends(found, dtype)
+        return results
+    return tuple(_at_ends(item, dtype) for item in results) if isinstance(results, tuple) else _at_ends(results, dtype)
 
 
 def _at_ends(known: Range, dtype: torch.dtype) -> Range:
-    """A function's range, wider where devices may differ: by what half types round on the way; to zero or to the least normal
-    number below that number; and to infinity within the last two powers of two, where an intermediate result may overflow.
+    """Widen a function's range by the differences between devices.
+
+    Half types round intermediate results. Subnormal results may be flushed to zero or rounded up to the least normal
+    number. Results within the last two powers of two may be infinite, because an intermediate result may overflow.
     """
     if not dtype.is_floating_point:
         return known
     ends = torch.finfo(dtype)
-    rough = 2 * ends.eps if dtype in HALF_TYPES else 0  # which some round to on the way
-    low, high = scaled(known.low, -rough), scaled(known.high, rough)
-    if ends.tiny * 2.0**-60 < abs(low) < ends.tiny:  # what is 2^60 times less than that is zero on every device
+    rounding = 2 * ends.eps if dtype in HALF_TYPES else 0  # some devices round intermediate results
+    low, high = scaled(known.low, -rounding), scaled(known.high, rounding)
+    if ends.tiny * 2.0**-60 < abs(low) < ends.tiny:  # numbers 2^60 times smaller are zero on every device
         low = 0 if low > 0 else -ends.tiny
     if ends.tiny * 2.0**-60 < abs(high) < ends.tiny:
         high = ends.tiny if high > 0 else 0
@@ -210,8 +223,10 @@ def _at_ends(known: Range, dtype: torch.dtype) -> Range:
 
 
 def _as_computed(known: Range, argument: Any, dtype: torch.dtype) -> Range:
-    """What an operand is in the type that is computed in. Beside half types a number may be kept in single precision: 1e-8 is not
-    zero there, and 1e5 not infinite (ATen/native/cpu/BinaryOpsKernel.cpp: opmath_t, original_scalar_value).
+    """Convert an operand's range to the dtype of the computation.
+
+    With half-precision tensors, a scalar may be kept in single precision: 1e-8 is not zero there, and 1e5 is not
+    infinite (ATen/native/cpu/BinaryOpsKernel.cpp: opmath_t, original_scalar_value).
     """
     held = in_type(known, dtype)
     is_number = not is_tensor(argument) or not argument.meta[VALUE].dim()
@@ -223,20 +238,20 @@ def _is_numeric(item: Any) -> bool:
 
 
 def computed_in(node: fx.Node, arguments: Mapping[str, Any]) -> torch.dtype | None:
-    """The type that an operator converts its operands to: that of its result, or what its operands have in common."""
+    """Return the dtype that an operator converts its operands to: that of its result, or the common type of its operands."""
     result = results_of(node)[0]
     assert result is not None
     if result.dtype != torch.bool:
         return result.dtype
-    operands = [_for_type(item) for name, item in arguments.items() if name not in CONDITIONS and _is_numeric(item)]
+    operands = [_promotion_placeholder(item) for name, item in arguments.items() if name not in CONDITIONS and _is_numeric(item)]
     if len(operands) == 1 and isinstance(operands[0], torch.Tensor):
         return operands[0].dtype
     dtype = torch.result_type(*operands) if len(operands) == 2 else torch.complex64
     return None if dtype.is_complex else dtype
 
 
-def _for_type(item: Any) -> Any:
-    """A stand-in whose type and rank count as those of the argument do."""
+def _promotion_placeholder(item: Any) -> Any:
+    """Return a placeholder with the argument's dtype and rank, for type promotion."""
     if is_tensor(item):
         value = item.meta[VALUE]
         return torch.empty((0,) * value.dim(), dtype=value.dtype, device="cpu")
@@ -247,23 +262,23 @@ def _for_type(item: Any) -> Any:
 
 
 def _folded(node: fx.Node, row: TransferFunction, known: Mapping[str, Range]) -> Range | None:
-    """The operator itself, on numbers that are all known, but for the sign of a zero."""
+    """Run the operator on operands that are all constant, with each sign of each zero."""
     named = named_arguments(node, row.names) or {}
     numbers = {item: known[name].constant for name, item in named.items() if name in known and isinstance(item, fx.Node)}
     expected = results_of(node)[0]
     if not row.is_exact and any(number is not None and math.isinf(number) for number in numbers.values()):
-        return None  # a function's value there differs from device to device
+        return None  # devices differ in a function's value at infinity
     if expected is None or not any(is_tensor(item) for item in numbers) or len(numbers) < len(set(node.all_input_nodes)):
         return None
-    found = [_computed(node, dict(zip(numbers, signed, strict=True)), expected.dtype) for signed in _signed(numbers)]
-    made = [constant(number) if row.is_exact else about(number) for number in found if number is not None]
-    if len(made) < len(found):
+    values = [_computed(node, dict(zip(numbers, signed, strict=True)), expected.dtype) for signed in _signed(numbers)]
+    ranges = [constant(number) if row.is_exact else about(number) for number in values if number is not None]
+    if len(ranges) < len(values):
         return None
-    return hull(*made) if row.is_exact else _at_ends(hull(*made), expected.dtype)
+    return hull(*ranges) if row.is_exact else _at_ends(hull(*ranges), expected.dtype)
 
 
 def _signed(numbers: Mapping[fx.Node, Number | None]) -> Iterator[tuple[Any, ...]]:
-    """The numbers with each zero of either sign: equal to all that compares them, not to what divides by them."""
+    """Yield the numbers with either sign for each zero: comparisons do not distinguish them, but divisions do."""
     return itertools.product(
         *(
             (-0.0, 0.0) if number == 0 and is_tensor(item) and item.meta[VALUE].is_floating_point() else (number,)
@@ -273,9 +288,9 @@ def _signed(numbers: Mapping[fx.Node, Number | None]) -> Iterator[tuple[Any, ...
 
 
 def _computed(node: fx.Node, numbers: Mapping[fx.Node, Any], dtype: torch.dtype) -> Number | None:
-    """What an operator makes of operands that have one element each; None where it makes anything else, or nothing."""
+    """Run an operator on one-element operands; return None if it fails or its result is not one element of the dtype."""
 
-    def stand_in(item: fx.Node) -> Any:
+    def placeholder(item: fx.Node) -> Any:
         value = item.meta[VALUE]
         return (
             torch.full((1,) * value.dim(), numbers[item], dtype=value.dtype, device="cpu") if is_tensor(item) else numbers[item]
@@ -283,17 +298,17 @@ def _computed(node: fx.Node, numbers: Mapping[fx.Node, Any], dtype: torch.dtype)
 
     with unset_fake_temporarily():
         try:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), stand_in)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), placeholder)
             kwargs = {name: value for name, value in kwargs.items() if name not in WITHOUT_MEANING}
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, TypeError, ValueError, NotImplementedError, OverflowError):
             return None
-        is_one = isinstance(result, torch.Tensor) and result.dtype == dtype and result.numel() == 1
-        return result.item() if is_one else None
+        is_single = isinstance(result, torch.Tensor) and result.dtype == dtype and result.numel() == 1
+        return result.item() if is_single else None
 
 
 def about(number: float) -> Range:
-    """A function's value: devices round it differently in the last digits."""
+    """Return the range of a function's value: devices round its last digits differently."""
     if number in (0, 1) or number != number or math.isinf(number):
         return constant(number)
     return Range(number - 1e-3 * abs(number), number + 1e-3 * abs(number))

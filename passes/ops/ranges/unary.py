@@ -1,4 +1,4 @@
-"""Functions of one number: where they rise or fall, what they are bounded by, where they have no value."""
+"""Transfer functions of unary operators: where they are monotonic, how they are bounded, where they are NaN."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from streamfx.passes.ops.ranges.arithmetic import ANYTHING, ONE, minus, negated,
 from streamfx.passes.ops.ranges.transfer import RangeCall, elementwise
 
 aten = torch.ops.aten
-LEAST = 5e-324  # that double precision holds
-ROUGH = 1e-3  # devices compute functions to fewer digits than sums: bounds are this much wider
+LEAST = 5e-324  # the least positive double
+ROUGH = 1e-3  # devices compute functions to fewer digits than sums: bounds are widened by this factor
 
 
-def _rising(function: Callable[[float], float], low: Number = -INFINITY, high: Number = INFINITY) -> Callable[..., Range]:
-    """A function that rises on [low, high], and is NaN elsewhere."""
+def _increasing(function: Callable[[float], float], low: Number = -INFINITY, high: Number = INFINITY) -> Callable[..., Range]:
+    """Return the transfer function of an operator that is increasing on [low, high] and NaN elsewhere."""
 
     def transfer(self: Range) -> Range:
-        inside = self.low <= high and self.high >= low
-        if not inside:
+        overlaps = self.low <= high and self.high >= low
+        if not overlaps:
             return ANYTHING
         outside = self.low < low or self.high > high
-        return _rough(_value(function, max(self.low, low)), _value(function, min(self.high, high)), self.nan or outside)
+        return _widened(_value(function, max(self.low, low)), _value(function, min(self.high, high)), self.nan or outside)
 
     return transfer
 
 
-def _rough(low: Number, high: Number, nan: bool = False) -> Range:
+def _widened(low: Number, high: Number, nan: bool = False) -> Range:
     if low != low or high != high:
         return ANYTHING
     return Range(scaled(low, -ROUGH), scaled(high, ROUGH), nan)
@@ -52,7 +52,7 @@ def _log1p(x: float) -> float:
 
 
 def _exp(x: float) -> float:
-    """No zero where a device may find one of the least numbers that there are."""
+    """Return exp(x), but not zero if a device may return a subnormal number."""
     return 0.0 if x < -800 else max(math.exp(x), LEAST)
 
 
@@ -70,19 +70,19 @@ def _sinh(x: float) -> float:
 
 
 RISING: dict[Any, Callable[..., Range]] = {
-    aten.exp.default: _rising(_exp),
-    aten.exp2.default: _rising(lambda x: 0.0 if x < -1150 else max(2.0**x, LEAST)),
-    aten.expm1.default: _rising(math.expm1),
-    aten.log.default: _rising(_log, 0),
-    aten.log2.default: _rising(lambda x: _log(x) / math.log(2), 0),
-    aten.log10.default: _rising(lambda x: _log(x) / math.log(10), 0),
-    aten.log1p.default: _rising(_log1p, -1),
-    aten.sqrt.default: _rising(math.sqrt, 0),
-    aten.tanh.default: _rising(math.tanh),
-    aten.sigmoid.default: _rising(_sigmoid),
-    aten.atan.default: _rising(math.atan),
-    aten.asinh.default: _rising(math.asinh),
-    aten.sinh.default: _rising(_sinh),
+    aten.exp.default: _increasing(_exp),
+    aten.exp2.default: _increasing(lambda x: 0.0 if x < -1150 else max(2.0**x, LEAST)),
+    aten.expm1.default: _increasing(math.expm1),
+    aten.log.default: _increasing(_log, 0),
+    aten.log2.default: _increasing(lambda x: _log(x) / math.log(2), 0),
+    aten.log10.default: _increasing(lambda x: _log(x) / math.log(10), 0),
+    aten.log1p.default: _increasing(_log1p, -1),
+    aten.sqrt.default: _increasing(math.sqrt, 0),
+    aten.tanh.default: _increasing(math.tanh),
+    aten.sigmoid.default: _increasing(_sigmoid),
+    aten.atan.default: _increasing(math.atan),
+    aten.asinh.default: _increasing(math.asinh),
+    aten.sinh.default: _increasing(_sinh),
 }
 for _operator, _transfer in RISING.items():
     elementwise(_operator, exact=False)(_transfer)
@@ -90,12 +90,12 @@ for _operator, _transfer in RISING.items():
 
 @elementwise(aten.erf.default, exact=False)
 def _erf(self: Range) -> Range:
-    """Devices approximate it to so many digits after the point, however small it is."""
-    known = _rising(math.erf)(self)
+    """The approximation has an absolute error: its relative error may be large near zero."""
+    known = _increasing(math.erf)(self)
     return Range(known.low - 1e-6, known.high + 1e-6, known.nan)
 
 
-def _stepping(function: Callable[[Any], Number]) -> Callable[..., Range]:
+def _rounding(function: Callable[[Any], Number]) -> Callable[..., Range]:
     def transfer(self: Range) -> Range:
         low, high = (x if math.isinf(x) else function(x) for x in (self.low, self.high))
         return Range(low, high, self.nan)
@@ -110,7 +110,7 @@ STEPPING: dict[Any, Callable[[Any], Number]] = {
     aten.round.default: round,
 }
 for _operator, _step in STEPPING.items():
-    elementwise(_operator)(_stepping(_step))
+    elementwise(_operator)(_rounding(_step))
 
 
 @elementwise(aten.relu.default)
@@ -129,7 +129,7 @@ def _softplus_of(self: Range, beta: Range, threshold: Range) -> Range:
 
 
 def _softplus_range(known: Range) -> Range:
-    return _rough(_value(_softplus, known.low), _value(_softplus, known.high), known.nan)
+    return _widened(_value(_softplus, known.low), _value(_softplus, known.high), known.nan)
 
 
 @elementwise(aten.log_sigmoid_forward.default, exact=False)
@@ -144,7 +144,7 @@ def _wave(self: Range) -> Range:
 
 @elementwise(aten.silu.default, aten.gelu.default, aten.mish.default, exact=False)
 def _gated(self: Range, approximate: Any = None) -> Range:
-    """x times a share of it: no less than -0.31, no more than x."""
+    """x times a share of x: at least -0.31, at most x."""
     nan = self.nan or math.isinf(self.magnitude)
     return Range(-0.31 if self.low < 0 else 0, max(self.high, 0) * 1.001, nan)
 
@@ -158,7 +158,7 @@ def _leaky_relu(self: Range, negative_slope: Range) -> Range:
 def _elu(self: Range, alpha: Range, scale: Range, input_scale: Range) -> Range:
     if alpha != ONE or scale != ONE or input_scale != ONE:
         return ANYTHING
-    return _rough(max(self.low, -1) if self.low < 0 else self.low, max(self.high, 0), self.nan)
+    return _widened(max(self.low, -1) if self.low < 0 else self.low, max(self.high, 0), self.nan)
 
 
 @elementwise(aten.reciprocal.default, exact=False)
@@ -171,23 +171,23 @@ def _rsqrt(self: Range) -> Range:
     if self.low < 0 or self.has_zero:
         return Range(-INFINITY, INFINITY, True)
     high = 1 / math.sqrt(self.low)
-    return _rough(0 if math.isinf(self.high) else 1 / math.sqrt(self.high), high, self.nan)
+    return _widened(0 if math.isinf(self.high) else 1 / math.sqrt(self.high), high, self.nan)
 
 
 @elementwise(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar, exact=False)
 def _pow(self: Range, exponent: Range) -> Range:
-    """Of positive numbers the extremes are at the corners; of others only squares, cubes and the like are told."""
+    """The extrema for positive bases are at the corners; otherwise only small positive integer powers are supported."""
     power = exponent.constant
     if power == 0.5 and self.low >= 0:
         return RISING[aten.sqrt.default](self)
     if self.low > 0:
         corners = [_power(x, y) for x in (self.low, self.high) for y in (exponent.low, exponent.high)]
-        return _rough(min(corners), max(corners), self.nan or exponent.nan) if all(c == c for c in corners) else ANYTHING
+        return _widened(min(corners), max(corners), self.nan or exponent.nan) if all(c == c for c in corners) else ANYTHING
     if power is None or not 0 < power <= 16 or power != int(power):
         return ANYTHING
     ends = [_whole_power(x, int(power)) for x in (self.low, self.high)]
     low = 0 if self.has_zero and power % 2 == 0 else min(ends)
-    return Range(low, max(ends), self.nan) if all(isinstance(end, int) for end in ends) else _rough(low, max(ends), self.nan)
+    return Range(low, max(ends), self.nan) if all(isinstance(end, int) for end in ends) else _widened(low, max(ends), self.nan)
 
 
 def _power(x: Number, y: Number) -> float:
@@ -206,22 +206,22 @@ def _whole_power(x: Number, power: int) -> Number:
         return math.copysign(INFINITY, x) if power % 2 else INFINITY
 
 
-# -- gradients: a multiple of what comes in, so that nothing stays nothing
+# -- gradients: proportional to the incoming gradient, so zero stays zero
 
 
 @elementwise(aten.tanh_backward.default, exact=False)
 def _tanh_backward(call: RangeCall, grad_output: Range, output: Range) -> Range:
-    return times(grad_output, minus(ONE, _between(times(output, output), call.dtype)))
+    return times(grad_output, minus(ONE, _maybe_rounded(times(output, output), call.dtype)))
 
 
-def _between(known: Range, dtype: torch.dtype) -> Range:
-    """A number on the way to a result, which a device may round to the result's type."""
+def _maybe_rounded(known: Range, dtype: torch.dtype) -> Range:
+    """Return the range of an intermediate result, which a device may round to the result's dtype."""
     return hull(known, in_type(known, dtype))
 
 
 @elementwise(aten.sigmoid_backward.default, exact=False)
 def _sigmoid_backward(call: RangeCall, grad_output: Range, output: Range) -> Range:
-    return times(_between(times(grad_output, minus(ONE, output)), call.dtype), output)
+    return times(_maybe_rounded(times(grad_output, minus(ONE, output)), call.dtype), output)
 
 
 @elementwise(aten.threshold_backward.default)
@@ -234,29 +234,29 @@ def _native_dropout_backward(grad_output: Range, mask: Range, scale: Range) -> R
     return times(times(grad_output, mask), scale)
 
 
-def _of_nothing(call: RangeCall) -> Range:
-    """A multiple of zero is zero, or NaN; of anything else anything."""
+def _zero_if_zero(call: RangeCall) -> Range:
+    """Return zero or NaN if the incoming gradient is zero; otherwise, nothing is known."""
     return Range(0, 0, True) if call.range("grad_output").is_zero else everything(call.dtype)
 
 
 @elementwise(aten.silu_backward.default)
 def _silu_backward(call: RangeCall, grad_output: Range, self: Range) -> Range:
-    return _of_nothing(call)
+    return _zero_if_zero(call)
 
 
 @elementwise(aten.gelu_backward.default)
 def _gelu_backward(call: RangeCall, grad_output: Range, self: Range, approximate: Any) -> Range:
-    return _of_nothing(call)
+    return _zero_if_zero(call)
 
 
 @elementwise(aten.softplus_backward.default)
 def _softplus_backward(call: RangeCall, grad_output: Range, self: Range, beta: Range, threshold: Range) -> Range:
-    return _of_nothing(call)
+    return _zero_if_zero(call)
 
 
 @elementwise(aten.log_sigmoid_backward.default)
 def _log_sigmoid_backward(call: RangeCall, grad_output: Range, self: Range, buffer: Range) -> Range:
-    return _of_nothing(call)
+    return _zero_if_zero(call)
 
 
 @elementwise(aten.hardtanh_backward.default)

@@ -1,4 +1,4 @@
-"""Numbers that stay what they are: views, parts, look-ups, joins; and numbers that an operator writes itself."""
+"""Transfer functions of operators that keep numbers (views, indexing, concatenation) or write constants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 aten = torch.ops.aten
 ZERO = constant(0)
 
-PARTS: dict[Any, str] = {  # the first result is made of elements of `self` alone; other arguments only say which
+PARTS: dict[Any, str] = {  # the first result contains elements of `self` alone; other arguments select them
     aten.view.default: "size",
     aten._unsafe_view.default: "size",
     aten.reshape.default: "shape",
@@ -90,7 +90,7 @@ def _argmax(call: RangeCall) -> Range:
 
 
 def positions(call: RangeCall, dim: int | None) -> Range:
-    """Numbers of elements along a dimension."""
+    """Return the range of indices along a dimension."""
     shape = call.shape("self")
     if dim is None or not shape:
         return Range(0, LONGEST)
@@ -113,8 +113,8 @@ def _embedding(call: RangeCall) -> Range:
 
 @structural(aten.cat.default, aten.stack.default, takes="tensors dim")
 def _join(call: RangeCall) -> Range:
-    full = [item for item in call.arguments["tensors"] if 0 not in shape_of_node(item)]
-    return hull(*(range_of_argument(item, call.reader) for item in full)) if full else everything(call.dtype)
+    nonempty = [item for item in call.arguments["tensors"] if 0 not in shape_of_node(item)]
+    return hull(*(range_of_argument(item, call.reader) for item in nonempty)) if nonempty else everything(call.dtype)
 
 
 @structural(aten.tril.default, aten.triu.default, takes="self diagonal")
@@ -177,7 +177,7 @@ def _select_backward(call: RangeCall) -> Range:
     return hull(call.range("grad_output"), ZERO)
 
 
-# -- numbers that the operator says
+# -- constants and factories
 
 
 @structural(aten.full.default, takes="size fill_value dtype")
@@ -217,23 +217,23 @@ def _ones_like(call: RangeCall) -> Range:
 
 @structural(aten.arange.default, takes="end dtype")
 def _arange(call: RangeCall) -> Range:
-    return _counted(ZERO, call.range("end"), constant(1), call.dtype)
+    return _arange_range(ZERO, call.range("end"), constant(1), call.dtype)
 
 
 @structural(aten.arange.start, takes="start end dtype")
 def _arange_start(call: RangeCall) -> Range:
-    return _counted(call.range("start"), call.range("end"), constant(1), call.dtype)
+    return _arange_range(call.range("start"), call.range("end"), constant(1), call.dtype)
 
 
 @structural(aten.arange.start_step, takes="start end step dtype")
 def _arange_start_step(call: RangeCall) -> Range:
-    return _counted(call.range("start"), call.range("end"), call.range("step"), call.dtype)
+    return _arange_range(call.range("start"), call.range("end"), call.range("step"), call.dtype)
 
 
-def _counted(start: Range, end: Range, step: Range, dtype: torch.dtype) -> Range:
-    """From the start towards the end, which is not reached; fractions may be rounded up to it, and a little beyond."""
-    whole = all(isinstance(bound, int) for known in (start, end, step) for bound in (known.low, known.high))
-    if not whole or dtype.is_floating_point or step.has_zero:
+def _arange_range(start: Range, end: Range, step: Range, dtype: torch.dtype) -> Range:
+    """Numbers from the start to the end, exclusive; floating-point steps may round up to the end, and slightly beyond."""
+    is_integer = all(isinstance(bound, int) for known in (start, end, step) for bound in (known.low, known.high))
+    if not is_integer or dtype.is_floating_point or step.has_zero:
         low, high = min(start.low, end.low), max(start.high, end.high)
         reach = step.magnitude
         return Range(low - reach, high + reach)
@@ -264,12 +264,12 @@ def _bernoulli(call: RangeCall) -> Range:
 
 @structural(aten.native_dropout.default, takes="input p train")
 def _native_dropout(call: RangeCall) -> tuple[Range, Range]:
-    """Kept and scaled, or zero."""
+    """Each element is scaled, or zero."""
     known, p = call.range("input"), call.arguments["p"]
     if not isinstance(p, (int, float)) or not 0 <= p < 1:
         return everything(call.dtype), Range(0, 1)
     if p == 0 or call.arguments["train"] is False:
         return known, Range(0, 1)
     scale = 1.001 / (1 - p)
-    nan = known.nan or math.isinf(known.magnitude)  # nothing times infinity
+    nan = known.nan or math.isinf(known.magnitude)  # zero times infinity
     return hull(Range(known.low * scale, known.high * scale, nan), known, ZERO), Range(0, 1)

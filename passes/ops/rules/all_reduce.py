@@ -1,6 +1,6 @@
-"""A value reduced over ranks: each of its elements is made of the same element of all ranks, so that rows stay rows.
+"""The rule of all-reduce: each element depends on the same element of all ranks, so rows are kept.
 
-That the other ranks run the same chunks is not the rule's matter: they compare before they run (`streamfx/distributed/rank_consensus.py`).
+`streamfx/distributed/rank_consensus.py` checks, before the first run, that all ranks run the same chunks.
 """
 
 from __future__ import annotations

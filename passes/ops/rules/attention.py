@@ -1,4 +1,4 @@
-"""Fused attention: queries keep their rows, keys are contracted."""
+"""Rules of fused attention: queries keep their rows, keys are contracted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from streamfx.ir.signature import Index, Letter, LetterShape, Signature, whole
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
-# letters: batch, query heads, query rows, width, key heads, key rows, width of the values
+# axis labels: batch, query heads, query positions, head width, key heads, key positions, width of values
 B, H, M, D, G, N, E = range(7)
-WHOLE = whole(D, E, H, G, N)  # keys are normalised over: parts of them do not add up
+WHOLE = whole(D, E, H, G, N)  # softmax normalizes over keys: partial results do not add up
 QUERY, KEY, VALUE, OUT, LSE = (
     ((B,), (H,), (M,), (D,)),
     ((B,), (G,), (N,), (D,)),
@@ -25,19 +25,19 @@ def _mask_letters(call: RuleCall, position: int) -> LetterShape:
 
 
 def _key_side(call: RuleCall, query: int, key: int) -> tuple[LetterShape, LetterShape]:
-    """Letters of K and V; with as many key heads as query heads they are the same heads."""
+    """Return the labels of K and V; with as many key heads as query heads, both share the head axis."""
     if call.shapes[query][1] == call.shapes[key][1]:
         return ((B,), (H,), (N,), (D,)), ((B,), (H,), (N,), (E,))
     return KEY, VALUE
 
 
-def _whole(key: LetterShape) -> dict[Letter, Index]:
-    """Heads that share keys are needed together; heads with keys of their own have nothing to do with each other."""
+def _full_axes(key: LetterShape) -> dict[Letter, Index]:
+    """Heads that share keys are needed together; otherwise heads are independent."""
     return WHOLE if key is KEY else whole(*WHOLE.keys() - {H, G})
 
 
-def _placed(call: RuleCall) -> frozenset[Letter]:
-    """The causal flag compares the numbers of rows and keys."""
+def _position_dependent(call: RuleCall) -> frozenset[Letter]:
+    """The causal flag compares the indices of query and key positions."""
     return frozenset({M, N}) if call.arguments()["is_causal"] else frozenset()
 
 
@@ -46,7 +46,9 @@ def attention(call: RuleCall) -> Signature:
     """(q, k, v, mask?) to (out, log-sum-exp)."""
     key, value = _key_side(call, 0, 1)
     mask = (_mask_letters(call, 3),) if len(call.operands) == 4 else ()
-    return Signature((QUERY, key, value, *mask), (OUT, LSE), _whole(key), keys=frozenset({N}), placed=_placed(call))
+    return Signature(
+        (QUERY, key, value, *mask), (OUT, LSE), _full_axes(key), keys=frozenset({N}), placed=_position_dependent(call)
+    )
 
 
 @rule(ATTENTION_BACKWARD)
@@ -57,7 +59,7 @@ def attention_backward(call: RuleCall) -> Signature:
     return Signature(
         (OUT, QUERY, key, value, OUT, LSE, *mask),
         (QUERY, key, value),
-        _whole(key),
+        _full_axes(key),
         keys=frozenset({N}),
-        placed=_placed(call),
+        placed=_position_dependent(call),
     )

@@ -1,8 +1,8 @@
-"""Convolutions over one axis: a row of the result needs the rows of a window, a fixed distance away.
+"""Rules of convolutions over one axis: a row of the result needs a window of rows at a fixed offset.
 
 [b c t], weight [o c k]  ->  [b o t']      row i of t' needs rows i - padding to i - padding + (k - 1) * dilation of t
 
-A convolution over any number of axes whose kernel has one tap mixes channels alone (heads of scores, say).
+A convolution over any number of axes whose kernel has one tap only mixes channels (of attention heads, for example).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from streamfx.passes.ops.rules.registry import RuleCall, rule
 
 aten = torch.ops.aten
 
-# letters: batch, channels in, rows in, channels out, rows out, taps of the window, channels of one group in and out
+# axis labels: batch, input channels, input rows, output channels, output rows, taps, channels of a group (in, out)
 B, C, S, F, T, K, CG, FG = range(8)
-FIRST_PLACE = 8  # where a kernel has one tap: the axes that it runs along
+FIRST_PLACE = 8  # first label of the spatial axes, if the kernel has one tap
 WHOLE = whole(C, F, K, CG, FG)
 
 
 def window_of(arguments: dict[str, Any], taps: Any) -> Window | None:
-    """The rows of the operand that a row of the result needs, for one axis in steps of one; None for any other convolution."""
+    """Return the window of operand rows that a result row needs, for one axis with stride one; None otherwise."""
     names = ("stride", "padding", "dilation", "output_padding")
     stride, padding, dilation, more = (arguments[name] for name in names)
     numbers = (taps, *stride, *padding, *dilation, *more)
@@ -38,7 +38,7 @@ def window_of(arguments: dict[str, Any], taps: Any) -> Window | None:
 
 
 def is_of_one_tap(arguments: dict[str, Any], weight: Sequence[Size]) -> bool:
-    """Whether no row sees another one: [o c 1 1] in steps of one, without padding."""
+    """Return whether no row depends on another one: weight [o c 1 1] with stride one and no padding."""
     steps = all(step == 1 for step in arguments["stride"])
     plain = all(number == 0 for name in ("padding", "output_padding") for number in arguments[name])
     return all(taps == 1 for taps in weight[2:]) and steps and plain
@@ -56,11 +56,11 @@ def _mixed_channels_backward(call: RuleCall) -> Signature:
 
 
 def _letters_of_one_tap(call: RuleCall, x: int, result: tuple[Any, ...]) -> tuple[LetterShape, LetterShape, LetterShape]:
-    """Letters of x [b c ...], weight [o c 1 ...] and y [b o ...]."""
+    """Return the labels of x [b c ...], weight [o c 1 ...] and y [b o ...]."""
     (_, inside, *_), weight, (_, outside, *_) = _letters(call, x, x + 1, result)
     rank = len(result)
-    places = tuple((FIRST_PLACE + i,) for i in range(rank - 2))
-    return ((B,), inside, *places), (*weight[:2], *((),) * (rank - 2)), ((B,), outside, *places)
+    spatial = tuple((FIRST_PLACE + i,) for i in range(rank - 2))
+    return ((B,), inside, *spatial), (*weight[:2], *((),) * (rank - 2)), ((B,), outside, *spatial)
 
 
 @rule(aten.convolution.default)
@@ -82,9 +82,9 @@ def convolution(call: RuleCall) -> Signature | None:
 
 @rule(aten.convolution_backward.default)
 def weight_gradient(call: RuleCall) -> Signature | None:
-    """(dy, x, weight) to the gradient of the weight alone, which `canonicalize` splits off: a sum over rows.
+    """Map (dy, x, weight) to the gradient of the weight alone, which `canonicalize` splits off: a sum over rows.
 
-    A row of x meets the rows of dy whose windows hold it, which a loop from right to left has seen.
+    A row of x meets the rows of dy whose windows contain it; a loop from right to left has already seen them.
     """
     arguments = call.arguments()
     if arguments["output_mask"] != [False, True, False]:
@@ -103,7 +103,7 @@ def weight_gradient(call: RuleCall) -> Signature | None:
 
 
 def _letters(call: RuleCall, x: int, weight: int, result: tuple[Any, ...]) -> tuple[LetterShape, LetterShape, LetterShape]:
-    """Letters of x, weight and y. With a group for each channel, channels go in and come out one by one."""
+    """Return the labels of x, weight and y. In a depthwise convolution, channels are not mixed."""
     arguments = call.arguments()
     groups, transposed = arguments["groups"], arguments["transposed"]
     channels = call.shapes[x][1]

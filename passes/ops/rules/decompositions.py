@@ -1,8 +1,8 @@
-"""Operators that AOTAutograd takes apart before any rule sees them.
+"""Operators that AOTAutograd decomposes before any rule applies.
 
-A mean of pointwise terms as a single operator (`mse_loss`) hides how many terms there are: rows of a chunk would be divided by
-the chunk's own number. Others hide which axis they mix. Their parts have rules. What an operator asserts of its operands is
-asserted beside its parts.
+A mean of pointwise terms as a single operator (`mse_loss`) hides the number of terms: rows of a chunk would be
+divided by the chunk's own count. Other operators hide which axis they mix. Rules exist for their decompositions,
+which keep the operators' assertions on their operands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from streamfx.torch_private import get_decompositions
 
 aten = torch.ops.aten
 Sizes: TypeAlias = "Sequence[int]"
-WIDEST = 16  # places of a window that are worth an operator each
+WIDEST = 16  # widest window for which one operator per tap pays off
 
 WHOLE_OPERATORS = (
     aten.mse_loss,
@@ -41,21 +41,21 @@ WHOLE_OPERATORS = (
 
 
 def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Tensor:
-    """Torch's own, behind the assertions that its kernels make."""
+    """Torch's own decomposition, after the assertions that its kernels make."""
     for name, probability in (("input", input), ("target", target)):
         inside = ((probability >= 0) & (probability <= 1)).all()
         aten._assert_async.msg(inside, f"all elements of {name} should be between 0 and 1")
-    made: Tensor = _OF_TORCH[aten.binary_cross_entropy.default](input, target, weight, reduction)
-    return made
+    loss: Tensor = _OF_TORCH[aten.binary_cross_entropy.default](input, target, weight, reduction)
+    return loss
 
 
 def _avg_pool2d(x: Tensor, size: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil: bool = False, *how: Any) -> Tensor:
-    """Means of blocks that lie side by side, and of a few rows in steps of one; other windows stay one operator."""
+    """Means of adjacent blocks, and of short windows with a stride of one; other windows are not decomposed."""
     if _are_windows(x, size, stride, padding, ceil, *how):
         return x.unfold(-1, size[-1], 1).mean(-1)
     if not _are_blocks(size, stride, padding, ceil, *how):
         return NotImplemented
-    rows, columns = (whole // own for whole, own in zip(x.shape[-2:], (size[0], size[-1]), strict=True))
+    rows, columns = (whole // block for whole, block in zip(x.shape[-2:], (size[0], size[-1]), strict=True))
     blocks = x[..., : rows * size[0], : columns * size[-1]].unflatten(-1, (columns, size[-1])).unflatten(-3, (rows, size[0]))
     return blocks.mean((-3, -1))
 
@@ -70,9 +70,9 @@ def _avg_pool2d_backward(gradient: Tensor, x: Tensor, size: Sizes, *how: Any) ->
     share = (gradient / (size[0] * size[-1])).unsqueeze(-1).unsqueeze(-3)
     *front, rows, _, columns, _ = share.shape
     blocks = share.expand(*front, rows, size[0], columns, size[-1]).flatten(-2).flatten(-3, -2)
-    rest = [whole - own for whole, own in zip(x.shape[-2:], blocks.shape[-2:], strict=True)]
-    made: Tensor = aten.constant_pad_nd(blocks, [0, rest[1], 0, rest[0]])
-    return made
+    rest = [whole - covered for whole, covered in zip(x.shape[-2:], blocks.shape[-2:], strict=True)]
+    padded: Tensor = aten.constant_pad_nd(blocks, [0, rest[1], 0, rest[0]])
+    return padded
 
 
 def _are_blocks(size: Sizes, stride: Sizes, padding: Sizes, ceil: bool, _: bool = True, divisor: int | None = None) -> bool:
@@ -83,7 +83,7 @@ def _are_blocks(size: Sizes, stride: Sizes, padding: Sizes, ceil: bool, _: bool 
 def _are_windows(
     x: Tensor, size: Sizes, stride: Sizes, padding: Sizes, ceil: bool, _: bool = True, divisor: int | None = None
 ) -> bool:
-    """Whether each window has the next one's numbers but for one, along the last dimension, and none reaches beyond an end."""
+    """Return whether the windows cover a few elements of the last dimension, with a stride of one and without padding."""
     is_narrow = len(size) == 2 and size[0] == 1 < size[1] <= WIDEST
     return is_narrow and tuple(stride) == (1, 1) and not any(padding) and not ceil and divisor is None and x.shape[-1] >= size[1]
 

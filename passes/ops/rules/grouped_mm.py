@@ -1,4 +1,4 @@
-"""Products in which each row chooses its weight: rows are kept, or summed into one product per group."""
+"""Rules of grouped matrix products: each row selects its weight; rows are kept, or summed into one product per group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look-ups: rows follow the index; the table that is looked into is needed whole along the indexed axis."""
+"""Rules of indexing: rows follow the index tensor; the indexed axis of the table is needed in full."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def embedding(call: RuleCall) -> Signature:
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward(call: RuleCall) -> Signature | None:
-    """Rows of the gradient are added into a table of their own: summed over all positions."""
+    """Rows of the gradient are accumulated into a table: a sum over all positions."""
     if call.arguments()["scale_grad_by_freq"]:
         return None
     rank = len(call.shapes[1])
@@ -39,7 +39,7 @@ def embedding_dense_backward(call: RuleCall) -> Signature | None:
 
 @rule(aten.bucketize.Tensor)
 def bucketize(call: RuleCall) -> Signature:
-    """Between which boundaries a number lies: each has to be compared with all of them."""
+    """Each number is compared with all boundaries."""
     rank = len(call.shape)
     numbers = tuple((i,) for i in range(rank))
     return Signature((numbers, ((rank,),)), (numbers,), index=whole(rank))
@@ -47,7 +47,7 @@ def bucketize(call: RuleCall) -> Signature:
 
 @rule(aten.gather.default)
 def gather(call: RuleCall) -> Signature | None:
-    """The indexed dimension is needed whole; all others must run along together."""
+    """The indexed dimension is needed in full; all other dimensions must have equal sizes."""
     rank, dim = len(call.shape), call.arguments()["dim"]
     if not rank:
         return None
@@ -56,15 +56,16 @@ def gather(call: RuleCall) -> Signature | None:
     if any(source[i] != index[i] for i in range(rank) if i != dim):
         return None
     letters = tuple((i,) for i in range(rank))
-    looked = (*letters[:dim], (rank,), *letters[dim + 1 :])
-    return Signature((looked, letters), (letters,), index=whole(rank))
+    indexed = (*letters[:dim], (rank,), *letters[dim + 1 :])
+    return Signature((indexed, letters), (letters,), index=whole(rank))
 
 
 @rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two)
 def scatter(call: RuleCall) -> Signature | None:
-    """The mirror of `gather`: the written dimension is needed whole on the target's side.
+    """The transpose of `gather`: the written dimension of the target is needed in full.
 
-    Where each place is written once, whatever stood there is gone, and all that rows write is a sum over rows.
+    If each index is written exactly once, the target's old values do not matter, and the result is a sum over the
+    source rows.
     """
     rank, dim = len(call.shape), call.arguments()["dim"]
     if not rank:
@@ -85,53 +86,55 @@ def index_select(call: RuleCall) -> Signature | None:
         return None
     dim = call.arguments()["dim"] % rank
     letters = tuple((i,) for i in range(rank))
-    chosen = (rank,)
-    result = (*letters[:dim], chosen, *letters[dim + 1 :])
-    index = (chosen,) if call.shapes[1] else ()
+    selected = (rank,)
+    result = (*letters[:dim], selected, *letters[dim + 1 :])
+    index = (selected,) if call.shapes[1] else ()
     return Signature((letters, index), (result,), index=whole(dim))
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(call: RuleCall) -> Signature | None:
-    """`x[i, j, :]`: index tensors are broadcast together, and the dimensions they look into are needed whole."""
-    found = _looked_up(call)
-    if found is None:
+    """`x[i, j, :]`: index tensors are broadcast together, and the dimensions that they index are needed in full."""
+    labels = _index_labels(call)
+    if labels is None:
         return None
-    source, indices, result, looked = found
-    return Signature((source, *indices), (result,), whole(*looked))
+    source, indices, result, indexed = labels
+    return Signature((source, *indices), (result,), whole(*indexed))
 
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(call: RuleCall) -> Signature | None:
-    """The mirror of `index`. Rows added to zeros are a sum over all positions; else all positions are needed at once."""
-    found = _looked_up(call)
-    if found is None:
+    """The transpose of `index`. Accumulation into zeros is a sum over positions; otherwise all positions are needed
+    at once.
+    """
+    labels = _index_labels(call)
+    if labels is None:
         return None
-    target, indices, rows, looked = found
-    own = call.shapes[-1]
-    values = tuple(rows[len(rows) - len(own) + i] if size != 1 else () for i, size in enumerate(own))
+    target, indices, rows, indexed = labels
+    values_shape = call.shapes[-1]
+    values = tuple(rows[len(rows) - len(values_shape) + i] if size != 1 else () for i, size in enumerate(values_shape))
     adds_up = call.arguments()["accumulate"] and is_zero(call.operands[0]) and not _is_rounded_count(call)
     positions = frozenset() if adds_up else frozenset(letter for shape in indices for dim in shape for letter in dim)
-    return Signature((target, *indices, values), (target,), whole(*looked, *positions))
+    return Signature((target, *indices, values), (target,), whole(*indexed, *positions))
 
 
 @rule(aten.index_add.default)
 def index_add(call: RuleCall) -> Signature | None:
-    """Rows are added into a dimension, which is needed whole; into zeros it is a sum over the rows."""
+    """Rows are accumulated into a dimension, which is needed in full; if the target is zero, this is a sum over the rows."""
     rank = len(call.shape)
     if not rank or len(call.operands) != 3:
         return None
     dim = call.arguments()["dim"] % rank
-    target, chosen = tuple((i,) for i in range(rank)), (rank,)
-    source = (*target[:dim], chosen, *target[dim + 1 :])
+    target, selected = tuple((i,) for i in range(rank)), (rank,)
+    source = (*target[:dim], selected, *target[dim + 1 :])
     adds_up = is_zero(call.operands[0]) and not _is_rounded_count(call)
-    return Signature((target, (chosen,) if call.shapes[1] else (), source), (target,), whole(dim, *([] if adds_up else [rank])))
+    return Signature((target, (selected,) if call.shapes[1] else (), source), (target,), whole(dim, *([] if adds_up else [rank])))
 
 
 def _is_rounded_count(call: RuleCall) -> bool:
-    """Whether whole numbers are added up in a type that may not hold their sum: a count in bfloat16 ends at 256.
+    """Return whether integers are summed in a dtype that may not represent the sum: a count in bfloat16 stops at 256.
 
-    What eager makes of them then depends on the order of the sum, and what is made of a count may be a number of rows.
+    Eager's result then depends on the order of summation, and the count may be used as a number of rows.
     """
     values, source = ValueRanges(), call.operands[-1]
     dtype: torch.dtype = source.meta[VALUE].dtype
@@ -143,12 +146,12 @@ def _is_rounded_count(call: RuleCall) -> bool:
     return not is_exact_in(dtype, 0, count * values.of(source).magnitude)
 
 
-def _looked_up(call: RuleCall) -> tuple[LetterShape, tuple[LetterShape, ...], LetterShape, frozenset[int]] | None:
-    """Letters of `x`, of each index tensor and of `x[indices]`; and the letters of `x` that are looked into."""
+def _index_labels(call: RuleCall) -> tuple[LetterShape, tuple[LetterShape, ...], LetterShape, frozenset[int]] | None:
+    """Return the labels of `x`, of each index tensor and of `x[indices]`, and the labels of `x` that are indexed."""
     indices, rank = call.arguments()["indices"], len(call.shapes[0])
-    looked = [dim for dim, item in enumerate(indices) if item is not None]
-    shapes = call.shapes[1 : 1 + len(looked)]
-    if len(shapes) != len(looked) or any(item.meta[VALUE].dtype == torch.bool for item in call.operands[1 : 1 + len(looked)]):
+    indexed = [dim for dim, item in enumerate(indices) if item is not None]
+    shapes = call.shapes[1 : 1 + len(indexed)]
+    if len(shapes) != len(indexed) or any(item.meta[VALUE].dtype == torch.bool for item in call.operands[1 : 1 + len(indexed)]):
         return None
     width = max(len(shape) for shape in shapes)
     wide = {width - len(shape) + i for shape in shapes for i, size in enumerate(shape) if size != 1}
@@ -157,6 +160,6 @@ def _looked_up(call: RuleCall) -> tuple[LetterShape, tuple[LetterShape, ...], Le
         tuple(positions[width - len(shape) + i] if size != 1 else () for i, size in enumerate(shape)) for shape in shapes
     )
     source = tuple((dim,) for dim in range(rank))
-    kept = tuple(dim for i, dim in enumerate(source) if i not in looked)
-    first = looked[0] if looked == list(range(looked[0], looked[-1] + 1)) else 0
-    return source, letters, (*kept[:first], *positions, *kept[first:]), frozenset(looked)
+    kept = tuple(dim for i, dim in enumerate(source) if i not in indexed)
+    first = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
+    return source, letters, (*kept[:first], *positions, *kept[first:]), frozenset(indexed)

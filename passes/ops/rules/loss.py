@@ -1,4 +1,4 @@
-"""Loss operators. Means over tokens are rewritten into sums and a count by `canonicalize` before they get here."""
+"""Rules of losses. `canonicalize` rewrites means over tokens into sums and a count before these rules apply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss_forward(call: RuleCall) -> Signature | None:
-    """(log-probabilities [n, v, ...], labels [n, ...], weight [v]?) to (loss, total weight)."""
+    """Map (log-probabilities [n, v, ...], labels [n, ...], weight [v]?) to (loss, total weight)."""
     reduction = call.arguments()["reduction"]
     if len(call.shapes[0]) < 2:
         return None
@@ -26,7 +26,7 @@ def nll_loss_forward(call: RuleCall) -> Signature | None:
 
 @rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(call: RuleCall) -> Signature | None:
-    """(gradient, log-probabilities [n, v, ...], labels [n, ...], weight [v]?, total weight) to [n, v, ...]."""
+    """Map (gradient, log-probabilities [n, v, ...], labels [n, ...], weight [v]?, total weight) to [n, v, ...]."""
     if len(call.shapes[1]) < 2:
         return None
     scores, labels, v = _score_letters(len(call.shapes[1]))
@@ -36,6 +36,6 @@ def nll_loss_backward(call: RuleCall) -> Signature | None:
 
 
 def _score_letters(rank: int) -> tuple[LetterShape, LetterShape, LetterDim]:
-    """Letters of scores [n, v, ...], of labels [n, ...], and of v."""
+    """Return the axis labels of scores [n, v, ...], of labels [n, ...], and of v."""
     labels = ((0,), *((i,) for i in range(2, rank)))
     return ((0,), (1,), *((i,) for i in range(2, rank))), labels, (1,)

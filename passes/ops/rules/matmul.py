@@ -1,4 +1,4 @@
-"""Products: a contracted letter is summed, so over the sequence it becomes an accumulator."""
+"""Rules of matrix products: a contracted label is summed, so a contraction over the sequence becomes an accumulator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ signatures(
 
 @rule(aten.linalg_solve_triangular.default)
 def solve_triangular(call: RuleCall) -> Signature | None:
-    """One system for each index of the leading dimensions; columns of the right side are solved one by one."""
+    """Solve one system for each index of the leading dimensions; columns of the right-hand side are independent."""
     rank = len(call.shape)
     if any(len(shape) != rank for shape in call.shapes):
         return None
@@ -37,9 +37,9 @@ def solve_triangular(call: RuleCall) -> Signature | None:
 
 @rule(aten.addmm.default, aten.baddbmm.default)
 def add_product(call: RuleCall) -> Signature | None:
-    """`bias + a @ b`: the bias is broadcast against the result and must not be added once per part of a sum.
+    """`bias + a @ b`: the bias is broadcast to the result and must not be added once per chunk of a sum.
 
-    Marking the contracted letter whole keeps it from being split.
+    The contracted label is therefore marked as needed in full, so that it is not split.
     """
     if len(call.operands) != 3:
         return None

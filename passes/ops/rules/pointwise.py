@@ -1,6 +1,6 @@
-"""Pointwise operators: every row of the result needs the same row of each operand.
+"""Rules of pointwise operators: each row of the result needs the same row of each operand.
 
-Operators that torch tags as pointwise need no entry; these lack the tag.
+Operators that torch tags as pointwise need no entry; the ones listed here lack the tag.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ rule(
 
 @rule(aten.alias.default)
 def alias(call: RuleCall) -> Signature:
-    """The same rows; a view that a reader has for itself has axes of its own."""
+    """Keep all rows; a view created for one reader (`OWN_AXES`) gets new axes."""
     if COLLECTED in call.node.meta:
-        return _collected(call)
+        return _materialized(call)
     if OWN_AXES not in call.node.meta:
         return broadcast(call)
     rank = len(call.shape)
@@ -63,14 +63,14 @@ def alias(call: RuleCall) -> Signature:
     return Signature((operand,), (result,), {letter: Window(letter - rank, 0) for dim in result for letter in dim})
 
 
-def _collected(call: RuleCall) -> Signature:
-    """Along some dimensions all rows at once, in axes that are none of the sequence, or those of other values."""
-    rank, found = len(call.shape), call.node.meta[COLLECTED]
+def _materialized(call: RuleCall) -> Signature:
+    """Materialize some dimensions: the result has all rows, on a non-sequence axis or on the axis of another value."""
+    rank, sources = len(call.shape), call.node.meta[COLLECTED]
     operand = tuple((i,) if size != 1 else () for i, size in enumerate(call.shape))
-    result = tuple((rank + i,) if dim and i in found else dim for i, dim in enumerate(operand))
-    known = {rank + i: call.axis_of(*source) for i, source in found.items() if source is not None}
-    letters = (letter for i in found for letter in (i, rank + i))
-    return Signature((operand,), (result,), whole(*letters), atoms={i: dim for i, dim in known.items() if dim is not None})
+    result = tuple((rank + i,) if dim and i in sources else dim for i, dim in enumerate(operand))
+    axes = {rank + i: call.axis_of(*source) for i, source in sources.items() if source is not None}
+    letters = (letter for i in sources for letter in (i, rank + i))
+    return Signature((operand,), (result,), whole(*letters), atoms={i: dim for i, dim in axes.items() if dim is not None})
 
 
 @rule(aten.log_sigmoid_forward.default)

@@ -1,4 +1,6 @@
-"""Recurrences, those that `passes/scan/detection.py` has found and scans: their rows follow one another."""
+"""Rules of recurrences, whether detected in `passes/scan/detection.py` or declared as scans: rows are computed in
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from streamfx.runtime.scan import ChunkedScan
 
 @rule(UnrolledRecurrence, ChunkedScan, Forward, Backward, Associative, AssociativeBackward)
 def recurrence(call: RuleCall) -> Signature:
-    """Whole along all axes but that of the steps, which a loop in their direction carries along."""
+    """All axes are needed in full, except for the axis of steps, along which a loop in the right direction carries
+    the state.
+    """
     run: Recurrence = call.node.target  # type: ignore[assignment]
     axes = run.axes
     letters = Signature(axes.operands, axes.results).letters()

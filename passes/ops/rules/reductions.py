@@ -1,4 +1,4 @@
-"""Reductions and normalisations: the reduced axes are contracted where parts add up, and needed whole where not."""
+"""Rules of reductions and normalizations: a reduced axis is contracted if partial results add up, else needed in full."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from streamfx.ir.signature import Signature, whole
 from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
 
 aten = torch.ops.aten
-NONE_IS_NONE = (aten.any.dims, aten.all.dims)  # over no dimension these leave every element, as a flag
+NONE_IS_NONE = (aten.any.dims, aten.all.dims)  # an empty `dim` reduces nothing here: each element becomes a flag
 
 
 def reduced_dims(call: RuleCall) -> set[int]:
-    """The dimensions that the call reduces. A missing argument means all, and so does an empty one but for `NONE_IS_NONE`."""
+    """Return the dimensions that the call reduces. A missing `dim` means all, as does an empty one, except for
+    `NONE_IS_NONE`.
+    """
     rank = len(call.shapes[0])
     dims: Any = call.arguments().get("dim")
     if dims is None or (isinstance(dims, (list, tuple)) and not dims and call.node.target not in NONE_IS_NONE):
@@ -72,7 +74,7 @@ def needs_all_rows(call: RuleCall) -> Signature:
 
 @rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
 def softmax(call: RuleCall) -> Signature:
-    """Rows are normalised along one dimension, which is needed whole."""
+    """Each row is normalized along one dimension, which is needed in full."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
     return replace(broadcast(call), index=whole(dim))
 
@@ -92,14 +94,14 @@ def softmax_backward(call: RuleCall) -> Signature:
     aten.argsort.stable,
 )
 def along_one_dimension(call: RuleCall) -> Signature:
-    """Each row depends on others along one dimension, whose length stays."""
+    """Each row depends on others along one dimension, whose size is kept."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
     return replace(broadcast(call), index=whole(dim))
 
 
 @rule(aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)
 def transforms(call: RuleCall) -> Signature:
-    """Fourier's: each number along a dimension is made of all numbers along it, and there may be fewer of them, or more."""
+    """Fourier transforms: each output along a dimension depends on all inputs along it; the size may change."""
     rank = len(call.shape)
     dims = {dim % rank for dim in call.arguments()["dim"]}
     operand = tuple((dim,) for dim in range(rank))
@@ -119,7 +121,7 @@ def topk(call: RuleCall) -> Signature:
 
 @rule(aten.native_layer_norm.default)
 def layer_norm(call: RuleCall) -> Signature:
-    """Rows over the normalised dimensions; weight and bias have those dimensions."""
+    """Rows are normalized over the trailing dimensions; weight and bias have those dimensions."""
     rank = len(call.shape)
     inner = rank - len(call.arguments()["normalized_shape"])
     letters = tuple((i,) for i in range(rank))
@@ -130,7 +132,7 @@ def layer_norm(call: RuleCall) -> Signature:
 
 @rule(aten.native_layer_norm_backward.default)
 def layer_norm_backward(call: RuleCall) -> Signature:
-    """(grad, x, mean, rstd, weight?, bias?) to (dx, dweight, dbias): the last two are summed over rows."""
+    """Map (grad, x, mean, rstd, weight?, bias?) to (dx, dweight, dbias); the last two are summed over rows."""
     rank = len(call.shapes[1])
     arguments = call.arguments()
     inner = rank - len(arguments["normalized_shape"])
@@ -166,7 +168,7 @@ def rms_norm_backward(call: RuleCall) -> Signature:
 
 @rule(aten.histc.default)
 def histogram(call: RuleCall) -> Signature | None:
-    """Counts of fixed bins add up; bins from the least to the largest element depend on all of them."""
+    """Counts over fixed bins add up; bins between the minimum and maximum element depend on all elements."""
     arguments = call.arguments()
     if not arguments["min"] < arguments["max"]:
         return None

@@ -1,4 +1,4 @@
-"""How a rule is written down and looked up."""
+"""Registration and lookup of axis rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHER_ROWS = "{target} reads rows of one length as rows of another"
 
 
 class RuleCall:
-    """One node as a rule sees it: arguments by name, shapes, and what is known of the operands' axes."""
+    """One node as the argument of a rule: arguments by name, shapes, and the operands' axes."""
 
     def __init__(self, node: fx.Node, axes: AxisTable, dims: Mapping[fx.Node, tuple[Dim, ...]]) -> None:
         self.node = node
@@ -39,14 +39,14 @@ class RuleCall:
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """The shape of the first result."""
+        """Return the shape of the first result."""
         return self.result_shapes[0]
 
     def dims(self, operand: int) -> tuple[Dim, ...]:
         return tuple(self.axes.resolve(dim) for dim in self._dims[self.operands[operand]])
 
     def axis_of(self, value: fx.Node, position: int) -> Dim | None:
-        """What is known of a dimension of any value in front of this node."""
+        """Return the axes of a dimension of any value before this node, if known."""
         return self._dims[value][position] if value in self._dims else None
 
     def arguments(self) -> dict[str, Any]:
@@ -54,11 +54,11 @@ class RuleCall:
 
 
 RULES: dict[Any, Rule] = {}
-NAMED: dict[str, Rule] = {}  # by the name of an operator that another package defines, if it is there
+NAMED: dict[str, Rule] = {}  # by operator name, for operators of packages that may be missing
 
 
 def rule(*operators: Any) -> Callable[[Rule], Rule]:
-    """Register a function from a `RuleCall` to its `Signature` (None: not for these arguments)."""
+    """Register a function from a `RuleCall` to its `Signature` (None: the arguments are not covered)."""
 
     def register(function: Rule) -> Rule:
         for operator in operators:
@@ -69,19 +69,19 @@ def rule(*operators: Any) -> Callable[[Rule], Rule]:
 
 
 def signatures(table: Mapping[Any, str]) -> None:
-    """Register operators whose signature is the same for all arguments, in notation.
+    """Register operators whose signature does not depend on arguments, in einsum notation.
 
-    `m k, k n -> m n`: one letter per dimension; `k!` is needed whole; `...` stands for any leading dimensions, the same
-    ones everywhere; several results are separated by commas.
+    `m k, k n -> m n` has one label per dimension; `k!` is needed in full; `...` represents any leading dimensions,
+    the same ones everywhere; commas separate several results.
     """
     for operator, notation in table.items():
         RULES[operator] = notation_rule(notation)
 
 
 def notation_rule(notation: str) -> Rule:
-    """The rule that `signatures` makes of its notation; it declines a call with other operands or dimensions.
+    """Return the rule for one string of notation; it declines a call with other operands or dimensions.
 
-    A letter that no operand has is a new dimension: an operator that makes it makes all of it.
+    A label that no operand has is a new dimension, which the operator produces in full.
     """
     left, right = ([part.split() for part in side.split(",")] for side in notation.split("->"))
 
@@ -112,49 +112,49 @@ def notation_rule(notation: str) -> Rule:
         given = set(letters.values())
         results = tuple(read(tokens, len(shape)) for tokens, shape in zip(right, call.result_shapes, strict=False))
         shapes = (*zip(operands, call.shapes, strict=True), *zip(results, call.result_shapes, strict=False))
-        if any(len(dims) != len(shape) for dims, shape in shapes) or len(spreads) > 1 or not _of_one_size(shapes):
+        if any(len(dims) != len(shape) for dims, shape in shapes) or len(spreads) > 1 or not _sizes_match(shapes):
             return None
         return Signature(operands, results, {**needed, **{letter: FullAxis() for letter in set(letters.values()) - given}})
 
     return from_notation
 
 
-def _of_one_size(shapes: Iterable[tuple[LetterShape, tuple[Size, ...]]]) -> bool:
-    """Whether dimensions that share a letter do not differ in size: a row that is repeated for all others is not theirs."""
+def _sizes_match(shapes: Iterable[tuple[LetterShape, tuple[Size, ...]]]) -> bool:
+    """Return whether all dimensions that share a label have the same size: a broadcast row must not share the label."""
     sizes: dict[LetterDim, Size] = {}
     return all(sizes.setdefault(dim, size) == size for dims, shape in shapes for dim, size in zip(dims, shape, strict=True))
 
 
 def broadcast(call: RuleCall, operands: Sequence[int] | None = None, results: int | None = None) -> Signature:
-    """Every operand against the result, aligned at the last dimension; operands of size one are repeated."""
+    """Align every operand with the result at the last dimension; operands of size one are broadcast."""
     shape = call.shape
     letters = tuple((position,) if size != 1 else () for position, size in enumerate(shape))
 
-    def aligned(own: tuple[Size, ...]) -> LetterShape:
-        skipped = len(shape) - len(own)
-        return tuple(letters[skipped + position] if size != 1 else () for position, size in enumerate(own))
+    def align(operand_shape: tuple[Size, ...]) -> LetterShape:
+        skipped = len(shape) - len(operand_shape)
+        return tuple(letters[skipped + position] if size != 1 else () for position, size in enumerate(operand_shape))
 
     return Signature(
-        operands=tuple(aligned(own) for own in call.shapes),
+        operands=tuple(align(operand_shape) for operand_shape in call.shapes),
         results=tuple(letters for _ in range(len(call.result_shapes) if results is None else results)),
     )
 
 
 def rule_for(node: fx.Node) -> Rule | None:
-    """The rule of a node's operator."""
+    """Return the rule of a node's operator."""
     return rule_of(node.target)
 
 
 def rule_of(target: Any) -> Rule | None:
-    """The rule of an operator; those that torch itself tags as pointwise need no entry."""
-    found = RULES.get(target) or RULES.get(type(target)) or NAMED.get(_name_of(target))
-    if found is not None:
-        return found
+    """Return the rule of an operator; operators that torch tags as pointwise need no entry."""
+    registered = RULES.get(target) or RULES.get(type(target)) or NAMED.get(_name_of(target))
+    if registered is not None:
+        return registered
     return broadcast if is_tagged_pointwise(target) else None
 
 
 def said_by(rule: Rule, call: RuleCall) -> Signature | str:
-    """What a rule says of a call, if that has the dimensions of the call; or why the rule says nothing."""
+    """Return a rule's signature for a call if its dimensions match the call, or the reason why there is none."""
     target = call.node.target
     try:
         signature: Any = rule(call)
@@ -166,8 +166,8 @@ def said_by(rule: Rule, call: RuleCall) -> Signature | str:
         return (OTHER_ROWS if is_moved_elements(call.node) else NOT_COVERED).format(target=target)
     if not isinstance(signature, Signature):
         return NO_SIGNATURE.format(target=target, found=described(signature))
-    said = (*zip(signature.operands, call.shapes, strict=False), *zip(signature.results, call.result_shapes, strict=False))
-    fits = len(signature.operands) == len(call.shapes) and all(len(letters) == len(shape) for letters, shape in said)
+    labeled = (*zip(signature.operands, call.shapes, strict=False), *zip(signature.results, call.result_shapes, strict=False))
+    fits = len(signature.operands) == len(call.shapes) and all(len(letters) == len(shape) for letters, shape in labeled)
     return signature if fits else OTHER_DIMENSIONS.format(target=target)
 
 
@@ -176,7 +176,7 @@ def _name_of(target: Any) -> str:
 
 
 def is_tagged_pointwise(target: Any) -> bool:
-    """`equal` bears the tag as well, and compares whole tensors."""
+    """Return whether torch tags an operator as pointwise. `equal` has the tag as well, but compares whole tensors."""
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return False
     return all(isinstance(result.type, torch.TensorType) for result in target._schema.returns)

@@ -1,4 +1,6 @@
-"""Rows that begin at a column of their own: which one follows from the row's number, and so does what a chunk takes."""
+"""Rules of relative shifts: each row begins at a column that follows from its row index, so any rows can be shifted
+alone.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,23 @@ from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
 @rule(RELATIVE_SHIFT)
 def relative_shift(call: RuleCall) -> Signature:
-    """Any rows and any columns of the result can be made alone, of all columns that the rows had."""
-    own, shown, dim, last = _letters(call)
-    return Signature((own,), (shown,), index=whole(last), placed=frozenset({dim, dim + 1}))
+    """Any slice of rows and columns of the result can be computed alone, from all columns of those rows."""
+    source, shifted, dim, last = _letters(call)
+    return Signature((source,), (shifted,), index=whole(last), placed=frozenset({dim, dim + 1}))
 
 
 @rule(RELATIVE_SHIFT_BACKWARD)
 def relative_shift_backward(call: RuleCall) -> Signature:
-    """What columns put into the columns of the operand adds up."""
-    own, shown, dim, last = _letters(call)
-    return Signature((shown,), (own,), index=whole(last), placed=frozenset({dim, dim + 1}))
+    """Gradients of the shifted columns are summed into the columns of the operand."""
+    source, shifted, dim, last = _letters(call)
+    return Signature((shifted,), (source,), index=whole(last), placed=frozenset({dim, dim + 1}))
 
 
 def _letters(call: RuleCall) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], int, int]:
-    """Dimensions before and after the shift, the letter of rows (columns have the next), and that of all columns before it."""
+    """Return the labels before and after the shift, the label of rows (columns have the next), and the label of
+    unshifted columns.
+    """
     rank = len(call.shape)
-    shown = tuple((letter,) for letter in range(rank))
+    shifted = tuple((letter,) for letter in range(rank))
     dim: int = call.arguments()["dim"]
-    return (*shown[: dim + 1], (rank,), *shown[dim + 2 :]), shown, dim, rank
+    return (*shifted[: dim + 1], (rank,), *shifted[dim + 2 :]), shifted, dim, rank

@@ -1,4 +1,4 @@
-"""Prefix reductions: each row is made of all rows before it, which a loop in the right direction carries along."""
+"""Rules of prefix reductions: each row depends on all rows before it, which a loop in the right direction carries."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ REVERSE: dict[Any, str] = {getattr(own, f"reverse_{kind}").default: kind for kin
 
 @rule(*FORWARD, *REVERSE)
 def scan(call: RuleCall) -> Signature:
-    """Whole along the scanned dimension, unless that is the sequence and the loop runs in the scan's direction."""
+    """The scanned dimension is needed in full, unless it is the sequence and the loop runs in the scan's direction."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
     return replace(broadcast(call), index={dim: RunningSum(call.node.target in REVERSE)} if call.shape else whole(dim))

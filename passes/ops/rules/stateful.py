@@ -1,4 +1,6 @@
-"""Operators with a state that are declared, and their backwards, by name: the packages that define some may be there or not."""
+"""Registry of declared operators with a state, and their backward operators, by name: the defining package may be
+missing.
+"""
 
 from __future__ import annotations
 
@@ -16,5 +18,5 @@ def declare(declared: Stateful) -> None:
 
 
 def is_declared(target: Any) -> bool:
-    """Whether something is known of an operator, or of the operator of which it is the backward."""
+    """Return whether an operator, or the operator of which it is the backward, is declared."""
     return isinstance(target, OpOverload) and (target.name() in STATEFUL or target.name() in BACKWARDS)

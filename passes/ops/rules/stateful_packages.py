@@ -1,8 +1,9 @@
-"""Operators with a state that packages define, by name: nothing of them is imported, they may be there or not.
+"""Operators with a state that other packages define, by name: no package is imported, and any may be missing.
 
-flash-linear-attention's delta rule (fla/ops/generalized_delta_rule/dplr/backends/tilelang/chunk.py, August 2026): rows [b t h d],
-the state [b h k v] in float32. A flag says whether one is given, and without it the tensor in its place has no elements.
-Sequences of several lengths in a row are no matter of chunks of rows. Its results behind the last state are what it saved.
+flash-linear-attention's delta rule (fla/ops/generalized_delta_rule/dplr/backends/tilelang/chunk.py, August 2026):
+rows [b t h d], state [b h k v] in float32. A flag tells whether an initial state is passed; without it, the
+placeholder tensor is empty. Packed sequences of several lengths are not chunked. The results after the final state
+are saved for backward.
 """
 
 from __future__ import annotations
@@ -21,21 +22,23 @@ LAYOUT = ("chunk_indices", "chunk_offsets")
 CONTEXT = ("h", "v_new", "qg", "kg", "ag", "bg", "w", "A_ab_inv", "A_ak", "A_qk", "A_qb")
 
 
-def _named(name: str) -> Callable[..., Any]:
-    """The operator of this name, looked up when it is called: by then somebody has imported the package."""
+def _late_bound(name: str) -> Callable[..., Any]:
+    """Return the operator of this name, resolved at call time: the package is imported by then."""
     namespace, operator = name.split("::")
     return lambda **arguments: getattr(getattr(torch.ops, namespace), operator)(**arguments)
 
 
 def _delta_rule(suffix: str, context: tuple[str, ...]) -> Stateful:
-    """The operator that saves, beside how rows are cut into blocks, what its backward would have to make again."""
+    """Declare the operator that saves, in addition to its block layout, the values that its backward would otherwise
+    recompute.
+    """
     names = f"fla::chunk_dplr_delta_rule_fwd{suffix}", f"fla::chunk_dplr_delta_rule_bwd{suffix}"
     saved = (*LAYOUT, *(f"{name}_ctx" for name in context))
     return Stateful(
         name=f"delta_rule{suffix}",
         operators=names,
-        forward=_named(names[0]),
-        backward=_named(names[1]),
+        forward=_late_bound(names[0]),
+        backward=_late_bound(names[1]),
         takes=(*ROWS, "h0", "cu_seqlens", "scale", "has_initial_state", "output_final_state", "is_varlen", "chunk_size"),
         backward_takes=("do", "dht", *ROWS, "h0", "cu_seqlens", *saved, *HOW),
         rows=dict.fromkeys(ROWS, 1),

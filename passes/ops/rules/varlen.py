@@ -1,4 +1,4 @@
-"""Products with a packed weight: rows are kept, and how the weight is packed is the operator's own matter."""
+"""Rules of products with a packed (quantized) weight: rows are kept, and the packed layout is opaque."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from streamfx.passes.ops.rules.registry import NAMED, RuleCall
 
 
 def packed_product(call: RuleCall) -> Signature | None:
-    """`x @ unpacked.T`, x [..., k] first: each row of the result needs its own row of x, and all of the other operands."""
+    """`x @ unpacked.T`, with x [..., k] first: each row of the result needs the same row of x, and the other operands
+    in full.
+    """
     leading = len(call.shape) - 1
     if len(call.shapes[0]) != leading + 1:
         return None
     rows = tuple((letter,) for letter in range(leading))
-    contracted, made = leading, leading + 1
+    contracted, out = leading, leading + 1
     others, used = [], leading + 2
     for shape in call.shapes[1:]:
         others.append(tuple((used + position,) for position in range(len(shape))))
         used += len(shape)
     return Signature(
         operands=((*rows, (contracted,)), *others),
-        results=((*rows, (made,)),),
+        results=((*rows, (out,)),),
         index=whole(*range(leading, used)),
     )
 

@@ -1,4 +1,4 @@
-"""Views and copies that only move elements: axes are regrouped, never computed with."""
+"""Rules of views and copies that only move elements: axes are regrouped, never computed with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from streamfx.passes.ops.traits import CUTS
 from streamfx.torch_private.symbolic_sizes import is_negative
 
 aten = torch.ops.aten
-FEW = 4  # rows taken one by one in a loop each
+FEW = 4  # loops may select up to this many single rows
 
 
 def _own_letters(rank: int) -> LetterShape:
@@ -28,7 +28,10 @@ def _own_letters(rank: int) -> LetterShape:
 
 @rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
 def view(call: RuleCall) -> Signature | None:
-    """Regroup the atoms; one letter per atom. An axis that is cut into blocks, or joined from them, is needed in whole blocks."""
+    """Regroup axis factors, with one label per factor.
+
+    An axis that is split into blocks, or flattened from them, is needed in whole blocks.
+    """
     groups = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
     if groups is None:
         return None
@@ -37,25 +40,25 @@ def view(call: RuleCall) -> Signature | None:
     operand, result = list[int](), list[int]()
     old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
     while old and new:
-        step = _step(call, old, new)
+        step = _common_prefix(call, old, new)
         if step is None:
             return None
-        taken, made = step
-        is_same = old[:taken] == new[:made]
-        own = [next(numbers) for _ in range(taken)]
-        other = own if is_same else [next(numbers) for _ in range(made)]
-        for letter, atom in zip((*own, *other), (*old[:taken], *new[:made]), strict=True):
+        old_count, new_count = step
+        is_same = old[:old_count] == new[:new_count]
+        old_labels = [next(numbers) for _ in range(old_count)]
+        new_labels = old_labels if is_same else [next(numbers) for _ in range(new_count)]
+        for letter, atom in zip((*old_labels, *new_labels), (*old[:old_count], *new[:new_count]), strict=True):
             atoms[letter] = (atom,)
         if not is_same:
-            tile, rows = (other, own) if taken == 1 else (own, other)
-            index |= {**whole(*own, *other), tile[0]: Tile(rows[0])}
-        operand, result, old, new = operand + own, result + other, old[taken:], new[made:]
+            tile, rows = (new_labels, old_labels) if old_count == 1 else (old_labels, new_labels)
+            index |= {**whole(*old_labels, *new_labels), tile[0]: Tile(rows[0])}
+        operand, result, old, new = operand + old_labels, result + new_labels, old[old_count:], new[new_count:]
     letters = (_grouped(operand, before),), (_grouped(result, groups),)
     return Signature(*letters, index, atoms=atoms)
 
 
-def _step(call: RuleCall, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:
-    """How many atoms at the front of both sides are the same elements: one and one, or an axis and its two blocks."""
+def _common_prefix(call: RuleCall, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:
+    """Return how many leading factors on each side cover the same elements: (1, 1), or an axis and its two blocks."""
     if old[0] == new[0]:
         return 1, 1
     if call.axes.are_blocks(old[0], tuple(new[:2])):
@@ -64,14 +67,14 @@ def _step(call: RuleCall, old: list[Atom], new: list[Atom]) -> tuple[int, int] |
 
 
 def _grouped(letters: Sequence[int], dims: Sequence[Dim]) -> LetterShape:
-    """Letters in groups as long as the dimensions."""
+    """Group labels by dimension."""
     remaining = iter(letters)
     return tuple(tuple(next(remaining) for _ in dim) for dim in dims)
 
 
 @rule(aten.view.dtype)
 def view_of_bits(call: RuleCall) -> Signature | None:
-    """The same elements, or, of a type of another size, all of the last dimension together."""
+    """Reinterpret the dtype. If the element size changes, the last dimension is needed in full."""
     operand, result = _own_letters(len(call.shapes[0])), _own_letters(len(call.shape))
     if call.node.args[1].itemsize == node_argument(call.node).meta[VALUE].element_size():  # type: ignore[union-attr]
         return Signature((operand,), (result,))
@@ -91,14 +94,14 @@ def unsqueeze(call: RuleCall) -> Signature:
 
 @rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def squeeze(call: RuleCall) -> Signature:
-    """Dimensions of size one vanish where they are asked to."""
-    gone = vanishing(call.node)
+    """Remove the requested dimensions that have size one."""
+    removed = vanishing(call.node)
     letters = tuple((i,) if size != 1 else () for i, size in enumerate(call.shapes[0]))
-    return Signature((letters,), (tuple(dim for i, dim in enumerate(letters) if i not in gone),))
+    return Signature((letters,), (tuple(dim for i, dim in enumerate(letters) if i not in removed),))
 
 
 def vanishing(node: fx.Node) -> list[int]:
-    """The dimensions that `squeeze` takes from a whole value."""
+    """Return the dimensions that `squeeze` removes from a value on the full sequence."""
     shape, asked = shape_of_node(node_argument(node)), bound_arguments(node).get("dim")
     dims = range(len(shape)) if asked is None else (asked if isinstance(asked, (list, tuple)) else [asked])
     return sorted({dim % len(shape) for dim in dims if shape[dim] == 1}) if shape else []
@@ -106,11 +109,11 @@ def vanishing(node: fx.Node) -> list[int]:
 
 @rule(aten.expand.default)
 def expand(call: RuleCall) -> Signature:
-    """A repeated dimension gets an axis of its own: any part of it can be made alone."""
-    own, shape = call.shapes[0], call.shape
-    skipped = len(shape) - len(own)
+    """A repeated dimension gets a new axis, of which any slice can be computed alone."""
+    operand_shape, shape = call.shapes[0], call.shape
+    skipped = len(shape) - len(operand_shape)
     result = _own_letters(len(shape))
-    operand = tuple(result[skipped + i] if size != 1 else () for i, size in enumerate(own))
+    operand = tuple(result[skipped + i] if size != 1 else () for i, size in enumerate(operand_shape))
     return Signature((operand,), (result,))
 
 
@@ -133,7 +136,7 @@ def transpose(call: RuleCall) -> Signature:
 
 @rule(aten.select.int)
 def select(call: RuleCall) -> Signature:
-    """One row is taken out: by the chunk that holds it, or, where it is one row of many that are, of all."""
+    """Select one row: in the chunk that holds it, or from the full axis if it is one of many such selections."""
     letters = _own_letters(len(call.shapes[0]))
     dim = call.arguments()["dim"] % len(letters)
     result = letters[:dim] + letters[dim + 1 :]
@@ -143,7 +146,7 @@ def select(call: RuleCall) -> Signature:
 
 @rule(aten.select_backward.default)
 def select_backward(call: RuleCall) -> Signature:
-    """The gradient of a row, among zeros."""
+    """Return the gradient of a row, with zeros elsewhere."""
     result = _own_letters(len(call.shape))
     dim = call.arguments()["dim"] % len(result)
     operand = result[:dim] + result[dim + 1 :]
@@ -153,31 +156,31 @@ def select_backward(call: RuleCall) -> Signature:
 
 @rule(aten.diagonal.default)
 def diagonal(call: RuleCall) -> Signature:
-    """Elements at (i, i + offset) of two dimensions, all of them at once, behind the dimensions that are left."""
+    """Select the elements at (i, i + offset) of two dimensions, all at once, as the last dimension."""
     return Signature(*_diagonal(call, len(call.shapes[0])))
 
 
 @rule(aten.diagonal_backward.default)
 def diagonal_backward(call: RuleCall) -> Signature:
-    """The gradient of a diagonal, among zeros."""
-    (whole_value,), (taken,), index = _diagonal(call, len(call.shape))
-    return Signature((taken,), (whole_value,), index)
+    """Return the gradient of a diagonal, with zeros elsewhere."""
+    (whole_value,), (selected,), index = _diagonal(call, len(call.shape))
+    return Signature((selected,), (whole_value,), index)
 
 
 def _diagonal(call: RuleCall, rank: int) -> tuple[tuple[LetterShape], tuple[LetterShape], dict[Letter, Index]]:
-    """Letters of a value with two dimensions, and of their diagonal."""
+    """Return the labels of a value with two dimensions, and of their diagonal."""
     letters, dims = _own_letters(rank), {call.arguments()[name] % rank for name in ("dim1", "dim2")}
     left = tuple(letter for dim, letter in enumerate(letters) if dim not in dims)
     return (letters,), ((*left, (rank,)),), whole(*dims, rank)
 
 
 def _from_start(index: Any, length: Size) -> Any:
-    """An index that counts from the end where it is negative, as one from the start."""
+    """Convert a negative index, which counts from the end, to one from the start."""
     return simplified(length + index) if isinstance(index, int) and index < 0 else index
 
 
 def _single(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
-    """The row that is taken; all of them where others are taken in the same way: a recurrence, row by row."""
+    """Return the selected row as an index, or the full axis if many nodes select rows alike: a recurrence, row by row."""
     node = call.node
     alike = (other for other in node.graph.find_nodes(op="call_function", target=node.target) if _is_alike(other, node))
     is_many = isinstance(row, fx.Node) or len(list(islice(alike, FEW + 1))) > FEW
@@ -185,29 +188,31 @@ def _single(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
 
 
 def _is_alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes take different rows of values of the same shape, or put them into such."""
-    (before, *own), (other_before, *others) = (_row_arguments(node) for node in (one, other))
-    return before == other_before and own != others
+    """Return whether two nodes select, or write, different rows of values of equal shape."""
+    (before, *rest), (other_before, *other_rest) = (_row_arguments(node) for node in (one, other))
+    return before == other_before and rest != other_rest
 
 
 def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The shape that a row is taken from, or put into, with that of the row and the dimension; and which row."""
+    """Return the shapes of the operand and the row with the dimension, and then the row index."""
     operand = shape_of_node(node_argument(node))
     if node.target in (aten.select.int, aten.slice.Tensor):
         return (operand, shape_of_node(node), *node.args[1:2]), *node.args[2:]
     return (operand, *node.args[1:3]), *node.args[3:]
 
 
-def _whole_along(call: RuleCall, dim: int, rank: int, results: int = 1) -> Signature:
-    """Both sides have their own axis along `dim`, and need it whole; all other axes are kept."""
+def _full_along(call: RuleCall, dim: int, rank: int, results: int = 1) -> Signature:
+    """Give both sides their own axis along `dim`, needed in full; all other axes are kept."""
     operand = _own_letters(rank)
     result = (*operand[:dim], (rank,), *operand[dim + 1 :])
     return Signature((operand,) * len(call.operands), (result,) * results, index=whole(dim, rank))
 
 
 def first_row(start: Any, length: Any) -> Size | None:
-    """The first row of a slice of `length` rows, as torch has it: counted from the end where it is negative, and then no row in
-    front of the first. A sign that depends on a dynamic number becomes a condition of the graph; None where it cannot.
+    """Return the first row of a slice of an axis with `length` rows, as torch defines it.
+
+    Negative indices count from the end, and clamp to the first row. A sign that depends on a dynamic size becomes a
+    guard; None if no guard is possible.
     """
     number = start.meta[VALUE] if isinstance(start, fx.Node) else start
     if number is None:
@@ -215,13 +220,13 @@ def first_row(start: Any, length: Any) -> Size | None:
     if (from_end := is_negative(number)) is None:
         return None
     number = number + length if from_end else number
-    in_front = is_negative(number) if from_end else False
-    return None if in_front is None else 0 if in_front else size_of(number)
+    before_start = is_negative(number) if from_end else False
+    return None if before_start is None else 0 if before_start else size_of(number)
 
 
 @rule(aten.slice.Tensor)
 def slice_(call: RuleCall) -> Signature | None:
-    """Rows start..end of one dimension: an axis of its own, shifted against the operand's."""
+    """Rows start..end of one dimension: a new axis, shifted against the operand's."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
     length, kept = call.shapes[0][dim], call.shape[dim]
@@ -234,7 +239,7 @@ def slice_(call: RuleCall) -> Signature | None:
     if kept == 1:
         result = (*operand[:dim], (), *operand[dim + 1 :])
         return Signature((operand,), (result,), _single(call, dim, start))
-    signature = _whole_along(call, dim, rank)
+    signature = _full_along(call, dim, rank)
     if call.arguments()["step"] != 1:
         return signature
     return Signature(signature.operands, signature.results, {rank: Window(dim, start)})
@@ -242,7 +247,7 @@ def slice_(call: RuleCall) -> Signature | None:
 
 @rule(aten.slice_backward.default)
 def slice_backward(call: RuleCall) -> Signature | None:
-    """The gradient of a slice: the rows of the operand, with zeros around them."""
+    """Return the gradient of a slice: the rows of the operand, surrounded by zeros."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
     length, kept = call.shape[dim], call.shapes[0][dim]
@@ -255,7 +260,7 @@ def slice_backward(call: RuleCall) -> Signature | None:
     if kept == 1:
         row = (*operand[:dim], (), *operand[dim + 1 :])
         return Signature((row,), (operand,), _single(call, dim, start))
-    signature = _whole_along(call, dim, rank)
+    signature = _full_along(call, dim, rank)
     if call.arguments()["step"] != 1:
         return signature
     return Signature(signature.operands, signature.results, {rank: Window(dim, -start)})
@@ -263,7 +268,7 @@ def slice_backward(call: RuleCall) -> Signature | None:
 
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(call: RuleCall) -> Signature:
-    """Padding shifts an axis; padding two axes at once needs both whole."""
+    """Padding shifts an axis; if two axes are padded at once, both are needed in full."""
     rank, pad = len(call.shape), [number_of(size) for size in call.arguments()["pad"]]
     padded = {rank - 1 - i // 2 for i in range(len(pad)) if pad[i] != 0}
     operand = _own_letters(rank)
@@ -277,7 +282,7 @@ def constant_pad_nd(call: RuleCall) -> Signature:
 
 @rule(*CUTS)
 def split(call: RuleCall) -> Signature:
-    """Pieces along one dimension: that dimension is needed whole, and each piece has an axis of its own."""
+    """Slices along one dimension: it is needed in full, and each slice has a new axis."""
     rank = len(call.shapes[0])
     dim = call.arguments()["dim"] % rank
     operand = _own_letters(rank)
@@ -291,7 +296,7 @@ def split(call: RuleCall) -> Signature:
 
 @rule(aten.cat.default, aten.stack.default)
 def cat(call: RuleCall) -> Signature:
-    """Joined along one dimension, which is needed whole on both sides, unless the parts are cut out of one sequence."""
+    """Concatenate along one dimension, needed in full on both sides unless the operands are slices of one sequence."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
     result = _own_letters(rank)
@@ -310,22 +315,22 @@ def cat(call: RuleCall) -> Signature:
 @rule(aten.repeat.default)
 def repeat(call: RuleCall) -> Signature:
     """Dimensions of size one are repeated like `expand`; others get the copies as an outer axis: [t] to [(n t)]."""
-    given = call.arguments()["repeats"]
-    repeats = [size_of(item.meta[VALUE] if is_size(item) else item) for item in given]
+    repeats_argument = call.arguments()["repeats"]
+    repeats = [size_of(item.meta[VALUE] if is_size(item) else item) for item in repeats_argument]
     rank = len(call.shape)
     skipped = rank - len(call.shapes[0])
-    own, result, atoms = list[LetterDim](), list[LetterDim](_own_letters(rank)), dict[int, Dim]()
+    operand, result, atoms = list[LetterDim](), list[LetterDim](_own_letters(rank)), dict[int, Dim]()
     for i, (size, dim) in enumerate(zip(call.shapes[0], call.dims(0), strict=True), skipped):
-        own.append(result[i] if size != 1 else ())
+        operand.append(result[i] if size != 1 else ())
         if size != 1 and repeats[i] != 1:
             atoms |= {i: dim, rank + i: call.axes.fresh(repeats[i])}
             result[i] = (rank + i, i)
-    return Signature((tuple(own),), (tuple(result),), atoms=atoms)
+    return Signature((tuple(operand),), (tuple(result),), atoms=atoms)
 
 
 @rule(aten.select_scatter.default)
 def select_scatter(call: RuleCall) -> Signature:
-    """One row is written over."""
+    """Overwrite one row."""
     letters = _own_letters(len(call.shape))
     dim = call.arguments()["dim"] % len(letters)
     return Signature((letters, letters[:dim] + letters[dim + 1 :]), (letters,), index=whole(dim))
@@ -333,7 +338,7 @@ def select_scatter(call: RuleCall) -> Signature:
 
 @rule(aten.slice_scatter.default)
 def slice_scatter(call: RuleCall) -> Signature:
-    """Some rows are written over: those written and the result have an axis of their own."""
+    """Overwrite some rows: the written rows and the result have separate axes."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
     letters = _own_letters(rank)
@@ -343,7 +348,7 @@ def slice_scatter(call: RuleCall) -> Signature:
 
 @rule(aten.flip.default, aten.roll.default)
 def reorder(call: RuleCall) -> Signature:
-    """Rows change places along some dimensions, which are needed whole."""
+    """Permute rows along some dimensions, which are needed in full."""
     rank = len(call.shape)
     dims = call.arguments()["dims"]
     moved = {dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else (dims,))} or set(range(rank))
