@@ -106,13 +106,14 @@ class _VisibleParts:
 
     def __init__(self, seen: Callable[[fx.Node], bool], values: ValueRanges, axes: AxisFacts) -> None:
         self.seen, self.values, self.axes = seen, values, axes
+        self.bounds = dict[fx.Node, float]()  # by mask: `_bound` of it, computed once
 
     def write(self, node: fx.Node, parts: Parts) -> bool:
         """Split an attention, and return whether this was possible."""
         mask = bound_arguments(node)["attn_mask"]
         masks = (None,) * len(parts.lengths) if mask is None else parts.of(mask)
         own = [item is None or self._shows_own_keys(item, node) for item in masks]
-        if not any(own) and (mask is None or _largest(mask, self.values) > COUNTED):
+        if not any(own) and (mask is None or self._bound(mask) > COUNTED):
             return False
         WRITES[node.target](node, parts, own)
         return True
@@ -120,6 +121,31 @@ class _VisibleParts:
     def _shows_own_keys(self, mask: fx.Node, node: fx.Node) -> bool:
         queries = self.axes.table.resolve(self.axes.letters[node][M])
         return self.axes.table.resolve(self.axes.shapes[mask][-1]) == queries and self.seen(mask)
+
+    def _bound(self, mask: fx.Node) -> float:
+        """Return a bound on the finite values that a mask adds to scores, infinite if it is not known.
+
+        Weights count as zero: they are assumed to be ordinary numbers.
+        """
+        if mask not in self.bounds:
+            self.bounds[mask] = self._bound_by_operands(mask)
+        return self.bounds[mask]
+
+    def _bound_by_operands(self, mask: fx.Node) -> float:
+        if fill_of(mask) == -math.inf:
+            return 0
+        found = self.values.of(mask)
+        if found.is_counted:
+            return 0 if found.assumed else float(found.magnitude)
+        operands = [item for item in tensor_operands(mask) if item.meta[VALUE].is_floating_point()]
+        given = [*mask.args, *mask.kwargs.values()]
+        numbers = [abs(item) for item in given if isinstance(item, (int, float)) and item != -math.inf]
+        if not operands or not (mask.target in CHOICES or is_moved_elements(mask)):
+            return math.inf
+        if mask.target is aten.add.Tensor:  # a value may be added to itself, or a multiple of it
+            is_plain = len(given) == 2 and not mask.kwargs
+            return sum((self._bound(item) for item in given if isinstance(item, fx.Node)), sum(numbers)) if is_plain else math.inf
+        return max(*numbers, *map(self._bound, operands), 0)
 
 
 def _joins(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, Parts]:
@@ -146,29 +172,6 @@ def _are_rows_and_blocks(dims: Sequence[Dim], axes: AxisFacts) -> bool:
 def _keys(node: fx.Node, axes: AxisFacts) -> Atom | None:
     atoms = axes.table.resolve(axes.letters[node][N]) if node in axes.signatures else ()
     return atoms[0] if len(atoms) == 1 else None
-
-
-def _largest(mask: fx.Node, values: ValueRanges) -> float:
-    """Return a bound on the finite values that a mask adds to scores, infinite if it is not known.
-
-    Weights count as zero: they are assumed to be ordinary numbers.
-    """
-    if fill_of(mask) == -math.inf:
-        return 0
-    found = values.of(mask)
-    if found.is_counted:
-        return 0 if found.assumed else float(found.magnitude)
-    operands = [item for item in tensor_operands(mask) if item.meta[VALUE].is_floating_point()]
-    given = [*mask.args, *mask.kwargs.values()]
-    numbers = [abs(item) for item in given if isinstance(item, (int, float)) and item != -math.inf]
-    if not operands or not (mask.target in CHOICES or is_moved_elements(mask)):
-        return math.inf
-    if mask.target is aten.add.Tensor:  # a value may be added to itself, or a multiple of it
-        is_plain = len(given) == 2 and not mask.kwargs
-        return (
-            sum((_largest(item, values) for item in given if isinstance(item, fx.Node)), sum(numbers)) if is_plain else math.inf
-        )
-    return max(*numbers, *(_largest(item, values) for item in operands), 0)
 
 
 # -- writing the replacement
