@@ -1,8 +1,8 @@
-"""Which masks depend on data alone, so that they are looked at once per step and not in every layer?
+"""Hoist masks that depend only on data out of the loops, and compute them once per step instead of in every layer.
 
-Padding and packed documents come as a mask that is the same in all layers. Written into every body it would be made, and
-multiplied, once per layer, chunk and half. As a program of its own it is made once for each chunk, and turned into the few calls
-of a kernel that it comes down to (`streamfx/kernels/mask_tiles.py`).
+Padding and packed documents arrive as a mask that is the same in all layers. As part of every body it would be
+recomputed and applied once per layer, chunk and direction. As a separate program it runs once per chunk, and is
+converted to the few kernel calls that it requires (`streamfx/kernels/mask_tiles.py`).
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class Visibility:
                 loop = outer.get_submodule(call.target)  # type: ignore[union-attr]
                 if isinstance(loop, Loop):
                     sources = call.args[len(loop.spec.symbols) :]
-                    _take_apart(loop.spec, [saved.get(source, source) for source in sources], known)
+                    _hoist(loop.spec, [saved.get(source, source) for source in sources], known)
         return replace(facts, program=program)
 
 
 def _saved(program: Program, num_outputs: int) -> dict[fx.Node, fx.Node]:
-    """For each input of the backward half the value of the forward half that was saved for it, and is the same."""
+    """Return, for each input of the backward program, the identical forward value that was saved for it."""
     if program.backward is None:
         return {}
     saved = handed_over(program.forward.graph, program.backward.graph, num_outputs)
     return {taken: value for taken, value in saved.items() if taken.meta.get(VALUE) is value.meta.get(VALUE)}
 
 
-def _take_apart(spec: LoopSpec, sources: Sequence[Any], known: dict[Any, MaskProgram]) -> None:
-    """Put a call of its program in the place of each mask of a body."""
+def _hoist(spec: LoopSpec, sources: Sequence[Any], known: dict[Any, MaskProgram]) -> None:
+    """Replace each hoistable mask of a body by a call of its program."""
     body = spec.body
-    lasting: dict[fx.Node, fx.Node | None] = {}  # placeholders of what no loop makes, and where it comes from
+    lasting: dict[fx.Node, fx.Node | None] = {}  # placeholders whose values no loop computes, and their host nodes
     for node, feed, position in zip(body.graph.find_nodes(op="placeholder"), spec.feeds, spec.sources, strict=True):
         source = None if position is None else sources[position]
         if isinstance(feed, Number) or (source is not None and _lasts(source) and _is_view(feed)):
@@ -76,20 +76,20 @@ def _take_apart(spec: LoopSpec, sources: Sequence[Any], known: dict[Any, MaskPro
 
 
 def _lasts(source: fx.Node) -> bool:
-    """Whether no loop makes a value: what loops make may be written over by others."""
+    """Return whether no loop computes a value: a loop's results may be overwritten by other loops."""
     producer = source.args[0] if source.target is operator.getitem else source
     return isinstance(producer, fx.Node) and producer.op != "call_module"
 
 
 def _is_view(feed: Any) -> bool:
-    """Whether a feed is part of the memory that it is taken from, so that it is the same for all loops."""
+    """Return whether a feed is a view of its source's memory, so that it is the same for all loops."""
     return isinstance(feed, Broadcast) or (
         isinstance(feed, ChunkSlice) and all(placement.outer == 1 for placement, _ in feed.where)
     )
 
 
 def _makers(mask: fx.Node, lasting: Collection[fx.Node]) -> list[fx.Node]:
-    """The operators that make a mask from lasting values, in order; none if it takes anything else."""
+    """Return the operators that compute a mask from lasting values, in order; none if it has any other input."""
     found: set[fx.Node] = set()
     todo = [mask]
     while todo:
@@ -134,7 +134,7 @@ def _call(
 
 
 def _is_number(source: fx.Node) -> bool:
-    """Whether a value is one number, written in the graph: such as what is added to scores that a mask hides."""
+    """Return whether a value is a scalar literal of the graph, such as the number added to masked scores."""
     literal = source.op == "call_function" and not source.all_input_nodes and _is_pure(source)
     return literal and isinstance(value := source.meta.get(VALUE), torch.Tensor) and value.dim() == 0
 
@@ -147,7 +147,7 @@ def _program(
     lasting: Mapping[fx.Node, fx.Node | None],
     known: dict[Any, MaskProgram],
 ) -> MaskProgram:
-    """A program that takes `inputs` and makes its own constants: equal ones are one, whatever layer they are for."""
+    """Return the program that maps `inputs` to the mask and computes its own constants; equal masks share a program."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
     for node, source in constants.items():
@@ -163,7 +163,7 @@ def _program(
 
 
 def _literal(source: fx.Node | None) -> Any:
-    """How a value is made of nothing but what is written in the graph, such as an `arange`; None if it is not."""
+    """Return a key of a value computed from literals only, such as an `arange`; None for other values."""
     made = _makers(source, ()) if source is not None else []
     if not made:
         return None
