@@ -63,7 +63,7 @@ class BodyInputs:
             point = self.graph.inserting_after(self.anchor) if self.anchor else self.graph.inserting_before(self.graph._root.next)
             with point:
                 placeholder = self.graph.placeholder(name)
-            placeholder.target = placeholder.name  # the graph's namespace has made the name unique
+            placeholder.target = placeholder.name  # unique in the graph's namespace
             self.anchor = placeholder
             self.placeholders[key] = self.anchor
             self.feeds.append(feed)

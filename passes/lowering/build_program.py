@@ -3,7 +3,7 @@
 It has two host programs, forward and backward, whose nodes are loops. The forward program runs the stages in order
 and keeps the values at the cuts. The backward program runs the stages in reverse order, each from the last chunk to
 the first, and recomputes inside each chunk the values between the cuts that it needs. If the plan drops values at a
-cut, the forward loops since the last kept cut run again first.
+cut, the forward loops since the last kept cut are rerun first.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _ProgramBuilder:
         """Return both host programs, and the values that the forward program saves for the backward program.
 
         The forward program has the loops of each stage. The backward program has the stages from the last to the
-        first; stages whose inputs were dropped run again first.
+        first; stages whose inputs were dropped are rerun first.
         """
         forward = OuterBuilder(self.layout, self.order, self.facts.plan)
         self._add_inputs(forward)

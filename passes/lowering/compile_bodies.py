@@ -126,9 +126,7 @@ class _Parts:
         return {node for node, feed in self.feeds.items() if condition(feed)}
 
     def _is_opening(self, node: fx.Node) -> bool:
-        """Return whether an operator looks up or scales its input by a shared value, and reads only the body's
-        inputs.
-        """
+        """Return whether an operator looks up or scales (by a shared value) inputs of the body, and nothing else."""
         if not all(source in self.feeds for source in node.all_input_nodes):
             return False
         same = any(isinstance(self.feeds[source], Broadcast) for source in node.all_input_nodes)
@@ -143,9 +141,7 @@ class _Parts:
         return max((self.level[other] for other in self.level if other.target is begin), default=0) if node.target is begin else 0
 
     def _join(self) -> None:
-        """Merge segments into the next one if the operators in between need none of their values, or can wait as
-        well.
-        """
+        """Merge segments into the next one if no operator in between needs their values, or it can wait as well."""
         compiled = [node for node in self.level if node.op == "call_function" and self.is_compiled(node)]
         of_buffers = self._of_buffers()
         for number, following in pairwise(sorted({self.level[node] for node in compiled})):

@@ -11,7 +11,7 @@ being copied for its neighbor.
     held = free_after_copy(held, x1)             x1 = wait_for_copy(x1)
     x3 = run 3 (x2)                              ... = run of stage 1 (x1)
 
-If several backward runs read a value, it is fetched again after runs that do not read it.
+If several backward runs read a value, it is refetched after runs that do not read it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def fetch_in_time(graph: fx.Graph) -> None:
 
 
 def _without_gaps(users: Iterable[fx.Node], runs: _Runs) -> Iterator[list[fx.Node]]:
-    """Group the users of a value: between two groups there is time to free the value and to fetch it again."""
+    """Group the users of a value: between two groups there is time to free and refetch the value."""
     group: list[fx.Node] = []
     for user in sorted(users, key=runs.position.__getitem__):
         if group and runs.number[user] > runs.number[group[-1]] + 2:

@@ -177,7 +177,7 @@ def _is_view(node: fx.Node, found: set[fx.Node]) -> bool:
 
 
 def _view(value: fx.Node, made: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
-    """Return a view of a weight, recomputed from the gathered weight in `made`."""
+    """Return a view of a weight, recomputed from the gathered weight."""
     if value not in made:
         sources = {source: _view(source, made, before) for source in value.all_input_nodes}
         with before.graph.inserting_before(before):

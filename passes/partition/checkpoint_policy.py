@@ -84,9 +84,7 @@ class _Saving:
         return [node for node in self.stage.forward if node in found and self.is_rows(node)]
 
     def narrowest(self) -> tuple[int, Collection[fx.Node]]:
-        """Return the point with the fewest live bytes after attention and before the last product, and the live
-        values.
-        """
+        """Return the point after attention and before the last product with the fewest live bytes, and these values."""
         attentions = [i for node, i in self.position.items() if node in self.spans and node not in self.axes.static]
         products = [i for node, i in self.position.items() if is_expensive(node)]
         if not attentions or not products:

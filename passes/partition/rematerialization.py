@@ -26,12 +26,14 @@ FOR_PAIRS = 1 << 20  # factor on the bytes of query-by-key values: they are stor
 class Rematerialization:
     """The values that loop `number` of a region reads from earlier loops.
 
-    `levels` has the first loop that can compute each value, `made` the products that an earlier loop computes for
+    `levels` has the first loop that can compute each value, `products` the products that an earlier loop computes for
     itself. `sizes` is required if there is an earlier loop.
     """
 
-    def __init__(self, number: int, table: Table, levels: tuple[int, ...], sizes: Bytes | None, made: Collection[int]) -> None:
-        self.number, self.table, self.levels, self.sizes, self.made = number, table, levels, sizes, made
+    def __init__(
+        self, number: int, table: Table, levels: tuple[int, ...], sizes: Bytes | None, products: Collection[int]
+    ) -> None:
+        self.number, self.table, self.levels, self.sizes, self.products = number, table, levels, sizes, products
 
     def cut(self, outputs: Iterable[int], stored: Collection[int]) -> set[int]:
         """Return the values to store for a loop with these outputs; those in `stored` are stored anyway, at no cost."""
@@ -67,8 +69,8 @@ class Rematerialization:
 
     def _is_given(self, need: Access) -> bool:
         """Return whether an operand is read from an earlier loop, unless a value computed from it is stored there."""
-        is_made_before = self.levels[need.operand] != self.number and need.operand in self.made
-        return self.must_be_stored(need) or is_made_before
+        is_computed_before = self.levels[need.operand] != self.number and need.operand in self.products
+        return self.must_be_stored(need) or is_computed_before
 
     def _network(self, outputs: Iterable[int], stored: Collection[int]) -> Any:
         """Build the flow network: capacities are bytes, and edges lead from each operand to its users."""

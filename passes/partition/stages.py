@@ -159,11 +159,11 @@ class _Cutter:
 
     def moves(self, node: fx.Node, letter: Letter, window: Window) -> bool:
         sequence, letters = self.axes.sequence, self.axes.letters[node]
-        made, source = (self.axes.sequence_atom(letters[item]) for item in (letter, window.of))
-        if sequence is None or made is None or source is None:
+        result, source = (self.axes.sequence_atom(letters[item]) for item in (letter, window.of))
+        if sequence is None or result is None or source is None:
             return False
         block = sequence.block(source)
-        return bool(window.reach or window.start * block + sequence.members[source][0] != sequence.members[made][0])
+        return bool(window.reach or window.start * block + sequence.members[source][0] != sequence.members[result][0])
 
     def attention_intervals(self) -> list[tuple[int, int]]:
         """Return the first and last position of each forward attention, with overlapping intervals merged.
@@ -177,8 +177,8 @@ class _Cutter:
             if node in self.position and node not in self.axes.static:
                 seen.setdefault(producer_of(node).meta.get(PART_OF, id(span)), []).append(self.position[node])
         for node in self.between.attentions:
-            made = producer_of(node)
-            seen.setdefault(made.meta.get(PART_OF, made), []).append(self.position[node])
+            producer = producer_of(node)
+            seen.setdefault(producer.meta.get(PART_OF, producer), []).append(self.position[node])
         seen |= {
             node: self.attention_places(node) for node in self.forward if COLLECTED in node.meta and node not in self.axes.static
         }
@@ -360,8 +360,8 @@ def before_use(nodes: Sequence[fx.Node], moved: Collection[fx.Node]) -> list[fx.
     return sorted(nodes, key=lambda node: (place[node], node not in moved))
 
 
-def in_front(nodes: Sequence[fx.Node], made: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
-    """Move the backward operators of the last stage to the front; `made` maps forward values to their stage.
+def in_front(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
+    """Move the backward operators of the last stage to the front; `stage_of` maps forward values to their stage.
 
     If a model is called twice, the backward graph passes all layers of one call before the head of the other.
     Products that no later operator combines with values of the last stage belong to an earlier stage, unless they
@@ -372,13 +372,13 @@ def in_front(nodes: Sequence[fx.Node], made: Mapping[fx.Node, int], last: int) -
     """
     needed, driven, behind = set[fx.Node](), set[fx.Node](), set[fx.Node]()
     for node in reversed(nodes):
-        if any(user in needed for user in node.users) or any(made.get(source) == last for source in node.all_input_nodes):
+        if any(user in needed for user in node.users) or any(stage_of.get(source) == last for source in node.all_input_nodes):
             needed.add(node)
     for node in nodes:
         if node in needed or any(source in driven for source in node.all_input_nodes):
             driven.add(node)
         is_another = is_expensive(node) and node not in needed and not _makes_less(node, driven)
-        if is_another or any(source in behind or made.get(source, last) < last for source in node.all_input_nodes):
+        if is_another or any(source in behind or stage_of.get(source, last) < last for source in node.all_input_nodes):
             behind.add(node)
     shown = set[fx.Node]()
     for node in reversed(nodes):
