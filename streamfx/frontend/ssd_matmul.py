@@ -1,12 +1,13 @@
-"""Finds products with weights that decay, over blocks of rows, in a Dynamo graph, and makes one operator of each.
+"""Match products with decaying weights over blocks of rows in a Dynamo graph, and replace each by one operator.
 
     before   weights = exp(segment_sum(pad(decays, (1, 0))))                             [... c z]
              made = einsum("... c z, ... z f -> ... c f", weights, cat([first, rows]))   made[:, :-1], made[:, -1]
     after    sums, last = streamfx.decayed_sums(decays, rows, first)                     sums, last
 
-What the weights are is proven element by element (`segsum_match.py`). Then made[c + 1] = exp(decays[c]) * made[c] + rows[c], by the law
-exp(a + b) = exp(a) * exp(b) and to rounding, where no decay is above zero: that is proven once the graph is differentiated
-(`passes/rewrite/scans/segment_sum.py`); until then, and where it is not so, the operator computes the product as it stood.
+The formula of the weights is proven element by element (`segsum_match.py`). Then made[c + 1] = exp(decays[c]) *
+made[c] + rows[c], by the law exp(a + b) = exp(a) * exp(b) and up to rounding, if no decay is positive. This is proven
+once the graph is differentiated (`passes/rewrite/scans/segment_sum.py`). Until then, and if it does not hold, the
+operator computes the original product.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from streamfx.ir.sizes import product as product_of
 from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_BEHIND
 from streamfx.torch_private import dynamo_copy
 
-TYPES = (torch.float32, torch.float64)  # in narrower ones eager rounds sums of decays, and what it makes of them, on its way
-TRANSFORMS = ("torch._functorch", "torch._C._functorch")  # inside of which values mean something else
+TYPES = (torch.float32, torch.float64)  # in narrower dtypes, eager rounds sums of decays and later intermediate results
+TRANSFORMS = ("torch._functorch", "torch._C._functorch")  # inside these, values have another meaning
 Letters = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product with weights, by letters: the weights' rows and columns, what the products go side by side along, and the rest.
+    """A product with weights, by dimension labels: the weights' rows and columns, the batch, and the features.
 
-    `decays` and `rows` are (value, letters); of the rows in front of which a `first` one stood that is apart.
+    `decays` and `rows` are (value, labels). If a `first` row was concatenated before the rows, it is separate.
     """
 
     node: fx.Node
@@ -45,7 +46,7 @@ class Product:
     decays: tuple[fx.Node, Letters]
     rows: tuple[fx.Node, Letters]
     first: tuple[fx.Node, Letters] | None
-    is_shifted: bool  # the first of the weights' rows is that in front of the rows
+    is_shifted: bool  # the weights' first row belongs to the row before the others
     own: frozenset[fx.Node]
 
     @property
@@ -58,7 +59,7 @@ class Product:
 
 
 def with_block_products(module: fx.GraphModule) -> fx.GraphModule:
-    """A Dynamo graph with one operator in place of each such product; where there is none, the graph itself."""
+    """Return a Dynamo graph with one operator in place of each such product; the graph itself if it has none."""
     inner = {name: with_block_products(part) for name, part in module.named_children() if isinstance(part, fx.GraphModule)}
     changed = {name: part for name, part in inner.items() if part is not getattr(module, name)}
     products = list(_products(module.graph))
@@ -75,11 +76,11 @@ def with_block_products(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _unused(products: Sequence[Product], copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """What made the weights, as far as nobody else is given it."""
+    """Return the operators that computed products and weights; they are removed if they have no other user."""
     return {copies[node] for product in products for node in (product.node, *product.own)}
 
 
-# -- reading
+# -- matching
 
 
 def _products(graph: fx.Graph) -> Iterator[Product]:
@@ -102,7 +103,7 @@ def _product_at(node: fx.Node) -> Product | None:
 
 
 def _letters(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[Letters, Letters], Letters] | None:
-    """Two operands, and the letters of their dimensions and of the product's."""
+    """Return both operands, and the labels of their dimensions and of the product's."""
     if node.kwargs:
         return None
     if name_of(node) == "einsum":
@@ -128,7 +129,7 @@ def _letters(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[Letters, Let
 
 
 def _read(node: fx.Node, weights: tuple[fx.Node, Letters], rows: tuple[fx.Node, Letters], made: Letters) -> Product | None:
-    """The product, where one operand is proven to be weights, and the letters say that it is theirs with rows."""
+    """Return the product if one operand is proven to be weights, and the labels describe weights times rows."""
     reader = Reader()
     fact = reader.fact(weights[0])
     if (
@@ -154,7 +155,7 @@ def _read(node: fx.Node, weights: tuple[fx.Node, Letters], rows: tuple[fx.Node, 
 
 
 def _have_one_size(node: fx.Node, *parts: Any) -> bool:
-    """Whether a letter has the same size wherever it stands: nothing is repeated."""
+    """Return whether each label has the same size everywhere, so that nothing is broadcast."""
     *operands, made = parts
     sizes = [*zip(made, shape_of(node.meta[EXAMPLE]), strict=True)]
     for value, letters in operands:
@@ -164,7 +165,7 @@ def _have_one_size(node: fx.Node, *parts: Any) -> bool:
 
 
 def _parted(product: Product, reader: Reader) -> Product:
-    """With decays and rows behind the first, where both have one more in front; that of the decays is in no weight."""
+    """Separate a first row from decays and rows if both have one; the first decay occurs in no weight."""
     (decays, own), (rows, others) = product.decays, product.rows
     behind = _behind_first(decays, own.index(product.c), reader)
     apart = _behind_first(rows, others.index(product.z), reader)
@@ -188,12 +189,14 @@ def _parted(product: Product, reader: Reader) -> Product:
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """Whether a value is made as zeros: of what else it is made is no matter."""
+    """Return whether a value is created as zeros; its other arguments do not matter."""
     return name_of(node) in ("zeros", "zeros_like", "new_zeros") and not node.meta[EXAMPLE]._version
 
 
 def _behind_first(node: fx.Node, dim: int, reader: Reader) -> tuple[fx.Node | None, fx.Node, Any] | None:
-    """What is joined or padded with one row in front: that row, or None, what is behind it, and the padding's number."""
+    """Match a concatenation or padding with one row before the others: return that row or None, the others, the fill
+    value.
+    """
     rank = node.meta[EXAMPLE].dim()
     if name_of(node) == "pad":
         arguments = arguments_of(node, "input", "pad", "mode", "value")
@@ -216,7 +219,7 @@ def _behind_first(node: fx.Node, dim: int, reader: Reader) -> tuple[fx.Node | No
 
 
 def _has_its_order(product: Product) -> bool:
-    """Whether eager's product lies in memory as this one will: what goes side by side, rows, what is left."""
+    """Return whether eager's product has the memory layout of the replacement: batch, rows, features."""
     value = product.node.meta[EXAMPLE]
     sizes = dict(zip(product.made, shape_of(value), strict=True))
     strides = dict(zip(product.made, map(size_of, value.stride()), strict=True))
@@ -229,7 +232,9 @@ def _has_its_order(product: Product) -> bool:
 
 
 def _is_plainly_computed(product: Product, order: dict[fx.Node, int]) -> bool:
-    """Whether nothing is written into what was read, and no mode changes between that and the product."""
+    """Return whether no operand is written to, and no mode changes, between the first matched operator and the
+    product.
+    """
     used = {product.decays[0], product.rows[0], *([product.first[0]] if product.first else ())}
     if any(node.meta[EXAMPLE]._version for node in (*product.own, *used, product.node)):
         return False
@@ -242,7 +247,7 @@ def _is_plainly_computed(product: Product, order: dict[fx.Node, int]) -> bool:
 
 
 class _ProductBuilder:
-    """Writes the operator in front of a product, and hands each of its users what it takes."""
+    """Writes the operator before a product, and replaces the users of the product."""
 
     def __init__(self, product: Product, copies: dict[fx.Node, fx.Node]) -> None:
         self.product, self.copies = product, copies
@@ -265,7 +270,7 @@ class _ProductBuilder:
             both = self._call(DECAYED_SUMS if product.is_shifted else SUMS_BEHIND, decays, rows, first)
             sums, last = (self._call(operator.getitem, both, place) for place in range(2))
             if product.is_shifted and all(self._part(user) is not None for user in product.node.users):
-                self._hand_out(sums, last)
+                self._replace_users(sums, last)
             else:
                 made = self._joined(sums, last) if product.is_shifted else sums
                 self.place.replace_all_uses_with(self._shaped(made, product.c), propagate_meta=False)
@@ -284,14 +289,14 @@ class _ProductBuilder:
         return node if order == sorted(order) else self._call(torch.permute, node, order)
 
     def _flat(self, node: fx.Node) -> fx.Node:
-        """What is left beside rows, in one dimension."""
+        """Flatten the feature dimensions into one."""
         count = len(self.product.features)
         if count == 1:
             return node
         return self._call(torch.flatten, node, -count, -1) if count else self._call(torch.unsqueeze, node, -1)
 
     def _shaped(self, node: fx.Node, *more: str) -> fx.Node:
-        """Flat values with the dimensions of the product, in its order."""
+        """Restore the product's dimensions and their order."""
         product = self.product
         if len(product.features) > 1:
             node = self._call(torch.unflatten, node, -1, self.widths)
@@ -304,7 +309,7 @@ class _ProductBuilder:
     def _joined(self, sums: fx.Node, last: fx.Node) -> fx.Node:
         return self._call(torch.cat, [sums, self._call(torch.unsqueeze, last, -2)], -2)
 
-    def _hand_out(self, sums: fx.Node, last: fx.Node) -> None:
+    def _replace_users(self, sums: fx.Node, last: fx.Node) -> None:
         made = {True: lambda: self._shaped(last), False: lambda: self._shaped(sums, self.product.c)}
         shaped: dict[bool, fx.Node] = {}
         for user in list(self.product.node.users):
@@ -314,7 +319,7 @@ class _ProductBuilder:
             self.place.graph.erase_node(self.copies[user])
 
     def _part(self, user: fx.Node) -> bool | None:
-        """Whether a user takes the last row (True), or all but that (False)."""
+        """Return True if a user takes the last row, False if it takes all others, and None for other users."""
         if name_of(user) != "getitem" or user.args[0] is not self.product.node:
             return None
         index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
