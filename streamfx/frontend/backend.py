@@ -137,7 +137,7 @@ class Compilation(SplittableCompilation):
     num_outputs: int = 0
     watched: list[WatchedInput] = field(default_factory=list)
     reads_inputs: bool = True
-    traced: fx.GraphModule = field(init=False)  # AOTAutograd's input: `module` after replacing associative scans by one operator
+    traced: fx.GraphModule = field(init=False)  # `module` with scans and SSD products as operators
     deferred: Deferral | None = None
     parameters: Sequence[int] = ()  # indices of inputs that are weights, if Dynamo does not report them
     chain: GradientReleaseChain | None = None

@@ -160,7 +160,7 @@ class _Declaration:
         self._needs(not both, f"{', '.join(both)} among rows and among states", "a state has no rows")
         self._needs(
             len(stateful.results) == count,
-            f"{len(said.results)} entries in results",
+            f"{len(stateful.results)} entries in results",
             f"write one for each of its {count} results",
         )
         self._are_numbers("states", stateful.states, count)
@@ -180,7 +180,7 @@ class _Declaration:
         self._needs(not both, f"{', '.join(both)} among cotangents and among saved", "an argument is one of the two")
         self._needs(
             len(stateful.gradients) == count,
-            f"{len(said.gradients)} entries in gradients",
+            f"{len(stateful.gradients)} entries in gradients",
             f"write one for each of its {count} results",
         )
         named = [name for name in stateful.gradients if name is not None]
@@ -225,7 +225,7 @@ class _Declaration:
         is_size = type(stateful.block) is int and stateful.block > 0
         self._needs(
             is_size or stateful.block in set(stateful.takes) - tensors,
-            f"block={said.block!r}",
+            f"block={stateful.block!r}",
             "give a number of rows, 1 or more, or the operator's argument that is one",
         )
 

@@ -39,7 +39,7 @@ from streamfx.torch_private.split import (
     stand_in,
 )
 
-GAIN = 1.1  # a graph is traced again in two parts if this factor of memory could be saved
+GAIN = 1.1  # minimum gain in memory for which a graph is retraced in two parts
 MOST = 3  # maximum number of nested splits
 
 
@@ -81,9 +81,7 @@ class GraphSplit:
         return [given[node] if node in given else stand_in(node) for node in part.given]
 
     def handed_on(self, already: Collection[int]) -> list[frozenset[int]]:
-        """Return the indices of each part's inputs that need gradients and are computed by the other part, or
-        `already` before.
-        """
+        """Return the indices of each part's inputs that need gradients and are computed, here or `already` before."""
         placeholders = self.graph.find_nodes(op="placeholder")
         computed = {node for i, node in enumerate(placeholders) if i in already}
         computed |= {node for node in self.parts[0].results if asks_gradient(node)}
@@ -118,7 +116,7 @@ class SplittableCompilation(ABC):
     standing: Halves | None
     tell: Callable[[Facts, Options], None]
     ways: Sequence[Callable[[], Halves]] = ()  # functions that build its unchunked forward and backward graphs
-    costs: Sequence[tuple[Cost, int]] = ()  # of each graph that a part became: cost of a step, bytes of parameter gradients
+    costs: Sequence[tuple[Cost, int]] = ()  # cost of a step and bytes of parameter gradients, for each part
     may_split, is_part, inputs_are_own = True, False, False
     begins, splits = "", 0
     sought: tuple[Facts, fx.Node | None] | None = None  # these facts, and the best place to split their graph
@@ -171,9 +169,7 @@ class SplittableCompilation(ABC):
             self.keep(facts)
 
     def keep(self, facts: Facts) -> None:
-        """Record the facts of a graph. Unless it is a part, which may be discarded, also log them, and guard the
-        plan's lengths.
-        """
+        """Record the facts of a graph. Unless it is a part, also log them, and guard the lengths of its plan."""
         self.facts.append(facts)
         if self.is_part:
             return
@@ -233,9 +229,7 @@ class SplittableCompilation(ABC):
             check_strict(facts, self.options)
 
     def check_part(self, joint: JointGraph | None = None) -> None:
-        """Refuse a part that writes to its inputs, or has no gradient for a passed value; `joint` is None without
-        gradients.
-        """
+        """Refuse a part that writes to its inputs, or lacks a gradient for one; `joint` is None in inference."""
         if not self.is_part:
             return
         if may_write_to_inputs() if joint is None else mutated_inputs(joint.graph) != []:
