@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from streamfx.passes.lowering.bodies import BodyBuilder
 
 aten = torch.ops.aten
-Adder: TypeAlias = (
-    "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]"  # function, and arguments after the accumulator
-)
+Adder: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]"  # arguments after the accumulator
 
 
 def _product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:

@@ -340,16 +340,16 @@ class BodyBuilder(BodyInputs):
 
     def _compute_in_order(self, *roots: fx.Node) -> None:
         """Compute all that `roots` need in program order, without recursion: bodies may have thousands of operators."""
-        found: set[fx.Node] = set()
+        needed: set[fx.Node] = set()
         todo = list(roots)
         while todo:
             node = todo.pop()
-            if node in found or node in self.made or self.outer(node) is not None:
+            if node in needed or node in self.made or self.outer(node) is not None:
                 continue
-            found.add(node)
+            needed.add(node)
             if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
                 todo.extend(need.operand for need in self.layout.needs(producer_of(node)))
-        for node in sorted(found, key=self.order.__getitem__):
+        for node in sorted(needed, key=self.order.__getitem__):
             if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
                 self.value(node)
 

@@ -79,10 +79,10 @@ class BodyInputs:
 
     def part(self, value: fx.Node, source: fx.Node, where: Sequence[tuple[Placement, Role, Selector]]) -> fx.Node:
         """Return the rows of a value that exists between loops."""
-        taken = tuple((placement, selector) for placement, role, selector in where if role is not Role.WHOLE)
-        self.note_symbols(taken)
-        suffix = "" if not taken else "_keys" if any(isinstance(s, Span) for _, s in taken) else "_rows"
-        return self.feed(f"{value.name}{suffix}", ChunkSlice(taken) if taken else Broadcast(), source)
+        selections = tuple((placement, selector) for placement, role, selector in where if role is not Role.WHOLE)
+        self.note_symbols(selections)
+        suffix = "" if not selections else "_keys" if any(isinstance(s, Span) for _, s in selections) else "_rows"
+        return self.feed(f"{value.name}{suffix}", ChunkSlice(selections) if selections else Broadcast(), source)
 
     def buffer_part(self, name: str, buffer: int, placement: Placement, selector: Selector) -> fx.Node:
         """Return the rows of one of the loop's buffers."""

@@ -96,9 +96,9 @@ def _as_one(bucket: Sequence[fx.Node], writer: GraphWriter) -> None:
     device, group = last.all_input_nodes[0].meta[VALUE].device, group_of(last)
     if len(bucket) == 1 or group is None or not takes_several(group, device):
         return
-    made = writer.before(last).call(target, [node.args[0] for node in bucket], *last.args[1:])
+    coalesced = writer.before(last).call(target, [node.args[0] for node in bucket], *last.args[1:])
     for position, node in enumerate(bucket):
-        part = writer.before(last).call(operator.getitem, made, position)
+        part = writer.before(last).call(operator.getitem, coalesced, position)
         node.replace_all_uses_with(part)
     for node in bucket:
         writer.graph.erase_node(node)

@@ -101,8 +101,8 @@ class _ProgramBuilder:
         first = len(dropped)
         while first and dropped[first - 1] and not any(backward.has(node) for node in dropped[first - 1]):
             first -= 1
-        for earlier, wanted in zip(self.stages[first:], dropped[first:], strict=False):
-            region = place(wanted, backward.has, self.layout, self.order, reverse=False)
+        for earlier, outputs in zip(self.stages[first:], dropped[first:], strict=False):
+            region = place(outputs, backward.has, self.layout, self.order, reverse=False)
             check_draws(region, earlier)
             backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier))
 
@@ -183,7 +183,7 @@ class _ProgramBuilder:
 
     def _apart(self, forward: OuterBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))
-        names = {made: node.name for node, made in forward.env.items()}
+        names = {value: node.name for node, value in forward.env.items()}
         return results_apart(results, traced[: len(results)], saved, names)
 
     def _output(self, outer: OuterBuilder, output: Any) -> Any:
@@ -257,14 +257,14 @@ class _BackwardBuilder(OuterBuilder):
         """Return what the forward program saves of each value: the host copy if it is offloaded, a device copy if the
         caller may write to the value after the forward program, otherwise the value.
         """
-        made = {node: self.forward.env[node] for node in self.saved}
+        forward = {node: self.forward.env[node] for node in self.saved}
         meta = {
-            made[node]: {VALUE: self._on_host(node), JOINT: node.name, STACK_TRACE: node.meta.get(STACK_TRACE)}
+            forward[node]: {VALUE: self._on_host(node), JOINT: node.name, STACK_TRACE: node.meta.get(STACK_TRACE)}
             for node in self.saved
             if node in self.offloaded
         }
         held = copy_to_host(self.forward.graph, meta)
-        return [held[value] if node in self.offloaded else copied_if_written(value) for node, value in made.items()]
+        return [held[value] if node in self.offloaded else copied_if_written(value) for node, value in forward.items()]
 
     def states_of(self, node: fx.Node) -> fx.Node | None:
         if node not in self.states and node in self.forward.states:
@@ -287,14 +287,14 @@ class _BackwardBuilder(OuterBuilder):
     @cached_property
     def _repeated(self) -> frozenset[fx.Node]:
         """Views, casts and unpackings of parameters: recomputing them is cheaper than saving them."""
-        found = set(self.joint.graph.find_nodes(op="get_attr"))
+        repeated = set(self.joint.graph.find_nodes(op="get_attr"))
         for node in self.joint.nodes:
             sources = producer_of(node).all_input_nodes
             if self._is_cheap_outside(node) and all(
-                _is_lasting_input(item) or is_size(item) or item in found for item in sources
+                _is_lasting_input(item) or is_size(item) or item in repeated for item in sources
             ):
-                found.add(node)
-        return frozenset(found)
+                repeated.add(node)
+        return frozenset(repeated)
 
     def _is_cheap_outside(self, node: fx.Node) -> bool:
         producer = producer_of(node)
@@ -338,19 +338,19 @@ def _is_lasting_input(node: fx.Node) -> bool:
 
 def symbols_of(joint: JointGraph, outer: OuterBuilder) -> dict[sympy.Symbol, fx.Node]:
     """Return a host-program node for the value of each symbol: an input, or a dimension of an input."""
-    found: dict[sympy.Symbol, fx.Node] = {}
+    symbols: dict[sympy.Symbol, fx.Node] = {}
     for node in joint.primals:
         size = size_of(node.meta[VALUE]) if is_size(node) else None
         symbol = size.args[0] if isinstance(size, (Real, Truth)) else size
         if isinstance(symbol, sympy.Symbol):
-            found.setdefault(symbol, outer.env[node])
+            symbols.setdefault(symbol, outer.env[node])
     for node in joint.primals:
         if is_tensor(node):
             for dim, size in enumerate(shape_of_node(node)):
-                if isinstance(size, sympy.Symbol) and size not in found:
-                    found[size] = outer.graph.call_function(aten.sym_size.int, (outer.env[node], dim))
-                    found[size].meta[VALUE] = node.meta[VALUE].shape[dim]
-    return found
+                if isinstance(size, sympy.Symbol) and size not in symbols:
+                    symbols[size] = outer.graph.call_function(aten.sym_size.int, (outer.env[node], dim))
+                    symbols[size].meta[VALUE] = node.meta[VALUE].shape[dim]
+    return symbols
 
 
 def _identifier(name: str) -> str:

@@ -42,8 +42,12 @@ def order_between_loops(facts: Facts, group: str) -> str:
 
 def values_of_weights(facts: Facts, group: str) -> str:
     """List the weights and gradients that are sent over a group, sorted: the same for all lengths."""
-    found = facts.collectives
-    sides = ([], []) if found is None else ([item.stretch for item in found.gathers.values()], list(found.reductions.values()))
+    collectives = facts.collectives
+    sides = (
+        ([], [])
+        if collectives is None
+        else ([item.stretch for item in collectives.gathers.values()], list(collectives.reductions.values()))
+    )
     sent = [
         sorted(chain(*(_values_sent(node) for stretch in side for node in _of_group(stretch.graph, group)))) for side in sides
     ]
@@ -71,8 +75,8 @@ def _numbers(facts: Facts, group: str) -> dict[str, str]:
 
 def _values_sent(node: fx.Node) -> list[str]:
     """Describe a coalesced collective as one collective per value."""
-    name, (given, *others) = _name(node), bound_arguments(node).values()
-    values = given if isinstance(given, (list, tuple)) else [given]
+    name, (operand, *others) = _name(node), bound_arguments(node).values()
+    values = operand if isinstance(operand, (list, tuple)) else [operand]
     return [f"{name.removesuffix('_coalesced')} {_type_and_sizes(value)} {others}" for value in values]
 
 
@@ -103,12 +107,14 @@ def _lines_of_loop(loop: Any) -> Iterator[str]:
 
 def _call(node: fx.Node, group: str) -> str:
     """Describe the arguments of this group's collective; in other groups, names and sizes differ between ranks."""
-    given: Any = list(bound_arguments(node).values())
-    return f"{_name(node)} {fx.node.map_arg(given, _type_and_sizes)}" if group_of(node) == group else f"{_name(node)} of others"
+    arguments: Any = list(bound_arguments(node).values())
+    return (
+        f"{_name(node)} {fx.node.map_arg(arguments, _type_and_sizes)}" if group_of(node) == group else f"{_name(node)} of others"
+    )
 
 
 def _name(node: fx.Node) -> str:
-    """Return the operator's name with its namespace removed."""
+    """Return the operator's name without namespace and overload."""
     return str(node.target).split(".")[1]
 
 

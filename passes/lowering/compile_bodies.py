@@ -153,11 +153,11 @@ class _Parts:
 
     def _of_buffers(self) -> set[fx.Node]:
         """Return operators that read a buffer, to which later operators may write."""
-        found = self._fed(lambda feed: isinstance(feed, BufferPart))
+        readers = self._fed(lambda feed: isinstance(feed, BufferPart))
         for node in self.level:
-            if node.op == "call_function" and self.is_compiled(node) and found.intersection(node.all_input_nodes):
-                found.add(node)
-        return found
+            if node.op == "call_function" and self.is_compiled(node) and readers.intersection(node.all_input_nodes):
+                readers.add(node)
+        return readers
 
 
 def depends_on_position(value: Size) -> bool:

@@ -26,15 +26,15 @@ def reuse_buffers(module: fx.GraphModule) -> None:
         if call.op != "call_module" or not isinstance(loop := module.get_submodule(call.target), Loop):
             continue
         tensors = call.args[len(loop.spec.symbols) :]
-        taken: set[int] = set()
+        reused: set[int] = set()
         yields = list(loop.spec.yields)
         for position, item in enumerate(yields):
             if not isinstance(item, ConcatOutput):
                 continue
             for index, source in enumerate(tensors):
-                if index not in taken and _dies_here(source, call, module) and _fits(loop.spec, position, index, source, module):
+                if index not in reused and _dies_here(source, call, module) and _fits(loop.spec, position, index, source, module):
                     yields[position] = replace(item, reuse=index)
-                    taken.add(index)
+                    reused.add(index)
                     break
         loop.spec = replace(loop.spec, yields=tuple(yields))
     for loop in module.children():
@@ -45,8 +45,8 @@ def reuse_buffers(module: fx.GraphModule) -> None:
 def _with_fresh(spec: LoopSpec) -> LoopSpec:
     """Mark the results that the loop's body computes in memory of their own."""
     outputs: Sequence[fx.Node] = spec.body.graph.output_node().args[0]  # type: ignore[assignment]
-    given = zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, strict=True)
-    numbers = {node for node, feed in given if not isinstance(feed, (Broadcast, ChunkSlice, BufferPart))}
+    placeholders = zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, strict=True)
+    numbers = {node for node, feed in placeholders if not isinstance(feed, (Broadcast, ChunkSlice, BufferPart))}
     shown = [memories(output) - numbers for output in outputs]
     count = Counter(memory for memories_of_one in shown for memory in memories_of_one)
     fresh = [len(own) == 1 and all(count[memory] == 1 and _is_made(memory) for memory in own) for own in shown]
@@ -80,9 +80,9 @@ def _fits(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx
 
     The loop would read such a view, in another order, while it is overwritten.
     """
-    item, made = spec.yields[position], _stacked_by(source, module)
+    item, source_item = spec.yields[position], _stacked_by(source, module)
     assert isinstance(item, ConcatOutput)
-    if made is None or replace(made, reuse=item.reuse) != item:
+    if source_item is None or replace(source_item, reuse=item.reuse) != item:
         return False
     placeholders = spec.body.graph.find_nodes(op="placeholder")
     own = {node for node, i in zip(placeholders, spec.sources, strict=True) if i == index}

@@ -37,7 +37,7 @@ from streamfx.torch_private import OpOverload, mutated_inputs
 
 
 class ReleaseSpec(NamedTuple):
-    """The arguments of a `Chain`: inputs with gradients, the memory of saved values, the gradients of each segment."""
+    """The arguments of a chain: inputs with gradients, the memory of saved values, the gradients of each segment."""
 
     sources: Sources
     saved: Saved
@@ -66,8 +66,8 @@ def _planned(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_o
 def in_stretches(runner: OuterRunner, chain: GradientReleaseChain) -> Callable[[list[Any]], Any]:
     """Return a runner that releases gradients as the chain expects; at the end if the graph has changed since."""
     none = tuple[ReleaseSegment, ...]()
-    found = attempted(partial(deliveries, runner.module, chain.saved), none, AT_ONCE, strict=False) if chain.places else none
-    return StagewiseRunner(runner, found, chain) if found and places_of(found) == chain.places else runner
+    segments = attempted(partial(deliveries, runner.module, chain.saved), none, AT_ONCE, strict=False) if chain.places else none
+    return StagewiseRunner(runner, segments, chain) if segments and places_of(segments) == chain.places else runner
 
 
 def inputs_saved(forward: fx.Graph, num_outputs: int) -> Saved:
@@ -82,8 +82,8 @@ def deliveries(backward: fx.GraphModule, saved: Saved) -> tuple[ReleaseSegment, 
 
     `saved` has, for each saved tensor, the indices of gradients whose inputs' memory it may share.
     """
-    made = [node for node in outputs_of(backward.graph) if isinstance(node, fx.Node) and node.op != "placeholder"]
-    if not all(map(is_tensor, made)) or any(
+    gradients = [node for node in outputs_of(backward.graph) if isinstance(node, fx.Node) and node.op != "placeholder"]
+    if not all(map(is_tensor, gradients)) or any(
         isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in backward.graph.nodes
     ):
         return ()
@@ -99,8 +99,10 @@ def deliveries(backward: fx.GraphModule, saved: Saved) -> tuple[ReleaseSegment, 
 
 
 def _delivery(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> ReleaseSegment:
-    given = (memory for node in operators for operand in node.all_input_nodes for memory in memories(operand))
-    reads = [node for node in given if node.op == "placeholder" and is_tensor(node) and not node.meta.get(SAVED_FOR_ONE, False)]
+    memory_read = (memory for node in operators for operand in node.all_input_nodes for memory in memories(operand))
+    reads = [
+        node for node in memory_read if node.op == "placeholder" and is_tensor(node) and not node.meta.get(SAVED_FOR_ONE, False)
+    ]
     return ReleaseSegment(tuple(operators), tuple(dict.fromkeys(reads)), gradients)
 
 
@@ -145,13 +147,13 @@ def _early(module: fx.GraphModule) -> list[fx.Node]:
 def _movable(module: fx.GraphModule) -> set[fx.Node]:
     """Return deterministic operators that only lead to gradients and that no loop reads."""
     graph, output = module.graph, module.graph.output_node()
-    wanted = ancestors(tuple(output.all_input_nodes))
-    found: set[fx.Node] = set()
+    needed = ancestors(tuple(output.all_input_nodes))
+    movable: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        leads_to_gradients_alone = all(user is output or user in found for user in node.users)
-        if node in wanted and leads_to_gradients_alone and _gives_the_same(node) and not _takes_time(node, module):
-            found.add(node)
-    return found
+        leads_to_gradients_alone = all(user is output or user in movable for user in node.users)
+        if node in needed and leads_to_gradients_alone and _gives_the_same(node) and not _takes_time(node, module):
+            movable.add(node)
+    return movable
 
 
 def _gives_the_same(node: fx.Node) -> bool:

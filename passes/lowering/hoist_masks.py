@@ -67,9 +67,9 @@ def _hoist(spec: LoopSpec, sources: Sequence[Any], known: dict[Any, MaskProgram]
             lasting[node] = source
     masks = {node.args[position] for node in body.graph.nodes if (position := MASK_ARGUMENT.get(node.target)) is not None}
     for mask in [node for node in body.graph.nodes if node in masks]:
-        made = _makers(mask, lasting)
-        if made:
-            _call(body, mask, made, lasting, known)
+        makers = _makers(mask, lasting)
+        if makers:
+            _call(body, mask, makers, lasting, known)
     if masks:
         body.graph.lint()
         body.recompile()
@@ -90,17 +90,17 @@ def _is_view(feed: Any) -> bool:
 
 def _makers(mask: fx.Node, lasting: Collection[fx.Node]) -> list[fx.Node]:
     """Return the operators that compute a mask from lasting values, in order; none if it has any other input."""
-    found: set[fx.Node] = set()
+    makers: set[fx.Node] = set()
     todo = [mask]
     while todo:
         node = todo.pop()
-        if node in found or node in lasting:
+        if node in makers or node in lasting:
             continue
         if node.op != "call_function" or not _is_pure(node):
             return []
-        found.add(node)
+        makers.add(node)
         todo.extend(node.all_input_nodes)
-    return [node for node in mask.graph.nodes if node in found]
+    return [node for node in mask.graph.nodes if node in makers]
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -111,15 +111,15 @@ def _is_pure(node: fx.Node) -> bool:
 def _call(
     body: fx.GraphModule,
     mask: fx.Node,
-    made: list[fx.Node],
+    makers: list[fx.Node],
     lasting: Mapping[fx.Node, fx.Node | None],
     known: dict[Any, MaskProgram],
 ) -> None:
-    inside = set(made)
-    inputs = list(dict.fromkeys(source for node in made for source in node.all_input_nodes if source not in inside))
+    inside = set(makers)
+    inputs = list(dict.fromkeys(source for node in makers for source in node.all_input_nodes if source not in inside))
     constants = {node: source for node in inputs if (source := lasting[node]) is not None and _is_number(source)}
     inputs = [node for node in inputs if node not in constants]
-    program = _program(mask, made, inputs, constants, lasting, known)
+    program = _program(mask, makers, inputs, constants, lasting, known)
     name = f"mask_{list(known.values()).index(program)}"
     body.add_submodule(name, program)
     with body.graph.inserting_after(mask):
@@ -128,7 +128,7 @@ def _call(
         position = MASK_ARGUMENT.get(user.target)  # type: ignore[arg-type]
         if position is not None and user.args[position] is mask:
             user.update_arg(position, call)
-    for node in reversed(made):
+    for node in reversed(makers):
         if not node.users:
             body.graph.erase_node(node)
 
@@ -141,7 +141,7 @@ def _is_number(source: fx.Node) -> bool:
 
 def _program(
     mask: fx.Node,
-    made: list[fx.Node],
+    makers: list[fx.Node],
     inputs: list[fx.Node],
     constants: Mapping[fx.Node, fx.Node],
     lasting: Mapping[fx.Node, fx.Node | None],
@@ -152,7 +152,7 @@ def _program(
     copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
     for node, source in constants.items():
         copies[node] = graph.node_copy(source)
-    for node in made:
+    for node in makers:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output((copies[mask],))
     literals = tuple(_literal(lasting[node]) for node in inputs)
@@ -164,10 +164,10 @@ def _program(
 
 def _literal(source: fx.Node | None) -> Any:
     """Return a key of a value computed from literals only, such as an `arange`; None for other values."""
-    made = _makers(source, ()) if source is not None else []
-    if not made:
+    makers = _makers(source, ()) if source is not None else []
+    if not makers:
         return None
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in made:
+    for node in makers:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     return structure(graph)

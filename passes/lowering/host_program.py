@@ -67,9 +67,9 @@ class OuterBuilder:
         for node in filter(is_tensor, self.env):
             for dim, size in enumerate(shape_of_node(node)):
                 if size == symbol:
-                    made = self.graph.call_function(aten.sym_size.int, (self.env[node], dim))
-                    made.meta[VALUE] = node.meta[VALUE].shape[dim]
-                    return made
+                    counted = self.graph.call_function(aten.sym_size.int, (self.env[node], dim))
+                    counted.meta[VALUE] = node.meta[VALUE].shape[dim]
+                    return counted
         return self._read(symbol)
 
     def _read(self, symbol: sympy.Symbol) -> fx.Node:
@@ -102,9 +102,9 @@ class OuterBuilder:
             return
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._taken_by(node))
-        made = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
-        made.meta = {**node.meta, TRACED: node.name, RUN: self.runs}
-        self.env[node] = made
+        copy = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
+        copy.meta = {**node.meta, TRACED: node.name, RUN: self.runs}
+        self.env[node] = copy
         for user in node.users:
             if is_part(user) and user not in self.env and is_tensor(user):
                 self.emit(user)
@@ -165,11 +165,11 @@ class OuterBuilder:
         self.env[node].meta = dict(node.meta)
 
     def operand(self, node: fx.Node) -> fx.Node:
-        found = self.value(node)
-        if found is None:
+        value = self.value(node)
+        if value is None:
             self.emit(node)
-            found = self.env[node]
-        return found
+            value = self.env[node]
+        return value
 
     def states_of(self, node: fx.Node) -> fx.Node | None:
         """Return a scan's states at the start of each chunk, if another loop has stored them."""
@@ -223,13 +223,13 @@ class OuterBuilder:
         call = self.graph.call_module(name, (*symbols, *sources))
         call.meta[RUN] = self.runs
         for position, node in enumerate(leaves):
-            made = self.graph.call_function(operator.getitem, (call, position))
-            made.meta = {VALUE: node.meta[VALUE], JOINT: node.name, STACKED: True}
-            self.env[node] = made
+            result = self.graph.call_function(operator.getitem, (call, position))
+            result.meta = {VALUE: node.meta[VALUE], JOINT: node.name, STACKED: True}
+            self.env[node] = result
         for position, node in enumerate(builder.states, len(leaves)):
-            made = self.graph.call_function(operator.getitem, (call, position))
-            made.meta = {VALUE: first_row(node), JOINT: node.name}
-            self.states[node], self.chunks_of_states[node] = made, chunk_size
+            result = self.graph.call_function(operator.getitem, (call, position))
+            result.meta = {VALUE: first_row(node), JOINT: node.name}
+            self.states[node], self.chunks_of_states[node] = result, chunk_size
 
 
 def _are_dense(strides: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:

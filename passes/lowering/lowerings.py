@@ -147,10 +147,10 @@ def single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Return the row if the chunk holds it; a slice of one row keeps its dimension."""
     signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
     singles = ((letter, index.number) for letter, index in signature.index.items() if isinstance(index, SingleRow))
-    found = next((item for item in singles if roles.get(item[0]) is Role.ROWS), None)
-    if found is None:
+    single = next((item for item in singles if roles.get(item[0]) is Role.ROWS), None)
+    if single is None:
         return emit_copy(builder, node)
-    letter, row = found
+    letter, row = single
     (operand,) = builder.operands(node)
     call = builder.graph.call_function
     rows = builder.layout.rows(builder.layout.axes.letters[node][letter])
@@ -291,7 +291,7 @@ def _scores(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[st
 
 
 def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
-    """Return (mask, first, window); if the mask is exactly a span, its first element is None.
+    """Return (mask, first, window). If the mask is exactly a span, the window replaces it.
 
     `first` is the position of the first query minus the position of the first key; `window` is the span's (low,
     high).

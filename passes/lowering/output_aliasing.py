@@ -36,15 +36,15 @@ def copied_if_written(node: fx.Node) -> fx.Node:
 
 def gradients_apart(gradients: Sequence[Any]) -> list[Any]:
     """Clone gradients that share memory with another gradient or with an input."""
-    held, found = set[fx.Node](), list[Any]()
+    held, results = set[fx.Node](), list[Any]()
     for gradient in gradients:
         if is_tensor(gradient):
             own = memories(gradient)
             if own & held or any(map(_is_given, own)):
                 gradient, own = _copy(gradient), frozenset()
             held |= own
-        found.append(gradient)
-    return found
+        results.append(gradient)
+    return results
 
 
 def results_apart(
@@ -56,7 +56,7 @@ def results_apart(
     graph's values to their names.
     """
     kept_for_backward = frozenset[fx.Node]().union(*map(memories, saved))
-    shown, found = dict[fx.Node, frozenset[str]](), list[Any]()
+    shown, separate = dict[fx.Node, frozenset[str]](), list[Any]()
     for result, before in zip(results, traced, strict=True):
         if is_tensor(result):
             own = memories(result)
@@ -64,8 +64,8 @@ def results_apart(
             if any(is_new) or any(shown.get(memory, before) != before for memory in own):
                 result, own = _copy(result), frozenset()
             shown.update(dict.fromkeys(own, before))
-        found.append(result)
-    return found
+        separate.append(result)
+    return separate
 
 
 def _is_given(memory: fx.Node) -> bool:

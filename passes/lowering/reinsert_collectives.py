@@ -66,9 +66,9 @@ class ReinsertCollectives:
         The option decides, then the user's code. Otherwise the weight is kept if the backward graph starts with it:
         no other weight would be gathered between its last use and its next.
         """
-        asked = self.options.reshard
-        if asked != "auto":
-            return not asked
+        option = self.options.reshard
+        if option != "auto":
+            return not option
         return first_run == 0 if gather.keeps is None else gather.keeps
 
 
@@ -82,9 +82,7 @@ class _HostGraph:
         self.module, self.graph, self.output = module, module.graph, module.graph.output_node()
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self.run: dict[fx.Node, int] = {}
-        self.behind: dict[
-            fx.Node, int
-        ] = {}  # region of the last computing node up to each node: a view of its result may belong to the next region
+        self.behind: dict[fx.Node, int] = {}  # region of the last computing node up to a node
         self.first: dict[int, fx.Node] = {}
         self.waits: dict[fx.Node, fx.Node] = {}  # the first node that was inserted before a node
         at = computed = 0
@@ -111,9 +109,9 @@ class _HostGraph:
             first = group[0][0]
             ahead = self.first.get(max(self.run[first] - 1, 0), first)
             begins = min(ahead, first, key=self.position.__getitem__)
-            made = {shard: self._written(gather.stretch, shard, begins, first)}
+            gathered = {shard: self._written(gather.stretch, shard, begins, first)}
             for user, value in group:
-                user.replace_input_with(value, _view(value, made, first))
+                user.replace_input_with(value, _view(value, gathered, first))
         for view in sorted(views, reverse=True):
             self.graph.erase_node(view)
         shard.meta = {**shard.meta, VALUE: gather.shard}
@@ -164,34 +162,34 @@ def _is_light(node: fx.Node) -> bool:
 
 def _views_of(weight: fx.Node) -> set[fx.Node]:
     """Return the light values computed from a weight alone."""
-    found, todo = {weight}, [weight]
+    views, todo = {weight}, [weight]
     while todo:
-        new = [user for user in todo.pop().users if user not in found and _is_view(user, found)]
-        found.update(new)
+        new = [user for user in todo.pop().users if user not in views and _is_view(user, views)]
+        views.update(new)
         todo += new
-    return found - {weight}
+    return views - {weight}
 
 
-def _is_view(node: fx.Node, found: set[fx.Node]) -> bool:
-    return node.op == "call_function" and _is_light(node) and found.issuperset(node.all_input_nodes)
+def _is_view(node: fx.Node, values: set[fx.Node]) -> bool:
+    return node.op == "call_function" and _is_light(node) and values.issuperset(node.all_input_nodes)
 
 
-def _view(value: fx.Node, made: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
+def _view(value: fx.Node, gathered: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
     """Return a view of a weight, recomputed from the gathered weight."""
-    if value not in made:
-        sources = {source: _view(source, made, before) for source in value.all_input_nodes}
+    if value not in gathered:
+        sources = {source: _view(source, gathered, before) for source in value.all_input_nodes}
         with before.graph.inserting_before(before):
-            made[value] = before.graph.node_copy(value, sources.__getitem__)
-    return made[value]
+            gathered[value] = before.graph.node_copy(value, sources.__getitem__)
+    return gathered[value]
 
 
 def _waiting(stretch: Subgraph) -> dict[fx.Node, None]:
     """Return the waits of a subgraph and their descendants, in order."""
-    found: dict[fx.Node, None] = {}
+    waiting: dict[fx.Node, None] = {}
     for node in stretch.nodes:
-        if is_wait(node) or any(source in found for source in node.all_input_nodes):
-            found[node] = None
-    return found
+        if is_wait(node) or any(source in waiting for source in node.all_input_nodes):
+            waiting[node] = None
+    return waiting
 
 
 def _following(node: fx.Node) -> Iterator[fx.Node]:

@@ -72,8 +72,8 @@ class BudgetSearch:
 
 def held_bytes(graph: fx.Graph, but_for: Collection[fx.Node] = ()) -> int:
     """Return the bytes of parameters and inputs."""
-    given = (node for node in graph.find_nodes(op="placeholder") if node not in but_for)
-    return sum(bytes_like(node.meta[VALUE]) for node in given if VALUE in node.meta)
+    inputs = (node for node in graph.find_nodes(op="placeholder") if node not in but_for)
+    return sum(bytes_like(node.meta[VALUE]) for node in inputs if VALUE in node.meta)
 
 
 def kept_bytes(facts: Facts) -> int:
@@ -134,9 +134,7 @@ class _BudgetSearch:
         """Yield the combinations that the options allow, the fastest first; skip those that clearly cannot fit."""
         count = len(self.facts.stages)
         save = self.least if self.options.save == "auto" else self.options.save
-        if InterloopValues(
-            self.facts
-        ).exchanges:  # if ranks exchange values, one rank's bytes must not decide what is exchanged, or when
+        if InterloopValues(self.facts).exchanges:  # one rank's bytes must not decide about exchanges between ranks
             yield Candidate(save, 1 if self.options.keep_every == "auto" else self.options.keep_every)
             return
         every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
@@ -153,13 +151,13 @@ class _BudgetSearch:
         """Yield candidates that keep more than required and may fit, those that keep the most first."""
         program = known(self.facts.program)
         base = self.simulate(Candidate(self.least, every), program, self.working_sets(program)[1])
-        found: dict[Any, Candidate] = {}
+        by_kept: dict[Any, Candidate] = {}
         for level in SAVE_LEVELS[SAVE_LEVELS.index(self.least) + 1 :]:
             candidate = Candidate(level, every)
             planned = self.planned(candidate)
             if base.peak + kept_bytes(planned) <= self.left * NEAR:
-                found.setdefault(planned.plan.kept, candidate)
-        yield from [candidate for kept, candidate in found.items() if any(kept)][::-1]
+                by_kept.setdefault(planned.plan.kept, candidate)
+        yield from [candidate for kept, candidate in by_kept.items() if any(kept)][::-1]
 
     def estimate(self, candidate: Candidate, count: int) -> int:
         """Estimate the peak with fewer boundaries from the peak with all of them."""
@@ -226,14 +224,14 @@ class _BudgetSearch:
         for _ in range(MOST_STEPS):
             work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
             aim = low + int(MARGIN * (self.left - cost.peak) * low / work)
-            tried = aim if aim < high else math.isqrt(low * high) if has_failed else high
-            if tried < low * WORTHWHILE:
+            trial = aim if aim < high else math.isqrt(low * high) if has_failed else high
+            if trial < low * WORTHWHILE:
                 break
-            found = self.simulate(candidate, program, tried)
-            if found.peak <= self.left:
-                low, cost = tried, found
+            larger = self.simulate(candidate, program, trial)
+            if larger.peak <= self.left:
+                low, cost = trial, larger
             else:
-                high, has_failed = tried, True
+                high, has_failed = trial, True
         return low
 
     def between(self, candidate: Candidate, program: Program) -> int:

@@ -2,10 +2,10 @@
 
 Each level includes the previous ones:
 
-* inputs: only the stage's inputs, or the first layer's input if it is a sum over ranks;
+* inputs: only the stage's inputs, and the first layer's input if it is a sum over ranks;
 * attention: results and log-sum-exps of fused attention, and values computed between loops (`interloop_values.py`);
 * projections: results of products before the narrowest point after attention, and the values alive there. In most
-  decoders these are the results of the query, key and value projections, and the residual stream between attention and MLP;
+  decoders these are the results of the query, key and value projections, and the residual stream before the MLP;
 * products: results of all products, so that the backward graph recomputes element-wise operators only.
 """
 
@@ -75,13 +75,13 @@ class _Saving:
         """Return the sequence-shaped values that the backward graph recomputes if `kept` is kept."""
         there = {*kept, *self.stage.outputs}
         todo = [source for node in self.stage.backward for source in node.all_input_nodes]
-        found: set[fx.Node] = set()
+        recomputed: set[fx.Node] = set()
         while todo:
             node = todo.pop()
-            if node in self.position and node not in there and node not in found:
-                found.add(node)
+            if node in self.position and node not in there and node not in recomputed:
+                recomputed.add(node)
                 todo += node.all_input_nodes
-        return [node for node in self.stage.forward if node in found and self.is_rows(node)]
+        return [node for node in self.stage.forward if node in recomputed and self.is_rows(node)]
 
     def narrowest(self) -> tuple[int, Collection[fx.Node]]:
         """Return the point after attention and before the last product with the fewest live bytes, and these values."""
@@ -96,10 +96,10 @@ class _Saving:
 
     def alive(self) -> list[set[fx.Node]]:
         """Return, for each position, the sequence-shaped values that later operators of the stage read."""
-        wanted = set(self.stage.outputs)
-        found: list[set[fx.Node]] = []
+        live = set(self.stage.outputs)
+        by_position: list[set[fx.Node]] = []
         for node in reversed(self.stage.forward):
-            found.append({item for item in wanted if self.has_rows(item)})
-            wanted.discard(node)
-            wanted |= set(node.all_input_nodes)
-        return found[::-1]
+            by_position.append({item for item in live if self.has_rows(item)})
+            live.discard(node)
+            live |= set(node.all_input_nodes)
+        return by_position[::-1]

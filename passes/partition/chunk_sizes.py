@@ -94,8 +94,8 @@ def rows_of_a_call(stage: Stage, facts: Facts) -> int:
 
 def model_bytes(facts: Facts) -> int:
     """Return the bytes that a step holds at any chunk size, apart from values at cuts: inputs and gradients."""
-    given = sum(bytes_like(node.meta.get(VALUE)) for node in facts.joint.sources)
-    return given + gradient_bytes(facts.joint.gradients)
+    inputs = sum(bytes_like(node.meta.get(VALUE)) for node in facts.joint.sources)
+    return inputs + gradient_bytes(facts.joint.gradients)
 
 
 def gradient_bytes(gradients: Iterable[Any]) -> int:

@@ -55,13 +55,13 @@ def _movable(nodes: Sequence[fx.Node], attentions: set[fx.Node], bytes_of: Calla
     for node in reversed(nodes):
         if any(user in leading for user in node.users):
             leading.add(node)
-    found: set[fx.Node] = set()
+    movable: set[fx.Node] = set()
     for node in nodes:
         is_part = node.target is operator.getitem
         made_by_rows = bool(bytes_of(node)) or any(bytes_of(user) for user in node.users if user.target is operator.getitem)
-        if node not in leading and ((made_by_rows and not is_part) or any(source in found for source in node.all_input_nodes)):
-            found.add(node)
-    return found
+        if node not in leading and ((made_by_rows and not is_part) or any(source in movable for source in node.all_input_nodes)):
+            movable.add(node)
+    return movable
 
 
 def _groups(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:

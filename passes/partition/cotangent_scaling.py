@@ -112,15 +112,15 @@ class Scaling:
         letters = self._letters(shape)
         kept = tuple(letter for letter, dim in zip(letters, shape, strict=True) if dim in own)
         reduce = aten.any.dims if selection.when else aten.all.dims
-        found = condition
+        mask = condition
         if others:
-            found = self._known(self.writer.call(reduce, condition, others), (letters,), kept, shape)
-            self.demand.roles[found] = dict.fromkeys(self.demand.roles[found], Role.WHOLE)  # type: ignore[index]
-            self.demand.forms[found] = (StorageClass.SCALAR,)  # type: ignore[index]
+            mask = self._known(self.writer.call(reduce, condition, others), (letters,), kept, shape)
+            self.demand.roles[mask] = dict.fromkeys(self.demand.roles[mask], Role.WHOLE)  # type: ignore[index]
+            self.demand.forms[mask] = (StorageClass.SCALAR,)  # type: ignore[index]
         if selection.when:
             own_letters = self._letters(own)
-            found = self._known(self.writer.call(aten.logical_not.default, found), (own_letters,), own_letters, own)
-        return found
+            mask = self._known(self.writer.call(aten.logical_not.default, mask), (own_letters,), own_letters, own)
+        return mask
 
     def shape(self, node: fx.Node) -> Shape:
         return tuple(self.axes.table.resolve(dim) for dim in self.axes.shapes[node])

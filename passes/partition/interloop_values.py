@@ -36,13 +36,13 @@ class InterloopValues:
     @cached_property
     def nodes(self) -> frozenset[fx.Node]:
         """Forward operators on the full sequence that depend on sequence-shaped values, but not on sums."""
-        found: set[fx.Node] = set()
+        between: set[fx.Node] = set()
         for node in self.facts.joint.nodes:
             if node in self.facts.joint.forward and is_tensor(node) and not self.is_in_loop(node):
                 sources = producer_of(node).all_input_nodes
-                if node not in self.axes.static and any(source in found or self._has_rows(source) for source in sources):
-                    found.add(node)
-        return frozenset(found)
+                if node not in self.axes.static and any(source in between or self._has_rows(source) for source in sources):
+                    between.add(node)
+        return frozenset(between)
 
     @cached_property
     def exchanges(self) -> bool:
@@ -78,8 +78,8 @@ class InterloopValues:
 
     def asked_for(self, stages: Sequence[Stage], kept: Sequence[Collection[fx.Node]]) -> list[list[fx.Node]]:
         """Return the recomputed values that backward operators read; if these are kept, nothing is recomputed."""
-        again = self.made_again(stages, kept)
-        return [[node for node in stage.forward if node in again and self._is_taken_back(node)] for stage in stages]
+        recomputed = self.made_again(stages, kept)
+        return [[node for node in stage.forward if node in recomputed and self._is_taken_back(node)] for stage in stages]
 
     def _is_taken_back(self, node: fx.Node) -> bool:
         return not self._has_rows(node) and any(user not in self.facts.joint.forward for user in node.users)
@@ -102,14 +102,14 @@ class InterloopValues:
 
     def _behind(self, nodes: Collection[fx.Node], own: Collection[fx.Node]) -> set[fx.Node]:
         """Return the ancestors, within the stage, of the given values between loops."""
-        found: set[fx.Node] = set()
+        ancestors: set[fx.Node] = set()
         todo = [node for node in nodes if node in self.nodes]
         while todo:
             for source in todo.pop().all_input_nodes:
-                if source in own and source not in found:
-                    found.add(source)
+                if source in own and source not in ancestors:
+                    ancestors.add(source)
                     todo.append(source)
-        return found
+        return ancestors
 
     def _is_attention(self, node: fx.Node) -> bool:
         signature = self.axes.signatures.get(node)

@@ -4,8 +4,8 @@ A stage may need several loops, one after the other. A value is assigned to the 
 are ready:
 
 * rows of a value of the same loop are ready at once;
-* key positions [.., e) are ready in a loop in forward order, because earlier chunks have stored them in a buffer; cotangents
-  of keys are complete in a loop in reverse order once it reaches the chunk that holds them;
+* key positions [.., e) are ready in a loop in forward order, because earlier chunks have stored them in a buffer;
+  cotangents of keys are complete in a loop in reverse order once it reaches the chunk that holds them;
 * anything else (all keys, all rows, a complete sum) is ready in the next loop.
 
 Or it is assigned to the last loop that is early enough for all its uses, if that stores fewer bytes between loops.
@@ -92,10 +92,10 @@ def place(
 
 
 def placed_values(
-    values: Sequence[fx.Node], table: Table, asked: tuple[frozenset[int], frozenset[int]], layout: Layout
+    values: Sequence[fx.Node], table: Table, requests: tuple[frozenset[int], frozenset[int]], layout: Layout
 ) -> RegionPlacement:
     """Return the contents of each loop; with several loops, the placement that stores fewer bytes."""
-    outputs, requested = asked
+    outputs, requested = requests
     early = levels_of(table)
     if loops_of(table, early) < 2:
         return filled(table, requested, early, None)
@@ -141,17 +141,17 @@ def _closure(
     If a loop draws random numbers, this includes the step's seed. Draws between loops stay as traced, as eager
     draws them.
     """
-    found: set[fx.Node] = set()
+    closure: set[fx.Node] = set()
     todo = list(outputs)
     while todo:
         node = todo.pop()
-        if node in found or is_size(node) or available(node):
+        if node in closure or is_size(node) or available(node):
             continue
-        found.add(node)
+        closure.add(node)
         todo.extend(node.all_input_nodes)
         if DRAW in node.meta and is_loop_value(node, layout):
             todo.append(node.meta[DRAW][0])
-    return sorted(found, key=order.__getitem__)
+    return sorted(closure, key=order.__getitem__)
 
 
 def _asked_for(
@@ -243,12 +243,14 @@ class _Placer:
     def fill(self, number: int) -> None:
         """Find the values that loop `number` computes, and request the others from earlier loops."""
         outputs = self.stacked[number] | self.summed[number] | self.key_sums[number]
-        made = {value for earlier in range(number) for value in self.before.get(earlier, ()) if self._is_stored_product(value)}
-        split = Rematerialization(number, self.table, self.levels, self.sizes, made)
-        taken = split.cut(outputs, set().union(*self.stacked.values(), *self.key_sums.values()))
+        products = {
+            value for earlier in range(number) for value in self.before.get(earlier, ()) if self._is_stored_product(value)
+        }
+        split = Rematerialization(number, self.table, self.levels, self.sizes, products)
+        stored = split.cut(outputs, set().union(*self.stacked.values(), *self.key_sums.values()))
         computed = set(outputs)
-        for _, need in split.walk(outputs, lambda need: need.operand not in taken and not split.must_be_stored(need)):
-            if need.operand not in taken and not split.must_be_stored(need):
+        for _, need in split.walk(outputs, lambda need: need.operand not in stored and not split.must_be_stored(need)):
+            if need.operand not in stored and not split.must_be_stored(need):
                 computed.add(need.operand)
             else:
                 self.want_outside(need.operand)

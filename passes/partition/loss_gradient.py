@@ -74,58 +74,58 @@ def _is_worth_it(stage: Stage, facts: Facts) -> bool:
     ) and any(form is StorageClass.SUM for node in stage.forward for form in facts.demand.forms.get(node, ()))
 
 
-def _run_along_rows(found: Sequence[Homogeneous], facts: Facts) -> bool:
+def _run_along_rows(homogeneous: Sequence[Homogeneous], facts: Facts) -> bool:
     """Return whether each gradient and driver has at most one sequence dimension, as `Scaling` requires."""
     axes = facts.axes
 
     def along(node: fx.Node) -> int:
         return sum(axes.sequence_atom(axes.table.resolve(dim)) is not None for dim in axes.shapes[node])
 
-    return all(along(node) <= 1 for multiple in found for node in (multiple.gradient, multiple.driver))
+    return all(along(node) <= 1 for multiple in homogeneous for node in (multiple.gradient, multiple.driver))
 
 
-def _moved(facts: Facts, found: Sequence[Homogeneous]) -> Facts:
+def _moved(facts: Facts, homogeneous: Sequence[Homogeneous]) -> Facts:
     """Replace the tangents of the last stage's backward graph by ones, and scale the gradients that leave it."""
     inside = set(facts.stages[-1].backward)
     scaling = Scaling(facts)
     ones: list[fx.Node] = []
-    for driver in dict.fromkeys(multiple.driver for multiple in found):
-        path = {node for multiple in found if multiple.driver is driver for node in multiple.between}
+    for driver in dict.fromkeys(multiple.driver for multiple in homogeneous):
+        path = {node for multiple in homogeneous if multiple.driver is driver for node in multiple.between}
         first = next(node for node in facts.joint.graph.nodes if node in path and driver in node.all_input_nodes)
         ones += scaling.ones_like(driver, first)
         driver.replace_all_uses_with(ones[-1], delete_user_cb=path.__contains__, propagate_meta=False)
     scaled: list[list[fx.Node]] = []
-    for multiple in found:
-        made = scaling.product(multiple.gradient, multiple.driver, multiple.selection)
-        outside = {user for user in multiple.gradient.users if user not in inside and user not in made}
-        multiple.gradient.replace_all_uses_with(made[-1], delete_user_cb=outside.__contains__, propagate_meta=False)
-        scaled.append(made)
+    for multiple in homogeneous:
+        product = scaling.product(multiple.gradient, multiple.driver, multiple.selection)
+        outside = {user for user in multiple.gradient.users if user not in inside and user not in product}
+        multiple.gradient.replace_all_uses_with(product[-1], delete_user_cb=outside.__contains__, propagate_meta=False)
+        scaled.append(product)
     gradients = outputs_of(facts.joint.graph)[len(facts.joint.outputs) :]
     joint = replace(facts.joint, gradients=gradients)
     facts = replace(facts, joint=joint, found_axes=scaling.axes, found_demand=scaling.demand)
-    return replace(facts, found_stages=_stages_after(facts, found, ones, scaled))
+    return replace(facts, found_stages=_stages_after(facts, homogeneous, ones, scaled))
 
 
 def _stages_after(
-    facts: Facts, found: Sequence[Homogeneous], ones: Sequence[fx.Node], scaled: Sequence[Sequence[fx.Node]]
+    facts: Facts, homogeneous: Sequence[Homogeneous], ones: Sequence[fx.Node], scaled: Sequence[Sequence[fx.Node]]
 ) -> tuple[Stage, ...]:
     """Return the stages after moving each scaling product to the first backward graph that uses it."""
     *stages, last = facts.stages
-    moved = {node for multiple in found for node in multiple.between}
+    moved = {node for multiple in homogeneous for node in multiple.between}
     staying = tuple(node for node in last.backward if node not in moved)
-    for made in (staying, *scaled) if stages else ():
-        users = {user for node in made for user in node.users}
+    for group in (staying, *scaled) if stages else ():
+        users = {user for node in group for user in node.users}
         at = next((i for i in reversed(range(len(stages))) if not users.isdisjoint(stages[i].backward)), len(stages) - 1)
-        stages[at] = replace(stages[at], backward=(*made, *stages[at].backward))
+        stages[at] = replace(stages[at], backward=(*group, *stages[at].backward))
     gradients = {node for node in facts.joint.gradients if isinstance(node, fx.Node)}
     for at, stage in enumerate(stages):
-        inside, new = set(stage.backward), [node for made in (staying, *scaled) for node in made if node in stage.backward]
+        inside, new = set(stage.backward), [node for group in (staying, *scaled) for node in group if node in stage.backward]
         left = [node for node in new if is_tensor(node) and (node in gradients or not inside.issuperset(node.users))]
         stages[at] = replace(stage, gradients=tuple(dict.fromkeys((*left, *stage.gradients))))
     last = replace(
         last,
         backward=(*ones, *(node for node in last.backward if node in moved)),
-        gradients=tuple(multiple.gradient for multiple in found),
+        gradients=tuple(multiple.gradient for multiple in homogeneous),
         gradient_in_forward=True,
     )
     return (*stages, last)

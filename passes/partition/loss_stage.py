@@ -57,14 +57,14 @@ class _LossSearch:
 
     def _network(self, heads: set[fx.Node], earlier: Collection[fx.Node]) -> Any:
         """Build the flow network: edges lead from a node to its operands, with a value's bytes as capacity."""
-        network, made = networkx.DiGraph(), set(self.nodes)
+        network, nodes = networkx.DiGraph(), set(self.nodes)
         for node in heads:
             network.add_edge(LAST, (node, "in"), capacity=math.inf)
         for node in self.nodes:
             if node in earlier:
                 continue
             network.add_edge((node, "out"), (node, "in"), capacity=self._bytes(node))
-            for source in made.intersection(node.all_input_nodes):
+            for source in nodes.intersection(node.all_input_nodes):
                 network.add_edge((node, "in"), (source, "out"), capacity=math.inf)
                 if source in earlier:
                     network.add_edge((source, "out"), EARLIER, capacity=self._bytes(source))

@@ -131,7 +131,7 @@ class _Cutter:
 
     def cuts_between_layers(
         self,
-        looks: Callable[[fx.Node], bool],
+        is_window: Callable[[fx.Node], bool],
         cuts: Sequence[int],
         best: Callable[[int, int], int | None],
         live: Sequence[int],
@@ -141,11 +141,11 @@ class _Cutter:
         A loop in reverse order has to be given such rows, and recomputes their ancestors. Without a cut it would hold
         the rows of all layers, and compute each layer's last product once more than checkpointing does.
         """
-        windows = [i for i, node in enumerate(self.forward) if looks(node)]
+        windows = [i for i, node in enumerate(self.forward) if is_window(node)]
         between = [(low, high - 1) for low, high in pairwise(windows)]
-        found = [(*pair, cut) for pair in between if (cut := best(*pair)) is not None]
-        least = min((live[cut] for _, _, cut in found), default=0)
-        new = [cut for low, high, cut in found if live[cut] == least and not any(low <= other <= high for other in cuts)]
+        candidates = [(*pair, cut) for pair in between if (cut := best(*pair)) is not None]
+        least = min((live[cut] for _, _, cut in candidates), default=0)
+        new = [cut for low, high, cut in candidates if live[cut] == least and not any(low <= other <= high for other in cuts)]
         return sorted({*cuts, *new})
 
     def looks_back(self, node: fx.Node) -> bool:
@@ -195,23 +195,23 @@ class _Cutter:
     def attention_places(self, keys: fx.Node) -> list[int]:
         """Return the positions of collected keys, their source, and the operators along the axis of the keys."""
         own = {atom for dim in keys.meta[COLLECTED] for atom in self.axes.table.resolve(self.axes.shapes[keys][dim])}
-        source, todo, found = node_argument(keys), [keys], set[fx.Node]()
+        source, todo, nodes = node_argument(keys), [keys], set[fx.Node]()
         while is_moved_elements(source) and node_argument(source) in self.position:
             source = node_argument(source)
         while todo:
             node = todo.pop()
-            if node in self.position and node not in found:
-                found.add(node)
+            if node in self.position and node not in nodes:
+                nodes.add(node)
                 parts = [dim for shape in self.axes.results.get(node, ()) for dim in shape]
                 has_key_axis = any(not own.isdisjoint(self.axes.table.resolve(dim)) for dim in parts)
                 todo += [user for user in node.users if has_key_axis]
-        return [self.position[node] for node in (*found, source) if node in self.position]
+        return [self.position[node] for node in (*nodes, source) if node in self.position]
 
     def first_sum(self) -> int | None:
         """Return the position of the first sum over the sequence that an output depends on, if any."""
-        asked = ancestors(self.facts.joint.outputs)
+        needed = ancestors(self.facts.joint.outputs)
         for i, node in enumerate(self.forward):
-            if self.is_streamed(node) and StorageClass.SUM in self.demand.forms[node] and node in asked:
+            if self.is_streamed(node) and StorageClass.SUM in self.demand.forms[node] and node in needed:
                 return i
         return None
 
@@ -324,8 +324,8 @@ class _Cutter:
 
 def _makes_less(node: fx.Node, driven: Collection[fx.Node]) -> bool:
     """Return whether a product has fewer bytes than its largest operand among `driven`."""
-    taken = max((bytes_like(source.meta.get(VALUE)) for source in node.all_input_nodes if source in driven), default=0)
-    return is_tensor(node) and bytes_like(node.meta[VALUE]) < taken
+    largest = max((bytes_like(source.meta.get(VALUE)) for source in node.all_input_nodes if source in driven), default=0)
+    return is_tensor(node) and bytes_like(node.meta[VALUE]) < largest
 
 
 def beside_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:

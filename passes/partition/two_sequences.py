@@ -51,17 +51,17 @@ def where_to_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx
     if not others:
         return None
     places, least = places_of(nodes), SHARE * peak()
-    found: list[tuple[int, int]] = []
+    splits: list[tuple[int, int]] = []
     for other in (other for other in others if sum(computed[i].size for i in other - main) >= least):
-        found += _priced(places, [_by_place(computed, other - main), _by_place(computed, main - other)], len(nodes))
-    return nodes[min(found)[1]] if found else None
+        splits += _priced(places, [_by_place(computed, other - main), _by_place(computed, main - other)], len(nodes))
+    return nodes[min(splits)[1]] if splits else None
 
 
 def _by_place(computed: Sequence[ForwardOperator], chosen: Iterable[int]) -> Counter[int]:
-    found = Counter[int]()
+    sizes = Counter[int]()
     for i in chosen:
-        found[computed[i].place] += computed[i].size
-    return found
+        sizes[computed[i].place] += computed[i].size
+    return sizes
 
 
 def _made(facts: Facts, order: dict[str, int]) -> Iterable[ForwardOperator]:
@@ -79,7 +79,7 @@ def _made(facts: Facts, order: dict[str, int]) -> Iterable[ForwardOperator]:
 
 
 def _others(computed: Sequence[ForwardOperator], main: frozenset[int]) -> list[frozenset[int]]:
-    """Return the values along each other axis that has many values without the chunked axis, and lacks it for many.
+    """Return the values of each axis that has many values without the chunked axis, and vice versa.
 
     The batch axis does not qualify, since all rows have it. Nor does an axis whose values are a subset of another
     axis's, as heads are of rows.
@@ -88,10 +88,10 @@ def _others(computed: Sequence[ForwardOperator], main: frozenset[int]) -> list[f
     for i, item in enumerate(computed):
         for atom in item.atoms:
             along.setdefault(atom, set()).add(i)
-    found = [
+    axes = [
         own for own in dict.fromkeys(map(frozenset, along.values())) if min(len(main - own), len(own - main)) >= FEW * len(main)
     ]
-    return [own for own in found if not any(own - main < other - main for other in found)]
+    return [own for own in axes if not any(own - main < other - main for other in axes)]
 
 
 def places_of(nodes: list[fx.Node]) -> dict[int, int]:

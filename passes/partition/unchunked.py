@@ -78,8 +78,8 @@ def fits_whole(
     They keep all values that the backward graph reads, which is more than Inductor keeps of the same graph.
     `others` are bytes of outputs that the graphs do not compute.
     """
-    held, made = held_bytes(forward.graph), outputs_of(backward.graph)
-    left = bytes_of(budget, device_of(forward.graph), held, gradient_bytes(made)) - held - others
+    held, gradients = held_bytes(forward.graph), outputs_of(backward.graph)
+    left = bytes_of(budget, device_of(forward.graph), held, gradient_bytes(gradients)) - held - others
     try:
         return cost_of(forward, backward, num_outputs).peak <= left
     except Exception as error:  # an operator that only a tracer can run
@@ -110,22 +110,22 @@ def smaller_than(
     num_outputs, program = len(facts.joint.outputs), facts.program
     if ours is not None and (not is_compared(ours.peak) or bytes_at_least(traced) >= ours.peak):
         return None
-    found = [piece for make in ways if (piece := _simulated(make, num_outputs)) is not None]
-    least = min((piece.cost.peak for piece in found), default=0)
-    least_held = sorted((one for one in found if one.cost.peak <= TOLERATED * least), key=lambda one: one.cost.held)
-    if not found or not _is_less(least, least_held[0].cost, found[0].cost if ours is None else ours):
+    variants = [variant for make in ways if (variant := _simulated(make, num_outputs)) is not None]
+    least = min((variant.cost.peak for variant in variants), default=0)
+    least_held = sorted((one for one in variants if one.cost.peak <= TOLERATED * least), key=lambda one: one.cost.held)
+    if not variants or not _is_less(least, least_held[0].cost, variants[0].cost if ours is None else ours):
         return None
-    piece, others = least_held[0], found[0].halves if program is None else (program.forward, program.backward)
+    variant, others = least_held[0], variants[0].halves if program is None else (program.forward, program.backward)
     held: list[bool] = []
 
     def holds(lengths: Lengths) -> bool:
-        held.append(cost_of(*piece.halves, num_outputs).peak <= TOLERATED * cost_of(*others, num_outputs).peak)
+        held.append(cost_of(*variant.halves, num_outputs).peak <= TOLERATED * cost_of(*others, num_outputs).peak)
         return held[-1]
 
     lengths = Lengths.now(facts.joint.graph).furthest_beyond(holds, CLOSE)
     if lengths is None and all(held):  # no call has more of every size, as with slices that add up to a fixed number
         lengths = Lengths({})
-    return None if lengths is None else replace(piece, lengths=lengths)
+    return None if lengths is None else replace(variant, lengths=lengths)
 
 
 def _is_less(least: int, one: Cost, other: Cost) -> bool:

@@ -93,16 +93,16 @@ def _value(
     needs = layout.needs(producer)  # an element of a tuple has the needs of its operator
     operands = _numbers((need.operand for need in needs), numbers, available, missing=True)
     pairs = zip(operands, needs, strict=True)
-    wanted = tuple(_wanted(operand, need, layout, reverse) for operand, need in pairs if operand is not None)
+    accesses = tuple(_wanted(operand, need, layout, reverse) for operand, need in pairs if operand is not None)
     siblings = () if producer is node else tuple(numbers[user] for user in producer.users if user in numbers)
-    return RegionValue(form, wanted, (), siblings, is_expensive(node))
+    return RegionValue(form, accesses, (), siblings, is_expensive(node))
 
 
 def _numbers(
     nodes: Iterable[fx.Node], numbers: dict[fx.Node, int], available: Callable[[fx.Node], bool], missing: bool = False
 ) -> tuple[int, ...]:
-    found = [numbers.get(node) if node in numbers or available(node) else numbers[node] for node in nodes]
-    return tuple(found) if missing else tuple(number for number in found if number is not None)  # type: ignore[arg-type]
+    indices = [numbers.get(node) if node in numbers or available(node) else numbers[node] for node in nodes]
+    return tuple(indices) if missing else tuple(number for number in indices if number is not None)  # type: ignore[arg-type]
 
 
 def _wanted(operand: int, need: OperandAccess, layout: Layout, reverse: bool) -> Access:

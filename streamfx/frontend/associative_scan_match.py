@@ -60,12 +60,12 @@ def with_trees(module: fx.GraphModule) -> fx.GraphModule:
 
 def _trees(graph: fx.Graph) -> list[Tree]:
     """Return the maximal trees: each level of a tree is itself a tree of the level below."""
-    found, inside = list[Tree](), set[fx.Node]()
+    trees, inside = list[Tree](), set[fx.Node]()
     for node in graph.nodes:
         if node not in inside and (tree := _tree_at(node)) is not None:
-            found.append(tree)
+            trees.append(tree)
             inside.update(tree.own)
-    return found
+    return trees
 
 
 def _write(tree: Tree, number: int, copies: dict[fx.Node, fx.Node]) -> None:
@@ -73,9 +73,9 @@ def _write(tree: Tree, number: int, copies: dict[fx.Node, fx.Node]) -> None:
     elements = [copies[node] for node in tree.elements]
     given = [copies[node] for node in tree.body.given]
     with graph.inserting_before(copies[tree.own[-1]]):
-        made = graph.call_function(TREE_SCAN, (elements, given, number))
-        results = [graph.call_function(operator.getitem, (made, place)) for place in range(len(elements))]
-    made.meta = {**place.meta, EXAMPLE: [node.meta[EXAMPLE] for node in tree.results]}
+        scan = graph.call_function(TREE_SCAN, (elements, given, number))
+        results = [graph.call_function(operator.getitem, (scan, place)) for place in range(len(elements))]
+    scan.meta = {**place.meta, EXAMPLE: [node.meta[EXAMPLE] for node in tree.results]}
     for result, node in zip(results, tree.results, strict=True):
         result.meta = {**place.meta, EXAMPLE: node.meta[EXAMPLE]}
         copies[node].replace_all_uses_with(result, propagate_meta=False)
@@ -123,19 +123,19 @@ class _Reader:
 
     def _elements(self) -> list[fx.Node]:
         """Return the operands of the first slices."""
-        found, node = list[fx.Node](), self.at
+        elements, node = list[fx.Node](), self.at
         while node.target is SLICE and node.args[1:] == (0, 0, -1, 2):
-            found.append(node.args[0])  # type: ignore[arg-type]
+            elements.append(node.args[0])  # type: ignore[arg-type]
             node = node.next
-        counts = {_count(node) for node in found}
+        counts = {_count(node) for node in elements}
         if (
             len(counts) != 1
             or min(counts) < 2
-            or not all(map(is_plain, found))
-            or any(0 in shape_of(node.meta[EXAMPLE]) for node in found)
+            or not all(map(is_plain, elements))
+            or any(0 in shape_of(node.meta[EXAMPLE]) for node in elements)
         ):
             raise NoTreeError
-        return found
+        return elements
 
     def _scan(self, rows: list[fx.Node]) -> list[fx.Node]:
         count = _count(rows[0])
@@ -174,14 +174,14 @@ class _Reader:
             inside.append(self._next(self.at.op in ("call_function", "call_method")))
         ends = _row_of(self.at, len(like))
         body = Body.read(rows, inside, [end.args[0] for end in ends])
-        made = [self._take(REMOVE_BATCH, end.args[0], OUTERMOST, count, 0) for end in ends]
+        results = [self._take(REMOVE_BATCH, end.args[0], OUTERMOST, count, 0) for end in ends]
         self._take(LEAVE_VMAP)
         if body is None or (self.body is not None and self.body != body):
             raise NoTreeError
         self.body = body
-        if any(_kind(node) != _kind(row) or _count(node) != count for node, row in zip(made, like, strict=True)):
+        if any(_kind(node) != _kind(row) or _count(node) != count for node, row in zip(results, like, strict=True)):
             raise NoTreeError
-        return made
+        return results
 
     def _take(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         self._pass_sizes()
@@ -203,10 +203,10 @@ class _Reader:
 
 def _row_of(node: fx.Node, count: int) -> list[fx.Node]:
     """Return this many consecutive operators, starting at this one."""
-    found = [node]
-    while len(found) < count:
-        found.append(found[-1].next)
-    return found
+    nodes = [node]
+    while len(nodes) < count:
+        nodes.append(nodes[-1].next)
+    return nodes
 
 
 def _count(node: Any) -> int:

@@ -32,7 +32,7 @@ def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: in
     Args:
         operator: an operator that was passed to `streamfx.register_recurrence`.
         arguments: the arguments of a call, by name. Small tensors in float64 give the sharpest check.
-        chunk_size: rows of a chunk. Default: the declared block, and a third of all rows.
+        chunk_size: rows of a chunk. Default: both the declared block and a third of all rows.
 
     Raises:
         RuleError: the operator is not declared, the declaration does not hold for these arguments, or a result differs.
@@ -133,8 +133,8 @@ class _Law:
         try:
             return chunks()
         except Exception as error:
-            found = f"in chunks of {self.size} rows it raises {told(error)}"
-            raise RuleError(self.asked, found=found, do=DO) from error
+            problem = f"in chunks of {self.size} rows it raises {told(error)}"
+            raise RuleError(self.asked, found=problem, do=DO) from error
 
     def _is_there(self, name: str) -> bool:
         return isinstance(self.arguments[name], Tensor)
@@ -151,19 +151,19 @@ class _Law:
 
     def _forward_chunks(self, run: Recurrence, states: Tensor) -> Chunks:
         carry = torch.zeros_like(states[0])
-        made = []
+        chunks = []
         for i, start in enumerate(self.starts):
             own = self._operands(self.plan, self.arguments, start)
-            made.append(run.advance(start, self.length - self._stop(start), carry, states, i, *own))
-        return made
+            chunks.append(run.advance(start, self.length - self._stop(start), carry, states, i, *own))
+        return chunks
 
     def _backward_chunks(self, run: Backward, states: Tensor, known: Mapping[str, Any]) -> Chunks:
         carry = torch.zeros(int(run.plan.carried), dtype=torch.uint8, device=states.device)
-        made = []
+        chunks = []
         for i, start in reversed([*enumerate(self.starts)]):
             own = self._operands(run.plan, known, start)
-            made.append(run.retreat(self.length - self._stop(start), start, carry, states, i, *own))
-        return made[::-1]
+            chunks.append(run.retreat(self.length - self._stop(start), start, carry, states, i, *own))
+        return chunks[::-1]
 
     def _stop(self, start: int) -> int:
         return min(start + self.size, self.length)
@@ -197,9 +197,9 @@ def _alike(truth: Mapping[int, Any], kinds: Sequence[Any]) -> dict[int, Tensor]:
     return {number: value for number, value in truth.items() if value is not None and value.shape == kinds[number].shape}
 
 
-def _relative(made: Tensor, truth: Tensor) -> float:
-    if made.shape != truth.shape:
+def _relative(computed: Tensor, truth: Tensor) -> float:
+    if computed.shape != truth.shape:
         return float("inf")
     wide = torch.complex128 if truth.is_complex() else torch.float64
-    distance, norm = float((made.to(wide) - truth.to(wide)).norm()), float(truth.to(wide).norm())
+    distance, norm = float((computed.to(wide) - truth.to(wide)).norm()), float(truth.to(wide).norm())
     return distance / norm if norm else distance

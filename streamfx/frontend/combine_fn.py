@@ -63,7 +63,7 @@ def is_plain(node: fx.Node) -> bool:
 
 
 def _is_of_torch(node: fx.Node) -> bool:
-    """Return whether a function of torch computes a tensor, so that its gradient follows from the operators it calls.
+    """Return whether a function of torch computes a tensor, so that its gradient is that of the operators called.
 
     A user function that Dynamo does not trace, or an `autograd.Function`, may have another gradient.
     """
@@ -75,7 +75,7 @@ def _is_of_torch(node: fx.Node) -> bool:
 
 
 def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
-    """Return the number of the combine function for rows of these elements; None if it has side effects."""
+    """Return the number of the combine function for rows of these elements; None if it does more than compute."""
     rows = [_row(node) for node in (*elements, *elements)]  # distinct tensors, since tracing identifies inputs by object
     try:
         traced = traced_on_rows(_module(body, len(rows)), [*rows, *map(_whole, body.given)])

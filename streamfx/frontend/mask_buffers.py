@@ -60,7 +60,7 @@ def _ordinary(tensor: Tensor) -> Pieces | None:
     least, most = tensor.detach().aminmax()
     if least.item() >= -ACTIVATION and most.item() <= ACTIVATION:
         return NUMBERS
-    return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None  # here the assumption does not hold
+    return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None  # it violates the assumption on weights
 
 
 def _places(tensor: Tensor) -> Pieces | None:
@@ -128,7 +128,7 @@ class WatchedInput:
 
 
 def _is_read(tensor: Tensor, pattern: Pieces) -> bool:
-    """Return whether an input is read at each call: masks and small tables are, large frozen weights are not."""
+    """Return whether an input is read at each call; for large frozen weights, version and address are compared."""
     return bool(pattern.cuts) or bytes_like(tensor) <= MOST_READ
 
 

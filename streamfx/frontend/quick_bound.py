@@ -75,13 +75,13 @@ def _is_plain(node: fx.Node) -> bool:
 def _bytes_at(node: fx.Node) -> int:
     """Return the bytes of an operator's operands and results; for attention, also those of all query-key pairs."""
     values = [*(_values(source) for source in node.all_input_nodes), _values(node)]
-    found = sum(bytes_like(value) for own in values for value in own)
-    return found + (_pairs(node) if node.target is ATTENTION else 0)
+    total = sum(bytes_like(value) for own in values for value in own)
+    return total + (_pairs(node) if node.target is ATTENTION else 0)
 
 
 def _pairs(node: fx.Node) -> int:
-    given: dict[str, Any] = dict(zip(("query", "key"), node.args, strict=False)) | node.kwargs
-    query, key = (next(_values(given[name])) for name in ("query", "key"))
+    operands: dict[str, Any] = dict(zip(("query", "key"), node.args, strict=False)) | node.kwargs
+    query, key = (next(_values(operands[name])) for name in ("query", "key"))
     return WIDEST * math.prod(size_hint(size) for size in (*query.shape[:-1], key.shape[-2]))
 
 

@@ -40,8 +40,8 @@ def register_rule(operator: Any, rule: Rule) -> None:
 
     Args:
         operator: the result of `torch.library.custom_op`, or `torch.ops.<namespace>.<name>` (with its overload).
-        rule: notation, or a function from a `Call` to a `Signature` (None: not for these arguments). If it raises an error, or
-            returns anything else, the operator is not chunked, and the reason says so.
+        rule: notation, or a function from a `RuleCall` to a `Signature` (None: not these arguments). If it raises an
+            error, or returns anything else, the operator is not chunked, and the reason says so.
 
     Raises:
         RuleError: `operator` is not an operator, has a rule already, or the notation does not fit its schema.

@@ -151,10 +151,10 @@ def arguments_of(node: fx.Node, *names: str) -> dict[str, Any] | None:
     """Return the arguments by name; None if the call has other arguments that are not None."""
     if len(node.args) > len(names):
         return None
-    found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if "self" in found and names[0] == "input":
-        found["input"] = found.pop("self")
-    return None if any(name not in names and value is not None for name, value in found.items()) else found
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if "self" in arguments and names[0] == "input":
+        arguments["input"] = arguments.pop("self")
+    return None if any(name not in names and value is not None for name, value in arguments.items()) else arguments
 
 
 def _dim(value: Any, rank: int) -> int | None:

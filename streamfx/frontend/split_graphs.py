@@ -77,8 +77,8 @@ class GraphSplit:
 
     def inputs_of(self, part: GraphPart, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs with which a part is traced."""
-        given = dict(zip(self.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        return [given[node] if node in given else stand_in(node) for node in part.given]
+        values = dict(zip(self.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        return [values[node] if node in values else stand_in(node) for node in part.given]
 
     def handed_on(self, already: Collection[int]) -> list[frozenset[int]]:
         """Return the indices of each part's inputs that need gradients and are computed, here or `already` before."""
@@ -133,17 +133,17 @@ class SplittableCompilation(ABC):
         """Return whether no other rank takes part: using a deferred output would otherwise wait for it."""
         return not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
 
-    def in_parts_or_whole(self, inputs: list[Any], found: TwoSequencesError) -> Callable[..., Any]:
+    def in_parts_or_whole(self, inputs: list[Any], error: TwoSequencesError) -> Callable[..., Any]:
         """Return the graph in two parts if they take less memory; otherwise recompile it as one."""
-        run = attempted(lambda: self.in_parts(inputs, found), None, NOT_SPLIT, strict=False)
+        run = attempted(lambda: self.in_parts(inputs, error), None, NOT_SPLIT, strict=False)
         if run is not None:
             return run
         self.may_split = False
         return self.compile(inputs)
 
-    def in_parts(self, inputs: Sequence[Any], found: TwoSequencesError) -> Callable[..., Any] | None:
+    def in_parts(self, inputs: Sequence[Any], whole: TwoSequencesError) -> Callable[..., Any] | None:
         """Return the graph in two parts; None if they do not take less memory, or the graph cannot be split."""
-        split = GraphSplit.of(self.module, found.place)
+        split = GraphSplit.of(self.module, whole.place)
         parts = [self.part_of(part.module) for part in split.parts]
         for part, begins in zip(parts, (self.begins, split.begins), strict=True):
             part.is_part, part.begins, part.splits = True, begins, self.splits + 1
@@ -156,8 +156,8 @@ class SplittableCompilation(ABC):
             return None
         costs = [cost for part in parts for cost in part.costs]
         peak = peak_of_calls(*zip(*costs, strict=True))
-        log.info("split in front of %s a graph takes %d bytes, in one part %d", split.begins, peak, found.peak)
-        if (1.0 if self.options.strict else GAIN) * peak > found.peak:
+        log.info("split in front of %s a graph takes %d bytes, in one part %d", split.begins, peak, whole.peak)
+        if (1.0 if self.options.strict else GAIN) * peak > whole.peak:
             return None
         self.take(parts)
         return split.run_by(runs)
@@ -234,7 +234,7 @@ class SplittableCompilation(ABC):
             return
         if may_write_to_inputs() if joint is None else mutated_inputs(joint.graph) != []:
             raise InseparableError(WRITES)
-        given = [] if joint is None else given_positions(joint.graph, len(joint.primals))
-        driven = set() if joint is None else {given[joint.inputs.index(primal)] for _, primal, _ in joint.trained}
+        positions = [] if joint is None else given_positions(joint.graph, len(joint.primals))
+        driven = set() if joint is None else {positions[joint.inputs.index(primal)] for _, primal, _ in joint.trained}
         if not self.handed_on <= driven:
             raise InseparableError(NO_GRADIENT)

@@ -203,8 +203,8 @@ def _behind_first(node: fx.Node, dim: int, reader: Reader) -> tuple[fx.Node | No
     if name_of(node) == "pad":
         arguments = arguments_of(node, "input", "pad", "mode", "value")
         pads = [] if arguments is None else list(arguments["pad"])
-        wanted = [0] * (2 * (rank - 1 - dim)) + [1, 0]
-        is_one = pads[: len(wanted)] == wanted and not any(pads[len(wanted) :])
+        one_before = [0] * (2 * (rank - 1 - dim)) + [1, 0]
+        is_one = pads[: len(one_before)] == one_before and not any(pads[len(one_before) :])
         if arguments is None or not is_one or arguments.get("mode", "constant") != "constant":
             return None
         return None, arguments["input"], arguments.get("value")
