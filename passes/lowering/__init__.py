@@ -1,1 +1,5 @@
-"""The program that runs instead of the graph: its halves, its loops, their bodies and buffers."""
+"""Build the program that replaces the joint graph: host programs, loops, loop bodies and buffers.
+
+This package reads all facts about the joint graph and the plan of `passes/partition`. It writes new graphs and
+calls into `runtime/`; it may import every other package of passes, and none of them imports it.
+"""

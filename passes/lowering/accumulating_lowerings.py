@@ -1,4 +1,4 @@
-"""How a part of a sum is added to its total by the operator that makes it, so that the part never stands alone."""
+"""Lowerings that compute a chunk's contribution to a sum directly in the accumulator, without a temporary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from streamfx.passes.lowering.bodies import BodyBuilder
 
 aten = torch.ops.aten
-Adder: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]"  # the function, its arguments after the total
+Adder: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]"  # arguments after the accumulator
 
 
 def _product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -40,7 +40,7 @@ def _outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def arranged(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:
-    """The chunk's rows sorted by group, once for all products that share their groups."""
+    """Sort the chunk's rows by group, once for all products with the same groups."""
     key = ("arranged", group, groups)
     if key not in builder.made:
         pair = builder.graph.call_function(ARRANGE, (group, groups))
@@ -55,14 +55,14 @@ ADDERS: dict[Any, Adder] = {
     aten.embedding_dense_backward.default: _look_up,
     aten.scatter.src: _put,
 }
-# Adders that leave some of a total as it is: it has to hold zeros before the first chunk.
+# These write only some elements of the accumulator, which must be zeroed before the first chunk.
 ADD_TO_SOME = (GROUPED_OUTER, aten.embedding_dense_backward.default, aten.scatter.src)
-# Products, whatever type they are added in; rows that are looked up are added one by one.
+# Products, in any accumulation dtype; embedding rows, in contrast, are added one by one.
 ROUNDED_ONCE = (GROUPED_OUTER, aten.mm.default, aten.bmm.default)
 
 
 def mean_count(node: fx.Node, layout: Layout) -> Size:
-    """What a sum over the sequence is divided by in the end: the number of elements a mean was taken over."""
+    """Return the divisor of a sum over the sequence: the number of elements of a mean, otherwise 1."""
     signature = layout.axes.signatures[node]
     if signature.combine != "mean":
         return 1

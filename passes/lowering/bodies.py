@@ -1,8 +1,8 @@
-"""What does a loop's body compute for one chunk?
+"""Build the body of a loop, which computes one chunk.
 
-Each operator of the loop is copied, with its operands replaced by the rows it needs and its shape arguments by the sizes
-that the chunk has, axis by axis. Operators whose meaning depends on where the rows stand (`tril`, shifted slices, means
-over the sequence, random draws, fused attention) have an emitter of their own in `EMITTERS`.
+Each operator of the loop is copied. Its operands are replaced by the rows it needs, and its shape arguments by the
+chunk's sizes, axis by axis. Operators that depend on the position of the rows (`tril`, shifted slices, means over the
+sequence, random draws, fused attention) have a lowering of their own in `EMITTERS`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ aten = torch.ops.aten
 Emitter: TypeAlias = "Callable[[BodyBuilder, fx.Node], fx.Node]"
 EMITTERS: dict[Any, Emitter] = {}
 
-FROM_THE_TRACE = ("stack_trace", "nn_module_stack", "original")  # what a body's operators say of where they come from
+FROM_THE_TRACE = ("stack_trace", "nn_module_stack", "original")  # provenance copied to the body's nodes
 
 
 def emits(*operators: Any) -> Callable[[Emitter], Emitter]:
-    """Register how operators are written in a body."""
+    """Register the lowering of operators."""
 
     def register(function: Emitter) -> Emitter:
         for target in operators:
@@ -70,9 +70,9 @@ def emits(*operators: Any) -> Callable[[Emitter], Emitter]:
 
 
 class BodyBuilder(BodyInputs):
-    """Writes the body of one loop.
+    """Builds the body of one loop.
 
-    `outer` maps values that exist between loops to nodes of the outer graph; they are fed in parts.
+    `outer` maps values that exist between loops to nodes of the host program; the body receives slices of them.
     """
 
     def __init__(
@@ -93,13 +93,11 @@ class BodyBuilder(BodyInputs):
         self.prefix_reads: dict[tuple[fx.Node, Selector], fx.Node] = {}
         self.deposits: dict[fx.Node, tuple[int, fx.Node]] = {}
         self.outer_states = states
-        self.states: dict[fx.Node, int] = {}  # buffers with the states of scans at the start of each chunk
-        self.asked: Span | None = None  # the keys for which a mask is being made
-
-    # -- sizes
+        self.states: dict[fx.Node, int] = {}  # indices of buffers that hold the states of scans at the start of each chunk
+        self.asked: Span | None = None  # the span of keys for which a mask is being computed
 
     def letter_size(self, node: fx.Node, letter: int) -> Size:
-        """How much of an axis the chunk's instance of an operator has."""
+        """Return the size of an axis in the chunk's copy of an operator."""
         axes, role = self.layout.axes, self.layout.demand.roles.get(node, {}).get(letter)
         dim = axes.table.resolve(axes.letters[node][letter])
         atom = axes.sequence_atom(dim) if role in (Role.ROWS, Role.KEYS) else None
@@ -110,30 +108,28 @@ class BodyBuilder(BodyInputs):
         return product(count if a == atom else axes.table.size(a) for a in dim)
 
     def result_shape(self, node: fx.Node, result: int = 0) -> list[Any]:
-        """The shape that a result has for one chunk, as body arguments."""
+        """Return the shape of a result for one chunk, as body arguments."""
         shape = self.layout.axes.signatures[node].results[result]
         return [self.number(product(self.letter_size(node, letter) for letter in dim)) for dim in shape]
 
-    # -- values
-
     def value(self, node: fx.Node) -> Any:
-        """A value of this loop in its natural form."""
+        """Return the body's node for a value of this loop."""
         key = (node, self.asked) if is_tensor(node) and self.layout.is_made_to_measure(node) else node
         if key not in self.made:
             producer = producer_of(node)
             if producer is not node:
-                made = self.graph.call_function(operator.getitem, (self.value(producer), node.args[1]))
+                lowered = self.graph.call_function(operator.getitem, (self.value(producer), node.args[1]))
             else:
-                made = emitter_of(node)(self, node)
-            self._name(node, made)
-            self.made[key] = made
+                lowered = emitter_of(node)(self, node)
+            self._name(node, lowered)
+            self.made[key] = lowered
         return self.made[key]
 
-    def _name(self, node: fx.Node, made: Any) -> None:
-        if isinstance(made, fx.Node):
-            made.meta.update({name: node.meta[name] for name in FROM_THE_TRACE if name in node.meta})
-            made.meta[JOINT] = node.name
-            made.meta[HAS_KEYS] = Role.KEYS in self.layout.demand.roles.get(producer_of(node), {}).values()
+    def _name(self, node: fx.Node, lowered: Any) -> None:
+        if isinstance(lowered, fx.Node):
+            lowered.meta.update({name: node.meta[name] for name in FROM_THE_TRACE if name in node.meta})
+            lowered.meta[JOINT] = node.name
+            lowered.meta[HAS_KEYS] = Role.KEYS in self.layout.demand.roles.get(producer_of(node), {}).values()
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         outside, span = self.asked, self.layout.span(node, self.asked)
@@ -143,7 +139,7 @@ class BodyBuilder(BodyInputs):
         return operands
 
     def operand(self, need: OperandAccess) -> fx.Node:
-        """The rows of an operand that are asked for: from outside, from this loop, or from one of its buffers."""
+        """Return the rows of an operand that are needed: from outside, from this loop, or from one of its buffers."""
         source = self.outer(need.operand)
         if source is not None:
             return self.part(need.operand, source, need.where)
@@ -160,7 +156,7 @@ class BodyBuilder(BodyInputs):
         return shown is not None and (shown.rows == placement.rows or (placement.outer, placement.inner) == (1, 1))
 
     def _asked_for(self, need: OperandAccess) -> fx.Node:
-        """The chunk's own rows of a value; of an axis that begins later or ends earlier those rows that both have."""
+        """Return the chunk's own rows of a value; for an axis with another offset or length, the common rows."""
         value, length = self.value(need.operand), self.length
         for placement, _, selector in need.where:
             own, shown = placement.rows, self.layout.shown_rows(placement, selector)
@@ -171,7 +167,7 @@ class BodyBuilder(BodyInputs):
         return value
 
     def prefix(self, need: OperandAccess) -> fx.Node:
-        """Rows of a value of this loop that earlier chunks have made, and its own: kept in a buffer."""
+        """Append the chunk's rows of a value to a prefix buffer, and return the rows needed so far."""
         operand, placement, selector = need.operand, need.where[0][0], need.selector
         key = (operand, selector)
         if key not in self.prefix_reads:
@@ -187,7 +183,7 @@ class BodyBuilder(BodyInputs):
         return self.prefix_reads[key]
 
     def completed(self, need: OperandAccess) -> fx.Node:
-        """The chunk's own rows of a sum over the chunks whose queries see them."""
+        """Return the chunk's own rows of a sum over the chunks whose queries see them."""
         operand, placement = need.operand, need.where[0][0]
         index, _ = self.deposit(operand)
         own = self.buffer_part(f"{operand.name}_own", index, placement, None)
@@ -199,7 +195,7 @@ class BodyBuilder(BodyInputs):
         return self.made[key]
 
     def deposit(self, operand: fx.Node) -> tuple[int, fx.Node]:
-        """Add this chunk's part of a sum over keys to its buffer, once."""
+        """Add this chunk's contribution to a sum over keys to its buffer, once."""
         if operand not in self.deposits:
             part = self.value(operand)
             (placement,) = self.layout.placements(operand)
@@ -212,7 +208,7 @@ class BodyBuilder(BodyInputs):
         return self.deposits[operand]
 
     def _first_chunk_sees_all(self, placement: Placement, span: Span) -> bool:
-        """Whether the keys that the first chunk to run sees are all keys of an axis."""
+        """Return whether the first chunk to run sees all keys of an axis."""
         reaches_end = span.high is None or (self.reverse and span.high >= 0)
         return span.low is None and reaches_end and placement.rows == RowRange(0, self.length)
 
@@ -220,7 +216,7 @@ class BodyBuilder(BodyInputs):
         return self.feed("is_first", IsFirst(), None)
 
     def carry(self, node: fx.Node, dim: int, dtype: torch.dtype, keeps_states: bool) -> tuple[fx.Node, fx.Node | None]:
-        """A row that a scan hands from chunk to chunk, and the list of its values at the start of each chunk."""
+        """Return the carry of a scan, one row, and the list of its values at the start of each chunk."""
         shape = list(self.layout.full_shape(node))
         shape[dim] = 1
         return self.carry_of(node, shape, dtype, keeps_states)
@@ -228,7 +224,7 @@ class BodyBuilder(BodyInputs):
     def carry_of(
         self, node: fx.Node, shape: Sequence[Size], dtype: torch.dtype, keeps_states: bool
     ) -> tuple[fx.Node, fx.Node | None]:
-        """What an operator hands from chunk to chunk, and the list of its values at the start of each chunk."""
+        """Return the carry of an operator, and the list of its values at the start of each chunk."""
         device = device_of_value(node)
         self.buffers.append(Buffer(f"{node.name}_carry", tuple(shape), dtype, device, zeroed=True))
         carry = self.feed(f"{node.name}_carry", BufferPart(len(self.buffers) - 1, ()), None)
@@ -251,12 +247,12 @@ class BodyBuilder(BodyInputs):
         return index
 
     def total_type(self, node: fx.Node) -> torch.dtype:
-        """The type in which the parts of a sum are made and added. The sum of a mean may be too large for a narrow type."""
+        """Return the accumulation dtype of a sum. The sum before a mean's division may overflow a narrow dtype."""
         is_mean = self.layout.axes.signatures[producer_of(node)].combine == "mean"
         return carry_type(node.meta[VALUE].dtype) if is_mean else self.plan.sum_type(node)
 
     def accumulate(self, node: fx.Node) -> BufferOutput:
-        """Add this chunk's part of a sum to its total, in one operator where the sum's own operator can do that."""
+        """Add this chunk's contribution to an accumulator, in one operator if a lowering fuses both."""
         dtype, count = node.meta[VALUE].dtype, mean_count(producer_of(node), self.layout)
         index = self._new_sum(node, self.total_type(node), zeroed=node.target in ADD_TO_SOME)
         if node.target in ROUNDED_ONCE and count == 1:
@@ -269,7 +265,7 @@ class BodyBuilder(BodyInputs):
         return BufferOutput(index, dtype, count)
 
     def _selected_shape(self, value: fx.Node, placement: Placement, selector: Selector) -> list[Any]:
-        """The shape of a value with a single sequence dimension when only some rows are taken."""
+        """Return the shape of a value with a single sequence dimension, restricted to the selected rows."""
         shape: list[Any] = list(self.layout.full_shape(value))
         rows, length = placement.rows, self.length
         if selector is None:
@@ -281,10 +277,8 @@ class BodyBuilder(BodyInputs):
         shape[placement.dim] = product((placement.outer, count, placement.inner))
         return [self.number(size) for size in shape]
 
-    # -- arguments
-
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The node's arguments with operands and sizes replaced, for a copy of it."""
+        """Return the node's arguments with operands and sizes replaced, for a copy of it."""
         operands = iter(self.operands(node))
 
         def replaced(argument: fx.Node) -> Any:
@@ -299,13 +293,11 @@ class BodyBuilder(BodyInputs):
         return args, dict(kwargs)
 
     def plain(self, argument: Any) -> Any:
-        """An argument that is no tensor; a number that follows from sizes is a node in the joint graph, which the body lacks."""
+        """Return an argument that is not a tensor; a number computed from sizes has no node in the body."""
         return self.number(number_of(argument)) if is_size(argument) else argument
 
-    # -- finishing
-
     def finish(self, name: str, content: LoopContent, chunk_size: ChunkSize) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
-        """The loop, the outer nodes that it takes, and the values that it leaves; after them the states of its scans."""
+        """Return the loop, the host nodes it reads, and the values it returns before the states of its scans."""
         kept: dict[fx.Node, BufferOutput] = {}
         for node in sorted(content.stacked | content.summed | content.key_sums, key=self.order.__getitem__):
             if node in content.summed:
@@ -316,7 +308,7 @@ class BodyBuilder(BodyInputs):
             if node in content.key_sums:
                 kept[node] = BufferOutput(self.deposit(node)[0], node.meta[VALUE].dtype)
         stacked = sorted(content.stacked, key=self.order.__getitem__)
-        for node in [node for node in stacked if node in self.prefixes]:  # its buffer holds all of it
+        for node in [node for node in stacked if node in self.prefixes]:  # the prefix buffer already holds the full value
             kept[node] = BufferOutput(self.prefixes[node], node.meta[VALUE].dtype)
             stacked.remove(node)
         outputs = [self.value(node) for node in stacked]
@@ -347,17 +339,17 @@ class BodyBuilder(BodyInputs):
         return spec, sources, leaves
 
     def _compute_in_order(self, *roots: fx.Node) -> None:
-        """Write all that `roots` need in program order (no recursion: bodies may be thousands of operators deep)."""
-        found: set[fx.Node] = set()
+        """Compute all that `roots` need in program order, without recursion: bodies may have thousands of operators."""
+        needed: set[fx.Node] = set()
         todo = list(roots)
         while todo:
             node = todo.pop()
-            if node in found or node in self.made or self.outer(node) is not None:
+            if node in needed or node in self.made or self.outer(node) is not None:
                 continue
-            found.add(node)
+            needed.add(node)
             if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
                 todo.extend(need.operand for need in self.layout.needs(producer_of(node)))
-        for node in sorted(found, key=self.order.__getitem__):
+        for node in sorted(needed, key=self.order.__getitem__):
             if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
                 self.value(node)
 
@@ -377,19 +369,19 @@ class BodyBuilder(BodyInputs):
 
 
 def emitter_of(node: fx.Node) -> Emitter:
-    found = EMITTERS.get(node.target) or EMITTERS.get(type(node.target))
-    return found or (emit_replay if is_random(node) else emit_copy)
+    lowering = EMITTERS.get(node.target) or EMITTERS.get(type(node.target))
+    return lowering or (emit_replay if is_random(node) else emit_copy)
 
 
 def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """The operator itself, on the chunk's rows."""
+    """Copy the operator for the chunk's rows."""
     args, kwargs = builder.arguments(node)
     target = COPIES_WHERE_NEEDED.get(node.target, node.target)
     return builder.graph.call_function(target, args, kwargs)
 
 
 def emit_replay(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """A random operator, so that it draws the same whenever this chunk is computed."""
+    """Copy a random operator so that it draws the same numbers whenever this chunk is computed."""
     seed, number = node.meta[DRAW]
     source = builder.outer(seed)
     assert source is not None

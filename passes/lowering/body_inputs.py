@@ -1,7 +1,7 @@
-"""What does the runtime hand to a loop's body for each chunk?
+"""Create the placeholders of a loop body.
 
-A body's placeholders are made while the body is written: rows of values from outside, rows of the loop's own buffers, and
-numbers that follow from the chunk's bounds. Asking twice for the same gives the same placeholder.
+Placeholders are added while the body is built: slices of values from outside the loop, slices of the loop's buffers,
+and numbers that depend on the chunk's bounds. Equal requests share one placeholder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streamfx.ir.span import Span
 
 aten = torch.ops.aten
 
-SHAPE_ARGUMENT: dict[Any, int] = {  # by operator, which of its arguments is a shape
+SHAPE_ARGUMENT: dict[Any, int] = {  # by operator, the index of its shape argument
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
     aten.reshape.default: 1,
@@ -42,9 +42,9 @@ SHAPE_ARGUMENT: dict[Any, int] = {  # by operator, which of its arguments is a s
 
 
 class BodyInputs:
-    """The placeholders of one body: `feeds` says what each is handed, `sources` which outer node that is taken from.
+    """The placeholders of one body: `feeds` describes each value, `sources` has the host node it comes from.
 
-    `symbols` are those of dynamic shapes that any of it depends on.
+    `symbols` are the symbols of dynamic shapes that any feed depends on.
     """
 
     def __init__(self) -> None:
@@ -57,35 +57,35 @@ class BodyInputs:
         self.symbols: set[Any] = set()
 
     def feed(self, name: str, feed: Feed, source: fx.Node | None) -> fx.Node:
-        """The body's input for a feed of a source, one for all that asks for it."""
+        """Return the placeholder for a feed of a source; equal requests share one."""
         key = (feed, source)
         if key not in self.placeholders:
             point = self.graph.inserting_after(self.anchor) if self.anchor else self.graph.inserting_before(self.graph._root.next)
             with point:
-                made = self.graph.placeholder(name)
-            made.target = made.name  # the namespace has made it unique
-            self.anchor = made
+                placeholder = self.graph.placeholder(name)
+            placeholder.target = placeholder.name  # unique in the graph's namespace
+            self.anchor = placeholder
             self.placeholders[key] = self.anchor
             self.feeds.append(feed)
             self.sources.append(source)
         return self.placeholders[key]
 
     def number(self, size: Size) -> Any:
-        """A size as a literal, or as a number that is fed in for each chunk."""
+        """Return a size as a literal, or as a number that is passed in for each chunk."""
         if isinstance(size, int):
             return size
         self.symbols |= free_symbols([size])
         return self.feed("n", Number(size), None)
 
     def part(self, value: fx.Node, source: fx.Node, where: Sequence[tuple[Placement, Role, Selector]]) -> fx.Node:
-        """Rows of a value that exists between loops."""
-        taken = tuple((placement, selector) for placement, role, selector in where if role is not Role.WHOLE)
-        self.note_symbols(taken)
-        suffix = "" if not taken else "_keys" if any(isinstance(s, Span) for _, s in taken) else "_rows"
-        return self.feed(f"{value.name}{suffix}", ChunkSlice(taken) if taken else Broadcast(), source)
+        """Return the rows of a value that exists between loops."""
+        selections = tuple((placement, selector) for placement, role, selector in where if role is not Role.WHOLE)
+        self.note_symbols(selections)
+        suffix = "" if not selections else "_keys" if any(isinstance(s, Span) for _, s in selections) else "_rows"
+        return self.feed(f"{value.name}{suffix}", ChunkSlice(selections) if selections else Broadcast(), source)
 
     def buffer_part(self, name: str, buffer: int, placement: Placement, selector: Selector) -> fx.Node:
-        """Rows of one of the loop's buffers."""
+        """Return the rows of one of the loop's buffers."""
         self.note_symbols([(placement, selector)])
         return self.feed(name, BufferPart(buffer, ((placement, selector),)), None)
 
@@ -97,7 +97,7 @@ class BodyInputs:
             self.symbols |= free_symbols(sizes)
 
     def distinct_sources(self) -> tuple[list[fx.Node], tuple[int | None, ...]]:
-        """The outer nodes that are taken from, each once, and for each placeholder the position of its own among them."""
+        """Return the distinct source nodes, and for each placeholder the index of its source among them."""
         index: dict[fx.Node, int] = {}
         for source in self.sources:
             if source is not None:

@@ -1,11 +1,12 @@
-"""Which collectives run as one? Those of one kind and group that were put between the same two loops.
+"""Coalesce collectives of one kind and group that are placed between the same two loops.
 
     a = all_gather(shard a)              both = all_gather_coalesced([shard a, shard b])
     b = all_gather(shard b)       ->     a, b = both[0], both[1]
     wait(a), wait(b)                     wait(a), wait(b)
 
-So a stage has one call for its weights, and one for its gradients. Each value keeps memory of its own: nothing is copied.
-What becomes one follows from the order of loops and values, as the places of collectives do, and is the same on all ranks.
+So a stage has one call for its weights, and one for its gradients. Each value keeps its own memory: nothing is
+copied. Like the placement of collectives, the buckets depend only on the order of loops and values, which is the same
+on all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Buckets:
 
 
 def put_together(graph: fx.Graph) -> None:
-    """Let those collectives of a graph run as one that can, in place."""
+    """Coalesce the collectives of a graph where possible, in place."""
     writer = GraphWriter(graph)
     for nodes, end in list(_between_loops(graph)):
         ordered = _begun_first(nodes)
@@ -53,7 +54,7 @@ def put_together(graph: fx.Graph) -> None:
 
 
 def _between_loops(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], fx.Node]]:
-    """What stands in front of each loop, or operator that runs whole, and of the end; and that."""
+    """Yield the nodes before each loop or full-sequence operator, and before the end, together with that node."""
     nodes: list[fx.Node] = []
     for node in graph.nodes:
         if computes(node) or node.op == "output":
@@ -64,7 +65,7 @@ def _between_loops(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], fx.Node]]:
 
 
 def _begun_first(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes by how many waits they stand behind: what can begin begins before others are waited for."""
+    """Sort nodes by the number of waits before them, so that collectives start before others are waited for."""
     waits: dict[fx.Node, int] = {}
     for node in nodes:
         waits[node] = max((waits.get(source, 0) for source in node.all_input_nodes), default=0) + is_wait(node)
@@ -72,7 +73,7 @@ def _begun_first(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Collectives that can run as one: nobody needs the first of them before the last has begun."""
+    """Yield groups of collectives that can be coalesced: no operator reads the first before the last has started."""
     open_ones: dict[Any, list[fx.Node]] = {}
     for node in nodes:
         for key in [key for key, bucket in open_ones.items() if not set(bucket).isdisjoint(node.all_input_nodes)]:
@@ -83,21 +84,21 @@ def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _kind(node: fx.Node) -> Any:
-    """What collectives have in common that can run as one: the operator, its group and what else it is told, type and device."""
+    """Return the properties that coalesced collectives share: operator, group and other arguments, dtype and device."""
     (operand,) = node.all_input_nodes
     value = operand.meta[VALUE]
     return node.target, node.args[1:], value.dtype, value.device
 
 
 def _as_one(bucket: Sequence[fx.Node], writer: GraphWriter) -> None:
-    """Write one collective in the place of the last of several."""
+    """Replace several collectives by one, at the position of the last."""
     target, last = of_several(bucket[0]), bucket[-1]
     device, group = last.all_input_nodes[0].meta[VALUE].device, group_of(last)
     if len(bucket) == 1 or group is None or not takes_several(group, device):
         return
-    made = writer.before(last).call(target, [node.args[0] for node in bucket], *last.args[1:])
+    coalesced = writer.before(last).call(target, [node.args[0] for node in bucket], *last.args[1:])
     for position, node in enumerate(bucket):
-        part = writer.before(last).call(operator.getitem, made, position)
+        part = writer.before(last).call(operator.getitem, coalesced, position)
         node.replace_all_uses_with(part)
     for node in bucket:
         writer.graph.erase_node(node)

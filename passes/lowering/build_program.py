@@ -1,9 +1,9 @@
-"""What runs instead of the joint graph?
+"""Build the program that replaces the joint graph.
 
-Two outer graphs, forward and backward, whose nodes are loops. The forward half runs stage by stage from left to right and
-keeps the values at the cuts; the backward half runs the stages in reverse, each from the last chunk to the first, and
-computes again inside of each chunk whatever it needs between the cuts. Where the plan keeps no value at a cut, the forward loops
-from the last value kept are run once more before.
+It has two host programs, forward and backward, whose nodes are loops. The forward program runs the stages in order
+and keeps the values at the cuts. The backward program runs the stages in reverse order, each from the last chunk to
+the first, and recomputes inside each chunk the values between the cuts that it needs. If the plan drops values at a
+cut, the forward loops since the last kept cut are rerun first.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ class _ProgramBuilder:
         self.stages = facts.stages
 
     def program(self) -> Program:
-        """Forward: the loops of each stage. Backward: those of the stages from the last to the first; stages whose inputs were
-        dropped run again before. Both graphs, and what the one saves for the other.
+        """Return both host programs, and the values that the forward program saves for the backward program.
+
+        The forward program has the loops of each stage. The backward program has the stages from the last to the
+        first; stages whose inputs were dropped are rerun first.
         """
         forward = OuterBuilder(self.layout, self.order, self.facts.plan)
         self._add_inputs(forward)
@@ -94,18 +96,18 @@ class _ProgramBuilder:
         return Program(_finished(forward), _finished(backward), tuple(saved), loops)
 
     def _run_again(self, stage: Stage, backward: OuterBuilder) -> None:
-        """Run the forward loops of the stages before this one whose outputs were dropped, from the last boundary on."""
+        """Rerun the forward loops of earlier stages whose outputs were dropped, starting from the last boundary."""
         dropped = self.facts.plan.dropped[: self.stages.index(stage)]
         first = len(dropped)
         while first and dropped[first - 1] and not any(backward.has(node) for node in dropped[first - 1]):
             first -= 1
-        for earlier, wanted in zip(self.stages[first:], dropped[first:], strict=False):
-            region = place(wanted, backward.has, self.layout, self.order, reverse=False)
+        for earlier, outputs in zip(self.stages[first:], dropped[first:], strict=False):
+            region = place(outputs, backward.has, self.layout, self.order, reverse=False)
             check_draws(region, earlier)
             backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier))
 
     def _assert(self, outer: OuterBuilder, early: bool) -> None:
-        """Raise what the user's code raises: at the end of a half, where all that is asserted is known."""
+        """Emit the assertions of the user's code at the end of a graph, when all their operands are available."""
         for node in self.joint.assertions:
             if self.joint.forward.issuperset(node.all_input_nodes) is early:
                 outer.emit(node)
@@ -126,7 +128,7 @@ class _ProgramBuilder:
         return made
 
     def _wanted(self, stage: Stage) -> list[fx.Node]:
-        """Values of a stage that anything outside of it uses: later stages, the caller, the backward half's sums."""
+        """Return the values of a stage that are used outside it: by later stages, the caller, or hoisted reductions."""
         inside = set(stage.forward)
         wanted = list(stage.outputs)
         outputs = {output for output in self.joint.outputs if isinstance(output, fx.Node)}
@@ -143,9 +145,10 @@ class _ProgramBuilder:
         return list(dict.fromkeys([*wanted, *self.facts.plan.kept[number], *early_sums(number, self.facts)]))
 
     def _results(self, forward: OuterBuilder) -> list[Any]:
-        """What the caller gets, laid out as in the trace: code outside may view it, and AOTAutograd makes aliases of it again.
+        """Return the results with the strides of the trace.
 
-        Views of an input, or of another result, are views of that (`PLACES`, noted by `rewrite/views/strided_access.py: _place`).
+        The caller may view them, and AOTAutograd recreates aliases from them. Results that are views of an input, or
+        of another result, become views of it (`PLACES`, recorded by `rewrite/views/strided_access.py: _place`).
         """
         outputs, meta = self.joint.outputs, self.joint.graph.output_node().meta
         layouts, places = (meta.get(name, (None,) * len(outputs)) for name in (LAYOUTS, PLACES))
@@ -171,7 +174,7 @@ class _ProgramBuilder:
         return [laid(number) for number in range(len(outputs))]
 
     def _placed(self, forward: OuterBuilder, alike: Sequence[tuple[fx.Node, Any, Any]]) -> list[fx.Node]:
-        """Results that are views of one value which is no result."""
+        """Return results that are views of one value which is not a result itself."""
         values, places = [self._output(forward, output) for output, *_ in alike], [place[1:] for *_, place in alike]
         same_type = len({output.meta[VALUE].dtype for output, *_ in alike}) == 1
         if len(alike) > 1 and same_type:
@@ -180,7 +183,7 @@ class _ProgramBuilder:
 
     def _apart(self, forward: OuterBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))
-        names = {made: node.name for node, made in forward.env.items()}
+        names = {value: node.name for node, value in forward.env.items()}
         return results_apart(results, traced[: len(results)], saved, names)
 
     def _output(self, outer: OuterBuilder, output: Any) -> Any:
@@ -190,7 +193,7 @@ class _ProgramBuilder:
 
 
 def check_draws(region: Region, stage: Stage) -> None:
-    """Random draws are repeated chunk by chunk, so they must be made with the chunks of their own stage."""
+    """Random draws are repeated chunk by chunk, so their loop must have the chunks of their own stage."""
     own = {*stage.forward, *stage.backward}
     for node in region.nodes:
         if is_random(node) and node not in own and node.target is not draw_seed:
@@ -205,7 +208,7 @@ def _finished(builder: OuterBuilder) -> fx.GraphModule:
 
 
 class _BackwardBuilder(OuterBuilder):
-    """The backward half's outer graph: what it needs of the forward half is saved, or made again where that is cheap."""
+    """Builds the backward host program. Forward values that it needs are saved, or recomputed if that is cheap."""
 
     def __init__(self, rewriter: _ProgramBuilder, forward: OuterBuilder) -> None:
         super().__init__(rewriter.layout, rewriter.order, rewriter.facts.plan)
@@ -216,10 +219,10 @@ class _BackwardBuilder(OuterBuilder):
         self.objects: dict[fx.Node, fx.Node] = {}
         self.tangents: list[fx.Node] = []
         for node in self.joint.tangents:
-            made = self.graph.placeholder(node.name)
-            made.meta = dict(node.meta)
-            self.env[node] = made
-            self.tangents.append(made)
+            placeholder = self.graph.placeholder(node.name)
+            placeholder.meta = dict(node.meta)
+            self.env[node] = placeholder
+            self.tangents.append(placeholder)
 
     def has(self, node: fx.Node) -> bool:
         return node in self.env or self._is_saved(node)
@@ -239,29 +242,29 @@ class _BackwardBuilder(OuterBuilder):
         return self.env.get(node)
 
     def _fetched(self, node: fx.Node) -> fx.Node:
-        """A value that waits on the host; `fetch_in_time` moves its copy forward."""
+        """Return a value that was offloaded to the host; `fetch_in_time` later moves its copy to an earlier point."""
         held = self.saved[node] = self._placeholder(f"{node.name}_held", {VALUE: self._on_host(node)})
         fetched = self.graph.call_function(from_host, (held, node.meta[VALUE].device))
-        made = self.graph.call_function(wait_for_copy, (fetched,))
-        fetched.meta, made.meta = dict(node.meta), dict(node.meta)
-        return made
+        waited = self.graph.call_function(wait_for_copy, (fetched,))
+        fetched.meta, waited.meta = dict(node.meta), dict(node.meta)
+        return waited
 
     def _on_host(self, node: fx.Node) -> Any:
         with torch.no_grad():
             return torch.empty_like(node.meta[VALUE], device="cpu")
 
     def kept_by_forward(self) -> list[fx.Node]:
-        """What the forward half keeps of each saved value: the copy on the host if it is offloaded, a copy on the device if the
-        caller may write to it once that half has run, else the value.
+        """Return what the forward program saves of each value: the host copy if it is offloaded, a device copy if the
+        caller may write to the value after the forward program, otherwise the value.
         """
-        made = {node: self.forward.env[node] for node in self.saved}
+        forward = {node: self.forward.env[node] for node in self.saved}
         meta = {
-            made[node]: {VALUE: self._on_host(node), JOINT: node.name, STACK_TRACE: node.meta.get(STACK_TRACE)}
+            forward[node]: {VALUE: self._on_host(node), JOINT: node.name, STACK_TRACE: node.meta.get(STACK_TRACE)}
             for node in self.saved
             if node in self.offloaded
         }
         held = copy_to_host(self.forward.graph, meta)
-        return [held[value] if node in self.offloaded else copied_if_written(value) for node, value in made.items()]
+        return [held[value] if node in self.offloaded else copied_if_written(value) for node, value in forward.items()]
 
     def states_of(self, node: fx.Node) -> fx.Node | None:
         if node not in self.states and node in self.forward.states:
@@ -277,21 +280,21 @@ class _BackwardBuilder(OuterBuilder):
 
     def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
         with self.graph.inserting_before(next(iter(self.graph.nodes), None) or self.graph._root):
-            made = self.graph.placeholder(name)
-        made.target, made.meta = made.name, meta
-        return made
+            placeholder = self.graph.placeholder(name)
+        placeholder.target, placeholder.meta = placeholder.name, meta
+        return placeholder
 
     @cached_property
     def _repeated(self) -> frozenset[fx.Node]:
-        """Views and casts of parameters, and packed ones unpacked: cheaper to repeat than to hold until the backward half."""
-        found = set(self.joint.graph.find_nodes(op="get_attr"))
+        """Views, casts and unpackings of parameters: recomputing them is cheaper than saving them."""
+        repeated = set(self.joint.graph.find_nodes(op="get_attr"))
         for node in self.joint.nodes:
             sources = producer_of(node).all_input_nodes
             if self._is_cheap_outside(node) and all(
-                _is_lasting_input(item) or is_size(item) or item in found for item in sources
+                _is_lasting_input(item) or is_size(item) or item in repeated for item in sources
             ):
-                found.add(node)
-        return frozenset(found)
+                repeated.add(node)
+        return frozenset(repeated)
 
     def _is_cheap_outside(self, node: fx.Node) -> bool:
         producer = producer_of(node)
@@ -304,17 +307,17 @@ class _BackwardBuilder(OuterBuilder):
         )
 
     def finish(self, gradients: tuple[Any, ...]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Close the graph; returns the forward nodes to save, in AOTAutograd's order: tensors, then objects and numbers."""
+        """Close the graph, and return the forward nodes to save in AOTAutograd's order: tensors, objects, numbers."""
         self.graph.output(gradients)
         fetch_in_time(self.graph)
         previous: fx.Node | None = None
         tensors = *self.saved.values(), *self.states.values()
-        for made in (*self.numbers.values(), *tensors, *self.objects.values(), *self.tangents):
+        for placeholder in (*self.numbers.values(), *tensors, *self.objects.values(), *self.tangents):
             if previous is None:
-                next(iter(self.graph.nodes)).prepend(made)
+                next(iter(self.graph.nodes)).prepend(placeholder)
             else:
-                previous.append(made)
-            previous = made
+                previous.append(placeholder)
+            previous = placeholder
         for node, placeholder in self.saved.items():
             placeholder.meta[SAVED_FOR_ONE] = self._is_for_one(node)
         saved = self.kept_by_forward() + [self.forward.states[node] for node in self.states]
@@ -322,34 +325,32 @@ class _BackwardBuilder(OuterBuilder):
         return saved, objects + [self.forward.symbol(symbol) for symbol in self.numbers]
 
     def _is_for_one(self, node: fx.Node) -> bool:
-        """Whether a saved value is a loop's result that the forward half hands to this half alone."""
+        """Return whether a saved value is a loop's result that the forward program passes to this program only."""
         made = self.forward.env[node]
-        is_handed_over_once = [self.forward.env[other] for other in self.saved].count(
-            made
-        ) == 1 and node not in self.joint.outputs
-        return is_handed_over_once and not made.users and is_made_here(made_by(made), self.forward.module)
+        is_saved_once = [self.forward.env[other] for other in self.saved].count(made) == 1 and node not in self.joint.outputs
+        return is_saved_once and not made.users and is_made_here(made_by(made), self.forward.module)
 
 
 def _is_lasting_input(node: fx.Node) -> bool:
-    """Whether a node is an input whose values are still there in the backward half."""
+    """Return whether a node is an input whose values are unchanged when the backward graph runs."""
     return node.op == "placeholder" and not node.meta.get(MUTATED, False)
 
 
 def symbols_of(joint: JointGraph, outer: OuterBuilder) -> dict[sympy.Symbol, fx.Node]:
-    """An outer node for the value of each symbol: an input that is one, or a dimension of an input."""
-    found: dict[sympy.Symbol, fx.Node] = {}
+    """Return a host-program node for the value of each symbol: an input, or a dimension of an input."""
+    symbols: dict[sympy.Symbol, fx.Node] = {}
     for node in joint.primals:
         size = size_of(node.meta[VALUE]) if is_size(node) else None
         symbol = size.args[0] if isinstance(size, (Real, Truth)) else size
         if isinstance(symbol, sympy.Symbol):
-            found.setdefault(symbol, outer.env[node])
+            symbols.setdefault(symbol, outer.env[node])
     for node in joint.primals:
         if is_tensor(node):
             for dim, size in enumerate(shape_of_node(node)):
-                if isinstance(size, sympy.Symbol) and size not in found:
-                    found[size] = outer.graph.call_function(aten.sym_size.int, (outer.env[node], dim))
-                    found[size].meta[VALUE] = node.meta[VALUE].shape[dim]
-    return found
+                if isinstance(size, sympy.Symbol) and size not in symbols:
+                    symbols[size] = outer.graph.call_function(aten.sym_size.int, (outer.env[node], dim))
+                    symbols[size].meta[VALUE] = node.meta[VALUE].shape[dim]
+    return symbols
 
 
 def _identifier(name: str) -> str:

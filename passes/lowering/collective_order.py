@@ -1,4 +1,6 @@
-"""Which collectives does a program run, and in which order? Said in texts that ranks compare (`streamfx/distributed/rank_consensus.py`)."""
+"""Describe the order of a program's collectives as text, which ranks compare
+(`streamfx/distributed/rank_consensus.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,18 @@ from streamfx.runtime.collective_calls import begin
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private.lines import source_line
 
-AS_IT_STANDS = "as it stands"  # said of a graph without a program
+AS_IT_STANDS = "as it stands"  # for a graph without a program
 
 
 def order_with_chunks(facts: Facts, group: str) -> str:
-    """Which collectives a program runs, in which order; in a loop with its chunks, and what a chunk has of each value."""
+    """Describe the collectives of a program in order, with chunks and reduced values of each loop."""
     return AS_IT_STANDS if facts.program is None else "\n".join(_lines_of_program(facts.program, group))
 
 
 def order_between_loops(facts: Facts, group: str) -> str:
-    """Which collectives of a group run between loops, and in which order: nothing that depends on lengths, or on other groups.
+    """Describe the order of a group's collectives between loops, independently of lengths and of other groups.
 
-    What is in the traced graph is told by its number there, what was put around its loops by what it is given.
+    A collective of the traced graph is identified by its index there, an inserted one by its operands.
     """
     numbers = _numbers(facts, group)
     if facts.program is None:
@@ -39,9 +41,13 @@ def order_between_loops(facts: Facts, group: str) -> str:
 
 
 def values_of_weights(facts: Facts, group: str) -> str:
-    """Which values of weights and gradients are sent over a group, in whatever order: the same for all lengths."""
-    found = facts.collectives
-    sides = ([], []) if found is None else ([item.stretch for item in found.gathers.values()], list(found.reductions.values()))
+    """List the weights and gradients that are sent over a group, sorted: the same for all lengths."""
+    collectives = facts.collectives
+    sides = (
+        ([], [])
+        if collectives is None
+        else ([item.stretch for item in collectives.gathers.values()], list(collectives.reductions.values()))
+    )
     sent = [
         sorted(chain(*(_values_sent(node) for stretch in side for node in _of_group(stretch.graph, group)))) for side in sides
     ]
@@ -49,12 +55,12 @@ def values_of_weights(facts: Facts, group: str) -> str:
 
 
 def traced_order(graph: fx.Graph, group: str) -> str:
-    """The collectives of a group in a traced graph, in order, and the lines of the user's code that ask for them."""
+    """List a group's collectives in a traced graph in order, with the lines of the user's code that call them."""
     return "\n".join(f"{_name(node)} {source_line(node)}" for node in _of_group(graph, group))
 
 
 def _between_loops(program: Program, group: str) -> list[list[fx.Node]]:
-    """The collectives of a group between loops, by half."""
+    """Return a group's collectives between loops, for the forward and the backward program."""
     return [_of_group(half.graph, group) for half in (program.forward, program.backward) if half is not None]
 
 
@@ -63,14 +69,14 @@ def _of_group(graph: fx.Graph, group: str) -> list[fx.Node]:
 
 
 def _numbers(facts: Facts, group: str) -> dict[str, str]:
-    """By name, the number of each collective of a group among those of the traced graph."""
+    """Return, by node name, the index of each of a group's collectives in the traced graph."""
     return {node.name: f"{_name(node)}{NUMBER}{i}" for i, node in enumerate(_of_group(facts.joint.graph, group))}
 
 
 def _values_sent(node: fx.Node) -> list[str]:
-    """A collective of several values as one of each."""
-    name, (given, *others) = _name(node), bound_arguments(node).values()
-    values = given if isinstance(given, (list, tuple)) else [given]
+    """Describe a coalesced collective as one collective per value."""
+    name, (operand, *others) = _name(node), bound_arguments(node).values()
+    values = operand if isinstance(operand, (list, tuple)) else [operand]
     return [f"{name.removesuffix('_coalesced')} {_type_and_sizes(value)} {others}" for value in values]
 
 
@@ -90,7 +96,7 @@ def _lines_of_half(half: fx.GraphModule, group: str) -> Iterator[str]:
 
 
 def _lines_of_loop(loop: Any) -> Iterator[str]:
-    """The chunks of a loop that reduces rows, and what it reduces of each."""
+    """Describe the chunks of a loop that reduces values over ranks, and the values."""
     nodes = loop.spec.body.graph.nodes if isinstance(loop, Loop) else ()
     reduced = [str(node.meta[REDUCED]) for node in nodes if node.target is begin]
     if reduced:
@@ -100,13 +106,15 @@ def _lines_of_loop(loop: Any) -> Iterator[str]:
 
 
 def _call(node: fx.Node, group: str) -> str:
-    """What a collective of these ranks is given; those of other groups have names and sizes of their own on each rank."""
-    given: Any = list(bound_arguments(node).values())
-    return f"{_name(node)} {fx.node.map_arg(given, _type_and_sizes)}" if group_of(node) == group else f"{_name(node)} of others"
+    """Describe the arguments of this group's collective; in other groups, names and sizes differ between ranks."""
+    arguments: Any = list(bound_arguments(node).values())
+    return (
+        f"{_name(node)} {fx.node.map_arg(arguments, _type_and_sizes)}" if group_of(node) == group else f"{_name(node)} of others"
+    )
 
 
 def _name(node: fx.Node) -> str:
-    """With its wait or without."""
+    """Return the operator's name without namespace and overload."""
     return str(node.target).split(".")[1]
 
 

@@ -1,9 +1,10 @@
-"""Who runs a loop's body?
+"""Compile loop bodies with Inductor.
 
-Eager bodies run as they are. For Inductor a body is cut at everything that belongs to the runtime (kernels of attention, writes
-to buffers, sums, random draws) and at what has as many keys as the chunk sees, because that length changes from chunk to chunk;
-what lies between has the chunk's shape only and is compiled, once for all layers and chunks that share it. Equal layers share
-all of it: what only the first or the last one begins with, a look-up or a scaling, runs before.
+Without Inductor, bodies run as they are. With Inductor, a body is split at every operator of the runtime (attention
+kernels, buffer writes, accumulation, random draws), and at operators with as many keys as the chunk sees, since this
+length changes from chunk to chunk. The segments in between have only the chunk's shape, and are compiled once for all
+layers and chunks that share it. Equal layers share all segments: operators that only the first or last body starts
+with, a lookup or a scaling, run before them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from streamfx.runtime.expanded_code import CodeCall
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
-BEFORE = -1  # all segments
-CALLS = ("call_function", "call_module")  # of operators, and of mask programs
+BEFORE = -1  # the level before all segments
+CALLS = ("call_function", "call_module")  # operators and mask programs
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,14 @@ class CompileBodies:
 
 
 def _form_of(spec: LoopSpec) -> Any:
-    """All that a body's calls follow from, and the lines that an error would name: equal layers have equal ones."""
+    """Return a key of a body's calls and of the lines that its errors name; equal layers have equal keys."""
     nodes = spec.body.graph.nodes
     said = tuple((node.meta.get(HAS_KEYS, False), node.meta.get(STACK_TRACE)) for node in nodes)
     return structure(spec.body.graph), spec.feeds, said
 
 
 def _calls_for(spec: LoopSpec, first: LoopSpec, calls: Sequence[CodeCall]) -> list[CodeCall]:
-    """The calls of a body, given those of an equal one: the same segments, between values and operators of its own."""
+    """Return the calls of a body, given those of an equal body: the same segments, applied to its own nodes."""
     own = dict(zip(first.body.graph.nodes, spec.body.graph.nodes, strict=True))
     return [
         replace(call, args=tuple(own[node] for node in call.args), makes=tuple(own[node] for node in call.made))
@@ -74,7 +75,7 @@ def _calls_for(spec: LoopSpec, first: LoopSpec, calls: Sequence[CodeCall]) -> li
 
 
 def split(spec: LoopSpec) -> list[CodeCall]:
-    """The body as calls in order: compiled segments, and single operators of the runtime."""
+    """Split the body into calls in order: compiled segments, and single operators of the runtime."""
     parts = _Parts(spec)
     calls: list[CodeCall] = []
     for number in range(BEFORE, 1 + max(parts.level.values(), default=0)):
@@ -87,10 +88,10 @@ def split(spec: LoopSpec) -> list[CodeCall]:
 
 
 class _Parts:
-    """Which segment each operator of a body belongs to.
+    """Assigns each operator of a body to a segment.
 
-    That is the first in which all its operands are there, so that segments are long; a segment whose operators can all wait for
-    a later one is none of its own.
+    An operator is assigned to the first segment in which all its operands are ready, so that segments are long. A
+    segment is merged into the next one if all its operators can wait.
     """
 
     def __init__(self, spec: LoopSpec) -> None:
@@ -107,10 +108,10 @@ class _Parts:
         self._join()
 
     def is_compiled(self, node: fx.Node) -> bool:
-        """Whether Inductor may have an operator; a part of a tuple goes where its operator goes.
+        """Return whether Inductor may compile an operator; an element of a tuple follows its operator.
 
-        It does not get what has as many keys as the chunk sees, what depends on where the chunk stands, nor what only some of
-        otherwise equal bodies begin with.
+        Not compiled: operators with as many keys as the chunk sees, operators that depend on the chunk's position,
+        and operators that only some of otherwise equal bodies start with.
         """
         producer = node.args[0] if node.target is operator.getitem else node
         assert isinstance(producer, fx.Node)
@@ -125,22 +126,22 @@ class _Parts:
         return {node for node, feed in self.feeds.items() if condition(feed)}
 
     def _is_opening(self, node: fx.Node) -> bool:
-        """Whether an operator looks rows up, or scales them by what is the same for all, straight from what the body is given."""
+        """Return whether an operator looks up or scales (by a shared value) inputs of the body, and nothing else."""
         if not all(source in self.feeds for source in node.all_input_nodes):
             return False
         same = any(isinstance(self.feeds[source], Broadcast) for source in node.all_input_nodes)
         return node.target is aten.embedding.default or (node.target is aten.mul.Tensor and same)
 
     def _ready_at(self, source: fx.Node) -> int:
-        """The first segment that can use a value: the runtime's operators run after the segment of their own level."""
+        """Return the first segment that can use a value: runtime operators run after the segment of their own level."""
         return self.level[source] + (source.op in CALLS and not self.is_compiled(source))
 
     def _after_others(self, node: fx.Node) -> int:
-        """Reductions over ranks begin in the order of the body, whoever runs it: a rank without a compiler runs it as it is."""
+        """Keep reductions over ranks in the body's order, as on a rank without a compiler."""
         return max((self.level[other] for other in self.level if other.target is begin), default=0) if node.target is begin else 0
 
     def _join(self) -> None:
-        """Move segments into the next one where nothing between them needs their values, or can wait as well."""
+        """Merge segments into the next one if no operator in between needs their values, or it can wait as well."""
         compiled = [node for node in self.level if node.op == "call_function" and self.is_compiled(node)]
         of_buffers = self._of_buffers()
         for number, following in pairwise(sorted({self.level[node] for node in compiled})):
@@ -151,16 +152,16 @@ class _Parts:
                 self.level.update(dict.fromkeys(own | early, following))
 
     def _of_buffers(self) -> set[fx.Node]:
-        """Operators that read a buffer, which later ones may write to."""
-        found = self._fed(lambda feed: isinstance(feed, BufferPart))
+        """Return operators that read a buffer, to which later operators may write."""
+        readers = self._fed(lambda feed: isinstance(feed, BufferPart))
         for node in self.level:
-            if node.op == "call_function" and self.is_compiled(node) and found.intersection(node.all_input_nodes):
-                found.add(node)
-        return found
+            if node.op == "call_function" and self.is_compiled(node) and readers.intersection(node.all_input_nodes):
+                readers.add(node)
+        return readers
 
 
 def depends_on_position(value: Size) -> bool:
-    """Whether a number changes from chunk to chunk even if all are equally long."""
+    """Return whether a number changes from chunk to chunk even if all chunks have equal length."""
     if isinstance(value, int):
         return False
     rows = sympy.Symbol("rows", integer=True)
@@ -169,7 +170,7 @@ def depends_on_position(value: Size) -> bool:
 
 
 def is_last(node: fx.Node) -> bool:
-    """Whether no operator uses what another one makes, such as a sum over chunks."""
+    """Return whether no operator uses this one's result, as for an addition to an accumulator."""
     return all(user.op == "output" for user in node.users)
 
 

@@ -1,7 +1,8 @@
-"""Where do copies to and from the host stand in an outer graph?
+"""Place copies to and from the host in a host program.
 
-A copy runs beside the loops of one run (the loops of a stage in one half), and is waited for after them. So the device holds the
-offloaded values of two runs at most: those that the loops of a run read or make, and those of its neighbor that are on their way.
+A copy overlaps with the loops of one run (the loops of a stage in one direction), and the wait comes after them. So
+the device holds the offloaded values of at most two runs: those that the current run reads or computes, and those
+being copied for its neighbor.
 
     forward                                      backward
     x1 = run 1                                   x2 = wait_for_copy(x2)
@@ -10,7 +11,7 @@ offloaded values of two runs at most: those that the loops of a run read or make
     held = free_after_copy(held, x1)             x1 = wait_for_copy(x1)
     x3 = run 3 (x2)                              ... = run of stage 1 (x1)
 
-A value that several runs of the backward half read is fetched again if runs that do not read it lie between.
+If several backward runs read a value, it is refetched after runs that do not read it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from streamfx.runtime.offload import free_after_copy, from_host, to_host, wait_f
 
 
 class _Runs:
-    """The runs of an outer graph that compute something, numbered in order, and the number of each node's.
+    """The runs of a host program that compute something, numbered in order, and the run of each node.
 
-    A loop's result belongs to the loop's run; any other node without a run, to that of the next node with one.
+    The result of a loop belongs to the loop's run; any other node without a run belongs to the run of the next node
+    with one.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -46,7 +48,7 @@ class _Runs:
                 self._begin.setdefault(self.number[node], node)
 
     def begin(self, run: int) -> fx.Node:
-        """The first node of a run, or the root, which stands after the last node, if there is no such run."""
+        """Return the first node of a run, or the root, which follows the last node, if there is no such run."""
         return self._begin.get(run, self.graph._root)
 
     def later(self, *nodes: fx.Node) -> fx.Node:
@@ -54,22 +56,22 @@ class _Runs:
 
 
 def copy_to_host(graph: fx.Graph, values: Mapping[fx.Node, dict[str, Any]]) -> dict[fx.Node, fx.Node]:
-    """For each value of a forward graph that has no output yet: the held copy. `values` has the `meta` of each copy."""
+    """Copy each value of a forward graph, which has no output yet, to the host; `values` has the `meta` of each copy."""
     runs = _Runs(graph)
     last = {value: runs.later(value, *value.users).next for value in values}
     ends = {value: runs.later(runs.begin(runs.number[value] + 2), node) for value, node in last.items()}
-    found: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for value, meta in values.items():
         with graph.inserting_after(value):
             begun = graph.call_function(to_host, (value,))
         with graph.inserting_before(ends[value]):
-            found[value] = graph.call_function(free_after_copy, (begun, value))
-        begun.meta, found[value].meta = dict(meta), dict(meta)
-    return found
+            copies[value] = graph.call_function(free_after_copy, (begun, value))
+        begun.meta, copies[value].meta = dict(meta), dict(meta)
+    return copies
 
 
 def fetch_in_time(graph: fx.Graph) -> None:
-    """Let each value of a complete backward graph come from the host while the run before its first reader's computes."""
+    """Fetch each value of a complete backward graph during the run before the run of its first user."""
     runs, groups = _Runs(graph), list[tuple[fx.Node, list[fx.Node]]]()
     for node in graph.find_nodes(op="call_function", target=wait_for_copy):
         groups += [(node, users) for users in _without_gaps(node.users, runs)]
@@ -89,7 +91,7 @@ def fetch_in_time(graph: fx.Graph) -> None:
 
 
 def _without_gaps(users: Iterable[fx.Node], runs: _Runs) -> Iterator[list[fx.Node]]:
-    """The readers of a value in groups: before the first of a group there was time to free the value and to fetch it again."""
+    """Group the users of a value: between two groups there is time to free and refetch the value."""
     group: list[fx.Node] = []
     for user in sorted(users, key=runs.position.__getitem__):
         if group and runs.number[user] > runs.number[group[-1]] + 2:

@@ -1,12 +1,13 @@
-"""Which sums and products between loops can be written over one of their operands?
+"""Write sums and products between loops over one of their operands.
 
-The head's gradient is found in the forward half and scaled by the loss's tangent in the backward half; where the embedding is
-tied to it, the look-up's part is added. Each of these is as large as the vocabulary, and each would be alive beside the last.
+The head's gradient is computed in the forward graph and scaled by the loss's tangent in the backward graph; if the
+embedding is tied to the head, the lookup's gradient is added. Each of these values is as large as the vocabulary, and
+each would be alive together with the previous one.
 
-    scaled = mul(saved, tangent)    ->   scaled_once(saved, tangent)      one buffer, unless the graph is kept for another run
+    scaled = mul(saved, tangent)    ->   scaled_once(saved, tangent)      one buffer, unless the graph is retained
     both = add(scaled, looked_up)   ->   added(scaled, looked_up)
 
-Only what a loop has made, and nobody else reads, is written over.
+Only the result of a loop that has no other user is overwritten.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ IN_PLACE: dict[OpOverload, tuple[Callable[..., Tensor], Callable[..., Tensor] | 
 
 
 def write_in_place(module: fx.GraphModule) -> None:
-    """Let an outer graph's sums and products take the place of an operand where they can."""
+    """Replace a host program's sums and products by in-place variants where possible."""
     for node in list(module.graph.nodes):
         if node.target in IN_PLACE and not node.kwargs:
             _rewrite(node, module)
@@ -54,14 +55,14 @@ def _rewrite(node: fx.Node, module: fx.GraphModule) -> None:
 
 
 def made_by(node: fx.Node) -> fx.Node:
-    """The value that a chain of views shows, as long as nobody else looks at it."""
+    """Follow a chain of views to the viewed value, as long as it has no other user."""
     while is_moved_elements(node) and len(node.all_input_nodes[0].users) == 1:
         node = node.all_input_nodes[0]
     return node
 
 
 def is_made_here(node: fx.Node, module: Any) -> bool:
-    """Whether a value is one of a loop's results, or was itself written in place."""
+    """Return whether a value is one of a loop's results, or was itself written in place."""
     if node.target in OVER_FIRST:
         return True
     if node.target is not operator.getitem:
@@ -73,7 +74,7 @@ def is_made_here(node: fx.Node, module: Any) -> bool:
 
 
 def _is_alike(operand: fx.Node, result: fx.Node) -> bool:
-    """Whether a result has the shape and type of an operand that holds each element once."""
+    """Return whether a result has the shape and dtype of an operand whose elements do not overlap in memory."""
     one, other = operand.meta.get(VALUE), result.meta.get(VALUE)
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False

@@ -1,8 +1,8 @@
-"""Which gradient buffers can be overwritten in place?
+"""Reuse gradient buffers for results of the same loop.
 
-The gradient that enters a stage's backward loop is read row by row, and the gradient that leaves it is written row by row, the
-same rows in the same iteration. Where nothing else uses the first, the second takes its place: one buffer of T x d serves all
-stages. A chunk's rows that lie in fresh memory need not be copied at all where there is one chunk.
+A stage's backward loop reads its incoming gradient chunk by chunk, and writes its outgoing gradient in the same
+iterations to the same rows. If nothing else uses the first, the second overwrites it: one buffer of T x d serves all
+stages. With a single chunk, a result that owns its memory is not copied into a buffer at all.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from streamfx.torch_private import OpOverload
 
 
 def reuse_buffers(module: fx.GraphModule) -> None:
-    """Let each loop of an outer graph write its stacked results over arguments that die with it."""
+    """Let each loop of a host program write its stacked results over operands whose last use it is."""
     for call in module.graph.nodes:
         if call.op != "call_module" or not isinstance(loop := module.get_submodule(call.target), Loop):
             continue
         tensors = call.args[len(loop.spec.symbols) :]
-        taken: set[int] = set()
+        reused: set[int] = set()
         yields = list(loop.spec.yields)
         for position, item in enumerate(yields):
             if not isinstance(item, ConcatOutput):
                 continue
             for index, source in enumerate(tensors):
-                if index not in taken and _dies_here(source, call, module) and _fits(loop.spec, position, index, source, module):
+                if index not in reused and _dies_here(source, call, module) and _fits(loop.spec, position, index, source, module):
                     yields[position] = replace(item, reuse=index)
-                    taken.add(index)
+                    reused.add(index)
                     break
         loop.spec = replace(loop.spec, yields=tuple(yields))
     for loop in module.children():
@@ -43,10 +43,10 @@ def reuse_buffers(module: fx.GraphModule) -> None:
 
 
 def _with_fresh(spec: LoopSpec) -> LoopSpec:
-    """The loop with a mark at results that its body makes in memory of their own."""
+    """Mark the results that the loop's body computes in memory of their own."""
     outputs: Sequence[fx.Node] = spec.body.graph.output_node().args[0]  # type: ignore[assignment]
-    given = zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, strict=True)
-    numbers = {node for node, feed in given if not isinstance(feed, (Broadcast, ChunkSlice, BufferPart))}
+    placeholders = zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, strict=True)
+    numbers = {node for node, feed in placeholders if not isinstance(feed, (Broadcast, ChunkSlice, BufferPart))}
     shown = [memories(output) - numbers for output in outputs]
     count = Counter(memory for memories_of_one in shown for memory in memories_of_one)
     fresh = [len(own) == 1 and all(count[memory] == 1 and _is_made(memory) for memory in own) for own in shown]
@@ -55,13 +55,13 @@ def _with_fresh(spec: LoopSpec) -> LoopSpec:
 
 
 def _is_made(memory: fx.Node) -> bool:
-    """Whether an operator of torch made a value, and not something that may keep it."""
+    """Return whether an operator of torch computed a value: other callables may keep a reference to it."""
     producer = memory.all_input_nodes[0] if memory.target is operator.getitem else memory
     return producer.op == "call_function" and isinstance(producer.target, OpOverload)
 
 
 def _dies_here(source: fx.Node, call: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether a value was made by an earlier loop for this one alone."""
+    """Return whether an earlier loop computed a value for this one alone."""
     return set(source.users) == {call} and _stacked_by(source, module) is not None
 
 
@@ -76,12 +76,13 @@ def _stacked_by(source: fx.Node, module: fx.GraphModule) -> ConcatOutput | None:
 
 
 def _fits(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether result number `position` has the rows, shape and type of argument `index`, and no result is a view of that: it
-    would be read, in another order, while it is overwritten.
+    """Return whether result `position` can overwrite operand `index`: equal rows, shape and dtype, and no view of it.
+
+    The loop would read such a view, in another order, while it is overwritten.
     """
-    item, made = spec.yields[position], _stacked_by(source, module)
+    item, source_item = spec.yields[position], _stacked_by(source, module)
     assert isinstance(item, ConcatOutput)
-    if made is None or replace(made, reuse=item.reuse) != item:
+    if source_item is None or replace(source_item, reuse=item.reuse) != item:
         return False
     placeholders = spec.body.graph.find_nodes(op="placeholder")
     own = {node for node, i in zip(placeholders, spec.sources, strict=True) if i == index}

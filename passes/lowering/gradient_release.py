@@ -1,8 +1,8 @@
-"""Behind which loop of the backward half is a gradient complete?
+"""Determine after which loop of the backward graph each gradient is complete.
 
-Autograd's accumulators, and all that listens to them (a reducer, an optimizer in the backward pass), may run between two
-stretches of the backward half. They may do as they like with a gradient, and write to its parameter. So a stretch hands over a
-gradient only once nothing that follows reads the memory that it lies in, or that its parameter lies in.
+Autograd's accumulators and their hooks (a reducer, an optimizer in the backward pass) may run between two segments of
+the backward graph. They may modify a gradient, and write to its parameter. So a segment releases a gradient only if
+no later operator reads the memory of the gradient or of its parameter.
 
     head.weight                        scaled_once(saved, tangent)
     ---------------------------------  a loop follows
@@ -10,8 +10,8 @@ gradient only once nothing that follows reads the memory that it lies in, or tha
     ---------------------------------
     layer 0's, embed.weight if tied    layer_0_backward_0, layer_0_backward_1, added(...)
 
-The graph is not changed. What only leads to gradients (transposing, scaling, type casts), and stands behind all loops, is run as
-soon as its operands are there.
+The graph is not changed. Operators that only lead to gradients (transposes, scaling, casts) and are placed after all
+loops run as soon as their operands are ready.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from streamfx.torch_private import OpOverload, mutated_inputs
 
 
 class ReleaseSpec(NamedTuple):
-    """What a `Chain` is told: of which inputs gradients are, in whose memory saved values lie, what each stretch hands over."""
+    """The arguments of a chain: inputs with gradients, the memory of saved values, the gradients of each segment."""
 
     sources: Sources
     saved: Saved
@@ -47,14 +47,14 @@ class ReleaseSpec(NamedTuple):
 def plan_chain(
     chain: GradientReleaseChain, joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int
 ) -> None:
-    """Note which gradients can be handed over before the end; inputs that the graph writes to are left as they are."""
+    """Record which gradients can be released early; inputs that the graph writes to are excluded."""
     look, nothing = partial(_planned, joint, forward, backward, num_outputs, num_inputs), ReleaseSpec({}, (), ())
     chain.sources, chain.saved, chain.places = attempted(look, nothing, AT_ONCE, strict=False)
     chain.keep_out(mutated_inputs(joint))
 
 
 def _planned(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int) -> ReleaseSpec:
-    """No places where there is but one stretch."""
+    """Return the release spec of the graph, without places if there is only one segment."""
     sources = sources_of(joint, num_outputs, num_inputs)
     place = {source.primal: place for place, source in sources.items()}
     lies_in = inputs_saved(forward, num_outputs)
@@ -64,43 +64,45 @@ def _planned(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_o
 
 
 def in_stretches(runner: OuterRunner, chain: GradientReleaseChain) -> Callable[[list[Any]], Any]:
-    """A backward half that hands gradients over as the chain expects it; where its graph is another one by now, at its end."""
+    """Return a runner that releases gradients as the chain expects; at the end if the graph has changed since."""
     none = tuple[ReleaseSegment, ...]()
-    found = attempted(partial(deliveries, runner.module, chain.saved), none, AT_ONCE, strict=False) if chain.places else none
-    return StagewiseRunner(runner, found, chain) if found and places_of(found) == chain.places else runner
+    segments = attempted(partial(deliveries, runner.module, chain.saved), none, AT_ONCE, strict=False) if chain.places else none
+    return StagewiseRunner(runner, segments, chain) if segments and places_of(segments) == chain.places else runner
 
 
 def inputs_saved(forward: fx.Graph, num_outputs: int) -> Saved:
-    """For each tensor that a forward half saves: the inputs, by position, in whose memory it may lie."""
+    """Return, for each tensor that the forward graph saves, the indices of inputs whose memory it may share."""
     inputs = {node: position for position, node in enumerate(forward.find_nodes(op="placeholder"))}
     saved = [node for node in outputs_of(forward)[num_outputs:] if is_tensor(node)]
     return tuple(frozenset(inputs[memory] for memory in memories(node) if memory in inputs) for node in saved)
 
 
 def deliveries(backward: fx.GraphModule, saved: Saved) -> tuple[ReleaseSegment, ...]:
-    """The backward half in stretches, each but the last of which ends before a loop; none where the graph writes to memory.
+    """Split the backward graph into segments that end before a loop; return none if the graph writes to memory.
 
-    `saved` says in the memory of which gradients' inputs it may lie, by the place of the gradient.
+    `saved` has, for each saved tensor, the indices of gradients whose inputs' memory it may share.
     """
-    made = [node for node in outputs_of(backward.graph) if isinstance(node, fx.Node) and node.op != "placeholder"]
-    if not all(map(is_tensor, made)) or any(
+    gradients = [node for node in outputs_of(backward.graph) if isinstance(node, fx.Node) and node.op != "placeholder"]
+    if not all(map(is_tensor, gradients)) or any(
         isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in backward.graph.nodes
     ):
         return ()
     order = _early(backward)
     complete = _complete(backward.graph, order, saved)
-    found, begin, ready = list[ReleaseSegment](), 0, dict[int, fx.Node]()
+    segments, begin, ready = list[ReleaseSegment](), 0, dict[int, fx.Node]()
     for index, node in enumerate(order):
         if ready and _takes_time(node, backward):
-            found.append(_delivery(order[begin:index], ready))
+            segments.append(_delivery(order[begin:index], ready))
             begin, ready = index, {}
         ready |= complete.get(index, {})
-    return (*found, _delivery(order[begin:], ready)) if order else ()
+    return (*segments, _delivery(order[begin:], ready)) if order else ()
 
 
 def _delivery(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> ReleaseSegment:
-    given = (memory for node in operators for operand in node.all_input_nodes for memory in memories(operand))
-    reads = [node for node in given if node.op == "placeholder" and is_tensor(node) and not node.meta.get(SAVED_FOR_ONE, False)]
+    memory_read = (memory for node in operators for operand in node.all_input_nodes for memory in memories(operand))
+    reads = [
+        node for node in memory_read if node.op == "placeholder" and is_tensor(node) and not node.meta.get(SAVED_FOR_ONE, False)
+    ]
     return ReleaseSegment(tuple(operators), tuple(dict.fromkeys(reads)), gradients)
 
 
@@ -110,11 +112,8 @@ def _takes_time(node: fx.Node, module: fx.GraphModule) -> bool:
     return is_expensive(node) and node.target is not operator.getitem
 
 
-# -- what only leads to gradients
-
-
 def _early(module: fx.GraphModule) -> list[fx.Node]:
-    """The operators in an order in which they can run: that of the graph, but for what can run early."""
+    """Return the operators in a valid order: graph order, except for movable operators, which run early."""
     inputs = module.graph.find_nodes(op="placeholder")
     movable, placed, order = _movable(module), set(inputs), list[fx.Node]()
 
@@ -126,7 +125,7 @@ def _early(module: fx.GraphModule) -> list[fx.Node]:
         placed.add(node)
 
     def follow(node: fx.Node) -> None:
-        """Place what waited for a node alone, each with what waited for it."""
+        """Place the operators that waited for this node only, and then those that waited for them."""
         todo = [iter(node.users)]
         while todo:
             user = next(filter(may_follow, todo[-1]), None)
@@ -146,47 +145,44 @@ def _early(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _movable(module: fx.GraphModule) -> set[fx.Node]:
-    """What gradients are made of, no loop needs, and gives the same whenever it runs."""
+    """Return deterministic operators that only lead to gradients and that no loop reads."""
     graph, output = module.graph, module.graph.output_node()
-    wanted = ancestors(tuple(output.all_input_nodes))
-    found: set[fx.Node] = set()
+    needed = ancestors(tuple(output.all_input_nodes))
+    movable: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        leads_to_gradients_alone = all(user is output or user in found for user in node.users)
-        if node in wanted and leads_to_gradients_alone and _gives_the_same(node) and not _takes_time(node, module):
-            found.add(node)
-    return found
+        leads_to_gradients_alone = all(user is output or user in movable for user in node.users)
+        if node in needed and leads_to_gradients_alone and _gives_the_same(node) and not _takes_time(node, module):
+            movable.add(node)
+    return movable
 
 
 def _gives_the_same(node: fx.Node) -> bool:
-    """Whether it does not matter when an operator runs; to collectives it does, and to whatever waits for them."""
+    """Return whether an operator may run at any time, unlike a collective or an operator that waits for one."""
     if node.target is operator.getitem or node.target in OVER_FIRST:
         return True
     return isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not is_random(node)
 
 
-# -- where nobody reads it any more
-
-
 def _complete(graph: fx.Graph, order: Sequence[fx.Node], saved: Saved) -> dict[int, dict[int, fx.Node]]:
-    """Behind which operator, by its number, gradients are complete and not looked at any more, nor their parameters."""
+    """Return, by operator index, the gradients that are complete after it and whose memory no later operator reads."""
     number = {node: index for index, node in enumerate(order)}
     last = _last_reads(graph, number)
     tensors = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]
-    readers: dict[int, int] = {}  # of inputs
+    readers: dict[int, int] = {}  # for each input, the last operator that reads its memory
     for node, positions in zip(tensors, saved, strict=False):
         for position in positions:
             readers[position] = max(readers.get(position, 0), last.get(node, 0))
-    found: dict[int, dict[int, fx.Node]] = {}
+    complete: dict[int, dict[int, fx.Node]] = {}
     for position, gradient in enumerate(outputs_of(graph)):
         if is_tensor(gradient):
             reads = [last.get(memory, 0) for memory in memories(gradient)]
             index = max([number.get(gradient, 0), readers.get(position, 0), *reads])
-            found.setdefault(index, {})[position] = gradient
-    return found
+            complete.setdefault(index, {})[position] = gradient
+    return complete
 
 
 def _last_reads(graph: fx.Graph, number: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """For each value that has memory of its own, the last operator that is given it or a part of it."""
+    """Return, for each value that owns memory, the last operator that reads it or a view of it."""
     last: dict[fx.Node, int] = {}
     for node in graph.nodes:
         reads = [number[user] for user in node.users if user in number]

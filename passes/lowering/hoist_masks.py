@@ -1,8 +1,8 @@
-"""Which masks depend on data alone, so that they are looked at once per step and not in every layer?
+"""Hoist masks that depend only on data out of the loops, and compute them once per step instead of in every layer.
 
-Padding and packed documents come as a mask that is the same in all layers. Written into every body it would be made, and
-multiplied, once per layer, chunk and half. As a program of its own it is made once for each chunk, and turned into the few calls
-of a kernel that it comes down to (`streamfx/kernels/mask_tiles.py`).
+Padding and packed documents arrive as a mask that is the same in all layers. As part of every body it would be
+recomputed and applied once per layer, chunk and direction. As a separate program it runs once per chunk, and is
+converted to the few kernel calls that it requires (`streamfx/kernels/mask_tiles.py`).
 """
 
 from __future__ import annotations
@@ -45,62 +45,62 @@ class Visibility:
                 loop = outer.get_submodule(call.target)  # type: ignore[union-attr]
                 if isinstance(loop, Loop):
                     sources = call.args[len(loop.spec.symbols) :]
-                    _take_apart(loop.spec, [saved.get(source, source) for source in sources], known)
+                    _hoist(loop.spec, [saved.get(source, source) for source in sources], known)
         return replace(facts, program=program)
 
 
 def _saved(program: Program, num_outputs: int) -> dict[fx.Node, fx.Node]:
-    """For each input of the backward half the value of the forward half that was saved for it, and is the same."""
+    """Return, for each input of the backward program, the identical forward value that was saved for it."""
     if program.backward is None:
         return {}
     saved = handed_over(program.forward.graph, program.backward.graph, num_outputs)
     return {taken: value for taken, value in saved.items() if taken.meta.get(VALUE) is value.meta.get(VALUE)}
 
 
-def _take_apart(spec: LoopSpec, sources: Sequence[Any], known: dict[Any, MaskProgram]) -> None:
-    """Put a call of its program in the place of each mask of a body."""
+def _hoist(spec: LoopSpec, sources: Sequence[Any], known: dict[Any, MaskProgram]) -> None:
+    """Replace each hoistable mask of a body by a call of its program."""
     body = spec.body
-    lasting: dict[fx.Node, fx.Node | None] = {}  # placeholders of what no loop makes, and where it comes from
+    lasting: dict[fx.Node, fx.Node | None] = {}  # placeholders whose values no loop computes, and their host nodes
     for node, feed, position in zip(body.graph.find_nodes(op="placeholder"), spec.feeds, spec.sources, strict=True):
         source = None if position is None else sources[position]
         if isinstance(feed, Number) or (source is not None and _lasts(source) and _is_view(feed)):
             lasting[node] = source
     masks = {node.args[position] for node in body.graph.nodes if (position := MASK_ARGUMENT.get(node.target)) is not None}
     for mask in [node for node in body.graph.nodes if node in masks]:
-        made = _makers(mask, lasting)
-        if made:
-            _call(body, mask, made, lasting, known)
+        makers = _makers(mask, lasting)
+        if makers:
+            _call(body, mask, makers, lasting, known)
     if masks:
         body.graph.lint()
         body.recompile()
 
 
 def _lasts(source: fx.Node) -> bool:
-    """Whether no loop makes a value: what loops make may be written over by others."""
+    """Return whether no loop computes a value: a loop's results may be overwritten by other loops."""
     producer = source.args[0] if source.target is operator.getitem else source
     return isinstance(producer, fx.Node) and producer.op != "call_module"
 
 
 def _is_view(feed: Any) -> bool:
-    """Whether a feed is part of the memory that it is taken from, so that it is the same for all loops."""
+    """Return whether a feed is a view of its source's memory, so that it is the same for all loops."""
     return isinstance(feed, Broadcast) or (
         isinstance(feed, ChunkSlice) and all(placement.outer == 1 for placement, _ in feed.where)
     )
 
 
 def _makers(mask: fx.Node, lasting: Collection[fx.Node]) -> list[fx.Node]:
-    """The operators that make a mask from lasting values, in order; none if it takes anything else."""
-    found: set[fx.Node] = set()
+    """Return the operators that compute a mask from lasting values, in order; none if it has any other input."""
+    makers: set[fx.Node] = set()
     todo = [mask]
     while todo:
         node = todo.pop()
-        if node in found or node in lasting:
+        if node in makers or node in lasting:
             continue
         if node.op != "call_function" or not _is_pure(node):
             return []
-        found.add(node)
+        makers.add(node)
         todo.extend(node.all_input_nodes)
-    return [node for node in mask.graph.nodes if node in found]
+    return [node for node in mask.graph.nodes if node in makers]
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -111,15 +111,15 @@ def _is_pure(node: fx.Node) -> bool:
 def _call(
     body: fx.GraphModule,
     mask: fx.Node,
-    made: list[fx.Node],
+    makers: list[fx.Node],
     lasting: Mapping[fx.Node, fx.Node | None],
     known: dict[Any, MaskProgram],
 ) -> None:
-    inside = set(made)
-    inputs = list(dict.fromkeys(source for node in made for source in node.all_input_nodes if source not in inside))
+    inside = set(makers)
+    inputs = list(dict.fromkeys(source for node in makers for source in node.all_input_nodes if source not in inside))
     constants = {node: source for node in inputs if (source := lasting[node]) is not None and _is_number(source)}
     inputs = [node for node in inputs if node not in constants]
-    program = _program(mask, made, inputs, constants, lasting, known)
+    program = _program(mask, makers, inputs, constants, lasting, known)
     name = f"mask_{list(known.values()).index(program)}"
     body.add_submodule(name, program)
     with body.graph.inserting_after(mask):
@@ -128,31 +128,31 @@ def _call(
         position = MASK_ARGUMENT.get(user.target)  # type: ignore[arg-type]
         if position is not None and user.args[position] is mask:
             user.update_arg(position, call)
-    for node in reversed(made):
+    for node in reversed(makers):
         if not node.users:
             body.graph.erase_node(node)
 
 
 def _is_number(source: fx.Node) -> bool:
-    """Whether a value is one number, written in the graph: such as what is added to scores that a mask hides."""
+    """Return whether a value is a scalar literal of the graph, such as the number added to masked scores."""
     literal = source.op == "call_function" and not source.all_input_nodes and _is_pure(source)
     return literal and isinstance(value := source.meta.get(VALUE), torch.Tensor) and value.dim() == 0
 
 
 def _program(
     mask: fx.Node,
-    made: list[fx.Node],
+    makers: list[fx.Node],
     inputs: list[fx.Node],
     constants: Mapping[fx.Node, fx.Node],
     lasting: Mapping[fx.Node, fx.Node | None],
     known: dict[Any, MaskProgram],
 ) -> MaskProgram:
-    """A program that takes `inputs` and makes its own constants: equal ones are one, whatever layer they are for."""
+    """Return the program that maps `inputs` to the mask and computes its own constants; equal masks share a program."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
     for node, source in constants.items():
         copies[node] = graph.node_copy(source)
-    for node in made:
+    for node in makers:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output((copies[mask],))
     literals = tuple(_literal(lasting[node]) for node in inputs)
@@ -163,11 +163,11 @@ def _program(
 
 
 def _literal(source: fx.Node | None) -> Any:
-    """How a value is made of nothing but what is written in the graph, such as an `arange`; None if it is not."""
-    made = _makers(source, ()) if source is not None else []
-    if not made:
+    """Return a key of a value computed from literals only, such as an `arange`; None for other values."""
+    makers = _makers(source, ()) if source is not None else []
+    if not makers:
         return None
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in made:
+    for node in makers:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     return structure(graph)

@@ -1,4 +1,4 @@
-"""The graph around the loops: what runs once, in whole, and how values get from one half to the other."""
+"""Build a host program: its loops, the operators that run once, and the values passed between programs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ CHUNKS_OF_TWO_SIZES = "{target} carries a state through chunks, and its two halv
 
 
 class OuterBuilder:
-    """Writes one half's outer graph.
+    """Builds the forward or backward host program.
 
-    `inputs` answers, for a value of the joint graph, where it comes from if this half does not compute it (a primal, a
-    tangent, a saved value), as a function that adds the placeholder.
+    `value` returns the node of a value of the joint graph; a subclass adds placeholders for values that this program
+    does not compute (a primal, a tangent, a saved value).
     """
 
     def __init__(self, layout: Layout, order: dict[fx.Node, int], plan: ChunkPlan) -> None:
@@ -54,11 +54,11 @@ class OuterBuilder:
         return node in self.env
 
     def value(self, node: fx.Node) -> fx.Node | None:
-        """The outer node of a value that exists between loops by now."""
+        """Return the node of a value that exists between loops at this point."""
         return self.env.get(node)
 
     def symbol(self, symbol: sympy.Symbol) -> Any:
-        """The number that a symbol of the dynamic shapes stands for; inputs tell it, or what has counted it on the way."""
+        """Return the value of a dynamic shape symbol, from the inputs or from an operator that has computed it."""
         if symbol not in self.symbols:
             self.symbols[symbol] = self._counted(symbol)
         return self.symbols[symbol]
@@ -67,13 +67,13 @@ class OuterBuilder:
         for node in filter(is_tensor, self.env):
             for dim, size in enumerate(shape_of_node(node)):
                 if size == symbol:
-                    made = self.graph.call_function(aten.sym_size.int, (self.env[node], dim))
-                    made.meta[VALUE] = node.meta[VALUE].shape[dim]
-                    return made
+                    counted = self.graph.call_function(aten.sym_size.int, (self.env[node], dim))
+                    counted.meta[VALUE] = node.meta[VALUE].shape[dim]
+                    return counted
         return self._read(symbol)
 
     def _read(self, symbol: sympy.Symbol) -> fx.Node:
-        """A number that an operator reads from data."""
+        """Return a number that an operator reads from data."""
         readers = (node for node in self.order if node.target is aten._local_scalar_dense.default)
         node = next((node for node in readers if free_symbols([size_of(node.meta[VALUE])]) == {symbol}), None)
         if node is None:
@@ -93,10 +93,8 @@ class OuterBuilder:
         made.meta[VALUE] = numeric(size)
         return made
 
-    # -- what runs whole
-
     def emit(self, node: fx.Node) -> None:
-        """Copy an operator that runs once, in whole."""
+        """Copy an operator that runs once on full values."""
         if self.has(node):
             return
         if node.op == "get_attr":
@@ -104,15 +102,15 @@ class OuterBuilder:
             return
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._taken_by(node))
-        made = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
-        made.meta = {**node.meta, TRACED: node.name, RUN: self.runs}
-        self.env[node] = made
+        copy = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
+        copy.meta = {**node.meta, TRACED: node.name, RUN: self.runs}
+        self.env[node] = copy
         for user in node.users:
             if is_part(user) and user not in self.env and is_tensor(user):
                 self.emit(user)
 
     def _taken_by(self, node: fx.Node) -> Callable[[fx.Node], Any]:
-        """What an operator is given for its arguments; an opaque one takes tensors laid out as in the trace."""
+        """Return the function that maps an operator's arguments; opaque operators get tensors with traced strides."""
         layouts = iter(node.meta.get(LAYOUTS, ()))
 
         def taken(argument: fx.Node) -> Any:
@@ -125,7 +123,7 @@ class OuterBuilder:
         return taken
 
     def laid_out(self, value: fx.Node, node: fx.Node, strides: tuple[Size, ...]) -> fx.Node:
-        """A value of the joint graph with the strides that it has there; inputs have them, and loops stack rows densely."""
+        """Return a value with its traced strides. Inputs have them already, and loops stack rows densely."""
         if node.op == "placeholder" or (value.meta.get(STACKED) and _are_dense(strides, shape_of_node(node))):
             return value
         made = self.graph.call_function(laid_out, (value, *(self.number(stride) for stride in strides)))
@@ -133,13 +131,13 @@ class OuterBuilder:
         return made
 
     def placed(self, value: fx.Node, begins: Size, strides: tuple[Size, ...]) -> fx.Node:
-        """A result that lies so far behind the beginning of its memory."""
+        """Return a result that starts at this offset in its storage."""
         made = self.graph.call_function(placed, (value, self.number(begins), *(self.number(stride) for stride in strides)))
         made.meta = dict(value.meta)
         return made
 
     def placed_together(self, values: Sequence[fx.Node], places: Sequence[tuple[Size, tuple[Size, ...]]]) -> list[fx.Node]:
-        """Results that are parts of one memory."""
+        """Return results that share one storage."""
         begins = [self.number(begin) for begin, _ in places]
         strides = [[self.number(stride) for stride in own] for _, own in places]
         made = self.graph.call_function(placed_together, (list(values), begins, strides))
@@ -149,7 +147,7 @@ class OuterBuilder:
         return parts
 
     def part_of_memory(self, base: fx.Node, node: fx.Node, offset: Size, strides: tuple[Size, ...]) -> fx.Node:
-        """A value of the joint graph as a view of the memory of one that it is part of."""
+        """Return a value of the joint graph as a view of the storage of another value."""
         sizes = shape_of_node(node)
         where = (self.number(item) for item in (*sizes, *strides))
         arguments = base, node.meta[VALUE].dtype, self.number(offset), len(sizes), *where
@@ -167,32 +165,30 @@ class OuterBuilder:
         self.env[node].meta = dict(node.meta)
 
     def operand(self, node: fx.Node) -> fx.Node:
-        found = self.value(node)
-        if found is None:
+        value = self.value(node)
+        if value is None:
             self.emit(node)
-            found = self.env[node]
-        return found
+            value = self.env[node]
+        return value
 
     def states_of(self, node: fx.Node) -> fx.Node | None:
-        """The states that a scan had at the start of each chunk, where another loop has left them."""
+        """Return a scan's states at the start of each chunk, if another loop has stored them."""
         return self.states.get(node)
 
     def chunks_of(self, region: Region) -> ChunkSize | None:
-        """The chunks through which this half has carried what a region carries again."""
+        """Return the chunk size of the loop that stored the states which a region reads, if any."""
         carried = [node.meta.get(FORWARD_OPERATOR, node) for node in region.nodes]
         return next((self.chunks_of_states[node] for node in carried if node in self.chunks_of_states), None)
 
     def _states_for(self, node: fx.Node, chunk_size: ChunkSize) -> fx.Node | None:
-        """The same, for a loop over chunks of this size: of other chunks there are no states."""
+        """Return a scan's states for a loop with this chunk size: with other chunks there are none."""
         states = self.states_of(node)
         if states is not None and self.chunks_of_states[node] != chunk_size:
             raise FallbackError(node, CHUNKS_OF_TWO_SIZES.format(target=node.target))
         return states
 
-    # -- loops
-
     def run(self, name: str, region: Region, chunk_size: ChunkSize) -> None:
-        """Write a region: what runs before, between and after its loops, and the loops."""
+        """Emit a region: its loops, and the operators before, between and after them."""
         whole: dict[int, list[fx.Node]] = {}
         for node in region.nodes:
             if is_tensor(node) and not is_loop_value(node, self.layout):
@@ -206,7 +202,7 @@ class OuterBuilder:
         self.runs += 1
 
     def _unused(self, name: str) -> str:
-        """The name, numbered where another loop has it: stages of one module are called alike."""
+        """Return a unique name: stages of one module share a name."""
         numbered = (f"{name}_{number}" for number in count(2))
         return name if not hasattr(self.module, name) else next(n for n in numbered if not hasattr(self.module, n))
 
@@ -227,24 +223,24 @@ class OuterBuilder:
         call = self.graph.call_module(name, (*symbols, *sources))
         call.meta[RUN] = self.runs
         for position, node in enumerate(leaves):
-            made = self.graph.call_function(operator.getitem, (call, position))
-            made.meta = {VALUE: node.meta[VALUE], JOINT: node.name, STACKED: True}
-            self.env[node] = made
+            result = self.graph.call_function(operator.getitem, (call, position))
+            result.meta = {VALUE: node.meta[VALUE], JOINT: node.name, STACKED: True}
+            self.env[node] = result
         for position, node in enumerate(builder.states, len(leaves)):
-            made = self.graph.call_function(operator.getitem, (call, position))
-            made.meta = {VALUE: first_row(node), JOINT: node.name}
-            self.states[node], self.chunks_of_states[node] = made, chunk_size
+            result = self.graph.call_function(operator.getitem, (call, position))
+            result.meta = {VALUE: first_row(node), JOINT: node.name}
+            self.states[node], self.chunks_of_states[node] = result, chunk_size
 
 
 def _are_dense(strides: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
-    """Whether the last dimension is the innermost one, and so on; of a single element it does not matter."""
+    """Return whether the strides are contiguous; the stride of a dimension of size one is ignored."""
     return all(
         size == 1 or stride == product(shape[dim + 1 :]) for dim, (size, stride) in enumerate(zip(shape, strides, strict=True))
     )
 
 
 def first_row(node: fx.Node) -> torch.Tensor:
-    """A fake value like a state of a scan: how many chunks leave one is known at run time."""
+    """Return a fake value for the states of a scan, with one state: the number of chunks is known at run time only."""
     if isinstance(node.target, Recurrence):
         like: torch.Tensor = node.meta[VALUE][0]
         return like.new_empty((1, numeric(node.target.carried)), dtype=node.target.carry_type)

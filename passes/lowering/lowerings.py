@@ -1,4 +1,4 @@
-"""Operators whose copy for a chunk is more than the operator on fewer rows."""
+"""Lowerings of operators that need more than a copy for fewer rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ NEXT_ROWS = (
 
 @emits(aten.mean.default, aten.mean.dim)
 def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """A mean over the sequence is a sum, divided by the number of rows: in the end if it is a sum over chunks, else at once."""
+    """Lower a mean over the sequence to a sum and a division by the row count.
+
+    A sum over chunks is divided after the loop, any other at once.
+    """
     signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
     split = {roles[letter] for letter in signature.contracted() if letter in roles}
     if not split & {Role.ROWS, Role.KEYS}:
@@ -62,7 +65,7 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(aten.sum.default, aten.sum.dim_IntList)
 def part_of_a_sum(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """In the type of the total: a part may be too large for a narrow type where the sum is not."""
+    """Sum in the accumulator's dtype: a chunk's sum may overflow a narrow dtype even if the total does not."""
     if builder.layout.demand.form(node) is not StorageClass.SUM:
         return emit_copy(builder, node)
     args, kwargs = builder.arguments(node)
@@ -73,14 +76,14 @@ def part_of_a_sum(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def squeezed(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Without the dimensions that vanish from the whole value: by its size a chunk of one row does not tell which."""
+    """Squeeze the dimensions that have size one in the full value: in a chunk of one row, sizes alone are ambiguous."""
     (operand,) = builder.operands(node)
     return builder.graph.call_function(aten.squeeze.dims, (operand, vanishing(node)))
 
 
 @emits(aten.tril.default, aten.triu.default)
 def triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """The diagonal moves with the first row and the first column of the part."""
+    """Shift the diagonal by the first row and the first column of the chunk."""
     (operand,) = builder.operands(node)
     rank = len(shape_of_node(node))
     diagonal = number_of(bound_arguments(node)["diagonal"])
@@ -90,13 +93,13 @@ def triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
-    """The first index that a part has along a dimension of the result."""
+    """Return the first index of the chunk along a dimension of the result."""
     letters = builder.layout.axes.signatures[node].results[0][position]
     return next((first for letter in letters if (first := _first_of(builder, node, letter)) is not None), 0)
 
 
 def _first_of(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
-    """The first index that a part has along a letter; None where it has all of it."""
+    """Return the first index of the chunk along a label; None if the chunk has the full axis."""
     axes, role = builder.layout.axes, builder.layout.demand.roles.get(node, {}).get(letter)
     if role is Role.ROWS:
         return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
@@ -108,7 +111,7 @@ def _first_of(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
 
 @emits(RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD)
 def relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """The part's first row begins further left than the first of all, and its first column further right."""
+    """Offset the chunk's first row to the left, and its first column to the right."""
     (operand,) = builder.operands(node)
     dim, first, columns = _sizes(node)
     if not _stays_in_rows(builder, node, dim, first):
@@ -121,12 +124,12 @@ def relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 def _sizes(node: fx.Node) -> list[Any]:
-    """The arguments behind the first as sizes."""
+    """Return the arguments after the first as sizes."""
     return [number_of(item) for item in node.args[1:]]
 
 
 def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -> bool:
-    """Whether a chunk takes nothing beyond the end of its last row: there is nothing, or its keys end before that."""
+    """Return whether the chunk reads nothing after the end of its last row."""
     layout, roles = builder.layout, builder.layout.demand.roles.get(node, {})
     letters = layout.axes.letters[node]
     width, columns = (layout.axes.table.size_of_dim(letters[letter]) for letter in (len(layout.axes.shapes[node]), dim + 1))
@@ -141,13 +144,13 @@ def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -
 
 @emits(aten.select.int, aten.select_backward.default)
 def single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """The row, if the chunk holds it; a slice of one row keeps its dimension."""
+    """Return the row if the chunk holds it; a slice of one row keeps its dimension."""
     signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
     singles = ((letter, index.number) for letter, index in signature.index.items() if isinstance(index, SingleRow))
-    found = next((item for item in singles if roles.get(item[0]) is Role.ROWS), None)
-    if found is None:
+    single = next((item for item in singles if roles.get(item[0]) is Role.ROWS), None)
+    if single is None:
         return emit_copy(builder, node)
-    letter, row = found
+    letter, row = single
     (operand,) = builder.operands(node)
     call = builder.graph.call_function
     rows = builder.layout.rows(builder.layout.axes.letters[node][letter])
@@ -161,7 +164,7 @@ def single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(aten.slice.Tensor, aten.slice_backward.default, aten.constant_pad_nd.default)
 def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Rows of an axis cut out of the sequence, or padded around it: those of the operand that exist, zeros elsewhere."""
+    """Lower slices and pads of the sequence axis: rows that exist in the operand, zeros elsewhere."""
     if any(isinstance(index, SingleRow) for index in builder.layout.axes.signatures[node].index.values()):
         return single_row(builder, node)
     (need,) = builder.layout.needs(node)
@@ -186,7 +189,7 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(aten.convolution.default)
 def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """On the rows of the chunk's windows, with zeros for those outside of the sequence."""
+    """Convolve the rows of the chunk's windows, with zeros for rows outside the sequence."""
     x, *others = builder.layout.needs(node)
     if not x.where or not isinstance(x.selector, ShiftedRows):
         return builder.graph.call_function(window_ops.mix_channels, builder.arguments(node)[0])
@@ -209,7 +212,7 @@ def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 def _around(builder: BodyBuilder, need: OperandAccess) -> tuple[Any, Any]:
-    """How many rows of the chunk's windows lie before the first row of the operand, and how many behind the last."""
+    """Return the number of window rows before the operand's first row, and after its last row."""
     placement, _, selector = need.where[0]
     assert isinstance(selector, ShiftedRows)
     own, length = placement.rows.length, builder.length
@@ -220,7 +223,7 @@ def _around(builder: BodyBuilder, need: OperandAccess) -> tuple[Any, Any]:
 
 @emits(aten.repeat.default)
 def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """A dimension of size one is repeated as often as the chunk has rows, any other as often as it has copies."""
+    """Repeat a dimension of size one to the chunk's number of rows, and any other by its number of copies."""
     (operand,) = builder.operands(node)
     own = shape_of_node(tensor_operands(node)[0])
     times = [builder.plain(item) for item in bound_arguments(node)["repeats"]]
@@ -233,7 +236,7 @@ def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(aten.native_layer_norm_backward.default)
 def layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """The CPU kernel reads mean and scale as if they were contiguous, which rows of a batch are not."""
+    """Make the statistics contiguous: the CPU kernel assumes it of mean and scale, and rows of a batch are not."""
     args, kwargs = builder.arguments(node)
     statistics = [builder.graph.call_function(aten.contiguous.default, (item,)) for item in args[3:5]]
     return builder.graph.call_function(aten.native_layer_norm_backward.default, (*args[:3], *statistics, *args[5:]), kwargs)
@@ -254,7 +257,7 @@ def grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(ALL_REDUCE)
 def all_reduce(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Begun at once; `async_waits.py` moves the wait to where somebody needs the result."""
+    """Start the reduction at once; `async_waits.py` moves the wait to the first user."""
     (operand,) = builder.operands(node)
     begun = builder.graph.call_function(begin, (operand, *node.args[1:]))
     value, placements = node.meta[VALUE], builder.layout.placements(node)
@@ -264,7 +267,7 @@ def all_reduce(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(ATTENTION)
 def attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """The kernel on the chunk's queries and the keys they see."""
+    """Call the kernel on the chunk's queries and the keys they see."""
     query, key, value, *mask = builder.operands(node)
     return builder.graph.call_function(
         chunked.forward, (query, key, value, *_mask_and_window(builder, node, mask)), _scores(builder, node, mask)
@@ -282,22 +285,23 @@ def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 def _scores(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
-    """What is said of scores: their scale, and whether some may be so large that a mask's finite numbers do not hide them."""
+    """Return the scale of the scores, and whether they may be too large for a mask's finite numbers to hide."""
     scale = {"scale": builder.plain(bound_arguments(node)["scale"])}
     return scale if not mask or node in builder.layout.causality.ordinary else {**scale, "finite_hides": False}
 
 
 def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
-    """(mask, first, window): the mask's part, or, where a mask is exactly a span, how the chunk lies among its keys.
+    """Return (mask, first, window). If the mask is exactly a span, the window replaces it.
 
-    `first` is the position of the first query minus that of the first key; `window` the span's (low, high).
+    `first` is the position of the first query minus the position of the first key; `window` is the span's (low,
+    high).
     """
     layout = builder.layout
     span = layout.span(node)
     is_causal = bound_arguments(node)["is_causal"]
     if node in layout.causality.exact:
         return None, _first_query_less_first_key(builder, node), (span.low, span.high)
-    if is_causal:  # a mask on top of the causal flag
+    if is_causal:  # a mask in addition to the causal flag
         apart = builder.number(_offset(builder, node, N) - _offset(builder, node, M))
         return (mask[0] if mask else None), _first_query_less_first_key(builder, node), (None, apart)
     return (mask[0] if mask else None), None, None
@@ -308,13 +312,13 @@ def _first_query_less_first_key(builder: BodyBuilder, node: fx.Node) -> Any:
 
 
 def _offset(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
-    """The position of row or key number 0; 0 where that axis is not the sequence."""
+    """Return the position of row or key 0; 0 if that axis is not the sequence."""
     layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
     return 0 if layout.axes.sequence_atom(dim) is None else layout.rows(dim).offset
 
 
 def _position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
-    """The position of the first row or key that an attention has in a chunk; 0 where that axis is not the sequence."""
+    """Return the position of a chunk's first row or key in an attention; 0 if that axis is not the sequence."""
     layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
     if layout.axes.sequence_atom(dim) is None:
         return 0

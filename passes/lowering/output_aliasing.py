@@ -1,11 +1,11 @@
-"""Who writes into one value changes no other.
+"""Keep writes to one value from changing another.
 
-A step may write to its inputs, once its forward half has run: what is saved of them for the backward half is a copy.
+A step may write to its inputs after its forward graph: then the backward graph gets a copy of their saved views.
 
     y = x @ codebook;  codebook.mul_(0.9)      saved: clone(t(codebook))
 
-The caller may write to what it is given: autograd adds the next gradient into the last one. Equal operators are one, so that
-two results may be views of one value where those of the trace were not.
+The caller may write to results: autograd accumulates the next gradient into the last one. Common subexpressions are
+merged, so two results may be views of one value although those of the trace were not.
 
     x + a(h) + b(h)      gradients of the biases: view(sum(d)), clone(view(sum(d)))
 """
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def copied_if_written(node: fx.Node) -> fx.Node:
-    """What a forward graph saves of a value: a copy where the value may be written to before it is read."""
+    """Return the node to save for a value: a copy if the value may be written to before the backward graph reads it."""
     if not any(memory.meta.get(MUTATED, False) for memory in memories(node) if memory.op == "placeholder"):
         return node
     first = next(other for other in (node.graph.nodes if node.op == "placeholder" else [node.next]) if other.op != "placeholder")
@@ -35,27 +35,28 @@ def copied_if_written(node: fx.Node) -> fx.Node:
 
 
 def gradients_apart(gradients: Sequence[Any]) -> list[Any]:
-    """Gradients, each in memory that nobody else has, neither another gradient nor what the graph is given."""
-    held, found = set[fx.Node](), list[Any]()
+    """Clone gradients that share memory with another gradient or with an input."""
+    held, results = set[fx.Node](), list[Any]()
     for gradient in gradients:
         if is_tensor(gradient):
             own = memories(gradient)
             if own & held or any(map(_is_given, own)):
                 gradient, own = _copy(gradient), frozenset()
             held |= own
-        found.append(gradient)
-    return found
+        results.append(gradient)
+    return results
 
 
 def results_apart(
     results: Sequence[Any], traced: Sequence[frozenset[str]], saved: Sequence[fx.Node], names: Mapping[fx.Node, str]
 ) -> list[Any]:
-    """Results that share memory with each other, with inputs and with what is saved only where they did so in the trace.
+    """Clone results that share memory with other results, inputs or saved values where the trace did not.
 
-    `traced` has for each result the names of the values that it showed there, `names` those of this graph's values.
+    `traced` has, for each result, the names of the values whose memory it shared in the trace; `names` maps this
+    graph's values to their names.
     """
     kept_for_backward = frozenset[fx.Node]().union(*map(memories, saved))
-    shown, found = dict[fx.Node, frozenset[str]](), list[Any]()
+    shown, separate = dict[fx.Node, frozenset[str]](), list[Any]()
     for result, before in zip(results, traced, strict=True):
         if is_tensor(result):
             own = memories(result)
@@ -63,12 +64,12 @@ def results_apart(
             if any(is_new) or any(shown.get(memory, before) != before for memory in own):
                 result, own = _copy(result), frozenset()
             shown.update(dict.fromkeys(own, before))
-        found.append(result)
-    return found
+        separate.append(result)
+    return separate
 
 
 def _is_given(memory: fx.Node) -> bool:
-    """Whether a value is there before the graph runs, and after it: an input, or a constant of the graph."""
+    """Return whether a value exists before and after the graph runs: an input, or a constant of the graph."""
     return memory.op in ("placeholder", "get_attr")
 
 

@@ -1,4 +1,4 @@
-"""Operators whose rows follow one another: a chunk goes on from what the rows before it, or behind it, have left."""
+"""Lowerings of operators with a carry: a chunk continues from the previous chunk, or from the next in reverse."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ NO_STATES = "a loop over rows goes back through rows that the forward half did n
 
 @emits(*FORWARD, *REVERSE)
 def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """From what the chunks before have left: in this loop, or in one that ran the other way."""
+    """Continue from the carry of earlier chunks: of this loop, or of a loop in the other direction."""
     (dim,) = builder.layout.axes.signatures[node].index
     if builder.layout.demand.roles.get(node, {}).get(dim) is not Role.ROWS:
         return emit_copy(builder, node)
     reverse = node.target in REVERSE
     (rows,) = builder.operands(node)
     dtype = node.meta[VALUE].dtype
-    what = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
+    scan_arguments = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
     before = _rows_before(builder, builder.layout.rows(builder.layout.axes.letters[node][dim]), reverse)
     chunk = builder.number(CHUNK)
     known = builder.outer_states(node)
     if builder.reverse == reverse:
         keeps_states = not reverse and known is None
         carry, states = builder.carry(node, dim, chunked_scans.carry_type(dtype), keeps_states)
-        return builder.graph.call_function(chunked_scans.advance, (*what, carry, before, states, chunk))
+        return builder.graph.call_function(chunked_scans.advance, (*scan_arguments, carry, before, states, chunk))
     if known is None:
         raise FallbackError(node, AGAINST.format(target=node.target))
     states = builder.feed(f"{node.name}_states", Broadcast(), known)
-    return builder.graph.call_function(chunked_scans.resume, (*what, before, states, chunk))
+    return builder.graph.call_function(chunked_scans.resume, (*scan_arguments, before, states, chunk))
 
 
 @emits(UnrolledRecurrence, ChunkedScan, Forward, Backward, Associative, AssociativeBackward)
 def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """From what the chunks before have left; the backward half's from the rows that follow, and the forward half's states."""
+    """Continue from the carry of earlier chunks; in the backward graph, of later chunks and the forward states."""
     run: Recurrence = node.target  # type: ignore[assignment]
     layout, rows = builder.layout, run.axes.rows
     if layout.demand.roles.get(node, {}).get(rows) is not Role.ROWS:
@@ -80,15 +80,20 @@ def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, run: Recurrence) -> fx.Node | None:
-    """The steps of the forward half, where the body makes its rows again anyway: they are not made twice."""
-    again, first = builder.made.get(forward), None if forward is None else forward.target
-    if again is None or not isinstance(first, Recurrence) or again.target != first.resume or not run.goes_on_from(first):
+    """Return the steps of the forward recurrence if the body recomputes its rows anyway, so that they run only once."""
+    recomputed, first = builder.made.get(forward), None if forward is None else forward.target
+    if (
+        recomputed is None
+        or not isinstance(first, Recurrence)
+        or recomputed.target != first.resume
+        or not run.goes_on_from(first)
+    ):
         return None
-    again.target = first.resume_kept
-    return builder.graph.call_function(operator.getitem, (again, -1))
+    recomputed.target = first.resume_kept
+    return builder.graph.call_function(operator.getitem, (recomputed, -1))
 
 
 def _rows_before(builder: BodyBuilder, own: RowRange, reverse: bool) -> fx.Node:
-    """How many of an axis's rows come before those of the chunk, in the direction in which they follow one another."""
-    first = first_in_chunk(own, builder.length)  # there may be no row in the first chunks, or in the last
+    """Return how many rows of an axis come before those of the chunk, in the direction of the scan."""
+    first = first_in_chunk(own, builder.length)  # the first or last chunks may have no row of this axis
     return builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)

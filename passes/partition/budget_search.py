@@ -1,7 +1,8 @@
-"""Which plan is the fastest that stays within the memory budget?
+"""Search for the fastest plan whose peak memory stays within the budget.
 
-What costs no time comes first: large chunks, results of attention kept. Then what costs a little: attention run twice, stages
-between boundaries run again. Each candidate is rewritten and its schedule is simulated, so what is chosen is what will run.
+Candidates that cost no time come first: large chunks, attention results kept. Then come those that cost a little:
+attention recomputed, stages between boundaries recomputed. Each candidate is built and its schedule simulated, so
+the simulated program is the one that runs.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from streamfx.passes.partition.chunk_plan import Plan
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, gradient_bytes, tokens
 from streamfx.passes.partition.interloop_values import InterloopValues
 
-EFFICIENT_TOKENS = 512  # below this a chunk's products are too small to keep a device busy
+EFFICIENT_TOKENS = 512  # below this many tokens, a chunk's products are too small to keep a device busy
 KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MOST_STEPS = 5
-MARGIN = 0.95  # how much of what is left a larger chunk aims at
-WORTHWHILE = 1.25  # chunks that are larger by less are not looked for
-NEAR = 1.03  # an estimate this far above the budget is worth a simulation
+MARGIN = 0.95  # share of the remaining memory that a larger chunk aims at
+WORTHWHILE = 1.25  # the search stops if chunks would grow by less than this factor
+NEAR = 1.03  # an estimate up to this factor above the budget is worth a simulation
 
 
 @dataclass(frozen=True)
 class BudgetSearch:
-    """`rewrite` writes the program of a plan, to be simulated."""
+    """Applies the search; `rewrite` builds the program of a plan, which is then simulated."""
 
     name: ClassVar[str] = "fit"
     options: Options
@@ -62,7 +63,7 @@ class BudgetSearch:
                     return search.best()
             except OverBudgetError as error:
                 refused = error
-            except Exception as error:  # lengths that the graph is not for: beyond a table of positions, say
+            except Exception as error:  # the graph does not support these lengths: they exceed a position table, for example
                 if lengths == now:
                     raise
                 log.info("it is not known what a plan for %s takes: %s", lengths, told(error))
@@ -70,13 +71,13 @@ class BudgetSearch:
 
 
 def held_bytes(graph: fx.Graph, but_for: Collection[fx.Node] = ()) -> int:
-    """Bytes of parameters and inputs."""
-    given = (node for node in graph.find_nodes(op="placeholder") if node not in but_for)
-    return sum(bytes_like(node.meta[VALUE]) for node in given if VALUE in node.meta)
+    """Return the bytes of parameters and inputs."""
+    inputs = (node for node in graph.find_nodes(op="placeholder") if node not in but_for)
+    return sum(bytes_like(node.meta[VALUE]) for node in inputs if VALUE in node.meta)
 
 
 def kept_bytes(facts: Facts) -> int:
-    """Bytes of what a plan keeps on the device beside the outputs of stages."""
+    """Return the bytes that a plan keeps on the device in addition to stage outputs."""
     waiting = {node for nodes in facts.plan.offloaded for node in nodes}
     return sum(bytes_like(node.meta[VALUE]) for nodes in facts.plan.kept for node in nodes if node not in waiting)
 
@@ -93,10 +94,10 @@ class _BudgetSearch:
     plans: dict[Candidate, Facts] = field(default_factory=dict)
 
     def best(self) -> Facts:
-        """The facts of the fastest candidate that fits with chunks of a good size; else of the first that fits with small ones.
+        """Return the fastest candidate that fits with chunks of a good size, or else the first with small chunks.
 
-        Each candidate keeps less than the one before it, which leaves room for larger chunks: one that fits is taken, unless the
-        next one is faster.
+        Each candidate keeps less than the previous one, which leaves room for larger chunks: the first one that fits
+        is chosen, unless the next one is faster.
         """
         fallback: tuple[Candidate, Facts] | None = None
         found: tuple[float, Facts, int | None] | None = None
@@ -125,17 +126,15 @@ class _BudgetSearch:
         return self.chosen(facts, self.between(candidate, known(facts.program)))
 
     def seconds(self, cost: Cost) -> float:
-        """About how long a step takes, with element-wise work fused."""
+        """Estimate the duration of a step with fused element-wise operators."""
         work = cost.work.compiled
         return rates_of(device_of(self.facts.joint.graph)).seconds(work.flops, work.moved + work.total_bytes, work.launches)
 
-    # -- candidates
-
     def candidates(self) -> Iterator[Candidate]:
-        """What the options leave open, the fastest first; those that cannot fit by far are left out."""
+        """Yield the combinations that the options allow, the fastest first; skip those that clearly cannot fit."""
         count = len(self.facts.stages)
         save = self.least if self.options.save == "auto" else self.options.save
-        if InterloopValues(self.facts).exchanges:  # what ranks exchange, and when, must not follow from one rank's bytes
+        if InterloopValues(self.facts).exchanges:  # one rank's bytes must not decide about exchanges between ranks
             yield Candidate(save, 1 if self.options.keep_every == "auto" else self.options.keep_every)
             return
         every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
@@ -149,26 +148,26 @@ class _BudgetSearch:
                 yield candidate
 
     def keeping_more(self, every: int) -> Iterator[Candidate]:
-        """Those that keep more than they have to and may fit, the most first."""
+        """Yield candidates that keep more than required and may fit, those that keep the most first."""
         program = known(self.facts.program)
         base = self.simulate(Candidate(self.least, every), program, self.working_sets(program)[1])
-        found: dict[Any, Candidate] = {}
+        by_kept: dict[Any, Candidate] = {}
         for level in SAVE_LEVELS[SAVE_LEVELS.index(self.least) + 1 :]:
             candidate = Candidate(level, every)
             planned = self.planned(candidate)
             if base.peak + kept_bytes(planned) <= self.left * NEAR:
-                found.setdefault(planned.plan.kept, candidate)
-        yield from [candidate for kept, candidate in found.items() if any(kept)][::-1]
+                by_kept.setdefault(planned.plan.kept, candidate)
+        yield from [candidate for kept, candidate in by_kept.items() if any(kept)][::-1]
 
     def estimate(self, candidate: Candidate, count: int) -> int:
-        """About what the peak would be with fewer boundaries, from that with all of them."""
+        """Estimate the peak with fewer boundaries from the peak with all of them."""
         cost, k = self.smallest, candidate.keep_every
         kept = min(1, 1 / k + (k - 1) / max(count, 1))
         return int(cost.peak - cost.peak_terms.get(STAGE_INPUTS, 0) * (1 - kept))
 
     @property
     def smallest(self) -> Cost:
-        """The cost of what was simulated with the smallest peak."""
+        """The simulated cost with the smallest peak."""
         return min((cost for _, cost in self.costs), key=lambda cost: cost.peak)
 
     @property
@@ -185,7 +184,7 @@ class _BudgetSearch:
 
     @cached_property
     def chunk_sizes(self) -> tuple[ChunkSize, ...]:
-        """What chunks are made of; no candidate changes it."""
+        """Chunk sizes before a working set is chosen; the same for all candidates."""
         return chunk_sizes(self.facts, self.options)
 
     def rewritten(self, candidate: Candidate) -> Facts:
@@ -193,19 +192,17 @@ class _BudgetSearch:
         own, other = self.facts.plan, planned.plan
         return self.facts if (own.kept, own.dropped) == (other.kept, other.dropped) else self.rewrite(planned)
 
-    # -- sizes of chunks
-
     @property
     def held(self) -> int:
         return held_bytes(known(self.facts.program).forward.graph)
 
     @property
     def left(self) -> int:
-        """What parameters and inputs leave of the budget."""
+        """Bytes of the budget that parameters and inputs leave."""
         return self.budget - self.held
 
     def working_sets(self, program: Program) -> tuple[int | None, int | None]:
-        """Bytes of a chunk's work at which chunks are as small as makes sense, and of a good size; None where sizes are given."""
+        """Return working sets in bytes for the smallest sensible and for good chunk sizes; None if sizes are fixed."""
         automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
         if not automatic:
             return None, None
@@ -218,7 +215,7 @@ class _BudgetSearch:
         return sequence_length(self.facts) or 1
 
     def enlarged(self, candidate: Candidate, program: Program, size: int | None, cost: Cost) -> int | None:
-        """The largest chunks that fit, starting from some that do."""
+        """Return the largest working set that fits, starting from one that does."""
         if size is None:
             return None
         automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
@@ -227,18 +224,18 @@ class _BudgetSearch:
         for _ in range(MOST_STEPS):
             work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
             aim = low + int(MARGIN * (self.left - cost.peak) * low / work)
-            tried = aim if aim < high else math.isqrt(low * high) if has_failed else high
-            if tried < low * WORTHWHILE:
+            trial = aim if aim < high else math.isqrt(low * high) if has_failed else high
+            if trial < low * WORTHWHILE:
                 break
-            found = self.simulate(candidate, program, tried)
-            if found.peak <= self.left:
-                low, cost = tried, found
+            larger = self.simulate(candidate, program, trial)
+            if larger.peak <= self.left:
+                low, cost = trial, larger
             else:
-                high, has_failed = tried, True
+                high, has_failed = trial, True
         return low
 
     def between(self, candidate: Candidate, program: Program) -> int:
-        """The largest chunks that fit, of those that are smaller than good."""
+        """Return the largest working set that fits and is below the good size."""
         low, high = self.working_sets(program)
         assert low is not None and high is not None
         while high > 2 * low:
@@ -250,7 +247,7 @@ class _BudgetSearch:
         return low
 
     def simulate(self, candidate: Candidate, program: Program, working_set: int | None) -> Cost:
-        """What a step costs with a program, in chunks of this working set; each is simulated once."""
+        """Simulate a step with chunks of this working set, and cache the cost."""
         set_working_set(program, working_set)
         before = next((cost for tried, cost in self.costs if tried == (candidate, working_set)), None)
         if before is not None:
@@ -265,7 +262,7 @@ class _BudgetSearch:
         return cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
 
     def chosen(self, facts: Facts, working_set: int | None) -> Facts:
-        """The facts with the plan as it was decided on: chunks of a working set, and the lengths that it holds for."""
+        """Return the facts with the chosen plan: its working set, and the lengths for which it holds."""
         program, plan, found = known(facts.program), facts.plan, facts.lengths
         set_working_set(program, working_set)
         plan = replace(plan, chunk_sizes=tuple(with_working_set(size, working_set) for size in plan.chunk_sizes))
@@ -276,13 +273,13 @@ class _BudgetSearch:
         return replace(facts, found_plan=plan, lengths=found, fitting=SearchTrace(self.budget, tuple(self.tried)))
 
     def still_fits(self, program: Program, longer: Lengths) -> bool:
-        """Whether a program that fits does so for longer sequences, too, in chunks of about as many rows."""
+        """Return whether a program that fits also fits longer sequences, with about as many rows per chunk."""
         rows = zip(rows_of_chunks(program, longer), rows_of_chunks(program, self.lengths), strict=True)
         return all(2 * then >= now for then, now in rows) and self.cost(program).peak <= self.left
 
 
 def rows_of_chunks(program: Program, lengths: Lengths) -> list[int]:
-    """Rows per chunk of the loops that choose them by themselves."""
+    """Return the rows per chunk of loops with automatic chunk sizes."""
     chunks = [loop.spec for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
     return [
         spec.chunk_size.rows(*map(lengths.number, (spec.length, spec.chunk_size.row_bytes, spec.chunk_size.stream_bytes)))
@@ -291,7 +288,7 @@ def rows_of_chunks(program: Program, lengths: Lengths) -> list[int]:
 
 
 def set_most_rows(program: Program, lengths: Lengths) -> None:
-    """Let chunks of shorter sequences have no more rows than those for which the program was simulated."""
+    """Limit chunks of shorter sequences to the chunk size for which the program was simulated."""
     rows = iter(rows_of_chunks(program, lengths))
     for loop in program.loops:
         if isinstance(loop.spec.chunk_size, AutoChunk):
@@ -303,7 +300,7 @@ def with_working_set(size: Any, working_set: int | None) -> Any:
 
 
 def set_working_set(program: Program, working_set: int | None) -> None:
-    """Let the chunks of all loops take about so many bytes of work."""
+    """Set the working set, in bytes, of all loops with automatic chunk sizes."""
     for loop in program.loops:
         loop.spec = replace(loop.spec, chunk_size=with_working_set(loop.spec.chunk_size, working_set))
 

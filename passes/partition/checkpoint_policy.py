@@ -1,12 +1,12 @@
-"""Which values does a stage keep for the backward half, which would compute them a second time?
+"""Select the values that a stage keeps so that the backward graph does not recompute them.
 
-Each level keeps what the ones before it keep:
+Each level includes the previous ones:
 
-* inputs: nothing beside what enters the stage, or the first layer where it is a sum over ranks;
-* attention: results and log-sum-exps of fused attention, and what is made between loops (`between.py`);
-* projections: results of the products up to the narrowest place after the attention, and what is alive there. On most
-  decoders these are queries, keys and values as their products make them, and the residual stream between attention and MLP;
-* products: results of all products: what is left to the backward half is element by element.
+* inputs: only the stage's inputs, and the first layer's input if it is a sum over ranks;
+* attention: results and log-sum-exps of fused attention, and values computed between loops (`interloop_values.py`);
+* projections: results of products before the narrowest point after attention, and the values alive there. In most
+  decoders these are the results of the query, key and value projections, and the residual stream before the MLP;
+* products: results of all products, so that the backward graph recomputes element-wise operators only.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from streamfx.passes.ops.traits import is_expensive
 
 
 def kept_values(stage: Stage, facts: Facts, level: str) -> tuple[fx.Node, ...]:
-    """The values of a stage that are kept at a level, beside its outputs."""
+    """Return the values of a stage that are kept at a level, in addition to its outputs."""
     number = SAVE_LEVELS.index(level)
-    if stage.gradient_in_forward:  # there is nothing left to do in the backward half
+    if stage.gradient_in_forward:  # the backward graph has nothing left to compute here
         return ()
     saving = _Saving(stage, facts)
     kept = saving.entering() if stage is facts.stages[0] else []
@@ -39,7 +39,7 @@ def kept_values(stage: Stage, facts: Facts, level: str) -> tuple[fx.Node, ...]:
         kept += [node for node in saving.made_again(kept) if node in alive]
         last = len(stage.forward) if level == "products" else place
         early = [node for node in saving.made_again(kept) if saving.position[node] <= last]
-        kept += [node for node in early if is_reduced_over_ranks(node)]  # then nobody asks for the products that they are made of
+        kept += [node for node in early if is_reduced_over_ranks(node)]  # so the products before the reduction are not needed
         kept += [node for node in saving.made_again(kept) if is_expensive(node) and saving.position[node] <= last]
     return tuple(sorted(dict.fromkeys(kept), key=saving.position.__getitem__))
 
@@ -53,7 +53,7 @@ class _Saving:
         return is_tensor(node) and node not in self.axes.static and self.demand.form(node) is StorageClass.ROWS
 
     def is_rows(self, node: fx.Node) -> bool:
-        """Whether a value of the stage is made row by row, and can be kept so."""
+        """Return whether the stage computes this value row by row, so that it can be kept that way."""
         return node in self.position and node not in self.stage.outputs and self.has_rows(node)
 
     def is_attention(self, node: fx.Node) -> bool:
@@ -61,30 +61,30 @@ class _Saving:
         return signature is not None and bool(signature.keys)
 
     def entering(self) -> list[fx.Node]:
-        """What is reduced over ranks in front of the first attention: where the embedding is cut, what enters the first layer."""
+        """Return sums over ranks before the first attention: with a sharded embedding, the first layer's input."""
         attentions = [i for node, i in self.position.items() if node in self.spans and node not in self.axes.static]
         first = min(attentions, default=0)
         return [node for node in self.made_again(()) if is_reduced_over_ranks(node) and self.position[node] < first]
 
     def attention_results(self) -> list[fx.Node]:
-        """Results of fused attention that are used outside of the stage's forward half."""
+        """Return results of fused attention that are used outside the stage's forward graph."""
         results = [node for node in self.stage.forward if node.target is operator.getitem and self.is_attention(node.args[0])]  # type: ignore[arg-type]
         return [node for node in results if any(user not in self.position for user in node.users)]
 
     def made_again(self, kept: Iterable[fx.Node]) -> list[fx.Node]:
-        """The rows that the backward half computes again when these are kept."""
+        """Return the sequence-shaped values that the backward graph recomputes if `kept` is kept."""
         there = {*kept, *self.stage.outputs}
         todo = [source for node in self.stage.backward for source in node.all_input_nodes]
-        found: set[fx.Node] = set()
+        recomputed: set[fx.Node] = set()
         while todo:
             node = todo.pop()
-            if node in self.position and node not in there and node not in found:
-                found.add(node)
+            if node in self.position and node not in there and node not in recomputed:
+                recomputed.add(node)
                 todo += node.all_input_nodes
-        return [node for node in self.stage.forward if node in found and self.is_rows(node)]
+        return [node for node in self.stage.forward if node in recomputed and self.is_rows(node)]
 
     def narrowest(self) -> tuple[int, Collection[fx.Node]]:
-        """Where between the last attention and the last product the fewest bytes are alive, and what."""
+        """Return the point after attention and before the last product with the fewest live bytes, and these values."""
         attentions = [i for node, i in self.position.items() if node in self.spans and node not in self.axes.static]
         products = [i for node, i in self.position.items() if is_expensive(node)]
         if not attentions or not products:
@@ -95,11 +95,11 @@ class _Saving:
         return best, alive[best] if best >= 0 else ()
 
     def alive(self) -> list[set[fx.Node]]:
-        """Rows that the rest of the stage uses, after each position; those that enter the stage included."""
-        wanted = set(self.stage.outputs)
-        found: list[set[fx.Node]] = []
+        """Return, for each position, the sequence-shaped values that later operators of the stage read."""
+        live = set(self.stage.outputs)
+        by_position: list[set[fx.Node]] = []
         for node in reversed(self.stage.forward):
-            found.append({item for item in wanted if self.has_rows(item)})
-            wanted.discard(node)
-            wanted |= set(node.all_input_nodes)
-        return found[::-1]
+            by_position.append({item for item in live if self.has_rows(item)})
+            live.discard(node)
+            live |= set(node.all_input_nodes)
+        return by_position[::-1]

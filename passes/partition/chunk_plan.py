@@ -1,4 +1,4 @@
-"""How large is a chunk, and what is kept from the forward half?"""
+"""Choose each stage's chunk size and the forward values that it keeps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from streamfx.passes.partition.checkpoint_policy import kept_values
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, model_bytes
 from streamfx.passes.partition.interloop_values import InterloopValues
 
-SMALL = 0.5  # of the bytes of a model and its gradients: so much may be kept for speed where no budget is given
+SMALL = 0.5  # share of the bytes of the model and its gradients: without a budget, up to this much is kept for speed
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows of chunks are found anew, unless they are given: those that others have found from the same facts and options."""
+    """Compute chunk sizes, unless they are passed in: then they were computed from the same facts and options."""
 
     name: ClassVar[str] = "plan"
     options: Options
@@ -45,23 +45,27 @@ class Plan:
         return replace(facts, found_plan=plan, lengths=lengths or facts.lengths)
 
     def narrow(self, facts: Facts) -> frozenset[fx.Node]:
-        """Sums that grow in their own type where that is asked for: those of gradients. Values are rounded once, as in eager."""
+        """Return sums to accumulate in their own dtype, if the options ask for it: gradients only.
+
+        Forward values are rounded once, as in eager.
+        """
         if self.options.accumulate == "float32":
             return frozenset()
         return frozenset(facts.joint.nodes) - facts.joint.forward
 
     def lengths(self, kept: Sequence[Sequence[fx.Node]], facts: Facts) -> Lengths | None:
-        """The longest lengths for which what is kept is small, where it is kept for that; None where nothing depends on them."""
+        """Return the longest lengths for which the kept values stay small; None if lengths do not matter."""
         now = Lengths.now(facts.joint.graph)
         if not now or not any(kept) or self.options.save != "auto" or self.options.offload == "attention":
             return None
         return now.furthest(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(1, *now.numbers.values())))
 
     def kept(self, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
-        """What each stage keeps; if it is left open, what is offloaded, and without a budget results of attention while they are
-        small.
+        """Return the values that each stage keeps.
 
-        Not if ranks run collectives: their sequences may differ in length, and what they gather, and when, must not.
+        If `save` is "auto", keep the offloaded values, and without a budget also attention results while they are
+        small. With collectives, size does not decide: sequences may differ in length between ranks, but which
+        values are gathered, and when, must not.
         """
         if self.options.save != "auto":
             return self._at(self.options.save, facts, between)
@@ -71,16 +75,16 @@ class Plan:
         return results if keeps or least == "attention" else self._at(least, facts, between)
 
     def _at(self, level: str, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
-        """What each stage keeps at a level of `save`."""
+        """Return the values that each stage keeps at a level of `save`."""
         own = tuple(kept_values(stage, facts, level) for stage in facts.stages)
         if level == "inputs":
             return own
-        beside = between.asked_for(facts.stages, own)
-        return tuple((*nodes, *others) for nodes, others in zip(own, beside, strict=True))
+        extra = between.asked_for(facts.stages, own)
+        return tuple((*nodes, *more) for nodes, more in zip(own, extra, strict=True))
 
     def offloaded(self, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
-        """Values that wait on the host if they are kept: rows at the cuts, and what is kept at the level of `save` that `offload`
-        names. Results that the caller gets stay on the device.
+        """Return values that are offloaded to the host if they are kept: sequence-shaped values at cuts, and the
+        values that the `save` level named by `offload` keeps. Graph outputs stay on the device.
         """
         if self.options.offload == "none":
             return ()
@@ -92,7 +96,7 @@ class Plan:
         )
 
     def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
-        """Values at the cuts that are not boundaries: those that nobody but the next stage asks for."""
+        """Return values at the cuts that are not boundaries and that only the next stage reads."""
         every = 1 if self.options.keep_every == "auto" else self.options.keep_every
         stages = facts.stages
         if every == 1 or not any(is_tensor(node) for node in facts.joint.gradients if isinstance(node, fx.Node)):
@@ -106,13 +110,13 @@ class Plan:
 
 
 def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
-    """Whether values take little memory beside the model and its gradients."""
+    """Return whether the values are small compared to the model and its gradients."""
     has_gradients = any(isinstance(node, fx.Node) for node in facts.joint.gradients)
     return has_gradients and sum(bytes_like(node.meta[VALUE]) for nodes in kept for node in nodes) <= SMALL * model_bytes(facts)
 
 
 def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
-    """Whether a stage's output is rows that only it and the next stage use."""
+    """Return whether only a stage and its successor use this sequence-shaped output."""
     own, following = facts.stages[number : number + 2]
     near = {*own.forward, *own.backward, *following.forward, *following.backward}
     return (

@@ -1,9 +1,9 @@
-"""How many rows has a chunk of a stage?
+"""Compute the number of query positions in a chunk of each stage.
 
-A chunk costs time whatever its size: totals of sums over chunks are read and written once more, keys and values before it are
-read again, operators are launched. Further rows in a chunk are worth having until that is a small share of the time of its
-products. What a chunk's work takes is memory, though: it may be about as large as one value at a cut is anyway, or, where
-it saves time, a small share of what the step holds whatever chunks are.
+A chunk has a fixed cost: it reads and writes accumulators once more, rereads the keys and values before it, and
+launches kernels. Enlarging chunks pays until this cost is a small share of the time of the chunk's products. But a
+chunk's intermediate values take memory: they may take about as many bytes as one value at a cut, or, if that saves
+time, a small share of the bytes that the step holds independently of chunk size.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from streamfx.passes.ops.collectives import is_reduced_over_ranks
 from streamfx.passes.ops.traits import is_expensive, is_moved_elements
 from streamfx.torch_private.symbolic_sizes import size_hint
 
-ALIVE_TOGETHER = 3  # of the values that a chunk's body makes, about one in so many is alive at its peak
-BYTES_OF_A_CALL = 1 << 20  # with fewer, a reduction over ranks takes about as long as with none
-OVERHEAD = 0.01  # of the time of a chunk's products, what else it costs is small
-TOTAL = 8  # bytes moved when a number is added to a total in float32
+ALIVE_TOGETHER = 3  # about one in this many values of a loop body is alive at its peak
+BYTES_OF_A_CALL = 1 << 20  # with fewer bytes, a reduction over ranks is latency bound
+OVERHEAD = 0.01  # share of the time of a chunk's products: a fixed cost below it is small
+TOTAL = 8  # bytes moved to add one number to a float32 accumulator
 
 
 def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
-    """For each stage the rows asked for; if that is left open, what they follow from."""
+    """Return the requested chunk size of each stage, or the quantities that determine it if it is automatic."""
     granule = known(facts.axes.sequence).granule
     stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)
     rates, held, cuts = rates_of(device_of(facts.joint.graph)), model_bytes(facts), len(facts.stages)
@@ -58,14 +58,14 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
 
 
 def is_loss_stage(stage: Stage, facts: Facts) -> bool:
-    """Whether a stage has no attention and sums over the sequence: the head and the loss."""
+    """Return whether a stage has no attention and sums over the sequence: the head and the loss."""
     forms = [form for node in stage.forward for form in facts.demand.forms.get(node, ())]
     has_keys = any(node in facts.causality.spans for node in stage.forward)
     return StorageClass.SUM in forms and not has_keys
 
 
 def tokens(facts: Facts) -> int:
-    """Rows of the sequence in the whole batch, as far as a value at a cut tells: its elements over those of one row."""
+    """Return the number of tokens in the batch: elements of a value at a cut, without its last dimension."""
     axes = facts.axes
     outputs = [node for stage in facts.stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
     sizes = [node.meta[VALUE].shape for node in outputs]
@@ -77,7 +77,7 @@ def _length(facts: Facts) -> int:
 
 
 def worthwhile_rows(stage: Stage, facts: Facts, rates: Rates) -> int:
-    """Rows of a chunk beyond which larger ones save little time; the forward half runs once more before the backward half."""
+    """Return the chunk size beyond which larger chunks save little time; the forward graph counts twice."""
     flops = 2 * _flops(stage.forward) + _flops(stage.backward)
     launches = 2 * sum(map(_computes, stage.forward)) + sum(map(_computes, stage.backward))
     overhead = rates.seconds(moved=_moved_by_a_chunk(stage, facts), launches=launches)
@@ -86,20 +86,20 @@ def worthwhile_rows(stage: Stage, facts: Facts, rates: Rates) -> int:
 
 
 def rows_of_a_call(stage: Stage, facts: Facts) -> int:
-    """Rows with which each reduction over ranks moves enough bytes that its latency does not count; 0 where there is none."""
+    """Return the chunk size at which no reduction over ranks is latency bound; 0 without reductions."""
     nodes = [node for node in (*stage.forward, *stage.backward) if is_reduced_over_ranks(node)]
     rows = [-(-BYTES_OF_A_CALL * _length(facts) // max(bytes_like(node.meta[VALUE]), 1)) for node in nodes]
     return max((own for node, own in zip(nodes, rows, strict=True) if facts.demand.form(node) is StorageClass.ROWS), default=0)
 
 
 def model_bytes(facts: Facts) -> int:
-    """Bytes that a step holds whatever its chunks are, beside the values at cuts: what it is given, and gradients."""
-    given = sum(bytes_like(node.meta.get(VALUE)) for node in facts.joint.sources)
-    return given + gradient_bytes(facts.joint.gradients)
+    """Return the bytes that a step holds at any chunk size, apart from values at cuts: inputs and gradients."""
+    inputs = sum(bytes_like(node.meta.get(VALUE)) for node in facts.joint.sources)
+    return inputs + gradient_bytes(facts.joint.gradients)
 
 
 def gradient_bytes(gradients: Iterable[Any]) -> int:
-    """Bytes of those gradients that are asked for."""
+    """Return the bytes of the requested gradients."""
     return sum(bytes_like(node.meta.get(VALUE)) for node in gradients if isinstance(node, fx.Node))
 
 
@@ -112,9 +112,9 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _moved_by_a_chunk(stage: Stage, facts: Facts) -> int:
-    """Bytes that a chunk reads and writes for the sake of others: totals, and keys and values that earlier chunks have made.
+    """Return the bytes that a chunk moves beyond its own rows: accumulators, and keys and values of earlier chunks.
 
-    About half of the keys lie before a chunk.
+    On average, half of the keys come before a chunk.
     """
     demand, moved = facts.demand, 0
     for node in (*stage.forward, *stage.backward):
@@ -126,7 +126,7 @@ def _moved_by_a_chunk(stage: Stage, facts: Facts) -> int:
 
 
 def _keys_of(node: fx.Node, facts: Facts) -> Iterable[fx.Node]:
-    """Operands of which an operator reads the rows that a chunk's queries see."""
+    """Return the operands whose key positions an operator reads."""
     axes, demand = facts.axes, facts.demand
     keys = {letter for letter, role in demand.roles.get(node, {}).items() if role is Role.KEYS}
     if not keys or node not in axes.signatures:
@@ -137,7 +137,7 @@ def _keys_of(node: fx.Node, facts: Facts) -> Iterable[fx.Node]:
 
 
 def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
-    """Bytes that one row of the sequence takes in all values that `nodes` make by rows; scores have all keys in a row."""
+    """Return the bytes per sequence position of sequence-shaped values among `nodes`; scores have all keys."""
     demand = facts.demand
     total: Size = 0
     for node in nodes:
@@ -147,7 +147,7 @@ def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
 
 
 def _told(size: Size, facts: Facts) -> Size:
-    """A size with some number for what is counted on the way, as turns of a loop are: rows of a chunk are chosen before."""
+    """Substitute hints for symbols that are known only at run time, such as loop counts."""
     late = free_symbols([size]) - input_symbols(facts.joint)
     return size if isinstance(size, int) or not late else simplified(size.subs({symbol: numeric(symbol) for symbol in late}))
 

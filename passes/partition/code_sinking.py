@@ -1,13 +1,13 @@
-"""Large values that wait for another model's layers are made after those layers.
+"""Move operators with large results past another model's layers, to the first use of these results.
 
-A step may call one model after the other, and what the first has made last is used beside what the second makes last:
+A step may run two models one after the other and use the last values of both together:
 
-    logits = head(hidden); others = teacher(ids); kl(logits, others)    logits [b t v] would be alive at all cuts of the teacher
+    logits = head(hidden); others = teacher(ids); kl(logits, others)    logits [b t v] is alive at all cuts of the teacher
     others = teacher(ids); logits = head(hidden); kl(logits, others)    hidden [b t d] is
 
-Between two attentions, operators that lead to no attention and hang together move behind the attentions that follow, to where
-their results are used first: all after the place among them where the fewest bytes are alive. Where that is their end (sums, a
-number per row), nothing moves.
+Between two attentions, connected groups of operators that lead to no attention move after the following attentions,
+to the first use of their results. A group is split where the fewest bytes are alive, and only the second part
+moves. If that point is the end of the group (a sum, a number per token), nothing moves.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from streamfx.passes.ops.traits import is_expensive
 
 
 def sunk(nodes: Sequence[fx.Node], starts: Sequence[int], bytes_of: Callable[[fx.Node], int]) -> list[fx.Node]:
-    """The nodes of the forward half in an order that leaves less alive at attentions.
+    """Reorder the forward graph so that fewer bytes are alive at attentions.
 
-    `starts` are the positions where attentions begin, `bytes_of` the bytes of a value made by rows and 0 for all others.
+    `starts` are the positions where attentions begin. `bytes_of` returns the bytes of a sequence-shaped value, and
+    0 for others.
     """
     if len(starts) < 2:
         return list(nodes)
@@ -49,22 +50,22 @@ def sunk(nodes: Sequence[fx.Node], starts: Sequence[int], bytes_of: Callable[[fx
 
 
 def _movable(nodes: Sequence[fx.Node], attentions: set[fx.Node], bytes_of: Callable[[fx.Node], int]) -> set[fx.Node]:
-    """Values made by rows, and what is made of them, as far as they lead to no attention."""
+    """Return sequence-shaped values, and their descendants, that lead to no attention."""
     leading = set(attentions)
     for node in reversed(nodes):
         if any(user in leading for user in node.users):
             leading.add(node)
-    found: set[fx.Node] = set()
+    movable: set[fx.Node] = set()
     for node in nodes:
         is_part = node.target is operator.getitem
         made_by_rows = bool(bytes_of(node)) or any(bytes_of(user) for user in node.users if user.target is operator.getitem)
-        if node not in leading and ((made_by_rows and not is_part) or any(source in found for source in node.all_input_nodes)):
-            found.add(node)
-    return found
+        if node not in leading and ((made_by_rows and not is_part) or any(source in movable for source in node.all_input_nodes)):
+            movable.add(node)
+    return movable
 
 
 def _groups(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """The nodes by what hangs together as operands and results; each group in order."""
+    """Group nodes into connected components of the def-use graph, in order."""
     groups: list[list[fx.Node]] = []
     for node in nodes:
         sources = set(node.all_input_nodes)
@@ -77,16 +78,16 @@ def _groups(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
 def _suffix(
     group: Sequence[fx.Node], number: int, segment_of: dict[fx.Node, int], bytes_of: Callable[[fx.Node], int]
 ) -> list[fx.Node]:
-    """The part of a group after which, or before which, the fewest bytes have to wait."""
+    """Split a group where the fewest bytes stay alive, and return the second part."""
     products = [0, *accumulate(is_expensive(node) for node in group)]
 
     def waiting(place: int) -> float:
         before, after = set(group[:place]), set(group[place:])
         if any(node.target is operator.getitem and node.args[0] in before for node in after):
             return float("inf")
-        left = sum(bytes_of(node) for node in before if any(user not in before for user in node.users))
+        crossing = sum(bytes_of(node) for node in before if any(user not in before for user in node.users))
         read = {source for node in after for source in node.all_input_nodes} - set(group)
-        return left + sum(bytes_of(node) for node in read if not _waits_anyway(node, number, segment_of))
+        return crossing + sum(bytes_of(node) for node in read if not _waits_anyway(node, number, segment_of))
 
     place = min(range(len(group) + 1), key=lambda place: (waiting(place), -products[place], place))
     return list(group[place:])

@@ -1,6 +1,6 @@
-"""The ones that drive a gradient in the forward half, and the products that scale it in the backward half.
+"""Write the ones that replace a tangent in the forward graph, and the products that scale gradients.
 
-Operators that are written after their axes and forms have been found come with these facts.
+These operators are written after the analyses have run, so this module also records their axes and storage classes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 class Scaling:
-    """Writes into a joint graph; `axes` and `demand` then know what was written."""
+    """Writes into a joint graph, and records the new nodes in `axes` and `demand`."""
 
     def __init__(self, facts: Facts) -> None:
         self.axes: AxisFacts = replace(
@@ -38,7 +38,7 @@ class Scaling:
         self.made: list[fx.Node] = []
 
     def ones_like(self, driver: fx.Node, before: fx.Node) -> list[fx.Node]:
-        """Ones of a driver's shape, made of nothing else of it; they come last."""
+        """Write ones of the driver's shape before `before`, from its sizes alone; the ones are the last node."""
         self.made, value = [], driver.meta[VALUE]
         sizes = self._sizes(driver, self.writer.before(before))
         ones = self.writer.call(aten.full.default, sizes, 1.0, dtype=value.dtype, device=value.device)
@@ -46,15 +46,15 @@ class Scaling:
         return self.made
 
     def product(self, gradient: fx.Node, driver: fx.Node, selection: RowMask | None = None) -> list[fx.Node]:
-        """The gradient times its driver, in the gradient's type; what is handed on comes last."""
+        """Multiply the gradient by its driver, in the gradient's dtype; the product is the last node returned."""
         self.made = []
         self.writer.before(gradient.next)
         dtype, alignment = gradient.meta[VALUE].dtype, aligned(self.shape(driver), self.shape(gradient))
         assert alignment is not None
-        wide, letters = self._split(gradient, driver, alignment), self._letters(alignment.shape)
+        reshaped, letters = self._split(gradient, driver, alignment), self._letters(alignment.shape)
         factor = self._factor(driver, alignment, selection)
         along = tuple(own if place is not None else () for own, place in zip(letters, alignment.places, strict=True))
-        scaled = self.writer.call(aten.mul.Tensor, wide, factor)
+        scaled = self.writer.call(aten.mul.Tensor, reshaped, factor)
         self._known(scaled, (letters, along if self.shape(factor) else ()), letters, alignment.shape)
         if scaled.meta[VALUE].dtype != dtype:
             scaled = self.writer.call(aten._to_copy.default, scaled, dtype=dtype)
@@ -65,7 +65,7 @@ class Scaling:
         return self.made
 
     def _split(self, gradient: fx.Node, driver: fx.Node, alignment: Alignment) -> fx.Node:
-        """The gradient with its driver's dimensions apart from all others."""
+        """Reshape the gradient so that the driver's dimensions are separate from all others."""
         if not alignment.is_split:
             return gradient
         own, of_driver = self._sizes(gradient), self._sizes(driver)
@@ -82,51 +82,51 @@ class Scaling:
         return [-1 if len(dims) > 1 else size for size, dims in zip(self._sizes(gradient), alignment.dims, strict=True)]
 
     def _factor(self, driver: fx.Node, alignment: Alignment, selection: RowMask | None) -> fx.Node:
-        """The driver with a dimension where the gradient has its axes, and of size one elsewhere; a plain number as it is."""
-        own = self.shape(driver)
-        if singles := [i for i, dim in enumerate(own) if not dim]:
-            wide = tuple(dim for dim in own if dim)
-            remaining = iter(self._letters(wide))
-            operand = tuple(next(remaining) if dim else () for dim in own)
-            driver = self._known(self.writer.call(aten.squeeze.dims, driver, singles), (operand,), self._letters(wide), wide)
-            own = wide
+        """Broadcast the driver to the gradient's dimensions, with size one for other axes; a scalar stays a scalar."""
+        shape = self.shape(driver)
+        if singles := [i for i, dim in enumerate(shape) if not dim]:
+            reduced = tuple(dim for dim in shape if dim)
+            remaining = iter(self._letters(reduced))
+            operand = tuple(next(remaining) if dim else () for dim in shape)
+            driver = self._known(
+                self.writer.call(aten.squeeze.dims, driver, singles), (operand,), self._letters(reduced), reduced
+            )
+            shape = reduced
         if selection is not None:
-            letters = self._letters(own)
-            cleared = self.writer.call(aten.masked_fill.Scalar, driver, self._unselected(selection, own), 0)
-            driver = self._known(cleared, (letters, letters), letters, own)
-        for i, place in enumerate(alignment.places) if own else ():
+            letters = self._letters(shape)
+            cleared = self.writer.call(aten.masked_fill.Scalar, driver, self._unselected(selection, shape), 0)
+            driver = self._known(cleared, (letters, letters), letters, shape)
+        for i, place in enumerate(alignment.places) if shape else ():
             if place is None:
-                wide = (*own[:i], (), *own[i:])
+                wide = (*shape[:i], (), *shape[i:])
                 letters = self._letters(wide)
                 operand = (*letters[:i], *letters[i + 1 :])
                 driver = self._known(self.writer.call(aten.unsqueeze.default, driver, i), (operand,), letters, wide)
-                own = wide
+                shape = wide
         return driver
 
     def _unselected(self, selection: RowMask, own: Shape) -> fx.Node:
-        """Of which rows of a driver nothing goes on."""
+        """Return the mask of driver rows that contribute to no gradient."""
         condition, shape = selection.condition, self.shape(selection.condition)
         others = [i for i, dim in enumerate(shape) if dim not in own]
         letters = self._letters(shape)
         kept = tuple(letter for letter, dim in zip(letters, shape, strict=True) if dim in own)
         reduce = aten.any.dims if selection.when else aten.all.dims
-        found = condition
+        mask = condition
         if others:
-            found = self._known(self.writer.call(reduce, condition, others), (letters,), kept, shape)
-            self.demand.roles[found] = dict.fromkeys(self.demand.roles[found], Role.WHOLE)  # type: ignore[index]
-            self.demand.forms[found] = (StorageClass.SCALAR,)  # type: ignore[index]
+            mask = self._known(self.writer.call(reduce, condition, others), (letters,), kept, shape)
+            self.demand.roles[mask] = dict.fromkeys(self.demand.roles[mask], Role.WHOLE)  # type: ignore[index]
+            self.demand.forms[mask] = (StorageClass.SCALAR,)  # type: ignore[index]
         if selection.when:
             own_letters = self._letters(own)
-            found = self._known(self.writer.call(aten.logical_not.default, found), (own_letters,), own_letters, own)
-        return found
-
-    # -- facts
+            mask = self._known(self.writer.call(aten.logical_not.default, mask), (own_letters,), own_letters, own)
+        return mask
 
     def shape(self, node: fx.Node) -> Shape:
         return tuple(self.axes.table.resolve(dim) for dim in self.axes.shapes[node])
 
     def _sizes(self, node: fx.Node, writer: GraphWriter | None = None) -> list[Any]:
-        """The sizes of a value as arguments."""
+        """Return the sizes of a value as arguments."""
         sizes = size_arguments(node, writer or self.writer)
         for size in sizes:
             if isinstance(size, fx.Node):
@@ -135,16 +135,16 @@ class Scaling:
         return sizes
 
     def _letters(self, shape: Shape) -> LetterShape:
-        """A letter for each dimension that is not of size one."""
+        """Assign a label to each dimension whose size is not one."""
         return tuple((i,) if dim else () for i, dim in enumerate(shape))
 
     def _grouped(self, alignment: Alignment) -> LetterShape:
-        """The same letters for the gradient as it is."""
+        """Return these labels grouped by the gradient's original dimensions."""
         letters = iter(self._letters(alignment.shape))
         return tuple(tuple(letter for _ in dims for letter in next(letters)) for dims in alignment.dims)
 
     def _known(self, node: fx.Node, operands: Sequence[LetterShape], result: LetterShape, letters: Shape) -> fx.Node:
-        """The node, with its facts: what its letters are, and that it only runs along them."""
+        """Record the facts of a new node: its axis labels, and that it is chunked along the sequence."""
         shape = tuple(tuple(atom for letter in dim for atom in letters[letter]) for dim in result)
         self.axes.shapes[node], self.axes.results[node] = shape, (shape,)  # type: ignore[index]
         self.axes.signatures[node] = Signature(tuple(operands), (result,))  # type: ignore[index]

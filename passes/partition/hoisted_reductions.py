@@ -1,10 +1,10 @@
-"""What the backward half takes of all rows of the forward half, and is known before any gradient: one row, or a sum of rows.
+"""Find reductions over forward values, a row or a sum of rows, that the backward graph needs before its first loop.
 
-    k = norm(x) @ w        the last of many blocks hands on a gradient that is made of its own row of k, and the loop
-    row = k[:, :, n]       that goes back through the other blocks begins with it
+    k = norm(x) @ w        the last of many blocks passes on a gradient that depends on one row of k, and the backward
+    row = k[:, :, n]       loop over the other blocks starts from it
 
-Made in the backward half such a row asks for a loop over all rows of its own, which makes `k` again and stores what the next
-loop needs of it. The forward loop has `k` at hand, and a row takes little to keep.
+If the backward graph computed this row, it would need another loop over the sequence, which would recompute `k` and
+store values for the next loop. The forward loop already has `k`, and a single row takes little memory to keep.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from streamfx.passes.partition.value_table import NOT_IN_LOOPS
 
 
 def early_sums(number: int, facts: Facts) -> list[fx.Node]:
-    """Those of a stage's backward stretch that its forward loops make on the way: of rows alone, without another product.
+    """Return reductions in a stage's backward graph that its forward loops can compute without products.
 
-    Only what a loop of the backward half waits for, and what is shorter by half than the rows that it is made of.
+    A reduction qualifies if a backward loop waits for it and it has at most half the bytes of each operand.
     """
     stage = facts.stages[number]
     if stage.gradient_in_forward:
@@ -42,7 +42,7 @@ def early_sums(number: int, facts: Facts) -> list[fx.Node]:
 
 
 def _given(stage: Stage, earlier: tuple[Stage, ...]) -> list[fx.Node]:
-    """What the forward loops of a stage make, and what they get from those before."""
+    """Return the values available in a stage's forward loops: its own, and outputs of earlier stages."""
     return [*stage.forward, *(node for other in earlier for node in other.outputs)]
 
 
@@ -51,12 +51,12 @@ def _has_form(node: fx.Node, form: StorageClass, facts: Facts) -> bool:
 
 
 def _is_at_hand(node: fx.Node, facts: Facts) -> bool:
-    """Whether no loop makes a value, and no gradient: what is given, and what is made of positions."""
+    """Return whether no loop and no gradient computes a value: it is an input, or depends on positions only."""
     return node in facts.axes.static or (node.op != "call_function" and node not in facts.joint.tangents)
 
 
 def _is_on_the_way(node: fx.Node, facts: Facts) -> bool:
-    """Whether a loop from the first row to the last makes a value with each chunk, and without a product."""
+    """Return whether a loop in forward order can compute a value chunk by chunk, without a product."""
     producer = producer_of(node)
     return not (is_expensive(node) or is_random(producer) or facts.axes.is_running(producer))
 
@@ -66,7 +66,7 @@ def _is_short(node: fx.Node, sources: list[fx.Node]) -> bool:
 
 
 def _is_waited_for(node: fx.Node, stage: Stage, facts: Facts) -> bool:
-    """Whether something in a loop of the backward stretch is made of a value, or of what is made of it between loops."""
+    """Return whether a backward loop uses a value, directly or through operators between loops."""
     own, todo, seen = set(stage.backward), [node], set[fx.Node]()
     while todo:
         for user in todo.pop().users:

@@ -1,9 +1,10 @@
-"""What lies between the loops of the forward half, made of rows: what runs whole, and what ranks exchange.
+"""Find forward operators that run on the full sequence between loops, including exchanges between ranks.
 
-    q, k, v (loop) -> all_to_all -> attention of all rows, for a part of the heads -> all_to_all -> o, MLP (loop)
+    q, k, v (loop) -> all_to_all -> attention over the full sequence, some of the heads -> all_to_all -> o, MLP (loop)
 
-Its values are as long as the sequence, and each layer has its own. So the backward half makes them again, stage by stage, as
-checkpointing does, and keeps what enters the stage; the rows that loops have left for them are made again with them.
+Their results are as long as the sequence, in every layer. So the backward graph recomputes them stage by stage, as
+checkpointing does, and only the stage's inputs are kept; sequence-shaped values that loops store for them are
+recomputed, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from streamfx.passes.ops.traits import producer_of
 
 
 class InterloopValues:
-    """What runs between the loops of a graph's forward half."""
+    """Values that the forward graph computes between its loops."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self.axes, self.demand = facts, facts.axes, facts.demand
@@ -34,41 +35,41 @@ class InterloopValues:
 
     @cached_property
     def nodes(self) -> frozenset[fx.Node]:
-        """Operators of the forward half that run whole, on rows or on what is made of rows; not on sums over rows."""
-        found: set[fx.Node] = set()
+        """Forward operators on the full sequence that depend on sequence-shaped values, but not on sums."""
+        between: set[fx.Node] = set()
         for node in self.facts.joint.nodes:
             if node in self.facts.joint.forward and is_tensor(node) and not self.is_in_loop(node):
                 sources = producer_of(node).all_input_nodes
-                if node not in self.axes.static and any(source in found or self._has_rows(source) for source in sources):
-                    found.add(node)
-        return frozenset(found)
+                if node not in self.axes.static and any(source in between or self._has_rows(source) for source in sources):
+                    between.add(node)
+        return frozenset(between)
 
     @cached_property
     def exchanges(self) -> bool:
-        """Whether ranks exchange rows between loops: then what runs, and in which order, must not depend on a rank's sizes."""
+        """Whether ranks exchange rows between loops: then a rank's sizes must not decide what runs, or its order."""
         return any(is_collective(producer_of(node)) for node in self.nodes)
 
     @cached_property
     def long(self) -> frozenset[fx.Node]:
-        """Values that are as long as the sequence; what is exchanged is taken for long whatever its size."""
+        """Values as long as the sequence. Exchanged values count as long, whatever their size."""
         return frozenset(node for node in self.nodes if is_collective(producer_of(node)) or self._is_long(node))
 
     def bytes_of(self, node: fx.Node) -> int:
-        """Bytes of memory that a long value shows: a number that is shown for many is there once."""
+        """Return the bytes of storage that a long value occupies: dimensions with stride 0 take none."""
         value = node.meta[VALUE]
-        own = (size for size, stride in zip(shape_of_node(node), value.stride(), strict=True) if stride != 0)
-        return numeric(product(own)) * int(value.element_size())
+        dims = (size for size, stride in zip(shape_of_node(node), value.stride(), strict=True) if stride != 0)
+        return numeric(product(dims)) * int(value.element_size())
 
     @cached_property
     def attentions(self) -> frozenset[fx.Node]:
-        """Fused attention that runs whole, or whose keys are all there before its loop begins."""
+        """Fused attention that is not chunked, or whose keys are complete before its loop begins."""
         return frozenset(node for node in self.facts.joint.forward if self._is_attention(producer_of(node)) and is_tensor(node))
 
     def made_again(self, stages: Sequence[Stage], kept: Sequence[Collection[fx.Node]]) -> frozenset[fx.Node]:
-        """What the backward half is to make again, where stages keep these values beside their outputs.
+        """Return the values that the backward graph recomputes if stages keep `kept` and their outputs.
 
-        Where a single stage has all of it nothing would be gained: it would all be there at once. Nor what ranks exchange where
-        these have found that they would not run the same (`rank_consensus.py`).
+        If a single stage has all of them, recomputing gains nothing, since all would be alive at once. Exchanged
+        values are not recomputed if ranks have found that their programs would differ (`rank_consensus.py`).
         """
         if self.exchanges and self.facts.apart is not None:
             return frozenset()
@@ -76,18 +77,19 @@ class InterloopValues:
         return frozenset(chain(*found)) if sum(map(bool, found)) > 1 else frozenset()
 
     def asked_for(self, stages: Sequence[Stage], kept: Sequence[Collection[fx.Node]]) -> list[list[fx.Node]]:
-        """Those of them that the backward half itself takes, by stage: with these kept, nothing is made again."""
-        again = self.made_again(stages, kept)
-        return [[node for node in stage.forward if node in again and self._is_taken_back(node)] for stage in stages]
+        """Return the recomputed values that backward operators read; if these are kept, nothing is recomputed."""
+        recomputed = self.made_again(stages, kept)
+        return [[node for node in stage.forward if node in recomputed and self._is_taken_back(node)] for stage in stages]
 
     def _is_taken_back(self, node: fx.Node) -> bool:
         return not self._has_rows(node) and any(user not in self.facts.joint.forward for user in node.users)
 
     def _of_stage(self, stage: Stage, kept: Collection[fx.Node]) -> set[fx.Node]:
-        """What runs between the loops of a stage and gives the same twice, and the rows that are behind it, which loops may have
-        left for other loops; masks and tables of its own, too, which are made of no rows.
+        """Return a stage's repeatable values between loops, and their sequence-shaped ancestors, which loops may
+        have stored for other loops. Includes the stage's masks and tables, which do not depend on sequence-shaped
+        values.
         """
-        if stage.gradient_in_forward:  # there is nothing left to do in the backward half
+        if stage.gradient_in_forward:  # the backward graph has nothing left to compute here
             return set()
         own, others = set(stage.forward), {*kept, *stage.outputs, *self.facts.joint.outputs}
 
@@ -99,22 +101,22 @@ class InterloopValues:
         return found | {node for node in self._behind(found, own) if self._has_rows(node) and is_read_here(node)}
 
     def _behind(self, nodes: Collection[fx.Node], own: Collection[fx.Node]) -> set[fx.Node]:
-        """What a stage makes those of its values of that are made of rows."""
-        found: set[fx.Node] = set()
+        """Return the ancestors, within the stage, of the given values between loops."""
+        ancestors: set[fx.Node] = set()
         todo = [node for node in nodes if node in self.nodes]
         while todo:
             for source in todo.pop().all_input_nodes:
-                if source in own and source not in found:
-                    found.add(source)
+                if source in own and source not in ancestors:
+                    ancestors.add(source)
                     todo.append(source)
-        return found
+        return ancestors
 
     def _is_attention(self, node: fx.Node) -> bool:
         signature = self.axes.signatures.get(node)
         return signature is not None and bool(signature.keys) and not self.long.isdisjoint(node.all_input_nodes)
 
     def _is_table(self, node: fx.Node) -> bool:
-        """Whether a value is made of no rows, between loops, and has several numbers per row."""
+        """Return whether a value between loops depends on positions only and has several elements per position."""
         is_made = node in self.axes.static and is_tensor(node) and not self.is_in_loop(node)
         return is_made and numeric(product(shape_of_node(node))) > self.length
 
@@ -125,11 +127,11 @@ class InterloopValues:
         return is_tensor(node) and node not in self.axes.static and self.demand.form(node) is StorageClass.ROWS
 
     def is_in_loop(self, node: fx.Node) -> bool:
-        """Whether a value is made chunk by chunk."""
+        """Return whether a value is computed chunk by chunk."""
         return any(form not in (StorageClass.SCALAR, StorageClass.WHOLE) for form in self.demand.forms.get(node, ()))
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Whether what makes a value gives the same if it runs again. What ranks exchange they exchange again, all of them."""
+    """Return whether running an operator twice gives the same result; all ranks repeat an exchange together."""
     made = producer_of(node)
     return gives_the_same_twice(made) and (is_collective(made) or may_be_merged(made))

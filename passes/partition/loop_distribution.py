@@ -1,17 +1,19 @@
-"""In which loop does each value of a stage live?
+"""Assign each value of a stage to one of the stage's loops.
 
-A stage may need several loops, one after the other. A value belongs to the first loop in which all it needs is there:
+A stage may need several loops, one after the other. A value is assigned to the first loop in which all its operands
+are ready:
 
-* rows of a value of the same loop are there at once;
-* keys [.., e) are there in a loop from left to right, where earlier chunks have left them in a buffer; cotangents of keys
-  are complete in a loop from right to left once the chunk that holds them is reached;
-* anything else (all keys, all rows, a finished sum) has to wait for the next loop.
+* rows of a value of the same loop are ready at once;
+* key positions [.., e) are ready in a loop in forward order, because earlier chunks have stored them in a buffer;
+  cotangents of keys are complete in a loop in reverse order once it reaches the chunk that holds them;
+* anything else (all keys, all rows, a complete sum) is ready in the next loop.
 
-Or it belongs to the last loop in which it is still in time for those that use it, where that leaves less to be stored in between.
+Or it is assigned to the last loop that is early enough for all its uses, if that stores fewer bytes between loops.
 
-What a later loop needs of an earlier one is stored, or computed again: `rematerialization.py`.
+Values that a later loop reads from an earlier one are stored or recomputed: see `rematerialization.py`.
 
-All of it follows from a table of numbers (`values.py`), and is found once where tables are equal: for all layers that are alike.
+The assignment depends only on a table of numbers (`value_table.py`), so it is computed once for all layers with
+equal tables.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from streamfx.node_meta import DRAW
 from streamfx.passes.partition.rematerialization import Rematerialization
 from streamfx.passes.partition.value_table import Bytes, Table, bytes_of, is_loop_value, table_of, tensor_inputs
 
-KNOWN = 256  # so many regions that have nothing in common are remembered
+KNOWN = 256  # number of distinct regions whose placement is cached
 
 Levels: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass
 class LoopContent:
-    """What one loop has to leave behind, and what it keeps in buffers."""
+    """Values that one loop returns or accumulates, by the kind of buffer."""
 
     stacked: set[fx.Node] = field(default_factory=set)
     summed: set[fx.Node] = field(default_factory=set)
@@ -47,7 +49,7 @@ class LoopContent:
 
 @dataclass(frozen=True)
 class Region:
-    """The loops of one half of a stage; `level` says in which loop (or before which loop) each value is made."""
+    """The loops of a stage in one direction; `level` is the index of the loop in (or before) which a value is ready."""
 
     nodes: tuple[fx.Node, ...]
     level: dict[fx.Node, int]
@@ -56,7 +58,7 @@ class Region:
 
 
 class ContentPlacement(NamedTuple):
-    """A `LoopContent` in numbers."""
+    """A `LoopContent` with indices into the table in place of nodes."""
 
     stacked: frozenset[int]
     summed: frozenset[int]
@@ -64,7 +66,7 @@ class ContentPlacement(NamedTuple):
 
 
 class RegionPlacement(NamedTuple):
-    """A `Region` in numbers."""
+    """A `Region` with indices into the table in place of nodes."""
 
     levels: Levels
     loops: tuple[ContentPlacement, ...]
@@ -77,8 +79,8 @@ def place(
     order: dict[fx.Node, int],
     reverse: bool,
 ) -> Region:
-    """Distribute all that `outputs` need, down to `available` values, over loops."""
-    available = functools.cache(available)  # nothing is made in between
+    """Distribute the ancestors of `outputs`, up to `available` values, over loops."""
+    available = functools.cache(available)  # the graph does not change in the meantime
     outputs = list(outputs)
     nodes = _closure(outputs, available, order, layout)
     values = [node for node in nodes if is_tensor(node)]
@@ -90,39 +92,39 @@ def place(
 
 
 def placed_values(
-    values: Sequence[fx.Node], table: Table, asked: tuple[frozenset[int], frozenset[int]], layout: Layout
+    values: Sequence[fx.Node], table: Table, requests: tuple[frozenset[int], frozenset[int]], layout: Layout
 ) -> RegionPlacement:
-    """What each loop makes; where there is a choice, of values in few bytes."""
-    outputs, wanted = asked
+    """Return the contents of each loop; with several loops, the placement that stores fewer bytes."""
+    outputs, requested = requests
     early = levels_of(table)
     if loops_of(table, early) < 2:
-        return filled(table, wanted, early, None)
-    return best_placed(table, outputs, wanted, bytes_of(values, table, layout))
+        return filled(table, requested, early, None)
+    return best_placed(table, outputs, requested, bytes_of(values, table, layout))
 
 
 @functools.lru_cache(KNOWN)
-def best_placed(table: Table, outputs: frozenset[int], wanted: frozenset[int], sizes: Bytes) -> RegionPlacement:
-    """The region that stores less, of those that make each value as early and as late as possible."""
+def best_placed(table: Table, outputs: frozenset[int], requested: frozenset[int], sizes: Bytes) -> RegionPlacement:
+    """Return the placement that stores less: all values as early as possible, or as late as possible."""
     early, late = levels_of(table), latest_levels(table)
-    first = filled(table, wanted, early, sizes)
+    first = filled(table, requested, early, sizes)
     if late == early:
         return first
-    return min((first, filled(table, wanted, late, sizes)), key=lambda placed: _stored(placed, outputs, sizes))
+    return min((first, filled(table, requested, late, sizes)), key=lambda placed: _stored(placed, outputs, sizes))
 
 
 def _stored(placed: RegionPlacement, outputs: frozenset[int], sizes: Bytes) -> int:
-    """Bytes that loops leave for later loops."""
+    """Return the bytes that loops store for later loops."""
     return sum(sizes.stored[i] for i in frozenset[int]().union(*(content.stacked for content in placed.loops)) - outputs)
 
 
 @functools.lru_cache(KNOWN)
-def filled(table: Table, wanted: frozenset[int], levels: Levels, sizes: Bytes | None) -> RegionPlacement:
-    """The region in which each value is made at its level. Bytes are asked for where there are several loops."""
+def filled(table: Table, requested: frozenset[int], levels: Levels, sizes: Bytes | None) -> RegionPlacement:
+    """Build the placement that computes each value at its level. `sizes` is required if there are several loops."""
     count = loops_of(table, levels)
-    placer = _Placer(table, levels, wanted, sizes)
+    placer = _Placer(table, levels, requested, sizes)
     placer.fill_all(count)
     if count > 1:
-        placer = _Placer(table, levels, wanted, sizes, placer.computed)
+        placer = _Placer(table, levels, requested, sizes, placer.computed)
         placer.fill_all(count)
     return RegionPlacement(levels, tuple(placer.content(number) for number in range(count)))
 
@@ -134,27 +136,28 @@ def loops_of(table: Table, levels: Levels) -> int:
 def _closure(
     outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], order: dict[fx.Node, int], layout: Layout
 ) -> list[fx.Node]:
-    """Values (not sizes) between `available` ones and the outputs, in program order.
+    """Return the values (not sizes) between `available` ones and the outputs, in program order.
 
-    The step's seed is one where a loop draws. What is drawn between loops is drawn as it stood, as eager draws it.
+    If a loop draws random numbers, this includes the step's seed. Draws between loops stay as traced, as eager
+    draws them.
     """
-    found: set[fx.Node] = set()
+    closure: set[fx.Node] = set()
     todo = list(outputs)
     while todo:
         node = todo.pop()
-        if node in found or is_size(node) or available(node):
+        if node in closure or is_size(node) or available(node):
             continue
-        found.add(node)
+        closure.add(node)
         todo.extend(node.all_input_nodes)
         if DRAW in node.meta and is_loop_value(node, layout):
             todo.append(node.meta[DRAW][0])
-    return sorted(found, key=order.__getitem__)
+    return sorted(closure, key=order.__getitem__)
 
 
 def _asked_for(
     outputs: Iterable[fx.Node], nodes: Iterable[fx.Node], values: Sequence[fx.Node], layout: Layout
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """The outputs, and with them what is needed whole between loops; not what is there anyway."""
+    """Return the outputs, and the outputs plus values needed in full between loops, without available ones."""
     numbers = {node: i for i, node in enumerate(values)}
     between = [source for node in nodes if is_tensor(node) and not is_loop_value(node, layout) for source in tensor_inputs(node)]
     own = frozenset(numbers[node] for node in outputs if node in numbers)
@@ -163,10 +166,10 @@ def _asked_for(
 
 @functools.lru_cache(KNOWN)
 def levels_of(table: Table) -> Levels:
-    """The first loop in which (or before which) all that a value needs is there."""
+    """Return, for each value, the first loop in (or before) which all its operands are ready."""
     levels: list[int] = []
     for value in table:
-        if value.is_in_loop:  # what is made between loops waits for no loop, once it is made
+        if value.is_in_loop:  # an operator between loops waits for no further loop once its operands exist
             waits = [levels[need.operand] + (not need.in_same_loop) for need in value.needs]
         else:
             waits = [levels[source] + table[source].is_in_loop for source in value.sources]
@@ -176,7 +179,7 @@ def levels_of(table: Table) -> Levels:
 
 @functools.lru_cache(KNOWN)
 def latest_levels(table: Table) -> Levels:
-    """The last loop in which (or before which) each value is in time for all that use it."""
+    """Return, for each value, the last loop in (or before) which it is early enough for all its uses."""
     last = max((level for level, value in zip(levels_of(table), table, strict=True) if value.is_in_loop), default=0)
     late = [last if value.is_in_loop else last + 1 for value in table]
     for number in range(len(table) - 1, -1, -1):
@@ -185,7 +188,7 @@ def latest_levels(table: Table) -> Levels:
             late[need.operand] = min(late[need.operand], late[number] - (not need.in_same_loop))
         for source in value.sources:
             late[source] = min(late[source], late[number] - table[source].is_in_loop)
-    for number, value in enumerate(table):  # the parts of a tuple are made where their operator is
+    for number, value in enumerate(table):  # all results of an operator are computed in the same loop
         if value.siblings:
             late[number] = min(late[sibling] for sibling in value.siblings)
     return tuple(late)
@@ -194,14 +197,15 @@ def latest_levels(table: Table) -> Levels:
 class _Placer:
     """Fills loops from the last to the first.
 
-    `before` has what each would compute if all of them computed all they need: a product in several of these is made once.
+    `before` maps each loop to the values it would compute if every loop computed all its needs: a product that
+    several loops need is computed once.
     """
 
     def __init__(
         self,
         table: Table,
         levels: Levels,
-        wanted: Iterable[int],
+        requested: Iterable[int],
         sizes: Bytes | None,
         before: Mapping[int, set[int]] | None = None,
     ) -> None:
@@ -210,11 +214,11 @@ class _Placer:
         self.summed: dict[int, set[int]] = defaultdict(set)
         self.key_sums: dict[int, set[int]] = defaultdict(set)
         self.computed: dict[int, set[int]] = {}
-        for value in wanted:
+        for value in requested:
             self.want_outside(value)
 
     def content(self, number: int) -> ContentPlacement:
-        """What a loop leaves, and what it keeps in buffers."""
+        """Return the values that a loop returns or accumulates."""
         return ContentPlacement(*(frozenset(kept[number]) for kept in (self.stacked, self.summed, self.key_sums)))
 
     def fill_all(self, count: int) -> None:
@@ -225,7 +229,7 @@ class _Placer:
         return self.table[value].is_expensive and self.table[value].form is StorageClass.ROWS
 
     def want_outside(self, value: int) -> None:
-        """The whole value is needed between loops, or after them; it is there where no loop makes it."""
+        """Request the full value between or after loops. A value that no loop computes is available already."""
         if not self.table[value].is_in_loop:
             return
         match self.table[value].form:
@@ -237,14 +241,16 @@ class _Placer:
                 self.stacked[self.levels[value]].add(value)
 
     def fill(self, number: int) -> None:
-        """Find what loop `number` computes, and pass what it needs from earlier loops on to them."""
+        """Find the values that loop `number` computes, and request the others from earlier loops."""
         outputs = self.stacked[number] | self.summed[number] | self.key_sums[number]
-        made = {value for earlier in range(number) for value in self.before.get(earlier, ()) if self._is_stored_product(value)}
-        split = Rematerialization(number, self.table, self.levels, self.sizes, made)
-        taken = split.cut(outputs, set().union(*self.stacked.values(), *self.key_sums.values()))
+        products = {
+            value for earlier in range(number) for value in self.before.get(earlier, ()) if self._is_stored_product(value)
+        }
+        split = Rematerialization(number, self.table, self.levels, self.sizes, products)
+        stored = split.cut(outputs, set().union(*self.stacked.values(), *self.key_sums.values()))
         computed = set(outputs)
-        for _, need in split.walk(outputs, lambda need: need.operand not in taken and not split.must_be_stored(need)):
-            if need.operand not in taken and not split.must_be_stored(need):
+        for _, need in split.walk(outputs, lambda need: need.operand not in stored and not split.must_be_stored(need)):
+            if need.operand not in stored and not split.must_be_stored(need):
                 computed.add(need.operand)
             else:
                 self.want_outside(need.operand)

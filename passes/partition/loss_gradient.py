@@ -1,22 +1,23 @@
-"""Can the loss stage find its gradient along with the loss?
+"""Compute the last stage's gradient in its forward loop, together with the loss.
 
-A gradient that is linear in the one number that arrives from outside (the loss's tangent) is that number times the gradient
-for the number one. So the last stage's backward stretch may run right in its forward loop, where the logits already are, and
-only needs scaling later: the head is computed once instead of twice.
+A gradient that is linear in the loss's tangent, a scalar, equals that scalar times the gradient for tangent one. So
+the last stage's backward graph can run in its forward loop, where the logits already are, and only needs scaling
+later: the head is computed once instead of twice.
 
     d_hidden = f(hidden, tangent)   ->   forward: d_1 = f(hidden, 1)    backward: d_hidden = d_1 * tangent
 
-Where the loss is a function of sums over each sequence (preferences), what drives a row's gradient is known only when the loop
-is through, and is a number for each sequence. The gradient is scaled by that in the same way:
+If the loss is a function of sums over each sequence (preference losses), the scale of a row's gradient is one
+number per sequence, known only after the loop. The gradient is scaled by it in the same way:
 
     d_hidden[b] = f(hidden[b], g[b])   ->   forward: d_1 = f(hidden, 1)    backward: d_hidden[b] = d_1[b] * g[b]
 
-A weight's gradient has been summed over sequences and is no such multiple: a head that is trained runs in two passes. One pass
-is always less work; it keeps the gradient of what enters the last stage in place of what enters it. Only its last stage may be
-another one, with one boundary more to keep: where nothing else fits into a memory budget, it is given up.
+A weight's gradient has been summed over sequences and is not homogeneous in such a number, so a trained head runs
+in two passes. A single pass is always less work; it keeps the gradient of the last stage's input instead of the
+input itself. Only if the last stage has to be cut differently is there one more boundary to keep: if no other plan
+fits into a memory budget, this cut is given up.
 
-This is the one rewrite of the joint graph that comes after the analyses: what is scaled is what leaves the last stage. Axes,
-forms and stages of what it writes are handed on with it, so that nothing is found again.
+This is the only rewrite of the joint graph after the analyses, because the scaled values are those that leave the
+last stage. It also records the axes, storage classes and stages of the new nodes, so that no analysis runs twice.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from streamfx.passes.partition.loss_stage import with_loss_stage
 
 @dataclass(frozen=True)
 class LossGradient:
-    """`may_cut` says whether the head may be given a last stage of its own for that."""
+    """Applies the rewrite; `may_cut` says whether it may cut a separate last stage for the head."""
 
     name: ClassVar[str] = "loss gradient"
     may_cut: bool = True
@@ -55,7 +56,7 @@ class LossGradient:
 
 
 def _cuts(facts: Facts, may_cut: bool) -> Iterator[Facts]:
-    """The stages as they are, and those whose last one is just the head and the loss; first those with a product in the last."""
+    """Yield the given stages and cuts with a separate last stage, first those with a product in the last stage."""
     stages = facts.stages
     if stages:
         others = (other for allowed in (False, True) if may_cut and (other := with_loss_stage(facts, allowed)) is not None)
@@ -63,68 +64,68 @@ def _cuts(facts: Facts, may_cut: bool) -> Iterator[Facts]:
 
 
 def _is_worth_it(stage: Stage, facts: Facts) -> bool:
-    """Only for a stage without attention, in one loop: nothing else would be saved."""
+    """Return whether the stage has no attention and runs in one loop: otherwise nothing is saved."""
     return all(
         Role.KEYS not in facts.demand.roles.get(node, {}).values()
         and facts.demand.forms[node][0] is not StorageClass.KEYSUM
-        and not (node in stage.backward and facts.axes.is_running(node))  # it asks for loops in its own half's direction
+        and not (node in stage.backward and facts.axes.is_running(node))  # its loop must run in reverse order
         for node in (*stage.forward, *stage.backward)
         if node in facts.demand.forms
     ) and any(form is StorageClass.SUM for node in stage.forward for form in facts.demand.forms.get(node, ()))
 
 
-def _run_along_rows(found: Sequence[Homogeneous], facts: Facts) -> bool:
-    """Whether what is scaled, and by what, has one dimension of the sequence at most: `Scaling` writes what runs along that."""
+def _run_along_rows(homogeneous: Sequence[Homogeneous], facts: Facts) -> bool:
+    """Return whether each gradient and driver has at most one sequence dimension, as `Scaling` requires."""
     axes = facts.axes
 
     def along(node: fx.Node) -> int:
         return sum(axes.sequence_atom(axes.table.resolve(dim)) is not None for dim in axes.shapes[node])
 
-    return all(along(node) <= 1 for multiple in found for node in (multiple.gradient, multiple.driver))
+    return all(along(node) <= 1 for multiple in homogeneous for node in (multiple.gradient, multiple.driver))
 
 
-def _moved(facts: Facts, found: Sequence[Homogeneous]) -> Facts:
-    """Drive the last stage's backward stretch by ones, and scale what leaves it."""
+def _moved(facts: Facts, homogeneous: Sequence[Homogeneous]) -> Facts:
+    """Replace the tangents of the last stage's backward graph by ones, and scale the gradients that leave it."""
     inside = set(facts.stages[-1].backward)
     scaling = Scaling(facts)
     ones: list[fx.Node] = []
-    for driver in dict.fromkeys(multiple.driver for multiple in found):
-        between = {node for multiple in found if multiple.driver is driver for node in multiple.between}
-        first = next(node for node in facts.joint.graph.nodes if node in between and driver in node.all_input_nodes)
+    for driver in dict.fromkeys(multiple.driver for multiple in homogeneous):
+        path = {node for multiple in homogeneous if multiple.driver is driver for node in multiple.between}
+        first = next(node for node in facts.joint.graph.nodes if node in path and driver in node.all_input_nodes)
         ones += scaling.ones_like(driver, first)
-        driver.replace_all_uses_with(ones[-1], delete_user_cb=between.__contains__, propagate_meta=False)
+        driver.replace_all_uses_with(ones[-1], delete_user_cb=path.__contains__, propagate_meta=False)
     scaled: list[list[fx.Node]] = []
-    for multiple in found:
-        made = scaling.product(multiple.gradient, multiple.driver, multiple.selection)
-        outside = {user for user in multiple.gradient.users if user not in inside and user not in made}
-        multiple.gradient.replace_all_uses_with(made[-1], delete_user_cb=outside.__contains__, propagate_meta=False)
-        scaled.append(made)
+    for multiple in homogeneous:
+        product = scaling.product(multiple.gradient, multiple.driver, multiple.selection)
+        outside = {user for user in multiple.gradient.users if user not in inside and user not in product}
+        multiple.gradient.replace_all_uses_with(product[-1], delete_user_cb=outside.__contains__, propagate_meta=False)
+        scaled.append(product)
     gradients = outputs_of(facts.joint.graph)[len(facts.joint.outputs) :]
     joint = replace(facts.joint, gradients=gradients)
     facts = replace(facts, joint=joint, found_axes=scaling.axes, found_demand=scaling.demand)
-    return replace(facts, found_stages=_stages_after(facts, found, ones, scaled))
+    return replace(facts, found_stages=_stages_after(facts, homogeneous, ones, scaled))
 
 
 def _stages_after(
-    facts: Facts, found: Sequence[Homogeneous], ones: Sequence[fx.Node], scaled: Sequence[Sequence[fx.Node]]
+    facts: Facts, homogeneous: Sequence[Homogeneous], ones: Sequence[fx.Node], scaled: Sequence[Sequence[fx.Node]]
 ) -> tuple[Stage, ...]:
-    """The stages, when what scales a gradient belongs to the first stretch that uses it."""
+    """Return the stages after moving each scaling product to the first backward graph that uses it."""
     *stages, last = facts.stages
-    moved = {node for multiple in found for node in multiple.between}
+    moved = {node for multiple in homogeneous for node in multiple.between}
     staying = tuple(node for node in last.backward if node not in moved)
-    for made in (staying, *scaled) if stages else ():
-        users = {user for node in made for user in node.users}
+    for group in (staying, *scaled) if stages else ():
+        users = {user for node in group for user in node.users}
         at = next((i for i in reversed(range(len(stages))) if not users.isdisjoint(stages[i].backward)), len(stages) - 1)
-        stages[at] = replace(stages[at], backward=(*made, *stages[at].backward))
+        stages[at] = replace(stages[at], backward=(*group, *stages[at].backward))
     gradients = {node for node in facts.joint.gradients if isinstance(node, fx.Node)}
     for at, stage in enumerate(stages):
-        inside, new = set(stage.backward), [node for made in (staying, *scaled) for node in made if node in stage.backward]
+        inside, new = set(stage.backward), [node for group in (staying, *scaled) for node in group if node in stage.backward]
         left = [node for node in new if is_tensor(node) and (node in gradients or not inside.issuperset(node.users))]
         stages[at] = replace(stage, gradients=tuple(dict.fromkeys((*left, *stage.gradients))))
     last = replace(
         last,
         backward=(*ones, *(node for node in last.backward if node in moved)),
-        gradients=tuple(multiple.gradient for multiple in found),
+        gradients=tuple(multiple.gradient for multiple in homogeneous),
         gradient_in_forward=True,
     )
     return (*stages, last)

@@ -1,9 +1,9 @@
-"""Which operators would make up the last stage, if its gradient was to be found along with the loss?
+"""Find a last stage whose gradient can be computed together with the loss.
 
-Stages are cut where the fewest bytes are alive. After the head that may be a number per token, and the head is then in one stage
-with the last attention; or the head is in one stage with layers that are trained. The last stage that is looked for here has the
-last products of the way that gradients take, all that is made of them, and as much in front of them as costs no more bytes at
-the cut, but no attention and no weight that is trained: a minimum cut.
+Stages are cut where the fewest bytes are alive. After the head this may be one number per token, so that the head
+shares a stage with the last attention; or the head shares a stage with trained layers. This module looks for a last
+stage that contains the last products on the gradient's path, all their descendants, and as many of their ancestors
+as do not increase the bytes at the cut, but no attention and no trained weight. The cut is a minimum cut.
 
     attention, mlp | norm, head, log p [b t] -> sums [b], loss
 """
@@ -30,7 +30,7 @@ EARLIER, LAST = "earlier", "last"
 
 
 def with_loss_stage(facts: Facts, with_trained_heads: bool = False) -> Facts | None:
-    """The facts with such a last stage; None where there is none. The last products themselves may be allowed to be trained."""
+    """Return the facts with such a last stage, or None; a flag allows trained weights in the last products."""
     last = _LossSearch(facts, with_trained_heads).found()
     return None if not last else replace(facts, found_stages=stages_with(last, facts))
 
@@ -43,7 +43,7 @@ class _LossSearch:
         self.trained = trained_values(facts.joint)
 
     def found(self) -> frozenset[fx.Node]:
-        """The operators of the stage; empty where heads lead to attention or are trained."""
+        """Return the operators of the stage; empty if products lead to attention or use trained weights."""
         heads = self._heads()
         earlier = ancestors(tuple(node for node in self.nodes if self._is_earlier(node, heads)))
         if not heads or not heads.isdisjoint(earlier):
@@ -51,29 +51,29 @@ class _LossSearch:
         network = self._network(heads, earlier)
         if EARLIER not in network:
             return frozenset()
-        # of all minimum cuts the one nearest to what is earlier
+        # of all minimum cuts, take the one closest to the earlier operators
         bytes_cut, (late, _) = networkx.minimum_cut(network, LAST, EARLIER)
         return frozenset(node for node in self.nodes if (node, "in") in late) if bytes_cut < UNCUTTABLE else frozenset()
 
     def _network(self, heads: set[fx.Node], earlier: Collection[fx.Node]) -> Any:
-        """Edges lead from what is made to what it is made of; the way through a value costs its bytes."""
-        network, made = networkx.DiGraph(), set(self.nodes)
+        """Build the flow network: edges lead from a node to its operands, with a value's bytes as capacity."""
+        network, nodes = networkx.DiGraph(), set(self.nodes)
         for node in heads:
             network.add_edge(LAST, (node, "in"), capacity=math.inf)
         for node in self.nodes:
             if node in earlier:
                 continue
             network.add_edge((node, "out"), (node, "in"), capacity=self._bytes(node))
-            for source in made.intersection(node.all_input_nodes):
+            for source in nodes.intersection(node.all_input_nodes):
                 network.add_edge((node, "in"), (source, "out"), capacity=math.inf)
                 if source in earlier:
                     network.add_edge((source, "out"), EARLIER, capacity=self._bytes(source))
-                else:  # what is made of a value of the last stage is of the last stage
+                else:  # descendants of a value of the last stage are in the last stage
                     network.add_edge((source, "in"), (node, "in"), capacity=math.inf)
         return network
 
     def _heads(self) -> set[fx.Node]:
-        """Products of rows that trained weights lead to and after which no other product comes; states are no such products."""
+        """Return the last products on rows on the path from trained values to outputs; recurrences do not count."""
         driven = self.trained & ancestors(self.facts.joint.outputs)
         before: set[fx.Node] = set()
         heads: set[fx.Node] = set()
@@ -91,12 +91,12 @@ class _LossSearch:
         return self._is_trained(node) and not (self.with_trained_heads and node in heads)
 
     def _is_trained(self, node: fx.Node) -> bool:
-        """Whether an operator on rows takes a weight that is trained, or something made of it."""
+        """Return whether an operator on rows reads a trained weight, or a value computed from one."""
         return self._is_in_loop(node) and any(source in self.weights for source in node.all_input_nodes)
 
     @cached_property
     def weights(self) -> set[fx.Node]:
-        """Weights that are trained, and what is made of them outside of loops."""
+        """Trained weights, and values computed from them outside loops."""
         weights = (node for node in self.facts.joint.primals if node in self.trained and not self._is_in_loop(node))
         forward = (node for node in self.facts.joint.nodes if node in self.facts.joint.forward)
         return descendants(weights, (node for node in forward if node in self.static or not self._is_in_loop(node)))

@@ -1,8 +1,8 @@
-"""What does a loop take from the loops before it, and what does it compute again?
+"""Decide which values of earlier loops a loop recomputes, and which are stored.
 
-Values that were complete in an earlier loop are computed again from what is at hand, or stored there with all rows. A product
-that both loops need is not computed twice. Between these the cheapest set to store is a minimum cut: of what leads from such
-products to the loop's own values, the fewest bytes.
+A value that was complete in an earlier loop is either recomputed from available values or stored for the full
+sequence. A product that both loops need is not computed twice. The cheapest set to store is a minimum cut: the
+fewest bytes on the paths from such products to the loop's own values.
 
     gate, up -> silu(gate) * up -> x + down(...) -> norm        stores x, not gate and up
 """
@@ -20,37 +20,40 @@ from streamfx.ir.facts import StorageClass
 from streamfx.passes.partition.value_table import Access, Bytes, Table
 
 BEFORE, HERE = "before", "here"
-FOR_PAIRS = 1 << 20  # how much dearer bytes of rows times keys are: they are stored where nothing else is possible
+FOR_PAIRS = 1 << 20  # factor on the bytes of query-by-key values: they are stored only if no other cut exists
 
 
 class Rematerialization:
-    """The values that loop `number` of a region takes from earlier ones.
+    """The values that loop `number` of a region reads from earlier loops.
 
-    `levels` say in which loop a value can first be made, `made` has the products that an earlier loop makes for itself; `sizes`
-    are asked for where there is an earlier loop.
+    `levels` has the first loop that can compute each value, `products` the products that an earlier loop computes for
+    itself. `sizes` is required if there is an earlier loop.
     """
 
-    def __init__(self, number: int, table: Table, levels: tuple[int, ...], sizes: Bytes | None, made: Collection[int]) -> None:
-        self.number, self.table, self.levels, self.sizes, self.made = number, table, levels, sizes, made
+    def __init__(
+        self, number: int, table: Table, levels: tuple[int, ...], sizes: Bytes | None, products: Collection[int]
+    ) -> None:
+        self.number, self.table, self.levels, self.sizes, self.products = number, table, levels, sizes, products
 
     def cut(self, outputs: Iterable[int], stored: Collection[int]) -> set[int]:
-        """What to store for a loop with these outputs; values in `stored` are, whatever this loop does."""
+        """Return the values to store for a loop with these outputs; those in `stored` are stored anyway, at no cost."""
         if self.number == 0:
             return set()
         network = self._network(outputs, stored)
         if BEFORE not in network:
             return set()
-        # Of all minimum cuts the one nearest to the loop, by any algorithm; this one is the fastest on these graphs.
+        # Of all minimum cuts, take the one closest to the loop. Any algorithm finds it; this one is the fastest on
+        # these graphs.
         _, (far, near) = networkx.minimum_cut(network, BEFORE, HERE, flow_func=boykov_kolmogorov)
         return {value for value in self._cuttable(network) if (value, "in") in far and (value, "out") in near}
 
     def must_be_stored(self, need: Access) -> bool:
-        """Whether the rows that are needed are not those that a loop could make again for its own chunk."""
+        """Return whether the loop cannot recompute the needed rows for its own chunk."""
         return need.is_stored or (need.is_stored_before and self.levels[need.operand] != self.number)
 
     def walk(self, outputs: Iterable[int], goes_on: Callable[[Access], bool]) -> Iterator[tuple[int, Access]]:
-        """Each value that is computed for these outputs with each of its needs that a loop of the region meets, from the outputs
-        back; `goes_on` says whether the operand is computed, too.
+        """Yield each value computed for these outputs with each of its needs that a loop of the region computes, in
+        reverse order; `goes_on` says whether the operand is computed, too.
         """
         todo, seen = list(outputs), set[int]()
         while todo:
@@ -65,12 +68,12 @@ class Rematerialization:
                         todo.append(need.operand)
 
     def _is_given(self, need: Access) -> bool:
-        """Whether an operand comes from an earlier loop in any case, unless what is made of it is stored there."""
-        is_made_before = self.levels[need.operand] != self.number and need.operand in self.made
-        return self.must_be_stored(need) or is_made_before
+        """Return whether an operand is read from an earlier loop, unless a value computed from it is stored there."""
+        is_computed_before = self.levels[need.operand] != self.number and need.operand in self.products
+        return self.must_be_stored(need) or is_computed_before
 
     def _network(self, outputs: Iterable[int], stored: Collection[int]) -> Any:
-        """Capacities are bytes; an edge leads from each operand to what is made of it."""
+        """Build the flow network: capacities are bytes, and edges lead from each operand to its users."""
         network = networkx.DiGraph()
         network.add_node(HERE)
         for value, need in self.walk(outputs, lambda need: not self._is_given(need)):

@@ -1,4 +1,4 @@
-"""Names of stages, from what tracing left on the nodes. For people only."""
+"""Name stages after the modules on their nodes, for reports and logs only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from streamfx.torch_private.lines import frame_of
 
 
 def module_path(node: fx.Node) -> str:
-    """The module a node was traced in, as `layers.0.mlp`."""
+    """Return the path of the module in which a node was traced, as `layers.0.mlp`."""
     stack = node.meta.get(MODULES) or node.meta.get(FORWARD_MODULES) or {}
     paths = [entry[0] for entry in stack.values()]
     return plain_path(paths[-1]) if paths else ""
 
 
 def plain_path(path: str) -> str:
-    """The path of a module as people write it, whatever called it: its method, or a function that closes over that.
+    """Strip Dynamo's accessors from a module's path: the caller's name, bound methods, closures.
 
     >>> plain_path("L['self'].layers[0].mlp"), plain_path("L['call'].__self__._modules['layers'].0")
     ('layers.0.mlp', 'layers.0')
@@ -38,17 +38,17 @@ def plain_path(path: str) -> str:
 
 
 def stage_names(stages: Sequence[Sequence[fx.Node]]) -> list[str]:
-    """A name for each stage, no two alike."""
+    """Return a unique name for each stage."""
     names: list[str] = []
     for number, nodes in enumerate(stages):
         name = stage_name(nodes) or f"stage {number}"
-        again = sum(other == name or other.startswith(f"{name} (") for other in names)
-        names.append(f"{name} ({again + 1})" if again else name)
+        duplicates = sum(other == name or other.startswith(f"{name} (") for other in names)
+        names.append(f"{name} ({duplicates + 1})" if duplicates else name)
     return names
 
 
 def stage_name(nodes: Sequence[fx.Node]) -> str:
-    """The deepest module, else the function, that most of the stage's work is in; products and attention count as work."""
+    """Return the deepest module with two thirds of the work (products and attention), or else the function."""
     work = [node for node in nodes if node.target in CONTRACTIONS] or nodes
     paths = [path.split(".") for node in work if (path := module_path(node))]
     name: list[str] = []

@@ -1,9 +1,8 @@
-"""Where is it cheapest to cut?
+"""Cut the graph into stages where the fewest bytes are alive.
 
-Between two attentions, in loops or whole, the forward half is cut where the fewest bytes of computed sequence values are alive:
-on a plain decoder that is the residual stream. One more cut stands before the loss. The backward half is cut where nothing of the
-stage just left is used any more, again where the fewest bytes are alive: there the live set is the gradient of the cut
-values.
+The forward graph is cut between every two attentions, chunked or not, where sequence-shaped values take the fewest
+bytes: in a plain decoder, at the residual stream. One more cut comes before the loss. The backward graph is cut after
+the last use of the stage just left, again where the fewest bytes are alive: only the gradient of the cut values.
 
     embed | norm q k v attention o + norm mlp +  |  norm q k v ...  |  norm  |  head loss
                                                  cut               cut      cut
@@ -48,12 +47,12 @@ class StagesPass:
 
 
 def stages_with(last: Collection[fx.Node], facts: Facts) -> tuple[Stage, ...]:
-    """The stages, if the last one's forward stretch is to be these operators, whose users are among them."""
+    """Return the stages whose last forward graph is exactly `last`; users of these operators must be among them."""
     return _Cutter(facts, last).stages()
 
 
 class _Cutter:
-    """Cuts the graph; where the `last` operators are given, they are the last stage."""
+    """Cuts the graph. If `last` operators are given, they form the last stage."""
 
     def __init__(self, facts: Facts, last: Collection[fx.Node] = ()) -> None:
         self.facts, self.axes, self.demand, self.causality = facts, facts.axes, facts.demand, facts.causality
@@ -73,7 +72,7 @@ class _Cutter:
         self.outputs = {output for output in joint.outputs if isinstance(output, fx.Node)}
 
     def stages(self) -> tuple[Stage, ...]:
-        """Cut the forward half, put each stage's stretch of the backward half beside it, and list what crosses each cut."""
+        """Cut the forward graph, assign backward operators to each stage, and list the values that cross each cut."""
         cuts = self.forward_cuts()
         bounds = [0, *(cut + 1 for cut in cuts), len(self.forward)]
         forwards = [self.forward[low:high] for low, high in pairwise(bounds)]
@@ -93,32 +92,30 @@ class _Cutter:
             for i in range(len(forwards))
         )
 
-    # -- forward
-
     def is_streamed(self, node: fx.Node) -> bool:
-        """Whether a node's value is made chunk by chunk and has to be kept if it is to cross a cut."""
+        """Return whether a value is computed chunk by chunk and has to be stored to cross a cut."""
         return self.between.is_in_loop(node) and node not in self.axes.static
 
     def is_alive(self, node: fx.Node) -> bool:
-        """Whether a value takes memory of its own from where it is made to where it is read last."""
+        """Return whether a value takes memory from its definition to its last use."""
         return self.is_streamed(node) or node in self.between.long
 
     def forward_cuts(self) -> list[int]:
-        """Positions after which the forward half is cut."""
+        """Return the positions after which the forward graph is cut."""
         live = self.live_bytes(self.forward, self.position, self.outputs)
         attentions = self.attention_intervals()
         gaps = [(last, first - 1) for (_, last), (first, _) in pairwise(attentions)]
         loss = self.first_sum()
         if self.last:
             gaps.append((len(self.forward) - self.last - 1,) * 2)
-        elif loss is not None and (attentions or self.facts.joint.tangents):  # else there is nothing that the head is apart from
+        elif loss is not None and (attentions or self.facts.joint.tangents):  # else the head is all there is
             gaps.append((attentions[-1][1] if attentions else -1, loss - 1))
         products, sent = list(accumulate(is_expensive(node) for node in self.forward)), self.sent_bytes()
 
         def best(low: int, high: int) -> int | None:
-            # where equally little is alive: after the last product, whose result is then kept and not computed twice,
-            # and before the norm that follows, whose gradient would ask for that result; what is kept of a sum over ranks
-            # is not sent once more
+            # If equally few bytes are alive, cut after the last product, so that its result is stored and not
+            # computed twice, and before the following norm, whose gradient would read that result. A stored sum
+            # over ranks saves one communication.
             candidates = range(max(low, 0), high + 1)
             found = min(candidates, key=lambda i: (live[i] - sent[i], -products[i], i), default=None)
             return found if found is not None and 0 < live[found] < UNCUTTABLE else None
@@ -128,52 +125,51 @@ class _Cutter:
             cut = best(low, high)
             if cut is not None and (not cuts or cut > cuts[-1]):
                 cuts.append(cut)
-        # first among operators of the one kind: a narrow running sum beside the layers may have the least of all
+        # Windows come first: a narrow running sum alongside the layers might have the minimum.
         layers = self.cuts_between_layers(self.looks_back, cuts, best, live)
         return self.cuts_between_layers(self.looks_or_runs_back, layers, best, live)
 
     def cuts_between_layers(
         self,
-        looks: Callable[[fx.Node], bool],
+        is_window: Callable[[fx.Node], bool],
         cuts: Sequence[int],
         best: Callable[[int, int], int | None],
         live: Sequence[int],
     ) -> list[int]:
-        """These cuts, and others between two operators that look at rows in front of their own, where as little is alive as
-        anywhere between two of these.
+        """Add cuts between operators that read earlier rows, at the points with the fewest live bytes overall.
 
-        A loop from the last chunk to the first has to be given such rows, and makes again what leads to them: without a cut those
-        of all layers would be there, and the last product of each layer made once more than checkpointing makes it.
+        A loop in reverse order has to be given such rows, and recomputes their ancestors. Without a cut it would hold
+        the rows of all layers, and compute each layer's last product once more than checkpointing does.
         """
-        windows = [i for i, node in enumerate(self.forward) if looks(node)]
+        windows = [i for i, node in enumerate(self.forward) if is_window(node)]
         between = [(low, high - 1) for low, high in pairwise(windows)]
-        found = [(*pair, cut) for pair in between if (cut := best(*pair)) is not None]
-        least = min((live[cut] for _, _, cut in found), default=0)
-        new = [cut for low, high, cut in found if live[cut] == least and not any(low <= other <= high for other in cuts)]
+        candidates = [(*pair, cut) for pair in between if (cut := best(*pair)) is not None]
+        least = min((live[cut] for _, _, cut in candidates), default=0)
+        new = [cut for low, high, cut in candidates if live[cut] == least and not any(low <= other <= high for other in cuts)]
         return sorted({*cuts, *new})
 
     def looks_back(self, node: fx.Node) -> bool:
-        """Whether a row is made of rows in front of it, of a few: those of a convolution, or a shift."""
+        """Return whether each row depends on a few earlier rows, as in a convolution or a shift."""
         windows = self.axes.signatures[node].windows if node in self.axes.signatures and self.is_streamed(node) else {}
         return any(self.moves(node, letter, window) for letter, window in windows.items())
 
     def looks_or_runs_back(self, node: fx.Node) -> bool:
-        """Whether a row is made of rows in front of it, of a few or of all: a recurrence's, too."""
+        """Return whether each row depends on earlier rows, a few or all, as in a recurrence."""
         return self.looks_back(node) or (self.axes.is_running(node) and self.is_streamed(node))
 
     def moves(self, node: fx.Node, letter: Letter, window: Window) -> bool:
         sequence, letters = self.axes.sequence, self.axes.letters[node]
-        made, source = (self.axes.sequence_atom(letters[item]) for item in (letter, window.of))
-        if sequence is None or made is None or source is None:
+        result, source = (self.axes.sequence_atom(letters[item]) for item in (letter, window.of))
+        if sequence is None or result is None or source is None:
             return False
         block = sequence.block(source)
-        return bool(window.reach or window.start * block + sequence.members[source][0] != sequence.members[made][0])
+        return bool(window.reach or window.start * block + sequence.members[source][0] != sequence.members[result][0])
 
     def attention_intervals(self) -> list[tuple[int, int]]:
-        """First and last position of each attention of the forward half, overlapping ones merged.
+        """Return the first and last position of each forward attention, with overlapping intervals merged.
 
-        Keys that are collected wait for all rows: from where they are made to the last that is made beside them is one attention.
-        So are its groups of heads.
+        Collected keys wait for all rows: the interval from their definition to the last operator that uses their axis
+        is one attention. So are the head groups of an attention.
         """
         intervals = []
         seen: dict[Any, list[int]] = {}
@@ -181,10 +177,10 @@ class _Cutter:
             if node in self.position and node not in self.axes.static:
                 seen.setdefault(producer_of(node).meta.get(PART_OF, id(span)), []).append(self.position[node])
         for node in self.between.attentions:
-            made = producer_of(node)
-            seen.setdefault(made.meta.get(PART_OF, made), []).append(self.position[node])
+            producer = producer_of(node)
+            seen.setdefault(producer.meta.get(PART_OF, producer), []).append(self.position[node])
         seen |= {
-            node: self.places_beside(node) for node in self.forward if COLLECTED in node.meta and node not in self.axes.static
+            node: self.attention_places(node) for node in self.forward if COLLECTED in node.meta and node not in self.axes.static
         }
         for positions in seen.values():
             intervals.append((min(positions), max(positions)))
@@ -196,35 +192,35 @@ class _Cutter:
                 merged.append((low, high))
         return merged
 
-    def places_beside(self, keys: fx.Node) -> list[int]:
-        """Where collected keys are made, and what of rows is made beside them: scores, probabilities, and their results."""
+    def attention_places(self, keys: fx.Node) -> list[int]:
+        """Return the positions of collected keys, their source, and the operators along the axis of the keys."""
         own = {atom for dim in keys.meta[COLLECTED] for atom in self.axes.table.resolve(self.axes.shapes[keys][dim])}
-        source, todo, found = node_argument(keys), [keys], set[fx.Node]()
+        source, todo, nodes = node_argument(keys), [keys], set[fx.Node]()
         while is_moved_elements(source) and node_argument(source) in self.position:
             source = node_argument(source)
         while todo:
             node = todo.pop()
-            if node in self.position and node not in found:
-                found.add(node)
+            if node in self.position and node not in nodes:
+                nodes.add(node)
                 parts = [dim for shape in self.axes.results.get(node, ()) for dim in shape]
-                is_beside = any(not own.isdisjoint(self.axes.table.resolve(dim)) for dim in parts)
-                todo += [user for user in node.users if is_beside]
-        return [self.position[node] for node in (*found, source) if node in self.position]
+                has_key_axis = any(not own.isdisjoint(self.axes.table.resolve(dim)) for dim in parts)
+                todo += [user for user in node.users if has_key_axis]
+        return [self.position[node] for node in (*nodes, source) if node in self.position]
 
     def first_sum(self) -> int | None:
-        """Where the forward half first sums over the sequence for a result, and not to assert something."""
-        asked = ancestors(self.facts.joint.outputs)
+        """Return the position of the first sum over the sequence that an output depends on, if any."""
+        needed = ancestors(self.facts.joint.outputs)
         for i, node in enumerate(self.forward):
-            if self.is_streamed(node) and StorageClass.SUM in self.demand.forms[node] and node in asked:
+            if self.is_streamed(node) and StorageClass.SUM in self.demand.forms[node] and node in needed:
                 return i
         return None
 
     def live_bytes(self, nodes: Sequence[fx.Node], position: dict[fx.Node, int], free: Iterable[fx.Node] = ()) -> list[int]:
-        """Bytes of sequence values alive after each position; what is stored anyway costs nothing."""
+        """Return the bytes of sequence-shaped values alive after each position; `free` values cost nothing."""
         change = [0] * (len(nodes) + 1)
         free = set(free)
         for node in nodes:
-            if not is_tensor(node):  # a tuple must not be cut from its parts
+            if not is_tensor(node):  # a tuple must not be separated from its elements
                 parts = [position[user] for user in node.users if user.target is operator.getitem and user in position]
                 if parts:
                     change[position[node]] += UNCUTTABLE
@@ -240,7 +236,7 @@ class _Cutter:
         return list(accumulate(change[:-1]))
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that have been reduced over ranks up to each position, and that nobody reads any more after it."""
+        """Return, for each position, the bytes reduced over ranks whose last use is at or before it."""
         done = [0] * len(self.forward)
         for node in self.forward:
             if is_reduced_over_ranks(node):
@@ -260,7 +256,7 @@ class _Cutter:
         return max(1, self.bytes_of_rows(node))
 
     def bytes_of_rows(self, node: fx.Node) -> int:
-        """Bytes of a value that is made chunk by chunk, all its rows together; 0 for others."""
+        """Return the full-sequence bytes of a value computed chunk by chunk; 0 for others."""
         if node not in self.bytes:
             self.bytes[node] = self._bytes_of_rows(node)
         return self.bytes[node]
@@ -272,7 +268,7 @@ class _Cutter:
         return elements * int(node.meta[VALUE].element_size())
 
     def crossing_forward(self, nodes: Sequence[fx.Node], stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
-        """Streamed values of a stage that later stages or the caller use."""
+        """Return the chunked values of a stage that later stages read or the graph returns."""
         return [
             node
             for node in nodes
@@ -281,10 +277,8 @@ class _Cutter:
             and (node in self.outputs or any(stage_of.get(user, stage) > stage for user in node.users))
         ]
 
-    # -- backward
-
     def backward_segments(self, stage_of: dict[fx.Node, int], count: int, kept: set[fx.Node]) -> list[list[fx.Node]]:
-        """The backward half in `count` stretches, the last stage's first in program order."""
+        """Split the backward graph into `count` segments, indexed by stage; the last stage's segment runs first."""
         if self.last:
             made = {node: stage_of[node] for node in stage_of if node not in kept and self.is_streamed(node)}
             self.backward = self.sums_early(in_front(self.backward, made, count - 1))
@@ -301,14 +295,14 @@ class _Cutter:
             high = min((p for own in used[:stage] for p in own), default=len(self.backward))
             candidates = range(max(low + 1, bounds[-1]), max(high, low + 1, bounds[-1]) + 1)
             best = min(candidates, key=lambda i: (live[i - 1] if i else 0, i))
-            while best and live[best - 1] >= UNCUTTABLE:  # no pair of rows and keys is kept for a later stretch
+            while best and live[best - 1] >= UNCUTTABLE:  # a query-by-key value is never stored for a later segment
                 best += 1
             bounds.append(best)
         bounds.append(len(self.backward))
         return [self.backward[low:high] for low, high in pairwise(bounds)][::-1]
 
     def sums_early(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """The operators in order, but each that puts sums over rows together right behind them: one is kept, and not all."""
+        """Move each addition of sums over rows right after its operands: one sum is stored instead of several."""
         place: dict[fx.Node, int] = {}
         sums = {node for node in nodes if self.demand.form(node) is StorageClass.SUM}
         for i, node in enumerate(nodes):
@@ -319,7 +313,7 @@ class _Cutter:
         return sorted(nodes, key=place.__getitem__)
 
     def crossing_backward(self, nodes: Sequence[fx.Node], segment_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
-        """Values of a backward stretch that later stretches or the caller use."""
+        """Return the values of a backward segment that later segments read or the graph returns."""
         gradients = {gradient for gradient in self.facts.joint.gradients if isinstance(gradient, fx.Node)}
         return [
             node
@@ -329,15 +323,15 @@ class _Cutter:
 
 
 def _makes_less(node: fx.Node, driven: Collection[fx.Node]) -> bool:
-    """Whether a product takes fewer bytes than what it takes of some values."""
-    taken = max((bytes_like(source.meta.get(VALUE)) for source in node.all_input_nodes if source in driven), default=0)
-    return is_tensor(node) and bytes_like(node.meta[VALUE]) < taken
+    """Return whether a product has fewer bytes than its largest operand among `driven`."""
+    largest = max((bytes_like(source.meta.get(VALUE)) for source in node.all_input_nodes if source in driven), default=0)
+    return is_tensor(node) and bytes_like(node.meta[VALUE]) < largest
 
 
 def beside_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes with each part of a tuple right behind what makes the tuple: between the two there is no cut.
+    """Move each element of a tuple right after its producer, so that no cut separates them.
 
-    A state that is only returned is taken out of its recurrence at the very end.
+    The final state of a recurrence would otherwise be extracted at the very end, if it is only returned.
     """
     place: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
@@ -346,9 +340,9 @@ def beside_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def as_late_as_possible(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -> list[fx.Node]:
-    """The backward half with whatever no tangent drives just before its first use.
+    """Move backward operators that depend on no tangent right before their first use.
 
-    Such a value is made of the forward half's, of an early layer's perhaps, but may stand in front of all gradients.
+    Such a value depends on forward values only, perhaps of an early layer, but may be traced before all gradients.
     """
     driven = set(tangents)
     for node in nodes:
@@ -358,7 +352,7 @@ def as_late_as_possible(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -
 
 
 def before_use(nodes: Sequence[fx.Node], moved: Collection[fx.Node]) -> list[fx.Node]:
-    """The operators in order, but each of the `moved` ones just before its first user."""
+    """Move each of the `moved` operators right before its first user."""
     place = {node: i for i, node in enumerate(nodes)}
     for node in reversed(nodes):
         if node in moved:
@@ -366,24 +360,25 @@ def before_use(nodes: Sequence[fx.Node], moved: Collection[fx.Node]) -> list[fx.
     return sorted(nodes, key=lambda node: (place[node], node not in moved))
 
 
-def in_front(nodes: Sequence[fx.Node], made: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
-    """The backward half with all in front that undoes the last stage; `made` says in which stage a value is made.
+def in_front(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
+    """Move the backward operators of the last stage to the front; `stage_of` maps forward values to their stage.
 
-    A model that is called twice goes back through all layers of one call before it comes to the head of the other. Products that
-    nothing of the last stage is put to after them are an earlier stage's, but for those that make less of what the last stage
-    drives: a head's, whose gradients of logits would be kept whole. So is what is made for these alone of nothing that the
-    last stage made, and what shows a value to these in another shape or among zeros: the gradient of a state behind the last row
-    would be as long as all rows.
+    If a model is called twice, the backward graph passes all layers of one call before the head of the other.
+    Products that no later operator combines with values of the last stage belong to an earlier stage, unless they
+    shrink a value that the last stage drives: the head's gradients of logits would otherwise be stored in full. Two
+    more kinds of operators move with such products if they have no other use: those that depend on no value of the
+    last stage, and those that only reshape their operand or pad it with zeros: the gradient of a final state would
+    otherwise be as long as the sequence.
     """
     needed, driven, behind = set[fx.Node](), set[fx.Node](), set[fx.Node]()
     for node in reversed(nodes):
-        if any(user in needed for user in node.users) or any(made.get(source) == last for source in node.all_input_nodes):
+        if any(user in needed for user in node.users) or any(stage_of.get(source) == last for source in node.all_input_nodes):
             needed.add(node)
     for node in nodes:
         if node in needed or any(source in driven for source in node.all_input_nodes):
             driven.add(node)
         is_another = is_expensive(node) and node not in needed and not _makes_less(node, driven)
-        if is_another or any(source in behind or made.get(source, last) < last for source in node.all_input_nodes):
+        if is_another or any(source in behind or stage_of.get(source, last) < last for source in node.all_input_nodes):
             behind.add(node)
     shown = set[fx.Node]()
     for node in reversed(nodes):

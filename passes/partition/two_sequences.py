@@ -1,10 +1,10 @@
-"""Where does a graph go from one sequence to another one: from an encoder's rows to a decoder's, from one segment to the next?
+"""Find the point where a graph passes from one sequence to another: encoder to decoder, or one segment to the next.
 
     encoder:  x[b s d] -> ... -> memory[b s d]          decoder:  y[b t d], memory[b s d] -> ... -> logits[b t v]
 
-Only one axis of a graph is streamed. If much is computed along another axis, before or after all that is computed along the
-first, two graphs with an axis each take less memory. Any place is exact: the second part is given what it reads of the first, and
-autograd hands gradients back. So the place is chosen by bytes alone.
+Only one axis of a graph is chunked. If much is computed along another axis, before or after the operators along the
+first, two graphs with one axis each take less memory. Any split is exact: the second graph reads values of the
+first, and autograd passes gradients back. So the split is chosen by bytes alone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.passes.ops.traits import is_moved_elements
 from streamfx.torch_private.split import is_handed_on, names_in_dynamo, places_to_split
 
-SHARE = 0.1  # of the peak: so much is computed along another axis at least, without the one that is streamed
-MISPLACED = 0.5  # of the bytes along one axis alone: at most so many are in the other part
-FEW = 0.1  # of the values along the axis that is streamed: at least so many are without the other, and of the other without it
+SHARE = 0.1  # share of the peak: a split needs at least this many bytes along another axis that lack the chunked axis
+MISPLACED = 0.5  # share of the bytes along one axis alone: at most this much may be in the other graph
+FEW = 0.1  # share of the values along the chunked axis: each axis needs at least this many values without the other axis
 
 
 class ForwardOperator(NamedTuple):
-    """What an operator of the forward half computes: its place in Dynamo's graph, the axes, the bytes."""
+    """A result of a forward operator: its index in Dynamo's graph, its axes, its bytes."""
 
     place: int
     atoms: frozenset[Atom]
@@ -38,34 +38,34 @@ class ForwardOperator(NamedTuple):
 
 
 def where_to_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx.Node | None:
-    """The operator of Dynamo's `graph` that the second part begins with; None for a graph of one sequence.
+    """Return the operator of Dynamo's `graph` at which the second graph begins; None for a graph of one sequence.
 
-    A step through the graph in one part takes `peak()` bytes, which most graphs, of one sequence, are not asked for.
+    `peak()` returns the bytes of a step in one graph. It is not called for most graphs, which have one sequence.
     """
     if facts.found_axes is None or facts.axes.sequence is None:
         return None
     nodes = list(graph.nodes)
-    made = list(_made(facts, {node.name: i for i, node in enumerate(nodes)}))
-    main = frozenset(i for i, item in enumerate(made) if not item.atoms.isdisjoint(facts.axes.sequence.members))
-    others = _others(made, main)
+    computed = list(_made(facts, {node.name: i for i, node in enumerate(nodes)}))
+    main = frozenset(i for i, item in enumerate(computed) if not item.atoms.isdisjoint(facts.axes.sequence.members))
+    others = _others(computed, main)
     if not others:
         return None
     places, least = places_of(nodes), SHARE * peak()
-    found: list[tuple[int, int]] = []
-    for other in (other for other in others if sum(made[i].size for i in other - main) >= least):
-        found += _priced(places, [_by_place(made, other - main), _by_place(made, main - other)], len(nodes))
-    return nodes[min(found)[1]] if found else None
+    splits: list[tuple[int, int]] = []
+    for other in (other for other in others if sum(computed[i].size for i in other - main) >= least):
+        splits += _priced(places, [_by_place(computed, other - main), _by_place(computed, main - other)], len(nodes))
+    return nodes[min(splits)[1]] if splits else None
 
 
-def _by_place(made: Sequence[ForwardOperator], chosen: Iterable[int]) -> Counter[int]:
-    found = Counter[int]()
+def _by_place(computed: Sequence[ForwardOperator], chosen: Iterable[int]) -> Counter[int]:
+    sizes = Counter[int]()
     for i in chosen:
-        found[made[i].place] += made[i].size
-    return found
+        sizes[computed[i].place] += computed[i].size
+    return sizes
 
 
 def _made(facts: Facts, order: dict[str, int]) -> Iterable[ForwardOperator]:
-    """An operator that no node of Dynamo's is known for, as one that a pass has written, stands where those in front of it do."""
+    """Yield the forward results; operators without a node in Dynamo's graph take their predecessor's index."""
     axes, place = facts.axes, 0
     for node in facts.joint.nodes:
         if node not in facts.joint.forward:
@@ -78,23 +78,24 @@ def _made(facts: Facts, order: dict[str, int]) -> Iterable[ForwardOperator]:
                 )
 
 
-def _others(made: Sequence[ForwardOperator], main: frozenset[int]) -> list[frozenset[int]]:
-    """By its values each axis that many are computed along without the one that is streamed, which also has values without it.
+def _others(computed: Sequence[ForwardOperator], main: frozenset[int]) -> list[frozenset[int]]:
+    """Return the values of each axis that has many values without the chunked axis, and vice versa.
 
-    The batch is none, as all rows have it. Nor is an axis of which all values have a wider one as well, as heads have rows.
+    The batch axis does not qualify, since all rows have it. Nor does an axis whose values are a subset of another
+    axis's, as heads are of rows.
     """
     along: dict[Atom, set[int]] = {}
-    for i, item in enumerate(made):
+    for i, item in enumerate(computed):
         for atom in item.atoms:
             along.setdefault(atom, set()).add(i)
-    found = [
+    axes = [
         own for own in dict.fromkeys(map(frozenset, along.values())) if min(len(main - own), len(own - main)) >= FEW * len(main)
     ]
-    return [own for own in found if not any(own - main < other - main for other in found)]
+    return [own for own in axes if not any(own - main < other - main for other in axes)]
 
 
 def places_of(nodes: list[fx.Node]) -> dict[int, int]:
-    """The places at which all that is handed on can be, with the bytes of it."""
+    """Return the valid split points, with the bytes passed from the first graph to the second."""
     number = {node: i for i, node in enumerate(nodes)}
     begins, ends = Counter[int](), Counter[int]()
     opens, closes = Counter[int](), Counter[int]()
@@ -116,7 +117,7 @@ def places_of(nodes: list[fx.Node]) -> dict[int, int]:
 
 
 def _priced(places: dict[int, int], bytes_of: Sequence[Counter[int]], count: int) -> Iterable[tuple[int, int]]:
-    """For each place at which one axis all but ends and the other begins: bytes in the wrong part or handed on, and the place."""
+    """For each split that roughly separates both axes, yield the bytes on the wrong side or passed on, and its index."""
     totals = [sum(found.values()) for found in bytes_of]
     before = [[0, *accumulate(found[i] for i in range(count))] for found in bytes_of]
     for place, handed in places.items():

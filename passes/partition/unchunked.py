@@ -1,7 +1,7 @@
-"""What does a graph take that runs as it stood, with nothing cut into chunks?
+"""Estimate the memory of a graph that is not chunked.
 
-AOTAutograd's partitioners make the halves that would run without us. Where these fit into the memory budget, or take less than
-the loops, they run.
+AOTAutograd's partitioners build the forward and backward graphs that would run without this backend. If these fit
+into the memory budget, or take less memory than the loops, they run instead.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from streamfx.passes.partition.budget_search import held_bytes
 from streamfx.passes.partition.chunk_sizes import gradient_bytes
 
 Halves: TypeAlias = "tuple[fx.GraphModule, fx.GraphModule | None]"
-TOLERATED = 1.02  # of the bytes of a graph as it stood: so much its loops may take
-LEAST = 1 << 20  # bytes: what takes less is not compared, which would make each first step longer
-CLOSE = 1.2  # how near to the longest lengths for which it is smaller a search for them comes
+TOLERATED = 1.02  # factor on the bytes of the unchunked graph: its loops may take up to this much
+LEAST = 1 << 20  # bytes: smaller steps are not compared, which would lengthen every first step
+CLOSE = 1.2  # the search for the longest lengths at which it is smaller stops within this factor
 LEAVES_OPEN: dict[str, Any] = {
     **dict.fromkeys(("chunk_size", "loss_chunk_size", "save", "keep_every"), "auto"),
     "offload": "none",
@@ -45,7 +45,7 @@ LEAVES_OPEN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class UnchunkedGraph:
-    """Halves of a graph as it stood, what a step through them costs, and lengths for which they are smaller."""
+    """Forward and backward graphs without loops, the cost of a step, and the lengths for which they are smaller."""
 
     halves: Halves
     cost: Cost
@@ -53,10 +53,10 @@ class UnchunkedGraph:
 
 
 def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
-    """Whether what the backward half reads of the forward half leaves room in the budget: halves that cannot fit are not made.
+    """Return whether the forward values that the backward graph reads fit into the budget.
 
-    Memory that the forward half surely makes is counted, each once. Where the user's code asks for values to be made again,
-    what is kept is not known yet.
+    If not, no partitioner has to run. Counts each storage that the forward graph certainly allocates once. If the
+    user's code asks for recomputation, the kept values are not known yet.
     """
     return attempted(partial(_leaves_room, joint, budget), True, NOT_LOOKED_AT, strict=False)
 
@@ -73,13 +73,13 @@ def _leaves_room(joint: JointGraph, budget: int | float | str) -> bool:
 def fits_whole(
     forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, budget: int | float | str, others: int = 0
 ) -> bool:
-    """Whether the two halves that AOTAutograd would run stay within the budget, with nothing cut into chunks.
+    """Return whether AOTAutograd's forward and backward graphs stay within the budget without chunks.
 
-    They keep all that the backward half asks for, which is more than Inductor keeps of the same graph. `others` are bytes of
-    outputs that the halves do not make.
+    They keep all values that the backward graph reads, which is more than Inductor keeps of the same graph.
+    `others` are bytes of outputs that the graphs do not compute.
     """
-    held, made = held_bytes(forward.graph), outputs_of(backward.graph)
-    left = bytes_of(budget, device_of(forward.graph), held, gradient_bytes(made)) - held - others
+    held, gradients = held_bytes(forward.graph), outputs_of(backward.graph)
+    left = bytes_of(budget, device_of(forward.graph), held, gradient_bytes(gradients)) - held - others
     try:
         return cost_of(forward, backward, num_outputs).peak <= left
     except Exception as error:  # an operator that only a tracer can run
@@ -88,48 +88,49 @@ def fits_whole(
 
 
 def may_stand(facts: Facts, options: Options) -> bool:
-    """Whether what takes the least memory may run: no option asks for loops, no other rank has to agree, and values take enough
-    for a comparison.
+    """Return whether the graph may run unchunked if that takes less memory: no option asks for loops, no other rank
+    has to agree, and its values are large enough for a comparison.
     """
     asks = any(getattr(options, name) != value for name, value in LEAVES_OPEN.items())
     return not asks and not has_collectives(facts.joint.graph) and bytes_of_values(facts.joint.nodes) >= LEAST
 
 
 def is_compared(peak: int) -> bool:
-    """Whether a step takes enough for other ways of running it to be worth a look."""
+    """Return whether a step is large enough to compare alternatives."""
     return peak >= LEAST
 
 
 def smaller_than(
     ours: Cost | None, facts: Facts, traced: JointGraph, ways: Iterable[Callable[[], Halves]]
 ) -> UnchunkedGraph | None:
-    """Of a `traced` graph the smallest of some ways to run it in one piece, where it takes less than its loops, which cost `ours`
-    (less than the first way, if there are no loops); None where it does not, or would not in calls that are longer.
+    """Return the smallest of several unchunked variants of a `traced` graph if it takes less memory than its loops,
+    which cost `ours` (less than the first variant, if there are no loops). Return None if it does not, or would not
+    for longer inputs.
     """
     num_outputs, program = len(facts.joint.outputs), facts.program
     if ours is not None and (not is_compared(ours.peak) or bytes_at_least(traced) >= ours.peak):
         return None
-    found = [piece for make in ways if (piece := _simulated(make, num_outputs)) is not None]
-    least = min((piece.cost.peak for piece in found), default=0)
-    least_held = sorted((one for one in found if one.cost.peak <= TOLERATED * least), key=lambda one: one.cost.held)
-    if not found or not _is_less(least, least_held[0].cost, found[0].cost if ours is None else ours):
+    variants = [variant for make in ways if (variant := _simulated(make, num_outputs)) is not None]
+    least = min((variant.cost.peak for variant in variants), default=0)
+    least_held = sorted((one for one in variants if one.cost.peak <= TOLERATED * least), key=lambda one: one.cost.held)
+    if not variants or not _is_less(least, least_held[0].cost, variants[0].cost if ours is None else ours):
         return None
-    piece, others = least_held[0], found[0].halves if program is None else (program.forward, program.backward)
+    variant, others = least_held[0], variants[0].halves if program is None else (program.forward, program.backward)
     held: list[bool] = []
 
     def holds(lengths: Lengths) -> bool:
-        held.append(cost_of(*piece.halves, num_outputs).peak <= TOLERATED * cost_of(*others, num_outputs).peak)
+        held.append(cost_of(*variant.halves, num_outputs).peak <= TOLERATED * cost_of(*others, num_outputs).peak)
         return held[-1]
 
     lengths = Lengths.now(facts.joint.graph).furthest_beyond(holds, CLOSE)
-    if lengths is None and all(held):  # no call has more of each: parts of a split, say, that add up to a fixed number
+    if lengths is None and all(held):  # no call has more of every size, as with slices that add up to a fixed number
         lengths = Lengths({})
-    return None if lengths is None else replace(piece, lengths=lengths)
+    return None if lengths is None else replace(variant, lengths=lengths)
 
 
 def _is_less(least: int, one: Cost, other: Cost) -> bool:
-    """Whether `least`, about the peak of one, is below that of another by more than is tolerated; or whether one has no higher
-    peak, and keeps less between its halves, when other graphs of a step run.
+    """Return whether `least`, about the peak of one, is below the other's peak by more than the tolerance; or
+    whether one has no higher peak, and keeps less between forward and backward, while other graphs of the step run.
     """
     return least * TOLERATED < other.peak or (one.peak <= other.peak and one.held * TOLERATED < other.held)
 
@@ -144,10 +145,11 @@ def _simulated(make: Callable[[], Halves], num_outputs: int) -> UnchunkedGraph |
 
 
 def bytes_at_least(joint: JointGraph) -> int:
-    """Bytes that are surely alive at once if a graph runs in one piece, whatever is fused and recomputed.
+    """Return the bytes that are alive at once without chunks, however the graph is fused and recomputed.
 
-    A product reads its operands from memory and writes its result there. No partitioner recomputes a product, unless the user's
-    code asks for that: results that an operator on gradients reads are kept until its last read. Gradients stay until the end.
+    A product reads its operands from memory and writes its result there. No partitioner recomputes a product, unless
+    the user's code asks for it: results that a backward operator reads are kept until their last use. Gradients live
+    until the end.
     """
     nodes = joint.nodes
     products = (node for node in nodes if is_expensive(node))
@@ -156,9 +158,9 @@ def bytes_at_least(joint: JointGraph) -> int:
 
 
 def _alive_in_backward(joint: JointGraph, nodes: list[fx.Node]) -> Iterator[int]:
-    """Bytes of kept products and of gradients, after each operator of the backward half."""
+    """Yield the bytes of kept products and of gradients, after each backward operator."""
     on_gradients = descendants(joint.tangents, nodes)
-    backward = [node for node in nodes if node in on_gradients]  # `clamp`'s mask needs none, and may run in the forward half
+    backward = [node for node in nodes if node in on_gradients]  # the mask of `clamp` may run in the forward graph
     last = {source: node for node in backward for source in memories_made(node.all_input_nodes) if source in joint.forward}
     last = {source: node for source, node in last.items() if is_expensive(source) and RECOMPUTE not in source.meta}
     read_last, alive = Counter[fx.Node](), bytes_of_values(last)

@@ -1,7 +1,7 @@
-"""What distributing values over loops depends on, in numbers in place of nodes.
+"""Tables of numbers that determine how values are distributed over loops.
 
-Equal layers give equal tables, so that what follows from a table is found once for all of them (`loop_distribution.py`). Nothing else may
-be looked at there: whatever a placement depends on stands in here.
+Equal layers give equal tables, so each result is computed once for all of them (`loop_distribution.py`). A
+placement may depend on nothing but its table.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NOT_IN_LOOPS = (StorageClass.SCALAR, StorageClass.WHOLE)
 
 
 class Access(NamedTuple):
-    """What an operator in a loop needs of a value of the region.
+    """An operand that an operator in a loop reads.
 
-    `in_same_loop`: the rows are there when the chunk that makes the operand's rows is being computed. `is_stored`: no loop can
-    make them for its own chunk. `is_stored_before`: no loop can but the operand's own.
+    `in_same_loop`: the rows are ready in the iteration that computes the operand's rows. `is_stored`: no loop can
+    recompute them for its own chunk. `is_stored_before`: only the operand's own loop can.
     """
 
     operand: int
@@ -36,9 +36,9 @@ class Access(NamedTuple):
 
 
 class RegionValue(NamedTuple):
-    """A value that a region makes: what an operator `needs` in a loop, or what it takes as a whole (its `sources`).
+    """A value that a region computes: operands that it `needs` in a loop, or reads in full (`sources`).
 
-    `siblings` are the values that its operator makes beside it, itself among them, where it makes several in a loop.
+    `siblings` are all results of its operator, this value included, if the operator has several and runs in a loop.
     """
 
     form: StorageClass
@@ -56,20 +56,20 @@ Table: TypeAlias = "tuple[RegionValue, ...]"
 
 
 class Bytes(NamedTuple):
-    """Of each value of a table: those of its shape, and those of all its rows as a loop stores them."""
+    """The bytes of each value of a table: of its traced shape, and of all rows as a loop stores them."""
 
     shown: tuple[int, ...]
     stored: tuple[int, ...]
 
 
 def table_of(nodes: Sequence[fx.Node], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool) -> Table:
-    """The table of these tensors, by their positions, for loops in this direction."""
+    """Build the table of these tensors, by index, for loops in this direction."""
     numbers = {node: i for i, node in enumerate(nodes)}
     return tuple(_value(node, numbers, available, layout, reverse) for node in nodes)
 
 
 def bytes_of(nodes: Sequence[fx.Node], table: Table, layout: Layout) -> Bytes:
-    """The bytes of values in loops."""
+    """Return the bytes of values in loops."""
     sizes = [node.meta[VALUE].element_size() if value.is_in_loop else 0 for node, value in zip(nodes, table, strict=True)]
     shown = (numeric(product(shape_of_node(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
     stored = (numeric(product(layout.full_shape(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
@@ -90,19 +90,19 @@ def _value(
     form, producer = layout.demand.form(node), producer_of(node)
     if form in NOT_IN_LOOPS:
         return RegionValue(form, (), _numbers(tensor_inputs(node), numbers, available), (), is_expensive(node))
-    needs = layout.needs(producer)  # a part of a tuple needs nothing but its operator
+    needs = layout.needs(producer)  # an element of a tuple has the needs of its operator
     operands = _numbers((need.operand for need in needs), numbers, available, missing=True)
     pairs = zip(operands, needs, strict=True)
-    wanted = tuple(_wanted(operand, need, layout, reverse) for operand, need in pairs if operand is not None)
+    accesses = tuple(_wanted(operand, need, layout, reverse) for operand, need in pairs if operand is not None)
     siblings = () if producer is node else tuple(numbers[user] for user in producer.users if user in numbers)
-    return RegionValue(form, wanted, (), siblings, is_expensive(node))
+    return RegionValue(form, accesses, (), siblings, is_expensive(node))
 
 
 def _numbers(
     nodes: Iterable[fx.Node], numbers: dict[fx.Node, int], available: Callable[[fx.Node], bool], missing: bool = False
 ) -> tuple[int, ...]:
-    found = [numbers.get(node) if node in numbers or available(node) else numbers[node] for node in nodes]
-    return tuple(found) if missing else tuple(number for number in found if number is not None)  # type: ignore[arg-type]
+    indices = [numbers.get(node) if node in numbers or available(node) else numbers[node] for node in nodes]
+    return tuple(indices) if missing else tuple(number for number in indices if number is not None)  # type: ignore[arg-type]
 
 
 def _wanted(operand: int, need: OperandAccess, layout: Layout, reverse: bool) -> Access:
@@ -118,7 +118,7 @@ def _wanted(operand: int, need: OperandAccess, layout: Layout, reverse: bool) ->
 
 
 def is_met_in_same_loop(need: OperandAccess, layout: Layout, reverse: bool) -> bool:
-    """Whether the rows needed are already there when the chunk that makes the operand's rows is being computed."""
+    """Return whether the needed rows are ready in the iteration that computes the operand's rows."""
     form = layout.demand.form(need.operand)
     if form is StorageClass.PAIR:
         return Role.WHOLE not in need.roles
@@ -131,5 +131,5 @@ def is_met_in_same_loop(need: OperandAccess, layout: Layout, reverse: bool) -> b
 
 
 def _is_seen(span: Span, reverse: bool) -> bool:
-    """Whether rows of the span belong to this chunk or to chunks that ran before it."""
+    """Return whether rows of the span belong to this chunk or to chunks that ran before it."""
     return (span.low is not None and span.low >= 0) if reverse else (span.high is not None and span.high <= 0)

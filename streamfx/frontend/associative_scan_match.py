@@ -1,11 +1,11 @@
-"""Finds PyTorch's `associative_scan` in a Dynamo graph, which has the tree that it computes, and makes one operator of it.
+"""Match the unrolled tree of PyTorch's `associative_scan` in a Dynamo graph, and replace it by one operator.
 
     before   a = slice(x, 0, -1, 2);  b = slice(x, 1, None, 2);  pairs = vmap(combine)(a, b)
              pairs of pairs, ... and back: slice, vmap(combine), cat, stack, flatten, for each level
     after    rows = streamfx.associative_scan([x], [], number of combine)
 
-Each level has to be there, operator by operator, with one function that is given single rows: so it is known which rows are
-combined with which, in which order, and a chunk can do the same. That the function is associative nobody needs to know.
+Every operator of every level has to match, with one combine function of single rows. This fixes which rows are
+combined, and in which order, so a chunk can do the same. The function need not be associative.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from streamfx.runtime.associative import TREE_SCAN
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, dynamo_copy
 from streamfx.torch_private.vmapped import ADD_BATCH, ENTER_VMAP, LEAVE_VMAP, LOAD, PAD, REMOVE_BATCH, SLICE
 
-OUTERMOST = 1  # the level of a `vmap` that is inside of no other transformation
+OUTERMOST = 1  # the level of a `vmap` that is not nested in another transformation
 
 
 class NoTreeError(Exception):
-    """What was read is no tree, or not one of single rows."""
+    """Raised if the operators are not such a tree, or its function does not take single rows."""
 
 
 @dataclass
 class Tree:
-    """A tree's operators: rows of each leaf in, and out."""
+    """The operators of a matched tree, with the rows of each leaf before and after the scan."""
 
     elements: list[fx.Node]
     results: list[fx.Node]
@@ -42,7 +42,7 @@ class Tree:
 
 
 def with_trees(module: fx.GraphModule) -> fx.GraphModule:
-    """A Dynamo graph with one operator in place of each tree; where there is none, the graph itself."""
+    """Return a Dynamo graph with one operator in place of each tree; the graph itself if it has none."""
     inner = {name: with_trees(part) for name, part in module.named_children() if isinstance(part, fx.GraphModule)}
     changed = {name: part for name, part in inner.items() if part is not getattr(module, name)}
     trees = _trees(module.graph)
@@ -59,13 +59,13 @@ def with_trees(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _trees(graph: fx.Graph) -> list[Tree]:
-    """Those that are part of no larger one: each level is a tree of the level below."""
-    found, inside = list[Tree](), set[fx.Node]()
+    """Return the maximal trees: each level of a tree is itself a tree of the level below."""
+    trees, inside = list[Tree](), set[fx.Node]()
     for node in graph.nodes:
         if node not in inside and (tree := _tree_at(node)) is not None:
-            found.append(tree)
+            trees.append(tree)
             inside.update(tree.own)
-    return found
+    return trees
 
 
 def _write(tree: Tree, number: int, copies: dict[fx.Node, fx.Node]) -> None:
@@ -73,9 +73,9 @@ def _write(tree: Tree, number: int, copies: dict[fx.Node, fx.Node]) -> None:
     elements = [copies[node] for node in tree.elements]
     given = [copies[node] for node in tree.body.given]
     with graph.inserting_before(copies[tree.own[-1]]):
-        made = graph.call_function(TREE_SCAN, (elements, given, number))
-        results = [graph.call_function(operator.getitem, (made, place)) for place in range(len(elements))]
-    made.meta = {**place.meta, EXAMPLE: [node.meta[EXAMPLE] for node in tree.results]}
+        scan = graph.call_function(TREE_SCAN, (elements, given, number))
+        results = [graph.call_function(operator.getitem, (scan, place)) for place in range(len(elements))]
+    scan.meta = {**place.meta, EXAMPLE: [node.meta[EXAMPLE] for node in tree.results]}
     for result, node in zip(results, tree.results, strict=True):
         result.meta = {**place.meta, EXAMPLE: node.meta[EXAMPLE]}
         copies[node].replace_all_uses_with(result, propagate_meta=False)
@@ -84,7 +84,7 @@ def _write(tree: Tree, number: int, copies: dict[fx.Node, fx.Node]) -> None:
 
 
 def _tree_at(node: fx.Node) -> Tree | None:
-    """The tree whose first operator this is."""
+    """Return the tree whose first operator is this node."""
     if node.target is not SLICE or node.args[1:] != (0, 0, -1, 2) or _is_under_autocast(node):
         return None
     try:
@@ -94,7 +94,7 @@ def _tree_at(node: fx.Node) -> Tree | None:
 
 
 def _is_under_autocast(node: fx.Node) -> bool:
-    """Whether an operator stands where the graph itself has switched types; what is on around a graph is seen as it is traced."""
+    """Return whether the graph itself enables autocast at this node; the trace shows autocast around it."""
     entered = 0
     for each in node.graph.nodes:
         entered += (each.target is ENTER_AUTOCAST) - (each.target is EXIT_AUTOCAST)
@@ -104,7 +104,7 @@ def _is_under_autocast(node: fx.Node) -> bool:
 
 
 class _Reader:
-    """Reads operators in the order in which `generic_associative_scan` calls them, of PyTorch 2.11 to 2.13."""
+    """Matches operators in the order in which `generic_associative_scan` calls them, in PyTorch 2.11 to 2.13."""
 
     def __init__(self, first: fx.Node) -> None:
         self.at, self.own, self.sizes = first, list[fx.Node](), list[fx.Node]()
@@ -122,20 +122,20 @@ class _Reader:
         return Tree(elements, results, [node for node in elements[0].graph.nodes if node in own], self.body)
 
     def _elements(self) -> list[fx.Node]:
-        """What the first slices cut into halves."""
-        found, node = list[fx.Node](), self.at
+        """Return the operands of the first slices."""
+        elements, node = list[fx.Node](), self.at
         while node.target is SLICE and node.args[1:] == (0, 0, -1, 2):
-            found.append(node.args[0])  # type: ignore[arg-type]
+            elements.append(node.args[0])  # type: ignore[arg-type]
             node = node.next
-        counts = {_count(node) for node in found}
+        counts = {_count(node) for node in elements}
         if (
             len(counts) != 1
             or min(counts) < 2
-            or not all(map(is_plain, found))
-            or any(0 in shape_of(node.meta[EXAMPLE]) for node in found)
+            or not all(map(is_plain, elements))
+            or any(0 in shape_of(node.meta[EXAMPLE]) for node in elements)
         ):
             raise NoTreeError
-        return found
+        return elements
 
     def _scan(self, rows: list[fx.Node]) -> list[fx.Node]:
         count = _count(rows[0])
@@ -165,7 +165,7 @@ class _Reader:
         return self._take(SLICE, flat, 0, 0, 2 * count - 1) if more else flat
 
     def _combined(self, operands: Sequence[fx.Node], like: Sequence[fx.Node], count: int) -> list[fx.Node]:
-        """What one function makes of rows, two of each leaf: each time the same, of the same kind."""
+        """Match one application of the combine function, which must be the same on every level."""
         self._take(LOAD)
         self._take(ENTER_VMAP, count, "error")
         rows = [self._take(ADD_BATCH, operand, 0, OUTERMOST) for operand in operands]
@@ -174,21 +174,21 @@ class _Reader:
             inside.append(self._next(self.at.op in ("call_function", "call_method")))
         ends = _row_of(self.at, len(like))
         body = Body.read(rows, inside, [end.args[0] for end in ends])
-        made = [self._take(REMOVE_BATCH, end.args[0], OUTERMOST, count, 0) for end in ends]
+        results = [self._take(REMOVE_BATCH, end.args[0], OUTERMOST, count, 0) for end in ends]
         self._take(LEAVE_VMAP)
         if body is None or (self.body is not None and self.body != body):
             raise NoTreeError
         self.body = body
-        if any(_kind(node) != _kind(row) or _count(node) != count for node, row in zip(made, like, strict=True)):
+        if any(_kind(node) != _kind(row) or _count(node) != count for node, row in zip(results, like, strict=True)):
             raise NoTreeError
-        return made
+        return results
 
     def _take(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         self._pass_sizes()
         return self._next(self.at.target is target and _with_numbers(self.at.args) == args and self.at.kwargs == kwargs)
 
     def _pass_sizes(self) -> None:
-        """Operators on sizes stand between the others where a length was symbolic."""
+        """Skip operators on sizes, which are interspersed if a length is symbolic."""
         while isinstance(self.at.meta.get(EXAMPLE), torch.SymInt):
             self.sizes.append(self.at)
             self.at = self.at.next
@@ -202,15 +202,15 @@ class _Reader:
 
 
 def _row_of(node: fx.Node, count: int) -> list[fx.Node]:
-    """So many operators, from this one on."""
-    found = [node]
-    while len(found) < count:
-        found.append(found[-1].next)
-    return found
+    """Return this many consecutive operators, starting at this one."""
+    nodes = [node]
+    while len(nodes) < count:
+        nodes.append(nodes[-1].next)
+    return nodes
 
 
 def _count(node: Any) -> int:
-    """How many rows a value has: a tree of other lengths has other levels, so that tracing has settled on one."""
+    """Return the number of rows of a value. Tracing specializes it, since the tree depends on it."""
     value = node.meta.get(EXAMPLE) if isinstance(node, fx.Node) else None
     if not isinstance(value, Tensor) or not value.dim():
         raise NoTreeError
@@ -223,7 +223,7 @@ def _kind(node: fx.Node) -> Any:
 
 
 def _with_numbers(arguments: Any) -> Any:
-    """Arguments with numbers in place of the sizes that they are."""
+    """Return the arguments with symbolic sizes replaced by numbers."""
     return fx.node.map_arg(
         arguments, lambda node: int(value) if isinstance(value := node.meta.get(EXAMPLE), torch.SymInt) else node
     )

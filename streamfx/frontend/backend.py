@@ -1,4 +1,4 @@
-"""What `torch.compile(model, backend="streambp")` calls."""
+"""The entry point of `torch.compile(model, backend="streambp")`."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or s
 
 
 class FitsUnchunkedError(Exception):
-    """Raised while a graph is partitioned: it fits as it stands, so that Inductor gets it and nothing is partitioned here."""
+    """Raised during partitioning if a graph fits without chunks, so that Inductor compiles it as it is."""
 
 
 @refusing(IntegrationError, "streamfx.streambp(...)", do=COMPILE)
 def streambp(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """The backend: a Dynamo graph and its inputs in, a callable with the same results out. `torch.compile` calls it.
+    """Compile a Dynamo graph into a callable with the same results. `torch.compile` calls this function.
 
     Args:
         module: the graph that Dynamo has traced.
@@ -101,9 +101,9 @@ def streambp(
         A function of the same inputs, whose gradients are computed in chunks of the sequence.
 
     Raises:
-        OptionError: an option that does not exist, a value that it cannot have, or a mode.
-        IntegrationError: `module` is no graph.
-        NotStreamedError, OverBudgetError: what `strict=True`, or `memory_budget`, asks for cannot be.
+        OptionError: an unknown option, an invalid value, or a mode.
+        IntegrationError: `module` is not a graph.
+        NotStreamedError, OverBudgetError: `strict=True` or `memory_budget` cannot be satisfied.
 
     Example:
         >>> import torch
@@ -122,13 +122,13 @@ def streambp(
         return run
 
 
-from_environment()  # a bad one is said where the backend is asked for, not at the first call of a model
-known_as(("streambp", "streamfx"), f"{__name__}:streambp")  # where no entry point says so: a checkout, an older installation
+from_environment()  # report a bad variable when the backend is imported, not at the first call of a model
+known_as(("streambp", "streamfx"), f"{__name__}:streambp")  # for checkouts and old installations without an entry point
 
 
 @dataclass
 class Compilation(SplittableCompilation):
-    """One graph on its way through AOTAutograd; `facts` are what the passes found, for reports."""
+    """Compiles one graph through AOTAutograd; `facts` are the results of the passes, for reports."""
 
     module: fx.GraphModule
     options: Options
@@ -137,21 +137,21 @@ class Compilation(SplittableCompilation):
     num_outputs: int = 0
     watched: list[WatchedInput] = field(default_factory=list)
     reads_inputs: bool = True
-    traced: fx.GraphModule = field(init=False)  # what AOTAutograd gets: `module`, with operators for associative scans
+    traced: fx.GraphModule = field(init=False)  # `module` with scans and SSD products as operators
     deferred: Deferral | None = None
-    parameters: Sequence[int] = ()  # positions of inputs that are weights, where no Dynamo tells which
+    parameters: Sequence[int] = ()  # indices of inputs that are weights, if Dynamo does not report them
     chain: GradientReleaseChain | None = None
     tell = staticmethod(tell_of_no_gain)
     exchange: Exchange | None = None  # with other ranks
-    weights: Sequence[int] = ()  # by number, so that two models are told apart
-    standing: Halves | None = None  # what runs where the graph as it stood takes less memory than its loops
-    is_trained_whole: bool = False  # Inductor got a step as Dynamo gave it, and nothing was found out about it
+    weights: Sequence[int] = ()  # numbers that distinguish two models
+    standing: Halves | None = None  # the graphs to run if the unchunked graph takes less memory than its loops
+    is_trained_whole: bool = False  # Inductor got a training step unchanged, so there are no facts
 
     def __post_init__(self) -> None:
         self.traced = self.module
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""
+        """Compile the graph as loops over chunks, or with Inductor if it fits into the memory budget unchunked."""
         inputs = list(example_inputs)
         refuse_partitioned(inputs)
         if self.fits_by_far(inputs):
@@ -163,7 +163,7 @@ class Compilation(SplittableCompilation):
         except FitsUnchunkedError:
             return self._compile_whole(inputs)
         except TwoSequencesError as error:
-            found = error.with_traceback(None)  # else it holds all values of the trace
+            found = error.with_traceback(None)  # otherwise it keeps all values of the trace alive
         except RuntimeError as error:
             if self.options.strict or not told_of_meta(inputs, error):
                 raise
@@ -208,7 +208,7 @@ class Compilation(SplittableCompilation):
         return MaskGuard(compiled, watched, self.without_patterns()) if watched else compiled
 
     def fits_by_far(self, inputs: list[Any]) -> bool:
-        """Whether Inductor is to have the graph, and nothing needs to be traced to see that: a short sequence."""
+        """Return whether Inductor compiles the graph without any tracing here, because the sequence is short."""
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
         if budget is None or not self.is_alone(inputs) or not compiles_whole(self.options, inputs):
             return False
@@ -218,11 +218,11 @@ class Compilation(SplittableCompilation):
         return furthest is not None
 
     def part_of(self, module: fx.GraphModule) -> Compilation:
-        """For a part of the graph: nobody hears of it unless it is taken."""
+        """Return a compilation of a part of the graph; it is not reported unless the split is taken."""
         return Compilation(module, self.options, exchange=self.exchange)
 
     def deferral(self) -> Deferral | None:
-        """The graph without its outputs that are large and cheap to rebuild, where it has any."""
+        """Return the graph without outputs that are large and cheap to recompute, if it has any."""
         if self.options.outputs == "dense":
             return None
         deferral = attempted(lambda: defer_outputs(self.traced), None, NOT_DEFERRED, self.options.strict)
@@ -231,9 +231,9 @@ class Compilation(SplittableCompilation):
         return deferral
 
     def without_patterns(self) -> Callable[..., Any]:
-        """The same graph, compiled once it is called, without relying on what any input holds.
+        """Return the same graph compiled on its first call, without assumptions about input values.
 
-        Dynamo compiles it: for the lengths that are asked for, which need not be those that this compilation was made for.
+        Dynamo compiles it for the lengths of that call, which may differ from the lengths of this compilation.
         """
 
         def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -242,25 +242,25 @@ class Compilation(SplittableCompilation):
         return torch.compile(self.module.forward, backend=backend)
 
     def patterns(self, graph: fx.Graph, num_primals: int) -> dict[int, Pieces]:
-        """Patterns of the inputs that hold a mask, which the compiled graph then relies on."""
+        """Return the patterns of inputs that hold a mask, on which the compiled graph then relies."""
         return patterns_of(self.watched, self.num_inputs, given_positions(graph, num_primals))
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Called by AOTAutograd: the joint graph in, the forward and the backward graph out."""
+        """Split the joint graph into a forward and a backward graph. AOTAutograd calls this method."""
 
-        def halves_by(way: Callable[..., Any], graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        def partitioned(way: Callable[..., Any], graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
             return way(graph, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
 
-        def plain() -> tuple[fx.GraphModule, fx.GraphModule]:
-            return halves_by(min_cut_rematerialization_partition if has_unused_waits(joint.graph) else default_partition, joint)
+        def unchunked() -> tuple[fx.GraphModule, fx.GraphModule]:
+            return partitioned(min_cut_rematerialization_partition if has_unused_waits(joint.graph) else default_partition, joint)
 
         def copied(way: Callable[..., Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return halves_by(way, fx.GraphModule(joint, graph_copy(joint.graph)))
+            return partitioned(way, fx.GraphModule(joint, graph_copy(joint.graph)))
 
-        if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
-            return plain()
+        if not isinstance(joint_inputs, tuple):  # the body of a nested region, which is not rewritten
+            return unchunked()
         self.num_outputs = num_fwd_outputs
         pair_dimensions(joint.graph)
         count = len(joint_inputs[0])
@@ -268,30 +268,30 @@ class Compilation(SplittableCompilation):
         patterns = self.patterns(joint.graph, count)
         capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         self.check_part(capture().joint if self.is_part else None)
-        may_run_whole = not has_collectives(joint.graph)  # whether it fits may be seen otherwise by another rank
+        may_run_whole = not has_collectives(joint.graph)  # with collectives, another rank could decide differently
         budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
         if budget is not None and may_fit_whole((whole := capture()).joint, budget):
-            halves = plain()
+            halves = unchunked()
             if self.fits_as_it_stands(whole, *halves):
                 return halves
         facts = self.analysed(capture, [partial(copied, way) for way in (default_partition, min_cut_rematerialization_partition)])
         if self.standing is not None and self.standing[1] is not None:
             return self.standing[0], self.standing[1]
-        if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is asked for
-            return plain()
+        if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is requested
+            return unchunked()
         return facts.program.forward, facts.program.backward
 
     def partition_in_stretches(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The same, and which gradients autograd can have before the end of the backward graph."""
+        """Partition, and plan which gradients autograd gets before the end of the backward graph."""
         forward, backward = self.partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
         if self.chain is not None and isinstance(joint_inputs, tuple):
             plan_chain(self.chain, joint.graph, forward.graph, backward, num_fwd_outputs, self.num_inputs)
         return forward, backward
 
     def fits_as_it_stands(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
-        """Whether the halves that AOTAutograd would run stay within the budget; raises where Inductor is to have the graph."""
+        """Return whether AOTAutograd's graphs stay within the budget; raise if Inductor is to compile the graph."""
         budget, num_outputs = self.options.memory_budget, len(facts.joint.outputs)
         assert budget is not None
         compiled = compiles_whole(self.options, [node.meta.get(VALUE) for node in facts.joint.graph.find_nodes(op="placeholder")])
@@ -309,22 +309,21 @@ class Compilation(SplittableCompilation):
         return True
 
     def found(self, facts: Facts) -> None:
-        """Keep the facts of a graph."""
         facts = replace(facts, begins=self.begins)
         place_loops(facts)
         self.costs = self.priced(facts)
         self.keep(facts)
 
     def deferred_bytes(self) -> int:
-        """Bytes of the outputs that are made when they are touched."""
+        """Return the bytes of deferred outputs."""
         return 0 if self.deferred is None else max(0, bytes_of_results(self.module) - bytes_of_results(self.deferred.module))
 
     def hand_over(self) -> None:
-        """Let Inductor have the graph as Dynamo gave it."""
+        """Leave the graph to Inductor as Dynamo traced it."""
         raise FitsUnchunkedError
 
     def analysed(self, capture: Callable[[], Facts], ways: Sequence[Callable[[], Halves]]) -> Facts:
-        """The facts after all passes; without a program where the graph is to run as it stood. `ways` make halves that do so."""
+        """Run all passes. The facts have no program if the graph is not chunked; `ways` build its unchunked graphs."""
         self.ways = ways
         try:
             with doing("planning", self.options.progress):
@@ -352,7 +351,7 @@ class Compilation(SplittableCompilation):
         return facts
 
     def unless_smaller(self, facts: Facts, traced: Facts, ways: Sequence[Callable[[], Halves]]) -> Facts:
-        """The facts as `traced`, where it takes less memory than its loops as it stood, and the halves to run for the least."""
+        """Return the facts as `traced`, and record the unchunked graphs, if these take less memory than the loops."""
         ours = None if facts.program is None else predicted(facts)
         piece = smaller_than(ours, facts, traced.joint, ways)
         if piece is None:
@@ -364,7 +363,7 @@ class Compilation(SplittableCompilation):
         return replace(traced, stands=why_smaller(ours.peak, peak), fits="compiled" if compiled else None, lengths=piece.lengths)
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
-        """What the passes make of a graph; a refusal of `strict=True` is raised where other ranks still hear of it."""
+        """Run the passes; a refusal under `strict=True` is raised here, so that other ranks learn of it."""
         facts = run_pipeline(capture, self.options, show_product)
         self.check_strict(facts)
         return facts
@@ -382,7 +381,7 @@ class Compilation(SplittableCompilation):
         return runner if self.chain is None else in_stretches(runner, self.chain)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A graph without gradients: the same forward loops, nothing saved."""
+        """Compile a graph without gradients: the same forward loops, nothing saved."""
         self.check_part()
         weights = static_inputs() or self.parameters
         pair_dimensions(module.graph)
@@ -395,7 +394,7 @@ class Compilation(SplittableCompilation):
 def compiled_use(
     graph: fx.GraphModule, inputs: list[Any], options: Options, weights: Sequence[int]
 ) -> tuple[Callable[..., Any], Facts | None]:
-    """What is asked for of deferred outputs, as a function, and what was found out about it."""
+    """Compile a use of deferred outputs; return the function and its facts."""
     compilation = Compilation(graph, options, parameters=weights)
     run = compilation.compile(inputs)
     return run, compilation.facts[-1] if compilation.facts else None

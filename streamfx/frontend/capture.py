@@ -1,4 +1,4 @@
-"""From AOTAutograd's joint graph to ours and back: what `partition_fn` is given and has to return."""
+"""Convert AOTAutograd's joint graph to the facts that the passes start from."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def captured(
     known_masks: dict[int, Pieces] | None = None,
     mutated_inputs: Sequence[int] | None = (),
 ) -> Facts:
-    """A copy of a joint (or forward-only) graph as the facts that the pipeline starts from.
+    """Copy a joint (or forward-only) graph into the initial facts of the pipeline.
 
-    `static_inputs` are the positions of parameters and buffers among the inputs that are no objects, which AOTAutograd does not
-    count (2.13); `known_masks` tells for some of the inputs, by position among all, which constant pattern of rows and keys they
-    hold. `mutated_inputs` are those that the graph writes to; None where that is not known.
+    `static_inputs` are the indices of parameters and buffers, not counting inputs that are objects, as AOTAutograd
+    does (2.13). `known_masks` maps indices of inputs, counting all, to their constant mask pattern. `mutated_inputs`
+    are inputs that the graph writes to; None if unknown.
     """
     graph = graph_copy(module.graph)
     _inline_numbers(graph, module)
@@ -55,21 +55,21 @@ def captured(
 
 
 def _inline_numbers(graph: fx.Graph, module: fx.GraphModule) -> None:
-    """Replace constants that hold one number by that number, so that masks made from it can be read."""
+    """Replace scalar constants by their value, so that the passes can read masks computed from them."""
     for node in graph.find_nodes(op="get_attr"):
         value = operator.attrgetter(str(node.target))(module)
         if isinstance(value, fx.GraphModule) or value.dim() > 0 or isinstance(value, FakeTensor):
             continue
         with graph.inserting_before(node), unset_fake_temporarily():
             keywords = {"dtype": value.dtype, "device": value.device}
-            made = graph.call_function(torch.ops.aten.full.default, ([], value.item()), keywords)
-        made.meta = dict(node.meta)
-        node.replace_all_uses_with(made)
+            literal = graph.call_function(torch.ops.aten.full.default, ([], value.item()), keywords)
+        literal.meta = dict(node.meta)
+        node.replace_all_uses_with(literal)
         graph.erase_node(node)
 
 
 def _keep_constant(node: fx.Node, module: fx.GraphModule) -> None:
-    """Hold a constant or a function that tracing found in the node itself: the graph's copy has no module to look it up in."""
+    """Store a constant or function in its node: the copied graph has no module that holds it."""
     value = operator.attrgetter(str(node.target))(module)
     if isinstance(value, fx.GraphModule):
         node.meta[GRAPH] = value

@@ -1,4 +1,4 @@
-"""Does what is declared of an operator with a state hold? Looked at on sample inputs."""
+"""Check a declared recurrence on sample inputs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ DO = "look at rows, results and states of register_recurrence, and at block, if 
 
 @refusing(RuleError, "streamfx.check_recurrence(...)")
 def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: int | None = None) -> None:
-    """Look on sample inputs whether what was declared of an operator with a state holds: that chunks of its rows, each given the
-    state that the one before it left, give what all rows give, and that the same holds for its backward, from the last chunk on.
+    """Check on sample inputs that an operator gives the same results in chunks as on all rows.
 
-    Whether the backward gives gradients at all is not looked at: `torch.autograd.gradcheck` does that.
+    Each chunk of rows gets the state after the previous chunk, and each chunk of the backward operator gets the
+    gradient of the state before the following chunk. Whether the backward operator computes correct gradients is not
+    checked: `torch.autograd.gradcheck` does that.
 
     Args:
-        operator: an operator that `streamfx.register_recurrence` was told of.
-        arguments: what to call it with, by name. Small tensors in float64 say most.
-        chunk_size: rows of a chunk; if not given, the fewest that are declared to be taken together, and a third of all.
+        operator: an operator that was passed to `streamfx.register_recurrence`.
+        arguments: the arguments of a call, by name. Small tensors in float64 give the sharpest check.
+        chunk_size: rows of a chunk. Default: both the declared block and a third of all rows.
 
     Raises:
         RuleError: the operator is not declared, the declaration does not hold for these arguments, or a result differs.
@@ -57,12 +58,12 @@ def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: in
     try:
         with torch.no_grad():
             _Law(declared, own, chunk_size, asked).check()
-    except NotStatefulError as why:
-        raise RuleError(asked, found=str(why), do=DO) from why
+    except NotStatefulError as error:
+        raise RuleError(asked, found=str(error), do=DO) from error
 
 
 def _check_arguments(operator: Any, arguments: Any, asked: str) -> None:
-    """Whether these are arguments of the operator, by name, with numbers in them."""
+    """Check that these are arguments of the operator, by name, and that tensors have data."""
     schema = operator._schema.arguments
     do = f"give a dictionary, by name, of what {operator._schema} takes"
     refuse_unless(isinstance(arguments, Mapping), RuleError, asked, f"arguments={described(arguments)}", do)
@@ -114,7 +115,7 @@ class _Law:
             self.check_chunks()
 
     def check_chunks(self) -> None:
-        """Of the size and from the starts that are set."""
+        """Compare chunks of `size` rows from `starts` with all rows."""
         states = torch.empty(len(self.starts), int(self.plan.carried), dtype=torch.uint8, device=self.device)
         forward = Forward(self.plan)
         chunks = self._run(lambda: self._forward_chunks(forward, states))
@@ -128,18 +129,18 @@ class _Law:
         self._compare(plan, _alike(dict(zip(numbers, whole, strict=True)), kinds), chunks, "gradient")
 
     def _run(self, chunks: Callable[[], Chunks]) -> Chunks:
-        """What an operator says of chunks that it does not take is said of the declaration."""
+        """Report an operator's error on chunks as an error of the declaration."""
         try:
             return chunks()
         except Exception as error:
-            found = f"in chunks of {self.size} rows it raises {told(error)}"
-            raise RuleError(self.asked, found=found, do=DO) from error
+            problem = f"in chunks of {self.size} rows it raises {told(error)}"
+            raise RuleError(self.asked, found=problem, do=DO) from error
 
     def _is_there(self, name: str) -> bool:
         return isinstance(self.arguments[name], Tensor)
 
     def _given_to_backward(self) -> dict[str, Any]:
-        """Its own arguments of the call, some gradient of each result, and what the call saved."""
+        """Return the backward operator's arguments: inputs of the call, random cotangents, and saved results."""
         declared, draw = self.declared, torch.Generator().manual_seed(0)
         own = {name: self.arguments[name] for name in declared.takes if declared.remade or name in declared.backward_takes}
         own |= dict.fromkeys(declared.counts & set(declared.backward_takes), self.length)
@@ -150,25 +151,25 @@ class _Law:
 
     def _forward_chunks(self, run: Recurrence, states: Tensor) -> Chunks:
         carry = torch.zeros_like(states[0])
-        made = []
+        chunks = []
         for i, start in enumerate(self.starts):
             own = self._operands(self.plan, self.arguments, start)
-            made.append(run.advance(start, self.length - self._stop(start), carry, states, i, *own))
-        return made
+            chunks.append(run.advance(start, self.length - self._stop(start), carry, states, i, *own))
+        return chunks
 
     def _backward_chunks(self, run: Backward, states: Tensor, known: Mapping[str, Any]) -> Chunks:
         carry = torch.zeros(int(run.plan.carried), dtype=torch.uint8, device=states.device)
-        made = []
+        chunks = []
         for i, start in reversed([*enumerate(self.starts)]):
             own = self._operands(run.plan, known, start)
-            made.append(run.retreat(self.length - self._stop(start), start, carry, states, i, *own))
-        return made[::-1]
+            chunks.append(run.retreat(self.length - self._stop(start), start, carry, states, i, *own))
+        return chunks[::-1]
 
     def _stop(self, start: int) -> int:
         return min(start + self.size, self.length)
 
     def _operands(self, plan: StatefulPlan, values: Mapping[str, Any], start: int) -> list[Tensor]:
-        """Operands of a chunk."""
+        """Return the operands of a chunk."""
         count = self._stop(start) - start
         return [values[n].narrow(plan.rows[n], start, count) if n in plan.rows else values[n] for n in plan.operands]
 
@@ -177,9 +178,9 @@ class _Law:
             if part.number not in truth:
                 continue
             parts = [chunk[place] for chunk in chunks]
-            made = torch.cat(parts, part.rows) if part.rows is not None else torch.stack(parts).sum(0)
-            error = _relative(made, truth[part.number])
-            tolerance = torch.finfo(made.dtype).eps ** 0.5 if made.is_floating_point() or made.is_complex() else 0.0
+            computed = torch.cat(parts, part.rows) if part.rows is not None else torch.stack(parts).sum(0)
+            error = _relative(computed, truth[part.number])
+            tolerance = torch.finfo(computed.dtype).eps ** 0.5 if computed.is_floating_point() or computed.is_complex() else 0.0
             if not error <= tolerance:
                 named = self.declared.gradients[part.number] if what == "gradient" else part.number
                 found = LAW.format(size=self.size, what=f"{what} {named}", error=error)
@@ -187,18 +188,18 @@ class _Law:
 
 
 def _kinds(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of which no numbers are looked at."""
+    """Return the arguments on the meta device: only their shapes and dtypes matter."""
     return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
 def _alike(truth: Mapping[int, Any], kinds: Sequence[Any]) -> dict[int, Tensor]:
-    """Results of a call as it stands that are what chunks leave: it may have no first state, and not ask for its last one."""
+    """Drop results whose shape differs in chunks: a call may lack a first state, or not return its last one."""
     return {number: value for number, value in truth.items() if value is not None and value.shape == kinds[number].shape}
 
 
-def _relative(made: Tensor, truth: Tensor) -> float:
-    if made.shape != truth.shape:
+def _relative(computed: Tensor, truth: Tensor) -> float:
+    if computed.shape != truth.shape:
         return float("inf")
     wide = torch.complex128 if truth.is_complex() else torch.float64
-    distance, norm = float((made.to(wide) - truth.to(wide)).norm()), float(truth.to(wide).norm())
+    distance, norm = float((computed.to(wide) - truth.to(wide)).norm()), float(truth.to(wide).norm())
     return distance / norm if norm else distance

@@ -1,6 +1,4 @@
-"""The function that an associative scan combines two rows with, as it was traced under `vmap`: what it is given, and whether it
-computes alone.
-"""
+"""Read the combine function of an associative scan from its trace under `vmap`, and check that it only computes."""
 
 from __future__ import annotations
 
@@ -22,21 +20,21 @@ EXAMPLE = "example_value"
 
 @dataclass(frozen=True)
 class CombineInput:
-    """Stands for one of the rows that a function is given."""
+    """A row that the function takes as its argument."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class CombineValue:
-    """Stands for what an operator of the function makes."""
+    """The result of an operator of the function."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Body:
-    """The function's operators, with numbers for values: that of another level is equal. What it is `given` is from outside."""
+    """The function's operators with numbered values, equal for all levels; `given` are tensors from outside."""
 
     operators: tuple[tuple[Any, ...], ...]
     results: tuple[Any, ...]
@@ -44,7 +42,7 @@ class Body:
 
     @classmethod
     def read(cls, rows: Sequence[fx.Node], inside: Sequence[fx.Node], results: Sequence[Any]) -> Body | None:
-        """None where something is not made of rows, or of tensors from outside, alone."""
+        """Read a body; return None if a value depends on anything but rows and plain tensors from outside."""
         names: dict[fx.Node, Any] = {row: CombineInput(number) for number, row in enumerate(rows)}
         names |= {node: CombineValue(number) for number, node in enumerate(inside)}
         sources = [source for node in inside for source in node.all_input_nodes]
@@ -59,14 +57,15 @@ class Body:
 
 
 def is_plain(node: fx.Node) -> bool:
-    """Whether a value is a tensor, and none that is made of others, as shards are."""
+    """Return whether a value is a plain tensor, not a wrapper subclass such as a shard."""
     value = node.meta.get(EXAMPLE)
     return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
 
 
 def _is_of_torch(node: fx.Node) -> bool:
-    """Whether a function of torch makes a tensor: one whose gradient is that of the operators it calls. A user's own that Dynamo
-    was told not to look into, or an `autograd.Function`, may have another.
+    """Return whether a function of torch computes a tensor, so that its gradient is that of the operators called.
+
+    A user function that Dynamo does not trace, or an `autograd.Function`, may have another gradient.
     """
     target = node.target
     is_known = isinstance(target, (str, BuiltinFunctionType, OpOverload, OpOverloadPacket)) or (
@@ -76,11 +75,11 @@ def _is_of_torch(node: fx.Node) -> bool:
 
 
 def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
-    """The number of the function that combines rows of these elements; None where it does more than to compute."""
-    rows = [_row(node) for node in (*elements, *elements)]  # each a value of its own: by that tracing tells them apart
+    """Return the number of the combine function for rows of these elements; None if it does more than compute."""
+    rows = [_row(node) for node in (*elements, *elements)]  # distinct tensors, since tracing identifies inputs by object
     try:
         traced = traced_on_rows(_module(body, len(rows)), [*rows, *map(_whole, body.given)])
-    except Exception:  # its operators say in many ways that they do not run on fake rows
+    except Exception:  # operators raise many kinds of errors on unsupported fake rows
         return None
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
     if not all(node.op == "call_function" and computes(node) for node in nodes):
@@ -99,7 +98,7 @@ def _whole(node: fx.Node) -> Tensor:
 
 
 def _module(body: Body, rows: int) -> fx.GraphModule:
-    """The function, which is given so many rows, and tensors from outside."""
+    """Build the function, which takes this many rows, and tensors from outside."""
     graph = fx.Graph()
     known: dict[Any, fx.Node] = {CombineInput(number): graph.placeholder(f"row_{number}") for number in range(rows)}
     known |= {node: graph.placeholder(f"given_{number}") for number, node in enumerate(body.given)}

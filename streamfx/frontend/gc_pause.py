@@ -1,7 +1,7 @@
-"""Python's garbage collector rests while a plan is traced.
+"""Pause Python's garbage collector while a plan is traced.
 
-A trace makes millions of objects that live until it is read. What the collector would find among them is little, and it would
-look at all of them again and again: a sixth of the time of a plan. Between two traces of a search it takes away what is left.
+A trace creates millions of objects that stay alive until it is read. The collector would free few of them and scan
+all of them repeatedly, which takes a sixth of the time of a plan. It runs between two traces of a search.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from threading import Lock
 
 
 class _PauseCount:
-    """How many ask that it rests: threads come and go in any order, and the last one to go lets it work again."""
+    """Counts active pauses across threads; the collector resumes when the last one ends."""
 
     def __init__(self) -> None:
         self.lock, self.count, self.worked = Lock(), 0, True
@@ -34,7 +34,7 @@ _rests = _PauseCount()
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside of it nothing is collected, unless somebody asks for it; afterwards as before."""
+    """Disable automatic collection inside the context, and restore its state afterwards."""
     _rests.change(1)
     try:
         yield
@@ -44,7 +44,7 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """Inside of it the collector works, though it rests around it: for a process that nobody else has threads in."""
+    """Enable collection inside an `uncollected` context; only for a process without other threads in such contexts."""
     around = _rests.count
     _rests.change(-around)
     try:

@@ -1,4 +1,4 @@
-"""Inputs that hold a mask, or a few numbers: buffers whose values are read once, as a pattern of rows and keys, and watched."""
+"""Inputs that hold a mask or a few numbers: their values are read once, as a pattern, and watched for changes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from streamfx.torch_private import FakeTensor
 
 MOST_PIECES = 16
 MOST_READ = 1 << 20  # bytes of ordinary numbers that are read at each call
-MOST_COUNTED = 1 << 24  # up to here float32 holds all whole numbers
-PLACES = everywhere(Range(0, MOST_COUNTED))  # what a table of row numbers holds: of experts, of positions
-NUMBERS = everywhere(Range(-ACTIVATION, ACTIVATION, assumed=1))  # ordinary numbers, as weights are
+MOST_COUNTED = 1 << 24  # float32 represents all integers up to this one
+PLACES = everywhere(Range(0, MOST_COUNTED))  # a table of indices: of experts, of positions
+NUMBERS = everywhere(Range(-ACTIVATION, ACTIVATION, assumed=1))  # ordinary numbers, as in weights
 
 
 def pattern_of(tensor: Tensor) -> Pieces | None:
-    """What a tensor [..., n, n] holds as a function of delta = column - row, where most of it is a constant.
+    """Describe a tensor [..., n, n] as a function of delta = column - row, if most of it is constant.
 
-    A registered `tril` buffer is 1 for delta <= 0 and 0 above; an additive mask is minus infinity above. Of any other tensor it
-    is said whether it holds ordinary numbers: none is infinite, NaN, or so large that it may stand for infinity; of a table of
-    whole numbers, whether they may be numbers of rows.
+    A registered `tril` buffer is 1 for delta <= 0 and 0 above; an additive mask is minus infinity above. For any
+    other tensor, return whether it holds ordinary numbers: none is infinite, NaN, or so large that it may represent
+    infinity; for an integer table, return whether its values may be row indices.
     """
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:  # weights of a model that is only looked at
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:  # weights of a model that has no data
         return NUMBERS if isinstance(tensor, Parameter) and tensor.is_floating_point() else None
     if type(tensor) not in (Tensor, Buffer, Parameter) or not has_memory(tensor):
         return None
@@ -40,7 +40,7 @@ def pattern_of(tensor: Tensor) -> Pieces | None:
 
 
 def _mask_pattern(values: Tensor) -> Pieces | None:
-    """Of square matrices [k, n, n]: constants above or below the diagonal, or one per diagonal."""
+    """Describe square matrices [k, n, n]: constant above or below the diagonal, or along each diagonal."""
     if bool((values == values[:1]).all()) and bool((values[0, 1:, 1:] == values[0, :-1, :-1]).all()):
         return _toeplitz(values[0])
     above = _constant_above(values, 1)
@@ -54,17 +54,20 @@ def _mask_pattern(values: Tensor) -> Pieces | None:
 
 
 def _ordinary(tensor: Tensor) -> Pieces | None:
-    """That all numbers are ordinary ones, as trained weights are."""
+    """Return the pattern of ordinary numbers, as in trained weights, if all elements are."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.dtype.itemsize == 1:
         return None
     least, most = tensor.detach().aminmax()
     if least.item() >= -ACTIVATION and most.item() <= ACTIVATION:
         return NUMBERS
-    return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None  # not what is assumed of trained weights
+    return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None  # it violates the assumption on weights
 
 
 def _places(tensor: Tensor) -> Pieces | None:
-    """That all numbers of a table are whole, and none is negative. Of single numbers, which may count steps, nothing is said."""
+    """Return the pattern of indices if an integer table has no negative element.
+
+    A scalar may count steps, so it has no pattern.
+    """
     if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() < 2 or not tensor.numel():
         return None
     least, most = tensor.aminmax()
@@ -89,9 +92,9 @@ def _constant_above(values: Tensor, diagonal: int) -> Range | None:
 
 @dataclass
 class WatchedInput:
-    """One input whose values were read: where it stands, and what was found in it.
+    """An input whose values were read: its index, its pattern and its fingerprint.
 
-    `seen` is what it held; None of weights that are trained, which are assumed to stay ordinary numbers.
+    `seen` is None for trained weights, which are assumed to stay ordinary numbers.
     """
 
     position: int
@@ -106,7 +109,7 @@ class WatchedInput:
         return WatchedInput(position, pattern, Fingerprint.of(tensor, reads=_is_read(tensor, pattern)), tensor.data_ptr())
 
     def looks_the_same(self, tensor: Any) -> bool:
-        """Whether the input is what it was, as far as can be told without a look at its values."""
+        """Return whether the input is unchanged, as far as this is visible without reading its values."""
         if self.seen is None:
             return True
         if not isinstance(tensor, Tensor) or self.seen.visible_change(tensor) is not None:
@@ -114,35 +117,35 @@ class WatchedInput:
         return self.seen.sums is not None or tensor.data_ptr() == self.address
 
     def still_holds(self, tensor: Any) -> bool:
-        """Whether the input still has the pattern, which is looked for again only if it is not what it was."""
+        """Return whether the input still has the pattern; it is recomputed only if the input has changed."""
         if self.looks_the_same(tensor) and (self.seen is None or self.seen.hidden_change(tensor) is None):
             return True
         if not isinstance(tensor, Tensor) or pattern_of(tensor) != self.pattern:
             return False
-        again = WatchedInput.of(self.position, tensor, self.pattern)
-        self.seen, self.address = again.seen, again.address
+        current = WatchedInput.of(self.position, tensor, self.pattern)
+        self.seen, self.address = current.seen, current.address
         return True
 
 
 def _is_read(tensor: Tensor, pattern: Pieces) -> bool:
-    """Whether an input is read at each call: masks and small tables are, frozen weights are told by version and address."""
+    """Return whether an input is read at each call; for large frozen weights, version and address are compared."""
     return bool(pattern.cuts) or bytes_like(tensor) <= MOST_READ
 
 
 def _is_watchable(tensor: Tensor, pattern: Pieces) -> bool:
-    """Tensors made in inference mode do not count who writes to them: they are read, or not relied on."""
+    """Return whether changes are detectable: tensors created in inference mode have no version counter."""
     return bytes_like(tensor) <= MOST_BYTES if _is_read(tensor, pattern) else not tensor.is_inference()
 
 
 def _pattern(tensor: Tensor, belongs: bool) -> Pieces | None:
-    """What the caller hands in may be anything, with a gradient, too: a bias is no activation."""
+    """Return the pattern of an input; inputs of the caller may hold anything, even with a gradient (a bias)."""
     if belongs:
         return pattern_of(tensor)
     return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None
 
 
 def watched_inputs(inputs: Sequence[Any], held: Sequence[bool]) -> list[WatchedInput]:
-    """The inputs of which something is known, among those that belong to the model (`held`) rather than to its caller."""
+    """Return the inputs with a known pattern, among those that belong to the model (`held`) and not to its caller."""
     watched = []
     for position, (tensor, belongs) in enumerate(zip(inputs, held, strict=True)):
         pattern = _pattern(tensor, belongs) if isinstance(tensor, Tensor) else None
@@ -152,19 +155,20 @@ def watched_inputs(inputs: Sequence[Any], held: Sequence[bool]) -> list[WatchedI
 
 
 def patterns_of(watched: Sequence[WatchedInput], count: int, given: Sequence[int | None]) -> dict[int, Pieces]:
-    """Patterns of watched inputs of Dynamo's graph, which has `count` inputs, by position among the inputs of the traced graph,
-    where sharded tensors have been taken apart: of each of these `given` tells which of Dynamo's it is.
+    """Map patterns of Dynamo's inputs to indices of the traced graph's inputs, where sharded tensors are unwrapped.
+
+    Dynamo's graph has `count` inputs; `given` has, for each input of the traced graph, its index among them.
     """
     if count == len(given):
         return {item.position: item.pattern for item in watched}
-    whole = {position: i for i, position in enumerate(given) if position is not None}
-    if None not in given:  # AOTAutograd has put inputs together
+    unsharded = {position: i for i, position in enumerate(given) if position is not None}
+    if None not in given:  # AOTAutograd has merged inputs
         return {}
-    return {whole[item.position]: item.pattern for item in watched if item.position in whole}
+    return {unsharded[item.position]: item.pattern for item in watched if item.position in unsharded}
 
 
 def all_hold(watched: Sequence[WatchedInput], inputs: Sequence[Any]) -> bool:
-    """Whether all watched inputs have their patterns. Where nothing has changed, each device is waited for once."""
+    """Return whether all watched inputs have their patterns. If nothing has changed, each device synchronizes once."""
     if all(item.looks_the_same(inputs[item.position]) for item in watched):
         read = [(item.seen, inputs[item.position]) for item in watched if item.seen is not None]
         if not any_hidden_change(read):
@@ -174,7 +178,7 @@ def all_hold(watched: Sequence[WatchedInput], inputs: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class MaskGuard:
-    """A compiled graph that relies on the values of some inputs, and what to run once they have changed."""
+    """A compiled graph that relies on the values of some inputs, and its replacement once they have changed."""
 
     compiled: Callable[..., Any]
     watched: Sequence[WatchedInput]

@@ -1,7 +1,7 @@
-"""Does a step fit into the memory budget by far? Told from Dynamo's graph, before anything is traced or differentiated.
+"""Decide from Dynamo's graph, before tracing or differentiation, whether a step is far below the memory budget.
 
-A short sequence has nothing to gain, and must not wait for an analysis that only finds that out. So this errs on one side: what
-is not surely far below the budget is traced, and its memory simulated (`budget_search.py`).
+A short sequence gains nothing from chunks, and should not wait for an analysis that finds this out. So the bound is
+conservative: a graph that may come near the budget is traced, and its memory simulated (`budget_search.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.torch_private.symbolic_sizes import size_hint
 
-TIMES = 8  # what an operator is given and gives, so often: what autograd saves of it, its gradients, and its work are less
-WIDEST = 8  # bytes of a number, where attention is worked out for all pairs of rows and keys
+TIMES = 8  # factor on operand and result bytes that covers saved tensors, gradients and workspaces of an operator
+WIDEST = 8  # bytes of a number, if attention materializes all query-key pairs
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 MODULES = (
     "torch",
@@ -32,11 +32,11 @@ MODULES = (
     "_operator",
     "math",
 )
-LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # they keep what each of many steps makes
+LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # these keep values of many steps
 
 
 def fits_by_far(graph: fx.Graph, inputs: Sequence[Any], budget: int | float | str) -> Lengths | None:
-    """The longest lengths for which a step of Dynamo's graph surely fits, empty if its sizes never change; None if unknown."""
+    """Return the longest lengths for which a step certainly fits, empty if no size is dynamic; None if unknown."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     devices = {value.device for value in tensors}
     if len(devices) != 1 or bytes_at_most(graph) is None:
@@ -53,39 +53,40 @@ def fits_by_far(graph: fx.Graph, inputs: Sequence[Any], budget: int | float | st
 
 
 def bytes_at_most(graph: fx.Graph) -> int | None:
-    """Bytes that activations and their gradients surely stay below, whoever runs a step of the graph; None where nobody knows."""
+    """Return an upper bound on the bytes of activations and their gradients; None if there is no bound."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     return TIMES * sum(map(_bytes_at, nodes)) if all(map(_is_plain, nodes)) else None
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether an operator is one of torch's own that works on what it is given, and no program in itself: no nested graph, no
-    function or operator of the user's, no layer that runs over steps. What it makes must be of a size that is known.
+    """Return whether an operator is a plain torch operator with results of known size.
+
+    Excluded are nested graphs, user functions and operators, and layers that loop over steps.
     """
     if any(isinstance(size, torch.SymInt) and size.node.hint is None for value in _values(node) for size in _sizes(value)):
         return False
     if node.op == "call_method":
         return isinstance(node.target, str) and hasattr(Tensor, node.target)
-    if node.target is torch.einsum:  # of three operands, what is between may be larger than all of them
+    if node.target is torch.einsum:  # intermediate results of three operands may be larger than all of them
         return len(node.all_input_nodes) <= 2
     return node.op == "call_function" and getattr(node.target, "__module__", None) in MODULES and node.target not in LAYERS
 
 
 def _bytes_at(node: fx.Node) -> int:
-    """Bytes of what an operator is given and gives; of attention, those of all pairs of rows and keys too."""
+    """Return the bytes of an operator's operands and results; for attention, also those of all query-key pairs."""
     values = [*(_values(source) for source in node.all_input_nodes), _values(node)]
-    found = sum(bytes_like(value) for own in values for value in own)
-    return found + (_pairs(node) if node.target is ATTENTION else 0)
+    total = sum(bytes_like(value) for own in values for value in own)
+    return total + (_pairs(node) if node.target is ATTENTION else 0)
 
 
 def _pairs(node: fx.Node) -> int:
-    given: dict[str, Any] = dict(zip(("query", "key"), node.args, strict=False)) | node.kwargs
-    query, key = (next(_values(given[name])) for name in ("query", "key"))
+    operands: dict[str, Any] = dict(zip(("query", "key"), node.args, strict=False)) | node.kwargs
+    query, key = (next(_values(operands[name])) for name in ("query", "key"))
     return WIDEST * math.prod(size_hint(size) for size in (*query.shape[:-1], key.shape[-2]))
 
 
 def _values(node: fx.Node) -> Iterator[Any]:
-    """What stands for an operator's results in Dynamo's graph: one tensor, or several."""
+    """Yield an operator's example results in Dynamo's graph: one tensor, or several."""
     value = node.meta.get(EXAMPLE_VALUE)
     yield from value if isinstance(value, (tuple, list)) else (value,)
 

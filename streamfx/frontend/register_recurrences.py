@@ -1,4 +1,4 @@
-"""Operators with a state of the user's own: which argument is the state, and which result is what is left of it."""
+"""Registration of user-defined operators with a state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamfx.passes.ops.rules.stateful import declare
 from streamfx.torch_private import OpOverload
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11 on
+    from typing_extensions import Unpack  # in `typing` since Python 3.11
 
 GIVEN = ("rows", "results", "states", "cotangents", "gradients")
 WHAT = {
@@ -24,7 +24,7 @@ WHAT = {
 
 
 class ExtraDeclaration(TypedDict, total=False):
-    """What few operators need to be said of."""
+    """Options that few operators need."""
 
     saved: Mapping[str, int]
     always: Mapping[str, Any]
@@ -45,26 +45,30 @@ def register_recurrence(
     gradients: Sequence[str | None],
     **more: Unpack[ExtraDeclaration],
 ) -> None:
-    """Tell streamfx where an operator of your own has its state, so that it streams: a chunk of rows begins with the state that
-    the chunk before it left, and the backward of a chunk with the gradient of the state that the chunk after it left.
+    """Register where a user-defined operator has its state, so that it can be chunked.
 
-    Both are operators of `torch.library`, which run on a chunk's rows as on any others. That two halves, the state handed over,
-    give what all rows give, is your word, and `streamfx.check_recurrence` looks whether it holds: docs/recurrences.md.
+    Each chunk of rows starts with the state after the previous chunk, and the backward of each chunk starts with the
+    gradient of the state before the following chunk.
+
+    Both operators are operators of `torch.library`, which run on a chunk's rows as on any other rows. You assert that
+    two halves of the rows, with the state passed between them, give the same result as all rows at once.
+    `streamfx.check_recurrence` checks this: docs/recurrences.md.
 
     Args:
-        operator: what `torch.library.custom_op` returned, or `torch.ops.<namespace>.<name>` (with an overload of several).
-        backward: the operator that gives its gradients. Arguments of it that are the operator's own bear the same names.
-        rows: arguments that have rows, each with the dimension that rows run along. Gradients of others are sums over rows.
-        results: for each of the operator's results the dimension that rows run along; None of one without rows.
-        states: arguments that are states before the first row, each with the number of the result that is it after the last.
-        cotangents: the backward's arguments that are gradients of results, each with the number of the result.
-        gradients: for each result of the backward, of which of the operator's arguments it is the gradient, or None.
-        more: `saved`, the backward's arguments that are results of the operator, by number; `always`, arguments that chunks need
-            for a last state, and its gradient; `only`, arguments of the calls that all this is true of; `counts`, arguments that
-            are the number of rows; `block`, how many rows are taken together, or the argument that says so.
+        operator: the result of `torch.library.custom_op`, or `torch.ops.<namespace>.<name>` (with its overload).
+        backward: the operator that computes its gradients. Arguments that it shares with the operator have the same names.
+        rows: arguments that have rows, each with its row dimension. Gradients of other arguments are sums over rows.
+        results: for each of the operator's results its row dimension; None for a result without rows.
+        states: arguments that are states before the first row, each with the index of the result that is the final state.
+        cotangents: the backward's arguments that are gradients of results, each with the index of the result.
+        gradients: for each result of the backward, the operator's argument whose gradient it is, or None.
+        more: `saved`, the backward's arguments that are results of the operator, by index; `always`, arguments that chunks
+            need for a last state, and its gradient; `only`, arguments of the calls to which the declaration applies;
+            `counts`, arguments that are the number of rows; `block`, the number of rows processed together, or the
+            argument that has it.
 
     Raises:
-        RuleError: what is said does not fit the schemas of both, which the error names.
+        RuleError: the declaration does not fit the schemas of both operators; the error says where.
 
     Example:
         >>> import torch, streamfx
@@ -81,15 +85,15 @@ def register_recurrence(
         >>> streamfx.register_recurrence(*own, rows={"x": 1}, **forward, **backward, gradients=("x", "w", "first"))
         >>> streamfx.check_recurrence(own[0], {"x": torch.randn(2, 7, 3), "w": torch.randn(3), "first": torch.randn(2, 3)})
     """
-    said = _Declaration(operator, backward)
-    said.check(rows=rows, results=results, states=states, cotangents=cotangents, gradients=gradients, **more)
-    declare(said.said)
+    declaration = _Declaration(operator, backward)
+    declaration.check(rows=rows, results=results, states=states, cotangents=cotangents, gradients=gradients, **more)
+    declare(declaration.stateful)
 
 
 class _Declaration:
-    """What is said of two operators, to be held against their schemas."""
+    """Checks a declaration of two operators against their schemas."""
 
-    said: Stateful
+    stateful: Stateful
 
     def __init__(self, operator: Any, backward: Any) -> None:
         self.asked = f"a recurrence of {operator}"
@@ -121,7 +125,7 @@ class _Declaration:
         }
         copied["counts"] = frozenset(how.get("counts", ()))
         names = self.own.name(), self.other.name()
-        self.said = Stateful(
+        self.stateful = Stateful(
             name=names[0].replace("::", "_"),
             operators=names,
             forward=self.own,
@@ -147,77 +151,81 @@ class _Declaration:
         self._needs(not lists, f"{operator} takes lists of tensors: {', '.join(lists)}", "give it each as an argument of its own")
 
     def _check_forward(self) -> None:
-        said, count = self.said, len(self.own._schema.returns)
-        self._are_tensors("rows", said.rows, self.own)
-        self._are_tensors("states", said.states, self.own)
-        self._needs(bool(said.rows), "no argument with rows", "name those that have rows, and the dimension: rows={'x': 1}")
-        self._needs(bool(said.states), "no state", "an operator without one takes a rule: streamfx.register_rule")
-        both = sorted(set(said.rows) & set(said.states))
+        stateful, count = self.stateful, len(self.own._schema.returns)
+        self._are_tensors("rows", stateful.rows, self.own)
+        self._are_tensors("states", stateful.states, self.own)
+        self._needs(bool(stateful.rows), "no argument with rows", "name those that have rows, and the dimension: rows={'x': 1}")
+        self._needs(bool(stateful.states), "no state", "an operator without one takes a rule: streamfx.register_rule")
+        both = sorted(set(stateful.rows) & set(stateful.states))
         self._needs(not both, f"{', '.join(both)} among rows and among states", "a state has no rows")
         self._needs(
-            len(said.results) == count, f"{len(said.results)} entries in results", f"write one for each of its {count} results"
+            len(stateful.results) == count,
+            f"{len(stateful.results)} entries in results",
+            f"write one for each of its {count} results",
         )
-        self._are_numbers("states", said.states, count)
-        with_rows = [name for name, number in said.states.items() if said.results[number] is not None]
+        self._are_numbers("states", stateful.states, count)
+        with_rows = [name for name, number in stateful.states.items() if stateful.results[number] is not None]
         self._needs(not with_rows, f"the last {', '.join(with_rows)} has rows", "a state has none: write None in results")
-        dims = [*said.rows.values(), *(dim for dim in said.results if dim is not None)]
+        dims = [*stateful.rows.values(), *(dim for dim in stateful.results if dim is not None)]
         self._needs(all(type(dim) is int for dim in dims), f"dimensions {dims}", "give each as a number")
 
     def _check_backward(self) -> None:
-        said, count = self.said, len(self.other._schema.returns)
-        for what, names in (("cotangents", said.cotangents), ("saved", said.saved)):
+        stateful, count = self.stateful, len(self.other._schema.returns)
+        for what, names in (("cotangents", stateful.cotangents), ("saved", stateful.saved)):
             self._are_tensors(what, names, self.other)
-            self._are_numbers(what, names, len(said.results))
-            own = sorted(set(names) & set(said.takes))
+            self._are_numbers(what, names, len(stateful.results))
+            own = sorted(set(names) & set(stateful.takes))
             self._needs(not own, f"{', '.join(own)} in {what}, a name of the operator's own", "give it a name of its own")
-        both = sorted(set(said.saved) & set(said.cotangents))
+        both = sorted(set(stateful.saved) & set(stateful.cotangents))
         self._needs(not both, f"{', '.join(both)} among cotangents and among saved", "an argument is one of the two")
         self._needs(
-            len(said.gradients) == count,
-            f"{len(said.gradients)} entries in gradients",
+            len(stateful.gradients) == count,
+            f"{len(stateful.gradients)} entries in gradients",
             f"write one for each of its {count} results",
         )
-        named = [name for name in said.gradients if name is not None]
+        named = [name for name in stateful.gradients if name is not None]
         self._are_tensors("gradients", named, self.own)
         self._needs(len({*named}) == len(named), f"gradients {named}, one of them twice", "name each argument once")
-        unknown = [name for name in tensors_of(self.other) if name not in (*said.takes, *said.cotangents, *said.saved)]
+        unknown = [
+            name for name in tensors_of(self.other) if name not in (*stateful.takes, *stateful.cotangents, *stateful.saved)
+        ]
         self._needs(
             not unknown,
             f"{', '.join(unknown)} of the backward, of which nothing is said",
             "name it as the operator does, or say what it is in cotangents or saved",
         )
-        for name, number in said.states.items():
+        for name, number in stateful.states.items():
             self._needs(name in named, f"the backward gives no gradient of {name}", "a chunk hands it to the chunk before it")
             self._needs(
-                number in said.cotangents.values(),
+                number in stateful.cotangents.values(),
                 f"the backward takes no gradient of result {number}, the last {name}",
                 "a chunk is given it by the chunk after it",
             )
-        with_rows = [name for name, number in said.cotangents.items() if said.results[number] is not None]
-        with_rows += [name for name in said.backward_takes if name in said.rows]
+        with_rows = [name for name, number in stateful.cotangents.items() if stateful.results[number] is not None]
+        with_rows += [name for name in stateful.backward_takes if name in stateful.rows]
         self._needs(
             bool(with_rows), "no argument of the backward has rows", "say of which results it takes gradients: cotangents"
         )
 
     def _check_options(self) -> None:
-        said = self.said
-        takes = {*said.takes, *said.backward_takes}
+        stateful = self.stateful
+        takes = {*stateful.takes, *stateful.backward_takes}
         tensors = {
             argument.name
             for operator in (self.own, self.other)
             for argument in operator._schema.arguments
             if str(argument.type) in TENSORS
         }
-        for what, names in (("always", said.always), ("counts", said.counts), ("only", said.only)):
+        for what, names in (("always", stateful.always), ("counts", stateful.counts), ("only", stateful.only)):
             known = takes if what == "only" else takes - tensors
             unknown = sorted(name for name in names if name not in known)
             self._needs(
                 not unknown, f"{', '.join(unknown)} in {what}", f"name arguments of it, no tensors: {sorted(takes - tensors)}"
             )
-        is_size = type(said.block) is int and said.block > 0
+        is_size = type(stateful.block) is int and stateful.block > 0
         self._needs(
-            is_size or said.block in set(said.takes) - tensors,
-            f"block={said.block!r}",
+            is_size or stateful.block in set(stateful.takes) - tensors,
+            f"block={stateful.block!r}",
             "give a number of rows, 1 or more, or the operator's argument that is one",
         )
 
@@ -240,5 +248,5 @@ class _Declaration:
 
 
 def tensors_of(operator: OpOverload[Any, Any]) -> list[str]:
-    """The arguments of an operator that are tensors, or may be."""
+    """Return the names of an operator's arguments that are tensors, required or optional."""
     return [argument.name for argument in operator._schema.arguments if str(argument.type) in TENSORS]

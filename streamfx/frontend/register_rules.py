@@ -1,4 +1,4 @@
-"""Rules for operators of the user's own."""
+"""Registration of rules for user-defined operators."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from streamfx.torch_private import OpOverload, OpOverloadPacket
 
 Rule: TypeAlias = "str | Callable[[RuleCall], Signature | None]"
 
-TENSORS = ("Tensor", "Optional[Tensor]")  # types of arguments that are tensors, or may be
+TENSORS = ("Tensor", "Optional[Tensor]")  # schema types of tensor arguments, required or optional
 _TOKEN = re.compile(r"(\.\.\.|[A-Za-z_]\w*!?)$")
 
 
 @refusing(RuleError, "streamfx.register_rule(...)")
 def register_rule(operator: Any, rule: Rule) -> None:
-    """Tell streamfx what an operator of your own does with each dimension, so that what uses it streams.
+    """Register how a user-defined operator treats each dimension, so that graphs that use it can be chunked.
 
-    In notation each tensor argument and each result has one letter per dimension:
+    In the notation, each tensor argument and each result has one letter per dimension:
 
     - a letter on both sides is kept: row i of the result needs row i of the operand;
-    - a letter missing on the right is summed over, and parts of the sum may be added up;
-    - a letter missing on the left is a new dimension, of which the operator makes all rows at once;
-    - a letter with `!` is needed whole, because the operator mixes its elements (normalises, sorts, splits in halves);
-    - `...` stands for any leading dimensions, the same ones everywhere; results have them only if operands do.
+    - a letter missing on the right is summed over, and partial sums may be added;
+    - a letter missing on the left is a new dimension, all of whose rows the operator computes at once;
+    - a letter with `!` is needed in full, because the operator mixes its elements (normalizes, sorts, splits in halves);
+    - `...` are any leading dimensions, the same ones everywhere; results have them only if operands do.
 
-    For example `"... d!, d -> ... d"` for a norm with a weight, and `"... d!, ... d!, d -> ... d, d"` for its backward, whose
-    second result is summed over the rows. An operator has a rule for its forward and one for its backward, which is another
-    operator. Rules hold for what is compiled afterwards.
+    For example `"... d!, d -> ... d"` is a norm with a weight, and `"... d!, ... d!, d -> ... d, d"` is its backward
+    operator, whose second result is summed over the rows. The forward and the backward operator each need a rule.
+    Rules apply to graphs that are compiled afterwards.
 
     Args:
-        operator: what `torch.library.custom_op` returned, or `torch.ops.<namespace>.<name>` (with an overload of several).
-        rule: notation, or a function from a `Call` to a `Signature` (None: not for these arguments). Where it raises an error,
-            or returns anything else, the operator runs whole, and the reason says so.
+        operator: the result of `torch.library.custom_op`, or `torch.ops.<namespace>.<name>` (with its overload).
+        rule: notation, or a function from a `RuleCall` to a `Signature` (None: not these arguments). If it raises an
+            error, or returns anything else, the operator is not chunked, and the reason says so.
 
     Raises:
-        RuleError: `operator` is no operator, has a rule already, or the notation does not fit its schema.
+        RuleError: `operator` is not an operator, has a rule already, or the notation does not fit its schema.
 
     Example:
         >>> import torch, streamfx
@@ -67,7 +67,7 @@ def register_rule(operator: Any, rule: Rule) -> None:
 
 
 def has_rule(operator: OpOverload[Any, Any]) -> bool:
-    """Whether streamfx knows what an operator does: by a rule, by a tag of torch's, by its state, or by what it is made of."""
+    """Return whether an operator is supported: by a rule, a tag of torch, a declared state, or decomposition."""
     return rule_of(operator) is not None or is_declared(operator) or operator in DECOMPOSITIONS
 
 
@@ -77,7 +77,7 @@ def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
             names = ", ".join(f"{operator}.{name}" for name in operator.overloads())
             raise RuleError(asked, found="it has several overloads", do=f"say which: {names}")
         operator = getattr(operator, operator.overloads()[0])
-    operator = getattr(operator, "_opoverload", operator)  # what `torch.library.custom_op` returns
+    operator = getattr(operator, "_opoverload", operator)  # the result of `torch.library.custom_op`
     if isinstance(operator, OpOverload):
         return operator
     raise RuleError(
@@ -88,12 +88,12 @@ def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
 
 
 def _without_diagonals(rule: Callable[[RuleCall], Signature | None]) -> Callable[[RuleCall], Signature | None]:
-    """The rule, which declines where it names a letter twice in one tensor."""
+    """Wrap a rule so that it declines if a tensor has the same letter twice."""
 
     def declining(call: RuleCall) -> Signature | None:
         signature = rule(call)
         if not isinstance(signature, Signature):
-            return signature  # `said_by` tells what it is
+            return signature  # `said_by` reports its type
         shapes = ([letter for dim in shape for letter in dim] for shape in (*signature.operands, *signature.results))
         return signature if all(len(set(shape)) == len(shape) for shape in shapes) else None
 
@@ -101,7 +101,7 @@ def _without_diagonals(rule: Callable[[RuleCall], Signature | None]) -> Callable
 
 
 def letters(part: str) -> list[str]:
-    """The letters of one tensor's part of notation.
+    """Return the letters of one tensor in the notation.
 
     >>> letters("... d! e")
     ['...', 'd', 'e']

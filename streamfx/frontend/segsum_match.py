@@ -1,4 +1,4 @@
-"""What is a matrix of weights, of a Dynamo graph, made of? Proven for each element (c, z), by what the operators between do.
+"""Determine each element (c, z) of a matrix of weights in a Dynamo graph from its chain of operators.
 
     expand(x[..., None])              repeated    x[c]
     masked_fill(.., ~tril(-1), 0)     strict      x[c] below the diagonal, else 0
@@ -6,7 +6,8 @@
     masked_fill(.., ~tril(0), -inf)   hidden      the same, and -inf above the diagonal
     exp                               weights     exp of it, and 0 above the diagonal
 
-or, for the totals, `cumsum(x)[c] - cumsum(x)[z]`. A diagonal that lies elsewhere is another matrix, and none of these.
+or, for the totals, `cumsum(x)[c] - cumsum(x)[z]`. A mask with another diagonal yields another matrix, which matches
+none of these.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from streamfx.frontend.combine_fn import EXAMPLE, is_plain
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.torch_private.vmapped import PAD
 
-COLUMN = -1  # beside the dimensions of a source: that of z
-Place: TypeAlias = "int | None"  # a dimension of the source, or COLUMN; None has size one
+COLUMN = -1  # the column dimension z, which the source does not have
+Place: TypeAlias = "int | None"  # a dimension of the source, or COLUMN; None for a dimension of size one
 
 
 class FactKind(Enum):
@@ -42,7 +43,10 @@ class FactKind(Enum):
 
 @dataclass(frozen=True)
 class Fact:
-    """Elements of a value by those of its `source`, whose rows run along dimension `rows`; `dims` says what each dimension is."""
+    """The formula of a value in terms of its `source`; `rows` is the row dimension of the source.
+
+    `dims` maps each dimension to a `Place`.
+    """
 
     kind: FactKind
     source: fx.Node
@@ -51,13 +55,13 @@ class Fact:
 
     @property
     def has_last_square(self) -> bool:
-        """Whether the last two dimensions are rows and columns: those that masks and triangles speak of."""
+        """Return whether the last two dimensions are rows and columns, to which masks and triangles apply."""
         return len(self.dims) > 1 and self.dims[-2] == self.rows and self.dims[-1] == COLUMN
 
 
 @dataclass(frozen=True)
 class Triangle:
-    """Truth values of the last two dimensions: where c - z >= `least`, or everywhere but there."""
+    """A boolean mask of the last two dimensions: True where c - z >= `least` if `inside`, else its complement."""
 
     least: int
     inside: bool
@@ -65,12 +69,12 @@ class Triangle:
 
 @dataclass
 class Reader:
-    """Reads values of a Dynamo graph; `own` are the operators that it has read."""
+    """Matches values of a Dynamo graph; `own` collects the matched operators."""
 
     own: set[fx.Node] = field(default_factory=set)
 
     def fact(self, node: fx.Node) -> Fact:
-        """What is known of a value; at least that it is itself."""
+        """Return the formula of a value; if no rule matches, the value is its own source."""
         rule = _RULES.get(name_of(node))
         found = rule(self, node) if rule is not None and all(map(_is_tensor_or_size, node.all_input_nodes)) else None
         if found is not None:
@@ -79,20 +83,20 @@ class Reader:
         return Fact(FactKind.SOURCE, node, tuple(range(node.meta[EXAMPLE].dim())))
 
     def triangle(self, node: Any) -> Triangle | None:
-        """Whether truth values are those of a triangle."""
+        """Return the triangle that a boolean mask describes, or None."""
         name = name_of(node)
         if name == "logical_not" or (name == "invert" and node.meta[EXAMPLE].dtype == torch.bool):
             known = self.triangle(node.args[0])
-            found = None if known is None else replace(known, inside=not known.inside)
+            triangle = None if known is None else replace(known, inside=not known.inside)
         elif name in ("tril", "triu"):
-            found = self._cut(node)
+            triangle = self._cut(node)
         elif name in ("bool", "to") and node.meta[EXAMPLE].dtype == torch.bool:
-            found = self.triangle(node.args[0])
+            triangle = self.triangle(node.args[0])
         else:
-            found = None
-        if found is not None:
+            triangle = None
+        if triangle is not None:
             self.own.add(node)
-        return found
+        return triangle
 
     def _cut(self, node: fx.Node) -> Triangle | None:
         arguments = arguments_of(node, "input", "diagonal")
@@ -103,7 +107,7 @@ class Reader:
 
 
 def _triangle_of(node: fx.Node, arguments: dict[str, Any]) -> Triangle | None:
-    """What `tril` or `triu` keeps: z - c <= diagonal, or z - c >= diagonal."""
+    """Return the elements that `tril` or `triu` keeps: z - c <= diagonal, or z - c >= diagonal."""
     diagonal = arguments.get("diagonal", 0)
     if type(diagonal) is not int:
         return None
@@ -135,7 +139,7 @@ _FUNCTIONS: dict[Any, str] = {
 
 
 def name_of(node: Any) -> str:
-    """What a call of torch is called; nothing for any other value."""
+    """Return the name of a torch call; an empty string for any other value."""
     if not isinstance(node, fx.Node):
         return ""
     if node.op == "call_method":
@@ -144,20 +148,20 @@ def name_of(node: Any) -> str:
 
 
 def arguments_of(node: fx.Node, *names: str) -> dict[str, Any] | None:
-    """Arguments by name; None where a call has others, that are not left at None."""
+    """Return the arguments by name; None if the call has other arguments that are not None."""
     if len(node.args) > len(names):
         return None
-    found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if "self" in found and names[0] == "input":
-        found["input"] = found.pop("self")
-    return None if any(name not in names and value is not None for name, value in found.items()) else found
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if "self" in arguments and names[0] == "input":
+        arguments["input"] = arguments.pop("self")
+    return None if any(name not in names and value is not None for name, value in arguments.items()) else arguments
 
 
 def _dim(value: Any, rank: int) -> int | None:
     return value % rank if type(value) is int and -rank <= value < rank else None
 
 
-# -- what moves no element to another (c, z)
+# -- operators that keep each element at its (c, z)
 
 
 def _permuted(reader: Reader, node: fx.Node) -> Fact | None:
@@ -192,7 +196,7 @@ def _unsqueezed(reader: Reader, node: fx.Node) -> Fact | None:
 
 
 def _indexed(reader: Reader, node: fx.Node) -> Fact | None:
-    """Dimensions of size one beside those that are there: x[..., None], x[:, None, :]."""
+    """Match indexing that only adds dimensions of size one: x[..., None], x[:, None, :]."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     known = reader.fact(node.args[0])  # type: ignore[arg-type]
     taken = sum(item == slice(None) for item in index if isinstance(item, slice))
@@ -211,7 +215,7 @@ def _expanded(reader: Reader, node: fx.Node) -> Fact | None:
 
 
 def _with_column(known: Fact, node: fx.Node) -> Fact | None:
-    """What is repeated along one dimension, which is that of the columns from then on, and along none that the source has."""
+    """Match a repetition along one new dimension, which becomes the column, and along no dimension of the source."""
     shape, own = shape_of(node.meta[EXAMPLE]), shape_of(known.source.meta[EXAMPLE])
     if len(shape) != len(known.dims) or any(own[place] != size for place, size in _of_source(known.dims, shape)):
         return None
@@ -226,11 +230,11 @@ def _with_column(known: Fact, node: fx.Node) -> Fact | None:
 
 
 def _of_source(dims: tuple[Place, ...], shape: tuple[Size, ...]) -> Iterator[tuple[int, Size]]:
-    """The dimensions of a source, with their sizes in what was made of it."""
+    """Yield the dimensions of the source, with their sizes in the derived value."""
     return ((place, size) for place, size in zip(dims, shape, strict=True) if place is not None and place != COLUMN)
 
 
-# -- what makes one kind of another
+# -- operators that turn one kind into another
 
 
 def _filled(reader: Reader, node: fx.Node) -> Fact | None:
@@ -256,8 +260,8 @@ def _lower(reader: Reader, node: fx.Node) -> Fact | None:
     return None if arguments is None or triangle is None else _cut_off(reader, node, arguments["input"], triangle.least, 0, node)
 
 
-NOTHING_LEFT = -1000.0  # exp of it is zero in every type
-_CUTS = {  # by what c - z has to be at least, and by what stands elsewhere
+NOTHING_LEFT = -1000.0  # its exp is zero in every dtype
+_CUTS = {  # by the least c - z that is kept, and the number elsewhere
     (FactKind.REPEATED, 1, 0.0): FactKind.STRICT,
     (FactKind.TOTALS, 0, -inf): FactKind.HIDDEN,
     (FactKind.GROWN, 0, 0.0): FactKind.WEIGHTS,
@@ -265,7 +269,7 @@ _CUTS = {  # by what c - z has to be at least, and by what stands elsewhere
 
 
 def _cut_off(reader: Reader, node: fx.Node, source: fx.Node, least: int, value: Any, mask: fx.Node) -> Fact | None:
-    """A number in place of all elements above a diagonal."""
+    """Match the replacement of all elements above a diagonal by a number."""
     known = _with_column(reader.fact(source), node)
     if known is None or not isinstance(value, (int, float)) or len(known.dims) < 2:
         return None
@@ -279,7 +283,7 @@ def _cut_off(reader: Reader, node: fx.Node, source: fx.Node, least: int, value: 
 
 
 def _summed(reader: Reader, node: fx.Node) -> Fact | None:
-    """A running sum over the rows."""
+    """Match a running sum over the rows."""
     arguments = arguments_of(node, "input", "dim")
     known = None if arguments is None else reader.fact(arguments["input"])
     dim = None if arguments is None or known is None else _dim(arguments.get("dim"), len(known.dims))

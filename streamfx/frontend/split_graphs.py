@@ -1,7 +1,7 @@
-"""Runs a graph of two sequences as two graphs, one after the other, each with chunks of its own.
+"""Run a graph of two sequences as two graphs, one after the other, each with its own chunks.
 
-An encoder's rows end before a decoder's begin. What the first part computes and the second one reads is handed over as between
-the graphs of a graph break, and autograd hands its gradient back.
+An encoder's layers end before the decoder's begin. Values that the first graph computes and the second reads are
+passed as between the graphs of a graph break, and autograd passes their gradients back.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from streamfx.torch_private.split import (
     stand_in,
 )
 
-GAIN = 1.1  # times less memory, for which a graph is traced once more in two parts
-MOST = 3  # times that a graph is split, and a part of it again
+GAIN = 1.1  # minimum gain in memory for which a graph is retraced in two parts
+MOST = 3  # maximum number of nested splits
 
 
 class TwoSequencesError(Exception):
-    """Raised while a graph is partitioned: it may take less memory in two parts than the `peak` bytes that it takes as one."""
+    """Raised during partitioning if a graph may take less memory in two parts than its `peak` bytes in one."""
 
     def __init__(self, place: fx.Node, peak: int) -> None:
         super().__init__(place, peak)
@@ -52,7 +52,7 @@ class TwoSequencesError(Exception):
 
 
 class InseparableError(Exception):
-    """Raised while a part is compiled: two graphs would not do what the one does."""
+    """Raised while a part is compiled if two graphs would behave differently from one."""
 
 
 WRITES = "a part writes to what it is given: the other part may have saved it for its backward half"
@@ -65,7 +65,7 @@ NO_GRADIENT = "the second part has no gradient for what the first one hands on: 
 
 @dataclass(frozen=True)
 class GraphSplit:
-    """A graph in two parts, and the line with which the second one begins."""
+    """A graph in two parts, and the source line where the second part begins."""
 
     graph: fx.Graph
     parts: tuple[GraphPart, GraphPart]
@@ -76,19 +76,19 @@ class GraphSplit:
         return GraphSplit(module.graph, split_in_front_of(module, place), source_line(place))
 
     def inputs_of(self, part: GraphPart, inputs: Sequence[Any]) -> list[Any]:
-        """What a part is traced with."""
-        given = dict(zip(self.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        return [given[node] if node in given else stand_in(node) for node in part.given]
+        """Return the inputs with which a part is traced."""
+        values = dict(zip(self.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        return [values[node] if node in values else stand_in(node) for node in part.given]
 
     def handed_on(self, already: Collection[int]) -> list[frozenset[int]]:
-        """Positions of each part's inputs that ask for gradients and are computed, by the other part or `already` before."""
+        """Return the indices of each part's inputs that need gradients and are computed, here or `already` before."""
         placeholders = self.graph.find_nodes(op="placeholder")
         computed = {node for i, node in enumerate(placeholders) if i in already}
         computed |= {node for node in self.parts[0].results if asks_gradient(node)}
         return [frozenset(i for i, node in enumerate(part.given) if node in computed) for part in self.parts]
 
     def run_by(self, runs: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Any, ...]]:
-        """What is called with the inputs of the graph, and returns its results."""
+        """Return a function that maps the graph's inputs to its results by running both parts."""
         placeholders = self.graph.find_nodes(op="placeholder")
         output = self.graph.output_node().args[0]
 
@@ -102,11 +102,12 @@ class GraphSplit:
 
 
 class SplittableCompilation(ABC):
-    """A compilation that may become that of two parts, or is that of one of them.
+    """A compilation that may be replaced by two parts, or that is one of them.
 
-    `begins` is the line that a second part begins with, `splits` is how often the graph was split that it is a part of,
-    `handed_on` are the positions of its inputs that another part computes and that ask for gradients. `inputs_are_own` says that
-    no other rank has a part of the inputs. If the graph as it stood takes less memory than its loops, its halves are `standing`.
+    `begins` is the source line where a second part begins, `splits` is the number of splits that led to this part,
+    `handed_on` has the indices of inputs that another part computes and that need gradients. `inputs_are_own` says
+    that no other rank has a shard of the inputs. If the unchunked graph takes less memory than its loops, `standing`
+    has its forward and backward graphs.
     """
 
     module: fx.GraphModule
@@ -114,11 +115,11 @@ class SplittableCompilation(ABC):
     facts: list[Facts]
     standing: Halves | None
     tell: Callable[[Facts, Options], None]
-    ways: Sequence[Callable[[], Halves]] = ()  # to run it as it stood
-    costs: Sequence[tuple[Cost, int]] = ()  # of each graph that a part became: of a step, and bytes of parameters' gradients
+    ways: Sequence[Callable[[], Halves]] = ()  # functions that build its unchunked forward and backward graphs
+    costs: Sequence[tuple[Cost, int]] = ()  # cost of a step and bytes of parameter gradients, for each part
     may_split, is_part, inputs_are_own = True, False, False
     begins, splits = "", 0
-    sought: tuple[Facts, fx.Node | None] | None = None  # where these facts' graph is better split
+    sought: tuple[Facts, fx.Node | None] | None = None  # these facts, and the best place to split their graph
     handed_on: frozenset[int] = frozenset()
 
     @abstractmethod
@@ -126,23 +127,23 @@ class SplittableCompilation(ABC):
 
     @abstractmethod
     def part_of(self, module: fx.GraphModule) -> SplittableCompilation:
-        """A compilation of a part of the graph, with facts of its own."""
+        """Return a compilation of a part of the graph, with its own facts."""
 
     def is_alone(self, inputs: Sequence[Any]) -> bool:
-        """Whether no other rank takes part: it would be waited for where somebody touches a deferred output."""
+        """Return whether no other rank takes part: using a deferred output would otherwise wait for it."""
         return not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
 
-    def in_parts_or_whole(self, inputs: list[Any], found: TwoSequencesError) -> Callable[..., Any]:
-        """The graph in two parts, if they take less memory; else as one, compiled once more."""
-        run = attempted(lambda: self.in_parts(inputs, found), None, NOT_SPLIT, strict=False)
+    def in_parts_or_whole(self, inputs: list[Any], error: TwoSequencesError) -> Callable[..., Any]:
+        """Return the graph in two parts if they take less memory; otherwise recompile it as one."""
+        run = attempted(lambda: self.in_parts(inputs, error), None, NOT_SPLIT, strict=False)
         if run is not None:
             return run
         self.may_split = False
         return self.compile(inputs)
 
-    def in_parts(self, inputs: Sequence[Any], found: TwoSequencesError) -> Callable[..., Any] | None:
-        """The graph as two graphs, where they take less memory than it takes as one; None where they do not, or cannot be two."""
-        split = GraphSplit.of(self.module, found.place)
+    def in_parts(self, inputs: Sequence[Any], whole: TwoSequencesError) -> Callable[..., Any] | None:
+        """Return the graph in two parts; None if they do not take less memory, or the graph cannot be split."""
+        split = GraphSplit.of(self.module, whole.place)
         parts = [self.part_of(part.module) for part in split.parts]
         for part, begins in zip(parts, (self.begins, split.begins), strict=True):
             part.is_part, part.begins, part.splits = True, begins, self.splits + 1
@@ -155,22 +156,20 @@ class SplittableCompilation(ABC):
             return None
         costs = [cost for part in parts for cost in part.costs]
         peak = peak_of_calls(*zip(*costs, strict=True))
-        log.info("split in front of %s a graph takes %d bytes, in one part %d", split.begins, peak, found.peak)
-        if (1.0 if self.options.strict else GAIN) * peak > found.peak:
+        log.info("split in front of %s a graph takes %d bytes, in one part %d", split.begins, peak, whole.peak)
+        if (1.0 if self.options.strict else GAIN) * peak > whole.peak:
             return None
         self.take(parts)
         return split.run_by(runs)
 
     def take(self, parts: Sequence[SplittableCompilation]) -> None:
-        """Run two parts instead of the graph."""
+        """Replace the graph by two parts."""
         self.costs = [cost for part in parts for cost in part.costs]
         for facts in (facts for part in parts for facts in part.facts):
             self.keep(facts)
 
     def keep(self, facts: Facts) -> None:
-        """Keep the facts of a graph, and log them, unless it is a part, which may not be taken. Have calls that are longer than
-        its plan was shown to hold for planned anew.
-        """
+        """Record the facts of a graph. Unless it is a part, also log them, and guard the lengths of its plan."""
         self.facts.append(facts)
         if self.is_part:
             return
@@ -182,29 +181,29 @@ class SplittableCompilation(ABC):
             facts.lengths.guard(facts.joint.graph)
 
     def priced(self, facts: Facts) -> Sequence[tuple[Cost, int]]:
-        """What a step through a part takes, and the gradients of its parameters; nobody asks for that of a graph that is one."""
+        """Return a part's cost and the bytes of its parameters' gradients; empty for a graph that is not a part."""
         return [(self.cost_of(facts), bytes_of_parameters(facts.joint))] if self.is_part else ()
 
     def cost_of(self, facts: Facts) -> Cost:
-        """What a step through the graph takes, in loops or as it stood."""
+        """Return the cost of a step through the graph, in loops or unchunked."""
         if self.standing is None and facts.program is not None:
             return predicted(facts)
         return cost_of(*(self.standing or self.ways[0]()), len(facts.joint.outputs))
 
     def raise_if_two(self, in_loops: Facts) -> None:
-        """Raise `TwoSequencesError` if a graph, of which it is known how it is to run, may take less in two parts."""
+        """Raise `TwoSequencesError` if a graph that could run may take less memory in two parts."""
         place = self.place_to_split(in_loops)
         if place is not None and is_compared(peak := self.cost_of(in_loops).peak):
             raise TwoSequencesError(place, peak)
 
     def place_to_split(self, facts: Facts) -> fx.Node | None:
-        """Where the graph is better split in two. Within a budget it is not, and not where ranks have to agree."""
+        """Return the best place to split the graph; None with a memory budget, or if ranks have to agree."""
         if self.sought is None or self.sought[0] is not facts:  # `strict=True` asks for it, too
             self.sought = facts, None if self.options.memory_budget is not None else self.place_without_budget(facts)
         return self.sought[1]
 
     def place_without_budget(self, facts: Facts) -> fx.Node | None:
-        """Where the graph would be split, if no memory budget was to be kept."""
+        """Return the place to split the graph if there were no memory budget."""
         may_split = self.may_split and self.inputs_are_own and self.splits < MOST and not splits_for_ddp()
         asks = self.options.adjoints != "exact"
         if not may_split or asks or facts.program is None or facts.program.backward is None:
@@ -213,7 +212,7 @@ class SplittableCompilation(ABC):
         return attempted(find, None, NOT_SPLIT, strict=False)
 
     def told_of_split(self, error: OverBudgetError, capture: Callable[[], Facts]) -> OverBudgetError:
-        """The error, which also says that no split was tried if, without a budget, there would be one."""
+        """Return the error, with a note that no split was tried if one exists without a budget."""
         free = replace(self.options, memory_budget=None)
         place = attempted(lambda: self.place_without_budget(run_pipeline(capture, free)), None, NOT_SPLIT, strict=False)
         if place is None:
@@ -225,19 +224,17 @@ class SplittableCompilation(ABC):
         return other
 
     def check_strict(self, facts: Facts) -> None:
-        """Raise where something runs whole and `strict=True`, unless it may stream in two parts."""
+        """Raise under `strict=True` if an operator is not chunked, unless it may be chunked in two parts."""
         if self.options.strict and self.place_to_split(facts) is None:
             check_strict(facts, self.options)
 
     def check_part(self, joint: JointGraph | None = None) -> None:
-        """Refuse a part that writes to what it is given, or has no gradient for what is handed on. Without gradients there is no
-        joint graph.
-        """
+        """Refuse a part that writes to its inputs, or lacks a gradient for one; `joint` is None in inference."""
         if not self.is_part:
             return
         if may_write_to_inputs() if joint is None else mutated_inputs(joint.graph) != []:
             raise InseparableError(WRITES)
-        given = [] if joint is None else given_positions(joint.graph, len(joint.primals))
-        driven = set() if joint is None else {given[joint.inputs.index(primal)] for _, primal, _ in joint.trained}
+        positions = [] if joint is None else given_positions(joint.graph, len(joint.primals))
+        driven = set() if joint is None else {positions[joint.inputs.index(primal)] for _, primal, _ in joint.trained}
         if not self.handed_on <= driven:
             raise InseparableError(NO_GRADIENT)

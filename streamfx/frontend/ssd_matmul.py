@@ -1,12 +1,17 @@
-"""Finds products with weights that decay, over blocks of rows, in a Dynamo graph, and makes one operator of each.
+"""Match products with decaying weights over blocks of rows in a Dynamo graph, and replace each by one operator.
 
     before   weights = exp(segment_sum(pad(decays, (1, 0))))                             [... c z]
-             made = einsum("... c z, ... z f -> ... c f", weights, cat([first, rows]))   made[:, :-1], made[:, -1]
+             out = einsum("... c z, ... z f -> ... c f", weights, cat([first, rows]))    out[:, :-1], out[:, -1]
     after    sums, last = streamfx.decayed_sums(decays, rows, first)                     sums, last
 
-What the weights are is proven element by element (`segsum_match.py`). Then made[c + 1] = exp(decays[c]) * made[c] + rows[c], by the law
-exp(a + b) = exp(a) * exp(b) and to rounding, where no decay is above zero: that is proven once the graph is differentiated
-(`passes/rewrite/scans/segment_sum.py`); until then, and where it is not so, the operator computes the product as it stood.
+The formula of the weights is proven element by element (`segsum_match.py`). The law exp(a + b) = exp(a) * exp(b)
+implies
+
+    out[c + 1] = exp(decays[c]) * out[c] + rows[c]
+
+up to rounding, if no decay is positive. This is proven once the graph is differentiated
+(`passes/rewrite/scans/segment_sum.py`). Until then, and if it does not hold, the operator computes the original
+product.
 """
 
 from __future__ import annotations
@@ -26,39 +31,39 @@ from streamfx.ir.sizes import product as product_of
 from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_BEHIND
 from streamfx.torch_private import dynamo_copy
 
-TYPES = (torch.float32, torch.float64)  # in narrower ones eager rounds sums of decays, and what it makes of them, on its way
-TRANSFORMS = ("torch._functorch", "torch._C._functorch")  # inside of which values mean something else
+TYPES = (torch.float32, torch.float64)  # in narrower dtypes, eager rounds sums of decays and later intermediate results
+TRANSFORMS = ("torch._functorch", "torch._C._functorch")  # inside these, values have another meaning
 Letters = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product with weights, by letters: the weights' rows and columns, what the products go side by side along, and the rest.
+    """A product with weights, by dimension labels: the weights' rows and columns, the batch, and the features.
 
-    `decays` and `rows` are (value, letters); of the rows in front of which a `first` one stood that is apart.
+    `decays` and `rows` are (value, labels). If a `first` row was concatenated before the rows, it is separate.
     """
 
     node: fx.Node
     c: str
     z: str
-    made: Letters
+    out: Letters
     decays: tuple[fx.Node, Letters]
     rows: tuple[fx.Node, Letters]
     first: tuple[fx.Node, Letters] | None
-    is_shifted: bool  # the first of the weights' rows is that in front of the rows
+    is_shifted: bool  # the weights' first row belongs to the row before the others
     own: frozenset[fx.Node]
 
     @property
     def batch(self) -> Letters:
-        return tuple(letter for letter in self.made if letter in self.decays[1] and letter != self.c)
+        return tuple(letter for letter in self.out if letter in self.decays[1] and letter != self.c)
 
     @property
     def features(self) -> Letters:
-        return tuple(letter for letter in self.made if letter not in self.decays[1])
+        return tuple(letter for letter in self.out if letter not in self.decays[1])
 
 
 def with_block_products(module: fx.GraphModule) -> fx.GraphModule:
-    """A Dynamo graph with one operator in place of each such product; where there is none, the graph itself."""
+    """Return a Dynamo graph with one operator in place of each such product; the graph itself if it has none."""
     inner = {name: with_block_products(part) for name, part in module.named_children() if isinstance(part, fx.GraphModule)}
     changed = {name: part for name, part in inner.items() if part is not getattr(module, name)}
     products = list(_products(module.graph))
@@ -75,11 +80,11 @@ def with_block_products(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _unused(products: Sequence[Product], copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """What made the weights, as far as nobody else is given it."""
+    """Return the operators that computed products and weights; they are removed if they have no other user."""
     return {copies[node] for product in products for node in (product.node, *product.own)}
 
 
-# -- reading
+# -- matching
 
 
 def _products(graph: fx.Graph) -> Iterator[Product]:
@@ -97,12 +102,12 @@ def _product_at(node: fx.Node) -> Product | None:
     call = _letters(node)
     if call is None:
         return None
-    (one, other), (left, right), made = call
-    return _read(node, (one, left), (other, right), made) or _read(node, (other, right), (one, left), made)
+    (one, other), (left, right), out = call
+    return _read(node, (one, left), (other, right), out) or _read(node, (other, right), (one, left), out)
 
 
 def _letters(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[Letters, Letters], Letters] | None:
-    """Two operands, and the letters of their dimensions and of the product's."""
+    """Return both operands, and the labels of their dimensions and of the product's."""
     if node.kwargs:
         return None
     if name_of(node) == "einsum":
@@ -111,24 +116,24 @@ def _letters(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[Letters, Let
         text = equation.replace(" ", "") if isinstance(equation, str) else ""
         if text.count("->") != 1 or text.count(",") != 1 or "." in text or len(operands) != 2:
             return None
-        given, made = text.split("->")
+        given, out = text.split("->")
         left, right = given.split(",")
     else:
         operands = list(node.args)
         rank = node.meta[EXAMPLE].dim()
         batch = "".join(chr(ord("a") + i) for i in range(rank - 2))
-        left, right, made = f"{batch}IJ", f"{batch}JK", f"{batch}IK"
+        left, right, out = f"{batch}IJ", f"{batch}JK", f"{batch}IK"
     if not all(isinstance(operand, fx.Node) and is_plain(operand) for operand in operands):
         return None
     one, other = operands
     ranks = [value.meta[EXAMPLE].dim() for value in (one, other, node)]  # type: ignore[union-attr]
-    if ranks != [len(left), len(right), len(made)] or any(len(set(text)) < len(text) for text in (left, right, made)):
+    if ranks != [len(left), len(right), len(out)] or any(len(set(text)) < len(text) for text in (left, right, out)):
         return None
-    return (one, other), (tuple(left), tuple(right)), tuple(made)  # type: ignore[return-value]
+    return (one, other), (tuple(left), tuple(right)), tuple(out)  # type: ignore[return-value]
 
 
-def _read(node: fx.Node, weights: tuple[fx.Node, Letters], rows: tuple[fx.Node, Letters], made: Letters) -> Product | None:
-    """The product, where one operand is proven to be weights, and the letters say that it is theirs with rows."""
+def _read(node: fx.Node, weights: tuple[fx.Node, Letters], rows: tuple[fx.Node, Letters], out: Letters) -> Product | None:
+    """Return the product if one operand is proven to be weights, and the labels describe weights times rows."""
     reader = Reader()
     fact = reader.fact(weights[0])
     if (
@@ -143,20 +148,20 @@ def _read(node: fx.Node, weights: tuple[fx.Node, Letters], rows: tuple[fx.Node, 
     features = set(rows[1]) - batch - {z}
     if None in fact.dims or c in rows[1] or not batch <= set(rows[1]) or z not in rows[1]:
         return None
-    if set(made) != batch | features | {c} or not _have_one_size(node, weights, rows, made):
+    if set(out) != batch | features | {c} or not _have_one_size(node, weights, rows, out):
         return None
     decays = fact.source, tuple(by_place[place] for place in range(fact.source.meta[EXAMPLE].dim()))
     moved = reader.fact(rows[0])
     if moved.kind is FactKind.SOURCE and None not in moved.dims:
         rows = moved.source, tuple(letter for _, letter in sorted(zip(moved.dims, rows[1], strict=True)))  # type: ignore[type-var]
-    product = _parted(Product(node, c, z, made, decays, rows, None, False, frozenset()), reader)
+    product = _parted(Product(node, c, z, out, decays, rows, None, False, frozenset()), reader)
     return product if _has_its_order(product) else None
 
 
 def _have_one_size(node: fx.Node, *parts: Any) -> bool:
-    """Whether a letter has the same size wherever it stands: nothing is repeated."""
-    *operands, made = parts
-    sizes = [*zip(made, shape_of(node.meta[EXAMPLE]), strict=True)]
+    """Return whether each label has the same size everywhere, so that nothing is broadcast."""
+    *operands, out = parts
+    sizes = [*zip(out, shape_of(node.meta[EXAMPLE]), strict=True)]
     for value, letters in operands:
         sizes += zip(letters, shape_of(value.meta[EXAMPLE]), strict=True)
     known = dict(sizes)
@@ -164,7 +169,7 @@ def _have_one_size(node: fx.Node, *parts: Any) -> bool:
 
 
 def _parted(product: Product, reader: Reader) -> Product:
-    """With decays and rows behind the first, where both have one more in front; that of the decays is in no weight."""
+    """Separate a first row from decays and rows if both have one; the first decay occurs in no weight."""
     (decays, own), (rows, others) = product.decays, product.rows
     behind = _behind_first(decays, own.index(product.c), reader)
     apart = _behind_first(rows, others.index(product.z), reader)
@@ -188,18 +193,18 @@ def _parted(product: Product, reader: Reader) -> Product:
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """Whether a value is made as zeros: of what else it is made is no matter."""
+    """Return whether a value is created as zeros; its other arguments do not matter."""
     return name_of(node) in ("zeros", "zeros_like", "new_zeros") and not node.meta[EXAMPLE]._version
 
 
 def _behind_first(node: fx.Node, dim: int, reader: Reader) -> tuple[fx.Node | None, fx.Node, Any] | None:
-    """What is joined or padded with one row in front: that row, or None, what is behind it, and the padding's number."""
+    """Match a row concatenated or padded before others: return that row or None, the others, the fill value."""
     rank = node.meta[EXAMPLE].dim()
     if name_of(node) == "pad":
         arguments = arguments_of(node, "input", "pad", "mode", "value")
         pads = [] if arguments is None else list(arguments["pad"])
-        wanted = [0] * (2 * (rank - 1 - dim)) + [1, 0]
-        is_one = pads[: len(wanted)] == wanted and not any(pads[len(wanted) :])
+        one_before = [0] * (2 * (rank - 1 - dim)) + [1, 0]
+        is_one = pads[: len(one_before)] == one_before and not any(pads[len(one_before) :])
         if arguments is None or not is_one or arguments.get("mode", "constant") != "constant":
             return None
         return None, arguments["input"], arguments.get("value")
@@ -216,10 +221,10 @@ def _behind_first(node: fx.Node, dim: int, reader: Reader) -> tuple[fx.Node | No
 
 
 def _has_its_order(product: Product) -> bool:
-    """Whether eager's product lies in memory as this one will: what goes side by side, rows, what is left."""
+    """Return whether eager's product has the memory layout of the replacement: batch, rows, features."""
     value = product.node.meta[EXAMPLE]
-    sizes = dict(zip(product.made, shape_of(value), strict=True))
-    strides = dict(zip(product.made, map(size_of, value.stride()), strict=True))
+    sizes = dict(zip(product.out, shape_of(value), strict=True))
+    strides = dict(zip(product.out, map(size_of, value.stride()), strict=True))
     dense: Size = 1
     for letter in reversed((*product.batch, product.c, *product.features)):
         if sizes[letter] != 1 and strides[letter] != dense:
@@ -229,7 +234,7 @@ def _has_its_order(product: Product) -> bool:
 
 
 def _is_plainly_computed(product: Product, order: dict[fx.Node, int]) -> bool:
-    """Whether nothing is written into what was read, and no mode changes between that and the product."""
+    """Return whether no operand is written to, and no mode changes, from the first matched operator on."""
     used = {product.decays[0], product.rows[0], *([product.first[0]] if product.first else ())}
     if any(node.meta[EXAMPLE]._version for node in (*product.own, *used, product.node)):
         return False
@@ -242,7 +247,7 @@ def _is_plainly_computed(product: Product, order: dict[fx.Node, int]) -> bool:
 
 
 class _ProductBuilder:
-    """Writes the operator in front of a product, and hands each of its users what it takes."""
+    """Writes the operator before a product, and replaces the users of the product."""
 
     def __init__(self, product: Product, copies: dict[fx.Node, fx.Node]) -> None:
         self.product, self.copies = product, copies
@@ -250,7 +255,7 @@ class _ProductBuilder:
         self.widths = self._sizes(product.features)
 
     def _sizes(self, letters: Letters) -> list[Any]:
-        sizes = dict(zip(self.product.made, self.product.node.meta[EXAMPLE].shape, strict=True))
+        sizes = dict(zip(self.product.out, self.product.node.meta[EXAMPLE].shape, strict=True))
         return [sizes[letter] for letter in letters]
 
     def write(self) -> None:
@@ -265,17 +270,17 @@ class _ProductBuilder:
             both = self._call(DECAYED_SUMS if product.is_shifted else SUMS_BEHIND, decays, rows, first)
             sums, last = (self._call(operator.getitem, both, place) for place in range(2))
             if product.is_shifted and all(self._part(user) is not None for user in product.node.users):
-                self._hand_out(sums, last)
+                self._replace_users(sums, last)
             else:
-                made = self._joined(sums, last) if product.is_shifted else sums
-                self.place.replace_all_uses_with(self._shaped(made, product.c), propagate_meta=False)
+                out = self._joined(sums, last) if product.is_shifted else sums
+                self.place.replace_all_uses_with(self._shaped(out, product.c), propagate_meta=False)
 
     def _call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
-        made = self.place.graph.call_function(target, args)
+        out = self.place.graph.call_function(target, args)
         with torch.no_grad():
             value = target(*fx.node.map_arg(args, lambda node: node.meta[EXAMPLE]))
-        made.meta = {**self.place.meta, EXAMPLE: value}
-        return made
+        out.meta = {**self.place.meta, EXAMPLE: value}
+        return out
 
     def _ordered(self, part: tuple[fx.Node, Letters], wanted: Letters) -> fx.Node:
         value, letters = part
@@ -284,41 +289,41 @@ class _ProductBuilder:
         return node if order == sorted(order) else self._call(torch.permute, node, order)
 
     def _flat(self, node: fx.Node) -> fx.Node:
-        """What is left beside rows, in one dimension."""
+        """Flatten the feature dimensions into one."""
         count = len(self.product.features)
         if count == 1:
             return node
         return self._call(torch.flatten, node, -count, -1) if count else self._call(torch.unsqueeze, node, -1)
 
     def _shaped(self, node: fx.Node, *more: str) -> fx.Node:
-        """Flat values with the dimensions of the product, in its order."""
+        """Restore the product's dimensions and their order."""
         product = self.product
         if len(product.features) > 1:
             node = self._call(torch.unflatten, node, -1, self.widths)
         elif not product.features:
             node = self._call(torch.squeeze, node, -1)
         letters = (*product.batch, *more, *product.features)
-        order = [letters.index(letter) for letter in product.made if letter in letters]
+        order = [letters.index(letter) for letter in product.out if letter in letters]
         return node if order == sorted(order) else self._call(torch.permute, node, order)
 
     def _joined(self, sums: fx.Node, last: fx.Node) -> fx.Node:
         return self._call(torch.cat, [sums, self._call(torch.unsqueeze, last, -2)], -2)
 
-    def _hand_out(self, sums: fx.Node, last: fx.Node) -> None:
-        made = {True: lambda: self._shaped(last), False: lambda: self._shaped(sums, self.product.c)}
+    def _replace_users(self, sums: fx.Node, last: fx.Node) -> None:
+        out = {True: lambda: self._shaped(last), False: lambda: self._shaped(sums, self.product.c)}
         shaped: dict[bool, fx.Node] = {}
         for user in list(self.product.node.users):
             is_last = bool(self._part(user))
-            shaped[is_last] = value = shaped.get(is_last) or made[is_last]()
+            shaped[is_last] = value = shaped.get(is_last) or out[is_last]()
             self.copies[user].replace_all_uses_with(value, propagate_meta=False)
             self.place.graph.erase_node(self.copies[user])
 
     def _part(self, user: fx.Node) -> bool | None:
-        """Whether a user takes the last row (True), or all but that (False)."""
+        """Return True if a user takes the last row, False if it takes all others, and None for other users."""
         if name_of(user) != "getitem" or user.args[0] is not self.product.node:
             return None
         index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
-        at = self.product.made.index(self.product.c)
+        at = self.product.out.index(self.product.c)
         others = [item for i, item in enumerate(index) if i != at]
         if len(index) <= at or any(not isinstance(item, slice) or item != slice(None) for item in others):
             return None

@@ -1,4 +1,4 @@
-"""What belongs to the process that made it."""
+"""A base class for objects that are bound to their process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from streamfx.errors import NotCopyableError, one
 
 
 class Unpicklable:
-    """Holds graphs and functions, which are neither pickled nor copied: whoever tries is told what to keep in its place."""
+    """Holds graphs and functions, which cannot be pickled or copied; the error says what to keep instead."""
 
     _keep: ClassVar[str]
 

@@ -1,4 +1,4 @@
-"""Which weights does a graph have? Each tensor has a number, which no other one of the process ever gets, as an `id` might be."""
+"""Number the weights of a process. Unlike an `id`, a number is never reused for another tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def numbers_of_weights(values: Iterable[Any]) -> list[int]:
-    """The numbers of the parameters among some values, in order."""
+    """Return the numbers of the parameters among some values, in order."""
     weights = [value for value in values if isinstance(value, Parameter)]
     for weight in weights:
         if weight not in _known:
