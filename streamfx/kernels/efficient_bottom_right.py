@@ -2,9 +2,9 @@
 
 It runs the operands that flash attention does not support: on GPUs before the A100, in single precision, with wide
 heads. PyTorch's sources under aten/src/ATen/native/transformers/cuda: mem_eff_attention/kernel_forward.h and
-kernel_backward.h have CausalFromBottomRight and windows; attention.cu: _efficient_attention_forward takes heads as [b
-m h d]. We have not seen these kernels run on every device, so each device is tested once on known values. If its
-kernels refuse or differ, the past and the diagonal are two calls, and a window becomes a bias.
+kernel_backward.h have CausalFromBottomRight and windows; attention.cu: _efficient_attention_forward takes heads as
+[b m h d]. We have no results of these kernels, so each device is tested once on known values. If its kernels refuse
+or differ, the past and the diagonal are two calls, and a window becomes a bias.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Packed documents on CUDA: one variable-length call of flash attention for all documents of a chunk, instead of one
-call for each.
+"""Packed documents on CUDA: one variable-length call of flash attention for all documents of a chunk.
 
 A chunk contains the end of one document, complete ones, and the beginning of another. Each has some rows and the keys
 that they see; the causal mask, or the window, is aligned at the bottom right.
 
 PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_varlen_fwd and
-mha_varlen_bwd take the rows of all sequences as [m h d], and the positions at which each sequence begins and ends. We
-have not seen these kernels run on every device, so each device is tested once on known values. If its kernels refuse
-or differ, documents are split into tiles (`mask_tiles.py`).
+mha_varlen_bwd take the rows of all sequences as [m h d], and the indices at which each sequence begins and ends. We
+have no results of these kernels, so each device is tested once on known values. If its kernels refuse or differ,
+documents are split into tiles (`mask_tiles.py`).
 """
 
 from __future__ import annotations

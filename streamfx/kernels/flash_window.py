@@ -4,8 +4,8 @@ a bias.
     attention_window(q [b h m d], k [b g n d], v [b g n e], left)       query i sees keys i + n - m - left .. i + n - m
 
 PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_fwd and mha_bwd take
-`window_size_left` and `window_size_right`, and mask.h aligns them at the last query and key. We have not seen these
-kernels run on every device, so each device is tested once on known values. If its kernels refuse or differ, a bias
+`window_size_left` and `window_size_right`, and mask.h aligns them at the last query and key. We have no results of
+these kernels, so each device is tested once on known values. If its kernels refuse or differ, a bias
 replaces the window. Operands that flash attention does not support go to `efficient_bottom_right.py`, also without a
 window.
 """
