@@ -29,9 +29,7 @@ def add(total: Tensor, part: Tensor, is_first: bool) -> None:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """total [.. m n] += left [.. m k] @ right [.. k n], as one matrix product that is rounded once, to the dtype of the
-    total.
-    """
+    """total [.. m n] += left [.. m k] @ right [.. k n], as one matrix product that is rounded once, to the dtype of the total."""
     if total.dtype != left.dtype and kind_of(left.device).type == "cuda":
         ADD_PRODUCT(total, left, right, is_first)
         return

@@ -1,5 +1,6 @@
-"""The causal-conv1d package's operators, with the last w - 1 rows as a state. A chunk's rows are appended to the state
-that they see.
+"""The causal-conv1d package's operators, with the last w - 1 rows as a state.
+
+A chunk's rows are appended to the state that they see.
 
 The package's own states require a channels-last layout. Concatenating the state and the rows works for every layout.
 """
@@ -28,8 +29,9 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: T
 def backward(
     dy: Tensor, dlast: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return the gradients of x, weight, bias and the state. Gradients of parameters have the dtype in which the package
-    accumulates.
+    """Return the gradients of x, weight, bias and the state.
+
+    Gradients of parameters have the dtype in which the package accumulates.
     """
     width = weight.shape[1] - 1
     state = x.new_zeros(*x.shape[:2], width) if first is None else first
@@ -44,7 +46,8 @@ def backward(
 
 
 def _package() -> Any:
-    """Return the namespace of the operators that the package registers on import. A caller has already imported the
-    package.
+    """Return the namespace of the operators that the package registers on import.
+
+    A caller has already imported the package.
     """
     return torch.ops.DaoAILab

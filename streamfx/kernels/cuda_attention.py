@@ -77,8 +77,9 @@ def is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, cau
 
 
 def takes_flash(query: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Return whether flash attention supports these operands without a bias. Its causal mask is aligned at the bottom
-    right.
+    """Return whether flash attention supports these operands without a bias.
+
+    Its causal mask is aligned at the bottom right.
     """
     if query.dtype not in FLASH_TYPES or (scale is not None and scale <= 0):
         return False  # softmax.h: the maximum is taken before scores are scaled
@@ -219,7 +220,8 @@ def _readable_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | 
 
 
 def readable_lse(lse: Tensor) -> Tensor:
-    """Pad to the rows that the kernel reads past the end (mma_from_smem.h: accumApplyLSEToSmem). With infinity their
-    weight is zero.
+    """Pad to the rows that the kernel reads past the end (mma_from_smem.h: accumApplyLSEToSmem).
+
+    With infinity their weight is zero.
     """
     return layouts.aligned(F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=float("inf")))

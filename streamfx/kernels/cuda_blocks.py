@@ -109,8 +109,9 @@ class _Sums:
 
 
 def _blocks(query: Tensor, key: Tensor, causal: Causal, sizes: TileSizes) -> list[KernelTile]:
-    """Return tiles that cover each visible (row, key) pair once. Keys are cut at the same positions as rows, and before
-    the first row.
+    """Return tiles that cover each visible (row, key) pair once.
+
+    Keys are cut at the same positions as rows, and before the first row.
     """
     rows, keys = query.shape[2], key.shape[2]
     past = keys - rows if causal else keys  # keys that all rows see

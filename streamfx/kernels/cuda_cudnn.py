@@ -78,8 +78,9 @@ def agrees(device: torch.device, dtype: torch.dtype, width: int, value_width: in
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, causal: Causal, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m]. The operands must be readable (see
-    `cuda_attention.readable`).
+    """Return the output [b h m e] and log-sum-exp [b h m].
+
+    The operands must be readable (see `cuda_attention.readable`).
     """
     results = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, bool(causal), False, scale=scale)
     return results[0], results[1].reshape(query.shape[:3])

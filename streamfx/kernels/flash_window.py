@@ -62,8 +62,9 @@ def backward(
 
 
 def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, last: BottomRightCausal) -> bool:
-    """Return whether queries at the end of their keys take one call. A window that flash attention does not support is a
-    bias.
+    """Return whether queries at the end of their keys take one call.
+
+    A window that flash attention does not support is a bias.
 
     If cuDNN supports both the past and the diagonal, two calls of it are faster.
     """
@@ -125,9 +126,7 @@ def _backward(
 
 @kernel_selftest.isolated("flash attention in a window")
 def hides(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Return whether the device's flash attention masks the keys outside a window at this head width, by a test on a few
-    rows.
-    """
+    """Return whether the device's flash attention masks the keys outside a window at this head width, by a test on a few rows."""
     return kernel_selftest.agree(
         lambda q, k, v: _flash(q, k, v, 3, None),
         lambda g, q, k, v, out, lse: _flash_backward(g, q, k, v, out, lse, 3, None),

@@ -124,9 +124,7 @@ HEIGHT, WIDTH = TILE + 8, 24
 
 
 def adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
-    """Test sums for groups with no row, one row, and more rows than one iteration takes; rows of no group must not
-    contribute.
-    """
+    """Test sums for groups with no row, one row, and more rows than one iteration takes; rows of no group must not contribute."""
     order, ends, parts = _rows()
     x, y, expected = _integers(len(order), HEIGHT), _integers(len(order), WIDTH), _integers(len(SIZES), HEIGHT, WIDTH)
     x[order[-1]] = y[order[-2]] = torch.nan

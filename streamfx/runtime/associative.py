@@ -85,8 +85,9 @@ def is_by_element(graph: fx.Graph, given: int) -> bool:
 def scan_of(
     number: int, rows: Sequence[Tensor], given: Sequence[Tensor], blocks: Mapping[int, Rows], first: int
 ) -> tuple[Rows, Blocks]:
-    """Combine rows `first`, `first + 1`, ... with all rows before them, which `blocks` represent. Also return the blocks
-    after them.
+    """Combine rows `first`, `first + 1`, ... with all rows before them, which `blocks` represent.
+
+    Also return the blocks after them.
     """
     many = COMBINES[number].many
     return scanned(lambda left, right: list(many(*left, *right, *given)), list(rows), blocks, first)

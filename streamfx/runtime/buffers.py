@@ -32,8 +32,9 @@ def append(visible: Tensor, own: Tensor, value: Tensor, shape: Sequence[int]) ->
 
 
 def add_rows(visible: Tensor, part: Tensor, is_first: bool) -> None:
-    """Accumulate cotangents into the rows that the chunk's queries saw. If `is_first`, the buffer is uninitialized:
-    overwrite them.
+    """Accumulate cotangents into the rows that the chunk's queries saw.
+
+    If `is_first`, the buffer is uninitialized: overwrite them.
     """
     accumulate.add(visible, part.reshape(visible.shape), is_first)
 

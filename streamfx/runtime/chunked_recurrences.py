@@ -59,8 +59,9 @@ class Recurrence(ABC):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows, last to first, and update the carry. `states` are the states of the forward graph, if it
-        has any.
+        """Run the chunk's rows, last to first, and update the carry.
+
+        `states` are the states of the forward graph, if it has any.
         """
 
     @abstractmethod
@@ -74,8 +75,9 @@ class Recurrence(ABC):
         return False
 
     def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
-        """Run `resume` and append the values of all steps to the results. No result shares memory with one of these
-        values.
+        """Run `resume` and append the values of all steps to the results.
+
+        No result shares memory with one of these values.
         """
         raise NotImplementedError("nothing goes on from its steps")
 

@@ -30,8 +30,9 @@ def _of_several(call: CodeCall) -> CodeCall:
 
 
 def tallied(bodies: Sequence[CompiledBody], progress: Asked) -> None:
-    """Report to `progress` how many of the subgraphs of a program's loop bodies are compiled. Equal ones are compiled
-    once.
+    """Report to `progress` how many of the subgraphs of a program's loop bodies are compiled.
+
+    Equal ones are compiled once.
     """
     segments = [segment for body in bodies for segment in body.segments]
     tally = Tally("compiling", len({segment.structure for segment in segments}), progress)

@@ -1,6 +1,4 @@
-"""A subgraph of a loop body, compiled by Inductor once for all bodies with an equal subgraph and for chunks of all
-lengths.
-"""
+"""A subgraph of a loop body, compiled by Inductor once for all bodies with an equal subgraph and for chunks of all lengths."""
 
 from __future__ import annotations
 

@@ -40,8 +40,9 @@ class _Stateful(Recurrence):
     def _carried(
         self, before: int, after: int, chunk: int, carry: Tensor | None, states: Arguments, operands: Arguments
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows from the given states, and store the final states in the carry. Only the last chunk
-        returns them.
+        """Run the chunk's rows from the given states, and store the final states in the carry.
+
+        Only the last chunk returns them.
         """
         plan, count = self.plan, rows_of(self.plan, operands)
         first = {slot.argument: states[slot.argument] for slot in plan.slots}

@@ -58,8 +58,9 @@ class Reach:
 
 
 def reach_of(graph: fx.Graph, function: Callable[..., Sequence[Tensor]], given: int) -> Reach:
-    """Return the dependencies of a function of two rows. If it does not run on the meta device, each result depends on
-    all leaves.
+    """Return the dependencies of a function of two rows.
+
+    If it does not run on the meta device, each result depends on all leaves.
     """
     inputs = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder")]
     leaves = (len(inputs) - given) // 2

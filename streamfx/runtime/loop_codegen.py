@@ -104,9 +104,7 @@ class LoopWriter:
         return self.named(Code("stop - start", True), "n")[0]
 
     def _found(self, expression: Any) -> Any:
-        """Return the variable, or the number, for a size function that is the first row or the number of rows of some
-        bounds.
-        """
+        """Return the variable, or the number, for a size function that is the first row or the number of rows of some bounds."""
         function, part = BOUNDS[type(expression).__name__]
         text = self.bounds(function, [self._argument(argument) for argument in expression.args])[part].text
         return sympy.Integer(text) if text.isdigit() else sympy.Symbol(text, integer=True)

@@ -16,8 +16,9 @@ Device memory is allocated and freed on the compute stream only. Two orderings m
 - The compute stream waits for a copy's event before the tensor on the device is read or freed, because the next
   kernel may get its memory as soon as the host has dropped it. So a `_Copy` holds the source, or is held by the
   destination, until the compute stream has been made to wait. If an exception ends a graph early, the copy's
-  destructor makes it wait. `record_stream` would not work: the allocator frees such memory only after the host sees
-  the event complete, and a host that runs ahead of the device allocates more in the meantime.
+  destructor makes it wait.
+`record_stream` would not work: the allocator frees such memory only after the host sees the event complete, and a
+host that runs ahead of the device allocates more in the meantime.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class _CopyStream:
         self.blocks = PinnedBlocks(beside, device, self.stream)
 
     def begin(self, target: Tensor, source: Tensor, keeps: bool) -> _Copy:
-        """Queue a copy after all work of the current stream, without blocking the host. If `keeps`, the copy keeps its
-        source alive.
+        """Queue a copy after all work of the current stream, without blocking the host.
+
+        If `keeps`, the copy keeps its source alive.
         """
         compute = self.beside.current_stream(self.device)
         self.stream.wait_stream(compute)

@@ -70,8 +70,9 @@ def _function_of(node: fx.Node, module: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _savable(result: Any) -> Any:
-    """Clone tensors that were created in inference mode, which autograd cannot save. Some libraries create packed
-    weights that way.
+    """Clone tensors that were created in inference mode, which autograd cannot save.
+
+    Some libraries create packed weights that way.
     """
     return result.clone() if isinstance(result, Tensor) and result.is_inference() else result
 

@@ -104,9 +104,7 @@ class PinnedBlocks:
             self.unused.append(block)
 
     def _unused_for(self, size: int) -> PinnedBlock | None:
-        """Remove and return the smallest unused block that fits and is not too large, of several the most recently used
-        one.
-        """
+        """Remove and return the smallest unused block that fits and is not too large, of several the most recently used one."""
         fitting = [block for block in reversed(self.unused) if size <= block.size <= ROOMY * bytes_pinned(size)]
         if not fitting:
             return None
@@ -166,9 +164,7 @@ class PinnedBlocks:
             raise self._no_room(size, f"it cannot be pinned ({str(error).splitlines()[0]}){told}") from error
 
     def _check_room(self, size: int) -> None:
-        """Raise an error if memory is short: Linux overcommits, and kills the process once it touches pages that do not
-        exist.
-        """
+        """Raise an error if memory is short: Linux overcommits, and kills the process once it touches pages that do not exist."""
         if size > free_on(HOST) and self.unused:
             self._give_back(len(self.unused))
         if size > (free := free_on(HOST)):
