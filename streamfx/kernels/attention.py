@@ -213,8 +213,8 @@ def _visible_keys(
 
 
 def _bottom_right(rows: int, keys: int, first: int | None, window: Window | None) -> BottomRightCausal | None:
-    """Return the window as a bottom-right mask, or None if a query's own key is not its last one, or the last key not
-    the last query's.
+    """Return the window as a bottom-right mask if it ends at each query's own key and the last query's key is the last
+    of all.
     """
     if window is None or first is None or first < 0 or keys - first != rows or window[1] != 0:
         return None

@@ -98,8 +98,7 @@ def flash_width(device: torch.device) -> int:
 
 
 def readable(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Pad the head dimension to the width that the kernels load (sdp_utils.cpp: minimum_gemm_alignment), and align the
-    addresses.
+    """Pad heads to the width that the kernels load (sdp_utils.cpp: minimum_gemm_alignment), and align their addresses.
 
     Zero columns do not change the scores. They change only the default scale, which depends on the width, so it is
     fixed first.
@@ -167,9 +166,7 @@ def _rows_at_once(query: Tensor) -> int:
 
 
 def keys_at_once(query: Tensor, key: Tensor) -> int:
-    """Return the number of keys per call that keeps the gradients of all query heads small: within EXPANDED, or as many
-    as rows.
-    """
+    """Return the number of keys per call that keeps the expanded gradients within EXPANDED, but at least as many as rows."""
     batch, heads, rows, width = query.shape
     if heads == key.shape[1]:
         return key.shape[2]
@@ -205,8 +202,7 @@ def _efficient_backward(
 
 
 def _readable_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Expand a bias to all heads (attention_backward.cu), with rows at aligned addresses (kernel_backward.h:
-    check_supported).
+    """Expand a bias to all heads (attention_backward.cu) and align its rows (kernel_backward.h: check_supported).
 
     The kernel reads 16 bytes at once (MatmulQK: BiasLoader), so the elements past the end of a row must be valid:
     they are zero.

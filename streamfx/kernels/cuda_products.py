@@ -1,5 +1,4 @@
-"""Matrix products of half-precision operands, accumulated into a float32 total on CUDA: in place if the PyTorch build
-supports it.
+"""Matrix products of half-precision operands that accumulate into a float32 total on CUDA, in place if PyTorch can.
 
 A separate float32 product that is then added takes as much memory as the total, and three times the memory traffic.
 """

@@ -74,10 +74,9 @@ def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, 
 
 
 def _left(causal: Causal, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> int | None:
-    """Return how many keys before its own a query sees, or None if it sees all and flash attention supports the
-    operands.
+    """Return how many keys before its own a query sees, or None if it sees all.
 
-    If flash attention does not support them, the result is the number of keys.
+    If flash attention does not support the operands, a causal mask without a window counts as a window over all keys.
     """
     if not isinstance(causal, BottomRightCausal):
         return None

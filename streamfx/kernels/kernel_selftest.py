@@ -117,7 +117,7 @@ class IsolatedTrial:
     def __init__(self, label: str, check: Callable[..., bool]) -> None:
         update_wrapper(self, check)
         self.label, self.check = label, check
-        self._outcomes: dict[Any, Outcome] = {}
+        self._known: dict[Any, Outcome] = {}
 
     def __call__(self, device: torch.device, *arguments: Any) -> bool:
         return self.outcome(device, *arguments).is_right
@@ -126,10 +126,10 @@ class IsolatedTrial:
         """Return whether the kernels are right, and the reason if not. Arguments are dtypes and numbers."""
         flash = torch.nn.attention.current_flash_attention_impl()
         key = (device, flash, arguments)
-        outcome = self._outcomes.get(key)
+        outcome = self._known.get(key)
         if outcome is None:
             question = {"check": self.name, "arguments": [_encoded(item) for item in arguments], "flash": flash}
-            outcome = self._outcomes[key] = _ask_child(question, device) if device.type == "cuda" else _run_test(question, device)
+            outcome = self._known[key] = _ask_child(question, device) if device.type == "cuda" else _run_test(question, device)
             if not outcome.is_right:
                 log.warning(NOT_USED, self.label, device, ", ".join(map(str, arguments)), outcome.why)
         return outcome
@@ -139,7 +139,7 @@ class IsolatedTrial:
         return f"{self.check.__module__}:{self.check.__qualname__}"
 
     def cache_clear(self) -> None:
-        self._outcomes.clear()
+        self._known.clear()
 
 
 def isolated(label: str) -> Callable[[Callable[..., bool]], IsolatedTrial]:

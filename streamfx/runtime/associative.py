@@ -1,5 +1,4 @@
-"""PyTorch's `associative_scan`, which Dynamo traces as a tree, as one operator: over the full sequence and chunk by
-chunk.
+"""PyTorch's `associative_scan`, which Dynamo traces as a tree, as one operator for the full sequence or a chunk of it.
 
 The operator that AOTAutograd differentiates refers to the combine function by a number. The passes turn it into
 recurrences: a chunk passes on the blocks that represent all rows so far (`prefix_scan.py`), and the backward graph

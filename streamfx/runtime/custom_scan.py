@@ -61,9 +61,7 @@ class _Stateful(Recurrence):
     def _result(
         self, part: StatefulResult, outputs: Sequence[Any] | Mapping[int, Any], left: Mapping[int, Tensor], has_last: bool
     ) -> Tensor:
-        """Return one result. Only the chunk that holds the last row returns the final state; others return an additive
-        identity.
-        """
+        """Return one result. Only the chunk with the last row returns the final state; others return an additive identity."""
         if part.number not in left:
             return outputs[part.number]
         state = left[part.number]

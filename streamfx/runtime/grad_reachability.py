@@ -1,8 +1,7 @@
-"""Find the leaves of an associative scan that get a gradient: as in autograd, those on which a result with a gradient
-depends.
+"""Find the leaves of an associative scan that get a gradient: those on which a result with a gradient depends.
 
-Unreached leaves get None, not zeros: an optimizer decays a weight whose gradient is zeros, and skips one that has
-none.
+As in autograd, unreached leaves get None, not zeros: an optimizer decays a weight whose gradient is zeros, and skips
+one that has none.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ Pattern: TypeAlias = "tuple[frozenset[int], ...]"
 
 @dataclass(frozen=True)
 class Reach:
-    """The dependencies of each result of a function of two rows, on the leaves of the left row, the right row, and the
-    shared tensors.
-    """
+    """The leaves of the left row and of the right row, and the shared tensors, on which each result of a function depends."""
 
     left: Pattern
     right: Pattern

@@ -20,7 +20,7 @@ def scaled(value: Tensor, factor: Any) -> Tensor:
 
 
 def scaled_once(saved: Tensor, factor: Any) -> Tensor:
-    """Return saved * factor, in place only if the backward graph cannot run a second time and read the saved value again."""
+    """Return saved * factor, in place unless the backward graph may run a second time and read the saved value."""
     if keeps_graph() and not isinstance(saved, FakeTensor):
         return saved * factor
     return saved.mul_(factor)

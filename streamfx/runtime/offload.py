@@ -15,7 +15,7 @@ Device memory is allocated and freed on the compute stream only. Two orderings m
   destination's memory before it was freed are done.
 - The compute stream waits for a copy's event before the tensor on the device is read or freed, because the next
   kernel may get its memory as soon as the host has dropped it. So a `_Copy` holds the source, or is held by the
-  destination, until the compute stream has been made to wait. If an exception ends a graph early, the copy's
+  destination, until the compute stream waits. If an exception ends a graph early, the copy's
   destructor makes it wait.
 `record_stream` would not work: the allocator frees such memory only after the host sees the event complete, and a
 host that runs ahead of the device allocates more in the meantime.

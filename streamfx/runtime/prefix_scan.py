@@ -91,8 +91,8 @@ def pulled_back(
     gradients: Sequence[Tensor | None],
     left: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[Tensor | None], Blocks]:
-    """Return the gradients of rows and shared tensors (None if there is no gradient), and of the blocks before the rows
-    (else zeros).
+    """Return the gradients of rows and shared tensors (None if absent), and of the blocks before the rows (zeros if
+    absent).
 
     They follow from the gradients of the results, and from `left`, the gradients of the blocks after the rows. The
     rows are recombined under autograd.

@@ -1,5 +1,4 @@
-"""Convert scores indexed by distance to scores indexed by key: each row starts one column further left than the row
-before it.
+"""Convert scores indexed by distance to scores indexed by key: each row shifts one column further left.
 
     relative_shift(x [.. t w ..], first, columns) -> y [.. t columns ..]        y[i, j] = x[i, first - i + j]
     relative_shift_backward(dy, first, width) -> dx [.. t width ..]             its adjoint: zeros where y reads nothing

@@ -32,8 +32,9 @@ class span_start(sympy.Function):
 
 
 class shifted_count(sympy.Function):
-    """shifted_count(start, stop, length, offset, rows, by, own, reach, block): the number of rows, of an axis with `own`
-    rows, that correspond to a chunk of another axis.
+    """shifted_count(start, stop, length, offset, rows, by, own, reach, block): rows of a shifted axis in a chunk.
+
+    The axis has `own` rows and is shifted from the axis (offset, rows).
     """
 
 
