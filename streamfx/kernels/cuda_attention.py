@@ -166,7 +166,9 @@ def _rows_at_once(query: Tensor) -> int:
 
 
 def keys_at_once(query: Tensor, key: Tensor) -> int:
-    """Return the number of keys per call that keeps the expanded gradients within EXPANDED, but at least as many as rows."""
+    """Return the number of keys per call that keeps the expanded gradients within EXPANDED, or at least the rows of a
+    call.
+    """
     batch, heads, rows, width = query.shape
     if heads == key.shape[1]:
         return key.shape[2]

@@ -8,7 +8,7 @@ graph; these are identified by how they are computed and by the position of the 
 equals the result of evaluating the mask again. Each forward graph begins with an empty cache, which its backward
 graph continues to use; other steps, in this thread or in others, have their own caches.
 
-# NOTE [One look for all chunks]
+# NOTE [One evaluation for all chunks]
 The host waits for the device when it reads values of a mask. So the first chunk that asks evaluates the masks of all
 chunks of its loop in turn. Each mask is reduced to a few numbers per row, and the numbers of all chunks are copied to
 the host together.
@@ -114,7 +114,7 @@ class MaskProgram(nn.Module):
         return mask.looks.pieces(key, batch, rows, keys, packs)
 
     def _look(self, mask: Mask, key: Hashable, finite_hides: bool) -> None:
-        """Evaluate the masks of all chunks of the loop at once: see NOTE [One look for all chunks]."""
+        """Evaluate the masks of all chunks of the loop at once: see NOTE [One evaluation for all chunks]."""
         upcoming = _upcoming.get() or (lambda _: ())
         evaluated: dict[Hashable, tuple[Inputs, Tensor, int]] = {}
         for inputs in (mask.inputs, *upcoming(self)):

@@ -148,7 +148,9 @@ class Loop(nn.Module):
 
 
 def is_alone(made: Tensor, item: ConcatOutput, given: Iterable[Any]) -> bool:
-    """Return whether rows occupy all of a storage that nothing else uses, with the dtype and order of the result."""
+    """Return whether rows have the dtype and order of the result, and occupy all of a storage that no tensor of `given`
+    shares.
+    """
     if not item.is_fresh or (made.dtype, made.device) != (item.dtype, item.device):
         return False
     storage = made.untyped_storage()

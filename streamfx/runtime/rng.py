@@ -24,9 +24,8 @@ MASK = (1 << 64) - 1
 
 
 def draw_seed() -> Tensor:
-    """Draw the step's seed, int64 [], under `torch.manual_seed`.
-
-    It is on the CPU whatever the default device is: the host reads it.
+    """Draw the step's seed, int64 [], which follows `torch.manual_seed`. It is always on the CPU, because the host reads
+    it.
     """
     return torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
 
