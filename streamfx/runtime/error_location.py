@@ -39,9 +39,8 @@ def _in_graphs(error: BaseException) -> Iterator[list[fx.Node]]:
             assigned = _ASSIGNED.match(linecache.getline(file, number, frame.f_globals))
             nodes = list(module.graph.nodes)
             at = next((i for i, node in enumerate(nodes) if assigned is not None and node.name == assigned[1]), len(nodes))
-            with_line = (
-                node for node in chain(nodes[at:], nodes[:at][::-1]) if source_line(node)
-            )  # inserted nodes have no source line, so use a neighbor
+            # inserted nodes have no source line, so use a neighbor
+            with_line = (node for node in chain(nodes[at:], nodes[:at][::-1]) if source_line(node))
             yield [node] if (node := next(with_line, None)) is not None else []
 
 
