@@ -33,9 +33,8 @@ def _add_outer(  # type: ignore[no-untyped-def]
     stop = tl.load(ends + group)
     if start < stop:
         across = tl.cdiv(width, TILE)
-        i = ((tl.program_id(0) // across) * TILE + tl.arange(0, TILE)).to(
-            tl.int64
-        )  # int64: strides may be as long as the sequence
+        # int64, because strides may be as long as the sequence
+        i = ((tl.program_id(0) // across) * TILE + tl.arange(0, TILE)).to(tl.int64)
         j = ((tl.program_id(0) % across) * TILE + tl.arange(0, TILE)).to(tl.int64)
         made = tl.zeros((TILE, TILE), dtype=tl.float32)
         for first in range(start, stop, ROWS):
