@@ -1,6 +1,6 @@
-"""Sums over chunks, added in place: no second gradient of a weight is ever alive.
+"""Accumulate over chunks in place, so that a second gradient of a weight is never alive.
 
-The chunk that runs first (`is_first`) writes its part, whatever the total holds.
+The first chunk that runs (`is_first`) overwrites the total, so the buffer may be uninitialized.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ aten = torch.ops.aten
 
 
 def add(total: Tensor, part: Tensor, is_first: bool) -> None:
-    """total += part, of any types. Complex numbers are added part by part: with a factor, even of one, their parts would mix."""
+    """Add `part` to `total` in place; the dtypes may differ.
+
+    Complex tensors are added as pairs of real numbers: a scale factor, even of one, would mix real and imaginary
+    parts.
+    """
     if total.is_complex():
         total, part = torch.view_as_real(total), torch.view_as_real(part.to(total.dtype).resolve_conj())
     if is_first:
@@ -25,7 +29,7 @@ def add(total: Tensor, part: Tensor, is_first: bool) -> None:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """total [.. m n] += left [.. m k] @ right [.. k n], in one product and rounded once, to the total's type."""
+    """total [.. m n] += left [.. m k] @ right [.. k n], as one matrix product that is rounded once, to the dtype of the total."""
     if total.dtype != left.dtype and kind_of(left.device).type == "cuda":
         ADD_PRODUCT(total, left, right, is_first)
         return
@@ -38,9 +42,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> N
 
 
 def add_looked_up(total: Tensor, gradient: Tensor, index: Tensor, padding: int) -> None:
-    """The gradient of a look-up: rows of `gradient` [..., d] are added to rows `index` [...] of total [v d].
+    """Accumulate the gradient of an embedding: rows of `gradient` [..., d] go to the rows `index` [...] of total [v d].
 
-    Rows that look up `padding` get no gradient.
+    If an index equals `padding`, its row gets no gradient.
     """
     rows, width = index.reshape(-1), gradient.shape[-1]
     parts = gradient.reshape(-1, width).to(total.dtype)
@@ -50,5 +54,5 @@ def add_looked_up(total: Tensor, gradient: Tensor, index: Tensor, padding: int) 
 
 
 def put(total: Tensor, dim: int, index: Tensor, rows: Tensor) -> None:
-    """Rows are written into places of a total that no other chunk writes."""
+    """Scatter `rows` into positions of `total` that no other chunk writes."""
     total.scatter_(dim, index, rows.to(total.dtype))

@@ -1,11 +1,13 @@
-"""Attention of a chunk's queries over the keys they see.
+"""Attention of a chunk's queries over their visible keys.
 
-A chunk in the middle of the sequence takes one call of a kernel that aligns its causal mask, or its window, at the last row and
-key. Others align it at the first ones, and take two calls: the past, which the chunk sees in full, and the diagonal, which is
-square; their results are merged by log-sum-exp. The backward calls the kernel twice as well, with the merged result and
-log-sum-exp, as ring attention does. A window that no kernel hides is a bias. A mask that depends on data is taken apart into
-pieces first (see `mask_tiles.py`), each of which is such a call on some of the rows and some of the keys; documents that lie one
-after the other are one call, where a kernel takes them.
+If a kernel aligns its causal mask, or its window, at the last query and the last key (bottom right), a chunk in the
+middle of the sequence takes one call. Other kernels align it at the first ones (top left). For these the chunk takes
+two calls: one for the past, which all its queries see in full, and one for the square diagonal; the results are
+merged by log-sum-exp. The backward also calls the kernel twice, with the merged output and log-sum-exp, as ring
+attention does. A window that no kernel supports becomes a bias.
+
+A data-dependent mask is first decomposed into tiles (see `mask_tiles.py`), each of which is such a call on a range of
+queries and a range of keys. Consecutive documents take one call if a kernel supports variable-length sequences.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from streamfx.torch_private import FakeTensor
 
 Window = tuple["int | None", "int | None"]
 Bias = Callable[[], "Tensor | None"]
-Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
+Gradients = tuple[Tensor, Tensor, Tensor]  # with respect to queries, keys and values
 
 
 class VisibleKeys(NamedTuple):
-    """What rows see: pieces, and the mask [b h m n] of those that are mixed, with the window in it. `last` says the same of all
-    rows, where a kernel's own mask can that ends at the last row and key. `is_open`: while costs are predicted, one piece stands
-    for several, which data will tell.
+    """The keys that a chunk's queries see: tiles, and the bias [b h m n] for mixed tiles, which includes the window.
+
+    `last` describes all queries if a kernel's own bottom-right mask can express it. `is_open` is set only while costs
+    are predicted: one tile then represents several, because the real tiles depend on data.
     """
 
     pieces: Sequence[MaskTile]
@@ -50,24 +53,25 @@ def forward(
     scale: float | None = None,
     finite_hides: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Result [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
+    """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
-    `mask` is added to the scores. Query i sees keys i + first + low .. i + first + high of `window` (low, high), None being
-    unbounded; without a window it sees all. `finite_hides`: scores are small beside the huge negative numbers of a mask.
+    `mask` is added to the scores. Query i sees keys i + first + low .. i + first + high of `window` (low, high),
+    where None is unbounded; without a window it sees all keys. `finite_hides`: scores are small compared with the
+    large negative values of a mask, so such finite values hide a key.
     """
-    pieces, bias, last, is_open = _seen(query, key, value, mask, first, window, scale, finite_hides)
-    if _is_all(pieces, query, key):
-        whole = [query.new_empty(*query.shape[:-1], value.shape[-1])] if is_open else []  # beside a piece's own
-        made = _forward(pieces[0], query, key, value, bias, last, scale)
-        del whole
-        return made
+    pieces, bias, last, is_open = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
+    if _is_single_call(pieces, query, key):
+        full = [query.new_empty(*query.shape[:-1], value.shape[-1])] if is_open else []  # alive with a tile's
+        result = _forward(pieces[0], query, key, value, bias, last, scale)
+        del full
+        return result
     out = query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]).transpose(1, 2)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     for piece in pieces:
-        parts = _rows(piece, query), _keys(piece, key), _keys(piece, value)
-        own = _forward(piece, *parts, _bias_of(piece, bias), None, scale)
-        _rows(piece, out).copy_(own[0])
-        _rows(piece, lse).copy_(own[1])
+        operands = _rows(piece, query), _keys(piece, key), _keys(piece, value)
+        result = _forward(piece, *operands, _bias_of(piece, bias), None, scale)
+        _rows(piece, out).copy_(result[0])
+        _rows(piece, lse).copy_(result[1])
     return out, lse
 
 
@@ -85,14 +89,14 @@ def backward(
     scale: float | None = None,
     finite_hides: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the queries, and the chunk's part of those of the keys and values it sees."""
-    pieces, bias, last, is_open = _seen(query, key, value, mask, first, window, scale, finite_hides)
-    if _is_all(pieces, query, key):
-        whole = [torch.empty_like(item) for item in (query, key, value)] if is_open else []  # beside a piece's own
-        made = _backward(pieces[0], gradient, query, key, value, out, lse, bias, last, scale)
-        del whole
-        return made
-    dq, dk, dv = torch.full_like(query, -0.0), torch.zeros_like(key), torch.zeros_like(value)  # -0 + x is x, its sign included
+    """Return the gradients of the queries, and the chunk's contribution to the gradients of its visible keys and values."""
+    pieces, bias, last, is_open = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
+    if _is_single_call(pieces, query, key):
+        full = [torch.empty_like(item) for item in (query, key, value)] if is_open else []  # alive with a tile's
+        gradients = _backward(pieces[0], gradient, query, key, value, out, lse, bias, last, scale)
+        del full
+        return gradients
+    dq, dk, dv = torch.full_like(query, -0.0), torch.zeros_like(key), torch.zeros_like(value)  # -0 + x == x, also for x = -0
     for piece in pieces:
         own_gradient, own_query, own_out, own_lse = (_rows(piece, item) for item in (gradient, query, out, lse))
         keys, values, own_bias = _keys(piece, key), _keys(piece, value), _bias_of(piece, bias)
@@ -102,14 +106,14 @@ def backward(
     return dq, dk, dv
 
 
-def _add_to(sums: Gradients, within: slice, made: Gradients) -> None:
-    """Nothing but the sums is left of one call when the next begins."""
-    sums[0].add_(made[0])
-    sums[1][:, :, within].add_(made[1])
-    sums[2][:, :, within].add_(made[2])
+def _add_to(sums: Gradients, key_range: slice, gradients: Gradients) -> None:
+    """Add the gradients of one call to `sums`; the caller drops them, so that only `sums` is alive in the next call."""
+    sums[0].add_(gradients[0])
+    sums[1][:, :, key_range].add_(gradients[1])
+    sums[2][:, :, key_range].add_(gradients[2])
 
 
-# -- one call, or a past and a diagonal
+# -- one call, or one for the past and one for the diagonal
 
 
 def _forward(
@@ -125,18 +129,18 @@ def _forward(
     past = key.shape[2] - query.shape[2]
     if past == 0 or sdpa.aligns_last(query, key, value, scale, LAST):
         return sdpa.forward(query, key, value, None, LAST if past else True, scale)
-    seen = sdpa.forward(query, key[:, :, :past], value[:, :, :past], None, False, scale)
-    own = sdpa.forward(query, key[:, :, past:], value[:, :, past:], None, True, scale)
-    return _merge(seen, own)
+    past_result = sdpa.forward(query, key[:, :, :past], value[:, :, :past], None, False, scale)
+    diagonal_result = sdpa.forward(query, key[:, :, past:], value[:, :, past:], None, True, scale)
+    return _merge(past_result, diagonal_result)
 
 
-def _backward(*given: Any) -> Gradients:
-    """What the calls make, put together."""
-    made = [call() for _, call in _calls(*given)]
-    if len(made) == 1:
-        return made[0]
-    seen, own = made
-    return seen[0].add_(own[0]), torch.cat((seen[1], own[1]), 2), torch.cat((seen[2], own[2]), 2)
+def _backward(*arguments: Any) -> Gradients:
+    """Run all calls of a tile and combine their gradients."""
+    gradients = [call() for _, call in _calls(*arguments)]
+    if len(gradients) == 1:
+        return gradients[0]
+    past, diagonal = gradients
+    return past[0].add_(diagonal[0]), torch.cat((past[1], diagonal[1]), 2), torch.cat((past[2], diagonal[2]), 2)
 
 
 def _calls(
@@ -151,7 +155,7 @@ def _calls(
     last: BottomRightCausal | None,
     scale: float | None,
 ) -> list[tuple[slice, Callable[[], Gradients]]]:
-    """The calls of a kernel that make the gradients, each with the keys that it is given."""
+    """Return the kernel calls that compute the gradients, each with the slice of keys that it reads."""
 
     def call(within: slice, mask: Bias, causal: Any) -> tuple[slice, Callable[[], Gradients]]:
         keys, values = (key, value) if within == whole else (key[:, :, within], value[:, :, within])
@@ -159,33 +163,33 @@ def _calls(
 
     kind, whole = piece.kind, slice(None)
     if piece.documents is not None:
-        return [call(whole, _nothing, piece.documents)]
+        return [call(whole, _no_bias, piece.documents)]
     if kind is TileKind.MIXED and last is not None and sdpa.aligns_last(query, key, value, scale, last):
-        return [call(whole, _nothing, last)]
+        return [call(whole, _no_bias, last)]
     if kind is not TileKind.CAUSAL:
-        return [call(whole, bias if kind is TileKind.MIXED else _nothing, False)]
+        return [call(whole, bias if kind is TileKind.MIXED else _no_bias, False)]
     past = key.shape[2] - query.shape[2]
     if past == 0 or sdpa.aligns_last(query, key, value, scale, LAST):
-        return [call(whole, _nothing, LAST if past else True)]
-    return [call(slice(past), _nothing, False), call(slice(past, None), _nothing, True)]
+        return [call(whole, _no_bias, LAST if past else True)]
+    return [call(slice(past), _no_bias, False), call(slice(past, None), _no_bias, True)]
 
 
-def _nothing() -> None:
-    """No mask."""
+def _no_bias() -> None:
+    """Return no bias."""
 
 
-def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Put two parts of the keys together: weights are the shares of each part in the sum of exponentials."""
-    (out_a, lse_a), (out_b, lse_b) = one, other
+def _merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge the results of two slices of the keys. The weight of each is its share in the sum of exponentials."""
+    (out_a, lse_a), (out_b, lse_b) = left, right
     share = torch.sigmoid(lse_b - lse_a).unsqueeze(-1)
     merged = torch.lerp(out_a.to(share.dtype), out_b.to(share.dtype), share)
     return merged.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
 
 
-# -- what the rows see
+# -- visible keys
 
 
-def _seen(
+def _visible_keys(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -202,26 +206,28 @@ def _seen(
         is_open = isinstance(query, FakeTensor) and mask.dense().shape[1] == 1
         return VisibleKeys(mask.pieces(rows, keys, batch, finite_hides, packs), mask.dense, None, is_open)
     dense = mask.dense() if isinstance(mask, Mask) else mask
-    last = _ends_last(rows, keys, first, window) if dense is None else None
+    last = _bottom_right(rows, keys, first, window) if dense is None else None
     kind = TileKind.FULL if dense is None and not bounded else TileKind.CAUSAL if last == LAST else TileKind.MIXED
-    whole = MaskTile(kind, (0, rows), (0, keys), (0, batch))
-    return VisibleKeys((whole,), lambda: _with_window(query, key, dense, first, window), last)
+    tile = MaskTile(kind, (0, rows), (0, keys), (0, batch))
+    return VisibleKeys((tile,), lambda: _with_window(query, key, dense, first, window), last)
 
 
-def _ends_last(rows: int, keys: int, first: int | None, window: Window | None) -> BottomRightCausal | None:
-    """The window, where each row's own key is the last that it sees, and the last row's own is the last of all."""
+def _bottom_right(rows: int, keys: int, first: int | None, window: Window | None) -> BottomRightCausal | None:
+    """Return the window as a bottom-right mask if it ends at each query's own key and the last query's key is the last
+    of all.
+    """
     if window is None or first is None or first < 0 or keys - first != rows or window[1] != 0:
         return None
     low = window[0]
     return LAST if low is None else BottomRightCausal(-low) if low <= 0 else None
 
 
-def _is_all(pieces: Sequence[MaskTile], query: Tensor, key: Tensor) -> bool:
-    """Whether one call does."""
+def _is_single_call(pieces: Sequence[MaskTile], query: Tensor, key: Tensor) -> bool:
+    """Return whether a single tile covers all queries, keys and sequences, so that one call suffices."""
     if len(pieces) != 1:
         return False
-    whole = (0, query.shape[2]), (0, key.shape[2]), (0, query.shape[0])
-    return (pieces[0].rows, pieces[0].keys, pieces[0].batch) == whole
+    full = (0, query.shape[2]), (0, key.shape[2]), (0, query.shape[0])
+    return (pieces[0].rows, pieces[0].keys, pieces[0].batch) == full
 
 
 def _rows(piece: MaskTile, tensor: Tensor) -> Tensor:
@@ -233,20 +239,20 @@ def _keys(piece: MaskTile, tensor: Tensor) -> Tensor:
 
 
 def _bias_of(piece: MaskTile, bias: Bias) -> Bias:
-    """The piece's part of the mask [b 1 m n], b being all sequences or 1."""
+    """Return the tile's slice of the mask [b 1 m n], where b is the batch size or 1."""
 
     def part() -> Tensor | None:
         mask = bias()
         if mask is None:
             return None
-        own = mask if mask.shape[0] == 1 else mask[slice(*piece.batch)]
-        return own[:, :, slice(*piece.rows), slice(*piece.keys)]
+        batch_mask = mask if mask.shape[0] == 1 else mask[slice(*piece.batch)]
+        return batch_mask[:, :, slice(*piece.rows), slice(*piece.keys)]
 
     return part
 
 
 def _with_window(query: Tensor, key: Tensor, mask: Tensor | None, first: int | None, window: Window | None) -> Tensor | None:
-    """The mask and the window as one additive mask."""
+    """Combine the mask and the window into one additive mask."""
     if first is None or window is None or window == (None, None):
         return mask
     low, high = window

@@ -1,6 +1,8 @@
-"""The causal-conv1d package's operators with the last rows as a state: a chunk's rows stand behind those that they see of it.
+"""The causal-conv1d package's operators, with the last w - 1 rows as a state.
 
-The package's own states ask for channels that lie side by side. Here the rows are joined, which holds for every layout.
+A chunk's rows are appended to the state that they see.
+
+The package's own states require a channels-last layout. Concatenating the state and the rows works for every layout.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from torch.nn.functional import pad
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x [b d t], weight [d w]; the state [b d (w - 1)]. Also x, behind what is left of it."""
+    """Convolve x [b d t] with weight [d w], and return the output and the state [b d (w - 1)] after x.
+
+    If `first`, the state before x, is given, it is prepended to x.
+    """
     seen = x if first is None else torch.cat((first, x), 2)
     out, width = torch.empty_like(seen), weight.shape[1] - 1
     _package()._causal_conv1d_fwd_cpp(seen, weight, bias, None, None, out, None, silu)
@@ -24,7 +29,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: T
 def backward(
     dy: Tensor, dlast: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Gradients of x, weight, bias and the state; those of weights in the type in which the package adds them up."""
+    """Return the gradients of x, weight, bias and the state.
+
+    Gradients of parameters have the dtype in which the package accumulates.
+    """
     width = weight.shape[1] - 1
     state = x.new_zeros(*x.shape[:2], width) if first is None else first
     seen, dout = torch.cat((state, x), 2), pad(dy, [width, 0])
@@ -38,5 +46,8 @@ def backward(
 
 
 def _package() -> Any:
-    """The operators that the package registers when it is imported: whoever calls one has imported it."""
+    """Return the namespace of the operators that the package registers on import.
+
+    A caller has already imported the package.
+    """
     return torch.ops.DaoAILab

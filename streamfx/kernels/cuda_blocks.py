@@ -1,10 +1,11 @@
-"""The gradients of attention in blocks of rows and keys, where a kernel would take much memory for itself.
+"""The gradients of attention in blocks of rows and keys, if one kernel call would allocate too much workspace.
 
     rows [s, e)  x  keys [0, s)      seen in full, in blocks
     rows [s, e)  x  keys [s, e)      the diagonal
 
-Each block is a call with the result and the log-sum-exp of all keys, as in ring attention: its parts add up. What a kernel makes
-for itself (a sum of the queries' gradient in single precision, gradients of keys for all query heads) is then that of a block.
+Each block is a call with the output and the log-sum-exp over all keys, as in ring attention, so the gradients of the
+blocks add up. The kernel's workspace (a single-precision accumulator of the queries' gradient, gradients of keys for
+all query heads) then has the size of a block.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from streamfx.kernels.plain_attention import Causal
 
 Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 Items: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]"  # gradient, query, key, value, out, log-sum-exp
-Kernel: TypeAlias = Callable[..., Gradients]  # of items, whether they are causal, and a scale
+Kernel: TypeAlias = Callable[..., Gradients]  # (*items, causal, scale)
 
 
 class KernelTile(NamedTuple):
-    """Rows that a call takes with keys, and what it hides of these."""
+    """The rows and keys of one call, and its mask."""
 
     rows: slice
     keys: slice
@@ -32,7 +33,7 @@ class KernelTile(NamedTuple):
 
 
 class TileSizes(NamedTuple):
-    """So many rows and keys a call takes at most."""
+    """The maximum number of rows and keys of one call."""
 
     rows: int
     keys: int
@@ -41,8 +42,10 @@ class TileSizes(NamedTuple):
 def gradients(
     kernel: Kernel, items: Items, causal: Causal, scale: float | None, sizes: Callable[[Tensor, Tensor], TileSizes]
 ) -> Gradients:
-    """Of queries, keys and values: in one call if `sizes` (query, key) allows it; else in blocks, and where rows are many, of the
-    heads that share keys at a time.
+    """Return the gradients of queries, keys and values.
+
+    If `sizes` (query, key) allows it, one call computes them. Otherwise they are computed block by block; if the rows
+    also exceed one block, one group of heads that share keys is processed at a time.
     """
     query, key, value = items[1:4]
     groups, blocks = key.shape[1], _blocks(query, key, causal, sizes(query, key))
@@ -50,34 +53,44 @@ def gradients(
         return kernel(*items, causal, scale)
     if groups == 1 or blocks[0].rows.stop == query.shape[2]:
         return _summed(kernel, items, blocks, scale)
-    made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for group in range(groups):
-        own: Items = tuple(item.chunk(groups, 1)[group] for item in items)  # type: ignore[assignment]
-        parts = _summed(kernel, own, _blocks(own[1], own[2], causal, sizes(own[1], own[2])), scale)
-        for whole, part in zip(made, parts, strict=True):
-            whole.chunk(groups, 1)[group].copy_(part)
-        del own, parts, part
-    return made
+        group_items: Items = tuple(item.chunk(groups, 1)[group] for item in items)  # type: ignore[assignment]
+        group_gradients = _summed(
+            kernel, group_items, _blocks(group_items[1], group_items[2], causal, sizes(group_items[1], group_items[2])), scale
+        )
+        for result, group_gradient in zip(results, group_gradients, strict=True):
+            result.chunk(groups, 1)[group].copy_(group_gradient)
+        del group_items, group_gradients, group_gradient
+    return results
 
 
 def _summed(kernel: Kernel, items: Items, blocks: Sequence[KernelTile], scale: float | None) -> Gradients:
-    """Rows are complete one block after the other, and sums of all keys stay to the end, or the other way round: what is less."""
+    """Sum the gradients over blocks.
+
+    Ordered by rows, each row block completes in turn and the accumulators of all keys stay alive to the end; ordered
+    by keys, it is the reverse. The order whose long-lived accumulators are smaller is chosen.
+    """
     gradient, query, key, value, out, lse = items
     by_rows = key.numel() + value.numel() < query.numel()
     blocks = sorted(blocks, key=lambda block: (block.rows if by_rows else block.keys).start)
     dq = _Sums(query, [block.rows for block in blocks])
     dk, dv = (_Sums(item, [block.keys for block in blocks]) for item in (key, value))
     for rows, keys, causal in blocks:
-        own = (item[:, :, rows] for item in (gradient, query))
-        parts = kernel(*own, key[:, :, keys], value[:, :, keys], out[:, :, rows], lse[:, :, rows].contiguous(), causal, scale)
-        for sums, place, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
-            sums.add(place, part)
-        del parts, part
+        chunk_items = (item[:, :, rows] for item in (gradient, query))
+        block_gradients = kernel(
+            *chunk_items, key[:, :, keys], value[:, :, keys], out[:, :, rows], lse[:, :, rows].contiguous(), causal, scale
+        )
+        for sums, place, block_gradient in zip((dq, dk, dv), (rows, keys, keys), block_gradients, strict=True):
+            sums.add(place, block_gradient)
+        del block_gradients, block_gradient
     return dq.whole, dk.whole, dv.whole
 
 
 class _Sums:
-    """Of parts of a gradient, by place: in single precision, or better, until the last part has come."""
+    """Accumulators of a gradient by block, in single precision or better, until the last contribution to a block has
+    been added.
+    """
 
     def __init__(self, like: Tensor, places: Iterable[slice]) -> None:
         self.whole = torch.empty_like(like)
@@ -96,19 +109,22 @@ class _Sums:
 
 
 def _blocks(query: Tensor, key: Tensor, causal: Causal, sizes: TileSizes) -> list[KernelTile]:
-    """All that rows see, each pair once: keys are cut where rows are, and before the first of these."""
+    """Return tiles that cover each visible (row, key) pair once.
+
+    Keys are cut at the same positions as rows, and before the first row.
+    """
     rows, keys = query.shape[2], key.shape[2]
-    past = keys - rows if causal else keys  # so many all rows see
-    before, parts = _cuts(past, sizes.keys), _cuts(rows, sizes.rows)
-    if len(parts) == 1:  # what a mask hides that ends at the last row and key may have keys before it
-        before = before if keys > sizes.keys + rows else before[:1]
-        own = [*before[:-1], slice(before[-1].start if before else 0, keys)]
-        return [KernelTile(parts[0], place, causal if place.stop == keys else False) for place in own]
-    found = [KernelTile(part, place, False) for part in parts for place in before]
-    for i, part in enumerate(parts if causal else ()):
-        own = [slice(past + other.start, past + other.stop) for other in parts[: i + 1]]
-        found += [KernelTile(part, place, False) for place in own[:-1]] + [KernelTile(part, own[-1], causal)]
-    return found
+    past = keys - rows if causal else keys  # keys that all rows see
+    past_cuts, row_cuts = _cuts(past, sizes.keys), _cuts(rows, sizes.rows)
+    if len(row_cuts) == 1:  # the last tile has the bottom-right mask, which may have a past before it
+        past_cuts = past_cuts if keys > sizes.keys + rows else past_cuts[:1]
+        key_cuts = [*past_cuts[:-1], slice(past_cuts[-1].start if past_cuts else 0, keys)]
+        return [KernelTile(row_cuts[0], place, causal if place.stop == keys else False) for place in key_cuts]
+    tiles = [KernelTile(row_cut, place, False) for row_cut in row_cuts for place in past_cuts]
+    for i, row_cut in enumerate(row_cuts if causal else ()):
+        key_cuts = [slice(past + other.start, past + other.stop) for other in row_cuts[: i + 1]]
+        tiles += [KernelTile(row_cut, place, False) for place in key_cuts[:-1]] + [KernelTile(row_cut, key_cuts[-1], causal)]
+    return tiles
 
 
 def _cuts(count: int, size: int) -> list[slice]:

@@ -1,15 +1,16 @@
 """cuDNN's fused attention, which is faster than FlashAttention-2 on Hopper and Blackwell.
 
     queries see all keys      causal=False      the past of a chunk
-    square causal mask        causal=True       its diagonal, or a whole sequence
+    square causal mask        causal=True       its diagonal, or a full sequence
 
-cuDNN aligns a causal mask at the first query and key, so a chunk with a past takes two calls, whose results `attention.py`
-merges. Masks never come here: since PyTorch 2.11 a masked backward may return NaN (pytorch#196678).
+cuDNN aligns a causal mask at the first query and key, so a chunk with a past takes two calls, and `attention.py`
+merges their results. This module never passes a mask to cuDNN: since PyTorch 2.11 a masked backward may return NaN
+(pytorch#196678).
 
-The place in PyTorch's sources: aten/src/ATen/native/cudnn/MHA.cpp. Its cache of backward plans is keyed by the sizes and
-strides of queries, keys and values alone, while a plan also fixes the strides of the result, of its gradient and of the
-log-sum-exp. So these three always have the one layout that `backward` gives them, and a call never meets a plan that was built
-for another.
+Source: aten/src/ATen/native/cudnn/MHA.cpp. Its cache of backward plans is keyed only by the sizes and strides of
+queries, keys and values, while a plan also fixes the strides of the output, of its gradient and of the log-sum-exp.
+Therefore `backward` always gives these three the same layout, and a call never gets a plan that was built for another
+one.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ aten = torch.ops.aten
 
 TYPES = {torch.float16, torch.bfloat16}  # sdp_utils.cpp: check_dtypes_low_precision
 WIDTHS = range(8, 129, 8)  # sdp_utils.cpp: check_cudnn_tensor_shapes
-LATENT = (192, 128)  # widths of queries and values that are taken, too (cuDNN 9.11 on sm_90 and sm_100)
-MULTIPLE = 128  # rows: tiles of the kernels; other lengths were wrong before cuDNN 9.15.1 (pytorch#169849)
-MOST = 1 << 31  # elements of a tensor: offsets inside of the kernels have 32 bits
-TRIED = ((MULTIPLE, False), (MULTIPLE, True), (3 * MULTIPLE, False))  # keys, and whether the mask is causal
+LATENT = (192, 128)  # also supported: widths of queries and values (cuDNN 9.11 on sm_90 and sm_100)
+MULTIPLE = 128  # rows per kernel tile; other lengths were wrong before cuDNN 9.15.1 (pytorch#169849)
+MOST = 1 << 31  # elements of a tensor: the kernels compute offsets in 32 bits
+TRIED = ((MULTIPLE, False), (MULTIPLE, True), (3 * MULTIPLE, False))  # number of keys, and whether the mask is causal
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> bool:
-    """Whether cuDNN runs this call."""
+    """Return whether cuDNN supports this call."""
     is_known = causal is False or (causal is True and query.shape[2] == key.shape[2])
     return is_known and bias is None and takes_parts(query, key, value, scale)
 
 
 def takes_parts(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Whether cuDNN runs both the past of these queries and their diagonal."""
+    """Return whether cuDNN supports both the past of these queries and their diagonal."""
     if query.dtype not in TYPES or (scale is not None and scale <= 0):
         return False
     if query.shape[2] % MULTIPLE or key.shape[2] % MULTIPLE or not key.shape[2]:
@@ -53,7 +54,7 @@ def takes_parts(query: Tensor, key: Tensor, value: Tensor, scale: float | None) 
 
 
 def _is_preferred(device: torch.device) -> bool:
-    """Whether PyTorch itself would take cuDNN first: not if the user switched it off, or activated FlashAttention-3.
+    """Return whether PyTorch itself would choose cuDNN first: not if the user disabled it or activated FlashAttention-3.
 
     sdp_utils.cpp: check_prefer_cudnn_attention, check_runtime_disabled_cudnn, check_cudnn_deterministic.
     """
@@ -64,7 +65,7 @@ def _is_preferred(device: torch.device) -> bool:
 
 @kernel_selftest.isolated("cuDNN's attention")
 def agrees(device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
-    """Whether the device's kernels give what plain operators give, with and without a causal mask."""
+    """Return whether the device's kernels match plain operators, with and without a causal mask."""
     return all(
         kernel_selftest.agree(
             lambda q, k, v: forward(q, k, v, causal, None),  # noqa: B023
@@ -77,32 +78,37 @@ def agrees(device: torch.device, dtype: torch.dtype, width: int, value_width: in
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, causal: Causal, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Result [b h m e] and log-sum-exp [b h m] of operands that are readable."""
-    made = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, bool(causal), False, scale=scale)
-    return made[0], made[1].reshape(query.shape[:3])
+    """Return the output [b h m e] and log-sum-exp [b h m].
+
+    The operands must be readable (see `cuda_attention.readable`).
+    """
+    results = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, bool(causal), False, scale=scale)
+    return results[0], results[1].reshape(query.shape[:3])
 
 
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     gradient, out, lse = _packed(gradient), _packed(out), lse.contiguous().unsqueeze(-1)
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     ends = (None, None, query.shape[2], key.shape[2])
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        gradient, _own(query), key, value, out, lse, seed, offset, None, *ends, 0.0, bool(causal), scale=scale
+        gradient, _with_unique_stride(query), key, value, out, lse, seed, offset, None, *ends, 0.0, bool(causal), scale=scale
     )
     return dq, dk, dv
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """Heads [b h m e] that lie in memory as [b m h e] with no gap."""
+    """Return heads [b h m e] whose memory is contiguous as [b m h e]."""
     return layouts.aligned(tensor.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
-def _own(query: Tensor) -> Tensor:
-    """The queries of one sequence with a batch stride that no dense tensor has: the stride is never used, but it is part of the
-    key of cuDNN's plans, so that a plan of the user's own calls, for a result in another layout, is never taken for ours.
+def _with_unique_stride(query: Tensor) -> Tensor:
+    """Give the queries of a single sequence a batch stride that no dense tensor has.
+
+    The stride of a dimension of size 1 is never used, but it is part of the key of cuDNN's plan cache. A plan that
+    the user's own calls built for an output in another layout therefore never matches ours.
     """
     if query.shape[0] != 1:
         return query

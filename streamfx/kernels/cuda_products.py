@@ -1,6 +1,6 @@
-"""Products of half types added to a float32 total on CUDA: in place, in one product, where PyTorch's build can.
+"""Matrix products of half-precision operands that accumulate into a float32 total on CUDA, in place if PyTorch can.
 
-A product that is made in float32 and then added takes as much memory as the total, and moves it three times more.
+A separate float32 product that is then added takes as much memory as the total, and three times the memory traffic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _library.define("add_product_(Tensor(a!) total, Tensor left, Tensor right, bool 
 
 @torch.library.impl(_library, "add_product_", "CompositeExplicitAutograd")
 def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """total [.. m n] += left [.. m k] @ right [.. k n], which the first part is written to."""
+    """total [.. m n] += left [.. m k] @ right [.. k n]; the first product overwrites the total."""
     if adds_in_place(left.device, left.dtype):
         _add_in_place(total, left, right, is_first)
         return
@@ -39,14 +39,15 @@ def _add_in_place(total: Tensor, left: Tensor, right: Tensor, is_first: bool) ->
 
 @torch.library.register_fake("streamfx::add_product_", lib=_library)  # type: ignore[untyped-decorator]
 def _fake_add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """Takes no memory."""
+    """Allocate nothing."""
 
 
 @lru_cache
 def adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products add to a total of another type than their factors', in matrices and in batches of them.
+    """Return whether mm and bmm accumulate into a total whose dtype differs from the factors'.
 
-    Tried once per device: builds of PyTorch that do not refuse the total's type (cuda/Blas.cpp: _addmm_dtype_out_cuda).
+    This is tested once per device: some builds of PyTorch refuse the total's dtype (cuda/Blas.cpp:
+    _addmm_dtype_out_cuda).
     """
     size = 16
     factor = torch.ones(size, size, dtype=dtype, device=device)
@@ -55,7 +56,7 @@ def adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
         for view in ((), (None,)):
             for is_first in (True, False):
                 _add_in_place(total[view], factor[view], factor[view], is_first)
-    except (AttributeError, RuntimeError):  # there is no such overload, or it refuses
+    except (AttributeError, RuntimeError):  # the overload does not exist, or rejects the dtypes
         return False
     return bool((total == 2 * size).all())
 

@@ -1,7 +1,7 @@
-"""The kind of device that work is for: that of its tensors, or the one that a plan is made for.
+"""The kind of device that code runs on: that of its tensors, or the device that a plan targets.
 
-A plan is traced on fake tensors of the CPU, whatever it is for. So no build of PyTorch has to know the device, and yet the
-kernels, chunks and sums are those of a run there.
+A plan is always traced on fake CPU tensors. So the PyTorch build need not support the target device, and yet kernels,
+chunk sizes and accumulators are chosen as in a run there.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """`type` as PyTorch has it; of those with CUDA its `capability`, and whether the build has flash attention, and cuDNN's
-    attention
-    where PyTorch prefers that (sdp_utils.cpp: check_prefer_cudnn_attention)."""
+    """`type` as PyTorch names it, and for CUDA devices the compute `capability` and the available kernels.
+
+    `has_flash`: the build has flash attention. `has_cudnn`: PyTorch prefers cuDNN's attention (sdp_utils.cpp:
+    check_prefer_cudnn_attention).
+    """
 
     type: str
     capability: tuple[int, int] = (0, 0)
@@ -28,14 +30,14 @@ class DeviceKind:
 
 
 CUDNN_CAPABILITIES = {(9, 0), (10, 0), (10, 3)}
-CUDNN_VERSION = 91501  # with it lengths that are no multiple of 128 became right (pytorch#169849)
+CUDNN_VERSION = 91501  # the first version that is right for lengths not divisible by 128 (pytorch#169849)
 
 
 _supposed: ContextVar[DeviceKind | None] = ContextVar("supposed", default=None)
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """What a device is; inside of `supposed` a CPU is taken for the device that is planned for."""
+    """Return the kind of a device. Inside `supposed`, a CPU represents the device that the plan targets."""
     planned = _supposed.get()
     if planned is not None and device.type == "cpu":
         return planned
@@ -53,7 +55,7 @@ def _own_kind(device: torch.device) -> DeviceKind:
 
 @contextmanager
 def supposed(kind: DeviceKind) -> Iterator[None]:
-    """Let work on fake tensors of the CPU be priced as if it ran on a device of another kind."""
+    """Price operations on fake CPU tensors as if they ran on a device of another kind."""
     token = _supposed.set(kind)
     try:
         yield

@@ -1,12 +1,12 @@
-"""Packed documents on CUDA: one call of flash attention for all that a chunk has of them, instead of one for each.
+"""Packed documents on CUDA: one variable-length call of flash attention for all documents of a chunk.
 
-The chunk has the end of one document, whole ones, and the beginning of another. Each has some rows and the keys that these see; a
-causal mask, or a window, ends at the last of both.
+A chunk contains the end of one document, complete ones, and the beginning of another. Each has some rows and the keys
+that they see; the causal mask, or the window, is aligned at the bottom right.
 
-The place in PyTorch's sources, under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_varlen_fwd and
-mha_varlen_bwd take rows of all sequences as [m h d], and where each begins and ends. No result of theirs was seen by us, so a
-device's kernels are tried once on numbers that are known, and where they refuse or differ documents are taken apart
-(`mask_tiles.py`).
+PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_varlen_fwd and
+mha_varlen_bwd take the rows of all sequences as [m h d], and the indices at which each sequence begins and ends. We
+have no results of these kernels, so each device is tested once on known values. If its kernels refuse or differ,
+documents are split into tiles (`mask_tiles.py`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
 Items: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]"  # gradient, query, key, value, out, log-sum-exp
-MARGIN = 128  # rows: mha_varlen_bwd: dq_accum has so many more for each document
-FEW = 16  # documents: so many are one call of the backward, however few rows they have
+MARGIN = 128  # rows: mha_varlen_bwd: dq_accum has this many extra rows for each document
+FEW = 16  # documents: one backward call takes this many, however few rows they have
 
-# What is tried: a single row, more keys than rows, more rows than kernels take at once (flash_fwd_launch_template.h: kBlockM).
-# The first rows of each document see few keys, so that one more would be seen.
+# Test cases: a single row, more keys than rows, more rows than one kernel tile (flash_fwd_launch_template.h:
+# kBlockM). The first rows of each document see few keys, so that a single extra key would be noticed.
 ROWS, KEYS = (0, 3, 4, 150, 155), (0, 5, 6, 153, 158)
 TRIED = (Varlen(ROWS, KEYS), Varlen(ROWS, KEYS, left=3), Varlen(ROWS, KEYS, causal=False))
 
@@ -36,13 +36,13 @@ TRIED = (Varlen(ROWS, KEYS), Varlen(ROWS, KEYS, left=3), Varlen(ROWS, KEYS, caus
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Result [b h m e] and log-sum-exp [b h m], as `cuda_windows.forward` gives them, of documents too."""
+    """Return the output [b h m e] and log-sum-exp [b h m], as `flash_window.forward` does, also for documents."""
     causal = _simplest(causal)
     if not isinstance(causal, Varlen):
         return flash_window.forward(query, key, value, bias, causal, scale)
     query, key, value, scale = cuda_attention.readable(query, key, value, scale)
-    made = [_flash(*own, causal, scale) for own in zip(query, key, value, strict=True)]
-    out, lse = (_stacked(parts) for parts in zip(*made, strict=True))
+    results = [_flash(*own, causal, scale) for own in zip(query, key, value, strict=True)]
+    out, lse = (_stacked(parts) for parts in zip(*results, strict=True))
     return out, lse
 
 
@@ -57,19 +57,19 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     causal = _simplest(causal)
     if not isinstance(causal, Varlen):
         return flash_window.backward(gradient, query, key, value, out, lse, bias, causal, scale)
     query, key, value, scale = cuda_attention.readable(query, key, value, scale)
     gradient, out = cuda_attention.readable_results(gradient, out, query)
-    made = [_gradients(own, causal, scale) for own in zip(gradient, query, key, value, out, lse, strict=True)]
-    dq, dk, dv = (_stacked(parts) for parts in zip(*made, strict=True))
+    results = [_gradients(own, causal, scale) for own in zip(gradient, query, key, value, out, lse, strict=True)]
+    dq, dk, dv = (_stacked(parts) for parts in zip(*results, strict=True))
     return dq, dk, dv
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Whether documents of these are one call."""
+    """Return whether documents with these operands are one call."""
     if not cuda_attention.takes_flash(query, value, scale):
         return False
     width = query.shape[3] + -query.shape[3] % layouts.ALIGNED
@@ -78,21 +78,21 @@ def takes(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> boo
 
 @kernel_selftest.isolated("flash attention of documents")
 def keeps_apart(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the device's flash attention keeps documents apart, with heads of a width: seen on a few rows."""
-    return all(_is_right(seen, device, dtype, width) for seen in TRIED)
+    """Return whether the device's flash attention separates documents at this head width, by a test on a few rows."""
+    return all(_is_right(documents, device, dtype, width) for documents in TRIED)
 
 
-def _is_right(seen: Varlen, device: torch.device, dtype: torch.dtype, width: int) -> bool:
+def _is_right(documents: Varlen, device: torch.device, dtype: torch.dtype, width: int) -> bool:
     return kernel_selftest.agree(
-        lambda q, k, v: forward(q, k, v, None, seen, None),
-        lambda g, q, k, v, out, lse: backward(g, q, k, v, out, lse, None, seen, None),
-        seen,
+        lambda q, k, v: forward(q, k, v, None, documents, None),
+        lambda g, q, k, v, out, lse: backward(g, q, k, v, out, lse, None, documents, None),
+        documents,
         kernel_selftest.AttentionSizes(device, dtype, (2, ROWS[-1]), (1, KEYS[-1]), width),
     )
 
 
 def _simplest(causal: Causal) -> Causal:
-    """One document is a window, or none, of all rows."""
+    """Simplify a single document to a window, or to no mask, over all rows."""
     if not isinstance(causal, Varlen) or len(causal.rows) > 2:
         return causal
     return BottomRightCausal(causal.left) if causal.causal else False
@@ -105,73 +105,82 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 # -- one sequence: heads [h m d]
 
 
-def _gradients(items: Items, seen: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """In as many calls as memory asks for."""
+def _gradients(items: Items, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of one sequence in as many calls as the memory limit requires."""
     gradient, query, key, value, out, lse = items
-    made = []
-    for first, stop in _calls(query, key, seen):
-        rows, keys = (slice(ends[first], ends[stop]) for ends in (seen.rows, seen.keys))
-        own = gradient[:, rows], query[:, rows], key[:, keys], value[:, keys], out[:, rows], lse[:, rows]
-        made.append(_of_call(own, _part(seen, first, stop), scale))
-    dq, dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*made, strict=True))
+    results = []
+    for first, stop in _calls(query, key, documents):
+        rows, keys = (slice(ends[first], ends[stop]) for ends in (documents.rows, documents.keys))
+        call_items = gradient[:, rows], query[:, rows], key[:, keys], value[:, keys], out[:, rows], lse[:, rows]
+        results.append(_of_call(call_items, _part(documents, first, stop), scale))
+    dq, dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*results, strict=True))
     return dq, dk, dv
 
 
-def _calls(query: Tensor, key: Tensor, seen: Varlen) -> Iterator[tuple[int, int]]:
-    """The documents [first, stop) of each: what they take is at most about what the rows take, or that of a few documents; and no
-    more keys than `cuda_attention` takes at once."""
+def _calls(query: Tensor, key: Tensor, documents: Varlen) -> Iterator[tuple[int, int]]:
+    """Yield the documents [first, stop) of each call.
+
+    The workspace of a call stays near that of its rows, or that of a few documents, and a call has no more keys than
+    `cuda_attention` allows at once.
+    """
     most, size = max(FEW, query.shape[1] // MARGIN), cuda_attention.keys_at_once(query[None], key[None])
-    first, count = 0, len(seen.rows) - 1
+    first, count = 0, len(documents.rows) - 1
     for stop in range(1, count + 1):
-        if stop == count or stop - first == most or seen.keys[stop + 1] - seen.keys[first] > size:
+        if stop == count or stop - first == most or documents.keys[stop + 1] - documents.keys[first] > size:
             yield first, stop
             first = stop
 
 
-def _part(seen: Varlen, first: int, stop: int) -> Varlen:
-    """Some of the documents, counted from their own rows and keys on."""
-    rows, keys = (tuple(end - ends[first] for end in ends[first : stop + 1]) for ends in (seen.rows, seen.keys))
-    return Varlen(rows, keys, seen.causal, seen.left)
+def _part(documents: Varlen, first: int, stop: int) -> Varlen:
+    """Return documents [first, stop), with rows and keys counted from the first of them."""
+    rows, keys = (tuple(end - ends[first] for end in ends[first : stop + 1]) for ends in (documents.rows, documents.keys))
+    return Varlen(rows, keys, documents.causal, documents.left)
 
 
-def _of_call(items: Items, seen: Varlen, scale: float | None) -> Sequence[Tensor]:
-    causal = _simplest(seen)
+def _of_call(items: Items, documents: Varlen, scale: float | None) -> Sequence[Tensor]:
+    causal = _simplest(documents)
     if isinstance(causal, Varlen):
         return _flash_backward(items, causal, scale)
     gradient, query, key, value, out, lse = (item.unsqueeze(0) for item in items)
-    made = flash_window.backward(gradient, query, key, value, out, lse, None, causal, scale)
-    return [item.squeeze(0) for item in made]
+    results = flash_window.backward(gradient, query, key, value, out, lse, None, causal, scale)
+    return [item.squeeze(0) for item in results]
 
 
 # -- the kernels
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, seen: Varlen, scale: float | None) -> tuple[Tensor, Tensor]:
+def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor]:
     by_rows = (item.transpose(0, 1) for item in (query, key, value))
-    ends = _ends(seen, query.device)
-    out, lse, *_ = aten._flash_attention_forward(*by_rows, *ends, 0.0, False, False, scale=scale, **_window(seen))
+    ends = _ends(documents, query.device)
+    out, lse, *_ = aten._flash_attention_forward(*by_rows, *ends, 0.0, False, False, scale=scale, **_window(documents))
     return out.transpose(0, 1), lse
 
 
-def _flash_backward(items: Items, seen: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(items: Items, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
     gradient, query, key, value, out, lse = items
-    out, lse = layouts.aligned(out), lse.contiguous()  # set_params_fprop takes its pointer and none of its strides
+    out, lse = layouts.aligned(out), lse.contiguous()  # set_params_fprop reads its pointer and ignores its strides
     by_rows = (item.transpose(0, 1) for item in (gradient, query, key, value, out))
-    ends, states = _ends(seen, query.device), cuda_attention.no_dropout(query.device)
-    made = aten._flash_attention_backward(*by_rows, lse, *ends, 0.0, False, *states, scale=scale, **_window(seen))
-    dq, dk, dv = (item.transpose(0, 1) for item in made)
+    ends, states = _ends(documents, query.device), cuda_attention.no_dropout(query.device)
+    results = aten._flash_attention_backward(*by_rows, lse, *ends, 0.0, False, *states, scale=scale, **_window(documents))
+    dq, dk, dv = (item.transpose(0, 1) for item in results)
     return dq, dk, dv
 
 
-def _ends(seen: Varlen, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Where documents begin and end, and how long they are at most. The host does not wait for the copy."""
-    ends = torch.tensor((seen.rows, seen.keys), dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_initialized())
+def _ends(documents: Varlen, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Return the cumulative rows and keys as device tensors, and the longest lengths. The host does not wait for the copy."""
+    ends = torch.tensor((documents.rows, documents.keys), dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_initialized())
     rows, keys = ends.to(device, non_blocking=True).unbind()
-    longest, most = (max(stop - start for start, stop in pairwise(own)) for own in (seen.rows, seen.keys))
-    return rows, keys, longest, most
+    longest_rows, longest_keys = (
+        max(stop - start for start, stop in pairwise(ends_of_one)) for ends_of_one in (documents.rows, documents.keys)
+    )
+    return rows, keys, longest_rows, longest_keys
 
 
-def _window(seen: Varlen) -> dict[str, Any]:
-    """mha_varlen_fwd: no left end and a right one of 0 is a causal mask; a flag is lost where all documents have one row."""
-    left = seen.left if seen.causal else None
-    return {"window_size_left": -1 if left is None else left, "window_size_right": 0 if seen.causal else -1}
+def _window(documents: Varlen) -> dict[str, Any]:
+    """Return the window options.
+
+    mha_varlen_fwd: no left bound and a right bound of 0 is a causal mask; the `is_causal` flag is ignored if all
+    documents have one row.
+    """
+    left = documents.left if documents.causal else None
+    return {"window_size_left": -1 if left is None else left, "window_size_right": 0 if documents.causal else -1}

@@ -1,11 +1,13 @@
-"""Attention in a window on CUDA: one call of a kernel that hides the keys outside of it, instead of one with a bias.
+"""Sliding-window attention on CUDA: one call of a kernel that masks the keys outside the window, instead of a call with
+a bias.
 
     attention_window(q [b h m d], k [b g n d], v [b g n e], left)       query i sees keys i + n - m - left .. i + n - m
 
-The place in PyTorch's sources, under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_fwd and mha_bwd take
-`window_size_left` and `window_size_right`, and mask.h aligns them at the last row and key. No result of theirs was seen by us, so
-a device's kernels are tried once on numbers that are known, and where they refuse or differ a bias stands for the window. What
-flash attention does not take is left to `efficient_bottom_right.py`, without a window, too.
+PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_fwd and mha_bwd take
+`window_size_left` and `window_size_right`, and mask.h aligns them at the last query and key. We have no results of
+these kernels, so each device is tested once on known values. If its kernels refuse or differ, a bias
+replaces the window. Operands that flash attention does not support go to `efficient_bottom_right.py`, also without a
+window.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _library.define(
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Result [b h m e] and log-sum-exp [b h m], as `cuda_attention.forward` gives them, of windows too."""
+    """Return the output [b h m e] and log-sum-exp [b h m], as `cuda_attention.forward` does, also for windows."""
     left = _left(causal, query, key, value, scale)
     if left is None:
         return cuda_attention.forward(query, key, value, bias, causal, scale)
@@ -49,7 +51,7 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     left = _left(causal, query, key, value, scale)
     if left is None:
         return cuda_attention.backward(gradient, query, key, value, out, lse, bias, causal, scale)
@@ -60,9 +62,11 @@ def backward(
 
 
 def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, last: BottomRightCausal) -> bool:
-    """Whether queries at the end of their keys take one call; a window that flash attention does not hide is a bias.
+    """Return whether queries at the end of their keys take one call.
 
-    A past and a diagonal that cuDNN takes are faster as two calls.
+    A window that flash attention does not support is a bias.
+
+    If cuDNN supports both the past and the diagonal, two calls of it are faster.
     """
     if last.left is None and cuda_cudnn.takes_parts(query, key, value, scale):
         return False
@@ -70,7 +74,10 @@ def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, 
 
 
 def _left(causal: Causal, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> int | None:
-    """How many keys before its own a row sees, if not all; all of them, too, where flash attention does not take them."""
+    """Return how many keys before its own a query sees, or None if it sees all.
+
+    If flash attention does not support the operands, a causal mask without a window counts as a window over all keys.
+    """
     if not isinstance(causal, BottomRightCausal):
         return None
     if causal.left is not None:
@@ -79,7 +86,7 @@ def _left(causal: Causal, query: Tensor, key: Tensor, value: Tensor, scale: floa
 
 
 def _readable(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """With keys for all heads, where flash attention does not take them."""
+    """Align the operands, and expand keys to all heads if flash attention does not support the operands."""
     query, key, value, scale = cuda_attention.readable(query, key, value, scale)
     if not cuda_attention.takes_flash(query, value, scale):
         key, value = (plain_attention.for_all_heads(item, query) for item in (key, value))
@@ -118,7 +125,7 @@ def _backward(
 
 @kernel_selftest.isolated("flash attention in a window")
 def hides(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the device's flash attention hides what is outside of a window, with heads of a width: seen on a few rows."""
+    """Return whether the device's flash attention masks the keys outside a window at this head width, by a test on a few rows."""
     return kernel_selftest.agree(
         lambda q, k, v: _flash(q, k, v, 3, None),
         lambda g, q, k, v, out, lse: _flash_backward(g, q, k, v, out, lse, 3, None),
@@ -138,13 +145,13 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | 
 def _flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, left: int, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop takes its pointer and none of its strides
+    out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop reads its pointer and ignores its strides
     by_rows = (item.transpose(1, 2) for item in (gradient, query, key, value, out))
     ends = (None, None, query.shape[2], key.shape[2])
     window = {"window_size_left": left, "window_size_right": 0}
     states = cuda_attention.no_dropout(query.device)
-    made = aten._flash_attention_backward(*by_rows, lse, *ends, 0.0, False, *states, scale=scale, **window)
-    dq, dk, dv = (item.transpose(1, 2) for item in made)
+    results = aten._flash_attention_backward(*by_rows, lse, *ends, 0.0, False, *states, scale=scale, **window)
+    dq, dk, dv = (item.transpose(1, 2) for item in results)
     return dq, dk, dv
 
 

@@ -1,14 +1,15 @@
-"""Products in which each row has a weight of its own among several, chosen by number: the experts of a mixture.
+"""Matrix products in which each row selects one of several weights by index: the experts of a mixture.
 
     grouped_mm(x [s k], weight [e k n], group [s]) -> [s n]           row i is x[i] @ weight[group[i]]
     grouped_outer(x [s k], y [s n], group [s], e) -> [e k n]          for each group the sum of outer products of its rows
 
-A row whose group is e or more belongs to none: its product is zero. Groups are not negative. In a chunk the rows are sorted by
-group once (`arrange`), for all products that share their groups.
+A row whose group index is e or more belongs to no group: its product is zero. Group indices are not negative. In a
+chunk, the rows are sorted by group once (`arrange`) for all products that share their groups.
 
-How many rows a group has is known on the device alone. On a CPU, and where CUDA has nothing better, groups are taken one by one;
-on CUDA that makes the host wait. PyTorch's grouped product does not, but makes a gradient of all groups, which is then added;
-`triton_grouped_mm.py` adds to the groups that have rows, in place.
+The sizes of groups are known only on the device. On a CPU, and on CUDA devices without a better kernel, a loop runs
+over the groups; on CUDA the host then waits for the device. PyTorch's grouped product does not wait, but it allocates
+a gradient for all groups, which is then added. `triton_grouped_mm.py` accumulates in place, only into the groups that
+have rows.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ _library.define("arranged_mm(Tensor x, Tensor weight, Tensor order, Tensor ends)
 _library.define("arranged_outer(Tensor x, Tensor y, Tensor order, Tensor ends) -> Tensor")
 _library.define("add_arranged_outer(Tensor(a!) total, Tensor x, Tensor y, Tensor order, Tensor ends) -> ()")
 
-ALIGNMENT = 16  # bytes: what the device's grouped product asks of rows
-# Capability of devices that take all groups at once: others are given them one by one, with their sizes on the host
+ALIGNMENT = 16  # bytes: row alignment that the device's grouped product requires
+# Capability of devices whose kernel takes all groups at once; on others the host loops over groups, whose sizes it
+# reads
 FAST = (9, 0)  # cuda/GroupedBlas.cpp: _grouped_mm_cuda
 HALF = (torch.bfloat16, torch.float16)
-HALF_PRODUCTS = (8, 0)  # capability of devices for whose tensor cores Triton writes products of both
+HALF_PRODUCTS = (8, 0)  # capability of devices whose tensor cores Triton supports for both half dtypes
 
 
 def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """The rows in the order of their groups, and where each group ends in it: as the number after it tells, which need not be one
-    of the groups' own type.
+    """Return the row order sorted by group, and the end of each group in that order.
+
+    A group ends where the next index begins. That index is searched in int64 or float64, because the group's own
+    dtype may not hold it.
     """
     ordered, order = torch.sort(group.to(torch.float64 if group.is_floating_point() else torch.int64), stable=True)
     ends = torch.searchsorted(ordered, torch.arange(1, groups + 1, device=group.device, dtype=ordered.dtype))
@@ -54,29 +58,31 @@ def arranged_mm(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tenso
         return _triton().multiply(x, weight, order, ends)  # type: ignore[no-any-return]
     rows = x[order]
     if has_kernel(rows, weight):
-        made = torch.nn.functional.grouped_mm(rows, weight, offs=ends)
-        made = made.masked_fill_((torch.arange(len(order), device=x.device) >= ends[-1]).unsqueeze(1), 0)
+        products = torch.nn.functional.grouped_mm(rows, weight, offs=ends)
+        products = products.masked_fill_((torch.arange(len(order), device=x.device) >= ends[-1]).unsqueeze(1), 0)
     else:
-        made = rows.new_zeros(len(order), weight.shape[2])
-        for number, (start, stop) in enumerate(_spans(ends)):
+        products = rows.new_zeros(len(order), weight.shape[2])
+        for index, (start, stop) in enumerate(_spans(ends)):
             if start < stop:
-                torch.mm(rows[start:stop], weight[number], out=made[start:stop])
-    return torch.empty_like(made).index_copy_(0, order, made)
+                torch.mm(rows[start:stop], weight[index], out=products[start:stop])
+    return torch.empty_like(products).index_copy_(0, order, products)
 
 
 def arranged_outer(x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> Tensor:
     """x [s k], y [s n] -> [e k n]"""
     if has_kernel(x, y):
-        made = torch.nn.functional.grouped_mm(x[order].t(), y[order], offs=ends)
+        result = torch.nn.functional.grouped_mm(x[order].t(), y[order], offs=ends)
         is_empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
-        return made.masked_fill_(is_empty[:, None, None], 0)
+        return result.masked_fill_(is_empty[:, None, None], 0)
     total = x.new_zeros(len(ends), x.shape[1], y.shape[1])
     add_arranged_outer(total, x, y, order, ends)
     return total
 
 
 def add_arranged_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
-    """total [e k n] += the same, and nothing to groups without rows where these are known"""
+    """total [e k n] += arranged_outer(x, y, order, ends); groups without rows are not touched if their sizes are known
+    on the host
+    """
     if adds_by_group(total, x, y):
         _triton().add_outer(total, x, y, order, ends)
         return
@@ -84,9 +90,9 @@ def add_arranged_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends:
         total.add_(arranged_outer(x, y, order, ends))
         return
     x, y = x[order], y[order]
-    for number, (start, stop) in enumerate(_spans(ends)):
+    for index, (start, stop) in enumerate(_spans(ends)):
         if start < stop:
-            accumulate.add_product(total[number], x[start:stop].t(), y[start:stop], is_first=False)
+            accumulate.add_product(total[index], x[start:stop].t(), y[start:stop], is_first=False)
 
 
 def _spans(ends: Tensor) -> list[tuple[int, int]]:
@@ -95,7 +101,7 @@ def _spans(ends: Tensor) -> list[tuple[int, int]]:
 
 
 def has_kernel(x: Tensor, other: Tensor) -> bool:
-    """Whether the device multiplies all groups in one call, without being told their sizes on the host."""
+    """Return whether the device multiplies all groups in one call, without their sizes on the host."""
     kind = kind_of(x.device)
     if kind.type != "cuda" or kind.capability < FAST or x.dtype != torch.bfloat16 or other.dtype != x.dtype:
         return False
@@ -105,9 +111,10 @@ def has_kernel(x: Tensor, other: Tensor) -> bool:
 
 
 def adds_by_group(total: Tensor, x: Tensor, y: Tensor) -> bool:
-    """Whether sums of outer products are added in place, to the groups that have rows, whose sizes the host is not told.
+    """Return whether outer products are accumulated in place, only into groups that have rows, without their sizes on
+    the host.
 
-    Of a device that is planned for it is taken for granted.
+    If the device is only planned for, support is assumed.
     """
     if total.dtype not in (torch.float32, *HALF) or not _has_half_products(x, y):
         return False
@@ -115,7 +122,7 @@ def adds_by_group(total: Tensor, x: Tensor, y: Tensor) -> bool:
 
 
 def multiplies_by_group(x: Tensor, weight: Tensor) -> bool:
-    """The same of products with the group's weight."""
+    """Return the same for products with the group's weight."""
     return _has_half_products(x, weight) and (_is_planned(x) or _multiplies_right(x.device, x.dtype))
 
 
@@ -194,5 +201,5 @@ ADD_ARRANGED_OUTER = _register("add_arranged_outer", add_arranged_outer, lambda 
 
 
 def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
-    """The sum's operator as a function of the runtime: totals are no affair of a compiler's."""
+    """Call the accumulating operator as a plain runtime function, so that no compiler sees the in-place total."""
     ADD_ARRANGED_OUTER(total, x, y, order, ends)

@@ -1,11 +1,12 @@
-"""Kernels whose results we never saw are tried once, on numbers that are known, before a step uses them.
+"""Test each kernel whose results we cannot rely on once, on known values, before a training step uses it.
 
     @isolated("attention in a window")
     def hides(device, dtype, width): return agree(...)
 
-On CUDA the trial runs in a child process: a kernel that reads where it must not ends its process's CUDA context, and with it all
-that a training run holds. The child answers one question per line, and ends when it is asked nothing more for a few seconds.
-Answers are kept in the user's cache folder, by device, versions and source, so a machine pays for a trial once.
+On CUDA the test runs in a child process: a kernel that reads out of bounds destroys the CUDA context of its process,
+and with it everything that a training run holds there. The child answers one question per line, and exits if it gets
+none for a few seconds. Answers are cached in the user's cache folder, keyed by device, versions and source, so each
+machine runs a test once.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from streamfx.kernels.plain_attention import Causal
 from streamfx.log import log
 from streamfx.torch_private.inductor import is_out_of_memory
 
-CLOSE = 0.03  # of the largest number: half types have three digits, or two
-IDLE = 5  # seconds without a question after which the child ends, and gives back its share of the device's memory
-MOST_KEPT = 200  # answers: those of old versions go
-ENDING = 10  # seconds that are waited for a process that ends
-LONGEST = 180  # seconds that one trial may take: the first one imports PyTorch and creates a CUDA context
+CLOSE = 0.03  # of the largest value: half dtypes have two or three significant digits
+IDLE = 5  # seconds without a question after which the child exits and releases its device memory
+MOST_KEPT = 200  # answers in the cache; the oldest are dropped
+ENDING = 10  # seconds to wait for a process to end
+LONGEST = 180  # seconds per test: the first one imports PyTorch and creates a CUDA context
 NOT_USED = (
     "%s: its kernels are not used on %s with %s: %s. Other kernels take their place: exact, but slower or with more memory."
 )
@@ -52,7 +53,7 @@ Question: TypeAlias = "dict[str, Any]"
 
 
 class Outcome(NamedTuple):
-    """Whether kernels are right; if not, why they are not used. `lasts` if every later trial would end the same way."""
+    """Whether the kernels are right, and if not, the reason. `lasts`: every later test would have the same outcome."""
 
     is_right: bool
     why: str = ""
@@ -63,7 +64,7 @@ class Outcome(NamedTuple):
 
 
 class AttentionSizes(NamedTuple):
-    """Of queries and of keys (heads, rows), and the width of a head; of one of values, where that is another."""
+    """The (heads, rows) of queries and of keys, the head width, and the width of value heads if it differs."""
 
     device: torch.device
     dtype: torch.dtype
@@ -74,42 +75,44 @@ class AttentionSizes(NamedTuple):
 
 
 def agree(forward: Forward, backward: Backward, causal: Causal, sizes: AttentionSizes) -> bool:
-    """Whether kernels of (q, k, v) and of (gradient, q, k, v, out, lse) give the numbers that plain operators give.
+    """Return whether the kernels match plain operators; their arguments are (q, k, v) and (gradient, q, k, v, out, lse).
 
     Raises:
-        RuntimeError: the build has no such kernels.
+        RuntimeError: if the build has no such kernels.
     """
     width, value_width = sizes.width, sizes.value_width or sizes.width
     heads = ((*sizes.queries, width), (*sizes.keys, width), (*sizes.keys, value_width), (*sizes.queries, value_width))
-    query, key, value, gradient = (_known(sizes, own, seed) for seed, own in enumerate(heads))
-    result = forward(query, key, value)
-    found = (*result, *backward(gradient, query, key, value, *result))
-    return all(map(_is_close, found, _truth(causal, *(item.double() for item in (query, key, value, gradient)))))
+    query, key, value, gradient = (_random(sizes, shape, seed) for seed, shape in enumerate(heads))
+    results = forward(query, key, value)
+    outputs = (*results, *backward(gradient, query, key, value, *results))
+    return all(map(_is_close, outputs, _reference(causal, *(item.double() for item in (query, key, value, gradient)))))
 
 
-def _truth(causal: Causal, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    truth = plain_attention.forward(query, key, value, None, causal, None)
-    return (*truth, *plain_attention.backward(gradient, query, key, value, *truth, None, causal, None))
+def _reference(causal: Causal, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    results = plain_attention.forward(query, key, value, None, causal, None)
+    return (*results, *plain_attention.backward(gradient, query, key, value, *results, None, causal, None))
 
 
-def _known(sizes: AttentionSizes, own: tuple[int, ...], seed: int) -> Tensor:
-    """The same normal numbers whenever they are asked for. Sines of whole numbers would not do: gradients cancel at some widths,
-    and what is left is rounding. An H100 failed the trial of cuDNN's attention for it.
+def _random(sizes: AttentionSizes, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return normal random numbers of the given shape that depend only on the seed.
+
+    Sines of integers do not work: at some widths gradients cancel and only rounding error is left, which failed the
+    test of cuDNN's attention on an H100.
     """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1, *own, generator=generator).to(sizes.device, sizes.dtype)
+    return torch.randn(1, *shape, generator=generator).to(sizes.device, sizes.dtype)
 
 
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
-    found = found.double()
-    return bool((found - wanted).abs().max() <= CLOSE * wanted.abs().max())
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    actual = actual.double()
+    return bool((actual - expected).abs().max() <= CLOSE * expected.abs().max())
 
 
-# -- in a process of its own
+# -- in a child process
 
 
 class IsolatedTrial:
-    """A trial `check(device, *arguments)`, which answers each question once. On CUDA it runs in a child process."""
+    """A test `check(device, *arguments)` that runs once per question. On CUDA it runs in a child process."""
 
     def __init__(self, label: str, check: Callable[..., bool]) -> None:
         update_wrapper(self, check)
@@ -120,16 +123,16 @@ class IsolatedTrial:
         return self.outcome(device, *arguments).is_right
 
     def outcome(self, device: torch.device, *arguments: Any) -> Outcome:
-        """Whether the kernels are right, and why not; arguments are types and numbers."""
+        """Return whether the kernels are right, and the reason if not. Arguments are dtypes and numbers."""
         flash = torch.nn.attention.current_flash_attention_impl()
         key = (device, flash, arguments)
-        found = self._known.get(key)
-        if found is None:
+        outcome = self._known.get(key)
+        if outcome is None:
             question = {"check": self.name, "arguments": [_encoded(item) for item in arguments], "flash": flash}
-            found = self._known[key] = _asked(question, device) if device.type == "cuda" else _tried(question, device)
-            if not found.is_right:
-                log.warning(NOT_USED, self.label, device, ", ".join(map(str, arguments)), found.why)
-        return found
+            outcome = self._known[key] = _ask_child(question, device) if device.type == "cuda" else _run_test(question, device)
+            if not outcome.is_right:
+                log.warning(NOT_USED, self.label, device, ", ".join(map(str, arguments)), outcome.why)
+        return outcome
 
     @property
     def name(self) -> str:
@@ -140,7 +143,7 @@ class IsolatedTrial:
 
 
 def isolated(label: str) -> Callable[[Callable[..., bool]], IsolatedTrial]:
-    """Let a trial of the kernels with this label run in a process of its own on CUDA."""
+    """Decorate a test of the kernels with this label, so that it runs in a child process on CUDA."""
     return partial(IsolatedTrial, label)
 
 
@@ -152,34 +155,34 @@ def _decoded(item: Any) -> Any:
     return getattr(torch, item.removeprefix("torch.")) if isinstance(item, str) else item
 
 
-def _tried(question: Question, device: torch.device) -> Outcome:
-    """The outcome of a trial, in this process."""
+def _run_test(question: Question, device: torch.device) -> Outcome:
+    """Run a test in this process."""
     module, name = question["check"].split(":")
     try:
         check = getattr(importlib.import_module(module), name).check
         is_right = check(device, *map(_decoded, question["arguments"]))
     except torch.AcceleratorError:
-        raise  # the context is lost, and with it whatever this process could find out
-    except Exception as error:  # the build has no such kernels, Triton no compiler, the device too little of something
+        raise  # the context is lost, so no further test can run in this process
+    except Exception as error:  # the build has no such kernels, Triton has no compiler, or the device lacks a resource
         return Outcome(False, f"they do not run ({told(error)})", lasts=not is_out_of_memory(error))
     return Outcome(is_right) if is_right else Outcome(False, "they give other numbers than plain operators do")
 
 
-def _asked(question: Question, device: torch.device) -> Outcome:
-    """The outcome of a trial on a CUDA device: an earlier one's, or that of the child process."""
+def _ask_child(question: Question, device: torch.device) -> Outcome:
+    """Return the outcome of a test on a CUDA device, from the cache or from the child process."""
     index = torch.cuda.current_device() if device.index is None else device.index
     key = _key(question, index)
-    if (kept := _kept().get(key)) is not None:
-        return kept
+    if (cached := _kept().get(key)) is not None:
+        return cached
     with _CHILD.lock:
-        found = _CHILD.answer({**question, "device": f"cuda:{index}"})
-    if found.lasts:
-        _keep(key, found)
-    return found
+        outcome = _CHILD.answer({**question, "device": f"cuda:{index}"})
+    if outcome.lasts:
+        _keep(key, outcome)
+    return outcome
 
 
 class Child:
-    """The process that tries kernels, started for the first question and once more after it ended."""
+    """The process that tests kernels, started for the first question and restarted once it has ended."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -188,13 +191,13 @@ class Child:
         self._errors: Any = None
 
     def answer(self, question: Question) -> Outcome:
-        """The child's answer; how it ended, if it gave none. If it was ending because nobody asked, another one is asked."""
-        is_old = self._process is not None
-        found, has_ended = self._answer(question)
-        return self._answer(question)[0] if is_old and has_ended else found
+        """Return the child's answer, or how it ended. If it had exited because it was idle, ask a new child."""
+        was_running = self._process is not None
+        outcome, has_ended = self._answer(question)
+        return self._answer(question)[0] if was_running and has_ended else outcome
 
     def _answer(self, question: Question) -> tuple[Outcome, bool]:
-        """The outcome, and whether the child had ended by itself, with nothing wrong."""
+        """Return the outcome, and whether the child had exited normally."""
         try:
             process = self._running()
             assert process.stdin is not None
@@ -217,17 +220,17 @@ class Child:
         return Outcome(False, f"the process that tried them {why}", lasts=False), has_ended
 
     def _line(self, process: subprocess.Popen[bytes]) -> bytes | None:
-        """What the child writes until a line or its answers end; None if neither comes in time."""
+        """Read the child's output until a line or the output ends; return None on timeout."""
         assert process.stdout is not None
-        answers, until, found = process.stdout.fileno(), time.monotonic() + LONGEST, b""
-        while not found.endswith(b"\n"):
-            if not select.select([answers], [], [], max(0.0, until - time.monotonic()))[0]:
+        answers, deadline, output = process.stdout.fileno(), time.monotonic() + LONGEST, b""
+        while not output.endswith(b"\n"):
+            if not select.select([answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return None
-            part = os.read(answers, 1 << 16)
-            if not part:
+            data = os.read(answers, 1 << 16)
+            if not data:
                 break
-            found += part
-        return found
+            output += data
+        return output
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -240,7 +243,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                start_new_session=True,  # the interrupt from the terminal is for this process
+                start_new_session=True,  # an interrupt from the terminal is meant for the parent only
             )
         return self._process
 
@@ -254,12 +257,12 @@ class Child:
         return f"ended with code {code} ({lines[-1][:200]})"
 
     def stop(self) -> None:
-        """End the process, and those that it started. One that hangs in the driver is not waited for."""
+        """Kill the process and its descendants, without waiting for one that hangs in the driver."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             for pipe in (self._process.stdin, self._process.stdout):
-                with contextlib.suppress(OSError):  # what was not read by the child
+                with contextlib.suppress(OSError):  # the child may not have read all input
                     assert pipe is not None
                     pipe.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -273,9 +276,9 @@ _CHILD = Child()
 
 
 def main() -> None:
-    """Answer questions from standard input, a line each, until there is none for a while."""
+    """Answer questions from standard input, one per line, until none comes for a while."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     while select.select([sys.stdin], [], [], IDLE)[0]:
         line = sys.stdin.readline()
         if not line:
@@ -284,18 +287,18 @@ def main() -> None:
         if question["flash"] != torch.nn.attention.current_flash_attention_impl():
             torch.nn.attention.activate_flash_attention_impl(question["flash"])
         device = torch.device(question["device"])
-        outcome = _tried(question, device)
+        outcome = _run_test(question, device)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # what a kernel did wrong may be noticed late
+            torch.cuda.synchronize(device)  # errors of kernels are reported asynchronously
         print(json.dumps(outcome), file=answers, flush=True)
 
 
-# -- what earlier processes found
+# -- cached answers of earlier processes
 
 
 @cache
 def _folder() -> Path | None:
-    """None where this user has no home, as in some containers."""
+    """Return the cache folder, or None if the user has no home, as in some containers."""
     with contextlib.suppress(RuntimeError):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamfx"
     return None
@@ -303,7 +306,7 @@ def _folder() -> Path | None:
 
 @cache
 def _sources() -> str:
-    """A fingerprint of the code that calls the kernels."""
+    """Return a fingerprint of the code that calls the kernels."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
@@ -317,14 +320,14 @@ def _key(question: Question, index: int) -> str:
 def _kept() -> dict[str, Outcome]:
     folder = _folder()
     try:
-        found = json.loads((folder / "trials.json").read_text()) if folder is not None else {}
-        return {key: Outcome(bool(is_right), str(why)) for key, (is_right, why, _) in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # there is none, or something else wrote it
+        entries = json.loads((folder / "trials.json").read_text()) if folder is not None else {}
+        return {key: Outcome(bool(is_right), str(why)) for key, (is_right, why, _) in entries.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # the file is missing or has another format
         return {}
 
 
 def _keep(key: str, outcome: Outcome) -> None:
-    """Write an answer down; a folder that cannot be written to costs the next process a trial."""
+    """Write an answer to the cache. If the folder is not writable, the next process repeats the test."""
     folder = _folder()
     if folder is None:
         return
@@ -339,6 +342,6 @@ def _keep(key: str, outcome: Outcome) -> None:
 
 
 if __name__ == "__main__":
-    from streamfx.kernels.kernel_selftest import main as run  # the module that the checks know, and not this copy of it
+    from streamfx.kernels.kernel_selftest import main as run  # the imported module, not its `__main__` copy
 
     run()

@@ -1,4 +1,4 @@
-"""How a kernel wants a tensor to lie in memory: kernels take a pointer and some of the strides, and believe the rest."""
+"""Memory layouts that kernels require: a kernel takes a pointer and some of the strides, and assumes the others."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 
 from streamfx.torch_private import FakeTensor
 
-ALIGNED = 8  # elements: what a kernel reads at once, 16 bytes of a half type
+ALIGNED = 8  # elements: a kernel reads this many at once, 16 bytes of a half dtype
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """With elements of the last dimension side by side: kernels take no stride for them."""
+    """Return the tensor with a last dimension of stride 1; kernels take no stride for it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """With each row side by side, beginning at a multiple of `ALIGNED` elements."""
+    """Return the tensor with contiguous rows that begin at multiples of `ALIGNED` elements."""
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -28,14 +28,14 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor begins; a traced one in memory that begins where an allocator would."""
+    """Return the address of a tensor. A fake tensor's storage is assumed to begin at an allocator's boundary."""
     if isinstance(tensor, FakeTensor):
         return int(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr()
 
 
 def by_rows(tensor: Tensor) -> Tensor:
-    """Heads [b h m e] that lie in memory as [b m h e], one row's heads side by side."""
+    """Return heads [b h m e] whose memory is contiguous as [b m h e], all heads of a row side by side."""
     rows = tensor.transpose(1, 2)
     heads, width = rows.shape[2:]
     if is_aligned(tensor) and tensor.stride(2) == heads * width:
@@ -44,6 +44,6 @@ def by_rows(tensor: Tensor) -> Tensor:
 
 
 def widened(tensor: Tensor, multiple: int) -> Tensor:
-    """With zeros behind the last dimension, up to a multiple."""
-    short = -tensor.shape[-1] % multiple
-    return F.pad(tensor, (0, short)) if short else tensor
+    """Pad the last dimension with zeros to a multiple."""
+    missing = -tensor.shape[-1] % multiple
+    return F.pad(tensor, (0, missing)) if missing else tensor

@@ -1,15 +1,17 @@
-"""Masks that depend on data: looked at once per step, for all layers and for both halves.
+"""Data-dependent masks: evaluated once per step, for all layers and for both the forward and the backward graph.
 
-# NOTE [What is remembered of a mask]
-What a mask program is fed are views of values that no loop writes to. A step remembers them (`MaskCache`) by where they lie in
-memory, by their shapes and by their versions, and keeps that memory, so that nothing else can come to lie there. Values that are
-written in the graph, such as an `arange`, are made anew by each half; they are known by how they are made, and where in them the
-view lies. So what is remembered is what the mask would come down to, were it made again. Each forward half begins with nothing,
-and its backward half goes on with what that has found: other steps, in this thread or in others, have looks of their own.
+# NOTE [Identity of mask inputs]
+The inputs of a mask program are views of values that no loop writes to. A step caches results (`MaskCache`) by the
+address, shape and version of the inputs, and keeps their memory alive, so that no other tensor can be allocated
+there. Values that the graph creates itself, such as an `arange`, are recomputed by the forward and the backward
+graph; these are identified by how they are computed and by the position of the view in them. So a cached result
+equals the result of evaluating the mask again. Each forward graph begins with an empty cache, which its backward
+graph continues to use; other steps, in this thread or in others, have their own caches.
 
-# NOTE [One look for all chunks]
-The host waits for the device when it reads numbers of a mask. So the first chunk of a loop that asks lets the masks of all chunks
-be made, one after the other; a few numbers of each row are left of them, and those of all chunks are read together.
+# NOTE [One evaluation for all chunks]
+The host waits for the device when it reads values of a mask. So the first chunk that asks evaluates the masks of all
+chunks of its loop in turn. Each mask is reduced to a few numbers per row, and the numbers of all chunks are copied to
+the host together.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Inputs = tuple[Any, ...]
 
 
 class MaskCache:
-    """What a step has found of its masks, by mask program and inputs, and the memory that the inputs lie in."""
+    """The results of mask programs in one step, keyed by program and inputs, and the memory of these inputs."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, tuple[SeenIntervals, list[Any]]] = {}
@@ -39,16 +41,19 @@ class MaskCache:
         return key in self._seen
 
     def keep(self, key: Hashable, seen: SeenIntervals, inputs: Sequence[Any]) -> None:
-        """Of tensors the memory is kept, not the tensor, which may be a view of what these looks hang on."""
+        """Cache a result, and keep the storages of its inputs alive.
+
+        The tensors themselves are not kept: one may be a view of a tensor to which this cache is attached.
+        """
         self._seen[key] = seen, [item.untyped_storage() for item in inputs if isinstance(item, Tensor)]
 
     def pieces(self, key: Hashable, batch: int, rows: int, keys: int, packs: bool) -> tuple[MaskTile, ...] | None:
-        """What rows see, of so many sequences, rows and keys; None where nobody has looked."""
+        """Return the tiles for a batch size and numbers of rows and keys, or None if the mask has not been evaluated."""
         sizes = (batch, rows, keys, packs)
-        found = self._pieces.get((key, sizes))
-        if found is None and key in self._seen:
-            found = self._pieces[key, sizes] = pieces_in(self._seen[key][0], *sizes)
-        return found
+        tiles = self._pieces.get((key, sizes))
+        if tiles is None and key in self._seen:
+            tiles = self._pieces[key, sizes] = pieces_in(self._seen[key][0], *sizes)
+        return tiles
 
 
 _looks: ContextVar[MaskCache | None] = ContextVar("streamfx_looks", default=None)
@@ -57,7 +62,7 @@ _upcoming: ContextVar[Callable[[Any], Iterable[Inputs]] | None] = ContextVar("st
 
 @contextmanager
 def coming(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]:
-    """While a loop runs: what each of its mask programs is given for all of its chunks."""
+    """While a loop runs, provide the inputs of each of its mask programs for all of its chunks."""
     token = _upcoming.set(inputs)
     try:
         yield
@@ -67,7 +72,7 @@ def coming(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]:
 
 @contextmanager
 def looking(looks: MaskCache) -> Iterator[MaskCache]:
-    """The half of a step that runs inside of it remembers there what it finds."""
+    """Use `looks` as the cache while the forward or backward graph of a step runs inside this context."""
     token = _looks.set(looks)
     try:
         yield looks
@@ -76,9 +81,9 @@ def looking(looks: MaskCache) -> Iterator[MaskCache]:
 
 
 class MaskProgram(nn.Module):
-    """Makes the mask of a chunk; shared by all loops in which it is the same, and by all runs: it holds nothing of any.
+    """Computes the mask of a chunk. All loops with the same mask and all runs share it, so it holds no state of a run.
 
-    `literals` say of each input how it is made, if that is written in the graph.
+    `literals` identify, for each input that the graph itself creates, how it is computed.
     """
 
     def __init__(self, body: fx.GraphModule, literals: Sequence[Hashable | None]) -> None:
@@ -89,17 +94,17 @@ class MaskProgram(nn.Module):
         return Mask(self, inputs, _looks.get() or MaskCache())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MaskProgram:
-        """Itself: AOTAutograd compiles a copy of the backward half, which is to find what the forward half has found."""
+        """Return itself: AOTAutograd compiles a copy of the backward graph, which must find the forward graph's results."""
         return self
 
     def pieces(
         self, mask: Mask, batch: int, rows: int, keys: int, finite_hides: bool, packs: bool
     ) -> tuple[MaskTile, ...] | None:
-        """What the chunk's rows see, where the mask is the same for all heads; else None."""
+        """Return the tiles of the chunk's queries, or None if the mask differs between heads."""
         key = self._identity(mask.inputs, finite_hides)
-        known = None if key is None else mask.looks.pieces(key, batch, rows, keys, packs)
-        if known is not None:
-            return known
+        cached = None if key is None else mask.looks.pieces(key, batch, rows, keys, packs)
+        if cached is not None:
+            return cached
         dense = mask.dense()
         if isinstance(dense, FakeTensor) or dense.shape[1] != 1:
             return None
@@ -109,61 +114,61 @@ class MaskProgram(nn.Module):
         return mask.looks.pieces(key, batch, rows, keys, packs)
 
     def _look(self, mask: Mask, key: Hashable, finite_hides: bool) -> None:
-        """Look at the masks of all chunks of the loop at once: see NOTE [One look for all chunks]."""
+        """Evaluate the masks of all chunks of the loop at once: see NOTE [One evaluation for all chunks]."""
         upcoming = _upcoming.get() or (lambda _: ())
-        found: dict[Hashable, tuple[Inputs, Tensor, int]] = {}
+        evaluated: dict[Hashable, tuple[Inputs, Tensor, int]] = {}
         for inputs in (mask.inputs, *upcoming(self)):
-            own = self._identity(inputs, finite_hides)
-            if own is not None and own not in found and own not in mask.looks:
-                dense = mask.dense() if own == key else self.dense(inputs)
+            identity = self._identity(inputs, finite_hides)
+            if identity is not None and identity not in evaluated and identity not in mask.looks:
+                dense = mask.dense() if identity == key else self.dense(inputs)
                 if dense.shape[1] == 1 and dense.numel():
-                    found[own] = inputs, numbers_of(dense[:, 0], finite_hides), dense.shape[3]
-        if not found:
+                    evaluated[identity] = inputs, numbers_of(dense[:, 0], finite_hides), dense.shape[3]
+        if not evaluated:
             return
-        numbers = torch.cat([numbers.flatten() for _, numbers, _ in found.values()]).cpu()
-        parts = numbers.split([numbers.numel() for _, numbers, _ in found.values()])
-        for (own, (inputs, numbers, keys)), part in zip(found.items(), parts, strict=True):
-            mask.looks.keep(own, SeenIntervals(part.view(numbers.shape), keys), inputs)
+        row_numbers = torch.cat([row_numbers.flatten() for _, row_numbers, _ in evaluated.values()]).cpu()
+        values_by_mask = row_numbers.split([row_numbers.numel() for _, row_numbers, _ in evaluated.values()])
+        for (identity, (inputs, row_numbers, keys)), values in zip(evaluated.items(), values_by_mask, strict=True):
+            mask.looks.keep(identity, SeenIntervals(values.view(row_numbers.shape), keys), inputs)
 
     def dense(self, inputs: Inputs) -> Tensor:
-        """[b h m n], each of them all there are or 1."""
+        """Return the mask [b h m n]; any of the sizes may be 1."""
         (dense,) = self.body.forward(*inputs)
-        made: Tensor = dense[(None,) * (4 - dense.dim())]
-        return made
+        mask: Tensor = dense[(None,) * (4 - dense.dim())]
+        return mask
 
     def _identity(self, inputs: Inputs, finite_hides: bool) -> Hashable | None:
-        """The same only for the same values, as long as these inputs are kept; None where versions are not counted."""
+        """Return a key that is equal only for equal inputs while these are kept, or None if versions are not counted."""
         if any(isinstance(item, Tensor) and (isinstance(item, FakeTensor) or item.is_inference()) for item in inputs):
             return None
-        own = tuple([_identity(item, literal) for item, literal in zip(inputs, self.literals, strict=True)])
-        return id(self), finite_hides, own
+        identities = tuple([_identity(item, literal) for item, literal in zip(inputs, self.literals, strict=True)])
+        return id(self), finite_hides, identities
 
 
 class Mask:
-    """The mask of one chunk, made when it is needed; added to scores."""
+    """The mask of one chunk, which is added to scores and computed on first use."""
 
     def __init__(self, program: MaskProgram, inputs: tuple[Any, ...], looks: MaskCache) -> None:
         self.program, self.inputs, self.looks = program, inputs, looks
         self._dense: Tensor | None = None
 
     def dense(self) -> Tensor:
-        """[b h m n], each of b and h all there are or 1."""
+        """Return the mask [b h m n]; b and h may be 1."""
         if self._dense is None:
             self._dense = self.program.dense(self.inputs)
         return self._dense
 
     def pieces(self, rows: int, keys: int, batch: int, finite_hides: bool, packs: bool = False) -> tuple[MaskTile, ...]:
-        """What the chunk's rows see of its keys; `packs`: documents that lie one after the other are one piece."""
-        found = self.program.pieces(self, batch, rows, keys, finite_hides, packs) if batch and rows > 0 and keys > 0 else None
-        if found is None:
+        """Return the tiles of the chunk's queries and keys; with `packs`, consecutive documents form one tile."""
+        tiles = self.program.pieces(self, batch, rows, keys, finite_hides, packs) if batch and rows > 0 and keys > 0 else None
+        if tiles is None:
             return (MaskTile(TileKind.MIXED, (0, rows), (0, keys), (0, batch)),)
-        if all(piece.kind is not TileKind.MIXED for piece in found):
+        if all(piece.kind is not TileKind.MIXED for piece in tiles):
             self._dense = None
-        return found
+        return tiles
 
 
 def _identity(item: Any, literal: Hashable | None) -> Hashable:
     if not isinstance(item, Tensor):
         return item
-    lies = (item.data_ptr(), item._version) if literal is None else (literal, item.storage_offset())
-    return *lies, item.dtype, tuple(item.shape), item.stride(), item.device
+    memory = (item.data_ptr(), item._version) if literal is None else (literal, item.storage_offset())
+    return *memory, item.dtype, tuple(item.shape), item.stride(), item.device

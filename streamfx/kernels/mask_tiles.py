@@ -1,8 +1,9 @@
-"""Which keys do a chunk's queries see? A mask, looked at row by row, as few pieces that need no mask.
+"""Decompose a mask, row by row, into a few tiles that need no mask.
 
-Padding and packed documents leave each row an interval of keys. Rows that share an interval see it in full; rows whose intervals
-start together and grow by a key from row to row see causally. What is neither keeps its mask, cut to the keys that it leaves.
-Where a kernel takes many documents in one call, those that lie one after the other are one piece (see `documents.py`).
+With padding and packed documents each row sees an interval of keys. If consecutive rows share an interval, they see
+it in full; if their intervals start at the same key and grow by one key per row, they see it causally. Other rows
+keep their mask, cut to the keys that it shows. If a kernel takes many documents in one call, consecutive documents
+form one tile (see `varlen_intervals.py`).
 """
 
 from __future__ import annotations
@@ -19,28 +20,29 @@ from streamfx.ir.ranges import INFINITY, SEEN_HALF, SWAMPED_BY, SWAMPS, SWAMPS_H
 from streamfx.kernels.plain_attention import Varlen
 from streamfx.kernels.varlen_intervals import RowInterval, documents_in
 
-LEAST_ROWS = 16  # neighbouring pieces of fewer rows are one call with a mask: kernels take longer to start than to run
+LEAST_ROWS = 16  # adjacent tiles with fewer rows become one call with a mask: a kernel launch takes longer than such a tile
 
-# The least number that is seen, and the most that hides: where only minus infinity does, in types of float32's range, in float16.
+# (least visible value, greatest hiding value): if only minus infinity hides; for dtypes with the range of float32;
+# for float16.
 INFINITE, FINITE, FINITE_HALF = (-INFINITY, -INFINITY), (SWAMPED_BY, SWAMPS), (SEEN_HALF, SWAMPS_HALF)
 
 
 class TileKind(Enum):
     FULL = "full"  # each row sees all keys
-    CAUSAL = "causal"  # the last row sees all keys, each row before it one less
-    PACKED = "packed"  # what their documents say
-    MIXED = "mixed"  # what the mask says
+    CAUSAL = "causal"  # the last row sees all keys, each row before it one key fewer
+    PACKED = "packed"  # rows see the keys of their documents
+    MIXED = "mixed"  # rows see the keys that the mask shows
 
 
 @dataclass(frozen=True)
 class MaskTile:
-    """Rows [first, stop) of the queries and what they see of keys [first, stop), in sequences [first, stop) of the batch."""
+    """Rows [first, stop) of the queries with their visible keys [first, stop), in sequences [first, stop) of the batch."""
 
     kind: TileKind
     rows: tuple[int, int]
     keys: tuple[int, int]
     batch: tuple[int, int] = (0, 1)
-    documents: Varlen | None = None  # of rows and keys of the piece
+    documents: Varlen | None = None  # counted from the first row and key of the tile
 
     @property
     def count(self) -> int:
@@ -49,8 +51,11 @@ class MaskTile:
 
 @dataclass(frozen=True)
 class SeenIntervals:
-    """What the rows of a mask see, as numbers [b m 3] on the host: the keys [first, stop) outside of which a row sees nothing,
-    and whether it sees all of them, with nothing added. The mask has so many `keys`; m and they are 1 where all are alike.
+    """The visible keys of each row of a mask, as numbers [b m 3] on the host.
+
+    The three numbers are the interval [first, stop) outside which the row sees nothing, and whether it sees all keys
+    inside, with nothing added. `keys` is the mask's number of keys; m and `keys` are 1 if all rows or all keys are
+    alike.
     """
 
     numbers: Tensor
@@ -58,42 +63,45 @@ class SeenIntervals:
 
 
 def pieces_of(mask: Tensor, batch: int, finite_hides: bool = True, packs: bool = False) -> tuple[MaskTile, ...]:
-    """What a mask [b m n], which is added to the scores of all heads, lets each row see; b is `batch` or 1."""
+    """Decompose a mask [b m n] that is added to the scores of all heads; b is `batch` or 1."""
     return pieces_in(SeenIntervals(numbers_of(mask, finite_hides), mask.shape[2]), batch, mask.shape[1], mask.shape[2], packs)
 
 
 def pieces_in(seen: SeenIntervals, batch: int, rows: int, keys: int, packs: bool) -> tuple[MaskTile, ...]:
-    """The pieces of so many rows and keys; `packs`: documents that lie one after the other are one."""
-    found = [tuple(_pieces(own if len(own) == rows else own * rows, packs)) for own in _intervals(seen, keys)]
-    if len(found) == 1:
-        return tuple(replace(piece, batch=(0, batch)) for piece in found[0])
-    together: list[MaskTile] = []
-    for pieces, group in groupby(range(len(found)), key=found.__getitem__):
+    """Return the tiles for a number of rows and keys; with `packs`, consecutive documents form one tile."""
+    tiles_by_sequence = [
+        tuple(_pieces(intervals if len(intervals) == rows else intervals * rows, packs)) for intervals in _intervals(seen, keys)
+    ]
+    if len(tiles_by_sequence) == 1:
+        return tuple(replace(piece, batch=(0, batch)) for piece in tiles_by_sequence[0])
+    tiles: list[MaskTile] = []
+    for pieces, group in groupby(range(len(tiles_by_sequence)), key=tiles_by_sequence.__getitem__):
         members = list(group)
-        together.extend(replace(piece, batch=(members[0], members[-1] + 1)) for piece in pieces)
-    return tuple(together)
+        tiles.extend(replace(piece, batch=(members[0], members[-1] + 1)) for piece in pieces)
+    return tuple(tiles)
 
 
 def numbers_of(mask: Tensor, finite_hides: bool) -> Tensor:
-    """The numbers of `SeenIntervals`, where the mask is. A row that sees nothing is left to the kernel, with all keys.
+    """Return the numbers of `SeenIntervals` on the mask's device.
 
-    Minus infinity hides; huge negative numbers do only beside scores that are known to be small (`finite_hides`).
+    A row that sees nothing keeps all keys and is left to the kernel. Minus infinity always hides a key. Large
+    negative values hide it only if scores are known to be small (`finite_hides`).
     """
-    least, most = INFINITE if not finite_hides else FINITE_HALF if mask.dtype == torch.float16 else FINITE
-    hidden = mask <= most
-    plain = ((mask == 0) | hidden).all(-1)
-    seen = ~hidden
-    count = seen.sum(-1)
-    first = seen.byte().argmax(-1)
-    stop = mask.shape[-1] - seen.flip(-1).byte().argmax(-1)
-    some = (mask >= least).any(-1)  # else what is hidden may count beside what is seen
-    first, stop = first * some, torch.where(some, stop, mask.shape[-1])
-    return torch.stack((first, stop, (plain & some & (count == stop - first)).long()), -1).int()
+    least_visible, most_hiding = INFINITE if not finite_hides else FINITE_HALF if mask.dtype == torch.float16 else FINITE
+    hidden = mask <= most_hiding
+    is_plain = ((mask == 0) | hidden).all(-1)
+    visible = ~hidden
+    count = visible.sum(-1)
+    first = visible.byte().argmax(-1)
+    stop = mask.shape[-1] - visible.flip(-1).byte().argmax(-1)
+    any_visible = (mask >= least_visible).any(-1)  # otherwise hidden keys may still have weight next to the visible ones
+    first, stop = first * any_visible, torch.where(any_visible, stop, mask.shape[-1])
+    return torch.stack((first, stop, (is_plain & any_visible & (count == stop - first)).long()), -1).int()
 
 
 def _intervals(seen: SeenIntervals, keys: int) -> list[list[RowInterval]]:
-    """For each sequence its rows."""
-    spread = seen.keys != keys  # one key stands for all
+    """Return the row intervals of each sequence."""
+    spread = seen.keys != keys  # the mask is broadcast along keys
     return [
         [RowInterval(first, keys if spread else stop, bool(solid)) for first, stop, solid in rows]
         for rows in seen.numbers.tolist()
@@ -101,7 +109,7 @@ def _intervals(seen: SeenIntervals, keys: int) -> list[list[RowInterval]]:
 
 
 def _pieces(rows: Sequence[RowInterval], packs: bool) -> Iterator[MaskTile]:
-    """Long runs of rows that see alike, and masked pieces of what lies between them."""
+    """Yield long runs of rows with equal visibility, and masked tiles for the rows between them."""
     runs = list(_packed(rows) if packs else _runs(rows, 0, len(rows)))
     for is_short, group in groupby(runs, key=_is_short):
         members = list(group)
@@ -118,12 +126,12 @@ def _is_short(piece: MaskTile) -> bool:
 
 
 def _packed(rows: Sequence[RowInterval]) -> Iterator[MaskTile]:
-    """Documents, and the runs between them."""
+    """Yield tiles of packed documents, and the runs of rows between them."""
     start = 0
-    for own, keys, documents in documents_in(rows, LEAST_ROWS):
-        yield from _runs(rows, start, own[0])
-        yield MaskTile(TileKind.PACKED, own, keys, documents=documents)
-        start = own[1]
+    for document_rows, keys, documents in documents_in(rows, LEAST_ROWS):
+        yield from _runs(rows, start, document_rows[0])
+        yield MaskTile(TileKind.PACKED, document_rows, keys, documents=documents)
+        start = document_rows[1]
     yield from _runs(rows, start, len(rows))
 
 

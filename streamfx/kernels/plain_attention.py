@@ -1,4 +1,4 @@
-"""Attention in plain operators, for what no fused kernel takes, and how heads that share their keys are counted."""
+"""Attention in plain operators, for operands that no fused kernel supports, and helpers for heads that share keys."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BottomRightCausal:
-    """Later keys are hidden so that the last query sees the last key; hidden are also those more than `left` before its own."""
+    """A causal mask aligned at the last query and the last key; if `left` is given, also a window of `left` keys before
+    a query's own.
+    """
 
     left: int | None = None
 
 
 @dataclass(frozen=True)
 class Varlen:
-    """Rows and keys of documents that lie one after the other: rows `rows[i] .. rows[i + 1]` see keys `keys[i] .. keys[i + 1]`:
-    all of them or, where it is `causal`, as they do with `Last(left)` if there are no others.
+    """Consecutive documents: rows `rows[i] .. rows[i + 1]` see keys `keys[i] .. keys[i + 1]`.
+
+    If `causal`, the rows see these keys as under `BottomRightCausal(left)`; otherwise they see all of them.
     """
 
     rows: tuple[int, ...]
@@ -31,13 +34,18 @@ class Varlen:
 
 LAST: Final = BottomRightCausal()
 Causal: TypeAlias = bool | BottomRightCausal | Varlen
-"""Whether later keys are hidden: with True query i sees keys 0 .. i; with LAST the last query sees all, as the last rows do."""
+"""The causal mask: with True query i sees keys 0 .. i; with LAST the last query sees all keys and each query before it
+one fewer.
+"""
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Result [b h m e] and log-sum-exp [b h m]; a row that sees no key has the result 0. Half types are computed in float32."""
+    """Return the output [b h m e] and log-sum-exp [b h m].
+
+    The output of a row without visible keys is 0. Half dtypes are computed in float32.
+    """
     dtype, (query, key, value) = query.dtype, _wide(query, key, value)
     key, value = (for_all_heads(item, query) for item in (key, value))
     scores = _scores(query, key, bias, causal, scale)
@@ -56,14 +64,14 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     dtype, (gradient, query, key, value, out) = query.dtype, _wide(gradient, query, key, value, out)
     keys, values = (for_all_heads(item, query) for item in (key, value))
     weights = _weights(_scores(query, keys, bias, causal, scale), lse)
     inner = weights * (gradient @ values.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)) * _scale(query, scale)
     dk, dv = inner.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
-    made = inner @ keys, for_groups(dk, key.shape[1]), for_groups(dv, value.shape[1])
-    dq, dk, dv = (item.to(dtype) for item in made)
+    gradients = inner @ keys, for_groups(dk, key.shape[1]), for_groups(dv, value.shape[1])
+    dq, dk, dv = (item.to(dtype) for item in gradients)
     return dq, dk, dv
 
 
@@ -72,7 +80,7 @@ def _wide(*items: Tensor) -> list[Tensor]:
 
 
 def triangle(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
-    """A bias that hides later keys, those before a window, and those of other documents."""
+    """Return a bias that hides later keys, keys before a window, and keys of other documents."""
     if isinstance(causal, Varlen):
         return _documents(query, causal)
     past = key.shape[2] - query.shape[2] if isinstance(causal, BottomRightCausal) else 0
@@ -83,16 +91,18 @@ def triangle(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
     return bias.expand(1, 1, -1, -1)
 
 
-def _documents(query: Tensor, seen: Varlen) -> Tensor:
-    bias = query.new_full((seen.rows[-1], seen.keys[-1]), float("-inf"))
-    for (start, stop), (first, end) in zip(pairwise(seen.rows), pairwise(seen.keys), strict=True):
-        own, keys = query[:, :, start:stop], query.new_empty(1, 1, end - first, 1)
-        bias[start:stop, first:end] = triangle(own, keys, BottomRightCausal(seen.left)) if seen.causal else 0.0
+def _documents(query: Tensor, documents: Varlen) -> Tensor:
+    bias = query.new_full((documents.rows[-1], documents.keys[-1]), float("-inf"))
+    for (start, stop), (first, end) in zip(pairwise(documents.rows), pairwise(documents.keys), strict=True):
+        document_query, keys = query[:, :, start:stop], query.new_empty(1, 1, end - first, 1)
+        bias[start:stop, first:end] = (
+            triangle(document_query, keys, BottomRightCausal(documents.left)) if documents.causal else 0.0
+        )
     return bias.expand(1, 1, -1, -1)
 
 
 def for_all_heads(heads: Tensor, query: Tensor) -> Tensor:
-    """Keys or values [b g n d], repeated for the h queries' heads."""
+    """Repeat keys or values [b g n d] for the h heads of the queries."""
     return heads if heads.shape[1] == query.shape[1] else heads.repeat_interleave(query.shape[1] // heads.shape[1], 1)
 
 
@@ -111,5 +121,5 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, sca
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Shares of the keys; no key has one in a row that sees none."""
+    """Return the softmax probabilities. They are zero in a row without visible keys."""
     return (scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()

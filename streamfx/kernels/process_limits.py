@@ -1,10 +1,10 @@
-"""What the operating system lets this process have."""
+"""Resource limits that the operating system sets for this process."""
 
 from __future__ import annotations
 
 
 def limit_of(resource_name: str) -> int | None:
-    """The soft limit of a resource in bytes, by its name in the module `resource`; None if there is none."""
+    """Return the soft limit of a resource in bytes, by its name in the module `resource`, or None if it is unlimited."""
     try:
         import resource
 

@@ -1,8 +1,8 @@
-"""The device's fused attention kernels behind one operator: square causal attention, or all keys and a bias.
+"""The fused attention kernels of all devices as one operator, with a causal mask or with all keys and a bias.
 
-All of them compute the result and the log-sum-exp of each query, and take both back in the backward; they differ in names,
-in what they need of a bias, and in whether they know grouped queries. `streamfx::attention` is what the passes write for
-any of them (`passes/rewrite/attention/sdpa_variants.py`).
+All kernels compute the output and the log-sum-exp of each query, and take both in the backward. They differ in names,
+in the layout of a bias, and in support for grouped queries. The passes write `streamfx::attention` for all of them
+(`passes/rewrite/attention/sdpa_variants.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 
 
 class Kernels(NamedTuple):
-    """One device's: (q, k, v, bias, causal, scale), and the same with (gradient, ..., out, lse, ...), for some types.
+    """The kernels of a device, with the dtypes that they support.
 
-    `aligns_last` (q, k, v, scale, last): whether `causal` may be that; `takes_documents` (q, k, v, scale), whether documents.
-    `are_there` (q): whether this device has them for q's type.
+    `forward` takes (q, k, v, bias, causal, scale) and `backward` takes (gradient, q, k, v, out, lse, bias, causal,
+    scale). `aligns_last` (q, k, v, scale, last): whether `causal` may be this bottom-right mask. `takes_documents`
+    (q, k, v, scale): whether `causal` may be a `Varlen`. `are_there` (q): whether this device has the kernels for the
+    dtype of q.
     """
 
     types: Collection[torch.dtype]
@@ -39,16 +41,17 @@ class Kernels(NamedTuple):
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
-    """Result [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
+    """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
-    With `causal`, query i sees keys 0 .. i, however many there are; with LAST, which not all kernels take, as many fewer than all
-    as there are queries after it; with `Last(left)` no more than so many before the last of these. `Documents` are seen apart.
+    If `causal` is True, query i sees keys 0 .. i, whatever the number of keys. With LAST, which not all kernels
+    support, the last query sees all keys and each query before it one fewer; with `BottomRightCausal(left)` each
+    query also sees at most `left` keys before its own. With `Varlen` documents are separate.
     """
-    if not math.prod(query.shape[:3]) or not key.shape[2]:  # kernels divide by their numbers
+    if not math.prod(query.shape[:3]) or not key.shape[2]:  # kernels divide by these sizes
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
         return query.new_zeros((*query.shape[:3], value.shape[3])), lse
     bias, causal = _visible(query, key, bias, causal, scale)
-    key, value = _of_one_kind(query, key, value)
+    key, value = _with_equal_heads(query, key, value)
     out, lse = _kernels(query).forward(query, key, value, bias, causal, scale)
     return out[..., : value.shape[3]], lse
 
@@ -64,37 +67,39 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> Gradients:
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     if not math.prod(query.shape[:3]) or not key.shape[2]:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    if bias is not None:  # it may hide all keys from a row, which then has no share of any, in whatever chunk it went forth
+    if bias is not None:  # if it hides all keys of a row, all probabilities of the row are 0: exp(x - inf)
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     bias, causal = _visible(query, key, bias, causal, scale)
-    keys, values = _of_one_kind(query, key, value)
+    keys, values = _with_equal_heads(query, key, value)
     dq, dk, dv = _kernels(query).backward(gradient, query, keys, values, out, lse, bias, causal, scale)
-    dk, dv = (plain_attention.for_groups(own, of.shape[1]) for own, of in ((dk, key), (dv, value)))
+    dk, dv = (
+        plain_attention.for_groups(gradient_of_heads, operand.shape[1]) for gradient_of_heads, operand in ((dk, key), (dv, value))
+    )
     width = query.shape[3]
     return dq[..., :width], dk[..., :width], dv[..., : value.shape[3]]
 
 
 def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, last: BottomRightCausal) -> bool:
-    """Whether queries at the end of their keys take one call."""
+    """Return whether queries at the end of their keys take one call."""
     return _kernels(query).aligns_last(query, key, value, scale, last)
 
 
 def takes_documents(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Whether all documents of a chunk take one call."""
+    """Return whether all documents of a chunk take one call."""
     return _kernels(query).takes_documents(query, key, value, scale)
 
 
 def _kernels(query: Tensor) -> Kernels:
-    """The device's, if they are made for numbers of this type."""
-    made = KERNELS[kind_of(query.device).type]
-    return made if query.dtype in made.types and query.shape[-1] and made.are_there(query) else PLAIN
+    """Return the device's kernels if they support the dtype, otherwise plain operators."""
+    kernels = KERNELS[kind_of(query.device).type]
+    return kernels if query.dtype in kernels.types and query.shape[-1] and kernels.are_there(query) else PLAIN
 
 
-def _of_one_kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of as many heads: kernels count those of the keys and take them for both."""
+def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values with equal head counts: kernels use the count of the keys for both."""
     if key.shape[1] == value.shape[1]:
         return key, value
     return plain_attention.for_all_heads(key, query), plain_attention.for_all_heads(value, query)
@@ -103,7 +108,11 @@ def _of_one_kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def _visible(
     query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor | None, Causal]:
-    """The bias, of four dimensions, and whether kernels hide later keys: they hide before they scale, with minus infinity."""
+    """Return the bias with four dimensions, and the causal mask that is left to the kernel.
+
+    Kernels apply minus infinity before they scale, which is wrong if the scale is not positive. Then the mask becomes
+    a bias.
+    """
     if bias is not None and bias.dim() < 4:
         bias = bias[(None,) * (4 - bias.dim())]
     if causal and scale is not None and scale <= 0:
@@ -139,8 +148,11 @@ def _cpu_backward(
 
 
 def _for_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Heads as aten/src/ATen/native/cpu/FlashAttentionKernel.cpp reads them: cpu_flash_attention takes no stride of their last
-    dimension, and all have one width (attention.cpp: _scaled_dot_product_flash_attention_cpu)."""
+    """Pad heads to a common width with a dense last dimension.
+
+    aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: cpu_flash_attention takes no stride of the last dimension; all
+    operands have one width (attention.cpp: _scaled_dot_product_flash_attention_cpu).
+    """
     width = max(query.shape[3], value.shape[3])
     if query.shape[3] < width and scale is None:
         scale = query.shape[3] ** -0.5

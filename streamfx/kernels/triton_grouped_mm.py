@@ -1,12 +1,12 @@
-"""Products by group as kernels of Triton's, which read on the device where a group's rows end: the host waits for nothing.
+"""Grouped matrix products as Triton kernels, which read the end of each group on the device, so the host never waits.
 
     add_outer    total[e] += x[rows of e]^T @ y[rows of e]      in place; a group without rows is neither read nor written
     multiply     out[rows of e] = x[rows of e] @ weight[e]      rows of no group are zero
 
-Rows are looked up in their order, so that no sorted copies are made. What is tried here is tried once per device and type: its
-numbers are small and whole, so that results have to be equal to the last bit.
+The kernels gather rows by index, so no sorted copies are allocated. Each kernel is tested once per device and dtype,
+on small integers, so that results must match bit by bit.
 
-Triton comes with PyTorch's builds for CUDA alone: this file is imported when a CUDA device asks for it, and never before.
+Only PyTorch's CUDA builds include Triton: this module is imported on first use by a CUDA device, and not before.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 128  # columns of a result that a program makes, and rows of a total
-ROWS = 64  # of x and y at a time
-DEPTH = 64  # of what a product sums over at a time
+TILE = 128  # columns of an output tile, and rows of a total
+ROWS = 64  # rows of x and y per iteration
+DEPTH = 64  # elements of the reduction dimension per iteration
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -27,13 +27,14 @@ def _add_outer(  # type: ignore[no-untyped-def]
     total_group, total_row, total_column, x_row, x_column, y_row, y_column,
     TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one group's total."""
+    """Accumulate one tile of the total of one group."""
     group = tl.program_id(1)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     stop = tl.load(ends + group)
     if start < stop:
         across = tl.cdiv(width, TILE)
-        i = ((tl.program_id(0) // across) * TILE + tl.arange(0, TILE)).to(tl.int64)  # strides may be as long as the sequence
+        # int64, because strides may be as long as the sequence
+        i = ((tl.program_id(0) // across) * TILE + tl.arange(0, TILE)).to(tl.int64)
         j = ((tl.program_id(0) % across) * TILE + tl.arange(0, TILE)).to(tl.int64)
         made = tl.zeros((TILE, TILE), dtype=tl.float32)
         for first in range(start, stop, ROWS):
@@ -56,7 +57,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     out_row, out_column, x_row, x_column, weight_group, weight_row, weight_column,
     GROUPS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of results: `ROWS` rows of one group, which is the first whose tiles end behind this one."""
+    """Compute one output tile: `ROWS` rows of one group, which is the first whose tiles end after this one."""
     tile = tl.program_id(0)
     number = tl.arange(0, GROUPS)
     stops = tl.load(ends + number, mask=number < groups, other=0)
@@ -84,7 +85,9 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
-    """total [e k n] += the sums of outer products of x [s k] and y [s n], whose rows in this order end with `ends` [e]."""
+    """total [e k n] += the sums of outer products of x [s k] and y [s n]; `order` sorts rows by group, `ends` [e] are
+    the group ends.
+    """
     groups, height, width = total.shape
     tiles = triton.cdiv(height, TILE) * triton.cdiv(width, TILE)
     if not tiles or not groups or not len(order):
@@ -112,44 +115,48 @@ def multiply(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-# -- are they right?
+# -- self-tests
 
-SIZES = (0, 1, ROWS + 6, 0, 5, 0)  # of groups; some rows more are of none
+SIZES = (0, 1, ROWS + 6, 0, 5, 0)  # rows of each group; OTHERS more rows belong to no group
 OTHERS = 2
 HEIGHT, WIDTH = TILE + 8, 24
 
 
 def adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
-    """Whether sums are added to groups with no row, one row, and more rows than are taken at a time; and no row of none."""
+    """Test sums for groups with no row, one row, and more rows than one iteration takes; rows of no group must not contribute."""
     order, ends, parts = _rows()
-    x, y, wanted = _whole(len(order), HEIGHT), _whole(len(order), WIDTH), _whole(len(SIZES), HEIGHT, WIDTH)
+    x, y, expected = _integers(len(order), HEIGHT), _integers(len(order), WIDTH), _integers(len(SIZES), HEIGHT, WIDTH)
     x[order[-1]] = y[order[-2]] = torch.nan
-    found = wanted.to(device, total_type, copy=True)
-    add_outer(found, x.to(device, dtype), y.to(device, dtype), order.to(device), ends.to(device))
-    for total, rows in zip(wanted, parts, strict=True):
+    actual = expected.to(device, total_type, copy=True)
+    add_outer(actual, x.to(device, dtype), y.to(device, dtype), order.to(device), ends.to(device))
+    for total, rows in zip(expected, parts, strict=True):
         total += x[rows].t() @ y[rows]
-    return torch.equal(found.cpu().double(), wanted)
+    return torch.equal(actual.cpu().double(), expected)
 
 
 def multiplies_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether rows are multiplied by the weight of their group, as it lies and turned, and by nothing of a group without rows."""
+    """Test products for contiguous and transposed weights; weights of groups without rows must not be read."""
     order, ends, parts = _rows()
-    x, weight, wanted = _whole(len(order), HEIGHT), _whole(len(SIZES), HEIGHT, WIDTH), torch.zeros(len(order), WIDTH).double()
+    x, weight, expected = (
+        _integers(len(order), HEIGHT),
+        _integers(len(SIZES), HEIGHT, WIDTH),
+        torch.zeros(len(order), WIDTH).double(),
+    )
     x[order[-1]] = weight[0] = weight[3] = torch.nan
-    for own, rows in zip(weight, parts, strict=True):
-        wanted[rows] = x[rows] @ own
-    given = weight.to(device, dtype)
-    turned = given.transpose(1, 2).contiguous().transpose(1, 2)
-    made = [multiply(x.to(device, dtype), one, order.to(device), ends.to(device)) for one in (given, turned)]
-    return all(torch.equal(found.cpu().double(), wanted) for found in made)
+    for matrix, rows in zip(weight, parts, strict=True):
+        expected[rows] = x[rows] @ matrix
+    contiguous = weight.to(device, dtype)
+    transposed = contiguous.transpose(1, 2).contiguous().transpose(1, 2)
+    results = [multiply(x.to(device, dtype), layout, order.to(device), ends.to(device)) for layout in (contiguous, transposed)]
+    return all(torch.equal(actual.cpu().double(), expected) for actual in results)
 
 
 def _rows() -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """An order of rows, where groups end in it, and the rows of each."""
+    """Return a row order, the end of each group in it, and the rows of each group."""
     order = torch.randperm(sum(SIZES) + OTHERS, generator=torch.Generator().manual_seed(0))
     return order, torch.tensor(SIZES).cumsum(0).to(torch.int32), order[: sum(SIZES)].split(list(SIZES))
 
 
-def _whole(*shape: int) -> Tensor:
-    """Numbers so small that any type holds the sums of their products."""
+def _integers(*shape: int) -> Tensor:
+    """Return small integers of the given shape, so that every dtype holds the sums of their products exactly."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(sum(shape))).double()

@@ -1,4 +1,4 @@
-"""Operators over a window of rows, on the rows of a chunk: what lies outside of the sequence is zero."""
+"""Operators over a window of rows, on the rows of a chunk. Rows outside the sequence are zero."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ def convolve(
     transposed: bool,
     groups: int,
 ) -> Tensor:
-    """The chunk's rows of a convolution [b c t], from the rows of their windows and so many zeros before and after them."""
+    """Return the chunk's rows of a convolution [b c t], from the rows of their windows and `around` = (zeros before,
+    zeros after) them.
+    """
     reach = dilation * (weight.shape[-1] - 1)
-    if rows.shape[-1] + sum(around) <= reach:  # a chunk without a row
+    if rows.shape[-1] + sum(around) <= reach:  # the chunk has no rows
         return rows.new_empty(rows.shape[0], _channels(weight, transposed, groups), 0)
-    padding = reach if transposed else 0  # only what is complete
+    padding = reach if transposed else 0  # keep only complete windows
     padded = F.pad(rows, around) if any(around) else rows
-    made: Tensor = aten.convolution(padded, weight, bias, [1], [padding], [dilation], transposed, [0], groups)
-    return made
+    output: Tensor = aten.convolution(padded, weight, bias, [1], [padding], [dilation], transposed, [0], groups)
+    return output
 
 
 def weight_gradient(
     gradient: Tensor, rows: Tensor, weight: Tensor, around: tuple[int, int], dilation: int, transposed: bool, groups: int
 ) -> tuple[None, Tensor, None]:
-    """The part that the chunk's rows of x have in the gradient of a convolution's weight.
+    """Return the contribution of the chunk's rows of x to the gradient of a convolution's weight.
 
-    `gradient` has the rows of dy whose windows hold them, and is `around` short of zeros.
+    `gradient` contains the rows of dy whose windows include them; `around` is the number of missing zeros before and
+    after.
     """
     reach = dilation * (weight.shape[-1] - 1)
     if rows.shape[-1] == 0:
@@ -47,19 +50,19 @@ def weight_gradient(
 
 
 def mix_channels(rows: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-    """A convolution whose kernel has one tap, [b c ...], on a chunk that may be without a row."""
+    """Apply a convolution with kernel size 1, [b c ...], to a chunk that may have no rows."""
     if 0 in rows.shape[2:]:
         return rows.new_empty(rows.shape[0], _channels(weight, options[3], options[-1]), *rows.shape[2:])
-    made: Tensor = aten.convolution(rows, weight, bias, *options)
-    return made
+    output: Tensor = aten.convolution(rows, weight, bias, *options)
+    return output
 
 
 def mixing_gradient(gradient: Tensor, rows: Tensor, weight: Tensor, *options: Any) -> tuple[Any, Any, Any]:
-    """The part that a chunk's rows have in the gradient of its weight."""
+    """Return the contribution of the chunk's rows to the gradient of its weight."""
     if 0 in rows.shape[2:]:
         return None, torch.zeros_like(weight), None
-    made: tuple[Any, Any, Any] = aten.convolution_backward(gradient, rows, weight, *options)
-    return made
+    gradients: tuple[Any, Any, Any] = aten.convolution_backward(gradient, rows, weight, *options)
+    return gradients
 
 
 def _channels(weight: Tensor, transposed: bool, groups: int) -> int:

@@ -1,7 +1,8 @@
-"""PyTorch's `associative_scan`, written as a tree, as one operator: whole, and chunk by chunk.
+"""PyTorch's `associative_scan`, which Dynamo traces as a tree, as one operator for the full sequence or a chunk of it.
 
-The operator that AOTAutograd differentiates names the function that combines two rows by a number. What passes make of it are
-recurrences: a chunk hands on the blocks that stand behind its rows (`trees.py`), and the backward half their gradients.
+The operator that AOTAutograd differentiates refers to the combine function by a number. The passes turn it into
+recurrences: a chunk passes on the blocks that represent all rows so far (`prefix_scan.py`), and the backward graph
+passes on their gradients.
 """
 
 from __future__ import annotations
@@ -33,20 +34,22 @@ _library.define("associative_scan_backward(Tensor?[] gradients, Tensor[] rows, T
 
 @dataclass(frozen=True)
 class Combine:
-    """A function that combines two rows, and how many tensors all rows are given."""
+    """A function that combines two rows, and the number of additional tensors that all rows share."""
 
     graph: fx.Graph
     given: int
-    many: Callable[..., Sequence[Tensor]]  # (*left, *right, *given) -> rows, of many at once
+    many: Callable[..., Sequence[Tensor]]  # (*left, *right, *given) -> rows, for many rows at once
     reach: Reach  # which results depend on which arguments
 
 
-COMBINES: dict[int, Combine] = {}  # by the number that operators know them by
+COMBINES: dict[int, Combine] = {}  # keyed by the number that operators refer to
 
 
 def known_combine(graph: fx.Graph, given: int) -> int:
-    """The number of a function on two rows, and on so many tensors that all rows are given. Functions have one number if their
-    operators, and dtypes and dimensions of their arguments, are equal: no gradient reaches an argument of whole numbers.
+    """Register a function of two rows and `given` shared tensors, and return its number.
+
+    Functions share a number if their operators, and the dtypes and ranks of their arguments, are equal. Dtypes matter
+    because integer arguments get no gradient.
     """
     values = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder")]
     kinds = [(value.dtype, value.dim()) for value in values]
@@ -61,8 +64,10 @@ def known_combine(graph: fx.Graph, given: int) -> int:
 
 
 def is_by_element(graph: fx.Graph, given: int) -> bool:
-    """Whether a function on rows is the same on many rows at once: element by element, of values that have as many dimensions,
-    beside what is given, which may have fewer. (Numbers alone take each other's type, which many of them do not.)
+    """Return whether a function of two rows may be called on many rows at once without `vmap`.
+
+    This holds if every operator is pointwise and all values have the same rank, except for shared tensors, which may
+    have a lower one. (Zero-dimensional values are excluded: type promotion treats them differently.)
     """
     inputs = list(graph.find_nodes(op="placeholder"))
     of_rows, rank = set(inputs[: len(inputs) - given]), inputs[0].meta[VALUE].dim()
@@ -79,7 +84,10 @@ def is_by_element(graph: fx.Graph, given: int) -> bool:
 def scan_of(
     number: int, rows: Sequence[Tensor], given: Sequence[Tensor], blocks: Mapping[int, Rows], first: int
 ) -> tuple[Rows, Blocks]:
-    """Rows from the `first` on, combined with those before them, of which `blocks` are left; and what is left behind them."""
+    """Combine rows `first`, `first + 1`, ... with all rows before them, which `blocks` represent.
+
+    Also return the blocks after them.
+    """
     many = COMBINES[number].many
     return scanned(lambda left, right: list(many(*left, *right, *given)), list(rows), blocks, first)
 
@@ -93,22 +101,27 @@ def gradients_of(
     gradients: Sequence[Tensor | None],
     left: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[Tensor], Blocks]:
-    """Gradients of rows, of what they are given, and of the blocks before them, in memory of their own."""
+    """Return the gradients of rows, of shared tensors and of the blocks before the rows, each in its own memory."""
     with recorded_inside_operators():
-        made, before = pulled_back(
+        gradients_or_none, before = pulled_back(
             lambda rows, given, blocks: scan_of(number, rows, given, blocks, first), rows, given, blocks, gradients, left
         )
-    own = [torch.zeros_like(value) if each is None else each for each, value in zip(made, (*rows, *given), strict=True)]
-    return [each.clone() if len(rows[0]) == 1 else each for each in own], before
+    filled = [
+        torch.zeros_like(value) if each is None else each for each, value in zip(gradients_or_none, (*rows, *given), strict=True)
+    ]
+    return [each.clone() if len(rows[0]) == 1 else each for each in filled], before
 
 
-# -- the operator that is differentiated
+# -- the differentiable operator
 
 
 def _scan(rows: Sequence[Tensor], given: Sequence[Tensor], combine: int) -> list[Tensor]:
-    with recorded_inside_operators(), torch.no_grad():  # `vmap` needs what an operator's own code does not see
-        made = scan_of(combine, rows, given, {}, 0)[0]
-    return [each.clone() if len(rows[0]) == 1 else each for each in made]
+    with (
+        recorded_inside_operators(),
+        torch.no_grad(),
+    ):  # `vmap` needs dispatch keys that are disabled inside an operator's implementation
+        results = scan_of(combine, rows, given, {}, 0)[0]
+    return [each.clone() if len(rows[0]) == 1 else each for each in results]
 
 
 def _scan_backward(
@@ -126,14 +139,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     values, count = ctx.saved_tensors, ctx.rows
-    made = SCAN_BACKWARD(list(gradients), list(values[:count]), list(values[count:]), ctx.combine)
+    results = SCAN_BACKWARD(list(gradients), list(values[:count]), list(values[count:]), ctx.combine)
     present = [number for number, gradient in enumerate(gradients) if gradient is not None]
     reached = COMBINES[ctx.combine].reach.reached(present, len(values[0]))
-    own = [
+    reached_gradients = [
         each if number in reached and (value.is_floating_point() or value.is_complex()) else None
-        for number, (each, value) in enumerate(zip(made, values, strict=True))
+        for number, (each, value) in enumerate(zip(results, values, strict=True))
     ]
-    return own[:count], own[count:], None
+    return reached_gradients[:count], reached_gradients[count:], None
 
 
 def _like(values: Sequence[Tensor]) -> list[Tensor]:
@@ -154,7 +167,7 @@ SCAN_BACKWARD = torch.ops.streamfx.associative_scan_backward.default
 
 
 def bytes_of_blocks(rows: Sequence[Sequence[Size]], types: Sequence[torch.dtype], length: int) -> Size:
-    """What blocks of all levels take, where each leaf begins where any type of these may begin."""
+    """Return the size in bytes of the blocks of all levels, with each leaf aligned for the widest dtype."""
     return product((sum(map(product, rows)), length.bit_length(), _width(types)))
 
 
@@ -163,7 +176,7 @@ def _width(types: Sequence[torch.dtype]) -> int:
 
 
 class _Tree(Recurrence):
-    """Its carry holds for each level the bytes of a block, or of its gradient: those that stand behind the rows so far."""
+    """A recurrence whose carry holds, for each level, the bytes of a block of the rows so far, or of its gradient."""
 
     carry_type = torch.uint8
 
@@ -174,7 +187,7 @@ class _Tree(Recurrence):
         self.__module__ = __name__
 
     def _read(self, carry: Tensor, rows: int, like: Sequence[Tensor]) -> Blocks:
-        """The blocks behind so many rows: copies, because the carry moves on."""
+        """Copy the blocks after `rows` rows out of the carry, because the carry will be overwritten."""
         places = self._places(carry, like)
         return {level: [place[level : level + 1].clone() for place in places] for level in levels_behind(rows)}
 
@@ -185,18 +198,18 @@ class _Tree(Recurrence):
                 place[level : level + 1].copy_(value)
 
     def _places(self, carry: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        """Where the blocks of each leaf lie, of all levels, in the bytes of a carry."""
-        levels, width, start, found = self.plan.length.bit_length(), _width(self.plan.types), 0, []
+        """Return the views of each leaf's blocks, of all levels, in the bytes of a carry."""
+        levels, width, start, views = self.plan.length.bit_length(), _width(self.plan.types), 0, []
         for value in like[: len(self.plan.types)]:
             shape = (levels, *value.shape[1:])
-            own = carry[start : start + prod(shape) * value.element_size()].view(value.dtype)
-            found.append(own.view(shape))
+            buffer = carry[start : start + prod(shape) * value.element_size()].view(value.dtype)
+            views.append(buffer.view(shape))
             start += prod(shape) * width
-        return found
+        return views
 
 
 class Associative(_Tree):
-    """Rows combined with all before them."""
+    """Combine each row with all rows before it."""
 
     reverse = False
 
@@ -208,9 +221,9 @@ class Associative(_Tree):
     ) -> tuple[Tensor, ...]:
         if states is not None:
             states[chunk].copy_(carry)
-        made, left = self._scanned(operands, self._read(carry, before, operands), before)
+        results, left = self._scanned(operands, self._read(carry, before, operands), before)
         self._write(carry, left, operands)
-        return made
+        return results
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
         return self._scanned(operands, self._read(states[chunk], before, operands), before)[0]
@@ -222,12 +235,12 @@ class Associative(_Tree):
 
     def _scanned(self, operands: Sequence[Tensor], blocks: Blocks, first: int) -> tuple[tuple[Tensor, ...], Blocks]:
         leaves = len(self.plan.types)
-        made, left = scan_of(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
-        return tuple(made[number] for number in self.plan.results), left
+        results, left = scan_of(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
+        return tuple(results[number] for number in self.plan.results), left
 
 
 class AssociativeBackward(_Tree):
-    """The gradients of rows and of what they are given; a chunk's rows are combined once more, with what came before them."""
+    """Compute the gradients of rows and shared tensors. A chunk recombines its rows with the blocks before them."""
 
     reverse = True
     needs_states = True
@@ -241,9 +254,9 @@ class AssociativeBackward(_Tree):
         assert states is not None
         rows = operands[len(self.plan.types) - len(self.plan.absent) :]
         left = self._read(carry, self.plan.length - before, rows) if before else {}
-        made, own = self._gradients(operands, self._read(states[chunk], after, rows), after, left)
-        self._write(carry, own, rows)
-        return made
+        results, block_gradients = self._gradients(operands, self._read(states[chunk], after, rows), after, left)
+        self._write(carry, block_gradients, rows)
+        return results
 
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -260,5 +273,5 @@ class AssociativeBackward(_Tree):
         present = iter(operands)
         gradients = [None if number in plan.absent else next(present) for number in range(leaves)]
         values = list(present)
-        made, own = gradients_of(plan.combine, values[:leaves], values[leaves:], blocks, first, gradients, left)
-        return tuple(made[number] for number in plan.results), own
+        results, block_gradients = gradients_of(plan.combine, values[:leaves], values[leaves:], blocks, first, gradients, left)
+        return tuple(results[number] for number in plan.results), block_gradients

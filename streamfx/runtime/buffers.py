@@ -1,4 +1,4 @@
-"""Rows of tensors, and buffers that hold rows for the whole of a loop."""
+"""Slices of tensors along the sequence, and buffers that live for the duration of a loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamfx.kernels import accumulate
 
 
 def rows_of(tensor: Tensor, dim: int, outer: int, inner: int, length: int, start: int, count: int) -> Tensor:
-    """Rows [start, start + count) of a dimension that is (outer, length, inner); a view unless `outer` is split off."""
+    """Return rows [start, start + count) of a dimension that factors into (outer, length, inner); a view if `outer` is 1."""
     if outer == 1:
         return tensor.narrow(dim, start * inner, count * inner)
     split = tensor.unflatten(dim, (outer, length * inner)).narrow(dim + 1, start * inner, count * inner)
@@ -19,7 +19,7 @@ def rows_of(tensor: Tensor, dim: int, outer: int, inner: int, length: int, start
 
 
 def rows_view(tensor: Tensor, dim: int, outer: int, inner: int, length: int, start: int, count: int) -> Tensor:
-    """The same rows, always as a view: with the outer factor as a dimension of its own."""
+    """Return the same rows as a view in all cases: if `outer` is not 1, it becomes a separate dimension."""
     if outer == 1:
         return tensor.narrow(dim, start * inner, count * inner)
     return tensor.unflatten(dim, (outer, length * inner)).narrow(dim + 1, start * inner, count * inner)
@@ -32,10 +32,13 @@ def append(visible: Tensor, own: Tensor, value: Tensor, shape: Sequence[int]) ->
 
 
 def add_rows(visible: Tensor, part: Tensor, is_first: bool) -> None:
-    """Add cotangents to the rows that the chunk's queries saw, or write them there if these are all rows and nobody has yet."""
+    """Accumulate cotangents into the rows that the chunk's queries saw.
+
+    If `is_first`, the buffer is uninitialized: overwrite them.
+    """
     accumulate.add(visible, part.reshape(visible.shape), is_first)
 
 
 def complete(own: Tensor, added: None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The chunk's own rows of a sum, once all chunks that add to them (`added` is the last) have done so."""
+    """Return the chunk's rows of a sum. `added` orders this call after the last chunk that adds to them."""
     return own.to(dtype).reshape(shape)

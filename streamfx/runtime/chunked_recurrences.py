@@ -1,8 +1,8 @@
-"""Recurrences, chunk by chunk: a chunk runs its own rows from what the rows before it have left.
+"""Recurrences, chunk by chunk: a chunk runs its rows from the carry that the chunk before it returned.
 
-What crosses from one row to the next is kept in a `carry`, one vector. The loop of the forward half writes the carry with which
-each chunk starts into `states` [chunks, ...]; the loop of the backward half makes a chunk's values again from there, and carries
-the cotangents on from the last row to the first.
+The `carry`, a vector, holds the values that cross from one row to the next. The forward loop saves the carry at the
+start of each chunk in `states` [chunks, ...]. The backward loop recomputes a chunk's values from there, and carries
+the cotangents from the last row to the first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ Env = dict[Number, Any]
 
 
 class Recurrence(ABC):
-    """An operator of a graph whose rows follow one another, from the last to the first in `reverse`. Called with whole operands
-    it runs all of them; in a loop a chunk of them, with so many rows `before` these, and `after` them, in its direction.
+    """An operator of a graph that processes rows in order, from the last to the first if `reverse`.
+
+    Called with full operands it runs all rows. In a loop it runs the rows of one chunk, with `before` rows before
+    them and `after` rows after them in its direction.
     """
 
     name: str
@@ -32,52 +34,60 @@ class Recurrence(ABC):
     reverse: bool
     carried: Size  # elements of the carry
     carry_type: torch.dtype
-    block: int = 1  # chunks begin at multiples of so many rows
-    needs_states: bool = False  # where it runs in reverse: the states with which chunks of the forward half began
+    block: int = 1  # chunks begin at multiples of this many rows
+    needs_states: bool = False  # if it runs in reverse: needs the states with which the forward chunks began
 
     def __repr__(self) -> str:
         return f"streamfx.{self.name}"
 
     @property
     def carry_shape(self) -> tuple[Size, ...]:
-        """Of what a loop keeps between two chunks."""
+        """The shape of the buffer that a loop keeps between two chunks."""
         return (self.carried,)
 
     @abstractmethod
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """All rows."""
+        """Run all rows."""
 
     @abstractmethod
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """The chunk's rows, first to last; the carry moves on, and what it was is left in `states`."""
+        """Run the chunk's rows, first to last, and update the carry; if `states` is given, save the previous carry there."""
 
     @abstractmethod
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """The chunk's rows, last to first; the carry moves on. `states` are those of the forward half, if it has some."""
+        """Run the chunk's rows, last to first, and update the carry.
+
+        `states` are the states of the forward graph, if it has any.
+        """
 
     @abstractmethod
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """The chunk's rows again, first to last, from the state with which it started."""
+        """Recompute the chunk's rows, first to last, from the state with which the chunk began."""
 
     def goes_on_from(self, forward: Recurrence) -> bool:
-        """Whether `retreat_from` can run with what another one's `resume_kept` leaves, which are all the steps that it needs."""
+        """Return whether `retreat_from` can run on the kept values of `forward.resume_kept`, because they include all
+        steps it needs.
+        """
         return False
 
     def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
-        """As `resume`, with the values of all steps behind the results. No result shares its memory with one of these."""
+        """Run `resume` and append the values of all steps to the results.
+
+        No result shares memory with one of these values.
+        """
         raise NotImplementedError("nothing goes on from its steps")
 
     def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
-        """As `retreat`, from the values of the forward half's steps in the same chunk."""
+        """Run `retreat` from the values of the forward steps in the same chunk, instead of recomputing them."""
         raise NotImplementedError("it goes on from no other's steps")
 
 
 class UnrolledRecurrence(Recurrence):
-    """One that was written row by row: a chunk runs the operators of its own rows."""
+    """A recurrence that was traced row by row: a chunk runs the operators of its rows."""
 
     def __init__(self, plan: RecurrencePlan) -> None:
         self.plan = plan
@@ -105,7 +115,7 @@ class UnrolledRecurrence(Recurrence):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """The chunk's rows of the forward half again, then the cotangents' steps."""
+        """Recompute the chunk's forward steps, then run the cotangents' steps."""
         env, rows = self._begun(operands)
         first = self.plan.length - before - self._count(rows)
         if self.plan.again is not None:
@@ -126,9 +136,9 @@ class UnrolledRecurrence(Recurrence):
         stop = before + self._count(rows)
         restore(self.plan.own, env, before, states[chunk])
         run(self.plan.own, env, rows, before, stop, keeps=True)
-        made = results(self.plan.own, env, before, stop, operands[0])
-        joined = len(self.plan.own.joins)
-        return (*made[:joined], *(final.clone() for final in made[joined:]), env)
+        values = results(self.plan.own, env, before, stop, operands[0])
+        count = len(self.plan.own.joins)
+        return (*values[:count], *(final.clone() for final in values[count:]), env)
 
     def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
         env, rows = self._begun(operands)
@@ -140,14 +150,14 @@ class UnrolledRecurrence(Recurrence):
         return set(forward.plan.operands) <= set(self.plan.operands)
 
     def _carried(self, first: int, carry: Tensor, env: Env, rows: Mapping[Number, Tensor], like: Tensor) -> tuple[Tensor, ...]:
-        own, stop = self.plan.own, first + self._count(rows)
-        begin, end = (stop, first) if own.reverse else (first, stop)
-        restore(own, env, begin, carry)
-        run(own, env, rows, first, stop)
-        made = results(own, env, first, stop, like)
+        steps, stop = self.plan.own, first + self._count(rows)
+        begin, end = (stop, first) if steps.reverse else (first, stop)
+        restore(steps, env, begin, carry)
+        run(steps, env, rows, first, stop)
+        values = results(steps, env, first, stop, like)
         if stop > first:
-            store(own, env, end, carry)
-        return made
+            store(steps, env, end, carry)
+        return values
 
     def _begun(self, operands: tuple[Tensor, ...]) -> tuple[Env, dict[Number, Tensor]]:
         by_number = dict(zip(self.plan.operands, operands, strict=True))
@@ -160,7 +170,7 @@ class UnrolledRecurrence(Recurrence):
 
 
 def run(steps: Steps, env: Env, rows: Mapping[Number, Tensor], first: int, stop: int, keeps: bool = False) -> None:
-    """Run steps [first, stop); values without further use are dropped unless the other half's steps need them."""
+    """Run steps [first, stop). Drop each value after its last use, unless the backward graph's steps need it (`keeps`)."""
 
     def value(item: Any) -> Any:
         return env[item.number] if isinstance(item, StepValue) else item
@@ -178,16 +188,16 @@ def run(steps: Steps, env: Env, rows: Mapping[Number, Tensor], first: int, stop:
 
 
 def results(steps: Steps, env: Env, first: int, stop: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Rows [first, stop) of what the steps make, and what single steps leave behind."""
-    made: list[Tensor] = []
+    """Return rows [first, stop) of the stacked results, and the final results of single steps."""
+    values: list[Tensor] = []
     for join in steps.joins:
         rows = [env[number] for number in join.values[first:stop]]
         empty = like.new_empty((*join.shape[: join.dim], 0, *join.shape[join.dim + 1 :]), dtype=join.dtype)
-        made.append(torch.stack(rows, join.dim) if rows else empty)
+        values.append(torch.stack(rows, join.dim) if rows else empty)
     for final in steps.finals:
         is_made = first <= final.step < stop
-        made.append(env[final.value] if is_made else nothing_to_add(final.shape, final.dtype, like.device))
-    return tuple(made)
+        values.append(env[final.value] if is_made else nothing_to_add(final.shape, final.dtype, like.device))
+    return tuple(values)
 
 
 def restore(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:

@@ -1,7 +1,8 @@
-"""Running sums and their kin, chunk by chunk: a chunk starts from what the chunks before it have left.
+"""Cumulative sums and similar scans, chunk by chunk: a chunk starts from the total of the chunks before it.
 
-A `carry` holds the total so far, one row wide. The loop that runs in the scan's own direction writes the carry with which each
-chunk starts into `states` [chunks, ...], so that a loop in the other direction can make any chunk's rows again.
+The `carry` holds the running total, one row wide. The loop that runs in the scan's own direction saves the carry at
+the start of each chunk in `states` [chunks, ...], so that a loop in the other direction can recompute any chunk's
+rows.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ def from_the_end(kind: str) -> Callable[[Tensor, int], Tensor]:
 for kind in WITHIN:
     library.define(f"reverse_{kind}(Tensor self, int dim) -> Tensor")
     library.impl(f"reverse_{kind}", from_the_end(kind), "CompositeExplicitAutograd")
-    # the same code on fake tensors: its result is contiguous even if the operand is not
+    # use the real code on fake tensors: its result is contiguous even if the operand is not
     torch.library.register_fake(f"streamfx::reverse_{kind}", from_the_end(kind), lib=library)
 
 
 def carry_type(dtype: torch.dtype) -> torch.dtype:
-    """Totals of low precision numbers are kept as the operators keep them inside."""
+    """Return the dtype of totals: half dtypes accumulate in float32, as the operators do internally."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -52,7 +53,7 @@ def advance(
     states: Tensor | None,
     index: int,
 ) -> Tensor:
-    """The chunk's rows of a scan, `before` rows having been scanned; the carry moves on."""
+    """Return the chunk's rows of a scan after `before` rows, and update the carry."""
     if states is not None:
         states[index].copy_(carry)
     scanned = _scanned(kind, reverse, rows, dim, carry, before)
@@ -64,13 +65,15 @@ def advance(
 def resume(
     kind: str, reverse: bool, rows: Tensor, dim: int, dtype: torch.dtype, before: int, states: Tensor, index: int
 ) -> Tensor:
-    """The same rows again, from the state with which the chunk started."""
+    """Recompute the chunk's rows from the state with which the chunk began."""
     return _scanned(kind, reverse, rows, dim, states[index], before).to(dtype)
 
 
 def _scanned(kind: str, reverse: bool, rows: Tensor, dim: int, carry: Tensor, before: int) -> Tensor:
-    """Rows of a scan, from the carry. It is joined to the first row, not to all scanned rows: in eager's order a product of the
-    chunk alone, say, cannot overflow behind a carry of zero.
+    """Scan the rows, starting from the carry.
+
+    The carry is combined with the first row, not with all scanned rows. This keeps eager's order: for example, a
+    product over the chunk alone could overflow although the carry is zero.
     """
     is_joined = before > 0 and rows.shape[dim] > 0
     rows = rows.to(carry.dtype, copy=is_joined)

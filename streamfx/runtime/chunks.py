@@ -1,4 +1,4 @@
-"""Chunks of the sequence: their bounds, and the rows of a tensor that each of them has."""
+"""Chunks of the sequence: their bounds, and the rows of a tensor in each chunk."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-BLOCK = 32  # chunks of which the rows are found together
+BLOCK = 32  # chunks whose rows are sliced together
 
 
 class Chunks(Sequence[tuple[int, int]]):
-    """Bounds of the chunks of `step` rows, in the order in which they run: found by number, as there may be millions."""
+    """Bounds of the chunks of `step` rows, in execution order; computed by index, because there may be millions."""
 
     def __init__(self, length: int, step: int, reverse: bool = False) -> None:
         self._starts = range(0, length, step) or range(1)
@@ -31,12 +31,12 @@ class Chunks(Sequence[tuple[int, int]]):
 
     @property
     def lengths(self) -> int:
-        """How many different lengths they have."""
+        """The number of distinct chunk lengths."""
         return 1 if len(self) == 1 or self.length % self.step == 0 else 2
 
     def touching(self, row: int) -> set[int]:
-        """Numbers of the chunks that hold a row, or begin or end there."""
-        near = {min(max(0, row // self.step + beside), len(self) - 1) for beside in (-1, 0)}
+        """Return the indices of the chunks that contain a row, or begin or end there."""
+        near = {min(max(0, row // self.step + offset), len(self) - 1) for offset in (-1, 0)}
         numbers = {len(self) - 1 - place if self.reverse else place for place in near}
         return {number for number in numbers if self[number][0] <= row <= self[number][1]}
 
@@ -45,22 +45,23 @@ Block = tuple[int, int, int, bool]
 
 
 def blocks_of(bounds: Sequence[tuple[int, int]]) -> list[Block]:
-    """Equally long neighbours among chunks, in the order in which they run: the first row of all, the rows of each, how many they
-    are, and whether they run backwards.
+    """Group adjacent chunks of equal length, in execution order: (first row, rows per chunk, number of chunks, whether
+    reversed).
     """
     if not isinstance(bounds, Chunks):
         return [(start, stop - start, 1, False) for start, stop in bounds]
     length, step, back = bounds.length, bounds.step, bounds.reverse
-    whole = length // step
-    blocks = [(first * step, step, min(BLOCK, whole - first), back) for first in range(0, whole, BLOCK)]
-    if whole < len(bounds):
-        blocks.append((whole * step, length - whole * step, 1, back))
+    full_chunks = length // step
+    blocks = [(first * step, step, min(BLOCK, full_chunks - first), back) for first in range(0, full_chunks, BLOCK)]
+    if full_chunks < len(bounds):
+        blocks.append((full_chunks * step, length - full_chunks * step, 1, back))
     return blocks[::-1] if back else blocks
 
 
 def in_turn(tensor: Tensor, dim: int, inner: int, blocks: Sequence[Block]) -> Iterator[Tensor]:
-    """The rows of each chunk, of a dimension with `inner` elements for each row. Many views at once cost a third of as many made
-    one by one.
+    """Yield the rows of each chunk, along a dimension with `inner` elements per row.
+
+    Creating many views at once costs a third of creating them one by one.
     """
     for start, rows, count, back in blocks:
         if count == 1:

@@ -1,9 +1,9 @@
-"""A value reduced over ranks: begun, and waited for.
+"""An all-reduce, split into the start of the collective and the wait for its result.
 
     all_reduce(x, "sum", group)    = end(begin(x, "sum", group))      element by element, over the same elements of all ranks
 
-In a graph it is one operator, so that nobody keeps, copies or hands over what has not arrived yet. A loop's body has it in two,
-so that what does not need it runs meanwhile.
+In a graph it is a single operator, so that no pass keeps, copies or returns a buffer whose result has not arrived. A
+loop body contains the two halves separately, so that independent work runs in between.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ _library.define("all_reduce(Tensor x, str op, str group) -> Tensor")
 
 
 def begin(x: Tensor, op: str, group: str) -> Tensor:
-    """What will hold the result. Where there are no rows there are none on any rank, and nothing is sent."""
+    """Start the collective and return the tensor that will hold its result.
+
+    If there are no rows, there are none on any rank, and nothing is sent.
+    """
     if not x.numel():
         return torch.empty_like(x)
     return torch.ops._c10d_functional.all_reduce.default(x, op, group)
 
 
 def end(x: Tensor) -> Tensor:
-    """The same, once it is there."""
+    """Wait for the result of a started collective."""
     return torch.ops._c10d_functional.wait_tensor.default(x) if x.numel() else x
 
 

@@ -1,4 +1,4 @@
-"""Bodies whose stretches between the runtime's own operators are compiled by Inductor."""
+"""Loop bodies whose subgraphs between the runtime's own operators are compiled by Inductor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from streamfx.runtime.expanded_code import CodeCall, function_of
 
 
 def segment_call(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> CodeCall:
-    """A stretch of a body, from what it takes to what others use of it."""
+    """Return a call of a subgraph of a loop body, from its inputs to the outputs that other nodes use."""
     return CodeCall(Segment(module), tuple(inputs), {}, tuple(outputs), tuple(module.graph.nodes))
 
 
 def single_call(node: fx.Node, body: fx.GraphModule) -> CodeCall:
-    """One operator of a body, or one of its modules."""
+    """Return a call of one operator or submodule of a loop body."""
     run = body.get_submodule(node.target).forward if isinstance(node.target, str) else node.target
     return CodeCall(run, node.args, dict(node.kwargs), node, (node,))
 
@@ -30,7 +30,10 @@ def _of_several(call: CodeCall) -> CodeCall:
 
 
 def tallied(bodies: Sequence[CompiledBody], progress: Asked) -> None:
-    """Let it be told how many of the stretches of a program's bodies are compiled; those that are equal are compiled once."""
+    """Report to `progress` how many of the subgraphs of a program's loop bodies are compiled.
+
+    Equal ones are compiled once.
+    """
     segments = [segment for body in bodies for segment in body.segments]
     tally = Tally("compiling", len({segment.structure for segment in segments}), progress)
     for segment in segments:
@@ -38,7 +41,7 @@ def tallied(bodies: Sequence[CompiledBody], progress: Asked) -> None:
 
 
 class CompiledBody:
-    """A body as a function that runs calls in order, and drops each value after its last use."""
+    """A loop body as a function that runs calls in order, and drops each value after its last use."""
 
     def __init__(self, calls: Sequence[CodeCall], body: fx.GraphModule) -> None:
         self._calls, self._body = tuple(calls), body
@@ -47,7 +50,7 @@ class CompiledBody:
         return f"{len(self.segments)} compiled segments, {len(self._calls) - len(self.segments)} operators of the runtime"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledBody:
-        """Copies of a loop share it: it holds nothing of a run. (AOTAutograd copies the backward half.)"""
+        """Return itself, because it holds no state of a run. (AOTAutograd copies the backward graph.)"""
         return self
 
     @property
@@ -55,7 +58,7 @@ class CompiledBody:
         return [call.run for call in self._calls if isinstance(call.run, Segment)]
 
     def for_chunks(self, lengths: int) -> Callable[..., Sequence[Any]]:
-        """The body for a loop whose chunks have so many different lengths; it is written for the first such loop."""
+        """Return the body as a function for a loop with `lengths` distinct chunk lengths; it is generated on first use."""
         return self._for_one if lengths == 1 else self._for_several
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A stretch of a loop's body, compiled by Inductor once for all bodies that have the same one and for chunks of all lengths."""
+"""A subgraph of a loop body, compiled by Inductor once for all bodies with an equal subgraph and for chunks of all lengths."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from streamfx.runtime.shape_families import (
 from streamfx.torch_private.dynamo import compiling
 from streamfx.torch_private.inductor import InductorMemoryError, compile_for_one_size, compile_for_sizes
 
-MOST_READY = 32  # of one stretch: of lengths that come and go no more are remembered
-MOST_FORMS = 6  # of one stretch: with more shapes than that it is not compiled again
+MOST_READY = 32  # per subgraph: layouts with a cached callable; if lengths keep changing, the cache is cleared
+MOST_FORMS = 6  # per subgraph: with more shapes than that it is not compiled again
 FIRST_PAUSE = 32  # calls
 NOT_COMPILED = "a part of a loop's body runs without a compiler: %s. The result is exact, the step is slower."
 NO_MEMORY = (
@@ -44,10 +44,10 @@ NO_MEMORY = (
 
 @dataclass
 class CompilePause:
-    """Calls that run eagerly after an attempt to compile has run out of memory; each pause is twice as long as the last one.
+    """Calls that run eagerly after a compilation has run out of memory. Each pause is twice as long as the last one.
 
-    Memory that is short now may be free in another layer or step, so there is always another attempt. An attempt takes seconds,
-    so there are few of them: ten in the first 32,000 calls.
+    Memory that is short now may be free in another layer or step, so there is always another attempt. An attempt
+    takes seconds, so there are few of them: ten in the first 32,000 calls.
     """
 
     length: int = FIRST_PAUSE
@@ -57,7 +57,7 @@ class CompilePause:
         self.left, self.length = self.length, 2 * self.length
 
     def lasts(self) -> bool:
-        """Whether this call is a part of the pause."""
+        """Return whether the current call is part of the pause."""
         self.left -= self.left > 0
         return self.left > 0
 
@@ -66,18 +66,20 @@ _forms: dict[Hashable, list[FamilyCode]] = {}
 
 
 class Segment:
-    """A stretch of a body. `several`: it is called for a loop whose chunks have more than one length.
+    """A subgraph of a loop body. `several`: the loop has chunks of more than one length.
 
-    If there are several, what comes first is interpreted, until two lengths are known: then one form is compiled for all. If
-    there is one, a form is compiled for it, and a form for all lengths once another call brings another one.
+    If `several`, the first calls are interpreted until two lengths are known, and then one version is compiled for
+    all lengths. Otherwise a version is compiled for the first length, and one for all lengths once a call has another
+    length.
 
-    How inputs lie in memory says which form they take. That is found once for inputs that lie alike, and `_ready` has it.
+    The shapes and strides of the inputs determine the version. The choice is made once per layout and cached in
+    `_ready`.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self.structure = structure(module.graph)
-        self.tally: Tally | None = None  # of those that are compiled for the same program
+        self.tally: Tally | None = None  # of all segments of the same program
         self._seen: dict[Hashable, Numbers] = {}
         self._ready: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self._pause = CompilePause()
@@ -88,7 +90,7 @@ class Segment:
         return run(*given)
 
     def _prepared(self, given: Sequence[Any], lie: Hashable, several: bool) -> Callable[..., Sequence[Any]]:
-        """What runs for inputs that lie so."""
+        """Return the callable for inputs with this layout."""
         inputs = [packed(value) for value in given]
         kinds, numbers = layout_of(inputs)
         forms = _forms.setdefault((self.structure, kinds), [])
@@ -98,7 +100,7 @@ class Segment:
                 form = fitting(forms, numbers) or self._new_form(kinds, numbers, inputs, forms, several)
                 forms += [form] if form is not None and form not in forms else []
         if form is None and len(forms) < MOST_FORMS:
-            return self._interpreted  # once more: then there may be a form
+            return self._interpreted  # not cached: a later call may find a compiled version
         if len(self._ready) >= MOST_READY:
             self._ready.clear()
         run = self._ready[lie] = self._interpreted if form is None else form.bound(numbers, given)
@@ -110,16 +112,16 @@ class Segment:
     def _new_form(
         self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], forms: Sequence[FamilyCode], several: bool
     ) -> FamilyCode | None:
-        """Code for these sizes, and for all of the family that they make with others that were met before."""
+        """Compile for these sizes, and for the whole family that they form with sizes of earlier calls."""
         if several:
-            first = self._seen.setdefault(kinds, numbers)
-            if first == numbers:
+            first_numbers = self._seen.setdefault(kinds, numbers)
+            if first_numbers == numbers:
                 return None
-            return self._compiled(family_of(first, numbers) or single(numbers), numbers, inputs)
+            return self._compiled(family_of(first_numbers, numbers) or single(numbers), numbers, inputs)
         return self._compiled(wider(forms, numbers), numbers, inputs)
 
     def _compiled(self, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode | None:
-        """The form of a family; None if memory ran out."""
+        """Return the compiled version for a family, or None if memory ran out."""
         with nullcontext() if self.tally is None else self.tally.one():
             try:
                 return compiled(self.module, family, numbers, inputs)
@@ -130,9 +132,9 @@ class Segment:
 
 
 def compiled(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode:
-    """A subgraph compiled for a family of sizes, or for those of the family that Inductor's code holds for.
+    """Compile a subgraph for a family of sizes, or for those of the family for which Inductor's guards hold.
 
-    It runs eagerly if Inductor cannot compile it.
+    If Inductor cannot compile the subgraph, it runs eagerly.
 
     Raises:
         InductorMemoryError: memory ran out, also after the allocator returned its cached memory to the driver.
@@ -142,7 +144,7 @@ def compiled(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: S
         try:
             return _form(graph, family, numbers, inputs)
         except InductorMemoryError:
-            torch.cuda.empty_cache()  # kernels are loaded into the driver's memory, which the allocator's cache takes up
+            torch.cuda.empty_cache()  # kernels are loaded into the driver's memory, which the allocator's cache may occupy
             return _form(graph, family, numbers, inputs)
     except InductorMemoryError:
         raise
@@ -162,7 +164,7 @@ _told: set[str] = set()
 
 
 def tell(text: str, reason: str) -> None:
-    """Warn, inside of an `except`, that a part of a body is not compiled: once for each text."""
+    """Warn, inside an `except` block, that a part of a loop body is not compiled: once for each text."""
     if text not in _told:
         _told.add(text)
         log.warning(text, reason, exc_info=log.isEnabledFor(logging.DEBUG))

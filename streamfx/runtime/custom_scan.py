@@ -1,7 +1,7 @@
-"""Operators with a state of packages and users, chunk by chunk: each chunk is a call of the operator on its own rows.
+"""Stateful operators of packages and users, chunk by chunk: each chunk is a call of the operator on its rows.
 
-A chunk is given the state that the chunk before it left. The backward is given the gradient of the state that the chunk after it
-left, and the state with which its own chunk began.
+A chunk receives the state that the chunk before it returned. The backward receives the gradient of the state from the
+chunk after it, and the state with which its own chunk began.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Arguments = dict[str, Any]
 
 
 class _Stateful(Recurrence):
-    """A call of an operator with a state; its carry holds the bytes of its states."""
+    """A call of a stateful operator; its carry holds the bytes of the states."""
 
     carry_type = torch.uint8
 
@@ -31,8 +31,8 @@ class _Stateful(Recurrence):
         self.__module__ = __name__
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        made = called(self.plan, self._with_remade(dict(zip(self.plan.operands, operands, strict=True))))
-        return tuple(made[part.number] for part in self.plan.results)
+        outputs = called(self.plan, self._with_remade(dict(zip(self.plan.operands, operands, strict=True))))
+        return tuple(outputs[part.number] for part in self.plan.results)
 
     def _with_remade(self, operands: Arguments) -> Arguments:
         return operands
@@ -40,27 +40,30 @@ class _Stateful(Recurrence):
     def _carried(
         self, before: int, after: int, chunk: int, carry: Tensor | None, states: Arguments, operands: Arguments
     ) -> tuple[Tensor, ...]:
-        """The chunk's rows from these states; what is left of them is carried on, and is a result of the last chunk."""
+        """Run the chunk's rows from the given states, and store the final states in the carry.
+
+        Only the last chunk returns them.
+        """
         plan, count = self.plan, rows_of(self.plan, operands)
         first = {slot.argument: states[slot.argument] for slot in plan.slots}
-        made: Sequence[Any] | Mapping[int, Any]
+        outputs: Sequence[Any] | Mapping[int, Any]
         if count:
-            made = called(plan, {**operands, **states}, count)
-            left = {slot.result: made[slot.result] for slot in plan.slots}
+            outputs = called(plan, {**operands, **states}, count)
+            left = {slot.result: outputs[slot.result] for slot in plan.slots}
             if carry is not None:
                 store(plan, left, carry)
         else:
-            made = of_no_rows(plan, {**operands, **states})
+            outputs = of_no_rows(plan, {**operands, **states})
             left = {slot.result: first[slot.argument].clone() for slot in plan.slots}
         has_last = after == 0 and (count > 0 or (before == 0 and chunk == 0))
-        return tuple(self._result(part, made, left, has_last) for part in plan.results)
+        return tuple(self._result(part, outputs, left, has_last) for part in plan.results)
 
     def _result(
-        self, part: StatefulResult, made: Sequence[Any] | Mapping[int, Any], left: Mapping[int, Tensor], has_last: bool
+        self, part: StatefulResult, outputs: Sequence[Any] | Mapping[int, Any], left: Mapping[int, Tensor], has_last: bool
     ) -> Tensor:
-        """What the last row leaves is a result of the chunk that has it, to which the others add nothing."""
+        """Return one result. Only the chunk with the last row returns the final state; others return an additive identity."""
         if part.number not in left:
-            return made[part.number]
+            return outputs[part.number]
         state = left[part.number]
         return state.to(part.dtype) if has_last else nothing_to_add(state.shape, part.dtype, state.device)
 
@@ -90,19 +93,19 @@ class Forward(_Stateful):
 
 
 class Backward(_Stateful):
-    """Its backward, for a call of it."""
+    """The backward of a call of the operator."""
 
     reverse = True
     needs_states = True
 
     def _with_remade(self, operands: Arguments) -> Arguments:
-        """What the operator saved, and has no rows."""
+        """Add the saved values that have no rows, by recomputing the operator."""
         again, remade = self.plan.again, self.plan.remade
         operands = {**operands, **nothing(self.plan, operands)}
         if again is None or not remade:
             return operands
-        made = called(again, operands)
-        return {**operands, **{name: made[number] for name, number in remade.items()}}
+        outputs = called(again, operands)
+        return {**operands, **{name: outputs[number] for name, number in remade.items()}}
 
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -111,8 +114,8 @@ class Backward(_Stateful):
         own = {**dict(zip(self.plan.operands, operands, strict=True)), **restored(self.plan.again, states[chunk])}
         own |= nothing(self.plan, own)
         if self.plan.remade and (count := rows_of(self.plan, own)):
-            made = called(self.plan.again, own, count)
-            own |= {name: made[number] for name, number in self.plan.remade.items()}
+            outputs = called(self.plan.again, own, count)
+            own |= {name: outputs[number] for name, number in self.plan.remade.items()}
         left = started(self.plan, own, carry) if before == 0 else restored(self.plan, carry)
         return self._carried(before, after, chunk, carry, left, own)
 
@@ -129,8 +132,9 @@ class Backward(_Stateful):
 
 
 def called(plan: StatefulPlan, values: Mapping[str, Any], count: int | None = None) -> Sequence[Any]:
-    """What the operator makes of arguments that lie in memory as they did when they were traced: of a chunk with so many rows, or
-    of the call as it stood.
+    """Call the operator on arguments that are laid out in memory as they were when they were traced.
+
+    `count` is the number of rows of a chunk, or None for the original call over all rows.
     """
     arguments = {name: laid_out(value, plan.orders.get(name)) for name, value in values.items() if name in plan.takes}
     given = {name: value for name, value in plan.given.items() if name in plan.takes}
@@ -141,7 +145,7 @@ def called(plan: StatefulPlan, values: Mapping[str, Any], count: int | None = No
 
 
 def laid_out(value: Any, order: tuple[int, ...] | None) -> Any:
-    """A tensor whose dimensions follow one another in this order, without gaps, and that begins where kernels may read from."""
+    """Make a tensor dense in this order of dimensions, beginning at an address that kernels accept."""
     if not isinstance(value, Tensor):
         return value
     order = order or tuple(range(value.dim()))
@@ -153,25 +157,25 @@ def laid_out(value: Any, order: tuple[int, ...] | None) -> Any:
 
 
 def nothing(plan: StatefulPlan, values: Mapping[str, Any]) -> Arguments:
-    """What the operator saved that has no elements."""
-    there = next(value for value in values.values() if isinstance(value, Tensor))
-    return {name: there.new_empty(shape, dtype=dtype) for name, (shape, dtype) in plan.nothing.items()}
+    """Return the operator's saved values that have no elements."""
+    example = next(value for value in values.values() if isinstance(value, Tensor))
+    return {name: example.new_empty(shape, dtype=dtype) for name, (shape, dtype) in plan.nothing.items()}
 
 
 def of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[int, Tensor]:
-    """Results of no rows: no kernel is asked for them, and sums over them are zero."""
-    there = next(value for value in values.values() if isinstance(value, Tensor))
-    made, found = of_a_block(plan, values), {}
+    """Return results for no rows, without calling a kernel; sums over rows are zero."""
+    example = next(value for value in values.values() if isinstance(value, Tensor))
+    outputs, empty = of_a_block(plan, values), {}
     for part in plan.results:
-        shape = list(made[part.number].shape)
+        shape = list(outputs[part.number].shape)
         if part.rows is not None:
             shape[part.rows] = 0
-        found[part.number] = there.new_zeros(shape, dtype=part.dtype)
-    return found
+        empty[part.number] = example.new_zeros(shape, dtype=part.dtype)
+    return empty
 
 
 def of_a_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequence[Any]:
-    """What the operator says that it would make of a block of rows: few say that of none."""
+    """Return the operator's results on a block of rows, on the meta device. Few operators accept zero rows, even there."""
 
     def like(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -181,8 +185,8 @@ def of_a_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequence[Any]:
 
     given = {name: like(name, value) for name, value in values.items()}
     if plan.again is not None and plan.remade:
-        made = of_a_block(plan.again, values)
-        given |= {name: made[number] for name, number in plan.remade.items()}
+        outputs = of_a_block(plan.again, values)
+        given |= {name: outputs[number] for name, number in plan.remade.items()}
     return called(plan, given, plan.block)
 
 
@@ -196,18 +200,18 @@ def rows_of(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
 
 
 def started(plan: StatefulPlan, operands: Mapping[str, Any], carry: Tensor) -> Arguments:
-    """The states in front of the first row: those that are given, else zeros, which the carry still has."""
+    """Return the states before the first row: the given ones, or the zeros with which the carry was initialized."""
     nothing = restored(plan, carry)
     return {name: zeros if name in plan.absent else operands[name].to(zeros.dtype) for name, zeros in nothing.items()}
 
 
 def restored(plan: StatefulPlan, carry: Tensor) -> Arguments:
-    """What a carry holds: a copy, because the carry moves on."""
+    """Return copies of the states in a carry, because the carry will be overwritten."""
     return {slot.argument: _read(slot, carry) for slot in plan.slots}
 
 
 def _read(slot: StateSlot, carry: Tensor) -> Tensor:
-    if 0 in slot.shape:  # a place of no bytes need not be one for numbers of its type
+    if 0 in slot.shape:  # an empty slice may not be aligned for a view of this dtype
         return carry.new_empty(slot.shape, dtype=slot.dtype)
     return carry[slot.start : slot.stop].view(slot.dtype).view(slot.shape).clone()
 

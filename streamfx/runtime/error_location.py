@@ -1,4 +1,4 @@
-"""The line of the user's code, in an error that an operator raises at run time: the operator runs in a loop of ours."""
+"""Add the line of the user's code to an error that an operator raises at run time inside one of our loops."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ASSIGNED = re.compile(r"\s*(\w+)\b[^=]* = ")
 
 
 def name_line(error: BaseException, running: Sequence[fx.Node]) -> None:
-    """Notes down in an error which operator of the user's it comes from, if nobody has: one that was running when it was raised.
+    """Add a note to an error that names the user's operator which was running, unless a note exists.
 
-    Where that was a graph (a loop's body), its own operator is told by the traceback. Nothing is done while nothing is wrong.
+    If the operator ran inside a graph (a loop body), the traceback identifies it. This function runs only on errors.
     """
     if not hasattr(error, "add_note") or any(note.startswith(_SAID) for note in getattr(error, "__notes__", ())):
         return  # Python 3.10 has no notes
@@ -32,15 +32,16 @@ def name_line(error: BaseException, running: Sequence[fx.Node]) -> None:
 
 
 def _in_graphs(error: BaseException) -> Iterator[list[fx.Node]]:
-    """For each graph that the error passed through, from outside to inside: the operator that it was at."""
+    """Yield, from the outermost to the innermost graph that the error passed through, the operator that was running there."""
     for frame, number in traceback.walk_tb(error.__traceback__):
         module, file = frame.f_locals.get("self"), frame.f_code.co_filename
         if isinstance(module, fx.GraphModule) and file.startswith("<eval_with_key>"):
             assigned = _ASSIGNED.match(linecache.getline(file, number, frame.f_globals))
             nodes = list(module.graph.nodes)
             at = next((i for i, node in enumerate(nodes) if assigned is not None and node.name == assigned[1]), len(nodes))
-            known = (node for node in chain(nodes[at:], nodes[:at][::-1]) if source_line(node))  # what ours were written for
-            yield [node] if (node := next(known, None)) is not None else []
+            # inserted nodes have no source line, so use a neighbor
+            with_line = (node for node in chain(nodes[at:], nodes[:at][::-1]) if source_line(node))
+            yield [node] if (node := next(with_line, None)) is not None else []
 
 
 def _named(nodes: Sequence[fx.Node]) -> str:

@@ -1,4 +1,4 @@
-"""Python that is written for a list of calls, so that nothing walks over them while they run.
+"""Generate Python source for a list of calls, so that no interpreter iterates over them at run time.
 
     def outer(arguments):
         try:
@@ -11,7 +11,7 @@
             failed(error)
             raise
 
-Each value is a variable, which is set to None after its last use. What is written holds nothing of a run.
+Each value is a local variable, which is set to None after its last use. The generated code holds no state of a run.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torch import fx
 
 from streamfx.runtime.error_location import name_line
 
-PLAIN = (int, bool, str, type(None))  # what is written as it is printed; of other types are names
+PLAIN = (int, bool, str, type(None))  # types whose repr is valid source; values of other types are referenced by name
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class CodeCall:
-    """`makes = run(*args, **kwargs)`; nodes among the arguments stand for values.
+    """`makes = run(*args, **kwargs)`; nodes among the arguments represent values.
 
-    `makes` is the one node whose value the result is, or several whose values the results are. `stands_for`: the operators of
-    the user's, one of which this is at any time.
+    `makes` is one node for the result, or several nodes for the items of the result. `stands_for`: the user's
+    operators that this call executes, one of which runs at any time.
     """
 
     run: Callable[..., Any]
@@ -56,7 +56,7 @@ class CodeCall:
 
 
 class CodeStep(Protocol):
-    """What takes values, and what it makes of them."""
+    """A step that reads values and defines others."""
 
     @property
     def made(self) -> tuple[fx.Node, ...]: ...
@@ -66,48 +66,51 @@ class CodeStep(Protocol):
 
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
+    nodes: list[fx.Node] = []
 
-    def seen(node: fx.Node) -> fx.Node:
-        found.append(node)
+    def visit(node: fx.Node) -> fx.Node:
+        nodes.append(node)
         return node
 
-    fx.node.map_arg(arguments, seen)
-    return found
+    fx.node.map_arg(arguments, visit)
+    return nodes
 
 
 class Text:
-    """Lines of a function, and what its names stand for."""
+    """The lines of a function, and the objects that its names refer to."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
         self._taken = set(taken)
-        self._next: Counter[str] = Counter()  # by hint the first number that may not be taken
+        self._next: Counter[str] = Counter()  # by hint: the first suffix that may be free
 
     def line(self, text: str, depth: int = 1) -> None:
         self.lines.append("    " * depth + text)
 
     def unused(self, hint: str) -> str:
-        """A name that no value has."""
-        while (own := f"{hint}_{self._next[hint]}") in self._taken:
+        """Return a name that is not in use."""
+        while (name := f"{hint}_{self._next[hint]}") in self._taken:
             self._next[hint] += 1
-        self._taken.add(own)
-        return own
+        self._taken.add(name)
+        return name
 
     def name(self, hint: str, value: Any) -> str:
-        """A name for a thing that the text refers to."""
-        own = self.unused(hint)
-        self.names[own] = value
-        return own
+        """Return a name by which the text can refer to an object."""
+        name = self.unused(hint)
+        self.names[name] = value
+        return name
 
     def argument(self, value: Any) -> str:
-        """An argument as Python has it."""
+        """Return an argument as Python source."""
         if isinstance(value, fx.Node):
             return value.name
         if type(value) in PLAIN or (type(value) is float and math.isfinite(value)):
             return repr(value)
-        if nodes_in((value,)) or type(value) in (list, fx.immutable_collections.immutable_list):  # lists may be written to
+        if nodes_in((value,)) or type(value) in (
+            list,
+            fx.immutable_collections.immutable_list,
+        ):  # a list is copied, because the callee may mutate it
             return self._collection(value)
         return self.name("value", value)
 
@@ -122,17 +125,17 @@ class Text:
         return f"{self.name('kind', type(value))}({items})" if hasattr(value, "_fields") else f"({items})"
 
     def function(self, title: str) -> Callable[..., Any]:
-        """What the lines define; tracebacks show them."""
+        """Compile the lines and return the function; tracebacks show the source."""
         source, file = "\n".join(self.lines) + "\n", f"streamfx's {title}, {next(_numbers)}"
-        space = {**self.names, "__name__": file, "__loader__": _Source(source)}
-        exec(compile(source, file, "exec"), space)
-        made: Callable[..., Any] = space[title]
-        return made
+        namespace = {**self.names, "__name__": file, "__loader__": _Source(source)}
+        exec(compile(source, file, "exec"), namespace)
+        function: Callable[..., Any] = namespace[title]
+        return function
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where `linecache` finds the text of a line."""
+    """A loader from which `linecache` reads source lines."""
 
     text: str
 
@@ -143,7 +146,9 @@ class _Source:
 def function_of(
     title: str, given: Sequence[fx.Node], calls: Sequence[CodeCall], result: Any, boxed: bool = False
 ) -> Callable[..., Any]:
-    """A function of the values of `given`, which it takes one by one or, boxed, in a list that it empties."""
+    """Generate a function of the values of `given`, which it takes as positional arguments or, if boxed, in a list that
+    it empties.
+    """
     text = Text(node.name for node in (*given, *(node for call in calls for node in call.made)))
     names, arguments = ", ".join(node.name for node in given), text.unused("arguments")
     text.line(f"def {title}({arguments if boxed else names}):", 0)
@@ -153,7 +158,7 @@ def function_of(
         text.line(f"{arguments}.clear()", 2)
     before, *after = dying(given, calls, result)
     drop(text, before)
-    at: dict[int, tuple[fx.Node, ...]] = {}  # by line
+    at: dict[int, tuple[fx.Node, ...]] = {}  # keyed by line number
     for call, values in zip(calls, after, strict=True):
         write(text, call)
         at[len(text.lines)] = call.stands_for
@@ -179,7 +184,7 @@ def drop(text: Text, values: Sequence[fx.Node]) -> None:
 
 
 def end(text: Text, at: dict[int, tuple[fx.Node, ...]]) -> None:
-    """The end of what began with `try`: `at` has the nodes that a line stands for."""
+    """Write the `except` clause that closes `try`; `at` maps line numbers to the nodes that the line executes."""
     error = text.unused("error")
     text.line(f"except Exception as {error}:")
     text.line(f"{text.name('failed', _blame(at))}({error})", 2)
@@ -187,7 +192,7 @@ def end(text: Text, at: dict[int, tuple[fx.Node, ...]]) -> None:
 
 
 def dying(given: Sequence[fx.Node], calls: Sequence[CodeStep], result: Any) -> list[list[fx.Node]]:
-    """What nobody asks for any more: of what is given, before all calls, and after each of them."""
+    """Return the values that are dead before the first call, and after each call."""
     last: dict[fx.Node, int] = dict.fromkeys(given, -1)
     for position, call in enumerate(calls):
         last.update(dict.fromkeys((*call.used, *call.made), position))

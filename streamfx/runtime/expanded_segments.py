@@ -1,4 +1,4 @@
-"""Python that is written for a graph which runs in stretches, with others at work between them.
+"""Generate Python source for a graph that runs in segments, with other code running between them.
 
     def backward(arguments, results):
         try:
@@ -14,8 +14,8 @@
             yield
             ...
 
-It is a generator: what is alive between two stretches is its own, and another run has another one. A result is in `results` alone
-once the stretch is through, so that autograd can take it over.
+The function is a generator, so each run owns the values that are alive between two segments. After a segment, only
+`results` holds its results, so that autograd can take ownership of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHANGED = (
 
 @dataclass(frozen=True)
 class Border:
-    """The begin of a stretch, which looks at `values` that it reads, or its end, which leaves `values` as results."""
+    """The begin of a segment, which checks the `values` that it reads, or its end, which releases `values` as results."""
 
     values: tuple[fx.Node, ...]
     made: tuple[fx.Node, ...] = ()
@@ -52,7 +52,7 @@ class Border:
 def stretches_of(
     title: str, given: Sequence[fx.Node], stretches: Sequence[tuple[ReleaseSegment, Sequence[CodeCall]]]
 ) -> Stretches:
-    """A generator function for a graph's stretches and the calls of each."""
+    """Generate a generator function for the segments of a graph and the calls of each."""
     steps: list[list[CodeStep]] = [
         [Border(delivery.reads), *calls, Border(tuple(delivery.gradients.values()))] for delivery, calls in stretches
     ]
@@ -95,12 +95,12 @@ def _split(items: Sequence[Any], lengths: Iterable[int]) -> Iterator[Sequence[An
 
 
 def versions_of(**values: Any) -> dict[str, int]:
-    """How often each tensor has been written to."""
+    """Return the version counter of each tensor."""
     return {name: value._version for name, value in values.items() if isinstance(value, Tensor) and not value.is_inference()}
 
 
 def unchanged(versions: dict[str, int], **values: Any) -> None:
-    """Raise an error where a tensor was written to since."""
+    """Raise an error if a tensor was modified in place since its version was recorded."""
     for name, value in values.items():
         before = versions.get(name)
         if before is not None and value._version != before:

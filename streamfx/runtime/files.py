@@ -1,6 +1,7 @@
-"""Values that wait in memory-mapped files, out of the process's memory.
+"""Values in memory-mapped files, outside the process's memory.
 
-Their room on the disk is taken before they are written: a page that finds none would end the process with a signal, not an error.
+Disk space is reserved before a file is written: without space, touching a mapped page would kill the process with a
+signal instead of raising an error.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NOT_ON_DISK = "offload writes to %s, which is in memory itself (%s): nothing is 
 
 
 def mapped(value: Tensor) -> Tensor:
-    """A copy of a value in a file that nobody else sees."""
+    """Copy a value to an unlinked, memory-mapped file."""
     if not value.numel():
         return value.clone()
     with _new_file(value.nbytes) as path:
@@ -45,7 +46,7 @@ def mapped(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _new_file(size: int) -> Iterator[Path]:
-    """A file with room for so many bytes, which has no name any more afterwards."""
+    """Create a file with `size` bytes reserved, and unlink it on exit."""
     folder = "the folder for temporary files"
     try:
         folder = tempfile.gettempdir()
@@ -62,7 +63,7 @@ def _new_file(size: int) -> Iterator[Path]:
     try:
         yield path
     finally:
-        with contextlib.suppress(OSError):  # where a file in use cannot be deleted, it stays until the folder is emptied
+        with contextlib.suppress(OSError):  # if a file in use cannot be deleted, it stays until the folder is emptied
             path.unlink()
 
 
@@ -75,7 +76,7 @@ def _reserve(file: int, size: int) -> None:
 
 
 def _no_room(folder: str, size: int, cause: OSError) -> OffloadSpaceError:
-    """What is free is told where the disk is full; what a limit refuses does not depend on it."""
+    """Build the error. Free space is reported only if the disk is full, because a file size limit does not depend on it."""
     free, limit = _free_bytes(folder), limit_of("RLIMIT_FSIZE") if cause.errno == errno.EFBIG else None
     left = f"; {in_bytes(free)} are free" if free is not None and cause.errno == errno.ENOSPC else ""
     left += "" if limit is None else f"; RLIMIT_FSIZE lets a file have {in_bytes(limit)}"
@@ -99,29 +100,29 @@ def _free_bytes(folder: str) -> int | None:
 
 @cache
 def _warn_of_memory(folder: str) -> None:
-    """Says once of a folder that files in it take memory as well."""
+    """Warn once if files in a folder occupy memory."""
     if (kind := kind_of_disk(folder)) in IN_MEMORY:
         log.warning(NOT_ON_DISK, folder, kind)
 
 
 def kind_of_disk(folder: str) -> str:
-    """The type of file system that a folder is on; empty where the system does not tell."""
+    """Return the type of file system that a folder is on, or an empty string if the system does not report it."""
     try:
         lines = [line.split() for line in MOUNTS.read_text().splitlines()]
     except OSError:
         return ""
     resolved = Path(folder).resolve()
-    around = (resolved, *resolved.parents)
-    found = [(len(place.parts), kind) for _, name, kind, *_ in lines if (place := Path(_unescaped(name))) in around]
-    return max(found, key=operator.itemgetter(0))[1] if found else ""
+    ancestors = (resolved, *resolved.parents)
+    mounts = [(len(place.parts), kind) for _, name, kind, *_ in lines if (place := Path(_unescaped(name))) in ancestors]
+    return max(mounts, key=operator.itemgetter(0))[1] if mounts else ""
 
 
 def _unescaped(name: str) -> str:
-    r"""A name as the system writes it in its list of mounts: spaces are \040."""
+    r"""Decode a name from the system's list of mounts, in which spaces are \040."""
     return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), name)
 
 
 def _leave_to_file(held: Tensor) -> None:
-    """Take a mapped tensor's pages out of the process's memory; they are read from the file when they are asked for."""
-    with contextlib.suppress(OSError, AttributeError):  # where there is no such call
+    """Drop a mapped tensor's pages from the process's memory; they are read from the file on access."""
+    with contextlib.suppress(OSError, AttributeError):  # the system may have no such call
         ctypes.CDLL(None).madvise(ctypes.c_void_p(held.data_ptr()), ctypes.c_size_t(held.nbytes), mmap.MADV_DONTNEED)

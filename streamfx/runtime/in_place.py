@@ -1,4 +1,4 @@
-"""Sums and products of large gradients, written over an operand that nobody will read again."""
+"""Sums and products of large gradients, computed in place over an operand that has no further reader."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from streamfx.torch_private import FakeTensor, keeps_graph
 
 
 def added(total: Tensor, part: Tensor) -> Tensor:
-    """total + part, in the place of `total`."""
+    """Return total + part, computed in place in `total`."""
     return total.add_(part)
 
 
 def scaled(value: Tensor, factor: Any) -> Tensor:
-    """value * factor, in the place of `value`."""
+    """Return value * factor, computed in place in `value`."""
     return value.mul_(factor)
 
 
 def scaled_once(saved: Tensor, factor: Any) -> Tensor:
-    """The same for a value that the forward half has saved: only where no second run of the backward half will ask for it."""
+    """Return saved * factor, in place unless the backward graph may run a second time and read the saved value."""
     if keeps_graph() and not isinstance(saved, FakeTensor):
         return saved * factor
     return saved.mul_(factor)
 
 
-OVER_FIRST = (added, scaled, scaled_once)  # what they return lies where their first operand does, or in memory of its own
+OVER_FIRST = (added, scaled, scaled_once)  # the result aliases the first operand, or is in new memory

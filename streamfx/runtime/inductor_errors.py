@@ -1,4 +1,4 @@
-"""Who is to blame where nothing was compiled?"""
+"""Report whether Inductor or streamfx is responsible if a graph could not be compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_COMPILED = (
 
 
 def blame(error: Exception) -> str:
-    """For a warning that something runs without a compiler: whose failure that is."""
+    """Return, for a warning that code runs uncompiled, which component failed."""
     if isinstance(error, InductorFailedError):
         return f"Inductor failed ({error})"
     return f"streamfx failed ({told(error)}; please report this)"

@@ -1,4 +1,4 @@
-"""The loop over chunks: makes its buffers and results; what feeds its body is written in `loop_codegen.py`."""
+"""The loop over chunks: allocates its buffers and results. `loop_codegen.py` generates the code that feeds the loop body."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ Masks: TypeAlias = "dict[MaskProgram, list[Callable[..., Iterable[Inputs]]]]"
 
 
 class Loop(nn.Module):
-    """Runs a `LoopSpec`; called with the values of its symbols and its tensors, returns a tuple of its results."""
+    """Runs a `LoopSpec`: called with the values of its symbols and its tensors, it returns a tuple of its results."""
 
     def __init__(self, spec: LoopSpec) -> None:
         super().__init__()
         self.spec = spec
         self.body = spec.body
-        self.compiled: CompiledBody | None = None  # runs in place of the body
-        self.place: LoopPlace | None = None  # measured are loops that have one
+        self.compiled: CompiledBody | None = None  # if set, it runs instead of the body
+        self.place: LoopPlace | None = None  # if set, probes measure this loop
         self._sizes: dict[Size, Callable[[Env], int]] = {}
         self._written: tuple[LoopSpec, dict[bool, Run], Masks] | None = None
 
     def chunks(self, length: int, env: Env) -> Sequence[tuple[int, int]]:
-        """Bounds of the chunks, in the order in which they run."""
+        """Return the bounds of the chunks, in execution order."""
         return Chunks(length, self.rows_per_chunk(length, env), self.spec.reverse)
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
-        """Values of the symbols, then tensors, to the stacked rows of each result, then the buffers that are results."""
+        """Run the loop on the values of the symbols and the tensors; return the concatenated results, then the buffers
+        that are results.
+        """
         env: Env = {symbol.name: int(value) for symbol, value in zip(self.spec.symbols, arguments, strict=False)}
         length = self.size(self.spec.length, env)
         step = self.rows_per_chunk(length, env)
@@ -72,17 +74,19 @@ class Loop(nn.Module):
         return (*results, *kept)
 
     def _code(self, is_single: bool) -> tuple[Run, Masks]:
-        """What runs for the chunks, or for a single one, written when it is first asked for."""
-        spec, known = self.spec, self._written
-        if known is None or known[0] is not spec:
-            known = self._written = spec, {}, _masks_of(spec)
-        _, codes, masks = known
+        """Return the generated code for several chunks, or for a single one, and the mask programs; the code is
+        generated on first use.
+        """
+        spec, generated = self.spec, self._written
+        if generated is None or generated[0] is not spec:
+            generated = self._written = spec, {}, _masks_of(spec)
+        _, codes, masks = generated
         if is_single not in codes:
             codes[is_single] = written_loop(spec, is_single)
         return codes[is_single], masks
 
     def runner(self, bounds: Sequence[tuple[int, int]]) -> Callable[..., Sequence[Any]]:
-        """What runs the body for these chunks."""
+        """Return the callable that runs the loop body for these chunks."""
         if self.compiled is None:
             return self.body.forward  # type: ignore[no-any-return]
         assert isinstance(bounds, Chunks)
@@ -119,10 +123,11 @@ class Loop(nn.Module):
     def _once_made(
         self, given: list[Any], item: ConcatOutput, tensors: Sequence[Any], env: Env
     ) -> Callable[..., tuple[Tensor, bool]]:
-        """What gives the result of a single chunk, once its rows are made, and whether these are still to be put there: they are
-        the result themselves where they lie as it does.
+        """Return a function of a single chunk's rows that yields the result, and whether the rows must still be copied
+        into it.
 
-        What is `given` to the loop, or a result already, is not taken for another.
+        No copy is needed if the rows already have the layout of the result. Memory of the loop's inputs (`given`), or
+        of an earlier result, is not used for another result.
         """
         shape = [self.size(size, env) for size in item.shape]
 
@@ -143,7 +148,9 @@ class Loop(nn.Module):
 
 
 def is_alone(made: Tensor, item: ConcatOutput, given: Iterable[Any]) -> bool:
-    """Whether rows lie in memory of their own, all of it, in the order of a result."""
+    """Return whether rows have the dtype and order of the result, and occupy all of a storage that no tensor of `given`
+    shares.
+    """
     if not item.is_fresh or (made.dtype, made.device) != (item.dtype, item.device):
         return False
     storage = made.untyped_storage()
@@ -152,14 +159,14 @@ def is_alone(made: Tensor, item: ConcatOutput, given: Iterable[Any]) -> bool:
 
 
 def _masks_of(spec: LoopSpec) -> Masks:
-    """What each mask program of a body is given, for each of its calls."""
+    """Return, for each mask program of a loop body, functions that compute the inputs of its calls."""
     position = {node: i for i, node in enumerate(spec.body.graph.find_nodes(op="placeholder"))}
-    found: Masks = {}
+    masks: Masks = {}
     for call in spec.body.graph.find_nodes(op="call_module"):
         program = spec.body.get_submodule(str(call.target))
         if isinstance(program, MaskProgram):
-            found.setdefault(program, []).append(written_inputs(spec, [position[source] for source in call.args]))
-    return found
+            masks.setdefault(program, []).append(written_inputs(spec, [position[source] for source in call.args]))
+    return masks
 
 
 def _upcoming(masks: Masks, program: MaskProgram, given: tuple[Any, ...]) -> Iterator[Inputs]:

@@ -1,4 +1,4 @@
-"""Python that is written for a loop over chunks: what does not change from chunk to chunk is found before it.
+"""Generate Python source for a loop over chunks; values that are equal for all chunks are computed before the loop.
 
     def loop(run, bounds, step, chunks, env, tensors, buffers, results):
         [tensor_0, tensor_1] = tensors
@@ -10,7 +10,7 @@
             put(rows_1, made_0)
             made_0 = None
 
-Copies of rows go straight to the body, so that nothing but the body holds them.
+Copies of rows are passed to the loop body as temporaries, so that only the body holds a reference.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from streamfx.runtime.buffers import rows_of, rows_view
 from streamfx.runtime.chunks import blocks_of, in_turn
 from streamfx.runtime.runtime_sizes import BOUNDS, FUNCTIONS, SizePrinter, kind_of_size
 
-WHOLE = (sympy.Add, sympy.Mul, sympy.Symbol, sympy.Integer)  # what makes whole numbers of whole numbers
+WHOLE = (sympy.Add, sympy.Mul, sympy.Symbol, sympy.Integer)  # expressions over integers that are integers themselves
 MOVING = {program.START, program.STOP, program.CHUNK}
 
 
 @dataclass(frozen=True)
 class Code:
-    """An expression in Python; `moves` if its value changes from chunk to chunk."""
+    """A Python expression; `moves` if its value changes from chunk to chunk."""
 
     text: str
     moves: bool = False
@@ -63,30 +63,30 @@ START, STOP = Code("start", True), Code("stop", True)
 
 
 class LoopWriter:
-    """Writes what runs before a loop, and what runs for each of its chunks."""
+    """Generates the code that runs before a loop, and the code that runs for each chunk."""
 
     def __init__(self, spec: LoopSpec) -> None:
         self.spec = spec
         self.once: list[str] = []
         self.each: list[str] = []
-        self.counts = False  # whether the number of the chunk is asked for
-        self.turns: dict[str, Code] = {}  # what comes chunk by chunk, by what it comes from
+        self.counts = False  # whether the code uses the chunk index
+        self.turns: dict[str, Code] = {}  # loop variables, keyed by the iterator that yields them
         self._known: dict[str, tuple[Code, ...]] = {}
         self._length = self.size(spec.length)
 
     # -- values with names
 
     def named(self, code: Code, *hints: str) -> tuple[Code, ...]:
-        """Variables for a value, or for the values that it consists of; one for equal ones."""
-        found = self._known.get(code.text)
-        if found is None:
-            found = tuple(Code(f"{hint}_{len(self._known)}", code.moves) for hint in hints)
-            self._known[code.text] = found
-            (self.each if code.moves else self.once).append(f"{', '.join(map(str, found))} = {code}")
-        return found
+        """Assign a value, or the items that it consists of, to variables; equal expressions share one."""
+        variables = self._known.get(code.text)
+        if variables is None:
+            variables = tuple(Code(f"{hint}_{len(self._known)}", code.moves) for hint in hints)
+            self._known[code.text] = variables
+            (self.each if code.moves else self.once).append(f"{', '.join(map(str, variables))} = {code}")
+        return variables
 
     def size(self, size: Size) -> Code:
-        """A size, or another number that follows from sizes."""
+        """Return code for a size, or for another number that depends on sizes."""
         if isinstance(size, int):
             return Code(str(size))
         symbols = free_symbols([size])
@@ -104,13 +104,13 @@ class LoopWriter:
         return self.named(Code("stop - start", True), "n")[0]
 
     def _found(self, expression: Any) -> Any:
-        """The variable, or the number, for the first row or the number of rows that a function of sizes stands for."""
+        """Return the variable, or the number, for a size function that is the first row or the number of rows of some bounds."""
         function, part = BOUNDS[type(expression).__name__]
         text = self.bounds(function, [self._argument(argument) for argument in expression.args])[part].text
         return sympy.Integer(text) if text.isdigit() else sympy.Symbol(text, integer=True)
 
     def _argument(self, argument: Any) -> Code:
-        """A number or a name, so that it may be part of any expression."""
+        """Return a number or a name, which may be part of any expression."""
         text = SizePrinter().doprint(argument)
         return Code(text) if text.isidentifier() or text.removeprefix("-").isdigit() else self.size(argument)
 
@@ -120,7 +120,9 @@ class LoopWriter:
         return self.named(Code(f"{one} * {other}", one.moves or other.moves), "n")[0]
 
     def bounds(self, function: str, arguments: Sequence[Code]) -> tuple[Code, Code]:
-        """First row and number of rows, by a function of `sizes.py`; where the axis is the sequence itself without a call."""
+        """Return the first row and the number of rows, by a function of `runtime_sizes.py`; without a call if the axis
+        is the sequence.
+        """
         texts = [argument.text for argument in arguments]
         rows, whole = self._length, self._length.text
         if function == "member_bounds" and texts[2:] == [whole, "0", whole]:
@@ -139,7 +141,7 @@ class LoopWriter:
     # -- rows
 
     def part(self, tensor: Code, where: Iterable[tuple[Placement, Selector]], view: bool) -> Code:
-        """Rows of a tensor along each placement."""
+        """Return a slice of a tensor along each placement."""
         for placement, selector in where:
             first, count = self._selected(placement, selector)
             outer, inner, dim = self.size(placement.outer), self.size(placement.inner), placement.dim
@@ -163,7 +165,7 @@ class LoopWriter:
         return tensor if tensor.moves or tensor.text.isidentifier() else self.named(tensor, "part")[0]
 
     def _selected(self, placement: Placement, selector: Selector) -> tuple[Code, Code]:
-        """First row and number of rows, in the placement's own axis."""
+        """Return the first row and the number of rows, along the placement's own axis."""
         offset, rows, block = self.size(placement.rows.offset), self.size(placement.rows.length), placement.rows.block
         chunk = (START, STOP, self._length)
         if isinstance(selector, Span):
@@ -175,10 +177,10 @@ class LoopWriter:
         window = (reach, Code(str(block))) if block != 1 else (reach,) if selector.reach else ()
         return self.bounds("shifted_bounds", (*chunk, *other, by, rows, *window))
 
-    # -- what the body takes
+    # -- inputs of the loop body
 
     def feeds(self, positions: Iterable[int]) -> list[str]:
-        """What these placeholders of the body are fed; nothing where nobody asks."""
+        """Return the inputs of these placeholders of the loop body, or None for a placeholder without users."""
         given = self.spec.body.graph.find_nodes(op="placeholder")
         return [self._feed(self.spec.feeds[i], self.spec.sources[i]).text if given[i].users else "None" for i in positions]
 
@@ -203,14 +205,16 @@ def _is_bound(expression: Any) -> bool:
 
 
 def put(own: Tensor, rows: Tensor) -> None:
-    """Rows into the place of a chunk's own, which has a dimension more where the sequence is an inner factor."""
+    """Copy rows into a chunk's slice of the result, which has an additional dimension if the sequence is an inner factor."""
     own.copy_(rows if rows.shape == own.shape else rows.reshape(own.shape))
 
 
 def written_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None]:
-    """loop(run, bounds, step, chunks, env, tensors, buffers, results): runs the body for all chunks, and fills the results.
+    """Generate loop(run, bounds, step, chunks, env, tensors, buffers, results), which runs the body per chunk and fills
+    the results.
 
-    Of a single chunk `results` are functions of the rows that were made: they give the result, and whether it is still empty.
+    For a single chunk, `results` are functions of the computed rows: they return the result, and whether it is still
+    empty.
     """
     writer = LoopWriter(spec)
     stacked = [item for item in spec.yields if isinstance(item, ConcatOutput)]
@@ -229,7 +233,9 @@ def written_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None]
 
 
 def written_inputs(spec: LoopSpec, positions: Sequence[int]) -> Callable[..., Iterable[tuple[Any, ...]]]:
-    """The same arguments, to what these placeholders of the body are fed for each chunk."""
+    """Generate a function with the same arguments that yields the inputs of these placeholders of the loop body for each
+    chunk.
+    """
     writer = LoopWriter(spec)
     feeds = writer.feeds(positions)
     stacked = sum(isinstance(item, ConcatOutput) for item in spec.yields)
@@ -256,8 +262,8 @@ def _text(writer: LoopWriter, body: Sequence[str], results: int) -> str:
 
 @lru_cache(maxsize=1024)
 def _function(text: str) -> Callable[..., Any]:
-    """Loops of equal layers are one."""
-    space = {**FUNCTIONS, "rows_of": rows_of, "rows_view": rows_view, "blocks_of": blocks_of, "in_turn": in_turn, "put": put}
-    exec(compile(text, "streamfx's loop", "exec"), space)
-    made: Callable[..., Any] = space["loop"]
-    return made
+    """Compile the source. The cache shares the function between loops of equal layers."""
+    namespace = {**FUNCTIONS, "rows_of": rows_of, "rows_view": rows_view, "blocks_of": blocks_of, "in_turn": in_turn, "put": put}
+    exec(compile(text, "streamfx's loop", "exec"), namespace)
+    function: Callable[..., Any] = namespace["loop"]
+    return function

@@ -1,23 +1,24 @@
-"""Values that wait on the host for the backward half, and their copies to and from a CUDA device.
+"""Values that wait on the host for the backward graph, and their copies to and from a CUDA device.
 
-    forward half                                      backward half
+    forward graph                                     backward graph
     held = to_host(x)         begins a copy           x = from_host(held)     allocates x, begins a copy
-    ... loops of the next stage ...                   ... loops of the stage before ...
+    ... loops of the next stage ...                   ... loops of the previous stage ...
     free_after_copy(held, x)  compute waits           wait_for_copy(x)        compute waits
 
-Copies run on a stream of their own, one per device, beside the loops of one stage. Where these nodes stand in an outer graph is
-decided in `passes/lowering/copies.py`. On a CPU, whose memory is the host's, values wait in memory-mapped files, which the system
-writes to disk if memory is short.
+Copies run on a separate stream per device, concurrently with the loops of one stage. `passes/lowering/copies.py`
+places these nodes in the host program. On a CPU, values wait in memory-mapped files, which the system writes to disk
+if memory is short.
 
 # NOTE [Memory that two streams touch]
-Memory of the device is allocated and freed on the compute stream alone. Two orders make that safe:
-- A copy begins after all that the compute stream was asked for before: the source has been computed, and kernels that used the
+Device memory is allocated and freed on the compute stream only. Two orderings make that safe:
+- A copy begins after all work queued on the compute stream: the source has been computed, and kernels that used the
   destination's memory before it was freed are done.
-- The compute stream waits for a copy's event before the tensor on the device is read or freed. The next kernel may be given its
-  memory as soon as the host has dropped it. So a `_Copy` holds the source, or is held by the destination, until the compute
-  stream has been made to wait; if an exception ends a half in the middle, the copy's destructor makes it wait.
-`record_stream` would do neither: the allocator frees such memory only when the host sees the event complete, and a host that runs
-ahead of the device allocates more meanwhile.
+- The compute stream waits for a copy's event before the tensor on the device is read or freed, because the next
+  kernel may get its memory as soon as the host has dropped it. So a `_Copy` holds the source, or is held by the
+  destination, until the compute stream waits. If an exception ends a graph early, the copy's
+  destructor makes it wait.
+`record_stream` would not work: the allocator frees such memory only after the host sees the event complete, and a
+host that runs ahead of the device allocates more in the meantime.
 """
 
 from __future__ import annotations
@@ -37,21 +38,26 @@ _library = torch.library.Library("streamfx", "FRAGMENT")
 _library.define("to_host(Tensor value) -> Tensor")
 _library.define("from_host(Tensor held, Device device) -> Tensor")
 
-BESIDE: dict[str, Any] = {"cuda": torch.cuda}  # by type of device: the module of its streams, if copies run beside its work
-_COPY = "_streamfx_copy"  # an attribute of a held or fetched tensor: its copy, until the compute stream waits for it
+BESIDE: dict[str, Any] = {
+    "cuda": torch.cuda
+}  # keyed by device type: the module of its streams, if copies can overlap with compute
+_COPY = "_streamfx_copy"  # attribute of a held or fetched tensor: its copy, until the compute stream waits for it
 _streams: dict[torch.device, _CopyStream] = {}
 _lock = threading.Lock()
 
 
 class _CopyStream:
-    """The one stream on which copies of a device run, and the blocks of the host that they fill and read."""
+    """The copy stream of a device, and the pinned host blocks that its copies fill and read."""
 
     def __init__(self, beside: Any, device: torch.device) -> None:
         self.beside, self.device, self.stream = beside, device, beside.Stream(device)
         self.blocks = PinnedBlocks(beside, device, self.stream)
 
     def begin(self, target: Tensor, source: Tensor, keeps: bool) -> _Copy:
-        """Copy after all that the current stream was asked for; the host goes on. The copy may keep its source alive."""
+        """Queue a copy after all work of the current stream, without blocking the host.
+
+        If `keeps`, the copy keeps its source alive.
+        """
         compute = self.beside.current_stream(self.device)
         self.stream.wait_stream(compute)
         running: AbstractContextManager[Any] = self.beside.stream(self.stream)
@@ -63,7 +69,7 @@ class _CopyStream:
 
 
 class _Copy:
-    """A copy that the compute stream has not waited for; it keeps its source on the device alive until then.
+    """A copy that the compute stream has not waited for yet; until then it keeps its source on the device alive.
 
     See NOTE [Memory that two streams touch].
     """
@@ -82,8 +88,9 @@ class _Copy:
 
 
 def copy_stream(device: torch.device) -> _CopyStream | None:
-    """The copy stream of a device, or None if its memory is the host's. Threads that ask at once get the same one: blocks of
-    pinned memory are used again in the order of that stream.
+    """Return the copy stream of a device, or None if the device's memory is the host's.
+
+    Concurrent callers get the same stream: pinned blocks are reused in the order of that stream.
     """
     beside = BESIDE.get(device.type)
     if beside is None:
@@ -131,7 +138,7 @@ from_host = torch.ops.streamfx.from_host.default
 
 
 def wait_for_copy(value: Tensor) -> Tensor:
-    """A fetched value, for the current stream to read: it waits for the value's own copy, and for none that was begun later."""
+    """Make the current stream wait for the copy of a fetched value, but not for copies that began later; return the value."""
     copy: _Copy | None = vars(value).pop(_COPY, None)
     if copy is not None:
         copy.wait(BESIDE[value.device.type].current_stream(value.device))
@@ -139,9 +146,10 @@ def wait_for_copy(value: Tensor) -> Tensor:
 
 
 def free_after_copy(held: Tensor, value: Tensor) -> Tensor:
-    """The held copy of a value; from now on the value's memory may be given to what the current stream is asked for next.
+    """Make the current stream wait for the copy into `held`; afterwards the memory of `value` may be reused on that
+    stream.
 
-    An outer graph passes the value so that it is alive until here, on real tensors and on fake ones.
+    The host program passes `value` so that it is alive until here, for real and for fake tensors.
     """
     copy: _Copy | None = vars(held).pop(_COPY, None)
     if copy is not None:

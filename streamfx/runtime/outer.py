@@ -1,12 +1,12 @@
-"""Runs an outer graph as a function that is written for it: few operators and loops, each value dropped after its last use.
+"""Run a host program as a generated function: few operators and loops, each value dropped after its last use.
 
-# NOTE [What a run needs lives in that run]
-Several threads may call one compiled model at once, a backward half may run inside of another, and the next forward half may
-begin before the backward half of the last one. So what is made when a graph is compiled (runners, loops, bodies, segments, mask
-programs) is never written to by a run; values, and what is found out about them, belong to the run. Code that is written when it
-is first needed, and which code is for a layout, is the same whoever finds it. `fx.Interpreter` is not used, which keeps values on
-itself and notes in a global of torch's which node it runs: a graph that another thread traces at that moment would take that
-node's facts for its own.
+# NOTE [Runs share no state]
+Several threads may call one compiled model at once, a backward graph may run inside another one, and the next forward
+graph may begin before the last backward graph. So a run never writes to objects that were created at compile time
+(runners, loops, loop bodies, segments, mask programs); values, and facts about them, belong to the run. Lazily
+generated code, and the choice of code for a layout, do not depend on the run that creates them. `fx.Interpreter` is
+not used: it stores values on itself, and records the running node in a global of torch. A graph that another thread
+traces at that moment would take its metadata from that node.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ COPIES_WHERE_NEEDED: dict[Any, Any] = {
     aten._unsafe_view.default: aten.reshape.default,
     aten.view.dtype: reinterpreted,
 }
-LOOKS = "_streamfx_looks"  # an attribute of what a forward half saves: what it has found of masks
+LOOKS = "_streamfx_looks"  # attribute of a value saved by a forward graph: the mask cache of its step
 
 
 class OuterGraph:
-    """An outer graph as a function; it holds nothing of a run."""
+    """A host program as a function; it holds no state of a run."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         graph = module.graph
@@ -43,7 +43,7 @@ class OuterGraph:
         self._function = function_of("outer", given, calls, result, boxed=True)
 
     def run(self, arguments: list[Any]) -> Any:
-        """The results; `arguments` is emptied, so that nothing holds a value after its last use."""
+        """Return the results. `arguments` is emptied, so that nothing holds a value after its last use."""
         return self._function(arguments)
 
 
@@ -55,8 +55,10 @@ def call_of(node: fx.Node, module: fx.GraphModule) -> CodeCall:
 
 
 def _function_of(node: fx.Node, module: fx.GraphModule) -> Callable[..., Any]:
-    """What a node calls. Views copy where they have to: kernels may lay a result out in another way than their fake counterparts
-    promised. Loops are called as functions: hooks that somebody set on all modules (FLOP counters do) expect gradients inside.
+    """Return the callable of a node.
+
+    Views copy if necessary, because a kernel's real result may have another layout than its fake one. A loop's
+    `forward` is called directly, because global module hooks (as of FLOP counters) expect gradients inside.
     """
     if node.op == "call_function":
         return COPIES_WHERE_NEEDED.get(node.target, node.target)  # type: ignore[no-any-return,arg-type]
@@ -68,16 +70,19 @@ def _function_of(node: fx.Node, module: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _savable(result: Any) -> Any:
-    """Autograd saves no tensors that were made in inference mode, as some libraries make their packed weights."""
+    """Clone tensors that were created in inference mode, which autograd cannot save.
+
+    Some libraries create packed weights that way.
+    """
     return result.clone() if isinstance(result, Tensor) and result.is_inference() else result
 
 
 class OuterRunner:
-    """A boxed callable: takes one list of inputs, empties it, returns the outputs. See NOTE [What a run needs lives in that run].
+    """A boxed callable: takes one list of inputs, empties it, returns the outputs. See NOTE [Runs share no state].
 
-    `saves_after` is given for a forward half: so many results are the caller's, and the others are saved for the backward half.
-    `asks` tells which inputs of a forward half the graph was compiled to compute gradients for. A backward half takes gradients
-    that code outside has made, and may have marked as conjugates or negatives.
+    `saves_after` is set for a forward graph: this many results belong to the caller, and the others are saved for the
+    backward graph. `asks`: for which inputs of a forward graph the compiled graph computes gradients. A backward
+    graph unmarks its inputs, because user code may have produced gradients that are lazy conjugates or negatives.
     """
 
     def __init__(
@@ -86,8 +91,8 @@ class OuterRunner:
         self.module = module
         self._graph = OuterGraph(module)
         self._saves_after, self._asks, self._is_backward = saves_after, tuple(asks), is_backward
-        self.about: Any = None  # what a measurement is told of a forward half
-        self._boxed_call = True  # on the instance: torch._dynamo.disable copies no class attributes
+        self.about: Any = None  # description of a forward graph, passed to a probe
+        self._boxed_call = True  # on the instance, because torch._dynamo.disable does not copy class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:
         self._check_gradients(arguments)
@@ -101,11 +106,11 @@ class OuterRunner:
         if self._saves_after is None:
             return results
         results = [_savable(result) for result in results]
-        _hand_on(looks, results[: self._saves_after], results[self._saves_after :], given)
+        _attach_cache(looks, results[: self._saves_after], results[self._saves_after :], given)
         return results
 
     def _check_gradients(self, arguments: Sequence[Any]) -> None:
-        """Refuse inputs that ask for gradients which the graph was not compiled for (torch 2.11 does not notice them)."""
+        """Refuse inputs that require gradients which the graph was not compiled for (torch 2.11 does not detect them)."""
         late = [i for i, asked in enumerate(self._asks) if not asked and _asks_gradient(arguments[i])]
         if late:
             names = [node.name for node in self.module.graph.find_nodes(op="placeholder")]
@@ -120,8 +125,8 @@ def _asks_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _hand_on(looks: MaskCache, results: Sequence[Any], saved: Sequence[Any], given: set[int]) -> None:
-    """Let the backward half find what this forward half has found of masks: it comes with what is saved for it alone."""
+def _attach_cache(looks: MaskCache, results: Sequence[Any], saved: Sequence[Any], given: set[int]) -> None:
+    """Attach the mask cache to a value that is saved only for the backward graph, so that the backward graph finds it."""
     others = given.union(map(id, results))
     for value in saved:
         if isinstance(value, Tensor) and id(value) not in others:
@@ -129,6 +134,9 @@ def _hand_on(looks: MaskCache, results: Sequence[Any], saved: Sequence[Any], giv
 
 
 def found_before(arguments: Sequence[Any]) -> MaskCache:
-    """What the forward half has found, for its backward half; nothing for others, or where hooks have packed what was saved."""
-    found = (getattr(argument, LOOKS, None) for argument in arguments if isinstance(argument, Tensor))
-    return next((looks for looks in found if looks is not None), None) or MaskCache()
+    """Return the mask cache of the forward graph if `arguments` belong to its backward graph, otherwise an empty one.
+
+    It is also empty if saved tensor hooks have packed the values.
+    """
+    caches = (getattr(argument, LOOKS, None) for argument in arguments if isinstance(argument, Tensor))
+    return next((looks for looks in caches if looks is not None), None) or MaskCache()

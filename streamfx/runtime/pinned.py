@@ -1,15 +1,16 @@
-"""Pinned memory of the host in blocks that waste less than a page.
+"""Pinned host memory in blocks that waste less than a page.
 
-PyTorch's allocator rounds pinned memory up to a power of two: 17 GiB take 32 GiB. A block here is an anonymous mapping of as many
-pages as its size needs, which is registered with the CUDA runtime. Registering takes time, so blocks are kept for the next step.
+PyTorch's allocator rounds pinned memory up to a power of two: 17 GiB take 32 GiB. A block here is an anonymous
+mapping with as many pages as its size needs, registered with the CUDA runtime. Registration takes time, so blocks are
+kept for the next step.
 
 # NOTE [When a block is used again]
-A block is touched by copies of one device alone, and all of these run on that device's one copy stream, in order. So a block may
-be given to the next value as soon as its tensor is dead on the host, even if its last copy has not run: the next copy into it
-comes later on the same stream. Only before a block is given back to the system does the host wait for the stream.
+Only copies of one device touch a block, and all of these run on that device's copy stream, in order. So a block may
+be reused as soon as its tensor is dead on the host, even if its last copy has not run: the next copy into it comes
+later on the same stream. The host waits for the stream only before a block is returned to the system.
 
-Unused blocks never bring the total above the bytes that were in use at once lately. So blocks of many sizes do not pile up if
-lengths change, and the host takes what the plan of the longest one says.
+Unused blocks never raise the total above the recent peak of bytes in use. So blocks of many sizes do not accumulate
+if lengths change, and the host needs no more than the plan of the longest sequence predicts.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from streamfx.log import log
 
 HOST = torch.device("cpu")
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
-ROOMY = 2  # a block may be so many times as large as a value that is put into it
-LATELY = 1024  # values
+ROOMY = 2  # a block may be at most this many times as large as its value
+LATELY = 1024  # number of recent allocations over which the peak is taken
 NOT_REGISTERED = (
     "cudaHostRegister refused %s of pinned memory (%s). Offloaded values take PyTorch's pinned memory instead, which rounds each "
     "up to a power of two: %s for this one, %s of them wasted."
@@ -41,7 +42,7 @@ NOT_REGISTERED = (
 
 
 def bytes_pinned(size: int) -> int:
-    """Bytes of the host that a value of so many bytes takes: whole pages. Plans count by this, too."""
+    """Return the host bytes that a value of this size occupies: full pages. Plans use this, too."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -59,31 +60,29 @@ class PinnedBlock:
 
 
 class PinnedBlocks:
-    """The blocks of one device. `beside` is the module of its streams and runtime, `stream` its copy stream."""
+    """The pinned blocks of one device. `beside` is the module of its streams and runtime, `stream` its copy stream."""
 
     def __init__(self, beside: Any, device: torch.device, stream: Any) -> None:
         self.beside, self.device, self.stream = beside, device, stream
         self.in_use = 0  # bytes
-        self.unused: list[PinnedBlock] = []  # the one that was used last at the end
+        self.unused: list[PinnedBlock] = []  # most recently used last
         self.registers = True
-        self._returned: deque[PinnedBlock] = (
-            deque()
-        )  # filled by finalizers, which may run in any thread and must not wait for a lock
-        self._lately: deque[int] = deque(maxlen=LATELY)  # bytes in use whenever a block was taken
+        self._returned: deque[PinnedBlock] = deque()  # filled by finalizers, which may run in any thread and must not take a lock
+        self._lately: deque[int] = deque(maxlen=LATELY)  # bytes in use at each recent allocation
         self._lock = threading.Lock()
 
     def empty_like(self, value: Tensor) -> Tensor:
-        """A tensor in pinned memory with the size, type and strides of a value (dense ones).
+        """Return an empty tensor in pinned memory with the shape, dtype and (dense) strides of a value.
 
         Raises:
-            OffloadSpaceError: the host has no memory left.
+            OffloadSpaceError: if the host has no memory left.
         """
         shape = torch.empty_like(value, device="meta")
         if not value.numel():
             return torch.empty_like(value, device="cpu")
-        made = torch.empty(0, dtype=value.dtype)
+        tensor = torch.empty(0, dtype=value.dtype)
         with torch.no_grad():
-            return made.set_(self._bytes(value.nbytes).untyped_storage(), 0, shape.shape, shape.stride())
+            return tensor.set_(self._bytes(value.nbytes).untyped_storage(), 0, shape.shape, shape.stride())
 
     def _bytes(self, size: int) -> Tensor:
         with self._lock:
@@ -96,7 +95,7 @@ class PinnedBlocks:
             self._shrink(self.in_use)
         view = memoryview(block.memory)[:size]
         weakref.finalize(view, self._returned.append, block).atexit = False
-        return torch.frombuffer(view, dtype=torch.uint8)  # holds the view until its storage is freed
+        return torch.frombuffer(view, dtype=torch.uint8)  # the tensor holds the view until its storage is freed
 
     def _collect(self) -> None:
         while self._returned:
@@ -105,16 +104,16 @@ class PinnedBlocks:
             self.unused.append(block)
 
     def _unused_for(self, size: int) -> PinnedBlock | None:
-        """The smallest unused block that holds a value and is not too roomy, of several the one that was used last."""
+        """Remove and return the smallest unused block that fits and is not too large, of several the most recently used one."""
         fitting = [block for block in reversed(self.unused) if size <= block.size <= ROOMY * bytes_pinned(size)]
         if not fitting:
             return None
-        found = min(fitting, key=lambda block: block.size)
-        self.unused.remove(found)
-        return found
+        block = min(fitting, key=lambda block: block.size)
+        self.unused.remove(block)
+        return block
 
     def _shrink(self, needed: int) -> None:
-        """Give the oldest unused blocks back, until all bytes are no more than those needed now, or in use at once lately."""
+        """Release the oldest unused blocks, until the total is at most `needed` or the recent peak, whichever is larger."""
         excess = needed + sum(block.size for block in self.unused) - max(needed, *self._lately, 0)
         count = 0
         while excess > 0:
@@ -126,17 +125,17 @@ class PinnedBlocks:
     def _give_back(self, count: int) -> None:
         self.stream.synchronize()  # see NOTE [When a block is used again]
         for block in self.unused[:count]:
-            with self.beside.stream(self.stream):  # on its device: else the runtime would set up another one
+            with self.beside.stream(self.stream):  # on its device: otherwise the runtime would initialize another one
                 code = int(self.beside.cudart().cudaHostUnregister(block.address))
             if code:
                 raise RuntimeError(f"cudaHostUnregister failed with error {code}")
-        # mappings end with the last reference to them: after they were unregistered, and after a view that is just being freed
+        # a mapping ends with its last reference: after it was unregistered, and after a view that is just being freed
         del self.unused[:count]
 
     # -- new blocks
 
     def _new(self, size: int) -> PinnedBlock | None:
-        """A new block, or None if the CUDA runtime registers none."""
+        """Allocate a block, or return None if the CUDA runtime refuses to register it."""
         if not self.registers:
             return None
         rounded = bytes_pinned(size)
@@ -165,7 +164,7 @@ class PinnedBlocks:
             raise self._no_room(size, f"it cannot be pinned ({str(error).splitlines()[0]}){told}") from error
 
     def _check_room(self, size: int) -> None:
-        """Linux gives memory that is not there, and ends the process once it is touched: refuse before."""
+        """Raise an error if memory is short: Linux overcommits, and kills the process once it touches pages that do not exist."""
         if size > free_on(HOST) and self.unused:
             self._give_back(len(self.unused))
         if size > (free := free_on(HOST)):
@@ -188,11 +187,11 @@ def pinned_by_torch(size: int) -> Tensor:
 
 
 def forget_error(device: torch.device) -> None:
-    """Clear the error that a refused call leaves in the CUDA runtime: the next launch would raise it, whoever asked for it."""
+    """Clear the error that a refused call leaves in the CUDA runtime, which an unrelated next launch would raise."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
 
 
 def limit_of_locked_memory() -> int | None:
-    """Bytes that this process may lock, or None if there is no limit."""
+    """Return the bytes that this process may lock, or None if there is no limit."""
     return limit_of("RLIMIT_MEMLOCK")

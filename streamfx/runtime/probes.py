@@ -1,6 +1,7 @@
-"""Who is told which loops run: nobody, or the one measurement that is on.
+"""A hook by which the one active measurement observes the loops that run.
 
-It is one for the process, and not of a context: autograd runs backward halves for devices in threads of its own.
+It is global to the process, and not a context variable, because autograd runs the backward graphs of devices in its
+own threads.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class LoopPlace:
-    """Where in a step a loop stands: its stage, and the half that it is part of."""
+    """The position of a loop in a step: its stage, and whether it is part of the forward or the backward graph."""
 
     stage: str
     half: str
 
 
 class Probe(Protocol):
-    """What is told of runs."""
+    """An observer of runs."""
 
     def half(self, about: Any) -> None:
-        """A forward half begins, of which `about` is known; None of one that runs as it stands."""
+        """Called at the start of a forward graph; `about` describes it, or is None if the graph is not chunked."""
 
     def loop(self, name: str, place: LoopPlace, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Runs a loop, and returns its results."""
+        """Run a loop and return its results."""
 
 
 class Probes:
-    """`by` is None but while something is measured."""
+    """`by` is None unless a measurement is active."""
 
     by: Probe | None = None
 

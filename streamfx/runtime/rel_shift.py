@@ -1,10 +1,10 @@
-"""Scores by distance as scores by key: each row begins a column further left than the row in front of it.
+"""Convert scores indexed by distance to scores indexed by key: each row shifts one column further left.
 
     relative_shift(x [.. t w ..], first, columns) -> y [.. t columns ..]        y[i, j] = x[i, first - i + j]
-    relative_shift_backward(dy, first, width) -> dx [.. t width ..]             its adjoint: zeros beside what y takes
+    relative_shift_backward(dy, first, width) -> dx [.. t width ..]             its adjoint: zeros where y reads nothing
 
-Rows and columns are the dimensions `dim` and `dim + 1`. What y takes beyond the end of a row are the first columns of the next.
-Some rows and columns of y are the same operator with another `first`.
+Rows and columns are the dimensions `dim` and `dim + 1`. If an index exceeds the width, y reads the first columns of
+the next row. A slice of rows and columns of y is the same operator with another `first`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def shifted(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
 
 
 def gradient_of_shifted(gradient: Tensor, dim: int, first: int, width: int) -> Tensor:
-    made = gradient.new_zeros(_with_columns(gradient, dim, width))
-    _shown(made, dim, first, gradient.shape[dim + 1]).copy_(gradient)
-    return made
+    result = gradient.new_zeros(_with_columns(gradient, dim, width))
+    _shown(result, dim, first, gradient.shape[dim + 1]).copy_(gradient)
+    return result
 
 
 def _in_order(x: Tensor, dim: int) -> Tensor:
-    """With its rows behind one another in memory."""
+    """Return x with rows contiguous in memory."""
     return x if x.stride(dim) == x.shape[dim + 1] * x.stride(dim + 1) else x.contiguous()
 
 
 def _shown(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
-    """What `shifted` takes of x, as a view: no two of its elements are one."""
+    """Return the elements of x that `shifted` reads, as a view without overlapping elements."""
     rows, width, step = x.shape[dim], x.shape[dim + 1], x.stride(dim + 1)
     shape, strides = _with_columns(x, dim, columns), list(x.stride())
     if 0 in shape:

@@ -1,4 +1,4 @@
-"""Values as an operator that nobody looks into has to find them: laid out in memory as traced, parts of results of any form."""
+"""Restore the memory layout that an opaque operator was traced with, and read items of nested results."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from torch import Tensor
 
 
 def laid_out(value: Any, *strides: int) -> Any:
-    """The value with these strides, copied where it has others; dimensions of size one may have any."""
+    """Return the value with these strides, copied if its strides differ; the strides of dimensions of size 1 do not matter."""
     if not isinstance(value, Tensor) or _has(value, strides):
         return value
     once = _without_repeats(value, strides)
-    if _overlap(once.shape, strides):  # what lies in one place has one value there: no such copy can be filled
+    if _overlap(once.shape, strides):  # overlapping elements cannot have different values, so such a copy cannot be filled
         return value
     return torch.empty_strided(once.shape, strides, dtype=once.dtype, device=once.device).copy_(once).expand(value.shape)
 
 
 def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *where: int) -> Tensor:
-    """A tensor in a value's memory, in sizes and strides (`where`), that begins so many elements behind the value.
+    """Return a tensor in the memory of `base`, with sizes and strides (`where`), that begins `offset` elements after
+    `base`.
 
-    Autograd knows it as no view: a view of a tensor that requires gradients requires them, too, even if the code has detached it.
+    It is not a view to autograd: a view of a tensor that requires gradients requires them, too, even if the code has
+    detached it.
     """
     sizes, strides = where[:rank], where[rank:]
     if dtype == base.dtype:
@@ -33,19 +35,19 @@ def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *wh
 
 
 def is_marked(value: Tensor) -> bool:
-    """Whether memory holds conjugates, or negatives, of a value's numbers."""
+    """Return whether a value is a lazy conjugate or negative, so that its memory holds other numbers."""
     return value.is_conj() or value.is_neg()
 
 
 def unmarked(value: Any) -> Any:
-    """A value whose memory holds its own numbers: compiled code reads them as they are."""
+    """Resolve a lazy conjugate or negative, because compiled code reads memory directly."""
     return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) and is_marked(value) else value
 
 
 def placed(value: Tensor, begins: int, *strides: int) -> Tensor:
-    """The value with these strides, in memory where it begins so many elements behind the beginning.
+    """Return the value with these strides, at offset `begins` in its storage.
 
-    AOTAutograd reads where a result lies, and looks there into the value that it was part of.
+    AOTAutograd reads the offset of a result to find it in the value of which it is a view.
     """
     if (_has(value, strides) and value.storage_offset() == begins) or _overlap(_without_repeats(value, strides).shape, strides):
         return value
@@ -53,7 +55,7 @@ def placed(value: Tensor, begins: int, *strides: int) -> Tensor:
 
 
 def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Parts of one memory, whose numbers are those of the values; where two of them overlap, they are the same."""
+    """Return views of one storage, filled with the values; overlapping elements must be equal."""
     dtype, device = values[0].dtype, values[0].device
     shapes = [value.shape for value in values]
     reaches = [
@@ -62,17 +64,17 @@ def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Se
         if 0 not in shape
     ]
     memory = torch.empty(max(reaches, default=0), dtype=dtype, device=device)
-    made = [memory.as_strided(shape, own, begin).detach() for shape, begin, own in zip(shapes, begins, strides, strict=True)]
-    for view, value, own in zip(made, values, strides, strict=True):
+    views = [memory.as_strided(shape, own, begin).detach() for shape, begin, own in zip(shapes, begins, strides, strict=True)]
+    for view, value, own in zip(views, values, strides, strict=True):
         _without_repeats(view, own).copy_(_without_repeats(value, own))
-    return made
+    return views
 
 
-LIES_AS_TRACED = (laid_out, placed, placed_together, part_of_memory)  # what changes where a result lies, and not what it is
+LIES_AS_TRACED = (laid_out, placed, placed_together, part_of_memory)  # functions that change a result's layout, and not its value
 
 
 def _without_repeats(value: Tensor, strides: Sequence[int]) -> Tensor:
-    """One of the rows that all lie in one place."""
+    """Keep one index along each dimension of stride 0."""
     for dim in (dim for dim, stride in enumerate(strides) if stride == 0):
         value = value.narrow(dim, 0, min(1, value.shape[dim]))
     return value
@@ -84,7 +86,7 @@ def _has(value: Tensor, strides: Sequence[int]) -> bool:
 
 
 def _overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may lie in one place."""
+    """Return whether two elements may share an address."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size > 1):
         if stride <= reach:
@@ -94,22 +96,22 @@ def _overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def strided(value: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """`as_strided`, with an offset that counts from where the value begins."""
+    """Apply `as_strided` with an offset relative to the value's own storage offset."""
     return value.as_strided(size, stride, value.storage_offset() + offset)
 
 
 def strided_scatter(value: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """`as_strided_scatter`, with an offset that counts from where the value begins."""
+    """Apply `as_strided_scatter` with an offset relative to the value's own storage offset."""
     return torch.as_strided_scatter(value, source, size, stride, value.storage_offset() + offset)
 
 
 def reinterpreted(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bits of a value as another type; of types of other sizes only where they lie side by side."""
+    """View the bits of a value as another dtype; if the item size differs, the value is made contiguous first."""
     return (value if dtype.itemsize == value.dtype.itemsize else value.contiguous()).view(dtype)
 
 
 def part_of(value: Any, *path: Any) -> Any:
-    """A result within results."""
+    """Return an item of nested results."""
     for step in path:
         value = value[step]
     return value
@@ -117,7 +119,7 @@ def part_of(value: Any, *path: Any) -> Any:
 
 @dataclass(frozen=True)
 class RestridedOperator:
-    """An operator whose name no pass knows: it runs as it was traced. What it makes lies in memory of its own."""
+    """An operator without a rule, which runs as it was traced. Its result is cloned if the operator returns a view."""
 
     target: Callable[..., Any]
     makes_view: bool
@@ -130,7 +132,7 @@ class RestridedOperator:
         return str(self.target)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        made = self.target(*args, **kwargs)
+        result = self.target(*args, **kwargs)
         if not self.makes_view:
-            return made
-        return made.clone() if isinstance(made, Tensor) else [part.clone() for part in made]
+            return result
+        return result.clone() if isinstance(result, Tensor) else [part.clone() for part in result]

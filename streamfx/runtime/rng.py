@@ -1,8 +1,9 @@
-"""Random draws that can be repeated.
+"""Reproducible random draws.
 
-A chunk that is computed again in the backward half has to draw what it drew before. So one seed is drawn per step, from the
-user's own generator, and every draw inside a loop is made by a generator of its own, whose seed follows from that seed, the
-operator and the chunk. The process's generators are never set: other threads draw from them at any time.
+A chunk that is recomputed in the backward graph has to draw the same numbers as before. So each step draws one seed
+from the user's generator, and each draw inside a loop uses a separate generator, seeded from the step's seed, the
+operator and the chunk. The process's generators are never reseeded, because other threads may draw from them at any
+time.
 """
 
 from __future__ import annotations
@@ -23,28 +24,32 @@ MASK = (1 << 64) - 1
 
 
 def draw_seed() -> Tensor:
-    """The step's seed, int64 []; follows `torch.manual_seed`. On the CPU, whatever the default device is: the host reads it."""
+    """Draw the step's seed, int64 [], which follows `torch.manual_seed`. It is always on the CPU, because the host reads
+    it.
+    """
     return torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
 
 
 def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operator (named as `aten.native_dropout.default`) as it runs for this seed, operator and chunk."""
+    """Run a random operator, given by name (`aten.native_dropout.default`), with the draw for this seed, operator and chunk."""
     function: Any = operator.attrgetter(name)(torch.ops)
-    if isinstance(seed, FakeTensor):  # nothing is drawn, only shapes are asked for
+    if isinstance(seed, FakeTensor):  # fake tensors need shapes only
         return function(*args, **kwargs)
     device = next((argument.device for argument in args if isinstance(argument, Tensor)), kwargs.get("device"))
     generator = torch.Generator(device or "cpu")
     generator.manual_seed(mixed(int(seed), key, start))
     draw = drawing(function)
     assert draw is not None, f"{name} was streamed although it takes no generator"
-    # Numbers are drawn in the order of memory, and rows that are read again may lie otherwise than those that were made.
+    # Numbers are drawn in memory order, and recomputed rows may have other strides than the original ones.
     dense = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in args]
     return draw(*dense, **{**kwargs, "generator": generator})
 
 
 @cache
 def drawing(function: Any) -> Callable[..., Any] | None:
-    """A random operator as a function that takes a `generator`, too; None where it draws from the process's own."""
+    """Return a random operator as a function that also takes a `generator`, or None if it only draws from the process's
+    generator.
+    """
     if function in _WRITTEN_OUT:
         return _WRITTEN_OUT[function]
     if _takes_generator(function._schema):
@@ -59,13 +64,13 @@ def _takes_generator(schema: Any) -> bool:
 
 
 def _adds_generator(schema: Any, without: Any) -> bool:
-    """Whether an overload has the arguments of another one, and a generator."""
+    """Return whether an overload has the arguments of another one plus a generator."""
     names = [[(item.name, str(item.type), item.kwarg_only) for item in some.arguments] for some in (schema, without)]
     return _takes_generator(schema) and [item for item in names[0] if item[0] != "generator"] == names[1]
 
 
 def _dropout(rows: Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`native_dropout`: what is kept is scaled, so that the mean stays."""
+    """Implement `native_dropout`: kept elements are scaled, so that the mean is preserved."""
     if train is False or not rows.numel():
         return rows.clone(), torch.ones_like(rows, dtype=torch.bool)
     kept = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
@@ -73,7 +78,7 @@ def _dropout(rows: Tensor, p: float, train: bool | None, *, generator: torch.Gen
 
 
 def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An operator that draws for each element of a tensor, by the in-place operator that it stands for."""
+    """Return an operator that draws for each element of a tensor, implemented by the in-place operator."""
 
     def drawn(rows: Tensor, *numbers: int, generator: torch.Generator, **kwargs: Any) -> Tensor:
         return draw(torch.empty_like(rows, **kwargs), *numbers, generator=generator)
@@ -91,7 +96,7 @@ _WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
 
 
 def mixed(*numbers: int) -> int:
-    """A well-mixed 63-bit number (splitmix64's finaliser, chained)."""
+    """Return a well-mixed 63-bit number (splitmix64's finalizer, chained)."""
     state = 0
     for number in numbers:
         state = (state + number * MIX + MIX) & MASK

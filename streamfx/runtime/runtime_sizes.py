@@ -16,15 +16,15 @@ from streamfx.torch_private import PythonPrinter
 
 
 class member_count(sympy.Function):
-    """member_count(start, stop, length, offset, rows, block=1): how many rows of a member axis belong to a chunk."""
+    """member_count(start, stop, length, offset, rows, block=1): the number of rows of a derived axis that belong to a chunk."""
 
 
 class member_start(sympy.Function):
-    """The first row of a member axis that belongs to a chunk; same arguments as `member_count`."""
+    """The first row of a derived axis that belongs to a chunk; same arguments as `member_count`."""
 
 
 class span_count(sympy.Function):
-    """span_count(start, stop, length, low, high, offset, rows): how many rows a span has; infinite bounds are unbounded."""
+    """span_count(start, stop, length, low, high, offset, rows): the number of rows of a span; infinite bounds are unbounded."""
 
 
 class span_start(sympy.Function):
@@ -32,26 +32,29 @@ class span_start(sympy.Function):
 
 
 class shifted_count(sympy.Function):
-    """shifted_count(start, stop, length, offset, rows, by, own, reach, block): how many rows of an axis of `own` rows a chunk of
-    another axis stands for."""
+    """shifted_count(start, stop, length, offset, rows, by, own, reach, block): rows of a shifted axis in a chunk.
+
+    The axis has `own` rows and is shifted from the axis (offset, rows).
+    """
 
 
 class shifted_start(sympy.Function):
-    """The first of them; same arguments as `shifted_count`."""
+    """The first of these rows; same arguments as `shifted_count`."""
 
 
 class chunks_holding(sympy.Function):
-    """chunks_holding(rows, step): how many chunks of so many rows hold so many rows."""
+    """chunks_holding(rows, step): the number of chunks of `step` rows that hold `rows` rows."""
 
 
 class shifted_before(sympy.Function):
-    """How many of the chunk's rows lie before the first of them; same arguments as `shifted_count`."""
+    """The number of the chunk's rows that map to indices below 0; same arguments as `shifted_count`."""
 
 
 def member_bounds(start: int, stop: int, length: int, offset: int, rows: int, block: int = 1) -> tuple[int, int]:
-    """First row and number of rows of a member axis in chunk [start, stop).
+    """Return the first row and the number of rows of a derived axis in chunk [start, stop).
 
-    The first chunk takes what lies before the sequence and the last what lies behind it, so each row is in one chunk.
+    The first chunk also takes rows before the sequence, and the last chunk rows after it, so each row is in exactly
+    one chunk.
     """
     assert block == 1 or start == 0 or (start - offset) % block == 0, "a chunk begins inside of a block"
     first = 0 if start == 0 else min(max((start - offset) // block, 0), rows)
@@ -60,9 +63,10 @@ def member_bounds(start: int, stop: int, length: int, offset: int, rows: int, bl
 
 
 def span_bounds(start: int, stop: int, length: int, low: int | None, high: int | None, offset: int, rows: int) -> tuple[int, int]:
-    """First row and number of rows of the span [start + low, stop + high) in a member axis.
+    """Return the first row and the number of rows of the span [start + low, stop + high) in a derived axis.
 
-    The first chunk has the rows that lie before the sequence, too, and the last those behind it: they see as far from there.
+    The first chunk also has the rows before the sequence, and the last chunk the rows after it, so their spans extend
+    to the end of the axis.
     """
     first = 0 if low is None or start == 0 else min(max(start + low - offset, 0), rows)
     last = rows if high is None or stop == length else min(max(stop + high - offset, 0), rows)
@@ -72,7 +76,10 @@ def span_bounds(start: int, stop: int, length: int, low: int | None, high: int |
 def shifted_bounds(
     start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int, reach: int = 0, block: int = 1
 ) -> tuple[int, int]:
-    """Rows of an axis of `own` rows that a chunk of the axis (offset, rows) stands for: row i is i + by .. i + by + reach."""
+    """Return the rows, of an axis with `own` rows, that correspond to a chunk of the axis (offset, rows).
+
+    Row i corresponds to rows i + by .. i + by + reach.
+    """
     first, count = member_bounds(start, stop, length, offset, rows, block)
     low, high = min(max(first + by, 0), own), min(max(first + count + by + reach, 0), own)
     return low, high - low
@@ -81,13 +88,15 @@ def shifted_bounds(
 def rows_before(
     start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int, reach: int = 0, block: int = 1
 ) -> int:
-    """How many rows that the chunk asks for lie before row 0 of the other axis: all or none where the two do not meet."""
+    """Return the number of rows needed by the chunk that lie before row 0 of the other axis: all or none if the two do
+    not intersect.
+    """
     first, count = member_bounds(start, stop, length, offset, rows, block)
     return min(max(-first - by, 0), count + reach)
 
 
 def rows_in_chunk(rows: RowRange, length: Size) -> Size:
-    """The number of rows of an axis in the current chunk, as an expression."""
+    """Return the number of rows of an axis in the current chunk, as an expression."""
     if rows.offset == 0 and rows.length == length and rows.block == 1:
         return STOP - START
     return member_count(START, STOP, length, *_member(rows))
@@ -122,7 +131,7 @@ def _shift(shifted: ShiftedRows, own: Size) -> tuple[Any, ...]:
 
 
 def rows_in_span(rows: RowRange, span: Span, length: Size) -> Size:
-    """The number of rows of a span, as an expression."""
+    """Return the number of rows of a span, as an expression."""
     return span_count(START, STOP, length, *_bounds(span), rows.offset, rows.length)
 
 
@@ -135,7 +144,7 @@ def _bounds(span: Span) -> tuple[Any, Any]:
 
 
 def compiled_size(size: Size) -> Callable[[dict[str, Any]], Any]:
-    """A function from the values of the symbols to the size, or to a number or a truth of another kind."""
+    """Compile a size, or a real number or a truth value, to a function of the values of its symbols."""
     names = sorted(symbol.name for symbol in free_symbols([size]))
     code = f"lambda {', '.join(names)}: {SizePrinter().doprint(simplified(size))}"
     function = eval(code, dict(FUNCTIONS))
@@ -144,13 +153,13 @@ def compiled_size(size: Size) -> Callable[[dict[str, Any]], Any]:
 
 
 def kind_of_size(size: Size) -> Callable[[Any], Any]:
-    """What makes a size out of what its expression gives."""
+    """Return the Python type to which the value of the expression is converted."""
     kinds: dict[type, Callable[[Any], Any]] = {Real: float, Truth: bool}
     return kinds.get(type(size), int)
 
 
 class SizePrinter(PythonPrinter):  # type: ignore[misc]
-    """Names functions of sizes as `FUNCTIONS` does."""
+    """Prints size functions under their names in `FUNCTIONS`."""
 
     def _print_Function(self, expression: Any) -> str:
         arguments = ", ".join(self._print(argument) for argument in expression.args)
@@ -163,7 +172,7 @@ class SizePrinter(PythonPrinter):  # type: ignore[misc]
         return "None"
 
 
-# The functions of sizes that are the first row, or the number of rows, that a function finds
+# Size functions, each with the bounds function and the index of its result
 BOUNDS: dict[str, tuple[str, int]] = {
     f"{kind}_{part}": (f"{kind}_bounds", position)
     for kind in ("member", "span", "shifted")
@@ -190,7 +199,7 @@ FUNCTIONS |= {name: _part_of(FUNCTIONS[function], part) for name, (function, par
 
 
 class SizeOf(torch.nn.Module):
-    """Computes a size from the values of its symbols, inside an outer graph."""
+    """Computes a size from the values of its symbols, inside a host program."""
 
     def __init__(self, size: Size, symbols: tuple[sympy.Symbol, ...]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Scans over rows that are one operator (`scan` of PyTorch), chunk by chunk."""
+"""PyTorch's `scan` over rows as one operator, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.runtime.select_row import nothing_to_add
 from streamfx.torch_private import SCAN, FakeTensor
 
-ALIGNED = 16  # bytes: where a value of any type may begin
+ALIGNED = 16  # bytes: alignment that suits every dtype
 
 
 class ChunkedScan(Recurrence):
-    """The operator of a graph that runs a `ScanPlan`. Its carry holds the bytes of what crosses from row to row: of any type."""
+    """The graph operator that runs a `ScanPlan`.
+
+    Its carry holds the bytes of the values that cross from row to row, of any dtype.
+    """
 
     carry_type = torch.uint8
 
@@ -32,10 +35,10 @@ class ChunkedScan(Recurrence):
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         first, rows, given = self._parts(operands)
         if any(isinstance(operand, FakeTensor) for operand in operands):
-            made = SCAN(self.plan.combine, first, rows, given)  # looks at one row: there may be many, or a number to come
-            return (*(made[number] for number in self.plan.finals), *made[len(first) :])
-        last, made = self._run(first, rows, given)
-        return (*(last[number] for number in self.plan.finals), *made)
+            outputs = SCAN(self.plan.combine, first, rows, given)  # traces a single row: there may be many, or a symbolic number
+            return (*(outputs[number] for number in self.plan.finals), *outputs[len(first) :])
+        last, outputs = self._run(first, rows, given)
+        return (*(last[number] for number in self.plan.finals), *outputs)
 
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -53,14 +56,17 @@ class ChunkedScan(Recurrence):
         return self._carried(before, after, states[chunk].clone(), operands)
 
     def _carried(self, before: int, after: int, carry: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What rows leave behind is a result of the chunk that has the last one, to which the others add nothing."""
+        """Run the chunk's rows and update the carry.
+
+        Only the chunk holding the last row returns the final values; others return an additive identity.
+        """
         first, rows, given = self._parts(operands)
-        last, made = self._run(first if before == 0 else self._restored(carry), rows, given)
+        last, outputs = self._run(first if before == 0 else self._restored(carry), rows, given)
         is_last = after == 0 and rows[0].shape[0] > 0
         for (start, stop), value in zip(self._slots, last, strict=True):
             carry[start:stop].view(value.dtype)[: value.numel()].copy_(value.reshape(-1))
         finals = [last[number] for number in self.plan.finals]
-        return (*(value if is_last else nothing_to_add(value.shape, value.dtype, value.device) for value in finals), *made)
+        return (*(value if is_last else nothing_to_add(value.shape, value.dtype, value.device) for value in finals), *outputs)
 
     def _restored(self, carry: Tensor) -> list[Tensor]:
         parts = (carry[start:stop].clone() for start, stop in self._slots)
@@ -69,7 +75,7 @@ class ChunkedScan(Recurrence):
     def _run(
         self, carry: Sequence[Tensor], rows: Sequence[Tensor], given: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], list[Tensor]]:
-        """What the last row leaves behind, and the rows of each result."""
+        """Return the carry after the last row, and the rows of each result."""
         plan, count = self.plan, rows[0].shape[0]
         steps = []
         for step in reversed(range(count)) if plan.reverse else range(count):
@@ -83,13 +89,13 @@ class ChunkedScan(Recurrence):
         return carry, stacks if steps else [like.new_empty((0, *shape), dtype=dtype) for shape, dtype in plan.made]
 
     def _parts(self, operands: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """The first carry, what has rows, and what all rows are given."""
+        """Split the operands into the first carry, operands with rows, and tensors that all rows share."""
         carries, rows = len(self.plan.carry), len(self.plan.carry) + self.plan.rows
         return operands[:carries], operands[carries:rows], operands[rows:]
 
 
 def slots(carry: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Iterator[tuple[int, int]]:
-    """Where each value of the carry begins and ends, in bytes."""
+    """Yield the begin and end of each value in the carry's buffer, in bytes."""
     start = 0
     for shape, dtype in carry:
         size = -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED

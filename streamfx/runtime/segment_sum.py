@@ -1,9 +1,10 @@
-"""Sums over rows that decay: `sums[c]` is what is left, in front of row c, of a first sum and of the rows before it.
+"""Sums over rows with decay: `sums[c]` is the decayed sum, before row c, of an initial value and of all rows before c.
 
     sums[0] = first        sums[c + 1] = exp(decays[c]) * sums[c] + rows[c]
 
-State space models write this as a product with a matrix of weights, exp of sums of decays, and so it is written here: all rows at
-once, or those of a chunk, which is handed the sum in front of it. A second operator gives the sums behind each row, sums[c + 1].
+State space models compute this as a product with a matrix of weights, exp of segment sums of decays, and so does this
+module: for all rows at once, or for a chunk's rows, given the sum before them. A second operator returns the sums
+after each row, sums[c + 1].
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _library = torch.library.Library("streamfx", "FRAGMENT")
 
 
 def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, behind: bool = False) -> tuple[Tensor, Tensor]:
-    """decays [... n], rows [... n f], first [... f]: the sums [... n f] in front of each row, or behind, and the last [... f]."""
+    """Return the sums [... n f] before each row, or after it if `behind`, and the last sum [... f].
+
+    The operands are decays [... n], rows [... n f] and first [... f].
+    """
     _require_sizes(decays, rows, first)
     weights = _weights(decays)
     inner, started = weights[..., 1:], weights[..., :1]
@@ -38,13 +42,13 @@ def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, behind: boo
 def decayed_sums_backward(
     dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None, behind: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of decays, rows and first, from those of the sums and of the last."""
+    """Return the gradients of decays, rows and first, from the gradients of the sums and of the last sum."""
     weights = _weights(decays)
     dsums = torch.zeros_like(rows) if dsums is None else dsums
     dlast = torch.zeros_like(rows[..., 0, :]) if dlast is None else dlast
     dlast = dlast.unsqueeze(-2)
     if first is None:
-        weights[..., :1] = 0  # of nothing nothing is left: with what grows without bounds it would be no number
+        weights[..., :1] = 0  # without a first sum it has no weight; an unbounded weight times zero would be NaN
     places = slice(1, None) if behind else slice(None, -1)
     inner = weights[..., 1:]
     drows = inner[..., places, :].mT @ dsums
@@ -60,14 +64,14 @@ def decayed_sums_backward(
 
 
 def _require_sizes(decays: Tensor, rows: Tensor, first: Tensor | None) -> None:
-    """Nothing is repeated: fake results have the sizes of rows."""
+    """Check that no dimension is broadcast, because fake results have the shape of rows."""
     if decays.shape != rows.shape[:-1] or (first is not None and first.shape != rows[..., 0, :].shape):
         shapes = [None if part is None else list(part.shape) for part in (decays, rows, first)]
         raise ValueError(f"decays, rows and a first sum of {shapes} do not fit together")
 
 
 def _weights(decays: Tensor) -> Tensor:
-    """[c, z]: what is left in front of row c of what stands behind row z - 1; nothing for z > c."""
+    """Return [c, z]: the weight, before row c, of the sum after row z - 1; zero for z > c."""
     own = pad(decays, (1, 0))
     count = own.shape[-1]
     below = torch.ones(count, count, dtype=torch.bool, device=own.device).tril(-1)
@@ -76,11 +80,11 @@ def _weights(decays: Tensor) -> Tensor:
 
 
 def _gradient_of_decays(dtotals: Tensor) -> Tensor:
-    """A decay is part of the totals of all later rows over all earlier ones."""
+    """Sum over all pairs of an earlier and a later row, because a decay is part of each total between them."""
     return dtotals.flip(-2).cumsum(-2).flip(-2).tril(-1).sum(-1)[..., 1:]
 
 
-# -- the operators that are differentiated
+# -- the differentiable operators
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -102,7 +106,7 @@ def _gradients_like(
 
 
 def _flops(decays: Any, rows: Any, first: Any, *_: Any, **__: Any) -> int:
-    """One product of all rows with all rows."""
+    """Count one product of all rows with all rows."""
     return 2 * prod(rows) * int(decays[-1])
 
 
@@ -111,7 +115,7 @@ def _flops_of_gradients(dsums: Any, dlast: Any, decays: Any, rows: Any, first: A
 
 
 def _declared(name: str, behind: bool) -> tuple[Any, Any, Stateful]:
-    """The operator of this name, its backward, and how both run in chunks."""
+    """Register the operator of this name and its backward, and return both with the description of how they run in chunks."""
     back, forward, backward = (
         f"{name}_backward",
         partial(decayed_sums, behind=behind),

@@ -1,4 +1,4 @@
-"""Sizes that change from call to call: what two calls of different length tell about those of any length."""
+"""Sizes that change from call to call: generalize from two calls of different length to all lengths."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Family:
-    """Lists of numbers of which each is slope * n + offset, n being the number at position `at`; None: a single list."""
+    """Tuples of numbers of the form slope * n + offset, where n is the number at index `at`; if `at` is None, a single tuple."""
 
     slopes: Numbers
     offsets: Numbers
     at: int | None
 
     def member(self, numbers: Numbers) -> int | None:
-        """The n of a list; None if the list is no member, and 0 for that of a family without n."""
+        """Return the n of a tuple, None if it is not a member, or 0 if the family has no n."""
         n = 0 if self.at is None else numbers[self.at]
-        same = all(slope * n + offset == own for slope, offset, own in zip(self.slopes, self.offsets, numbers, strict=True))
-        return n if same else None
+        is_member = all(
+            slope * n + offset == number for slope, offset, number in zip(self.slopes, self.offsets, numbers, strict=True)
+        )
+        return n if is_member else None
 
 
 @dataclass(frozen=True)
 class FamilyCode:
-    """Code for inputs whose sizes belong to a family, and are of those that `holds` allows."""
+    """Code for inputs whose sizes belong to a family, with an n for which `holds` is true."""
 
     family: Family
     run: Callable[..., Any]
@@ -46,7 +48,7 @@ class FamilyCode:
         return self.run(*tensors) if self.family.at is None else self.run(numbers[self.family.at], *tensors)
 
     def bound(self, numbers: Numbers, given: Sequence[Any]) -> Callable[..., Any]:
-        """What runs for all inputs that are like `given`; packed, these make the numbers."""
+        """Return the callable for all inputs with the layout of `given`, whose packed sizes and strides are `numbers`."""
         run = self.run.forward if isinstance(self.run, fx.GraphModule) else self.run
         if self.family.at is not None:
             run = partial(run, numbers[self.family.at])
@@ -54,11 +56,11 @@ class FamilyCode:
         packs = {i for i in tensors if packed(given[i]) is not given[i]}
         if len(tensors) == len(given) and not packs:
             return run
-        return lambda *own: run(*[own[i].contiguous() if i in packs else own[i] for i in tensors])
+        return lambda *arguments: run(*[arguments[i].contiguous() if i in packs else arguments[i] for i in tensors])
 
 
 def fitting(forms: Sequence[FamilyCode], numbers: Numbers) -> FamilyCode | None:
-    """The code that holds for these sizes, if there is some."""
+    """Return code that is valid for these sizes, if there is any."""
     return next((form for form in forms if form.fits(numbers)), None)
 
 
@@ -71,7 +73,7 @@ def single(numbers: Numbers) -> Family:
 
 
 def family_of(first: Numbers, second: Numbers) -> Family | None:
-    """The family that both lists belong to.
+    """Return the family that contains both tuples, or None.
 
     >>> family_of((2, 128, 256), (2, 116, 232))
     Family(slopes=(0, 1, 2), offsets=(2, 0, 0), at=1)
@@ -90,15 +92,17 @@ def family_of(first: Numbers, second: Numbers) -> Family | None:
 
 
 def wider(forms: Sequence[FamilyCode], numbers: Numbers) -> Family:
-    """The family that these numbers make with others that there is a form for; else that of these alone."""
+    """Return a family that contains these numbers and those of an existing version; otherwise the family of these
+    numbers alone.
+    """
     families = (family_of(form.family.offsets, numbers) for form in forms if form.family.at is None)
-    return next((found for found in families if found is not None), single(numbers))
+    return next((family for family in families if family is not None), single(numbers))
 
 
 def layout_of(inputs: Sequence[Any]) -> tuple[Hashable, Numbers]:
-    """What has to be equal for code to be shared, and the numbers of sizes and strides, which may belong to a family.
+    """Return the properties that must be equal to share code, and the sizes and strides, which may vary within a family.
 
-    The stride of a dimension of size 1 says nothing; it is taken as if the tensor were contiguous there.
+    The stride of a dimension of size 1 has no meaning; it is replaced by the stride of a contiguous tensor.
     """
     kinds: list[Hashable] = []
     numbers: list[int] = []
@@ -114,7 +118,7 @@ def layout_of(inputs: Sequence[Any]) -> tuple[Hashable, Numbers]:
 
 
 def packed(value: Any) -> Any:
-    """A chunk's rows of several sequences put side by side: their layout then does not depend on how long these are."""
+    """Make a chunk's rows of several sequences contiguous, so that strides do not depend on the sequence length."""
     if not isinstance(value, Tensor) or value.dim() < 2 + value.is_floating_point() or value.is_contiguous():
         return value
     return value.contiguous() if value.stride(0) and value[0].is_contiguous() else value
@@ -131,19 +135,19 @@ def strides_of(value: Tensor) -> list[int]:
 
 
 def shapes_for(family: Family, n: Any, inputs: Sequence[Any]) -> list[tuple[list[Any], list[Any], Tensor]]:
-    """Sizes and strides of each tensor among the inputs for some n, a number or a symbol."""
+    """Return shape and strides of each tensor among the inputs for an n, which is a number or a symbol."""
     numbers = iter([slope * n + offset if slope else offset for slope, offset in zip(family.slopes, family.offsets, strict=True)])
-    found = []
+    shapes = []
     for value in inputs:
         if isinstance(value, Tensor):
-            found.append(([next(numbers) for _ in value.shape], [next(numbers) for _ in value.shape], value))
+            shapes.append(([next(numbers) for _ in value.shape], [next(numbers) for _ in value.shape], value))
         else:
             next(numbers)
-    return found
+    return shapes
 
 
 def graph_for(module: fx.GraphModule, family: Family, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The graph as a function of n and of tensors: the other numbers follow from n, or are constants."""
+    """Return the graph as a function of n and of tensors; other numbers are computed from n, or are constants."""
     graph = fx.Graph()
     n = None if family.at is None else graph.placeholder("n")
     copies: dict[fx.Node, Any] = {}

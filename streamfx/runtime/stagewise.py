@@ -1,20 +1,23 @@
-"""Gradients stage by stage: a chain of autograd nodes in front of a compiled function.
+"""Release gradients stage by stage, by a chain of autograd nodes before a compiled function.
 
-AOTAutograd's backward half is one autograd node, and no accumulator runs before it has returned. So the inputs that get gradients
-pass through small nodes on their way in, one node per stretch of the backward half (`ir/release_plan.py`), each an identity:
+AOTAutograd's backward graph is a single autograd node, and no accumulator runs before it has returned. So the inputs
+that get gradients first pass through small identity nodes, one per segment of the backward graph
+(`ir/release_plan.py`):
 
     weights of layer 0 -> Identity 1 ------------.
                              | a token            > compiled function -> loss
     weights of layer 1 -> Identity 0 ------------'
 
-Backwards, the compiled function's node keeps the backward half for them, and gives them nothing. Then Identity 0 runs the first
-stretch and returns its gradients; by the token, Identity 1 comes after it. Autograd runs accumulators before any other node that
-is ready, so hooks on parameters, reducers and optimizers in the backward pass have their turn between two stretches.
+In the backward pass, the compiled function's node does not run the backward graph for these inputs and returns no
+gradients for them. Then Identity 0 runs the first segment and returns its gradients; the token orders Identity 1
+after it. Autograd runs accumulators before any other node that is ready, so hooks on parameters, reducers and
+optimizers in the backward pass run between two segments.
 
-# NOTE [Who gets which gradient]
-The node of the compiled function looks at its own edges: what it keeps is what leads to an identity for just that input. All else
-it computes before it returns. A run (`_Run`) belongs to one call and one backward pass: autograd owns it until that pass ends, in
-whatever way. Where anything is not as expected, that node returns all gradients at once, and identities hand on what they get.
+# NOTE [Which gradients are released early]
+The compiled function's node inspects its own edges: it defers a gradient only if the edge leads to an identity for
+exactly that input. It computes all other gradients before it returns. A run (`_Run`) belongs to one call and one
+backward pass: autograd owns it until that pass ends, normally or not. If anything is not as expected, the node
+returns all gradients at once, and the identities pass on their inputs.
 """
 
 from __future__ import annotations
@@ -52,12 +55,12 @@ TWICE = "torch.compile with aot_autograd does not currently support double backw
 
 @dataclass
 class GradientReleaseChain:
-    """What a compiled function and its backward half know of each other.
+    """State that a compiled function shares with its backward graph.
 
-    `always`: not only where somebody waits for gradients. `places`: which gradients each stretch hands over, by their places
-    among the results of the backward half; empty where nothing is handed over before the end. `sources`: of which inputs.
-    `saved`: of what the backward half is given, in whose input's memory it lies, by the place of the input's gradient.
-    `kept_out`: gradients whose inputs are not chained. `is_used`: a call of the function was chained.
+    `always`: chain every call, not only if gradients are awaited. `places`: the gradients that each segment releases,
+    as indices into the results of the backward graph; empty if none is released early. `sources`: the inputs of these
+    gradients. `saved`: for each input of the backward graph, the index of the gradient of the input in whose memory
+    it is. `kept_out`: gradients whose inputs are not chained. `is_used`: a call of the function was chained.
     """
 
     always: bool
@@ -68,7 +71,7 @@ class GradientReleaseChain:
     is_used: bool = False
 
     def keep_out(self, primals: Sequence[int] | None) -> None:
-        """Leave inputs of the graph as they are, all of them if it is not known which, or whether a sharded one is meant."""
+        """Leave inputs of the graph unchained: all of them if it is not known which, or if some inputs are sharded."""
         if primals is None or (primals and any(source.part is not None for source in self.sources.values())):
             self.places = ()
         else:
@@ -76,16 +79,16 @@ class GradientReleaseChain:
 
 
 class _StagewiseCall:
-    """One call of the compiled function; `tensors` are the inputs that are tensors, by position."""
+    """One call of the compiled function; `tensors` are the indices of the inputs that are tensors."""
 
     def __init__(self, tensors: Sequence[int]) -> None:
         self.tensors = tensors
-        self.runs: WeakValueDictionary[int, _Run] = WeakValueDictionary()  # by backward pass
+        self.runs: WeakValueDictionary[int, _Run] = WeakValueDictionary()  # keyed by backward pass
 
 
 @dataclass(frozen=True)
 class StagewiseFunction:
-    """Calls a compiled function, with a chain in front of it where somebody waits for gradients."""
+    """Calls a compiled function, with a chain before it if gradients are awaited."""
 
     compiled: Callable[..., Any]
     chain: GradientReleaseChain
@@ -119,40 +122,42 @@ def _may_be_chained(value: Any) -> bool:
 
 
 class _Run:
-    """One run of a backward half, between two stretches of it."""
+    """One run of a backward graph, paused between two segments."""
 
-    def __init__(self, stretches: Stretches, arguments: list[Any]) -> None:
+    def __init__(self, segments: Stretches, arguments: list[Any]) -> None:
         self.results: dict[int, Any] = {}
         self._looks = found_before(arguments)
-        self._rest = stretches(arguments, self.results)
+        self._rest = segments(arguments, self.results)
         self._autocast, self._context = autocast_is_on(), contextvars.copy_context()
         self._through = -1
         self._advance()
 
     def until(self, stretch: int) -> None:
-        """Run what has not run yet, up to the end of this stretch."""
+        """Run the remaining segments up to the end of this one."""
         while self._through <= stretch:
             self._context.run(self._advance)
 
     def take(self, stretch: int, places: Sequence[int]) -> list[Tensor | None]:
-        """The gradients of a stretch, which nobody else holds."""
+        """Return the gradients of a segment, and drop all other references to them."""
         self.until(stretch)
         return [self.results.pop(place, None) for place in places]
 
     def finish(self) -> None:
-        """Let go of what the stretches that nobody asked for would have taken."""
+        """Release the values of segments that never ran."""
         self._rest.close()
         self.results.clear()
 
     def _advance(self) -> None:
-        """What the compiled function's node runs in, as it was there: its code expects no autocast if it had none."""
+        """Run the next segment in the context of the compiled function's node: its code expects autocast to be off if it
+        was off there.
+        """
         with torch.no_grad(), looking(self._looks), nullcontext() if self._autocast else no_autocast():
             next(self._rest)
         self._through += 1
 
 
 class Identity(torch.autograd.Function):
-    """Hands values on, and their gradients back once a stretch of the backward half has made them."""
+    """Passes values through, and returns their gradients once a segment of the backward graph has computed them."""
 
     @staticmethod
     def forward(ctx: Any, call: _StagewiseCall, stretch: int, places: list[int], token: Tensor | None, *values: Tensor) -> Any:
@@ -165,7 +170,7 @@ class Identity(torch.autograd.Function):
         run = ctx.call.runs.get(backward_pass())
         own: Sequence[Tensor | None] = given
         if run is not None:
-            own = [_handed_over(*both) for both in zip(run.take(ctx.stretch, ctx.places), given, strict=True)]
+            own = [_combined(*both) for both in zip(run.take(ctx.stretch, ctx.places), given, strict=True)]
             if torch.is_grad_enabled():
                 own = _NotTwiceDifferentiable.apply(torch.empty(0, requires_grad=True), *own)
         elif all(gradient is None for gradient in given):
@@ -173,8 +178,11 @@ class Identity(torch.autograd.Function):
         return None, None, None, None, *own
 
 
-def _handed_over(own: Tensor | None, given: Tensor | None) -> Tensor | None:
-    """What a run has made, with what autograd gives: for a sharded input that is a stand-in, which says how its parts lie."""
+def _combined(own: Tensor | None, given: Tensor | None) -> Tensor | None:
+    """Combine a run's gradient with autograd's.
+
+    For a sharded input, autograd's is a placeholder with the layout of the shards.
+    """
     if own is None or given is None:
         return own if given is None else given
     total: Tensor = rewrapped(given, lambda _: own) if is_sharded(given) else own + given
@@ -182,7 +190,7 @@ def _handed_over(own: Tensor | None, given: Tensor | None) -> Tensor | None:
 
 
 class _NotTwiceDifferentiable(torch.autograd.Function):
-    """Gradients that cannot be differentiated, and say so (`create_graph`)."""
+    """Gradients that raise an error if they are differentiated (`create_graph`)."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, *gradients: Tensor | None) -> Any:
@@ -194,7 +202,7 @@ class _NotTwiceDifferentiable(torch.autograd.Function):
 
 
 class StagewiseRunner:
-    """A backward half that stops where gradients are complete, for those calls that are chained; a boxed callable."""
+    """A boxed callable for a backward graph that pauses where gradients are complete, for the calls that are chained."""
 
     def __init__(self, whole: OuterRunner, deliveries: Sequence[ReleaseSegment], chain: GradientReleaseChain) -> None:
         self.whole, self.deliveries, self.chain = whole, deliveries, chain
@@ -216,12 +224,14 @@ class StagewiseRunner:
         return [objects[i] if i in objects else self._left(i) if i in chained else run.results.pop(i) for i in places]
 
     def _left(self, place: int) -> Tensor | None:
-        """What a gradient that an identity will hand over leaves here."""
+        """Return the result for a gradient that an identity will release later."""
         part = self.chain.sources[place].part
         return None if part is None else part.stand_in()
 
     def _objects(self, arguments: Sequence[Any]) -> dict[int, Any]:
-        """The results that are no tensors, by place: objects that the graph is given (the mesh of a sharded tensor), and None."""
+        """Return the results that are not tensors, by index: None, and objects among the graph's inputs (the mesh of a
+        sharded tensor).
+        """
         graph = self.whole.module.graph
         given = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=True))
         outputs = enumerate(outputs_of(graph))
@@ -236,7 +246,7 @@ class StagewiseRunner:
 
 
 def _link(sources: Sources) -> tuple[_StagewiseCall, set[int]] | None:
-    """The call whose backward half is running, and the gradients of which inputs are chained, by place; None where none are."""
+    """Return the call whose backward graph is running and the indices of its chained gradients, or None if none is chained."""
     node = current_autograd_node()
     edges = () if node is None else node.next_functions
     own = [(function, index) if isinstance(function, _IDENTITY) else (None, 0) for function, index in edges]

@@ -1,14 +1,14 @@
-"""Recurrences of the backward half whose gradients reach back few rows: truncated adjoint sharding.
+"""Recurrences of the backward graph whose gradients reach back a limited number of rows: truncated adjoint sharding.
 
-A row's gradient comes from the rows behind it, through the state. Here it comes from those of its own chunk and of the next k
-chunks alone, where k chunks have the rows that were asked for. The gradients that a chunk is handed are therefore begun anew
-behind each chunk: k carries are on their way at a time, which have seen 1, 2, ... k chunks.
+A row's gradient comes from the rows after it, through the state. If truncated, it comes only from its own chunk and
+the next k chunks, where k chunks contain the requested number of rows. The cotangent of the state is therefore
+restarted after each chunk: k carries are in progress at a time, which have accumulated 1, 2, ... k chunks.
 
-    behind chunk c, and in front of it      q_1 (of chunk c + 1), q_2 (of c + 1 and c + 2), ... q_k
+    after chunk c, and before it            q_1 (of chunk c + 1), q_2 (of c + 1 and c + 2), ... q_k
     chunk c                                 its rows get their gradients from q_k
-                                            0, q_1, ... q_{k-1} go through its rows, and are q_1, q_2, ... q_k from then on
+                                            0, q_1, ... q_{k-1} pass through its rows, and become q_1, q_2, ... q_k
 
-(Adjoint sharding, section 4.3, equation 7: there the rows are counted one by one, as here where a chunk is one row.)
+(Adjoint sharding, section 4.3, equation 7: there the reach is counted in rows, as here if a chunk is a single row.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streamfx.runtime.runtime_sizes import chunks_holding
 
 
 class TruncatedRecurrence(Recurrence):
-    """A recurrence of the backward half that is truncated."""
+    """A truncated recurrence of the backward graph."""
 
     reverse = True
 
@@ -37,11 +37,11 @@ class TruncatedRecurrence(Recurrence):
 
     @property
     def carry_shape(self) -> tuple[Size, ...]:
-        """q_1, q_2, ... q_k and what is carried whole; there is nothing behind more chunks than there are."""
+        """The shape of a buffer for q_1, q_2, ... q_k and the untruncated values; the number of chunks bounds k."""
         return 1 + sympy.Min(chunks_holding(self.reach - 1, STEP), CHUNKS - 1), self.carried
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """All rows are one chunk."""
+        """Run all rows as one chunk."""
         return self.run(*operands)
 
     def retreat(
@@ -51,14 +51,14 @@ class TruncatedRecurrence(Recurrence):
             made = self.run.retreat(before, after, carry[0], states, chunk, *operands)
             carry[1:].copy_(carry[:1])
             return made
-        begun = self.adjoints[len(self.adjoints) - 1 - before if len(self.adjoints) > 1 else 0]
+        adjoint_slices = self.adjoints[len(self.adjoints) - 1 - before if len(self.adjoints) > 1 else 0]
         whole = carry[-1].clone()
-        for start, stop in begun:
+        for start, stop in adjoint_slices:
             whole[start:stop].zero_()
         results: list[tuple[Tensor, ...]] = []
         for chunks in range(len(carry) - 1, -1, -1):
             own = whole.clone()
-            for start, stop in begun if chunks else ():
+            for start, stop in adjoint_slices if chunks else ():
                 own[start:stop].copy_(carry[chunks - 1, start:stop])
             results.append(self.run.retreat(before, after, own, states, chunk, *operands))
             carry[chunks].copy_(own)
