@@ -35,11 +35,11 @@ def __getattr__(name: str) -> Any:
 def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any = None, **keywords: Any) -> EnabledModules:
     """Run a model, or the models of a trainer, through `backend="streambp"`, in place.
 
-    Takes an `nn.Module` (including PEFT models, Lightning Fabric modules, and modules wrapped by
-    DistributedDataParallel, FSDP or DeepSpeed), or a trainer that holds one: transformers' `Trainer`, TRL's trainers.
-    It compiles the full model, or its backbone if the trainer applies the head itself, or each module wrapped by FSDP,
-    and also a frozen reference or teacher model of the trainer.
-    Modules keep their identity: `state_dict` keys, saving, loading and generation do not change.
+    Takes an `nn.Module` (including PEFT models, Lightning Fabric modules, and modules wrapped by DistributedDataParallel,
+    FSDP or DeepSpeed), or a trainer that holds one: transformers' `Trainer`, TRL's trainers. It compiles the full model, or
+    its backbone if the trainer applies the head itself, or each module wrapped by FSDP, and also a frozen reference or
+    teacher model of the trainer. Modules keep their identity: `state_dict` keys, saving, loading and generation do not
+    change.
 
     A second call with the same options returns the existing result. Other options replace the first ones, with a warning, and the
     next call recompiles.
@@ -75,13 +75,13 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
 def disable(trainer_or_model: Any) -> None:
     """Let a model, or the models of a trainer, run as before `streamfx.enable`.
 
-    Modules enabled in handle call are disabled together. If nothing is enabled, nothing happens.
+    Modules enabled in one call are disabled together. If nothing is enabled, nothing happens.
 
     Args:
         trainer_or_model: the argument of `enable`, or a model or trainer that contains it, or that it contains.
 
     Raises:
-        IntegrationError: the object is neither a module nor a trainer with handle.
+        IntegrationError: the object is neither a module nor a trainer with one.
 
     Example:
         >>> import torch, streamfx

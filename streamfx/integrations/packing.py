@@ -2,14 +2,12 @@
 
 transformers' flash attention reads `position_ids` in each layer if the batch has one row, to find where positions
 restart. This branch on data breaks the graph, so each layer would be split and the values at the breaks would be saved
-in full. While a model is
-enabled, the boundaries are computed from the arguments of the call: from `position_ids`, or, without these, one
-document. The graph asserts that a layer would find the same boundaries.
+in full. While a model is enabled, the boundaries are computed from the arguments of the call: from `position_ids`, or,
+without these, one document. The graph asserts that a layer would find the same boundaries.
 
 Collators that pass boundaries pass them twice, for query and key positions. Dynamo (2.13) cannot trace one tensor
-passed twice, and
-cannot know that two tensors are equal: the graph gets one and copies it. Heads in single precision are cast without transformers'
-warning, which would also break the graph.
+passed twice, and cannot know that two tensors are equal: the graph gets one and copies it. Heads in single precision
+are cast without transformers' warning, which would also break the graph.
 """
 
 from __future__ import annotations

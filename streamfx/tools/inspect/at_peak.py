@@ -24,7 +24,7 @@ Values = frozenset[fx.Node]
 
 
 def alive_at_peak(graphs: Sequence[TracedGraph], costs: Sequence[Cost]) -> list[dict[str, Any]]:
-    """Return the largest values alive at the peak of the graph with the highest peak, largest first, as JSON values.
+    """Return the largest values alive at the peak of the graph with the highest peak, largest first, as JSON types.
 
     Values of the same operator form one item: `bytes` in total, the number of `values`, and `where` the first is computed.
     """

@@ -1,12 +1,12 @@
 """The communication of a step: collective calls, and the bytes each rank sends, compared with eager.
 
-`forward` and `backward` count `gathers`, `reductions` and `exchanges` between loops (or in the full graph if it is not chunked)
-by kind. `in_loops` counts calls in loop bodies times the number of chunks. `bytes` is the total; `far_bytes` is the share of
-groups that span several machines of 8 consecutive ranks. `early_reductions` is the fraction of the backward graph's reductions
-between loops that start before its last loop (None if there are none). `whole_weights_bytes` are the gathered weights alive at
-the peak. `eager` is the same call run in eager mode on fake tensors; `checkpointed` is true if each layer is checkpointed there
-(with torch's non-reentrant checkpointing), which happens if the model has layers. It is None if the eager run fails or sends
-nothing.
+`forward` and `backward` count `gathers`, `reductions` and `exchanges` between loops (or in the full graph if it is not
+chunked) by kind. `in_loops` counts calls in loop bodies times the number of chunks. `bytes` is the total; `far_bytes`
+counts only groups that span several machines, with 8 consecutive ranks per machine. `early_reductions` is the fraction
+of the backward graph's reductions between loops that start before its last loop (None if there are none).
+`whole_weights_bytes` are the gathered weights alive at the peak. `eager` is the same call run in eager mode on fake
+tensors; `checkpointed` is true if each layer is checkpointed there (with torch's non-reentrant checkpointing), which
+happens if the model has layers. `eager` is None if the run fails or sends nothing.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @contextmanager
 def outside_of_inference() -> Iterator[None]:
-    """Leave inference mode, which hides decomposed operators from the cost counter. The gradient mode is kept."""
+    """Leave inference mode, which hides the parts of composite operators from the cost counter. The gradient mode is kept."""
     enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(enabled):
         yield
@@ -53,10 +53,9 @@ def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def eager_cost(model: Callable[..., Any], inputs: Mapping[str, Any], around: Around, alike: Repeat | None = None) -> Cost | None:
-    """Return the cost of a call in eager mode with `around` applied to each layer, or None if it cannot be traced or
-    has no layers.
+    """Return the cost of a call in eager mode with `around` applied to each layer.
 
-    `alike` is the layer repetition, if already found for these inputs.
+    None if it cannot be traced or has no layers. `alike` is the layer repetition, if already found for these inputs.
     """
     mode, faker = faker_of(model, (), inputs)
     with accepting_real(mode), mode:
@@ -220,8 +219,9 @@ class EagerCall:
 
     @contextmanager
     def _faked(self, repeat: Repeat | None) -> Iterator[tuple[Any, Any]]:
-        """Yield fake arguments and replace the tensors of the model (all layers, or a few) by fake ones. Integer inputs
-        stay real.
+        """Yield fake arguments, and replace the tensors of the model by fake ones.
+
+        The model has all its layers, or only the first few. Integer inputs stay real.
         """
         with first_layers(self.model, len(layers_of(self.model)) if repeat is None else repeat.kept), untouched(self.model):
             self.faker.replace(modules_of(self.model), buffers=True)

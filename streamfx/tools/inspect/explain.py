@@ -126,17 +126,17 @@ class Explanation(Unpicklable, Exports):
         return [stage for record in records for stage in record.stages]
 
     def summary(self, with_baseline: bool = True) -> dict[str, Any]:
-        """Return all figures and findings as JSON values.
+        """Return all figures and findings as plain JSON types.
 
-        Bytes are those of activations and gradients, without parameters and inputs, at the memory peak. The baseline is
-        the same call in eager mode; the checkpointing figures are for eager mode with each layer checkpointed (None if
-        that does not apply: `not_checkpointed` gives the reason). `at_peak` lists the largest values between loops.
-        `wire` is the data each rank sends to others (None if nothing is sent), by forward or backward graph and kind,
-        as calls and
-        bytes: `gathers`, `reductions`, `exchanges` (all-to-all, broadcast), and `in_loops` times the number of chunks.
-        Each stage has the same, and so has `eager` for the same call, with each layer checkpointed if there are layers.
-        `early_reductions` is the fraction of the backward graph's reductions that start before its last loop;
-        `whole_weights_bytes` are alive at the peak.
+        Bytes are those of activations and gradients, without parameters and inputs, at the memory peak. The baseline is the same
+        call in eager mode; the checkpointing figures are for eager mode with each layer checkpointed. They are None if that does
+        not apply, and `not_checkpointed` gives the reason. `at_peak` lists the largest values between loops.
+
+        `wire` is the data each rank sends to others, as calls and bytes, by forward or backward graph and by kind:
+        `gathers`, `reductions`, `exchanges` (all-to-all, broadcast), and `in_loops` times the number of chunks; None if
+        nothing is sent. Each stage has the same entry, and so has `eager` for the same call, with each layer
+        checkpointed if there are layers. `early_reductions` is the fraction of the backward graph's reductions that
+        start before its last loop; `whole_weights_bytes` are alive at the peak.
 
         Args:
             with_baseline: whether to trace eager mode and checkpointing, too. If not, their figures are zero.
@@ -348,8 +348,9 @@ def _cost_with_backend(graph: TracedGraph, updates: bool) -> Cost:
 
 
 def taken_by_optimizer(graph: TracedGraph, backward: fx.GraphModule) -> ReleasedGradients | None:
-    """Return the parameter gradients that an optimizer gets before the end of the backward pass, or None if it gets all
-    at the end.
+    """Return the parameter gradients that an optimizer gets before the end of the backward pass.
+
+    None if it gets all gradients at the end.
     """
     chain = graph.chain
     if chain is None or not chain.places:
@@ -373,8 +374,8 @@ def _cost_without_backend(graph: TracedGraph) -> Cost:
 
 
 def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:
-    """Return the FLOPs of the graph's fused attention without a causal flag: on the pairs its masks leave visible, and
-    on all pairs.
+    """Return the FLOPs of the graph's fused attention without a causal flag: on the pairs that its masks leave visible, and on
+    all pairs.
     """
     spans = {} if graph.facts.found_causality is None else {node.name: span for node, span in graph.facts.causality.spans.items()}
     modules = [module for module in graph.halves if module is not None]

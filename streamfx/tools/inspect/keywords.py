@@ -14,7 +14,7 @@ from streamfx.options import NAMES, checked, merged, refuse_positional
 from streamfx.tools.inspect.side_effect_guard import ENABLED, modules_of, original
 from streamfx.torch_private.dynamo import backend_of, inside_of_compiled
 
-NEAR, NEARLY = 0.6, 0.8  # similarity to an option's name above which a keyword is a typo: model without, with **kwargs
+NEAR, NEARLY = 0.6, 0.8  # similarity above which a keyword is a misspelled option: for a model without **kwargs, and with
 MISSPELT = "if the model is to have it, bind it: functools.partial(model, name=value)"
 
 
@@ -41,8 +41,9 @@ def options_among(
 
 
 def compiled_options(model: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options that a model was compiled or enabled with; for several compiled submodules, the options common
-    to all.
+    """Return the options that a model was compiled or enabled with.
+
+    For several compiled submodules, these are the options common to all.
     """
     if inside_of_compiled(model) is not None:
         return _options_of(model) or {}

@@ -2,7 +2,6 @@
 
     few    embed | 0 | 1 | 2 | 3 | head          all    embed | 0 | 1 | 2 | 2 | ... | 2 | 3 | head
 
-
 For each operator, the trace notes its target, its arguments, and the origin of each operand (layer and operator index) relative
 to its own layer. Layers with equal notes are equal if PyTorch alone defines their backward graph: an `autograd.Function` is user
 code that may depend on anything, so its presence rules out repetition.

@@ -99,8 +99,8 @@ def repeat_of(model: Callable[..., Any], by_settings: bool = False) -> Repeat | 
     """Find the layer repetition of a model from the modules and tensors its layers hold; `by_settings` also compares their plain
     attributes. None if there is none, or if it saves little.
 
-    The caller must check that the layers compute the same. The last layer that is kept corresponds to the last layer of all, and
-    so on backward.
+    The caller must check that the layers compute the same. The last layers that are kept correspond to the last layers of
+    the full model.
     """
     lists = sorted(_lists_of(model), key=len)
     if not lists:

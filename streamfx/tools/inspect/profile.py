@@ -119,13 +119,14 @@ class Profile(Unpicklable):
 
     @cached_property
     def predicted_peak_bytes(self) -> int | None:
-        """The predicted peak of activations and gradients of one call. None if no graph ran in loops, or if there were
-        several calls, whose values may have been alive at the same time.
+        """The predicted peak of activations and gradients of one call.
+
+        None if no graph ran in loops, or if there were several calls, whose values may have been alive at the same time.
         """
         return self._graphs[0].cost.peak if len(self._graphs) == 1 and self._graphs[0] is not None else None
 
     def summary(self) -> dict[str, Any]:
-        """Return the measurement as a dictionary of JSON values.
+        """Return the measurement as a dictionary of plain JSON types.
 
         Returns:
             Seconds in total and in compilation, the measured and the predicted peak, the device, and the loops. A peak

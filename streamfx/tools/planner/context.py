@@ -3,7 +3,6 @@ of the heads.
 
     rows/n of all heads  ->  all to all  ->  all rows of heads/n  ->  attention  ->  all to all  ->  rows/n of all heads
 
-
 Jacobs et al., 2023, "DeepSpeed Ulysses" (arXiv 2309.14509). If there are fewer key heads than ranks, each head is sent to several
 ranks, and labels are shifted before the sequence is split: as in Bekman et al., 2025, "Arctic Long Sequence Training"
 (2506.13996). Position ids belong to the rank's slice and come from the caller.
@@ -27,9 +26,7 @@ NAME = "streamfx_ulysses"
 
 @dataclass(frozen=True)
 class Ulysses:
-    """An attention function for transformers around torch's kernel: heads [b h t e], with one rank's slice of rows as
-    input and output.
-    """
+    """An attention function for transformers, around torch's kernel. Heads [b h t e]; input and output are one rank's rows."""
 
     group: Any
     ranks: int

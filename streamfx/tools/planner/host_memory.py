@@ -25,7 +25,7 @@ class Copies(NamedTuple):
 
 
 def bytes_on_host(facts: Facts) -> int:
-    """Return the bytes, in pages, that one device's graph holds on the host at the end of the forward graph, its peak."""
+    """Return the bytes, in whole pages, that one device's graph holds on the host at its peak, the end of the forward graph."""
     if facts.program is None:
         return 0
     nodes = facts.program.forward.graph.find_nodes(op="call_function", target=to_host)

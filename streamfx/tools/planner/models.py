@@ -65,9 +65,7 @@ def _of_mapping(values: dict[str, Any], origin: str) -> Any:
 
 
 def built(source: Any, dtype: str = "bfloat16", lora_rank: int | None = None, quantize: str | None = None) -> nn.Module:
-    """Build the model of a configuration on the meta device, optionally quantized and with adapters. A module is used
-    as it is.
-    """
+    """Build the model of a configuration on the meta device, optionally quantized and with adapters. A module is not rebuilt."""
     model = source if isinstance(source, nn.Module) else language_model(configuration(source), TYPES[dtype], "meta")
     if any(not isinstance(tensor, FakeTensor) and not tensor.is_meta for tensor in model.parameters()):
         raise PlanError(

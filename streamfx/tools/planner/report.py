@@ -101,7 +101,7 @@ class PlanReport(Exports):
         return verdict(ours, others, why, self.gains_from)
 
     def summary(self) -> dict[str, Any]:
-        """Return all figures as JSON values; bytes include parameters, inputs, gradients and the optimizer state.
+        """Return all figures as plain JSON types; bytes include parameters, inputs, gradients and the optimizer state.
 
         Returns:
             The report as a dictionary.
@@ -213,9 +213,10 @@ class PlanReport(Exports):
         return {**wire, "bytes_per_second": {"near": near, "far": far}, "seconds": seconds, "waited_seconds": self._waited()[0]}
 
     def _waited(self) -> tuple[float, float]:
-        """Return the seconds a device waits for other ranks, and for host copies. With zero1, half of the bytes of an
-        all-reduce are
-        sent after the step: it is a reduce-scatter of gradients, then an all-gather of updated parameters.
+        """Return the seconds a device waits for other ranks, and for host copies.
+
+        With zero1, half of the bytes of an all-reduce are sent after the step: it is a reduce-scatter of gradients, then an
+        all-gather of updated parameters.
         """
         stretches, device = self.prediction.stretches, self.device
         late = NOTHING
@@ -379,7 +380,7 @@ def _choice(item: dict[str, Any]) -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Format columns: the first aligned to the left, the others to the right.
+    """Format columns, the first aligned left and the others right.
 
     >>> print("\\n".join(table(["a", "bc"], [["def", "1"]])))
       a     bc
