@@ -314,11 +314,11 @@ class _SubsetCompilation(_RecordingCompilation):
     def __init__(self, module: fx.GraphModule, call: TracedCall, few: LayerSubset) -> None:
         super().__init__(module, call)
         self.few = few
-        self.facts_of_few: Facts | None = None
+        self.found_of_few: Facts | None = None
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """Start the passes from the facts of a few layers if these determine the facts of all."""
-        few = self.facts_of_few
+        few = self.found_of_few
         known = None if few is None else _fresh_facts(partial(facts_of_all_layers, few, self.few))
         return run_pipeline(capture, self.options, show_product, known)
 
@@ -348,7 +348,7 @@ class _SubsetCompilation(_RecordingCompilation):
             position: (known[position].pattern if position in known else None, position in static) for position in range(count)
         }
         about = static, self.patterns(joint.graph, count), mutated_inputs(joint.graph)
-        self.facts_of_few = self.analysed_few(partial(captured, joint, count, num_fwd_outputs, *about))
+        self.found_of_few = self.analysed_few(partial(captured, joint, count, num_fwd_outputs, *about))
         full = of_all_layers(joint, count, num_fwd_outputs, said, self.few)
         self.watched = [replace(known[old], position=i) for i, old in enumerate(full.origins) if old in known]
         self.num_inputs = len(full.origins)
