@@ -1,7 +1,9 @@
-"""One call for the trainer that is already there: `streamfx.enable(trainer_or_model, chunk_size=1024)`.
+"""One call for an existing trainer or model: `streamfx.enable(trainer_or_model, chunk_size=1024)`.
 
-No library is imported here: trainers and models are known by what they have, not by what they are called. `StreamCallback`, which
-is a class of transformers', is imported at its first use.
+The package knows the shape of trainers and models (transformers, TRL, PEFT, DeepSpeed, FSDP), but imports none of these
+libraries: it recognizes objects by their attributes. Only `StreamCallback`, a transformers class, is imported on first
+use. It may import `tools.inspect` and every layer below, but not the planner, and it modifies trainers and models only
+until `disable`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ __all__ = ["EnabledModules", "StreamCallback", "disable", "enable"]
 
 
 def __getattr__(name: str) -> Any:
-    """What needs a library, imported at its first use (PEP 562)."""
+    """Import names that need another library on first use (PEP 562)."""
     if name != "StreamCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from streamfx.integrations.callback import StreamCallback
@@ -33,26 +35,27 @@ def __getattr__(name: str) -> Any:
 def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any = None, **keywords: Any) -> EnabledModules:
     """Run a model, or the models of a trainer, through `backend="streambp"`, in place.
 
-    Takes an `nn.Module` (a PEFT model, a Lightning Fabric module, one that DistributedDataParallel, FSDP or DeepSpeed has
-    wrapped), or a trainer that has one: transformers' `Trainer`, TRL's trainers. Compiled is the whole model, or its backbone
-    where the trainer applies the head itself, or each module that FSDP has wrapped; a frozen reference or teacher that the
-    trainer holds, too. Modules stay the objects they are: keys of `state_dict`, saving, loading and generation do not change.
+    Takes an `nn.Module` (including PEFT models, Lightning Fabric modules, and modules wrapped by DistributedDataParallel,
+    FSDP or DeepSpeed), or a trainer that holds one: transformers' `Trainer`, TRL's trainers. It compiles the full model, or
+    its backbone if the trainer applies the head itself, or each module wrapped by FSDP, and also a frozen reference or
+    teacher model of the trainer. Modules keep their identity: `state_dict` keys, saving, loading and generation do not
+    change.
 
-    Enabling once more with the same options changes nothing, and returns what is there. Other options take the place of the
-    first ones, with a warning, and the next call compiles anew.
+    A second call with the same options returns the existing result. Other options replace the first ones, with a warning, and the
+    next call recompiles.
 
     Args:
-        trainer_or_model: the model, or the trainer once it is made.
-        dynamic: as in `torch.compile`; by default lengths become dynamic at the second one seen, so that all share one graph.
+        trainer_or_model: the model, or the trainer after its construction.
+        dynamic: as in `torch.compile`; by default lengths become dynamic when a second one occurs, so that all share one graph.
         options: the backend's, as a dictionary or `streamfx.Options`.
-        keywords: the same by their names (`chunk_size=1024`); both may be given, if they do not contradict each other.
+        keywords: options by name (`chunk_size=1024`); both may be given if they do not contradict each other.
 
     Returns:
-        What was done: it prints, `.disable()` undoes it (so does `streamfx.disable`), and it is a context manager.
+        A handle: it prints a summary, `.disable()` undoes the change (as `streamfx.disable` does), and it is a context manager.
 
     Raises:
-        IntegrationError: it was given something that cannot be compiled in place, or that is compiled by something else.
-        OptionError: an option that does not exist, or a value that it cannot have. Nothing is changed in either case.
+        IntegrationError: the object cannot be compiled in place, or is already compiled by other means.
+        OptionError: an unknown option, or an invalid value. Nothing is changed in either case.
 
     Example:
         >>> import torch, streamfx
@@ -62,7 +65,7 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
           model (Sequential): what its forward computes, and the loss where it is in it; 0 calls through streambp, 0 as they were
         >>> streamfx.disable(model)
     """
-    from_environment()  # a bad one would be said at the first call of the model
+    from_environment()  # report invalid variables now, not at the first call of the model
     given = merged(options, keywords, ORIGIN)
     check_dynamic(dynamic)
     return enabled(trainer_or_model, given, dynamic)
@@ -70,15 +73,15 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
 
 @refusing(IntegrationError, "streamfx.disable(...)")
 def disable(trainer_or_model: Any) -> None:
-    """Let a model, or the models of a trainer, run as they did before `streamfx.enable`.
+    """Let a model, or the models of a trainer, run as before `streamfx.enable`.
 
-    What was enabled together is disabled together. Where nothing is enabled, nothing happens.
+    Modules enabled in one call are disabled together. If nothing is enabled, nothing happens.
 
     Args:
-        trainer_or_model: what was given to `enable`, or a model or trainer that holds it, or that it holds.
+        trainer_or_model: the argument of `enable`, or a model or trainer that contains it, or that it contains.
 
     Raises:
-        IntegrationError: it was given neither a module nor a trainer that has one.
+        IntegrationError: the object is neither a module nor a trainer with one.
 
     Example:
         >>> import torch, streamfx
@@ -88,5 +91,5 @@ def disable(trainer_or_model: Any) -> None:
         >>> enabled.is_enabled
         False
     """
-    for one in enabled_in(trainer_or_model):
-        one.disable()
+    for handle in enabled_in(trainer_or_model):
+        handle.disable()

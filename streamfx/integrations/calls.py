@@ -1,7 +1,7 @@
-"""One call of an enabled module: through the backend, or as it was.
+"""Dispatch one call of an enabled module: to the backend, or to the original forward.
 
-Training goes through the backend. So does evaluation: a forward pass in chunks is small, too. Generation does not: with a cache
-of keys and values and one token at a time there is nothing to save, and every length would be another shape.
+Training runs through the backend, and so does evaluation: a chunked forward pass saves memory, too. Generation does not: with a
+key-value cache and one token per step there is nothing to save, and every length would need another shape.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from streamfx.torch_private.autograd import is_in_data_parallel
 from streamfx.torch_private.dynamo import cause_of, gives_back, is_switched_off, is_traced_here, isolated
 
 CACHES = ("past_key_values", "cache_params")
-HOOK = "make_inputs_require_grads"  # set for checkpointing alone: gradients of parameters are the same without it
+HOOK = "make_inputs_require_grads"  # only used for checkpointing: parameter gradients are the same without it
 
 
 @dataclass
 class CallCounts:
-    """How many calls of a module went where."""
+    """The number of compiled and of plain calls of a module."""
 
     compiled: int = 0
     plain: int = 0
 
 
 class Calls:
-    """Stands in for a module's `__call__`; counts what it does."""
+    """Replaces a module's `__call__` and counts the calls."""
 
-    note, engine = "", ""  # what is added to what `Enabled` says, and which engine was seen around the calls
-    enabled: Any = None  # the `Enabled` that it is of
+    note, engine = "", ""  # a suffix for the summary of `EnabledModules`, and the engine found around the calls
+    enabled: Any = None  # the `EnabledModules` that holds this object
 
     def __init__(
         self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, look_again: Callable[[], bool]
@@ -47,12 +47,12 @@ class Calls:
         self.module, self.counts = module, CallCounts()
         setattr(self, ENABLED, self)
         self._is_off = gives_back()
-        self._look_again, self._has_looked = look_again, False
+        self._look_again, self._has_checked_parts = look_again, False
         keywords = {"dynamic": dynamic, "options": dict(options), **isolated()}
         self.asks = packing.asks(self.module)
-        told = packing.told if self.asks else _as_it_is
-        self._whole = torch.compile(told(self.module._call_impl), backend=streambp, **keywords)
-        self._without_cache = torch.compile(told(without_cache(self.module._call_impl)), backend=streambp, **keywords)
+        wrap = packing.told if self.asks else _unchanged
+        self._with_cache = torch.compile(wrap(self.module._call_impl), backend=streambp, **keywords)
+        self._without_cache = torch.compile(wrap(without_cache(self.module._call_impl)), backend=streambp, **keywords)
 
     def install(self) -> None:
         self.module._compiled_call_impl = self
@@ -73,33 +73,34 @@ class Calls:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is compiled, whoever asks for it."""
+        """Whether compilation is switched off globally."""
         return self._is_off or is_switched_off()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_traced = is_traced_here()
-        if not is_traced and self._is_wrapped_since():
+        if not is_traced and self._was_wrapped_later():
             return self.module(*args, **kwargs)
         if is_traced or generates(kwargs) or self.is_off:
             self.counts.plain += 1
             return self.module._call_impl(*args, **kwargs)
         self.counts.compiled += 1
         self.engine = self.engine or (DATA_PARALLEL if is_in_data_parallel() else "")
-        call = self._whole if keeps_cache(kwargs) else self._without_cache
+        call = self._with_cache if keeps_cache(kwargs) else self._without_cache
         args = (packing.found_in(args, kwargs), *args) if self.asks else args
         return run(call, self.module, args, kwargs, seen=None if self.enabled is None else self.enabled.compiled)
 
-    def _is_wrapped_since(self) -> bool:
-        """Whether an engine has taken the model's weights after `enable`; the first call looks at all modules."""
-        with_parts, self._has_looked = not self._has_looked, True
+    def _was_wrapped_later(self) -> bool:
+        """Return whether an engine has taken over the model's weights after `enable`. The first call checks all modules."""
+        with_parts, self._has_checked_parts = not self._has_checked_parts, True
         return is_held(self.module, with_parts) and self._look_again()
 
 
 def run(
     call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, sharers: int = 1, seen: list[Compiled] | None = None
 ) -> Any:
-    """A compiled call of a module, whose errors are those of the model; `sharers` modules share the graphs of the function, and
-    those that are compiled in it are added to `seen`.
+    """Run a compiled call of a module; errors of the model are raised without the compiler's wrapper.
+
+    `sharers` modules share the graphs of the function. Graphs compiled during the call are appended to `seen`.
     """
     with graphs_as_wanted(sharers), without_checkpointing(module), noted_in(seen):
         try:
@@ -108,26 +109,28 @@ def run(
             cause = cause_of(error)
             if cause is None:
                 raise
-    raise cause  # out here: not "during handling" of the compiler's error, which only wraps it
+    raise cause  # outside of the handler, so that the traceback does not chain the compiler's wrapper
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
 def keeps_cache(arguments: Mapping[str, Any]) -> bool:
-    """Whether keys and values that a call returns may be read."""
+    """Return whether the caller may read the keys and values that the call returns."""
     return not torch.is_grad_enabled() or any(arguments.get(name) is not None for name in ("use_cache", *CACHES))
 
 
 def generates(arguments: Mapping[str, Any]) -> bool:
-    """Whether a call is a step of generation: without gradients, and with a cache asked for or given."""
+    """Return whether a call is a generation step: without gradients, and with a cache requested or passed."""
     cached = bool(arguments.get("use_cache")) or any(arguments.get(name) is not None for name in CACHES)
     return cached and not torch.is_grad_enabled()
 
 
 def without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves keys and values out of what a model returns in training, which nobody reads: every layer's would be kept."""
+    """Drop the key-value cache from a model's output. Training does not use it, and it would keep the keys and values
+    of every layer.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         output = function(*args, **kwargs)
@@ -139,40 +142,44 @@ def without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def graphs_as_wanted(sharers: int = 1) -> AbstractContextManager[None]:
-    """Keeps Dynamo from cutting graphs at the buckets of DistributedDataParallel, and from sharing one between unequal layers.
+    """Configure Dynamo not to split graphs at DistributedDataParallel buckets, and not to share one graph between unequal layers.
 
-    As many graphs are allowed for a function that modules share as if each had its own.
+    The recompile limits are scaled by the number of modules that share a function.
     """
     config = torch._dynamo.config
     is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
-    wanted: dict[str, Any] = {"optimize_ddp": False, "skip_fsdp_guards": False} if is_parallel else {}
+    settings: dict[str, Any] = {"optimize_ddp": False, "skip_fsdp_guards": False} if is_parallel else {}
     if sharers > 1:
         limits = ("recompile_limit", "accumulated_recompile_limit")
-        wanted |= {name: getattr(config, name) * sharers for name in limits}
-    return config.patch(wanted) if wanted else nullcontext()
+        settings |= {name: getattr(config, name) * sharers for name in limits}
+    return config.patch(settings) if settings else nullcontext()
 
 
 @contextmanager
 def without_checkpointing(module: nn.Module) -> Iterator[None]:
-    """Switches a model's own checkpointing off: the backend makes activations again by itself, and would not do it twice."""
+    """Disable a model's own checkpointing: the backend recomputes activations itself, and would otherwise do so twice."""
     modules = [part for part in module.modules() if part.__dict__.get("gradient_checkpointing")]
-    places = [part._forward_hooks for part in module.modules() if modules and any(map(_is_own, part._forward_hooks.values()))]
+    places = [
+        part._forward_hooks
+        for part in module.modules()
+        if modules and any(map(_is_checkpointing_hook, part._forward_hooks.values()))
+    ]
     kept = [(place, dict(place)) for place in places]
     for part in modules:
         part.gradient_checkpointing = False  # type: ignore[assignment]
     for place, before in kept:
-        for key in [key for key, hook in before.items() if _is_own(hook)]:
+        for key in [key for key, hook in before.items() if _is_checkpointing_hook(hook)]:
             del place[key]
     try:
         yield
     finally:
         for part in modules:
             part.gradient_checkpointing = True  # type: ignore[assignment]
-        for place, before in kept:  # in their order, and without hooks that the call has removed
+        for place, before in kept:  # in the original order, without the hooks that the call has removed
             now = dict(place)
             place.clear()
-            place.update({**{key: hook for key, hook in before.items() if key in now or _is_own(hook)}, **now})
+            place.update({**{key: hook for key, hook in before.items() if key in now or _is_checkpointing_hook(hook)}, **now})
 
 
-def _is_own(hook: Any) -> bool:
+def _is_checkpointing_hook(hook: Any) -> bool:
     return getattr(hook, "__name__", None) == HOOK

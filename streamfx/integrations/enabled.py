@@ -1,4 +1,4 @@
-"""What `enable` has done, in words, and how it is undone."""
+"""The handle that `enable` returns: a summary of the enabled modules, and how to disable them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ ORIGIN = "streamfx.enable(...)"
 USE_MEMORY = (
     'recommended on a GPU: memory_budget="auto", with which a step uses the memory that is free: larger chunks, less recomputed'
 )
-SHOWN = 3  # graphs of which a line says what became
+SHOWN = 3  # the number of graphs listed in the summary
 
 
 class EnabledModules(Unpicklable):
-    """Modules that run through the backend until `disable` is called: what `streamfx.enable` returns.
+    """Modules that run through the backend until `disable` is called: the result of `streamfx.enable`.
 
-    It prints what is compiled and which calls went where; as a context manager it is undone behind the block. `calls` counts
-    the calls of each module by its name, `compiled` are the graphs of training steps that were compiled so far.
+    It prints the compiled modules and the number of calls; as a context manager it disables them after the block.
+    `calls` maps the name of each module to its calls, `compiled` lists the graphs of training steps compiled so far.
 
     Args:
         given: the model or trainer.
-        options: the backend's, by their names.
+        options: the backend's, by name.
         dynamic: as in `torch.compile`.
 
     Example:
@@ -48,7 +48,7 @@ class EnabledModules(Unpicklable):
 
     def __init__(self, given: Any, options: Mapping[str, Any], dynamic: bool | None) -> None:
         self.options, self.dynamic, self._given = dict(options), dynamic, given
-        self.compiled: list[Compiled] = []  # graphs of training steps, in the order in which they were met
+        self.compiled: list[Compiled] = []  # graphs of training steps, in order of compilation
         self._install(found_in(given))
         if self._is_off:
             log.warning("streamfx.enable: nothing is compiled, as %s: %s", SWITCHED_OFF, SWITCH_ON)
@@ -74,22 +74,22 @@ class EnabledModules(Unpicklable):
             self.calls[target.name].install()
             if target.head is not None:
                 target.head.narrow()
-        # where nothing is compiled, layers keep their checkpoints
+        # Without compilation, layers keep their checkpoint wrappers.
         parts = set() if self._is_off else {target.module for target in found.targets}
         around = [wrapper for _, model in models_of(self._given) for wrapper in checkpoints_around(model, parts)]
         self._checkpoints = [(wrapper, run_without(wrapper)) for wrapper in dict.fromkeys(around)]
 
     def _look_again(self) -> bool:
-        """Whether an engine has wrapped modules since they were looked for; then it is done once more."""
-        found = found_in(self._given)
-        if not any(target.is_part for target in found.targets):
+        """Return whether an engine has wrapped modules since `enable`; if so, enable its modules instead."""
+        targets = found_in(self._given)
+        if not any(target.is_part for target in targets.targets):
             return False
         self.disable()
-        self._install(found)
+        self._install(targets)
         return True
 
     def disable(self) -> None:
-        """Let all modules run as they did before; may be called again.
+        """Let all modules run as before; may be called repeatedly.
 
         Example:
             >>> import torch, streamfx
@@ -123,9 +123,9 @@ class EnabledModules(Unpicklable):
 
     @property
     def _leaves_memory(self) -> bool:
-        """Whether a step on a GPU runs in small chunks, though more memory may be free."""
+        """Whether a step on a GPU may use small chunks although memory is free."""
         parameters = (parameter for target in self.targets for parameter in target.module.parameters())
-        return resolved(self.options).memory_budget is None and any(own.device.type == "cuda" for own in parameters)
+        return resolved(self.options).memory_budget is None and any(parameter.device.type == "cuda" for parameter in parameters)
 
     def __str__(self) -> str:
         lines = [f"streamfx: {'on' if self.is_enabled else 'off'}; options {self.options or 'as they are by default'}"]
@@ -138,9 +138,9 @@ class EnabledModules(Unpicklable):
             alike.setdefault((type(target.module).__name__, target.why), []).append(target)
         for (kind, why), targets in alike.items():
             calls = [self.calls[target.name] for target in targets]
-            compiled, plain = sum(own.counts.compiled for own in calls), sum(own.counts.plain for own in calls)
+            compiled, plain = sum(call.counts.compiled for call in calls), sum(call.counts.plain for call in calls)
             names = targets[0].name if len(targets) == 1 else f"{targets[0].name} and {len(targets) - 1} like it"
-            note = next((own.note for own in calls if own.note), "")
+            note = next((call.note for call in calls if call.note), "")
             lines.append(f"  {names} ({kind}): {why}; {compiled} calls through streambp, {plain} as they were{note}")
         texts = list(dict.fromkeys(compiled.text for compiled in self.compiled[-SHOWN:]))
         before = len(self.compiled) - len(self.compiled[-SHOWN:])
@@ -151,7 +151,7 @@ class EnabledModules(Unpicklable):
 
 
 def check_dynamic(dynamic: Any) -> None:
-    """Raise before anything is compiled."""
+    """Check the argument before anything is compiled."""
     if dynamic is not None and not isinstance(dynamic, bool):
         raise OptionError(
             f"dynamic of {ORIGIN} cannot be {dynamic!r}",

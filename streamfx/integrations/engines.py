@@ -1,12 +1,12 @@
-"""Which engine has wrapped a model, and what of it can be compiled?
+"""Find the engine that has wrapped a model, and the modules in it that can be compiled.
 
-Engines that are not imported have wrapped nothing, so they are looked up and never imported.
+Engines are looked up in `sys.modules`, never imported: one that is not imported has wrapped nothing.
 
-    DistributedDataParallel, DataParallel    what they wrap
-    DeepSpeedEngine                          its `.module`; not with ZeRO-3, whose hooks are on every module
+    DistributedDataParallel, DataParallel    the wrapped module
+    DeepSpeedEngine                          its `.module`; not with ZeRO-3, which puts hooks on every module
     FSDP2 (`fully_shard`)                    each wrapped module's forward, inside of its hooks
     FSDP1 (FullyShardedDataParallel)         each module inside of a wrapper
-    parameters that are sharded tensors      the whole model
+    parameters that are sharded tensors      the full model
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from streamfx.torch_private.fsdp import (
 
 DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 DATA_PARALLEL = "DistributedDataParallel: its buckets do not cut the graph (optimize_ddp=False while it is called)"
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward
 WRAPPED = "a wrapped module"
 REST = "what it does before and behind wrapped modules"
 PART = "a part of a module whose graph is cut at wrapped modules"
-FABRIC = "_forward_module"  # where Lightning Fabric's wrapper keeps the model
+FABRIC = "_forward_module"  # the submodule name of the model in Lightning Fabric's wrapper
 
 
 def inside_of(model: nn.Module) -> tuple[nn.Module, str] | None:
-    """What a wrapper that is not compiled wraps, and what is said of it; None if the model is no such wrapper."""
+    """Return the module inside of a wrapper that is not compiled, and its description; None if the model is not such a
+    wrapper.
+    """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module, DATA_PARALLEL
     if isinstance(model, nn.DataParallel):
@@ -51,12 +53,12 @@ def inside_of(model: nn.Module) -> tuple[nn.Module, str] | None:
 
 
 def check_engine(model: nn.Module) -> None:
-    """Raise where nothing of a model can be compiled without taking more memory than before."""
+    """Raise if no part of a model can be compiled without using more memory than before."""
     refuse_partitioned(model.parameters())
 
 
 def is_held(model: nn.Module, with_parts: bool = False) -> bool:
-    """Whether an engine holds a model's weights in shards; `with_parts`: those of any of its modules."""
+    """Return whether an engine shards a model's weights; `with_parts` also checks its submodules."""
     modules = model.modules() if with_parts else (model,)
     return any(map(is_managed, modules)) or any(map(is_partitioned, _first(model, with_parts)))
 
@@ -69,7 +71,7 @@ def _first(model: nn.Module, and_all: bool) -> Iterator[nn.Parameter]:
 
 
 def engine_of(model: nn.Module) -> str:
-    """What is said of the engine that holds a model's weights; nothing where there is none."""
+    """Describe the engine that shards a model's weights; empty if there is none."""
     wrapped = sum(map(is_fully_sharded, model.modules()))
     if wrapped:
         return (
@@ -85,7 +87,9 @@ def engine_of(model: nn.Module) -> str:
 
 
 def parts_of(target: Target, owner: nn.Module | None) -> list[Target]:
-    """The wrapped modules of a target and, of modules that hold wrapped ones, what is left; `owner` wraps the target."""
+    """Return the wrapped modules of a target, and the remainder of modules that contain wrapped ones; `owner` wraps the
+    target.
+    """
     first, *others = _parts(target.name, target.module, owner, is_top=True)
     return [replace(first, head=target.head), *others]
 
@@ -95,7 +99,7 @@ def _parts(path: str, module: nn.Module, owner: nn.Module | None, is_top: bool =
         yield from _parts(path, inside_of_wrapper(module), module, is_top=True)
         return
     has_hooks = is_fully_sharded(module)
-    # one that is held by nobody knows whom is its own owner, of which nothing is known
+    # A managed module without a known wrapper counts as its own owner.
     owner = module if has_hooks or (owner is None and is_managed(module)) else owner
     holds_wrapped = _holds_wrapped(module)
     if has_hooks or is_top or not (holds_wrapped or isinstance(module, CONTAINERS)):

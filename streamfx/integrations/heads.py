@@ -1,8 +1,8 @@
-"""How much of the vocabulary does a trainer's own head take at once?
+"""Limit the number of vocabulary columns that a trainer's own head computes at once.
 
-TRL's function makes logits of 4,096 tokens and 32,768 columns in one piece, without Triton several times over. That is gigabytes,
-more than the streamed backbone takes. The width is a constant of TRL's module that is read at each call and changes no sum but by
-rounding. While a model is enabled, it is smaller.
+TRL's function creates the logits of 4,096 tokens and 32,768 columns at once, and several copies without Triton. These
+gigabytes exceed the memory of the chunked backbone. The width is a constant in TRL's module that each call reads, and
+it changes sums only by rounding. It is reduced while a model is enabled.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 NAME, COLUMNS = "_CHUNKED_LOGPROB_CHUNK_SIZE", 2048
 
-_narrowed: dict[int, list[int]] = {}  # by module: the width before, and for how many models it is smaller now
+_narrowed: dict[int, list[int]] = {}  # by module: the original width, and the number of enabled models
 
 
 class Head:
-    """The names of the module that a trainer's forward was defined in."""
+    """The globals of the module that defines a trainer's forward."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names
@@ -33,6 +33,6 @@ class Head:
 
 
 def head_of(forward: Any) -> Head | None:
-    """The head of a trainer's forward; None where the width is kept elsewhere."""
+    """Return the head of a trainer's forward, or None if the width is stored elsewhere."""
     names = getattr(forward, "__globals__", {})
     return Head(names) if isinstance(names.get(NAME), int) else None

@@ -1,7 +1,8 @@
-"""Which versions of a library are too old for `enable`?
+"""Refuse versions of libraries that are too old for `enable`.
 
-In an older one, what is relied on has another name or is not there, and nobody would notice: TRL's trainers before 1.15 call the
-backbone past the model, so that a compiled model is never called. Only libraries that a given object comes from are looked at.
+In older versions a required attribute is missing or renamed, and the failure would be silent: TRL's trainers before
+1.15 bypass the model and call the backbone, so a compiled model is never called. Only libraries that define the given
+objects are checked.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from torch.torch_version import TorchVersion
 
 from streamfx.errors import IntegrationError
 
-LEAST = {  # the oldest with which the tests pass; pyproject.toml asks for the same
+LEAST = {  # the oldest versions that pass the tests; pyproject.toml requires the same
     "accelerate": "1.4",
     "lightning": "2.5",
     "peft": "0.19",
     "transformers": "5.0",
-    "trl": "1.15",  # the first whose trainers call the model for its log-probabilities (`fused_lm_head`)
+    "trl": "1.15",  # the first version whose trainers call the model for log-probabilities (`fused_lm_head`)
 }
 
 
 def check_versions(given: Iterable[Any]) -> None:
-    """Raise if one of the objects comes from a library that is too old."""
+    """Raise if one of the objects comes from a library version that is too old."""
     for name, object_of_it in sorted(_libraries_of(given).items()):
         found = _version(name)
         if is_too_old(name, found):
@@ -36,12 +37,12 @@ def check_versions(given: Iterable[Any]) -> None:
 
 
 def is_too_old(name: str, found: str | None) -> bool:
-    """Whether a version of a library is one that `enable` refuses."""
+    """Return whether `enable` refuses a version of a library."""
     return found is not None and name in LEAST and TorchVersion(found) < LEAST[name]
 
 
 def _libraries_of(given: Iterable[Any]) -> dict[str, str]:
-    """Libraries of the table that classes of the objects, or their bases, were defined in; each with one of these classes."""
+    """Return the known libraries that define the classes of the objects or their bases, each with one such class."""
     kinds = {kind: None for item in given for kind in type(item).__mro__}
     return {name: kind.__name__ for kind in reversed(kinds) if (name := kind.__module__.partition(".")[0]) in LEAST}
 
@@ -49,5 +50,5 @@ def _libraries_of(given: Iterable[Any]) -> dict[str, str]:
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
-    except metadata.PackageNotFoundError:  # a checkout on the path: its owner knows
+    except metadata.PackageNotFoundError:  # a source checkout without metadata: its version is not checked
         return None

@@ -1,13 +1,13 @@
-"""Where do documents begin in a row of several? Looked up once for a call, and not in each layer.
+"""Find the document boundaries of a packed sequence once per call instead of once per layer.
 
-transformers' flash attention asks the numbers of `position_ids` in each layer, where a batch has one row: do they begin anew, and
-where? A branch on data cuts the graph, so that each layer would be pieces of its own, with what crosses between them kept in
-full. While a model is enabled, the call is asked: its `position_ids`, or none, which is one document. In the graph it is asserted
-that a layer would have found the same.
+transformers' flash attention reads `position_ids` in each layer if the batch has one row, to find where positions
+restart. This branch on data breaks the graph, so each layer would be split and the values at the breaks would be saved
+in full. While a model is enabled, the boundaries are computed from the arguments of the call: from `position_ids`, or,
+without these, one document. The graph asserts that a layer would find the same boundaries.
 
-Collators that say where documents end say it twice, for rows and for keys. Dynamo (2.13) makes no graph of one tensor in two
-places, and of two nothing says that they are equal: one is given to the graph, which copies it. Heads in single precision are
-cast without the warning that transformers logs, which would cut the graph as well.
+Collators that pass boundaries pass them twice, for query and key positions. Dynamo (2.13) cannot trace one tensor
+passed twice, and cannot know that two tensors are equal: the graph gets one and copies it. Heads in single precision
+are cast without transformers' warning, which would also break the graph.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from streamfx.torch_private import assert_true
 from streamfx.torch_private.dynamo import of_any_length
 
 Found: TypeAlias = "bool | Tensor | None"
-"""False: each row is one document. A tensor: where documents of the only row begin, and where it ends. None: not known.
+"""False: each row is one document. A tensor: the cumulative document boundaries of the only row. None: unknown.
 
-True: the call says where they end, and ends of keys are those of rows.
+True: the call passes the boundaries, and they are the same for query and key positions.
 """
 
 ASKS = "transformers.modeling_flash_attention_utils"
@@ -40,18 +40,18 @@ OTHERWISE = (
 
 
 class _TracedCall:
-    """What is known of the call that is being traced."""
+    """The document boundaries of the call that is being traced."""
 
     found: Found = None
-    is_told = False
+    is_known = False
 
 
 _call = _TracedCall()
-_before: list[dict[str, Any]] = []  # transformers' own functions, once for each enabled module
+_before: list[dict[str, Any]] = []  # transformers' own functions, one entry per enabled module
 
 
 def asks(module: nn.Module) -> bool:
-    """Whether layers of a module may ask."""
+    """Return whether layers of a module may look for boundaries."""
     known = vars(sys.modules[ASKS]) if ASKS in sys.modules else {}
     configs = (getattr(part, "config", None) for part in module.modules())
     return known.keys() >= {IS_PACKED, PREPARE, ENDS, CAST} and any(
@@ -60,7 +60,7 @@ def asks(module: nn.Module) -> bool:
 
 
 def listen() -> None:
-    """Answer in the place of transformers; what is called otherwise than by `told` asks as before."""
+    """Replace transformers' functions. Calls that are not wrapped keep the original behavior."""
     names = vars(sys.modules[ASKS])
     _before.append(_before[0] if _before else {name: names[name] for name in (IS_PACKED, PREPARE, ENDS, CAST)})
     names.update({IS_PACKED: _is_packed, PREPARE: _prepared, CAST: _cast})
@@ -74,35 +74,35 @@ def forget() -> None:
 
 
 def told(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that is traced with what was found, which comes first."""
+    """Wrap a call so that it is traced with the boundaries, its first argument."""
 
     def call(found: Found, *args: Any, **kwargs: Any) -> Any:
-        _call.found, _call.is_told = found, True
+        _call.found, _call.is_known = found, True
         if found is True:
             kwargs[OF_KEYS] = kwargs[OF_ROWS].clone()
         try:
             return function(*args, **kwargs)
         finally:
-            _call.found, _call.is_told = None, False
+            _call.found, _call.is_known = None, False
 
     return call
 
 
 def found_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
-    """What a call's arguments say, as a layer would read it; what they say twice is taken out of them once."""
+    """Find the boundaries in a call's arguments as a layer would, and remove a duplicate from them."""
     with torch.no_grad():
         if _are_equal(kwargs.get(OF_ROWS), kwargs.get(OF_KEYS)):
             del kwargs[OF_KEYS]
             return True
-        return _by_positions(kwargs["position_ids"]) if kwargs.get("position_ids") is not None else _without(args)
+        return _by_positions(kwargs["position_ids"]) if kwargs.get("position_ids") is not None else _by_count(args)
 
 
 def _are_equal(one: Any, other: Any) -> bool:
     return isinstance(one, Tensor) and isinstance(other, Tensor) and (one is other or torch.equal(one, other))
 
 
-def _without(args: Sequence[Any]) -> Found:
-    """What a call without positions says: they may be among arguments that are not named."""
+def _by_count(args: Sequence[Any]) -> Found:
+    """Return the boundaries for a call without named positions: positional arguments may contain them."""
     return False if len(args) <= 1 else None
 
 
@@ -115,7 +115,7 @@ def _by_positions(positions: Any) -> Found:
     return of_any_length(ends)
 
 
-# -- in the place of transformers' functions
+# -- replacements of transformers' functions
 
 
 def _is_packed(position_ids: Any, batch_size: Any) -> Any:
@@ -135,12 +135,12 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -
     begins = torch.bucketize(rows, ends, right=True) != torch.bucketize(rows, ends)
     assert_true((begins == (position_ids == position_ids.min()).flatten()).all(), OTHERWISE)
     heads = tuple(item.reshape(-1, *item.shape[-2:]) for item in (query, key, value))
-    longest = heads[0].shape[0]  # none is longer, and more is not asked
-    return *heads, (ends, ends.clone()), (longest, longest)  # of one tensor in two places Dynamo (2.13) makes no graph
+    longest = heads[0].shape[0]  # an upper bound of the document lengths is enough
+    return *heads, (ends, ends.clone()), (longest, longest)  # a clone: Dynamo (2.13) cannot trace one tensor passed twice
 
 
 def _cast(query: Tensor, key: Tensor, value: Tensor, target_dtype: torch.dtype | None = None) -> Any:
-    if not (_call.is_told and torch.compiler.is_dynamo_compiling()):
+    if not (_call.is_known and torch.compiler.is_dynamo_compiling()):
         return _before[0][CAST](query, key, value, target_dtype)
     is_wide = target_dtype is not None and query.dtype == torch.float32
     return tuple(item.to(target_dtype) if is_wide else item for item in (query, key, value))

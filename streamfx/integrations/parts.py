@@ -1,9 +1,10 @@
-"""One call of a module that an engine has wrapped: its hooks run as they are, and what is between them through the backend.
+"""One call of a module that an engine has wrapped: its hooks run unchanged, and the forward between them runs through
+the backend.
 
-Engines of sharded parameters (FSDP) gather weights in a hook before a module's forward and free them in one behind it. A graph
-that reached over a hook would be cut there. So each wrapped module's own forward is a graph. What is left of a module that
-holds wrapped ones is cut at their calls; where Dynamo gives its function up (a cut inside of a loop), its other children are
-graphs of their own.
+Engines with sharded parameters (FSDP) gather weights in a hook before a module's forward and free them in a hook after
+it. A graph across a hook would break there, so each wrapped module's forward is a graph. The remainder of a module that
+contains wrapped ones breaks at their calls; if Dynamo gives up on its function (a break inside of a loop), its other
+children are compiled separately.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ USE_CACHE = "use_cache"
 
 
 def is_enabled(module: nn.Module) -> bool:
-    """Whether a module's forward has been replaced by an earlier `enable`."""
+    """Return whether an earlier `enable` has replaced a module's forward."""
     return hasattr(module.__dict__.get("forward"), ENABLED)
 
 
 def calls_of(module: nn.Module) -> Calls | CompiledModule | None:
-    """What an earlier `enable` has put in place of a module's calls."""
+    """Return the object with which an earlier `enable` replaced a module's calls."""
     for slot in (module._compiled_call_impl, module.__dict__.get("forward")):
         if isinstance(slot, Calls) or hasattr(slot, ENABLED):
             return slot if isinstance(slot, Calls) else getattr(slot, ENABLED)
@@ -43,40 +44,41 @@ def calls_of(module: nn.Module) -> Calls | CompiledModule | None:
 
 
 class SharedFunctions:
-    """Compiled functions. Modules with the same forward share one and its graphs; Dynamo's guards tell them apart.
+    """Compiled functions. Modules with the same forward share one function and its graphs; Dynamo's guards distinguish them.
 
-    What Dynamo does not guard are numbers in buffers. A graph may rely on them (a mask), and looks at each call whether they are
-    what they were; else it runs whole. So modules whose buffers hold other numbers have graphs of their own.
+    Dynamo does not guard the contents of buffers. A graph may depend on them (a mask), checks them on each call, and
+    falls back to the full sequence if they changed. So modules with different buffers get different graphs.
     """
 
     def __init__(self, options: Mapping[str, Any], dynamic: bool | None) -> None:
         self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolated()}
         self.parts: list[CompiledModule] = []
-        self.generating = 0  # calls of generation that are going on: what they call runs as it was, too
-        self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self._first: dict[tuple[Any, ...], list[nn.Module]] = {}
+        self.generating = 0  # active generation calls: nested calls are not compiled, either
+        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._distinct: dict[tuple[Any, ...], list[nn.Module]] = {}
 
     def function(self, key: tuple[Any, ...], own: Callable[..., Any], cached: bool, dense: bool) -> Callable[..., Any]:
-        """`own`, compiled; modules that ask with the same key get the same."""
+        """Return the compiled function of a key, compiling `own` on first use."""
         key = (*key, cached, dense)
-        if key not in self._made:
+        if key not in self._compiled:
             options = {**({"outputs": "dense"} if dense else {}), **self.options}
             function = own if cached else without_cache(own)
-            self._made[key] = torch.compile(function, backend=own_backend(streambp), options=options, **self.keywords)
-        return self._made[key]
+            self._compiled[key] = torch.compile(function, backend=own_backend(streambp), options=options, **self.keywords)
+        return self._compiled[key]
 
     def alike(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:
-        """The key, with the number of the first module that asked with it and has the same numbers in its buffers."""
-        known = self._first.setdefault(key, [])
-        number = next((i for i, other in enumerate(known) if _has_same_buffers(module, other)), len(known))
-        if number == len(known):
+        """Extend the key by the index of the first module with this key and equal buffers."""
+        known = self._distinct.setdefault(key, [])
+        index = next((i for i, other in enumerate(known) if _has_same_buffers(module, other)), len(known))
+        if index == len(known):
             known.append(module)
-        return (*key, number)
+        return (*key, index)
 
     def hands_on_deferred(self) -> bool:
-        """Whether a wrapped module (a head) gives its caller deferred outputs.
+        """Return whether a wrapped module (a head) returns deferred outputs to its caller.
 
-        Seen, once each has been called. Before that, it may where it is the only one of its kind and its weights stay.
+        This is known after each wrapped module was called. Before, a module may if it is the only one of its class and
+        its weights are not freed.
         """
         wrapped = [part for part in self.parts if part.is_wrapped and not part.is_rest]
         kinds = Counter(type(part.module) for part in wrapped)
@@ -84,22 +86,22 @@ class SharedFunctions:
 
 
 class CompiledModule:
-    """Stands in for a module's `__call__`, or for its forward where an engine's hooks are around that."""
+    """Replaces a module's `__call__`, or its forward if an engine's hooks surround it."""
 
     def __init__(self, target: Target, shared: SharedFunctions) -> None:
         self.module, self.owner, self.within_hooks = target.module, target.owner, target.within_hooks
         self.is_rest, self.is_wrapped = target.is_rest, target.is_wrapped
         self._gave_deferred: bool | None = None
         self.shared, self.counts, self.note, self.engine = shared, CallCounts(), "", ""
-        self.enabled: Any = None  # the `Enabled` that it is of
+        self.enabled: Any = None  # the `EnabledModules` that holds this object
         shared.parts.append(self)
         before = self.module.forward if self.within_hooks else self.module._call_impl
-        self._before: Callable[..., Any] = before
-        self._own, self._kind, self._first = _unbound(before, self.module)
+        self._original: Callable[..., Any] = before
+        self._function, self._kind, self._leading_args = _unbound(before, self.module)
         self._signature = inspect.signature(before)
         self._key: tuple[Any, ...] | None = None
-        self._had = "forward" in self.module.__dict__
-        # Dynamo may be looking for frames to compile when a root calls it: this one is not
+        self._had_forward = "forward" in self.module.__dict__
+        # A compiled root may call this function; Dynamo must not trace its frame.
         self._installed = torch.compiler.disable(self._run)
         functools.update_wrapper(self._installed, before)
         setattr(self._installed, ENABLED, self)
@@ -117,8 +119,8 @@ class CompiledModule:
         refuse_again(self._refused)
         if not self.within_hooks:
             self.module._compiled_call_impl = None
-        elif self._had:
-            self.module.__dict__["forward"] = self._before
+        elif self._had_forward:
+            self.module.__dict__["forward"] = self._original
         else:
             del self.module.__dict__["forward"]
 
@@ -129,23 +131,25 @@ class CompiledModule:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is compiled, whoever asks for it."""
+        """Whether compilation is switched off globally."""
         return is_switched_off()
 
     def gave_deferred(self, may: bool) -> bool:
-        """Whether its last outputs were deferred; `may`: what is said before the first ones."""
+        """Return whether the last outputs were deferred; before the first call, return `may` unless the weights are freed."""
         return may and not self._frees_weights() if self._gave_deferred is None else self._gave_deferred
 
     def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.counts.plain += 1
         self.shared.generating += 1
         try:
-            return self._before(*args, **kwargs)
+            return self._original(*args, **kwargs)
         finally:
             self.shared.generating -= 1
 
     def _with_no_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Asks for no cache, which nobody would read: layers by themselves would fill it, and keep their keys and values."""
+        """Pass `use_cache=False` in training: otherwise the layers, compiled separately, would fill a cache that is
+        never read.
+        """
         if keeps_cache(kwargs) or USE_CACHE not in self._signature.parameters:
             return kwargs
         given = self._signature.bind_partial(*args, **kwargs).arguments
@@ -159,27 +163,27 @@ class CompiledModule:
             return self._generate(args, kwargs)
         if self.is_off:
             self.counts.plain += 1
-            return self._before(*args, **kwargs)
+            return self._original(*args, **kwargs)
         if self.is_rest:
             kwargs = self._with_no_cache(args, kwargs)
         if self.is_rest and self.shared.hands_on_deferred():
             self.counts.plain += 1
             self.note = "; as it was, so that a loss on deferred outputs of a wrapped module stays in chunks"
-            return run(self._before, self.module, args, kwargs)
-        if self._key is None:  # not before the first call: numbers may be loaded after `enable`
+            return run(self._original, self.module, args, kwargs)
+        if self._key is None:  # not before the first call: buffers may be loaded after `enable`
             self._key = self.shared.alike(self._kind, self.module)
         self.counts.compiled += 1
-        dense = self._frees_weights()  # who touched a deferred one would find no weights
+        dense = self._frees_weights()  # a deferred output could not be computed without the weights
         self.note = "; its outputs are plain tensors, because its weights are freed behind its forward" if dense else ""
-        call = self.shared.function(self._key, self._own, keeps_cache(kwargs), dense)
+        call = self.shared.function(self._key, self._function, keeps_cache(kwargs), dense)
         seen = None if self.enabled is None else self.enabled.compiled
-        result = run(call, self.module, (*self._first, *args), kwargs, sharers=len(self.shared.parts), seen=seen)
+        result = run(call, self.module, (*self._leading_args, *args), kwargs, sharers=len(self.shared.parts), seen=seen)
         self._gave_deferred = isinstance(result, DeferredTensor)
         return result
 
 
 def _unbound(function: Any, module: nn.Module) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """A module's function: what is compiled, what it is shared by, and what it is given before its arguments."""
+    """Split a module's function into the function to compile, its key, and its leading arguments."""
     if getattr(function, "__self__", None) is module:
         return function.__func__, (function.__func__, type(module)), (module,)
     return function, (function,), ()
@@ -194,5 +198,5 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     if one is other:
         return True
     if is_sharded(one) or is_sharded(other) or one.device != other.device or one.dtype != other.dtype:
-        return False  # ranks would have to talk about a sharded one
+        return False  # comparing sharded buffers needs communication
     return one.shape == other.shape and (one.is_meta or torch.equal(one, other))

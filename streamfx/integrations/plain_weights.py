@@ -1,6 +1,6 @@
-"""peft's DoRA asks in each layer whether a weight is quantized, by the name of its type's module, which breaks the graph there.
+"""Avoid graph breaks in peft's DoRA, which checks in each layer whether a weight is quantized, by the module name of its type.
 
-While a model is enabled, a plain parameter is answered with itself, as peft does it; of any other weight peft is asked.
+While a model is enabled, a plain parameter is returned directly, as peft would; for any other weight peft's function is called.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from torch import nn
 
 ASKS, READERS = "dequantize_module_weight", ("peft.tuners.lora.dora", "peft.tuners.lora.variants")
-QUANTIZED = "W_q"  # HQQ's layers hold another weight under this name
+QUANTIZED = "W_q"  # the name of the quantized weight in HQQ's layers
 
 _before: list[tuple[ModuleType, Callable[..., Any]]] = []
 _enabled = 0
 
 
 def listen() -> None:
-    """Answer in the place of peft, if it is there."""
+    """Replace peft's function if peft is imported."""
     global _enabled
     _enabled += 1
     known = {module for module, _ in _before}
@@ -28,11 +28,11 @@ def listen() -> None:
         module = sys.modules.get(name)
         if module is not None and module not in known and ASKS in vars(module):
             _before.append((module, vars(module)[ASKS]))
-            setattr(module, ASKS, _answer(vars(module)[ASKS]))
+            setattr(module, ASKS, _replacement(vars(module)[ASKS]))
 
 
 def forget() -> None:
-    """Undo one `listen`; the last gives peft its own function back."""
+    """Undo one `listen`; the last call restores peft's function."""
     global _enabled
     _enabled -= 1
     while _before and not _enabled:
@@ -40,7 +40,7 @@ def forget() -> None:
         setattr(module, ASKS, function)
 
 
-def _answer(ask: Callable[..., Any]) -> Callable[..., Any]:
+def _replacement(ask: Callable[..., Any]) -> Callable[..., Any]:
     def weight_of(module: nn.Module) -> Any:
         is_plain = type(module.weight) is nn.Parameter and not hasattr(module, QUANTIZED)
         return module.weight if is_plain else ask(module)

@@ -1,4 +1,4 @@
-"""What `enable` compiles: a module, where it was found, and why it is this one."""
+"""A module that `enable` compiles, its name, and the reason for the choice."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from streamfx.integrations.heads import Head
 class Target:
     """A module to compile.
 
-    Where an engine holds its weights in shards it is a *part*: `owner` is the wrapped module whose hooks gather and free its
-    weights, None for weights that are always there. `is_wrapped`: the hooks are its own; `within_hooks`: they are on it, and
-    stay around its forward.
-    `is_rest`: it holds wrapped modules, at whose calls its graph is cut.
+    If an engine shards its weights, it is a *part*: `owner` is the wrapped module whose hooks gather and free the
+    weights, or None if the weights are always available. `is_wrapped` means that the module is wrapped itself;
+    `within_hooks` that the hooks are on the module and surround its forward; `is_rest` that it contains wrapped
+    modules, whose calls break its graph.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""What of a trainer or a model has to be compiled?
+"""Find the modules of a trainer or a model that must be compiled.
 
-Most trainers call the whole model, and its loss is then part of the graph. Some give the model a forward of their own that calls
-the backbone and applies the head by itself, in chunks (`fused_lm_head=True`): there the backbone is compiled.
+Most trainers call the full model, and the loss is part of the graph. Some replace the model's forward by one that calls
+the backbone and applies the head itself, in chunks (`fused_lm_head=True`): then the backbone is compiled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streamfx.torch_private.fsdp import inside_of_wrapper, is_fsdp_wrapper
 
 ASKED = "streamfx.{name} takes a module, or a trainer that has one"
 NO_FORWARD = "give the module that calls its parts, or write a forward"
-BESIDE = ("ref_model", "teacher_model")  # frozen models that trainers hold beside the one that is trained
+BESIDE = ("ref_model", "teacher_model")  # frozen models of trainers
 WHOLE = "what its forward computes, and the loss where it is in it"
 OF_TRAINER = "the whole model, and the loss where its forward computes it"
 OWN_HEAD = "fused_lm_head"
@@ -32,15 +32,15 @@ OWN_HEAD = "fused_lm_head"
 
 @dataclass(frozen=True)
 class CompileTargets:
-    """The modules to compile, each once, and what is said of engines that hold them."""
+    """The modules to compile, without duplicates, and descriptions of the engines that hold them."""
 
     targets: list[Target]
     engines: list[str]
 
 
 def found_in(given: Any) -> CompileTargets:
-    """What of a trainer or a model has to be compiled."""
-    found: dict[nn.Module, Target] = {}
+    """Find the modules of a trainer or a model that must be compiled."""
+    targets: dict[nn.Module, Target] = {}
     engines: dict[str, None] = {}
     if not isinstance(given, nn.Module):
         _check_trainer(given)
@@ -56,12 +56,12 @@ def found_in(given: Any) -> CompileTargets:
             owner = inner if is_held(inner) and target.module is not inner else None
             parts = parts_of(target, owner)
         for part in parts:
-            found.setdefault(part.module, part)
-    return CompileTargets(list(found.values()), list(engines))
+            targets.setdefault(part.module, part)
+    return CompileTargets(list(targets.values()), list(engines))
 
 
 def models_of(given: Any, asked: str = "enable") -> Iterator[tuple[str, nn.Module]]:
-    """A model, or those that a trainer holds, by name; `asked` is the function that was given it."""
+    """Yield a model, or the models of a trainer, by name; `asked` is the name of the calling function."""
     if isinstance(given, nn.Module):
         yield "model", given
         return
@@ -97,7 +97,7 @@ def _described(given: Any) -> str:
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """The module inside of wrappers, which stay around it, and what is said of them."""
+    """Return the module inside of all wrappers, and the descriptions of the wrappers."""
     if is_compiled(model):
         raise IntegrationError(
             "streamfx.enable compiles a module in place, and this one is compiled already",
@@ -121,7 +121,7 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _target(name: str, model: nn.Module, is_given_alone: bool) -> Target:
-    """What of a model is compiled; of one that was `given_alone` nobody knows whether it is a whole model."""
+    """Return the module of a model to compile. A model that was `given_alone` may be a part of a larger one."""
     base: Any = inside_of_wrapper(model) if is_fsdp_wrapper(model) else model
     base = getattr(base, "get_base_model", lambda: base)()
     forward = _forward_with_head(base)
@@ -139,7 +139,7 @@ def _target(name: str, model: nn.Module, is_given_alone: bool) -> Target:
 
 
 def _forward_with_head(model: nn.Module) -> Any:
-    """The forward that a trainer has given the model, if it knows the argument for it."""
+    """Return the forward that a trainer has set on the model, if it accepts the argument for its own head."""
     function: Any = model.__dict__.get("forward")
     while function is not None:
         function = getattr(function, "__func__", function)

@@ -1,1 +1,6 @@
-"""Tools that run the backend to look at it: `explain`, `verify`, and the tracing behind them."""
+"""`explain`, `verify` and `profile`: run the backend on one call and report the result.
+
+The package knows `frontend` (it drives the compilation), the cost model, and `tools.report`, which renders the figures. It may
+import `frontend` and every layer below; only the planner, the integrations and the command line may import it. It restores
+every model and every global setting that it changes.
+"""

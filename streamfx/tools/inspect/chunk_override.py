@@ -1,4 +1,4 @@
-"""Compilations that are there to be compared: their loops have several chunks, so that what chunks hand on is seen."""
+"""Compilations for `verify`: each loop gets several chunks, so that the values passed between chunks are exercised."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from streamfx.options import Options
 from streamfx.runtime.loop import Loop
 from streamfx.tools.inspect.tracing import QuietCompilation
 
-PARTS = 3  # chunks of a loop, at least: a first one, a last one, and one between
+PARTS = 3  # minimum number of chunks per loop: the first, the last, and one between
 NOT_CUT = "nothing was cut into chunks, so that this says little: streamfx.explain tells why"
 ONE_CHUNK = "some loops had all rows in one chunk: with a smaller chunk_size or loss_chunk_size it is seen what chunks hand on"
 
 
 class ChunkedCompilation(QuietCompilation):
-    """A compilation whose chunks, where their size is left to streamfx, have a third of the rows at most."""
+    """A compilation that limits automatic chunk sizes to a third of the sequence. Explicit sizes are kept."""
 
     @staticmethod
     def tell(facts: Facts, options: Options) -> None:
@@ -30,11 +30,11 @@ class ChunkedCompilation(QuietCompilation):
 
 
 def what_was_not_cut(compilations: Sequence[Compilation]) -> str:
-    """What keeps a comparison from seeing what chunks hand to one another; empty if nothing does."""
+    """Return why a comparison does not exercise the values passed between chunks, or an empty string if it does."""
     loops = [loop for item in compilations for facts in item.facts if facts.program is not None for loop in facts.program.loops]
-    return NOT_CUT if not loops else ONE_CHUNK if any(map(_is_of_one_chunk, loops)) else ""
+    return NOT_CUT if not loops else ONE_CHUNK if any(map(_has_one_chunk, loops)) else ""
 
 
-def _is_of_one_chunk(loop: Loop) -> bool:
+def _has_one_chunk(loop: Loop) -> bool:
     length = loop.spec.length
     return isinstance(length, int) and length > 1 and loop.rows_per_chunk(length, {}) >= length

@@ -1,12 +1,12 @@
-"""What does a step send to other ranks, and what would eager? Calls, and bytes that each rank puts on the wire.
+"""The communication of a step: collective calls, and the bytes each rank sends, compared with eager.
 
-`forward` and `backward`: by kind, `gathers`, `reductions` and `exchanges` between loops (of a graph that runs as it stands: all),
-and `in_loops`, those of bodies times their chunks. `bytes`: all of them; `far_bytes`: those of groups
-that do not lie inside of a machine of 8 ranks, one beside the other. `early_reductions`: the share of the reductions between
-loops of the backward half that begin before its last loop does (None without any). `whole_weights_bytes`: gathered weights that
-are alive at the peak. `eager`: the same call run in eager on fake tensors, call by call as it would send; `checkpointed` says
-whether each layer is checkpointed there (with torch's non-reentrant checkpointing), which it is where the model has layers. None
-where it could not be run, or seems to send nothing.
+`forward` and `backward` count `gathers`, `reductions` and `exchanges` between loops (or in the full graph if it is not
+chunked) by kind. `in_loops` counts calls in loop bodies times the number of chunks. `bytes` is the total; `far_bytes`
+counts only groups that span several machines, with 8 consecutive ranks per machine. `early_reductions` is the fraction
+of the backward graph's reductions between loops that start before its last loop (None if there are none).
+`whole_weights_bytes` are the gathered weights alive at the peak. `eager` is the same call run in eager mode on fake
+tensors; `checkpointed` is true if each layer is checkpointed there (with torch's non-reentrant checkpointing), which
+happens if the model has layers. `eager` is None if the run fails or sends nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from streamfx.tools.report.comm_table import (
 
 
 def wire_of(graphs: Sequence[TracedGraph], costs: Sequence[Cost], call: TracedCall | None = None) -> dict[str, Any] | None:
-    """What the calls of these graphs send, beside what `call` sends in eager; None where nothing is sent."""
+    """Return the communication of these graphs, with that of `call` in eager mode, or None if nothing is sent."""
     pairs = list(zip(graphs, costs, strict=True))
-    outer = [_outer(graph, cost) for graph, cost in pairs]
-    sent = together(wire for one in outer for wire in one.by_loop.values())
+    traffic = [_host_traffic(graph, cost) for graph, cost in pairs]
+    sent = together(wire for one in traffic for wire in one.by_loop.values())
     if not calls_of(sent):
         return None
-    early, reductions = (sum(counts) for counts in zip(*((one.early, one.reductions) for one in outer), strict=True))
+    early, reductions = (sum(counts) for counts in zip(*((one.early, one.reductions) for one in traffic), strict=True))
     peak = max(costs, key=lambda cost: cost.peak)
     return {
         **as_plain(sent),
@@ -44,18 +44,18 @@ def wire_of(graphs: Sequence[TracedGraph], costs: Sequence[Cost], call: TracedCa
         "far_bytes": far_of(sent),
         "early_reductions": early / reductions if reductions else None,
         "whole_weights_bytes": peak.peak_terms.get(WEIGHTS, 0),
-        "eager": None if call is None else _in_eager(call),
+        "eager": None if call is None else _eager_traffic(call),
     }
 
 
-def _outer(graph: TracedGraph, cost: Cost) -> HostTraffic:
+def _host_traffic(graph: TracedGraph, cost: Cost) -> HostTraffic:
     program = graph.facts.program
     if program is None:
         return HostTraffic({"": of_halves(cost.forward_wire, cost.backward_wire)}, 0, 0)
     return sent_by_program(program, graph.num_outputs, cost.loops)
 
 
-def _in_eager(call: TracedCall) -> dict[str, Any] | None:
+def _eager_traffic(call: TracedCall) -> dict[str, Any] | None:
     cost = call.eager if call.checkpointed is None else call.checkpointed
     if cost is None:
         return None

@@ -1,4 +1,4 @@
-"""The bytes alive over a whole step, whose graphs run one after the other and back, put together of what each takes."""
+"""The memory curve of a whole step: the graphs run in order, then their backward graphs in reverse order."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from streamfx.cost.memory import Cost
 
 
 def curve_of_calls(costs: Sequence[Cost], gradients: Sequence[int], at_end: int = 0) -> Curve:
-    """The curve of calls of graphs as `peak_of_calls` adds up their peaks.
+    """Concatenate the curves of several graph calls, as `peak_of_calls` adds up their peaks.
 
-    `gradients` are the bytes of each graph's gradients of parameters. At the end at least `at_end` bytes are alive.
+    `gradients` are the bytes of each graph's parameter gradients. At least `at_end` bytes are alive at the end of the step.
     """
     found, held, later = Curve(), 0, 0
     for cost in costs:
         found = found.then(cost.forward_curve.above(found.work, _terms({BETWEEN_GRAPHS: held})))
         held += cost.held
     found = replace(found, turn=found.work)
-    for cost, own in zip(reversed(costs), reversed(gradients), strict=True):
+    for cost, size in zip(reversed(costs), reversed(gradients), strict=True):
         held -= cost.held
         found = found.then(cost.backward_curve.above(found.work, _terms({BETWEEN_GRAPHS: held, GRADIENTS: later})))
-        later += own
+        later += size
     if at_end > (found.points[-1].total if found.points else 0):
         found = found.then(Curve((Point(found.work, {GRADIENTS: at_end}),), (), found.work))
     return found.shortened()
 
 
 def curve_of_call(cost: Cost) -> Curve:
-    """The curve of a call that ran in one piece, in eager."""
+    """Return the curve of a single forward and backward pass in eager mode."""
     forward = cost.forward_curve
     return replace(forward, turn=forward.turn or forward.work).then(cost.backward_curve.above(forward.work)).shortened()
 

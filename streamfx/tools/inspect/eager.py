@@ -1,7 +1,7 @@
-"""What a call costs in eager, followed operator by operator under fake tensors, with something around its layers or not.
+"""The cost of a call in eager mode, traced operator by operator on fake tensors, optionally with a wrapper around each layer.
 
-Of many layers that are alike few are run, and stand for all. That they are alike is seen: the forward half is followed through
-all layers once, and has to be, byte by byte, that of few with the missing ones put in.
+If layers repeat, only a few of them are traced and the cost is extrapolated to all. The repetition is checked: one full forward
+trace must equal, byte by byte, the shortened trace with the missing layers filled in.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @contextmanager
 def outside_of_inference() -> Iterator[None]:
-    """Not in inference mode, which hides what operators are made of from who counts; without gradients where those are off."""
-    trains = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(trains):
+    """Leave inference mode, which hides the parts of composite operators from the cost counter. The gradient mode is kept."""
+    enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(enabled):
         yield
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward, of which only the input is kept."""
+    """Wrap the forward of a layer so that only its inputs are saved."""
     return partial(checkpoint, forward, use_reentrant=False)
 
 
 def eager_cost(model: Callable[..., Any], inputs: Mapping[str, Any], around: Around, alike: Repeat | None = None) -> Cost | None:
-    """What a call costs in eager, with something around the forward of each layer; None if it cannot be followed, or has none.
+    """Return the cost of a call in eager mode with `around` applied to each layer.
 
-    `alike` says which of these layers stand for all, where that was seen for these inputs.
+    None if it cannot be traced or has no layers. `alike` is the layer repetition, if already found for these inputs.
     """
     mode, faker = faker_of(model, (), inputs)
     with accepting_real(mode), mode:
@@ -65,8 +65,9 @@ def eager_cost(model: Callable[..., Any], inputs: Mapping[str, Any], around: Aro
 def costs_with_one_more(
     model: Callable[..., Any], inputs: Mapping[str, Any], around: Around, few: int
 ) -> tuple[Cost, Cost] | None:
-    """The same of a model with only its first `few` layers, and with one more that does what the one before the last does, which
-    is a guess. None where turns of layers do not repeat, or cannot be followed.
+    """Return the costs of the model with its first `few` layers, and with one more.
+
+    The additional layer is assumed to equal the one before the last. None if the layers do not repeat or cannot be traced.
     """
     mode, faker = faker_of(model, (), inputs)
     with accepting_real(mode), mode, first_layers(model, few):
@@ -76,14 +77,14 @@ def costs_with_one_more(
 
 
 def alike_layers(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Repeat | None:
-    """Which layers stand for all in a call; None where they do not."""
+    """Return the layer repetition of a call, or None if the layers do not repeat."""
     mode, faker = faker_of(model, (), inputs)
     with accepting_real(mode), mode:
         return EagerCall(model, (), inputs, faker).alike
 
 
 def faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[FakeTensorMode, FakeConverter]:
-    """The fake mode of a call, and what makes its tensors fake."""
+    """Return the fake mode of a call and the converter that makes its tensors fake."""
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
     tensors += [value for module in modules_of(model) for value in held_tensors(module)]
     mode = fake_mode_of(tensors) or FakeTensorMode()
@@ -92,7 +93,7 @@ def faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 @contextmanager
 def accepting_real(mode: FakeTensorMode) -> Iterator[None]:
-    """Real parameters may meet fake inputs."""
+    """Let real parameters be used with fake inputs."""
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         yield
@@ -102,26 +103,26 @@ def accepting_real(mode: FakeTensorMode) -> Iterator[None]:
 
 @dataclass
 class EagerCall:
-    """A call, in the fake mode that is active."""
+    """A call to trace in the active fake mode."""
 
     model: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     faker: FakeConverter
-    given: Repeat | None = None  # how all layers are made of few, where somebody has seen it
-    reached: int = 0  # calls of layers that something was around
-    _walks: dict[Repeat | None, tuple[EagerStep, Notes]] = field(default_factory=dict)
+    given: Repeat | None = None  # the layer repetition, if already known
+    reached: int = 0  # number of calls of wrapped layers
+    _traces: dict[Repeat | None, tuple[EagerStep, Notes]] = field(default_factory=dict)
 
     def cost(self, around: Around | None = None) -> Cost | None:
-        """What the call costs, with something around its layers or not; None if its Python code asks for data that nobody has, or
-        calls no layer, so that nothing is around any.
+        """Return the cost of the call, with `around` applied to each layer if given.
 
-        FLOPs of layers by themselves are counted where nothing is around them.
+        None if the Python code needs the data of a fake tensor, or if no wrapped layer is called. FLOPs per layer are
+        counted only if layers are not wrapped.
         """
-        found = self.step(around)
-        if found is None:
+        result = self.step(around)
+        if result is None:
             return None
-        step, gradients = found
+        step, gradients = result
         if around is not None:
             return replace(step.cost, gradients=gradients, layer_flops=0, layer_attention=0)
         forward = step if self.alike is None else self._forward()[0]
@@ -129,30 +130,30 @@ class EagerCall:
         return replace(cost, layer_flops=forward.layer_flops, layer_attention=forward.layer_attention)
 
     def step(self, around: Around | None) -> tuple[EagerStep, int] | None:
-        """The step and the bytes of its gradients; None as above."""
+        """Return the step and the bytes of its gradients, or None as in `cost`."""
         self.reached = 0
         try:
-            found = self._of_few(around) or self._followed(around)
+            result = self._extrapolated(around) or self._traced(around)
         except Exception as error:
             log.info("no eager baseline: %s", error)
             return None
         if around is not None and not self.reached:
             log.info("no baseline with something around each layer: none is called")
             return None
-        return found
+        return result
 
-    def _of_few(self, around: Around | None) -> tuple[EagerStep, int] | None:
-        """The step and the bytes of its gradients, from those of few layers; None where these do not stand for all."""
+    def _extrapolated(self, around: Around | None) -> tuple[EagerStep, int] | None:
+        """Extrapolate the step and its gradient bytes from a few layers, or return None if the layers do not repeat."""
         if self.alike is None:
             return None
-        few, gradients = self._followed(around, self.alike)
+        few, gradients = self._traced(around, self.alike)
         step = step_of_all(few, self.alike)
         return None if step is None else (step, gradients)
 
     @cached_property
     def alike(self) -> Repeat | None:
-        """How all layers are made of few; None if the forward half of all is not what it is made of few, or layers have their own
-        backward half.
+        """The layer repetition, or None if the extrapolated forward graph differs from the full one, or if a layer has a custom
+        backward.
         """
         repeat = repeat_of(self.model) if self.given is None else self.given
         if repeat is None or self.given is not None:
@@ -167,7 +168,7 @@ class EagerCall:
         step, notes = self._forward()
         return repeat if few.forward.is_like(step.forward) and not notes.has_own_backward else None
 
-    def _noted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _counting_calls(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             self.reached += 1
             return forward(*args, **kwargs)
@@ -175,24 +176,24 @@ class EagerCall:
         return run
 
     def _forward(self, repeat: Repeat | None = None) -> tuple[EagerStep, Notes]:
-        """The forward half of all layers, or of few, and what each of them does. It is followed once."""
-        if repeat not in self._walks:
+        """Trace the forward pass of all layers, or of a few, with notes on each layer. Traced once per repetition."""
+        if repeat not in self._traces:
             notes = Notes()
-            self._walks[repeat] = self._followed(None, repeat, forward_only=True, notes=notes)[0], notes
-        return self._walks[repeat]
+            self._traces[repeat] = self._traced(None, repeat, forward_only=True, notes=notes)[0], notes
+        return self._traces[repeat]
 
-    def _followed(
+    def _traced(
         self, around: Around | None, repeat: Repeat | None = None, forward_only: bool = False, notes: Notes | None = None
     ) -> tuple[EagerStep, int]:
-        """A step, and the bytes of gradients of parameters: of all layers, or of few, with the gradients of those missing."""
+        """Trace a step and return it with the bytes of its parameter gradients, including those of the missing layers."""
         try:
-            return self._walked(around, repeat, forward_only, notes, True)
+            return self._run(around, repeat, forward_only, notes, True)
         except IterationsDifferError as error:
             log.info("all turns are followed: %s", error)
-            return self._walked(around, repeat, forward_only, notes, False)
+            return self._run(around, repeat, forward_only, notes, False)
 
-    def _walked(
-        self, around: Around | None, repeat: Repeat | None, forward_only: bool, notes: Notes | None, of_few: bool
+    def _run(
+        self, around: Around | None, repeat: Repeat | None, forward_only: bool, notes: Notes | None, sampled: bool
     ) -> tuple[EagerStep, int]:
         with self._faked(repeat) as (args, kwargs):
             layers = layers_of(self.model)
@@ -200,16 +201,16 @@ class EagerCall:
                 notes.begin(modules_of(self.model), layers, (args, kwargs))
             if around is not None:
                 for layer in layers:
-                    layer.forward = self._noted(around(layer.forward))
-            given = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+                    layer.forward = self._counting_calls(around(layer.forward))
+            inputs = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
             parameters = _leaves(modules_of(self.model))
             with (
                 RealIntegers(),
                 notes or nullcontext(),
-                without_gradients([*given, *parameters]),
+                without_gradients([*inputs, *parameters]),
                 outside_of_inference(),
-            ):  # fake tensors are the same from call to call
-                step = eager_step(lambda: self.model(*args, **kwargs), layers, forward_only, of_few)
+            ):  # the converter returns the same fake tensors for each call
+                step = eager_step(lambda: self.model(*args, **kwargs), layers, forward_only, sampled)
                 gradients = _gradient_bytes(parameters)
                 if repeat is not None:
                     repeated = layers[repeat.front : repeat.front + repeat.period]
@@ -218,26 +219,29 @@ class EagerCall:
 
     @contextmanager
     def _faked(self, repeat: Repeat | None) -> Iterator[tuple[Any, Any]]:
-        """The arguments, and in place the model, of all layers or of few: as fake tensors, but for integers of the caller's."""
+        """Yield fake arguments, and replace the tensors of the model by fake ones.
+
+        The model has all its layers, or only the first few. Integer inputs stay real.
+        """
         with first_layers(self.model, len(layers_of(self.model)) if repeat is None else repeat.kept), untouched(self.model):
             self.faker.replace(modules_of(self.model), buffers=True)
             yield self.faker.inputs((tuple(self.args), dict(self.kwargs)), with_integers=True)
 
     def few(self) -> LayerSubset | None:
-        """How all layers are made of few that do the same; None where they are not."""
+        """Return the layer repetition for tracing a few layers in place of all, or None if the layers do not repeat."""
         repeat = repeat_of(self.model, by_settings=True)
         if repeat is None:
             return None
         try:
-            alike = do_the_same(self._forward(repeat)[1], self._forward()[1], repeat)
+            repeats = do_the_same(self._forward(repeat)[1], self._forward()[1], repeat)
         except Exception as error:
             log.info("the forward half is not followed through all layers: %s", error)
             return None
-        return LayerSubset(repeat, name_of_layers(self.model)) if alike else None
+        return LayerSubset(repeat, name_of_layers(self.model)) if repeats else None
 
 
 def _leaves(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Parameters and buffers, each once."""
+    """Return the parameters and buffers of the modules, without duplicates."""
     return list({id(tensor): tensor for module in modules for tensor in held_tensors(module)}.values())
 
 

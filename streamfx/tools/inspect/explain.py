@@ -1,4 +1,4 @@
-"""`streamfx.explain`: what the backend would make of a model, without running it."""
+"""`streamfx.explain`: report how the backend would compile a model, without running it."""
 
 from __future__ import annotations
 
@@ -55,26 +55,26 @@ CLOCK = "predicted for {flops:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s and {launch:.
 
 @refusing(NotTracedError, "streamfx.explain(...)")
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
-    """Analyse the call `model(*args, **kwargs)` as `torch.compile(model, backend="streambp", options=options)` would.
+    """Analyze the call `model(*args, **kwargs)` as `torch.compile(model, backend="streambp", options=options)` would.
 
-    Nothing is computed and the model stays as it is; model and arguments may be real, fake or on the meta device. `strict=True`
-    raises nothing here: the report is what says all that it refuses, and ends with that.
+    Nothing is computed and the model is not modified; model and arguments may be real, fake or on the meta device. `strict=True`
+    raises nothing here: the report lists all that it would refuse.
 
     Args:
         model: a module, or a function of one.
-        args, kwargs: what it is called with. A keyword that is called like an option (`chunk_size=512`) is one, unless `forward`
-            names an argument so.
-        options: the backend's, as a dictionary or `streamfx.Options`; they may also be given by their names. What a model was
-            compiled or enabled with holds where they say nothing else.
+        args, kwargs: the arguments of the call. A keyword named like an option (`chunk_size=512`) is an option, unless `forward`
+            has an argument of that name.
+        options: the backend's, as a dictionary or `streamfx.Options`; they may also be passed as keywords. Options that
+            the model was compiled or enabled with are the defaults.
 
     Returns:
-        What was found: it prints as a report that begins with whether the backend pays, and `summary()` is a dictionary.
+        The explanation. It prints as a report that starts with whether the backend pays off; `summary()` is a dictionary.
 
     Raises:
-        NotTracedError: nothing of the call arrived at the backend, it computes nothing, as of an empty batch, or it is of arrays.
+        NotTracedError: nothing of the call reaches the backend, the call computes nothing (an empty batch), or gets numpy arrays.
         IntegrationError: DeepSpeed's ZeRO-3 has partitioned the model.
-        OptionError: an option that does not exist, or a value that it cannot have.
-        OverBudgetError: no plan is within `memory_budget`.
+        OptionError: an unknown option, or an invalid value.
+        OverBudgetError: no plan fits `memory_budget`.
 
     Example:
         >>> import torch, streamfx
@@ -87,18 +87,18 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
     model = original(model)
     arrays = arrays_among((args, kwargs))
     refuse_unless(not arrays, NotTracedError, "streamfx.explain asks for tensors", f"arrays of numpy: {arrays}", AS_TENSORS)
-    found = Explanation(traced(model, args, kwargs, given))
-    if (empty := empty_among((args, kwargs))) and not flops_of_calls(found.costs):
+    explanation = Explanation(traced(model, args, kwargs, given))
+    if (empty := empty_among((args, kwargs))) and not flops_of_calls(explanation.costs):
         raise NotTracedError("streamfx.explain asks for a call that computes something", found=f"{empty}, and no products", do=DO)
-    return found
+    return explanation
 
 
 class Explanation(Unpicklable, Exports):
-    """What was found in one call; costs are predicted when they are first asked for.
+    """The analysis of one call. Costs are predicted on first access.
 
     Args:
-        call: what tracing has found of the call; `streamfx.explain` makes it.
-        updates: an optimizer in the backward pass takes gradients of parameters once they are complete, and frees them.
+        call: the traced call; `streamfx.explain` creates it.
+        updates: an optimizer in the backward pass takes and frees each parameter gradient as soon as it is complete.
 
     Example:
         >>> import torch, streamfx
@@ -126,18 +126,20 @@ class Explanation(Unpicklable, Exports):
         return [stage for record in records for stage in record.stages]
 
     def summary(self, with_baseline: bool = True) -> dict[str, Any]:
-        """All figures and findings, in values that JSON knows.
+        """Return all figures and findings as plain JSON types.
 
-        Bytes are those of activations and gradients, beyond parameters and inputs, at the moment when most are alive. The
-        baseline is the same call in eager; with checkpointing, in eager with each layer checkpointed (None where that is no other
-        way: `not_checkpointed` says why). `at_peak` are the values between loops that take the most of it.
-        `wire` is what each rank sends to others (None where it sends nothing), by half and kind as calls and bytes:
-        `gathers`, `reductions`, `exchanges` (all to all, broadcast), and those `in_loops` times their chunks; the same of each
-        stage, and of `eager` on the same call, with each layer checkpointed where there are layers. `early_reductions` is the
-        share of reductions of the backward half that begin before its last loop, `whole_weights_bytes` are alive at the peak.
+        Bytes are those of activations and gradients, without parameters and inputs, at the memory peak. The baseline is the same
+        call in eager mode; the checkpointing figures are for eager mode with each layer checkpointed. They are None if that does
+        not apply, and `not_checkpointed` gives the reason. `at_peak` lists the largest values between loops.
+
+        `wire` is the data each rank sends to others, as calls and bytes, by forward or backward graph and by kind:
+        `gathers`, `reductions`, `exchanges` (all-to-all, broadcast), and `in_loops` times the number of chunks; None if
+        nothing is sent. Each stage has the same entry, and so has `eager` for the same call, with each layer
+        checkpointed if there are layers. `early_reductions` is the fraction of the backward graph's reductions that
+        start before its last loop; `whole_weights_bytes` are alive at the peak.
 
         Args:
-            with_baseline: whether eager and checkpointing are followed, too; without, their figures are zero.
+            with_baseline: whether to trace eager mode and checkpointing, too. If not, their figures are zero.
 
         Returns:
             The report as a dictionary.
@@ -150,7 +152,7 @@ class Explanation(Unpicklable, Exports):
             ([64], 0)
         """
         streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0)
-        # at the end all gradients are there, those of what runs between graphs, too: `baseline.gradients`
+        # All gradients are alive at the end, including those of code between graphs: `baseline.gradients`.
         return {
             "graphs": len(self.call.graphs),
             "graph_breaks": len(self.call.breaks),
@@ -177,7 +179,7 @@ class Explanation(Unpicklable, Exports):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Bytes alive over the step, by term, beside checkpointing's and eager's; its peak is `peak_bytes` of the summary."""
+        """Bytes alive over the step by category, next to checkpointing and eager. Its peak is `peak_bytes` of the summary."""
         rates = rates_of(self._device)
         courses = [
             course_of(way, curve, lambda work: rates.seconds(work.flops, work.moved, work.launches), flops)
@@ -188,13 +190,13 @@ class Explanation(Unpicklable, Exports):
         )
 
     def curves(self, with_baseline: bool = True) -> dict[str, tuple[Curve, int]]:
-        """By way of running the call its bytes after each operator, and its FLOPs on visible pairs; ours first.
+        """Return the memory curve and the FLOPs on visible pairs of each baseline, the backend first.
 
         Args:
-            with_baseline: whether those of eager, and of checkpointing where there are layers, are found, too.
+            with_baseline: whether to include eager, and checkpointing if there are layers.
 
         Returns:
-            For each way its curve and its FLOPs.
+            For each baseline its curve and its FLOPs.
 
         Example:
             >>> import torch, streamfx
@@ -214,32 +216,31 @@ class Explanation(Unpicklable, Exports):
 
     @property
     def page(self) -> Page:
-        """What the HTML report shows."""
+        """The content of the HTML report."""
         return page_of(self.call.name, self.summary(), self.timeline)
 
     @property
     def diagram(self) -> Diagram:
-        """Stages, their loops, and what these hand to each other."""
+        """The stages, their loops, and the values passed between them."""
         return diagram_of(self.page.stages, [flow_of(graph.facts) for graph in self.call.graphs])
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:
-        """The bodies of all loops by name: what is computed for each chunk."""
+        """The bodies of all loops by name: the graphs that run once per chunk."""
         return bodies_of([graph.facts for graph in self.call.graphs])
 
     def print_readable(self, module: str | None = None, print_output: bool = True) -> str:
-        """Print, and return, the bodies of the stages that hold a module (`"model.layers.1"`; all without one) as Python that
-        runs: a class for each loop, whose `forward` computes a chunk.
+        """Print and return loop bodies as runnable Python: one class per loop, whose `forward` computes a chunk.
 
         Args:
-            module: the name of a module; None stands for the whole model.
-            print_output: whether the text is printed as well.
+            module: the name of a module (`"model.layers.1"`), which selects the stages that contain it; None selects all.
+            print_output: whether to print the text as well.
 
         Returns:
             The text.
 
         Raises:
-            ReportError: no such module streams; it says which names are near.
+            ReportError: no such module is streamed; the message lists similar names.
 
         Example:
             >>> import torch, streamfx
@@ -261,7 +262,7 @@ class Explanation(Unpicklable, Exports):
         sources = (source.meta.get(VALUE) for graph in self.call.graphs for source in graph.facts.joint.sources)
         return next((value.device for value in sources if isinstance(value, torch.Tensor)), torch.device("cpu"))
 
-    # -- costs by graph, and by call
+    # -- costs per graph and per call
 
     @property
     def _called(self) -> list[TracedGraph]:
@@ -269,11 +270,11 @@ class Explanation(Unpicklable, Exports):
 
     @property
     def _gradients(self) -> list[int]:
-        """Bytes of each call's gradients of parameters that stay until the step's end."""
+        """Bytes of each call's parameter gradients that stay alive until the end of the step."""
         return [0 if self.updates else bytes_of_parameters(graph.facts.joint) for graph in self._called]
 
     def _of_calls(self, costs: list[Cost]) -> list[Cost]:
-        """The cost of each call, given that of each graph."""
+        """Return the cost of each call, given that of each graph."""
         of_graph = {id(graph): cost for graph, cost in zip(self.call.graphs, costs, strict=True)}
         return [of_graph[id(graph)] for graph in self._called]
 
@@ -283,12 +284,13 @@ class Explanation(Unpicklable, Exports):
 
     @property
     def costs(self) -> list[Cost]:
-        """What each call of a graph costs with the backend."""
+        """The cost of each graph call with the backend."""
         return self._of_calls(self._streamed)
 
     def _streamed_share(self, baseline: Cost) -> float | None:
-        """Of the call's FLOPs those in loops. What is not traced is none of ours, and counts as much as in eager; None where
-        nobody knows how much that is.
+        """Return the fraction of the call's FLOPs that run in loops.
+
+        Code that is not traced counts as not streamed, with its eager FLOPs; None if these are unknown.
         """
         costs, missing = self.costs, 0
         if self.call.in_part:
@@ -299,15 +301,15 @@ class Explanation(Unpicklable, Exports):
 
     @cached_property
     def baseline(self) -> Cost:
-        """What the call costs in eager, with attention counted on the pairs that its masks leave visible."""
+        """The cost of the call in eager mode; attention counts the pairs visible through its masks only."""
         cost = self.call.eager or self._baseline_of_graphs()
         return self.visible(cost)
 
     def visible(self, cost: Cost) -> Cost:
-        """The cost of the call by another way, without FLOPs on pairs that masks hide.
+        """Return the cost of a baseline without FLOPs on masked pairs.
 
         Args:
-            cost: what the other way costs, with attention on all pairs.
+            cost: the cost of the baseline, with attention on all pairs.
 
         Returns:
             The cost with attention on the pairs that this call's masks leave visible.
@@ -341,26 +343,29 @@ class Explanation(Unpicklable, Exports):
 
 def _cost_with_backend(graph: TracedGraph, updates: bool) -> Cost:
     forward, backward = graph.that_run
-    handed = taken_by_optimizer(graph, backward) if updates and backward is not None else None
-    return cost_of(forward, backward, graph.num_outputs, loss_values(graph.facts), handed, recorded=True)
+    released = taken_by_optimizer(graph, backward) if updates and backward is not None else None
+    return cost_of(forward, backward, graph.num_outputs, loss_values(graph.facts), released, recorded=True)
 
 
 def taken_by_optimizer(graph: TracedGraph, backward: fx.GraphModule) -> ReleasedGradients | None:
-    """Which gradients of parameters an optimizer gets before the end of the backward pass; None where it gets all then."""
+    """Return the parameter gradients that an optimizer gets before the end of the backward pass.
+
+    None if it gets all gradients at the end.
+    """
     chain = graph.chain
     if chain is None or not chain.places:
         return None
-    stretches = deliveries(backward, chain.saved)
-    if places_of(stretches) != chain.places:
+    segments = deliveries(backward, chain.saved)
+    if places_of(segments) != chain.places:
         return None
     late = (number for number, places in enumerate(chain.places) if not chain.kept_out.isdisjoint(places))
     parameters = {place for place, primal, _ in graph.facts.joint.trained if is_parameter(primal)} - chain.kept_out
     taken = {place: source.primal for place, source in chain.sources.items() if place in parameters}
-    return ReleasedGradients(stretches, max(late, default=0), taken)
+    return ReleasedGradients(segments, max(late, default=0), taken)
 
 
 def _cost_without_backend(graph: TracedGraph) -> Cost:
-    """In eager; as AOTAutograd would run it where the graph has something that only a tracer can run."""
+    """Return the cost in eager mode, or of AOTAutograd's partition if the graph contains operators that only a tracer can run."""
     try:
         return eager_cost_of_graph(graph.module)
     except Exception as error:
@@ -369,7 +374,9 @@ def _cost_without_backend(graph: TracedGraph) -> Cost:
 
 
 def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:
-    """FLOPs of a graph's fused attention without a causal flag: on the pairs that its masks leave visible, and on all."""
+    """Return the FLOPs of the graph's fused attention without a causal flag: on the pairs that its masks leave visible, and on
+    all pairs.
+    """
     spans = {} if graph.facts.found_causality is None else {node.name: span for node, span in graph.facts.causality.spans.items()}
     modules = [module for module in graph.halves if module is not None]
     nodes = [node for module in modules for node in module.graph.nodes if is_fused_attention(node.target)]

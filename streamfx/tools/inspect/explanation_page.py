@@ -1,4 +1,4 @@
-"""What an explanation's report shows."""
+"""The content of an explanation's HTML report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHAT = "activations and gradients, beside parameters and inputs"
 
 
 def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
-    """The page of a summary."""
+    """Build the page of a summary."""
     ours, *others = (StepCost(course.way, course.peak_bytes, course.flops) for course in timeline.courses)
     stages = summary["stages"]
     return Page(

@@ -1,5 +1,5 @@
-"""What among the arguments of a call makes little sense of it: tensors without elements, of nothing of which there is anything to
-say; arrays, for which no fake tensors stand in; a single row of tokens, where a batch is expected.
+"""Checks for arguments that make a call meaningless: tensors without elements, numpy arrays (they have no fake counterpart), and
+a single row of tokens if a batch is expected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_BATCH = "{found} has no dimension for the batch: where the model takes batche
 
 
 def empty_among(inputs: Any) -> str:
-    """The tensors without elements in the arguments of a call, as text; empty if there are none.
+    """Return the tensors without elements among the arguments of a call, as text; empty if there are none.
 
     >>> import torch
     >>> empty_among(((torch.zeros(2, 0),), {"labels": torch.zeros(2)}))
@@ -28,7 +28,7 @@ def empty_among(inputs: Any) -> str:
 
 
 def arrays_among(inputs: Any) -> str:
-    """The arrays of numpy in the arguments of a call, as text; empty if there are none.
+    """Return the numpy arrays among the arguments of a call, as text; empty if there are none.
 
     >>> import numpy
     >>> arrays_among(((), {"ids": numpy.zeros((1, 8))}))
@@ -39,7 +39,7 @@ def arrays_among(inputs: Any) -> str:
 
 
 def advice_on(inputs: Any) -> str:
-    """What may help where a model cannot be run with these arguments; empty if nothing strikes.
+    """Return advice for a model that fails with these arguments; empty if there is none.
 
     >>> import torch
     >>> advice_on(((torch.zeros(8, dtype=torch.long),), {}))
@@ -47,14 +47,14 @@ def advice_on(inputs: Any) -> str:
     """
     if arrays := arrays_among(inputs):
         return f"{arrays} {'are arrays' if ', input' in arrays else 'is an array'} of numpy: {AS_TENSORS}"
-    single = _among(inputs, lambda value: isinstance(value, Tensor) and value.dim() == 1 and _is_of_ids(value))
+    single = _among(inputs, lambda value: isinstance(value, Tensor) and value.dim() == 1 and _has_token_ids(value))
     return NO_BATCH.format(found=single) if single else ""
 
 
-def _is_of_ids(tensor: Tensor) -> bool:
+def _has_token_ids(tensor: Tensor) -> bool:
     return tensor.numel() > 1 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
-def _among(inputs: Any, holds: Callable[[Any], bool]) -> str:
-    found = [(path, value) for path, value in tree_flatten_with_path(inputs)[0] if holds(value)]
+def _among(inputs: Any, predicate: Callable[[Any], bool]) -> str:
+    found = [(path, value) for path, value in tree_flatten_with_path(inputs)[0] if predicate(value)]
     return ", ".join(f"input {keystr(path[1:])} of shape {tuple(value.shape)}" for path, value in found)

@@ -1,4 +1,4 @@
-"""Which keywords of `explain(model, ...)` are options of the backend, and which does the model take?"""
+"""Separate the keywords of `explain(model, ...)` into backend options and arguments of the model."""
 
 from __future__ import annotations
 
@@ -14,37 +14,40 @@ from streamfx.options import NAMES, checked, merged, refuse_positional
 from streamfx.tools.inspect.side_effect_guard import ENABLED, modules_of, original
 from streamfx.torch_private.dynamo import backend_of, inside_of_compiled
 
-NEAR, NEARLY = 0.6, 0.8  # how alike a name is to an option's that the model does not take, or that it would swallow
+NEAR, NEARLY = 0.6, 0.8  # similarity above which a keyword is a misspelled option: for a model without **kwargs, and with
 MISSPELT = "if the model is to have it, bind it: functools.partial(model, name=value)"
 
 
 def options_among(
     model: Callable[..., Any], options: Any, positional: Iterable[Any], keywords: Mapping[str, Any], origin: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The backend's options, and the arguments of the model.
+    """Return the backend's options and the arguments of the model.
 
-    An option's name is an option, unless the model names an argument so: what is only gathered by `**kwargs` is not named. A name
-    that is nearly an option's, or that the model does not take, is refused: it would be given to the model, or swallowed.
-    Where nothing is asked for, what the model was compiled with holds.
+    A keyword with the name of an option is an option, unless the model names such an argument; `**kwargs` does not count as
+    naming. A keyword that resembles an option, or that the model does not accept, is refused: the model would silently swallow
+    it, or fail. Without explicit options, those that the model was compiled with apply.
     """
     refuse_positional(positional, origin)
-    own, takes_others = _named(original(model))
+    accepted, takes_others = _named(original(model))
     for name, value in keywords.items():
         hint = did_you_mean(name, NAMES, NEARLY if takes_others else NEAR)
-        if name not in own and name not in NAMES and (hint or not takes_others):
-            takes = MISSPELT if takes_others else f"the model takes {', '.join(sorted(own)) or 'no keywords'}"
+        if name not in accepted and name not in NAMES and (hint or not takes_others):
+            takes = MISSPELT if takes_others else f"the model takes {', '.join(sorted(accepted)) or 'no keywords'}"
             asked = f"{origin} has no option {name!r}, and the model names no such argument"
             raise OptionError(asked, found=f"{name}={described(value)}", do=f"{hint}{takes}")
-    named = {name: value for name, value in keywords.items() if name in NAMES and name not in own}
+    named = {name: value for name, value in keywords.items() if name in NAMES and name not in accepted}
     given = {**compiled_options(model), **merged(options, named, origin)}
     return given, {name: value for name, value in keywords.items() if name not in named}
 
 
 def compiled_options(model: Callable[..., Any]) -> dict[str, Any]:
-    """The options that a model was compiled or enabled with. Where its parts were, those that all of these have in common."""
+    """Return the options that a model was compiled or enabled with.
+
+    For several compiled submodules, these are the options common to all.
+    """
     if inside_of_compiled(model) is not None:
         return _options_of(model) or {}
-    found = [
+    enabled = [
         options
         for module in modules_of(model)
         for call in (module._compiled_call_impl, module.__dict__.get("forward"), module)
@@ -52,13 +55,13 @@ def compiled_options(model: Callable[..., Any]) -> dict[str, Any]:
     ]
     return (
         {}
-        if not found
-        else {name: value for name, value in found[0].items() if all(name in one and one[name] == value for one in found)}
+        if not enabled
+        else {name: value for name, value in enabled[0].items() if all(name in one and one[name] == value for one in enabled)}
     )
 
 
 def _options_of(call: Any) -> dict[str, Any] | None:
-    """Of what stands in for a call; None for what is not compiled by this backend."""
+    """Return the options of a compiled or enabled callable, or None if this backend does not compile it."""
     enabled = getattr(getattr(call, ENABLED, None), "enabled", None)
     if enabled is not None:
         return dict(enabled.options)
@@ -71,10 +74,10 @@ def _options_of(call: Any) -> dict[str, Any] | None:
 
 
 def _named(model: Callable[..., Any]) -> tuple[set[str], bool]:
-    """The arguments that a model names, and whether it takes others."""
+    """Return the names of the arguments that a model accepts, and whether it takes `**kwargs`."""
     try:
         parameters = list(inspect.signature(getattr(model, "forward", model)).parameters.values())
-    except (TypeError, ValueError):  # of what cannot be called, or is written in C
+    except (TypeError, ValueError):  # not callable, or implemented in C
         return set(), True
     named = {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
     return named, any(one.kind is one.VAR_KEYWORD for one in parameters)

@@ -1,10 +1,10 @@
-"""Do all layers of a model do what few of them do? The forward half of all is followed once, operator by operator.
+"""Check that all layers of a model do the same as a few of them, with one full forward trace, operator by operator.
 
     few    embed | 0 | 1 | 2 | 3 | head          all    embed | 0 | 1 | 2 | 2 | ... | 2 | 3 | head
 
-Of each operator is noted down what it is, what it is given, and where in which layer that was made: seen from its own layer.
-So two layers do the same if their notes are the same, and PyTorch alone knows their backward half: that of an `autograd.Function`
-is somebody's code, which may look at anything, and is not followed here.
+For each operator, the trace notes its target, its arguments, and the origin of each operand (layer and operator index) relative
+to its own layer. Layers with equal notes are equal if PyTorch alone defines their backward graph: an `autograd.Function` is user
+code that may depend on anything, so its presence rules out repetition.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from streamfx.cost.nested_tensors import tensors_in
 from streamfx.cost.repeats import Repeat
 from streamfx.torch_private import TorchDispatchMode
 
-BEFORE = 0  # the stretch before all layers
+BEFORE = 0  # index of the segment before all layers
 
 
 class Notes(TorchDispatchMode):
-    """Operators in stretches: before all layers, in each layer, behind each of them."""
+    """Operators by segment: before all layers, in each layer, and after each layer."""
 
     supports_higher_order_operators = True
 
@@ -34,24 +34,24 @@ class Notes(TorchDispatchMode):
         super().__init__()
         self.stretches: list[list[Any]] = [[]]
         self.order: list[int] = []
-        self.has_own_backward = False  # whether a layer brings code for its backward half
+        self.has_own_backward = False  # whether a layer defines a custom backward
         self._held: dict[int, tuple[int | None, Any]] = {}
-        self._made: dict[int, tuple[weakref.ref[Tensor], tuple[int, int, int]]] = {}
+        self._origins: dict[int, tuple[weakref.ref[Tensor], tuple[int, int, int]]] = {}
         self._others: list[Tensor] = []
 
-    def begin(self, modules: Iterable[nn.Module], layers: Sequence[nn.Module], given: Any) -> None:
-        """Watch the turns of layers from now on; parameters, buffers and arguments go by name."""
+    def begin(self, modules: Iterable[nn.Module], layers: Sequence[nn.Module], arguments: Any) -> None:
+        """Start recording. Parameters, buffers and arguments are identified by name."""
         self.stretches, self.order = [[]], []
-        self._held = _held_by(modules, layers, list(tensors_in(given)))
+        self._held = _held_by(modules, layers, list(tensors_in(arguments)))
         for number, layer in enumerate(layers):
-            layer.forward = self._turn_of(number, layer.forward)
+            layer.forward = self._recording(number, layer.forward)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def _turn_of(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer's forward, whose operators are a stretch of their own."""
+    def _recording(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a layer's forward so that its operators form a segment."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.order.append(number)
@@ -65,33 +65,33 @@ class Notes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is ASKS_DEVICE:  # no work: how often it is asked is nobody's affair
+        if func is ASKS_DEVICE:  # a query without work; the number of queries may differ between layers
             return args[0].device
-        given = self._seen((args, kwargs))
+        operands = self._described((args, kwargs))
         out = func(*args, **kwargs)
         results = list(tensors_in(out))
         notes = self.stretches[-1]
         for number, result in enumerate(results):
-            self._made[id(result)] = weakref.ref(result), (len(self.stretches) - 1, len(notes), number)
-        notes.append((func, given, tuple(map(_kind, results)), torch.is_grad_enabled()))
+            self._origins[id(result)] = weakref.ref(result), (len(self.stretches) - 1, len(notes), number)
+        notes.append((func, operands, tuple(map(_kind, results)), torch.is_grad_enabled()))
         return out
 
-    def _seen(self, item: Any) -> Any:
+    def _described(self, item: Any) -> Any:
         if isinstance(item, Tensor):
-            return self._place_of(item), _kind(item)
+            return self._origin_of(item), _kind(item)
         if isinstance(item, (tuple, list)):
-            return type(item), tuple([self._seen(part) for part in item])
+            return type(item), tuple([self._described(part) for part in item])
         if isinstance(item, dict):
-            return tuple((key, self._seen(part)) for key, part in item.items())
+            return tuple((key, self._described(part)) for key, part in item.items())
         return type(item), repr(item) if isinstance(item, float) else item
 
-    def _place_of(self, tensor: Tensor) -> Any:
-        """Where a tensor comes from, seen from the stretch that reads it."""
+    def _origin_of(self, tensor: Tensor) -> Any:
+        """Return the origin of a tensor relative to the segment that reads it."""
         here = len(self.stretches) - 1
-        made = self._made.get(id(tensor))
-        if made is not None and made[0]() is tensor:  # and no other that has its number by now
-            stretch, *number = made[1]
-            return (BEFORE if stretch == BEFORE else stretch - here - 1, *number)
+        origin = self._origins.get(id(tensor))
+        if origin is not None and origin[0]() is tensor:  # the id may have been reused
+            segment, *number = origin[1]
+            return (BEFORE if segment == BEFORE else segment - here - 1, *number)
         layer, name = self._held.get(id(tensor), (None, None))
         if name is None:
             self._others.append(tensor)
@@ -104,22 +104,22 @@ def _kind(tensor: Tensor) -> Any:
 
 
 def _held_by(
-    modules: Iterable[nn.Module], layers: Sequence[nn.Module], given: Iterable[Tensor]
+    modules: Iterable[nn.Module], layers: Sequence[nn.Module], arguments: Iterable[Tensor]
 ) -> dict[int, tuple[int | None, Any]]:
-    """By which name parameters, buffers and arguments go, and which layer holds them. They are alive as long as the model."""
-    found: dict[int, tuple[int | None, Any]] = {id(tensor): (None, number) for number, tensor in enumerate(given)}
+    """Map each parameter, buffer and argument (by id) to the layer that holds it and its name. All live as long as the model."""
+    holders: dict[int, tuple[int | None, Any]] = {id(tensor): (None, number) for number, tensor in enumerate(arguments)}
     for root in modules:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            found.setdefault(id(tensor), (None, name))
+            holders.setdefault(id(tensor), (None, name))
     for number, layer in enumerate(layers):
         own = (*layer.named_parameters(), *layer.named_buffers())
-        found.update((id(tensor), (number, name)) for name, tensor in own)
-    return found
+        holders.update((id(tensor), (number, name)) for name, tensor in own)
+    return holders
 
 
-def _has_own_backward(out: Any, given: Any) -> bool:
-    """Whether what is differentiated between what a layer is given and what it makes holds an `autograd.Function`."""
-    seen = {tensor.grad_fn for tensor in tensors_in(given)}
+def _has_own_backward(out: Any, inputs: Any) -> bool:
+    """Return whether the autograd graph between a layer's inputs and outputs contains an `autograd.Function`."""
+    seen = {tensor.grad_fn for tensor in tensors_in(inputs)}
     todo = [tensor.grad_fn for tensor in tensors_in(out)]
     while todo:
         node = todo.pop()
@@ -132,7 +132,7 @@ def _has_own_backward(out: Any, given: Any) -> bool:
 
 
 def do_the_same(few: Notes, every: Notes, repeat: Repeat) -> bool:
-    """Whether the notes of all layers are those of few, with those of a period repeated."""
+    """Return whether the notes of all layers equal those of a few with one period repeated."""
     if few.has_own_backward or every.has_own_backward:
         return False
     if few.order != list(range(repeat.kept)) or every.order != list(range(repeat.count)):

@@ -1,11 +1,11 @@
-"""Which stretches of a joint graph are two neighbouring periods of a model's layers, and do they do the same?
+"""Find the subgraphs of two neighboring periods of layers in a joint graph, and prove that they are equal.
 
-    inputs     ... | 1 | 2 | ...        1 and 2 are the two periods; every operator of the one has its like in the other,
-    forward    ... | 1 | 2 | ...        on values of the same kind, which come from the like places: from the like operator of the
-    backward   ... | 2 | 1 | ...        own period, of the period before or behind, or from one place for all
+    inputs     ... | 1 | 2 | ...        1 and 2 are the two periods. Each operator of one has a counterpart in the other,
+    forward    ... | 1 | 2 | ...        with operands of equal type from corresponding positions: from its own period,
+    backward   ... | 2 | 1 | ...        from the previous or the next one, or from one node outside of all periods.
     gradients  ... | 1 | 2 | ...
 
-Nothing else may look into a period but what stands beside it, so that another period can be put between them.
+Only neighboring code may use values of a period, so that another period can be inserted between the two.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from streamfx.node_meta import VALUE
 from streamfx.torch_private import tree_leaves
 
 FORWARD, BACKWARD = "nn_module_stack", "fwd_nn_module_stack"
-NumberOf = Callable[[fx.Node, str], "int | None"]  # of the layer that an operator of this half is in
+NumberOf = Callable[[fx.Node, str], "int | None"]  # layer index of a node of the forward or backward graph
 
 
 class LayersDifferError(StreamFXError):
-    """Two periods of layers do not do the same, or something else looks into them."""
+    """Two periods of layers differ, or code that is not next to them uses their values."""
 
 
 class Track(Enum):
-    """What a period has a stretch of: inputs and operators of the forward half, operators of the backward half."""
+    """The parts of a period: inputs and operators of the forward graph, operators of the backward graph."""
 
     INPUTS = "inputs"
     FORWARD = "forward"
@@ -39,7 +39,9 @@ class Track(Enum):
 
 
 class OperatorPlace(NamedTuple):
-    """The operator with a number, of a period: of the own one, the one `before` it (-1) or behind it (1) in the forward half."""
+    """An operator by its index within a period: its own period (0), the previous one (-1) or the next one (1) in
+    forward order.
+    """
 
     track: Track
     number: int
@@ -48,7 +50,9 @@ class OperatorPlace(NamedTuple):
 
 @dataclass
 class Periods:
-    """Two neighbouring periods of a joint graph. `roles` says where operands of the second one stand, those in a period."""
+    """Two neighboring periods of a joint graph. `roles` gives the place of each operand of the second period that is in
+    a period.
+    """
 
     first: dict[Track, list[fx.Node]]
     second: dict[Track, list[fx.Node]]
@@ -56,7 +60,7 @@ class Periods:
 
     @property
     def places(self) -> dict[fx.Node, tuple[int, OperatorPlace]]:
-        """Of each node of both: in which period it stands, and where."""
+        """Map each node of the two periods to its period (1 or 2) and its place."""
         return {
             node: (period, OperatorPlace(track, number))
             for period, tracks in ((1, self.first), (2, self.second))
@@ -66,7 +70,7 @@ class Periods:
 
 
 def periods_of(graph: fx.Graph, num_primals: int, num_outputs: int, repeat: Repeat, number_of: NumberOf) -> Periods:
-    """The first two periods of the layers that repeat, which are proven to do the same. Raises `LayersDifferError`."""
+    """Return the first two periods of the repeated layers, proven to be equal. Raises `LayersDifferError`."""
     nodes, front, period = list(graph.nodes), repeat.front, repeat.period
     calls = [(i, node) for i, node in enumerate(nodes) if node.op == "call_function"]
     begins, ends = (_firsts(calls, half, number_of) for half in (FORWARD, BACKWARD))
@@ -76,43 +80,45 @@ def periods_of(graph: fx.Graph, num_primals: int, num_outputs: int, repeat: Repe
     if len(bounds) < 6 or bounds != sorted(set(bounds)):
         raise LayersDifferError("layers do not follow one another")
     a, b, c, d, e, f = bounds
-    halves = [nodes[a:b], nodes[e:f]], [nodes[b:c], nodes[d:e]]
-    inputs = _inputs_of(nodes[:num_primals], halves[0][0], halves[1][0])
-    first, second = (dict(zip(Track, (given, *own), strict=True)) for given, own in zip(inputs, halves, strict=True))
-    found = Periods(first, second)
-    _Likeness(found, graph, num_primals, num_outputs).prove({node: i for i, node in enumerate(nodes)}, b, f)
-    return found
+    nodes_by_period = [nodes[a:b], nodes[e:f]], [nodes[b:c], nodes[d:e]]
+    inputs = _inputs_of(nodes[:num_primals], nodes_by_period[0][0], nodes_by_period[1][0])
+    first, second = (
+        dict(zip(Track, (primals, *operators), strict=True)) for primals, operators in zip(inputs, nodes_by_period, strict=True)
+    )
+    periods = Periods(first, second)
+    _PeriodMatcher(periods, graph, num_primals, num_outputs).prove({node: i for i, node in enumerate(nodes)}, b, f)
+    return periods
 
 
 def _firsts(calls: Sequence[tuple[int, fx.Node]], half: str, number_of: NumberOf) -> dict[int, int]:
-    """Where the first operator of each layer stands in a half."""
-    found: dict[int, int] = {}
+    """Return the index of the first operator of each layer in the forward or backward graph."""
+    firsts: dict[int, int] = {}
     for position, node in calls:
         number = number_of(node, half)
         if number is not None:
-            found.setdefault(number, position)
-    return found
+            firsts.setdefault(number, position)
+    return firsts
 
 
 def _inputs_of(primals: Sequence[fx.Node], *periods: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The inputs that each period is the first to read: those of one, and then those of the next."""
+    """Return the inputs that each period is the first to read. They must be contiguous and in period order."""
     inside = [set(nodes) for nodes in periods]
     own: list[list[fx.Node]] = [[] for _ in periods]
-    stands: list[int] = []
+    indices: list[int] = []
     for position, primal in enumerate(primals):
         reader = next(iter(primal.users), None)
         for number, nodes in enumerate(inside):
             if reader in nodes:
                 own[number].append(primal)
-                stands.append(position)
-    if [primal for nodes in own for primal in nodes] != [primals[position] for position in stands] or stands != list(
-        range(stands[0] if stands else 0, (stands[0] if stands else 0) + len(stands))
+                indices.append(position)
+    if [primal for nodes in own for primal in nodes] != [primals[position] for position in indices] or indices != list(
+        range(indices[0] if indices else 0, (indices[0] if indices else 0) + len(indices))
     ):
         raise LayersDifferError("inputs of layers do not follow one another")
     return own
 
 
-class _Likeness:
+class _PeriodMatcher:
     def __init__(self, periods: Periods, graph: fx.Graph, num_primals: int, num_outputs: int) -> None:
         self.periods, self.graph, self.num_primals, self.num_outputs = periods, graph, num_primals, num_outputs
         self.places = periods.places
@@ -120,7 +126,10 @@ class _Likeness:
         self.alike: dict[fx.Node, fx.Node] = {}
 
     def prove(self, order: Mapping[fx.Node, int], middle: int, end: int) -> None:
-        """`middle` is where the second period begins, `end` where the backward half of the first one is through."""
+        """Match the two periods and check all other uses of their values.
+
+        `middle` is the index of the second period, `end` the index after the backward graph of the first one.
+        """
         for track in Track:
             one, other = self.periods.first[track], self.periods.second[track]
             if len(one) != len(other):
@@ -154,14 +163,14 @@ class _Likeness:
             raise LayersDifferError(f"{before} and {after}")
 
     def _match_operands(self, before: fx.Node, after: fx.Node) -> None:
-        """Two operands stand for each other, and for no others; the place of that of the second period is noted."""
+        """Match two operands one to one, and record the place of the second period's operand."""
         one, other = self.places.get(before), self.places.get(after)
         place: OperatorPlace | tuple[()] | None
         if one is None and other is None:
             place = None if before is after else ()
         elif one is not None and other is not None:
             place = other[1] if (one[0], other[0]) == (1, 2) and one[1] == other[1] else ()
-        elif one is None and other is not None:  # the second reads the first, and the first what is in front
+        elif one is None and other is not None:  # the second period reads the first, which reads code before it
             place = other[1]._replace(beside=-1) if other[0] == 1 else ()
         else:
             assert one is not None
@@ -173,7 +182,7 @@ class _Likeness:
             self.periods.roles[after] = place
 
     def _guard(self, order: Mapping[fx.Node, int], end: int, results: Sequence[Any], gradients: Mapping[fx.Node, Any]) -> None:
-        """Nobody looks into the periods but what is beside them: in front of the first one, behind the second."""
+        """Check that other users of the first period come before it, and other users of the second after it."""
         output, inputs = self.graph.output_node(), self.periods.first[Track.INPUTS]
         for node, (period, _) in self.places.items():
             for user in node.users:
@@ -190,12 +199,12 @@ class _Likeness:
 
 
 def results_of(graph: fx.Graph) -> list[Any]:
-    """What a joint graph returns, in one list."""
+    """Return the outputs of a joint graph as a flat list."""
     return tree_leaves(graph.output_node().args[0], is_leaf=lambda item: item is None)
 
 
 def kind_of(value: Any) -> Any:
-    """What two values of a trace have in common that are alike."""
+    """Return the properties in which two corresponding values of a trace must agree."""
     if isinstance(value, Tensor):
         return type(value), value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.requires_grad
     if isinstance(value, (tuple, list)):

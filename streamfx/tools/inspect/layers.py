@@ -1,4 +1,4 @@
-"""The layers that a model repeats, and whether few of them can stand for all."""
+"""Find the repeated layers of a model, and whether a few of them can represent all."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
-    """The layers that a model repeats: the elements of its outermost lists of modules, the longest list first. A `Sequential` or
-    a `ModuleDict` of modules that are alike is such a list.
+    """Return the repeated layers of a model: the elements of its outermost module lists, the longest list first. A `Sequential`
+    or a `ModuleDict` of similar modules counts as such a list.
     """
     return [layer for modules in sorted(_lists_of(model), key=len, reverse=True) for layer in _in(modules)]
 
 
 @contextmanager
 def first_layers(model: Callable[..., Any], count: int) -> Iterator[None]:
-    """The model with the first layers of each of its outermost lists, in place, and with all of them afterwards."""
+    """Truncate each outermost module list of the model to its first `count` layers, in place, and restore it on exit."""
     lists = [module for module in _lists_of(model) if len(module) > count]
     kept = [module._modules for module in lists]
     for module in lists:
@@ -39,18 +39,18 @@ def first_layers(model: Callable[..., Any], count: int) -> Iterator[None]:
 
 
 def _lists_of(model: Callable[..., Any]) -> list[List]:
-    found: list[List] = []
+    lists: list[List] = []
     inside: set[nn.Module] = set()
     for module in modules_of(model):
         if _is_list(module) and module not in inside:
-            found.append(module)
+            lists.append(module)
             inside.update(part for layer in _in(module) for part in layer.modules())
-    return found
+    return lists
 
 
 def _is_list(module: nn.Module) -> TypeGuard[List]:
-    """Whether a module holds layers: as a list does, or by name or one after the other, each like the others and with parts of
-    its own. What holds a single module with lists of its own is what is around a model.
+    """Return whether a module is a list of layers: a `ModuleList`, or a `Sequential` or `ModuleDict` whose elements have the same
+    class and have submodules. A container with a single element that contains lists itself is a wrapper, not a list.
     """
     if isinstance(module, nn.ModuleList):
         return True
@@ -67,7 +67,7 @@ def _in(modules: List) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: containers, and modules that say nothing of it, cannot.
+    """Return whether a module defines `forward`. Containers and bare modules do not.
 
     >>> has_forward(nn.Linear(1, 1)), has_forward(nn.ModuleList()), has_forward(nn.Module())
     (True, False, False)
@@ -76,7 +76,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is made of torch's own, without hooks: what these run follows from what they are given.
+    """Return whether a module consists of PyTorch's own classes without hooks, so that its inputs determine its operators.
 
     >>> is_plain(nn.Linear(1, 1)), is_plain(type("Other", (nn.Linear,), {})(1, 1))
     (True, False)
@@ -90,30 +90,30 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def name_of_layers(model: Callable[..., Any]) -> str:
-    """The name of the longest list of layers, in the outermost module that it is in."""
+    """Return the name of the longest list of layers in the outermost module that contains it."""
     longest = max(_lists_of(model), key=len)
     return next(name for root in modules_of(model) for name, module in root.named_modules() if module is longest)
 
 
 def repeat_of(model: Callable[..., Any], by_settings: bool = False) -> Repeat | None:
-    """Which of a model's layers may stand for all by what they hold, `by_settings` also by numbers and words that modules have;
-    None if none do, or that saves little.
+    """Find the layer repetition of a model from the modules and tensors its layers hold; `by_settings` also compares their plain
+    attributes. None if there is none, or if it saves little.
 
-    Whether they do the same is for who runs them to see. The last layer that is kept is like the last of all, and so are those
-    before it.
+    The caller must check that the layers compute the same. The last layers that are kept correspond to the last layers of
+    the full model.
     """
     lists = sorted(_lists_of(model), key=len)
     if not lists:
         return None
     layers = _in(lists[-1])
     count, longest = len(layers), len(lists[-2]) if len(lists) > 1 else 0
-    if not layers or count != len(lists[-1]) or not _stand_alone(model, layers):
+    if not layers or count != len(lists[-1]) or not _share_no_tensors(model, layers):
         return None
     kinds: list[Any] = [_kind(layer) for layer in layers]
     if by_settings:
         kinds = list(zip(kinds, _settings(layers), strict=True))
-    found = min((_repeat(kinds, period) for period in range(1, count // 4 + 1)), key=lambda one: one.kept, default=None)
-    return found if found is not None and longest <= found.kept <= count // 2 else None
+    shortest = min((_repeat(kinds, period) for period in range(1, count // 4 + 1)), key=lambda one: one.kept, default=None)
+    return shortest if shortest is not None and longest <= shortest.kept <= count // 2 else None
 
 
 def _repeat(kinds: Sequence[Any], period: int) -> Repeat:
@@ -124,15 +124,15 @@ def _repeat(kinds: Sequence[Any], period: int) -> Repeat:
     return Repeat(front, period, least + (count - least) % period, count)
 
 
-def _stand_alone(model: Callable[..., Any], layers: Sequence[nn.Module]) -> bool:
-    """Whether no tensor of a layer is held anywhere else."""
+def _share_no_tensors(model: Callable[..., Any], layers: Sequence[nn.Module]) -> bool:
+    """Return whether each tensor of a layer is held in exactly one place."""
     held = Counter(id(tensor) for module in modules_of(model) for tensor in held_tensors(module))
     own = Counter(id(tensor) for layer in layers for module in layer.modules() for tensor in held_tensors(module))
     return all(held[tensor] == count == 1 for tensor, count in own.items())
 
 
 def _kind(layer: nn.Module) -> Any:
-    """The modules of a layer, whose hooks are its own, and what tensors these hold."""
+    """Describe a layer: its modules, their hooks (by identity), and the tensors they hold."""
     return [
         (name, type(module), module.training, [getattr(module, hooks) and id(module) for hooks in HOOKS], _held_by(module))
         for name, module in layer.named_modules()
@@ -140,8 +140,8 @@ def _kind(layer: nn.Module) -> Any:
 
 
 def _settings(layers: Sequence[nn.Module]) -> list[dict[tuple[str, str], Any]]:
-    """The numbers and words that the modules of each layer hold, but for the layer's own number."""
-    found = [
+    """Return the plain attributes of each layer's modules, without those that equal the index of the layer."""
+    settings = [
         {
             (name, key): value
             for name, module in layer.named_modules()
@@ -150,8 +150,8 @@ def _settings(layers: Sequence[nn.Module]) -> list[dict[tuple[str, str], Any]]:
         }
         for layer in layers
     ]
-    own = {key for key in found[0] if all(one.get(key) == number for number, one in enumerate(found))}
-    return [{key: value for key, value in one.items() if key not in own} for one in found]
+    indices = {key for key in settings[0] if all(one.get(key) == number for number, one in enumerate(settings))}
+    return [{key: value for key, value in one.items() if key not in indices} for one in settings]
 
 
 def _held_by(module: nn.Module) -> list[Any]:

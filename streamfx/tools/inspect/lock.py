@@ -1,4 +1,4 @@
-"""One look at a step at a time: a model's tensors, torch's settings and Dynamo's code belong to the process, not to a thread."""
+"""A lock around tracing: a model's tensors, torch's settings and Dynamo's cache belong to the process, not to a thread."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_lock = RLock()  # a plan explains
+_lock = RLock()  # reentrant: a plan calls `explain`
 
 
 def alone(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which waits until no other thread is in one of these."""
+    """Wrap a function so that only one thread at a time runs any function wrapped this way."""
 
     @wraps(function)
     def waits(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""`streamfx.profile`: what a step really takes, loop by loop."""
+"""`streamfx.profile`: measure the memory and time of a step, loop by loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from streamfx.tools.report.timeline import Timeline
 from streamfx.torch_private.allocations import allocations, is_profiled
 from streamfx.torch_private.dynamo import noted_compilations
 
-_turn = threading.Lock()  # held while something is measured
+_profiler_lock = threading.Lock()  # held during a measurement
 
 
 TAKEN = (
@@ -39,10 +39,10 @@ ELSEWHERE = (
 
 
 class Profile(Unpicklable):
-    """What a step took, as `streamfx.profile` has measured it; prints as a table. Complete once its block is left.
+    """A measurement by `streamfx.profile`. It prints as a table, and is complete once its block is left.
 
     Raises:
-        ProfileError: it is asked for anything before, or for bytes that nobody saw.
+        ProfileError: it is read before that, or asked for bytes that were not recorded.
 
     Example:
         >>> import torch, streamfx
@@ -55,7 +55,7 @@ class Profile(Unpicklable):
     _keep = "keep summary(), which is a dictionary, or the trace that to_perfetto(path) writes"
 
     def __init__(self) -> None:
-        self._found: MeasuredStep | None = None
+        self._step: MeasuredStep | None = None
         self._graphs: list[CostedProgram | None] = []
         self._missing = "its block was not entered"
         self._measuring: AbstractContextManager[None] | None = None
@@ -77,31 +77,31 @@ class Profile(Unpicklable):
         _begin()
         try:
             watch = _Watch()
-            with noted_compilations() as compiled, allocations() as seen:
+            with noted_compilations() as compiled, allocations() as allocated:
                 watching.by, begin = watch, watch.now()
                 try:
                     yield
                 finally:
                     watching.by, end = None, watch.now()
-            unseen = TAKEN if not seen.is_complete else ELSEWHERE if watch.is_elsewhere else ""
-            self._graphs, self._found = watch.graphs, measured(begin, end, seen.moves, watch.ran, unseen, compiled)
+            unseen = TAKEN if not allocated.is_complete else ELSEWHERE if watch.is_elsewhere else ""
+            self._graphs, self._step = watch.graphs, measured(begin, end, allocated.moves, watch.ran, unseen, compiled)
         finally:
-            _turn.release()
+            _profiler_lock.release()
 
     @property
     def measured(self) -> MeasuredStep:
         """The bytes alive over the seconds of the step, and its loops."""
-        if self._found is None:
+        if self._step is None:
             raise ProfileError(
                 "a profile is asked for what it has measured",
                 found=self._missing,
                 do="ask behind the block: with streamfx.profile() as profile: step()",
             )
-        return self._found
+        return self._step
 
     @property
-    def _seen(self) -> MeasuredStep:
-        """The same, where bytes were seen."""
+    def _with_bytes(self) -> MeasuredStep:
+        """The measurement; raises if bytes were not recorded."""
         if self.measured.unseen:
             asked, do = "a profile is asked for the bytes that it has measured", "the seconds of its loops are in summary()"
             raise ProfileError(asked, found=self.measured.unseen, do=do)
@@ -109,30 +109,31 @@ class Profile(Unpicklable):
 
     @property
     def timeline(self) -> Timeline:
-        """The same as a timeline, such as those of `streamfx.explain`, of one course."""
-        return self._seen.timeline
+        """The measurement as a timeline with one entry, as in `streamfx.explain`."""
+        return self._with_bytes.timeline
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were alive at once, beyond those at the begin of the block."""
-        return self._seen.timeline.peak_bytes
+        """The peak of the bytes alive, relative to the start of the block."""
+        return self._with_bytes.timeline.peak_bytes
 
     @cached_property
     def predicted_peak_bytes(self) -> int | None:
-        """What was predicted for activations and gradients of one call; None where no graph ran in loops, or there were several
-        calls, whose bytes may have been alive at once.
+        """The predicted peak of activations and gradients of one call.
+
+        None if no graph ran in loops, or if there were several calls, whose values may have been alive at the same time.
         """
         return self._graphs[0].cost.peak if len(self._graphs) == 1 and self._graphs[0] is not None else None
 
     def summary(self) -> dict[str, Any]:
-        """All of it as a dictionary, in values that JSON knows.
+        """Return the measurement as a dictionary of plain JSON types.
 
         Returns:
-            Seconds, those of them in which something was compiled, the measured and the predicted peak, the device, and the
-            loops. A peak that nobody saw is None, and `unseen` says why.
+            Seconds in total and in compilation, the measured and the predicted peak, the device, and the loops. A peak
+            that was not recorded is None, and `unseen` gives the reason.
 
         Raises:
-            ProfileError: the block is not left yet.
+            ProfileError: the block is still open.
 
         Example:
             >>> import torch, streamfx
@@ -144,7 +145,7 @@ class Profile(Unpicklable):
         return as_plain(self.measured, self.predicted_peak_bytes)
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> Path:
-        """Write a trace that ui.perfetto.dev and chrome://tracing open: bytes as a counter, stages and loops as tracks.
+        """Write a trace for ui.perfetto.dev and chrome://tracing: bytes as a counter, stages and loops as tracks.
 
         Args:
             path: of the file to write.
@@ -154,7 +155,7 @@ class Profile(Unpicklable):
 
         Raises:
             ReportError: the file cannot be written.
-            ProfileError: the block is not left yet.
+            ProfileError: the block is still open.
 
         Example:
             >>> import tempfile, torch, streamfx
@@ -163,8 +164,8 @@ class Profile(Unpicklable):
             >>> profile.to_perfetto(tempfile.mkdtemp() + "/step.json").name
             'step.json'
         """
-        found = self.measured
-        return written(checked_path(path), trace_of(found.timeline, {loop.name: loop.stage for loop in found.loops}))
+        step = self.measured
+        return written(checked_path(path), trace_of(step.timeline, {loop.name: loop.stage for loop in step.loops}))
 
     def __str__(self) -> str:
         return "\n".join(table_of(self.measured, self.predicted_peak_bytes))
@@ -172,20 +173,20 @@ class Profile(Unpicklable):
 
 @refusing(ProfileError, "streamfx.profile()")
 def profile() -> Profile:
-    """Measure what a training step of a compiled model takes: bytes alive over time, and the seconds of each loop over chunks.
+    """Measure a training step of a compiled model: bytes alive over time, and the seconds of each loop over chunks.
 
-    A context manager around one step, better not the first, which compiles: these seconds are told apart. It counts the bytes
-    that allocators give and take (torch's profiler tells), those of the accelerator where there are any, else those of the host
-    for tensors that are made in the block, by the thread that entered it and by autograd's. On CUDA it waits for the device
-    around each loop, so that a step takes a little longer than by itself.
+    Use it as a context manager around one step, preferably not the first one, which compiles (compilation time is listed
+    separately). It counts the allocations and frees that torch's profiler reports: on the accelerator if there is one, otherwise
+    on the host. Only tensors allocated in the block, by the thread that entered it or by autograd's threads, count. On CUDA it
+    synchronizes around each loop, so the step takes slightly longer than usual.
 
     Returns:
-        A `Profile`, which is complete behind the block: it prints as a table, `to_perfetto(path)` writes it as a trace, and
-        `summary()` is a dictionary.
+        A `Profile`, complete after the block: it prints as a table, `to_perfetto(path)` writes it as a trace, and `summary()` is
+        a dictionary.
 
     Raises:
-        ProfileError: inside of another `profile`, or while another profiler of torch's is on; also by the profile, where it is
-            asked for bytes that nobody saw: the step ran in a thread of its own, or another profiler was opened in the block.
+        ProfileError: inside of another `profile`, or while another torch profiler is active. The profile raises it, too, if its
+            bytes were not recorded: the step ran in another thread, or another profiler was opened in the block.
 
     Example:
         >>> import torch, streamfx
@@ -204,15 +205,15 @@ def profile() -> Profile:
 
 def _begin() -> None:
     asked, do = "a step is to be measured", "measure one thing at a time"
-    if not _turn.acquire(blocking=False):
+    if not _profiler_lock.acquire(blocking=False):
         raise ProfileError(asked, found="another streamfx.profile() is on", do=do)
     if is_profiled():
-        _turn.release()
+        _profiler_lock.release()
         raise ProfileError(asked, found="torch's profiler is on in this thread, and only one can be", do=do)
 
 
 class _Watch:
-    """Notes loops as they run."""
+    """Records loops as they run."""
 
     def __init__(self) -> None:
         self.graphs: list[CostedProgram | None] = []
@@ -220,7 +221,7 @@ class _Watch:
         self.is_elsewhere = False
 
     def now(self) -> int:
-        """The moment at which a device has done what it was asked for."""
+        """Return the time after the device has finished all queued work."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.time_ns()

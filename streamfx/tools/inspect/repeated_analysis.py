@@ -1,10 +1,10 @@
-"""What analyses find in the joint graph of all layers, told from what they find in that of few.
+"""Derive the analyses of the joint graph of all layers from those of a graph with a few layers.
 
     few    embed | 0 | 1 | 2 | 3 | head          all    embed | 0 | 1 | copies of 2 | 2 | 3 | head
 
-Passes up to the causality look at an operator, at those beside it, and at what these have been found to be. So where they find
-the same in both of two neighbouring periods, they find it in all that could be put between them. Two answers are votes of the
-whole graph: which axis is the sequence, and which of two rows and keys is the keys; they are taken where nobody votes otherwise.
+Passes up to the key spans depend only on an operator, its neighbors and their facts. If these facts are equal in two neighboring
+periods, they are equal in all periods inserted between the two. Two facts are votes of the whole graph: which axis is the
+sequence, and which of two candidate axes are the key positions. They are taken over only if the vote is unanimous.
 """
 
 from __future__ import annotations
@@ -31,21 +31,23 @@ T = TypeVar("T")
 
 
 def facts_of_all_layers(facts: Facts, few: LayerSubset) -> Facts:
-    """The facts of all layers, up to the causality, given those of few. Raises `Unlike` where few do not tell."""
-    _check_told(facts)
+    """Return the facts of all layers, up to the key spans, from those of a few. Raises `LayersDifferError` if that is
+    impossible.
+    """
+    _check_transferable(facts)
     joint = facts.joint
-    written = graph_of_all_layers(joint.graph, len(joint.primals), len(joint.outputs), few)
+    expanded = graph_of_all_layers(joint.graph, len(joint.primals), len(joint.outputs), few)
     for track in Track:
-        for before, after in zip(written.periods.first[track], written.periods.second[track], strict=True):
+        for before, after in zip(expanded.periods.first[track], expanded.periods.second[track], strict=True):
             if _found_of(before, facts) != _found_of(after, facts):
                 raise LayersDifferError(f"what is found of {before.name} and {after.name}")
-    _name_memories(written)
-    count = len(joint.primals) + few.repeat.copies * len(written.periods.second[Track.INPUTS])
-    return _FactCopier(written).told(facts, joint_graph(written.graph, count, len(joint.outputs)))
+    _name_memories(expanded)
+    count = len(joint.primals) + few.repeat.copies * len(expanded.periods.second[Track.INPUTS])
+    return _FactCopier(expanded).copied(facts, joint_graph(expanded.graph, count, len(joint.outputs)))
 
 
-def _check_told(facts: Facts) -> None:
-    """Whether analyses have run, and have put nothing into the graph that belongs to a graph as a whole."""
+def _check_transferable(facts: Facts) -> None:
+    """Check that the analyses have run, and that the graph holds no state that belongs to the graph as a whole."""
     if facts.found_causality is None or facts.axes.sequence is None or facts.collectives is not None or facts.truncations:
         raise LayersDifferError("a graph without a sequence, or with more than axes, demand and causality")
     for node in facts.joint.graph.nodes:
@@ -64,17 +66,17 @@ def _holds_nodes(meta: Mapping[str, Any]) -> bool:
 
 
 def _voted(axes: AxisFacts) -> set[int]:
-    """The axes along which fused attention has both rows and keys: these are votes for the sequence, before all others."""
-    found: set[int] = set()
+    """Return the axes along which fused attention has both query and key positions: these votes for the sequence come first."""
+    voted: set[int] = set()
     for node, signature in axes.signatures.items():
         atoms = {letter: set(axes.table.resolve(dim)) for letter, dim in axes.letters[node].items()} if signature.keys else {}
-        keys = {atom for letter, own in atoms.items() if letter in signature.keys for atom in own}
-        found |= keys & {atom for letter, own in atoms.items() if letter not in signature.keys for atom in own}
-    return found
+        keys = {atom for letter, axis_atoms in atoms.items() if letter in signature.keys for atom in axis_atoms}
+        voted |= keys & {atom for letter, axis_atoms in atoms.items() if letter not in signature.keys for atom in axis_atoms}
+    return voted
 
 
 def _found_of(node: fx.Node, facts: Facts) -> Any:
-    """All that analyses have found of a node, as far as it is the same for like ones."""
+    """Return all facts about a node that must be equal for corresponding nodes."""
     axes, demand, causality = facts.axes, facts.demand, facts.causality
     signature = axes.signatures.get(node)
     letters = {letter: _kind((dim,), axes) for letter, dim in axes.letters.get(node, {}).items()}
@@ -87,32 +89,32 @@ def _found_of(node: fx.Node, facts: Facts) -> Any:
         (axes.declined.get(node), node in axes.static),
         (demand.roles.get(node), demand.forms.get(node), demand.reasons.get(node)),
         (causality.spans.get(node), causality.verdicts.get(node)),
-        [node in found for found in (causality.measured, causality.exact, causality.ordinary)],
+        [node in nodes for nodes in (causality.measured, causality.exact, causality.ordinary)],
     )
 
 
 def _kind(shape: Shape, axes: AxisFacts) -> Any:
-    """Of each dimension the sizes of its axes, and which axes of the sequence it has."""
+    """Describe each dimension of a shape by the sizes of its axes and its axes of the sequence."""
     members = {} if axes.sequence is None else axes.sequence.members
     return [[(axes.table.size(atom), atom if atom in members else None) for atom in axes.table.resolve(dim)] for dim in shape]
 
 
-def _name_memories(written: ExpandedGraph) -> None:
-    """Results show the values that they showed in the graph of few layers, by the names that these have now."""
-    output = written.graph.output_node()
-    names = {node.name: made.name for made, node in written.stands_for.items() if made not in written.copies}
+def _name_memories(expanded: ExpandedGraph) -> None:
+    """Update the names of the values whose memory the outputs use to the names in the expanded graph."""
+    output = expanded.graph.output_node()
+    names = {node.name: copy.name for copy, node in expanded.stands_for.items() if copy not in expanded.copies}
     output.meta[MEMORIES] = tuple(
-        None if shown is None else frozenset(names.get(name, f"{name} of few layers") for name in shown)
-        for shown in output.meta.get(MEMORIES, ())
+        None if memories is None else frozenset(names.get(name, f"{name} of few layers") for name in memories)
+        for memories in output.meta.get(MEMORIES, ())
     )
 
 
 @dataclass(frozen=True)
 class _FactCopier:
-    written: ExpandedGraph
+    expanded: ExpandedGraph
 
-    def told(self, facts: Facts, joint: JointGraph) -> Facts:
-        """Masks that are no longer read belong to the forward half as they did."""
+    def copied(self, facts: Facts, joint: JointGraph) -> Facts:
+        """Copy the facts. Masks that are no longer read stay in the forward graph."""
         axes, demand, causality = facts.axes, facts.demand, facts.causality
         return replace(
             facts,
@@ -130,27 +132,27 @@ class _FactCopier:
             found_causality=SpanFacts(
                 self._spans(causality.spans),
                 self._of(causality.verdicts),
-                *(self._among(found) for found in (causality.measured, causality.exact, causality.ordinary)),
+                *(self._among(nodes) for nodes in (causality.measured, causality.exact, causality.ordinary)),
             ),
         )
 
-    def _of(self, found: Mapping[fx.Node, T]) -> dict[fx.Node, T]:
-        return {made: found[node] for made, node in self.written.stands_for.items() if node in found}
+    def _of(self, facts: Mapping[fx.Node, T]) -> dict[fx.Node, T]:
+        return {copy: facts[node] for copy, node in self.expanded.stands_for.items() if node in facts}
 
-    def _among(self, found: Iterable[fx.Node]) -> frozenset[fx.Node]:
-        inside = frozenset(found)
-        return frozenset(made for made, node in self.written.stands_for.items() if node in inside)
+    def _among(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+        inside = frozenset(nodes)
+        return frozenset(copy for copy, node in self.expanded.stands_for.items() if node in inside)
 
     def _spans(self, spans: Mapping[fx.Node, Span]) -> dict[fx.Node, Span]:
-        """Operators that were looked at together have one span, a thing of its own: those of a copy have another one."""
-        inside = {node for nodes in self.written.periods.second.values() for node in nodes}
+        """Copy spans. Operators analyzed together share one `Span` object; each copied period gets an object of its own."""
+        inside = {node for nodes in self.expanded.periods.second.values() for node in nodes}
         shared = {id(span) for node, span in spans.items() if node not in inside}
         copied: dict[tuple[int, int], Span] = {}
-        found: dict[fx.Node, Span] = {}
-        for made, node in self.written.stands_for.items():
-            span, number = spans.get(node), self.written.copies.get(made)
+        result: dict[fx.Node, Span] = {}
+        for copy, node in self.expanded.stands_for.items():
+            span, number = spans.get(node), self.expanded.copies.get(copy)
             if span is None:
                 continue
             is_own = number is None or id(span) in shared
-            found[made] = span if is_own else copied.setdefault((number, id(span)), replace(span))  # type: ignore[arg-type]
-        return found
+            result[copy] = span if is_own else copied.setdefault((number, id(span)), replace(span))  # type: ignore[arg-type]
+        return result

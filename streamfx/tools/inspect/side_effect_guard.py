@@ -1,4 +1,4 @@
-"""Runs a model without leaving a mark on it: its state is put back, and fake tensors stand in for its inputs."""
+"""Run a model without side effects: its state is restored afterwards, and fake tensors replace its inputs."""
 
 from __future__ import annotations
 
@@ -28,54 +28,56 @@ from streamfx.torch_private import (
 from streamfx.torch_private.dynamo import inside_of_compiled
 
 WRAPPED = (FunctionType, MethodType, functools.partial)
-ENABLED = "_is_of_streamfx"  # an attribute of what `enable` puts in place of a module's forward, which it wraps
+ENABLED = "_is_of_streamfx"  # attribute of the wrapper that `enable` sets as a module's forward
 
 
 def original(model: Callable[..., Any]) -> Callable[..., Any]:
-    """What `torch.compile` has wrapped, however often: a module or a function."""
+    """Return the module or function inside of all `torch.compile` wrappers."""
     while (inside := inside_of_compiled(model)) is not None:
         model = inside
     return model
 
 
 def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a call is, holds, closes over or names: `model`, `partial(model)`, `trainer.loss`, `lambda: model(x)`."""
+    """Return the modules that a callable is, holds, closes over or names: `model`, `partial(model)`, `trainer.loss`,
+    `lambda: model(x)`.
+    """
     roots = [module for value in _within(model) for module in ([value] if isinstance(value, nn.Module) else _held(value))]
     return list(dict.fromkeys(part for module in roots for part in module.modules()))
 
 
 def parameters_of(model: Callable[..., Any]) -> dict[str, nn.Parameter]:
-    """Of the modules that a call reaches the parameters, by the names that these have there; beside others, behind a class."""
+    """Return the parameters of the modules that a call reaches, by name. With several root modules, the class is a prefix."""
     if isinstance(model, nn.Module):
         return dict(model.named_parameters())
     modules = modules_of(model)
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     roots = [cast(nn.Module, original(module)) for module in modules if id(module) not in inner]
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     kinds = Counter[str]()
     for root in roots:
         kind = type(root).__name__
         kinds[kind] += 1
-        around = "" if len(roots) == 1 else f"{kind}." if kinds[kind] == 1 else f"{kind}({kinds[kind]})."
-        found |= {f"{around}{name}": parameter for name, parameter in root.named_parameters()}
-    return found
+        prefix = "" if len(roots) == 1 else f"{kind}." if kinds[kind] == 1 else f"{kind}({kinds[kind]})."
+        parameters |= {f"{prefix}{name}": parameter for name, parameter in root.named_parameters()}
+    return parameters
 
 
-def _within(function: Any, around: tuple[Any, ...] = ()) -> list[Any]:
-    """What a call of a function can reach by name, and what functions can that it closes over: those that a decorator wraps."""
+def _within(function: Any, visited: tuple[Any, ...] = ()) -> list[Any]:
+    """Return the values that a function can reach by name, including those of functions it closes over (decorated functions)."""
     if isinstance(function, functools.partial):
-        given = [*function.args, *function.keywords.values()]
-        return [*_within(function.func, around), *given]
+        bound = [*function.args, *function.keywords.values()]
+        return [*_within(function.func, visited), *bound]
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
     names, known = getattr(getattr(function, "__code__", None), "co_names", ()), getattr(function, "__globals__", {})
-    around = (*around, function)
-    inner = [cell for cell in cells if isinstance(cell, WRAPPED) and all(cell is not other for other in around)]
-    wrapped = [value for cell in inner for value in _within(cell, around)]
+    visited = (*visited, function)
+    inner = [cell for cell in cells if isinstance(cell, WRAPPED) and all(cell is not other for other in visited)]
+    wrapped = [value for cell in inner for value in _within(cell, visited)]
     return [function, getattr(function, "__self__", None), *cells, *(known[name] for name in names if name in known), *wrapped]
 
 
 def _held(value: Any) -> list[nn.Module]:
-    """Modules in the attributes of an object, or in a container."""
+    """Return the modules in the attributes of an object, or in a container."""
     if isinstance(value, (list, tuple, dict)):
         inside = list(value.values()) if isinstance(value, dict) else list(value)
     else:
@@ -84,21 +86,21 @@ def _held(value: Any) -> list[nn.Module]:
 
 
 def held_tensors(module: nn.Module) -> list[Tensor]:
-    """A module's own parameters and buffers."""
+    """Return a module's own parameters and buffers."""
     return [tensor for held in (module._parameters, module._buffers) for tensor in held.values() if tensor is not None]
 
 
 def _is_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # a variable that has no value yet
+    except ValueError:  # the variable is not assigned yet
         return False
 
 
 @contextmanager
 def untouched(model: Callable[..., Any]) -> Iterator[None]:
-    """Whatever is assigned to attributes, written to buffers, and drawn at random, is undone. Until then the model runs as it was
-    written, where it is enabled or compiled, too.
+    """Undo assignments to attributes, writes to buffers, and random draws on exit. Inside, the model runs as written,
+    even if it is enabled or compiled.
     """
     modules = modules_of(model)
     kept = [(module, _attributes(module)) for module in modules]
@@ -109,11 +111,11 @@ def untouched(model: Callable[..., Any]) -> Iterator[None]:
             yield
         finally:
             for module, attributes in kept:
-                _put_back(module.__dict__, attributes)
+                _restore(module.__dict__, attributes)
 
 
 def _as_written(module: nn.Module) -> None:
-    """Take off what `model.compile()` or `enable` has put over a module's forward."""
+    """Remove the wrappers that `model.compile()` or `enable` put around a module's forward."""
     module._compiled_call_impl = None
     forward: Any = module.__dict__.get("forward")
     if hasattr(forward, ENABLED):
@@ -122,7 +124,7 @@ def _as_written(module: nn.Module) -> None:
 
 @contextmanager
 def buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
-    """Buffers that are written to in place are put back."""
+    """Restore the contents of buffers on exit."""
     buffers = {id(buffer): buffer for module in modules for buffer in module._buffers.values() if _has_data(buffer)}
     with real_values():
         kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
@@ -131,13 +133,13 @@ def buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
     finally:
         with real_values(), torch.no_grad():
             for buffer, value in kept:
-                if not torch.equal(buffer, value):  # the version does not tell: compiled code may write without counting
+                if not torch.equal(buffer, value):  # compiled code may write without incrementing the version
                     buffer.copy_(value)
 
 
 @contextmanager
 def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Leaves without gradients, as after `zero_grad()`, which get those back that they had."""
+    """Clear the gradients of leaves, as `zero_grad()` does, and restore them on exit."""
     kept = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
     for tensor, _ in kept:
         tensor.grad = None
@@ -150,7 +152,7 @@ def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def randomness_kept() -> Iterator[None]:
-    """Generators of torch, Python and numpy are put back."""
+    """Restore the random generators of torch, Python and numpy on exit."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     cpu_state = torch.get_rng_state()
@@ -167,7 +169,7 @@ def randomness_kept() -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, with copies of containers, which might be written to."""
+    """Return a module's attributes, with copies of containers, which may be modified."""
     return {name: (value, _contents(value)) for name, value in module.__dict__.items()}
 
 
@@ -175,7 +177,7 @@ def _contents(value: Any) -> Any:
     return value.copy() if type(value) in (dict, OrderedDict, list, set) else None
 
 
-def _put_back(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
+def _restore(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
     attributes.clear()
     for name, (value, contents) in kept.items():
         attributes[name] = value
@@ -185,39 +187,43 @@ def _put_back(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
 
 
 class FakeConverter:
-    """Fake tensors for real ones, the same for the same; tensors on the meta device get a device."""
+    """Converts real tensors to fake ones, and always the same tensor to the same fake one. Tensors on the meta device
+    get a device.
+    """
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self.mode, self.device = mode, device
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self._converted: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor) or is_more_than_its_values(tensor):
             return tensor
-        if id(tensor) not in self._made:
-            self._made[id(tensor)] = tensor, self._new(tensor)  # the original is kept: its id must stay its own
-        return self._made[id(tensor)][1]
+        if id(tensor) not in self._converted:
+            self._converted[id(tensor)] = tensor, self._new(tensor)  # keep the original alive, so that its id is not reused
+        return self._converted[id(tensor)][1]
 
     def _new(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
-            made = self._on_device(tensor).requires_grad_(tensor.requires_grad)
-            made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            fake = self._on_device(tensor).requires_grad_(tensor.requires_grad)
+            fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
         else:
-            made = self.mode.from_tensor(tensor, static_shapes=True)
-        for name, value in vars(tensor).items():  # marks of dynamic dimensions
+            fake = self.mode.from_tensor(tensor, static_shapes=True)
+        for name, value in vars(tensor).items():  # `mark_dynamic` flags
             if name.startswith("_dynamo"):
-                setattr(made, name, value)
-        return made
+                setattr(fake, name, value)
+        return fake
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        """A fake tensor like one on the meta device; of one that is made of others, a shard say, these are fake."""
+        """Return a fake tensor like one on the meta device. For wrapper subclasses (a sharded tensor) the inner tensors
+        are fake.
+        """
         if is_traceable_wrapper_subclass(tensor):
             return rewrapped(tensor.detach(), self._on_device)
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def inputs(self, values: Any, with_integers: bool = False) -> Any:
-        """Copies of nested arguments, with fake tensors in them; `with_integers` leaves real integers their values."""
+        """Copy nested arguments with fake tensors in them; `with_integers` keeps real integer tensors."""
         tensors = [value for value in tree_iter(values) if isinstance(value, Tensor)]
         memo = {
             id(tensor): _cloned(tensor) if with_integers and _has_integers(tensor) else self.fake(tensor) for tensor in tensors
@@ -225,11 +231,11 @@ class FakeConverter:
         try:
             with fake_copies(self.mode):
                 return copy.deepcopy(values, memo)
-        except Exception:  # something in there cannot be copied: share it, apart from the tensors that can be reached
+        except Exception:  # some object cannot be copied: share it, and replace the tensors that are reachable
             return tree_map(lambda value: memo.get(id(value), value), values)
 
     def replace(self, modules: list[nn.Module], buffers: bool) -> None:
-        """Put fake tensors where modules have parameters, and where they have buffers if these are asked for or have no data."""
+        """Replace the parameters of modules by fake tensors, and their buffers if `buffers` is set or they have no data."""
         for module in modules:
             for name, parameter in module._parameters.items():
                 module._parameters[name] = None if parameter is None else self.fake(parameter)  # type: ignore[assignment]
@@ -239,7 +245,7 @@ class FakeConverter:
 
 
 def is_more_than_its_values(tensor: Tensor) -> bool:
-    """Whether a tensor's class keeps more beside the values than a fake one would have, as packed weights keep their scales."""
+    """Return whether a tensor's class holds state that a fake tensor would lose, as packed weights hold their scales."""
     is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return _has_data(tensor) and not is_plain and not is_traceable_wrapper_subclass(tensor)
 
@@ -258,5 +264,5 @@ def _cloned(tensor: Tensor) -> Tensor:
 
 
 def device_of(tensors: list[Tensor]) -> torch.device:
-    """The device of the first tensor that has one."""
+    """Return the device of the first tensor that is not on the meta device."""
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))

@@ -1,7 +1,7 @@
-"""Traces a call of a model as `torch.compile` would, and leaves the model as it was.
+"""Trace a call of a model as `torch.compile` would, without side effects on the model.
 
-The frame runs under fake tensors: Dynamo and AOTAutograd trace it, the passes analyse each graph, and what would then compute is
-replaced by something that only returns tensors of the right shapes. Nothing is computed, and no gradient is made.
+The frame runs on fake tensors: Dynamo and AOTAutograd trace it, the passes analyze each graph, and the compiled graphs are
+replaced by stubs that return tensors of the right shapes. Nothing is computed, and no gradient is created.
 """
 
 from __future__ import annotations
@@ -67,33 +67,29 @@ Halves = tuple[fx.GraphModule, fx.GraphModule | None]
 
 @dataclass
 class TracedGraph:
-    """One graph: as Dynamo gave it, what the passes found in it, and the two halves that would run without them.
-
-    `plain` makes these halves: few ask for them, and a deep model takes its time. `chain` says which gradients can be handed over
-    before the end.
-    """
+    """One graph: from Dynamo, with the facts of the passes, and with the forward and backward graphs of a default partition."""
 
     module: fx.GraphModule
     facts: Facts
-    plain: Callable[[], Halves]
+    plain: Callable[[], Halves]  # creates `halves`, which are rarely needed and slow for deep models
     num_outputs: int
-    chain: GradientReleaseChain | None = None
+    chain: GradientReleaseChain | None = None  # gradients that can be released before the end of the backward pass
 
     @cached_property
     def halves(self) -> Halves:
-        """The forward half and the backward half, if there is one."""
+        """The default forward graph, and the backward graph if there is one."""
         return self.plain()
 
     @property
     def that_run(self) -> Halves:
-        """The halves of its program; those of the graph as it stands where it has none."""
+        """The forward and backward graph of the program, or of the default partition if there is no program."""
         program = self.facts.program
         return self.halves if program is None else (program.forward, program.backward)
 
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A place at which Dynamo could not go on tracing; `given_up` says that the rest of the function runs in eager."""
+    """A place at which Dynamo stopped tracing. `given_up` means that the rest of the function runs in eager mode."""
 
     reason: str
     where: str
@@ -103,12 +99,11 @@ class GraphBreak:
 
 @dataclass
 class TracedCall:
-    """All graphs of one call; `calls` has a graph as often as it is called, in order.
+    """All graphs of one call; `calls` lists each graph once per call, in order.
 
-    `eager` is what the call costs without any compiler, None if that cannot be told without data; `checkpointed` the same with
-    every layer checkpointed; where it is None, `not_checkpointed` says why that is no other way of running it. `alike` says which
-    layers stand for all there, if any. `stopped` says why the call could not be followed to its end, if it could not. `name` is
-    that of what is called.
+    `eager` is the cost without a compiler, None if that requires data. `checkpointed` is the cost with each layer
+    checkpointed; if it is None, `not_checkpointed` gives the reason. `alike` is the layer repetition, if any. `stopped`
+    is the reason if the call could not be traced to its end. `name` is the name of the callable.
     """
 
     options: Options
@@ -124,12 +119,12 @@ class TracedCall:
 
     @property
     def trains(self) -> bool:
-        """Whether anything of it gets a gradient."""
+        """Whether any value gets a gradient."""
         return any(graph.facts.joint.tangents for graph in self.graphs)
 
     @property
     def in_part(self) -> bool:
-        """Whether some of it was not traced."""
+        """Whether part of the call was not traced."""
         return bool(self.stopped) or any(item.given_up for item in self.breaks)
 
 
@@ -142,19 +137,19 @@ def traced(
     baselines: bool = True,
     of_few: bool = False,
 ) -> TracedCall:
-    """Trace one call of a model: real, fake or on the meta device, and so its arguments; also in eager if `baselines`.
+    """Trace one call; model and arguments may be real, fake or on the meta device. `baselines` also costs eager mode.
 
-    Where few layers are proven to stand for all, `of_few` traces these alone.
+    If a few layers provably represent all, `of_few` traces only these.
     """
     model = original(model)
     if not callable(model):
         raise _not_traced(f"{one(type(model).__name__)}, which cannot be called")
-    if isinstance(model, type):  # torch.compile would change the class for good
+    if isinstance(model, type):  # torch.compile would modify the class permanently
         raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
     refuse_partitioned(parameters_of(model).values())
     mode, faker = faker_of(model, args, kwargs)
     chosen = resolved(options)
-    with accepting_real(mode), mode, quiet_tracer():  # eager and checkpoints are followed in it, too
+    with accepting_real(mode), mode, quiet_tracer():  # the baselines use the same fake mode
         eager = EagerCall(model, args, kwargs, faker)
         cost = eager.cost() if baselines else None
         followed = not baselines or cost is not None
@@ -167,7 +162,7 @@ def traced(
 
 
 def _compare(call: TracedCall, model: Callable[..., Any], eager: EagerCall) -> None:
-    """Fill in the call with checkpoints, which are another way of running it where they keep something from being kept."""
+    """Add the cost with checkpointing, which is a baseline only if layers train."""
     if not layers_of(model):
         call.not_checkpointed = NO_LAYERS
     elif not call.trains:
@@ -185,7 +180,7 @@ def _trace_few(
     faker: FakeConverter,
     few: LayerSubset | None,
 ) -> TracedCall | None:
-    """A call of all layers, of which few are traced; None where these do not stand for all."""
+    """Trace a few layers in place of all, or return None if they do not represent all."""
     if few is None:
         return None
     try:
@@ -198,7 +193,7 @@ def _trace_few(
 
 
 def _name_of(model: Callable[..., Any]) -> str:
-    """What people call it: a module by its class, a function by its name."""
+    """Return the class of a module, or the name of a function."""
     return str(getattr(model, "__qualname__", type(model).__name__))
 
 
@@ -210,14 +205,14 @@ def _trace(
     faker: FakeConverter,
     few: LayerSubset | None = None,
 ) -> TracedCall:
-    """Fill in the graphs of a call, in the fake mode that is active; of all layers where `few` stand for them."""
+    """Fill in the graphs of a call in the active fake mode. With `few`, trace only these layers and expand the graph to all."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         with real_values(), raised_as_itself(module.graph):
-            return (_Watched(module, call) if few is None else _SubsetCompilation(module, call, few)).compile(inputs)
+            return (_RecordingCompilation(module, call) if few is None else _SubsetCompilation(module, call, few)).compile(inputs)
 
     with untouched(model), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
-        faker.replace(modules_of(model), buffers=False)  # the compiler reads masks in buffers
+        faker.replace(modules_of(model), buffers=False)  # buffers stay real: the compiler reads masks from them
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)))
         try:
             torch.compile(model, backend=backend, **keywords)(*args, **kwargs)
@@ -246,10 +241,10 @@ def _not_traced(found: str, do: str = "") -> NotTracedError:
     )
 
 
-def distinct_breaks(found: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, ...]:
-    """Each place once: a break inside of an inlined function is met again by the function around it."""
+def distinct_breaks(records: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, ...]:
+    """Return each break once: a break in an inlined function is also reported for the calling function."""
     breaks: dict[str, GraphBreak] = {}
-    for file, line, text in found:
+    for file, line, text in records:
         where = f"{file}:{line}: {linecache.getline(file, line).strip()}".rstrip(": ")
         reason, hint, given_up = cause_of_break(text)
         breaks.setdefault(where, GraphBreak(reason, where, advice_on_break(reason, hint), given_up))
@@ -257,23 +252,23 @@ def distinct_breaks(found: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, 
 
 
 class QuietCompilation(Compilation):
-    """A compilation for somebody who asks about it: what it finds is told by who was asked."""
+    """A compilation without notices: the caller reports the result."""
 
     @staticmethod
     def tell(facts: Facts, options: Options) -> None: ...
 
 
-class _Watched(QuietCompilation):
-    """A compilation that keeps what it finds, and runs nothing."""
+class _RecordingCompilation(QuietCompilation):
+    """A compilation that records its result and runs nothing."""
 
     def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
-        told = replace(call.options, strict=False)  # who asks what runs whole is told, not refused
-        super().__init__(module, told, exchange=lambda text, group, **how: [text])  # no other rank need look, too
+        lenient = replace(call.options, strict=False)  # report fallbacks instead of raising
+        super().__init__(module, lenient, exchange=lambda text, group, **how: [text])  # other ranks do not take part
         self.call = call
-        self.seen = fx.GraphModule(module, graph_copy(module.graph))  # as it is before anything is rewritten
+        self.original = fx.GraphModule(module, graph_copy(module.graph))  # a copy before any rewrite
 
     def fits_by_far(self, inputs: list[Any]) -> bool:
-        """Not asked: who looks at a step wants to see all of it."""
+        """Always false: the quick bound would skip the analysis that the caller wants to see."""
         return False
 
     def partition(
@@ -283,38 +278,38 @@ class _Watched(QuietCompilation):
         halves = super().partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
         if len(self.facts) > number:
             facts = self.facts[-1]
-            again = while_traced(lambda: default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others))
-            plain = (lambda: halves) if facts.program is None else again
-            self.call.graphs.append(TracedGraph(self.seen, facts, plain, num_fwd_outputs, self.chain))
+            default = while_traced(lambda: default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others))
+            plain = (lambda: halves) if facts.program is None else default
+            self.call.graphs.append(TracedGraph(self.original, facts, plain, num_fwd_outputs, self.chain))
         return halves
 
     def part_of(self, module: fx.GraphModule) -> Compilation:
-        return _Watched(module, replace(self.call, graphs=[]))  # calls are noted in one list
+        return _RecordingCompilation(module, replace(self.call, graphs=[]))  # all parts share the list of calls
 
     def take(self, parts: Sequence[SplittableCompilation]) -> None:
         super().take(parts)
-        self.call.graphs += (graph for part in parts if isinstance(part, _Watched) for graph in part.call.graphs)
+        self.call.graphs += (graph for part in parts if isinstance(part, _RecordingCompilation) for graph in part.call.graphs)
 
     def hand_over(self) -> None:
         """Nothing is compiled."""
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         super().run_forward(module, inputs)
-        return _GraphStandIn(module, self.call)
+        return _GraphStub(module, self.call)
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _GraphStandIn(module, self.call)
+        return _GraphStub(module, self.call)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         super().run_inference(module, inputs)
         outputs = module.graph.output_node().args[0]
         count = len(outputs) if isinstance(outputs, (list, tuple)) else 1
-        self.call.graphs.append(TracedGraph(self.seen, self.facts[-1], lambda: (module, None), count))
-        return _GraphStandIn(module, self.call)
+        self.call.graphs.append(TracedGraph(self.original, self.facts[-1], lambda: (module, None), count))
+        return _GraphStub(module, self.call)
 
 
-class _SubsetCompilation(_Watched):
-    """A compilation of few layers that finds out about all."""
+class _SubsetCompilation(_RecordingCompilation):
+    """A compilation of a few layers that analyzes the graph of all layers."""
 
     def __init__(self, module: fx.GraphModule, call: TracedCall, few: LayerSubset) -> None:
         super().__init__(module, call)
@@ -322,16 +317,16 @@ class _SubsetCompilation(_Watched):
         self.found_of_few: Facts | None = None
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
-        """Begins with what analyses have found of few layers, where that tells what they would find of all."""
+        """Start the passes from the facts of a few layers if these determine the facts of all."""
         few = self.found_of_few
-        known = None if few is None else _each_time(partial(facts_of_all_layers, few, self.few))
+        known = None if few is None else _fresh_facts(partial(facts_of_all_layers, few, self.few))
         return run_pipeline(capture, self.options, show_product, known)
 
     def in_parts_or_whole(self, inputs: list[Any], found: TwoSequencesError) -> Callable[..., Any]:
         raise LayersDifferError("a graph of two sequences")
 
     def analysed_few(self, capture: Callable[[], Facts]) -> Facts | None:
-        """What analyses find in the graph of few layers; None where it has to be found in that of all."""
+        """Analyze the graph of a few layers, or return None if the graph of all layers must be analyzed."""
         try:
             return run_analyses(capture(), self.options)
         except Exception as error:
@@ -341,7 +336,7 @@ class _SubsetCompilation(_Watched):
     def partition_in_stretches(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The halves of few layers, once the passes have run on the joint graph of all."""
+        """Run the passes on the joint graph of all layers, and return the default partition of the traced few."""
         if not isinstance(joint_inputs, tuple):
             raise LayersDifferError("the body of a nested region")
         count, static = len(joint_inputs[0]), others.pop("static_lifetime_input_indices", None) or ()
@@ -354,18 +349,18 @@ class _SubsetCompilation(_Watched):
         }
         about = static, self.patterns(joint.graph, count), mutated_inputs(joint.graph)
         self.found_of_few = self.analysed_few(partial(captured, joint, count, num_fwd_outputs, *about))
-        whole = of_all_layers(joint, count, num_fwd_outputs, said, self.few)
-        self.watched = [replace(known[old], position=i) for i, old in enumerate(whole.origins) if old in known]
-        self.num_inputs = len(whole.origins)
+        full = of_all_layers(joint, count, num_fwd_outputs, said, self.few)
+        self.watched = [replace(known[old], position=i) for i, old in enumerate(full.origins) if old in known]
+        self.num_inputs = len(full.origins)
         super().partition_in_stretches(
-            whole.module,
+            full.module,
             ([None] * self.num_inputs, joint_inputs[1]),
             num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=[i for i, old in enumerate(whole.origins) if old in static],
+            static_lifetime_input_indices=[i for i, old in enumerate(full.origins) if old in static],
             **others,
         )
         self.watched, self.num_inputs = before
-        self.chain = None  # of all layers' gradients, of which this call has few
+        self.chain = None  # it refers to the gradients of all layers, but this call has only a few
         return default_partition(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static, **others
         )
@@ -379,23 +374,23 @@ class _SubsetCompilation(_Watched):
         raise LayersDifferError("nothing is trained")
 
 
-def _each_time(make: Callable[[], Facts]) -> Callable[[], Facts] | None:
-    """Facts that are made anew each time; None where they cannot be."""
+def _fresh_facts(make: Callable[[], Facts]) -> Callable[[], Facts] | None:
+    """Return a function that creates the facts anew on each call, or None if they cannot be created."""
     try:
-        made = [make()]
+        first = [make()]
     except Exception as error:
         log.info("all layers are analysed: %s", error)
         return None
-    return lambda: made.pop() if made else make()
+    return lambda: first.pop() if first else make()
 
 
-class _GraphStandIn:
-    """Returns what a graph would return, without running it."""
+class _GraphStub:
+    """Returns the outputs of a graph without running it."""
 
     def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
         self._outputs = module.graph.output_node().args[0]
         self._call, self._graph = call, call.graphs[-1]
-        self._boxed_call = True  # on the instance: torch._dynamo.disable copies no class attributes
+        self._boxed_call = True  # an instance attribute, because torch._dynamo.disable does not copy class attributes
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         arguments.clear()

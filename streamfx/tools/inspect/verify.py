@@ -1,4 +1,4 @@
-"""`streamfx.verify`: the same call in eager and through the backend, side by side."""
+"""`streamfx.verify`: run the same call in eager mode and through the backend, and compare."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ ASKED = "streamfx.verify asks for a call that can be run twice with the same out
 def verify(
     model: Callable[..., Any], *args: Any, loss: Callable[[Any], Tensor] | None = None, options: Any = None, **kwargs: Any
 ) -> Verification:
-    """Run `model(*args, **kwargs)` and its gradients in eager and through the backend, and compare.
+    """Run `model(*args, **kwargs)` and its gradients in eager mode and through the backend, and compare.
 
-    `loss` makes the number to differentiate of the model's output; without it that is `output.loss`, the output itself if it is
-    a number, or a fixed random combination of all its floating point tensors. Gradients are those of parameters and of inputs
-    that require them. The model's state, its `.grad`s and all random generators are left as they were. Where sizes of chunks are
-    left to streamfx, the rows are cut into three chunks at least.
+    `loss` maps the model's output to the scalar to differentiate. By default that is `output.loss`, the output itself if it is a
+    scalar, or a fixed random combination of all its floating point tensors. The gradients of all parameters and inputs that
+    require them are compared. The model's state, its `.grad`s and all random generators are left unchanged. If chunk sizes are
+    automatic, each loop has at least three chunks.
 
     Args:
         model: a module, or a function of one.
-        args, kwargs: what it is called with. A keyword that is called like an option (`chunk_size=512`) is one, unless `forward`
-            names an argument so.
+        args, kwargs: the arguments of the call. A keyword named like an option (`chunk_size=512`) is an option, unless `forward`
+            has an argument of that name.
         loss: a function from the output to a tensor with one element.
-        options: the backend's, as a dictionary or `streamfx.Options`; they may also be given by their names. What a model was
-            compiled or enabled with holds where they say nothing else.
+        options: the backend's, as a dictionary or `streamfx.Options`; they may also be passed as keywords. Options that the
+            model was compiled or enabled with are the defaults.
 
     Returns:
-        The differences: it prints, `ok` says whether all are within rounding, `max_error` is the largest.
+        The differences. It prints; `ok` is true if all are within rounding, and `max_error` is the largest.
 
     Raises:
-        NotComparableError: the call fails in eager, draws random numbers, has no loss, or computes nothing, as of an empty batch.
-        OptionError: an option that does not exist, or a value that it cannot have.
-        OverBudgetError: no plan is within `memory_budget`.
+        NotComparableError: the call fails in eager mode, draws random numbers, has no loss, or computes nothing (an empty batch).
+        OptionError: an unknown option, or an invalid value.
+        OverBudgetError: no plan fits `memory_budget`.
 
     Example:
         >>> import torch, streamfx
@@ -94,8 +94,8 @@ def verify(
     _check_arrived(compilations)
     precision, not_cut = lowest_precision(compilations, sources.values()), what_was_not_cut(compilations)
     records = [record_of(facts, number) for number, facts in enumerate(facts for item in compilations for facts in item.facts)]
-    found = Verification(list(sources), eager, streamed, precision, given.adjoints, not_cut, records)
-    return _saying_something(found, (args, kwargs))
+    verification = Verification(list(sources), eager, streamed, precision, given.adjoints, not_cut, records)
+    return _checked_nonzero(verification, (args, kwargs))
 
 
 def _check_not_random(eager: Run) -> None:
@@ -119,7 +119,7 @@ def _check_arrived(compilations: Sequence[Compilation]) -> None:
 
 @contextmanager
 def failing_in_eager(inputs: Any) -> Iterator[None]:
-    """Says so if the call fails without the backend."""
+    """Report an error of the call in eager mode as `NotComparableError`."""
     try:
         yield
     except StreamFXError:
@@ -135,7 +135,9 @@ def failing_in_eager(inputs: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: the loss, a gradient for each tensor asked for (None where it does not matter), whether it drew at random."""
+    """The result of one run: the loss, one gradient per source (None if it does not affect the loss), and whether it
+    drew random numbers.
+    """
 
     loss: Tensor
     gradients: tuple[Tensor | None, ...]
@@ -158,19 +160,20 @@ def run_of(call: Callable[[], Any], loss: Callable[[Any], Tensor], sources: Sequ
 
 
 class Verification:
-    """Differences between eager and the backend, relative to eager's norms.
+    """Differences between eager mode and the backend, relative to eager's norms.
 
-    `errors` maps each parameter and input to the norm of the difference of its gradients over their norm. What lies below the
-    rounding error of the whole gradient is no difference: a gradient that is zero but for rounding has no digits to compare.
+    `errors` maps each parameter and input to the norm of the difference of its gradients, divided by their norm.
+    Differences below the rounding error of the whole gradient count as zero, because a gradient that consists of
+    rounding errors cannot be compared.
 
     Args:
         names: of the tensors whose gradients are compared.
-        eager: the run without the backend; `streamfx.verify` makes both.
+        eager: the run without the backend; `streamfx.verify` creates both runs.
         streamed: the run through the backend.
-        precision: the least precise type that anything is computed in; the tolerance follows from it.
-        adjoints: how far the gradients of recurrences were asked to reach back: such as are truncated are not eager's.
-        not_cut: why it was not seen what chunks hand to one another, if it was not.
-        records: what became of each graph that ran.
+        precision: the least precise dtype of the computation; it determines the tolerance.
+        adjoints: how far the gradients of recurrences reach back; truncated ones differ from eager.
+        not_cut: why the comparison does not exercise the values passed between chunks, or an empty string.
+        records: a record of each graph that ran.
 
     Example:
         >>> import torch, streamfx
@@ -196,24 +199,24 @@ class Verification:
         self.loss_error = relative_difference(streamed.loss, eager.loss, 0.0)
         self.precision, self.tolerance = precision, TOLERANCES.get(precision, 1e-2)
         self.norms = {name: _norm(gradient) for name, gradient in zip(names, eager.gradients, strict=True)}
-        finite = [_norm(_numbers(gradient)) for gradient in eager.gradients]
+        finite = [_norm(_finite(gradient)) for gradient in eager.gradients]
         floor = torch.finfo(precision).eps / self.tolerance * sum(norm**2 for norm in finite) ** 0.5
         pairs = zip(names, streamed.gradients, eager.gradients, strict=True)
         self.errors = {name: relative_difference(ours, theirs, floor) for name, ours, theirs in pairs}
 
     @property
     def max_error(self) -> float:
-        """The largest relative difference, of the loss or of any gradient."""
+        """The largest relative difference of the loss and all gradients."""
         return max([self.loss_error, *self.errors.values()])
 
     @property
     def says_nothing(self) -> bool:
-        """Whether eager's loss and all its gradients are zero, or not a number."""
+        """Whether eager's loss and all its gradients are zero or not finite."""
         return not any(math.isfinite(number) and number for number in (self.loss, *self.norms.values()))
 
     @property
     def ok(self) -> bool:
-        """Whether all differences are within the tolerance of the type."""
+        """Whether all differences are within the tolerance of the dtype."""
         return self.max_error <= self.tolerance
 
     def __str__(self) -> str:
@@ -244,9 +247,9 @@ class Verification:
 
 
 def relative_difference(value: Tensor | None, truth: Tensor | None, floor: float) -> float:
-    """The norm of the difference over the norm of the truth, which counts as `floor` at least; no gradient counts as zero.
+    """Return the norm of the difference divided by the norm of the truth, but at least by `floor`. A missing gradient is zero.
 
-    An infinity or NaN that one side alone has differs infinitely.
+    The difference is infinite if only one of the two has an infinity or NaN at some position.
     """
     if value is None or truth is None:
         difference = _norm(truth if value is None else value)
@@ -256,12 +259,12 @@ def relative_difference(value: Tensor | None, truth: Tensor | None, floor: float
         difference = _norm(torch.where(is_same, 0.0, wide - truth))
     if difference == 0:
         return 0.0
-    scale = max(_norm(_numbers(truth)), floor)
+    scale = max(_norm(_finite(truth)), floor)
     return difference / scale if scale and math.isfinite(difference) else math.inf
 
 
-def _numbers(tensor: Tensor | None) -> Tensor | None:
-    """Zero in place of infinities and NaN."""
+def _finite(tensor: Tensor | None) -> Tensor | None:
+    """Replace infinities and NaN by zero."""
     return None if tensor is None else tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -272,17 +275,17 @@ def _norm(tensor: Tensor | None) -> float:
 
 
 def gradient_sources(model: Callable[..., Any], inputs: Any) -> dict[str, Tensor]:
-    """Parameters and inputs that require gradients, by name."""
-    found: dict[str, Tensor] = {**parameters_of(model)}
+    """Return the parameters and inputs that require gradients, by name."""
+    tensors: dict[str, Tensor] = {**parameters_of(model)}
     for path, value in tree_flatten_with_path(inputs)[0]:
         if isinstance(value, Tensor):
-            found[f"input {keystr(path[1:])}"] = value
-    distinct = {id(tensor): name for name, tensor in reversed(found.items()) if tensor.requires_grad}
-    return {name: found[name] for name in reversed(distinct.values())}
+            tensors[f"input {keystr(path[1:])}"] = value
+    distinct = {id(tensor): name for name, tensor in reversed(tensors.items()) if tensor.requires_grad}
+    return {name: tensors[name] for name in reversed(distinct.values())}
 
 
 def default_loss(output: Any) -> Tensor:
-    """`output.loss`, the output itself if it is a number, or a fixed random combination of its tensors."""
+    """Return `output.loss`, the output itself if it is a scalar, or a fixed random combination of its tensors."""
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor) and own.numel() == 1:
         return own
@@ -303,13 +306,12 @@ def _combined(tensor: Tensor, seed: int) -> Tensor:
 
 
 def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch.dtype:
-    """The least precise type that anything is computed in."""
+    """Return the least precise dtype of the computation."""
     values = [node.meta.get(VALUE) for item in compilations for facts in item.facts for node in facts.joint.graph.nodes]
-    values += [
-        node.meta.get(EXAMPLE_VALUE) for item in compilations for node in item.module.graph.nodes
-    ]  # all there is, if whole
-    found = {value.dtype for value in (*values, *tensors) if isinstance(value, Tensor) and value.is_floating_point()}
-    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    # Graphs that are not chunked have no facts, only Dynamo's values.
+    values += [node.meta.get(EXAMPLE_VALUE) for item in compilations for node in item.module.graph.nodes]
+    dtypes = {value.dtype for value in (*values, *tensors) if isinstance(value, Tensor) and value.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def _check_functions(model: Any, loss: Any) -> None:
@@ -317,7 +319,7 @@ def _check_functions(model: Any, loss: Any) -> None:
         raise NotComparableError(
             ASKED, found=f"{_described(model)}, which cannot be called", do="give a model, or a function of one"
         )
-    if isinstance(model, type):  # torch.compile would change the class for good
+    if isinstance(model, type):  # torch.compile would modify the class permanently
         found = f"a class ({model.__name__}), not an object of it"
         raise NotComparableError(ASKED, found=found, do="make a model of it: pass Model(...), not Model")
     if loss is not None and not callable(loss):
@@ -327,13 +329,13 @@ def _check_functions(model: Any, loss: Any) -> None:
     refuse_partitioned(parameters_of(model).values())
 
 
-def _saying_something(found: Verification, inputs: Any) -> Verification:
-    """The same, unless nothing was computed: that nothing differs is no finding then."""
-    if found.ok and found.says_nothing:
+def _checked_nonzero(verification: Verification, inputs: Any) -> Verification:
+    """Return the verification, but raise if nothing was computed: equal zeros are no evidence."""
+    if verification.ok and verification.says_nothing:
         empty = empty_among(inputs)
         found_what, do = (f"{empty}, and {NOTHING}", DO) if empty else (NOTHING, NUMBERS)
         raise NotComparableError("streamfx.verify asks for a call whose numbers can be compared", found=found_what, do=do)
-    return found
+    return verification
 
 
 def _check_data(tensors: Sequence[Tensor]) -> None:

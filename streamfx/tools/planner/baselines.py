@@ -1,8 +1,8 @@
-"""Other ways to run a step: what they take at a length, followed operator by operator in eager, and which lengths they reach.
+"""Baselines for a plan: their cost at a length, traced operator by operator in eager mode, and the longest length of each.
 
-gradient checkpointing           each layer's input is kept, the layer is run again in the backward half
-with the loss in chunks          head and loss, too, in chunks of rows: no logits of the whole sequence
-... checkpoints on the host      the layers' inputs wait on the host, whose memory is not counted
+gradient checkpointing           only the inputs of layers are saved; the backward graph recomputes each layer
+with the loss in chunks          head and loss run over chunks of the sequence, too: the full logits never exist
+... checkpoints on the host      the inputs of layers are offloaded to the host, whose memory is not counted
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from streamfx.tools.planner.search import AIM, BUSY, CLOSE
 from streamfx.tools.report.verdict import CHECKPOINTING, IN_CHUNKS
 
 ON_HOST = "checkpoints on the host"
-MOST = 4  # traces of the whole model
+MOST = 4  # full traces of the model in one search
 Way = tuple[nn.Module, Around]
 
 
 class LossInChunks(nn.Module):
-    """A language model whose head and loss run over chunks of rows, and again in the backward half."""
+    """A language model whose head and loss run over chunks of the sequence and are recomputed in the backward graph."""
 
     def __init__(self, model: nn.Module, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LossInChunks(nn.Module):
 
 
 class OffloadedLayer(torch.autograd.Function):
-    """A layer whose input waits on the host until the layer is run again."""
+    """A layer whose input is offloaded to the host until the layer is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -66,17 +66,20 @@ class OffloadedLayer(torch.autograd.Function):
 
 
 def on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward, which keeps its input on the host. Where nothing before it is trained, its input is a leaf."""
+    """Wrap the forward of a layer so that its input is offloaded to the host.
+
+    If the input requires no gradient, a detached copy that does is used, so that the layer still gets a backward.
+    """
 
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
-        return OffloadedLayer.apply(lambda value: forward(value, *args, **kwargs), given)
+        leaf = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+        return OffloadedLayer.apply(lambda value: forward(value, *args, **kwargs), leaf)
 
     return run
 
 
 def ways_of(model: nn.Module) -> dict[str, Way]:
-    """The ways there are for a model, by name, the usual one first; its loss has chunks where it is known how to make them."""
+    """Return the baselines of a model by name, the most common one first. The chunked loss needs a known backbone and head."""
     chunked = _in_chunks(model)
     if chunked is None:
         return {CHECKPOINTING: (model, checkpointed), f"with {ON_HOST}": (model, on_host)}
@@ -95,21 +98,23 @@ def _in_chunks(model: nn.Module) -> nn.Module | None:
 
 
 def peak_of(way: Way, inputs: Mapping[str, Tensor], alike: Repeat | None = None) -> int | None:
-    """Bytes at the peak beyond what is held all the time; None where it cannot be followed. `alike` as in `eager_cost`."""
+    """Return the peak bytes in excess of the constant memory, or None if it cannot be traced. `alike` as in `eager_cost`."""
     model, around = way
     cost = eager_cost(loss_of(model), inputs, around, alike)
     return None if cost is None else cost.peak
 
 
 def peaks_of_few(way: Way, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
-    """The same of the first few layers, and about that of one more."""
+    """Return the peaks of the first few layers and, estimated, of one layer more."""
     model, around = way
     costs = costs_with_one_more(loss_of(model), inputs, around, FEWEST)
     return None if costs is None else (costs[0].peak, costs[1].peak)
 
 
 class Peaks(NamedTuple):
-    """Of a way, by length: the peak of the whole model, of its first layer, of few layers and one more; None where not known."""
+    """The peak of a baseline as a function of the length: of the full model, of its first layer, and of a few layers
+    and one more. Each is None if unknown.
+    """
 
     whole: Callable[[int], int | None]
     first: Callable[[int], int | None]
@@ -117,7 +122,9 @@ class Peaks(NamedTuple):
 
 
 def longest(peaks: Peaks, layers: int, budget: int, first: int, multiple: int) -> int | None:
-    """About the longest length whose peak is within a budget, confirmed by a trace; 0 where none is, None where none is known."""
+    """Return approximately the longest length whose peak fits the budget, confirmed by a trace; 0 if none fits, None if
+    no peak is known.
+    """
     guess = guessed(peaks.few, layers, first, int(budget * AIM))
     if guess is None and peaks.first(multiple) is None:
         return None
@@ -126,10 +133,10 @@ def longest(peaks: Peaks, layers: int, budget: int, first: int, multiple: int) -
         size, base = guess
     for _ in range(MOST):
         size = max(size // multiple * multiple, multiple)
-        found = peaks.whole(size) or 0
-        best, failed = (size, failed) if found <= budget else (best, size)
-        slope = max(found - base, 1) / size
-        size = int(size + (AIM * budget - found) / slope)
+        peak = peaks.whole(size) or 0
+        best, failed = (size, failed) if peak <= budget else (best, size)
+        slope = max(peak - base, 1) / size
+        size = int(size + (AIM * budget - peak) / slope)
         if failed is not None and not best < size < failed:
             size = (best + failed) // 2
         if size < multiple or abs(size - best) <= max(CLOSE * size, multiple):

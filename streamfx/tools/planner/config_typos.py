@@ -1,4 +1,6 @@
-"""Keys of a configuration that are nearly those that its class knows: transformers keeps any, and goes on with the default."""
+"""Find misspelled keys in a configuration: transformers stores unknown keys silently and uses the default for the
+intended one.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,18 @@ from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
-NEAR = 0.75  # how alike words are, of which one was meant to be the other
+NEAR = 0.75  # similarity above which one word counts as a misspelling of another
 
 
 def misspelt_in(values: Mapping[str, Any], config: Any) -> Iterator[tuple[str, str]]:
-    """The keys of a mapping that a configuration was made of, and those that were meant; of parts of it, too.
+    """Yield the misspelled keys of a mapping and the intended names, including those of nested configurations.
 
-    A key that is not known may be there for others to read. It is taken for a known one if it is nearly that, which is missing.
+    An unknown key may be intended for other programs. It counts as a misspelling only if it resembles a known key that
+    is missing.
     """
     try:
         kept = {*vars(type(config)()), *getattr(config, "attribute_map", {})}
-    except Exception:  # a configuration that is put together of others has no defaults
+    except Exception:  # a composite configuration has no defaults
         return
     known = kept | _read_by(type(config))
     missing = sorted(name for name in kept - values.keys() if not name.startswith("_"))
@@ -30,7 +33,7 @@ def misspelt_in(values: Mapping[str, Any], config: Any) -> Iterator[tuple[str, s
 
 
 def _meant(key: str, missing: list[str]) -> str | None:
-    """The first name that a key is nearly.
+    """Return the first missing name that a key resembles.
 
     >>> names = ["num_attention_heads", "num_hidden_layers", "sliding_window", "pad_token_id"]
     >>> [_meant(key, names) for key in ("num_hiden_layers", "num_layers", "slidingWindow")]
@@ -43,7 +46,7 @@ def _meant(key: str, missing: list[str]) -> str | None:
 
 
 def _is_misspelt(key: str, name: str) -> bool:
-    """Whether each word is one of the name's, or nearly, or words are not set apart."""
+    """Return whether the words of the two names are pairwise similar, or differ only in separators and case."""
     pairs = list(zip(key.split("_"), name.split("_"), strict=False))
     are_as_many = key.count("_") == name.count("_")
     is_joined = key.replace("_", "").lower() == name.replace("_", "").lower()
@@ -51,14 +54,16 @@ def _is_misspelt(key: str, name: str) -> bool:
 
 
 def _leaves_words_out(key: str, name: str) -> bool:
-    """Whether a key is a name without some words in its middle. What a model is may be less than another is: is_decoder."""
+    """Return whether a key is the name without some inner words. Flags (`is_decoder`) are exempt: a shorter one has its
+    own meaning.
+    """
     short, long = key.split("_"), name.split("_")
     ends = len(short) > 1 and short[0] != "is" and (short[0], short[-1]) == (long[0], long[-1])
     return ends and set(short) < set(long)
 
 
 def _read_by(kind: type) -> set[str]:
-    """What the classes of a configuration take, and what they have by name."""
+    """Return the constructor arguments and the attributes of a configuration's classes."""
     classes = [one for one in kind.__mro__ if one is not object]
     taken = {name for one in classes for name in inspect.signature(vars(one).get("__init__", one)).parameters}
     return taken | {name.removeprefix("_") for one in classes for name in vars(one)}

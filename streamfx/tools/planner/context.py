@@ -1,10 +1,11 @@
-"""Sequences divided among ranks: each has a part of the rows, and for attention all rows of a part of the heads (Ulysses).
+"""Context parallelism (Ulysses): each rank has a slice of the sequence, and for attention the full sequence of a slice
+of the heads.
 
     rows/n of all heads  ->  all to all  ->  all rows of heads/n  ->  attention  ->  all to all  ->  rows/n of all heads
 
-Jacobs et al., 2023, "DeepSpeed Ulysses" (arXiv 2309.14509). Where there are fewer heads of keys than ranks, each is sent to
-several, and labels are shifted before rows are divided: as in Bekman et al., 2025, "Arctic Long Sequence Training" (2506.13996).
-Positions are those of the rank's rows, which the caller gives.
+Jacobs et al., 2023, "DeepSpeed Ulysses" (arXiv 2309.14509). If there are fewer key heads than ranks, each head is sent to several
+ranks, and labels are shifted before the sequence is split: as in Bekman et al., 2025, "Arctic Long Sequence Training"
+(2506.13996). Position ids belong to the rank's slice and come from the caller.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NAME = "streamfx_ulysses"
 
 @dataclass(frozen=True)
 class Ulysses:
-    """An attention of transformers' interface, around torch's: heads [b h t e], rows of a rank in, rows of a rank out."""
+    """An attention function for transformers, around torch's kernel. Heads [b h t e]; input and output are one rank's rows."""
 
     group: Any
     ranks: int
@@ -41,16 +42,16 @@ class Ulysses:
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=given.get("scaling"), enable_gqa=grouped)
         return self.own_rows(mixed), None
 
-    def all_rows(self, part: Tensor) -> Tensor:
+    def all_rows(self, heads: Tensor) -> Tensor:
         """[b nh t e] -> [b h nt e]"""
-        return self._exchanged(part.unflatten(1, (self.ranks, -1)).permute(1, 3, 0, 2, 4)).flatten(0, 1).permute(1, 2, 0, 3)
+        return self._exchanged(heads.unflatten(1, (self.ranks, -1)).permute(1, 3, 0, 2, 4)).flatten(0, 1).permute(1, 2, 0, 3)
 
     def own_rows(self, mixed: Tensor) -> Tensor:
         """[b h nt e] -> [b t nh e], the order that transformers wants"""
         return self._exchanged(mixed.permute(2, 0, 1, 3).unflatten(0, (self.ranks, -1))).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
     def _exchanged(self, parts: Tensor) -> Tensor:
-        """Part i goes to rank i."""
+        """Send part i to rank i."""
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
         return all_to_all_single_autograd(parts.contiguous(), None, None, self.group)
@@ -58,7 +59,7 @@ class Ulysses:
 
 @contextmanager
 def sequences_divided(model: nn.Module, group: Any, ranks: int) -> Iterator[None]:
-    """The model's attention as that of one of so many ranks, in place, and as it was afterwards."""
+    """Replace the model's attention by the context-parallel one, in place, and restore it on exit."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config: Any = model.config
@@ -73,7 +74,7 @@ def sequences_divided(model: nn.Module, group: Any, ranks: int) -> Iterator[None
 
 
 def check_heads(model: nn.Module, tensor: int, context: int) -> None:
-    """Refuse a model whose heads so many ranks cannot divide: first their weights, then what is left of them per sequence."""
+    """Refuse a model whose heads cannot be split: by tensor parallelism (weights), then by context parallelism (sequences)."""
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     asked = f"heads are to be divided by tensor={tensor} and context={context}"
@@ -98,6 +99,6 @@ def _divisors(count: int) -> str:
 
 
 def part_of_a_sequence(batch: int, rows: int) -> dict[str, Tensor]:
-    """What a rank is given: ids, their positions, and labels that are shifted already."""
+    """Return the inputs of one rank: ids, position ids, and labels that are already shifted."""
     ids, positions, labels = (torch.empty(batch, rows, dtype=torch.int64, device="meta") for _ in range(3))
     return {"input_ids": ids, "position_ids": positions, "labels": ids, "shift_labels": labels}

@@ -1,4 +1,4 @@
-"""How fast a device is, by published rates or measured ones, and which kernels it has."""
+"""The speed of a device, from published or measured rates, and the kernels it supports."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from streamfx.cost.work import ATTENTION, Work
 from streamfx.errors import PlanError
 from streamfx.kernels.device_kinds import CUDNN_CAPABILITIES, DeviceKind, kind_of
 
-EFFICIENCY = 0.6  # of the published rates, what training reaches where nobody has measured it
-HOPPER_REACHES = (0.69, 0.8)  # of published FLOP/s and bytes/s: a decoder's steps on an H100 (docs/performance.md)
+EFFICIENCY = 0.6  # assumed fraction of the published rates if there is no measurement
+HOPPER_REACHES = (0.69, 0.8)  # measured fractions of FLOP/s and bytes/s for a decoder on an H100 (docs/performance.md)
 
 
 @dataclass(frozen=True)
 class Device:
-    """FLOPs of 16-bit products and bytes of memory moved per second, as reached in practice; `kind` says which kernels run.
+    """Achieved FLOP/s of 16-bit matrix products and achieved memory bandwidth. `kind` determines the available kernels.
 
-    `wires` are the bytes per second that a device sends to others of its machine, and to other machines, `to_host` those that it
-    copies to its host's memory, or from there; none where not known. `attention` are the FLOPs per second that kernels of fused
-    attention reach, by the names in `cost.work.ATTENTION`; those of products where not known.
+    `wires` are the bytes per second sent to devices of the same machine and of other machines, `to_host` those copied
+    to or from the host; None if unknown. `attention` maps kernels of `cost.work.ATTENTION` to their FLOP/s; the default
+    is the rate of products.
     """
 
     name: str
@@ -37,27 +37,27 @@ class Device:
 
     @property
     def near_and_far(self) -> tuple[float, float]:
-        """Bytes per second that each device sends in a ring, inside of a machine and between machines."""
+        """Bytes per second that each device sends in a ring, within a machine and between machines."""
         if self.wires is None:
             raise PlanError("how fast this machine's devices send is not measured", do=f"plan for one of {', '.join(PUBLISHED)}")
         return self.wires
 
     def sending(self, traffic: Traffic) -> float:
-        """Seconds that it takes to send so much: what stays in the machine, and then what leaves it."""
+        """Return the seconds to send `traffic`: the part within the machine, then the part between machines."""
         if not traffic.bytes:
             return 0.0
         near, far = self.near_and_far
         return (traffic.bytes - traffic.far) / near + traffic.far / far
 
     def copying(self, size: int) -> float:
-        """Seconds that it takes to copy so many bytes to the host, or back; nothing where that is not known."""
+        """Return the seconds to copy `size` bytes to the host or back, or zero if the rate is unknown."""
         return size / self.to_host if self.to_host else 0.0
 
     def seconds(self, work: Work) -> float:
-        """Seconds of work: of its products, of attention at the rate of each kernel and pass, of the bytes that other operators
-        move, and of the share of totals' bytes for which products wait.
+        """Return the seconds of `work`: matrix products, attention at the rate of each kernel, memory traffic of other
+        operators, and the fraction of accumulator traffic that matrix products wait for.
 
-        The host launches operators meanwhile, and is waited for if that takes longer.
+        The host launches operators concurrently; the result is at least the launch time.
         """
         by_kernel = {name: getattr(work, name) for name in ATTENTION}
         others = work.flops - sum(by_kernel.values())
@@ -67,7 +67,7 @@ class Device:
 
 
 LAUNCH = 5e-6  # seconds of the host per operator
-WAITED = 0.5  # of the time that a total's bytes take alone: 0.28 to 0.66 on an H100, for weights of a layer and the head
+WAITED = 0.5  # fraction of accumulator traffic that is not hidden: 0.28 to 0.66 on an H100, for weights of a layer and the head
 HOSTS = {  # bytes/s in one direction between a device and its host (PCIe 4.0 or 5.0, 16 lanes)
     "A100": 32e9,
     "H100": 64e9,
@@ -77,7 +77,7 @@ HOSTS = {  # bytes/s in one direction between a device and its host (PCIe 4.0 or
     "RTX4090": 32e9,
     "MI300X": 64e9,
 }
-WIRES = {  # bytes/s in one direction: to devices of the same machine (NVLink, Infinity Fabric, else PCIe), to others (network)
+WIRES = {  # bytes/s in one direction: within a machine (NVLink, Infinity Fabric, else PCIe), and between machines (network)
     "A100": (300e9, 25e9),
     "H100": (450e9, 50e9),
     "H200": (450e9, 50e9),
@@ -106,7 +106,7 @@ PUBLISHED = {  # dense bfloat16 FLOP/s, bytes/s, capability
 
 
 def device_called(name: str) -> Device:
-    """A device by name; "here" is measured."""
+    """Return a device by name; "here" is measured."""
     if name == "here":
         return measured()
     known = {key.lower(): key for key in PUBLISHED}
@@ -122,16 +122,16 @@ def device_called(name: str) -> Device:
 
 
 def here() -> torch.device:
-    """The device of this machine."""
+    """Return the device of this machine."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def measured() -> Device:
-    """The device of this machine, by one product and one copy."""
+    """Measure the device of this machine with one matrix product and one copy."""
     place = here()
     size, dtype = (8192, torch.bfloat16) if place.type == "cuda" else (1024, torch.float32)
-    generator = torch.Generator(place).manual_seed(0)  # the user's own generators are left as they are
-    # Random numbers, as in training: products of equal numbers draw less power, and a GPU then runs at a higher clock.
+    generator = torch.Generator(place).manual_seed(0)  # leaves the user's generators unchanged
+    # Random values, as in training: with constant values a GPU draws less power and runs at a higher clock.
     left, right = (torch.randn(size, size, generator=generator, device=place, dtype=dtype) for _ in range(2))
     product = _seconds(lambda: torch.mm(left, right), place)
     copy = _seconds(lambda: torch.add(left, 1), place)
@@ -139,7 +139,7 @@ def measured() -> Device:
 
 
 def _seconds(work: Callable[[], object], place: torch.device) -> float:
-    """Seconds of the best of four runs, after a run that does not count: it loads kernels and waits for earlier work."""
+    """Return the best of four runs, after a warm-up run that loads kernels and waits for earlier work."""
     _timed(work, place)
     return min(_timed(work, place) for _ in range(4))
 

@@ -1,4 +1,4 @@
-"""What waits on the host for the backward half, and what is copied for which loop."""
+"""The values offloaded to the host for the backward graph, and the copies each loop causes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamfx.tools.report.comm_table import HALVES, halves_of
 
 
 class Copies(NamedTuple):
-    """Bytes that come from the host for a loop, and bytes that go there once it has made them."""
+    """Bytes fetched from the host before a loop, and bytes copied to the host after it has computed them."""
 
     fetched: int = 0
     left: int = 0
@@ -25,7 +25,7 @@ class Copies(NamedTuple):
 
 
 def bytes_on_host(facts: Facts) -> int:
-    """Bytes that one device's graph takes of the host at the end of its forward half, when it takes most: whole pages."""
+    """Return the bytes, in whole pages, that one device's graph holds on the host at its peak, the end of the forward graph."""
     if facts.program is None:
         return 0
     nodes = facts.program.forward.graph.find_nodes(op="call_function", target=to_host)
@@ -33,8 +33,8 @@ def bytes_on_host(facts: Facts) -> int:
 
 
 def copies_by_loop(program: Program, num_outputs: int) -> dict[str, dict[str, Copies]]:
-    """By half, and by the name of a loop, what is copied for it."""
-    found: dict[str, dict[str, Copies]] = {half: {} for half in HALVES}
+    """Return the copies of each loop, by forward or backward graph and by the loop's name."""
+    by_half: dict[str, dict[str, Copies]] = {half: {} for half in HALVES}
     for name, half in halves_of(program, num_outputs):
         for node, before in half.between():
             if node.target in (from_host, to_host):
@@ -42,10 +42,10 @@ def copies_by_loop(program: Program, num_outputs: int) -> dict[str, dict[str, Co
                 size = bytes_like((node.all_input_nodes[0] if comes else node).meta[VALUE])
                 loop = half.loop_of(node, comes, before)
                 copies = Copies(fetched=size) if comes else Copies(left=size)
-                found[name][loop] = found[name].get(loop, Copies()).plus(copies)
-    return found
+                by_half[name][loop] = by_half[name].get(loop, Copies()).plus(copies)
+    return by_half
 
 
 def sharing(world: int) -> int:
-    """How many devices share the memory of a host."""
+    """Return how many devices share the memory of a host."""
     return min(world, TOGETHER)

@@ -1,8 +1,8 @@
-"""Where a search for another way's longest length begins: guessed from the first few layers, which take a fraction of the time.
+"""Guess the longest length of a baseline from its first few layers, which are fast to trace, to start the search there.
 
-Layers are alike, and what grows with the sequence grows by its rows. So a peak is about that of a few layers, and for each more
-as much as between two such numbers of them; and so is what the peak grows by from one length to the next. It remains a guess: the
-search confirms it by following the whole model.
+All layers are alike, and values that depend on the sequence grow linearly. So the peak is extrapolated linearly in the
+number of layers, from the peaks of a few layers and of one more, and linearly in the length. The search confirms the
+guess by tracing the full model.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-FEWEST = 4  # layers: fewer have no stage whose neighbours are those of all others
+FEWEST = 4  # layers; with fewer, no stage has the same neighbors as the inner stages of the full model
 
 
 class InitialGuess(NamedTuple):
-    """Where a search begins, and bytes that do not grow with the length."""
+    """The length at which a search starts, and the bytes that do not grow with the length."""
 
     size: int
     base: float
 
 
 def guessed(peaks: Callable[[int], tuple[int, int] | None], layers: int, first: int, budget: int) -> InitialGuess | None:
-    """By the `peaks` of few layers and of one more, at two lengths; None where they are not known, or to follow all layers once
-    takes no longer.
+    """Guess from the `peaks` of a few layers and of one more at two lengths. None if these are unknown, or if one trace
+    of all layers is as fast.
     """
     if layers < 2 * (FEWEST + FEWEST + 1) or (low := peaks(first)) is None or (high := peaks(2 * first)) is None:
         return None
@@ -33,5 +33,5 @@ def guessed(peaks: Callable[[int], tuple[int, int] | None], layers: int, first: 
 
 
 def of_all(few: int, more: int, steps: float) -> float:
-    """What all layers take, if each step of layers takes as much as the one between two traces."""
+    """Extrapolate to all layers: each further step costs the difference of the two traces."""
     return few + steps * (more - few)

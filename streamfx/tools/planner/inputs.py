@@ -1,4 +1,4 @@
-"""What a function of the user's says that a model takes, at a batch and a length: tensors that are as long as was asked for."""
+"""Inputs from a user function of batch and length, and checks that their shapes follow these arguments."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ AS_ASKED = "let it make tensors of the batch and the length that it is given, as
 
 
 def given_by(inputs: Inputs, batch: int, length: int) -> Mapping[str, Tensor]:
-    """What the model takes of so many sequences of a length."""
+    """Call the user function and check that it returns tensors by name."""
     asked = f"inputs({batch}, {length}) says what the model takes"
     try:
-        found = inputs(batch, length)
+        tensors = inputs(batch, length)
     except Exception as error:
         raise PlanError(asked, found=f"it raises {told(error)}", do=BY_NAME) from error
-    by_name = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
-    refuse_unless(by_name and bool(found), PlanError, asked, found, BY_NAME)
-    other = [f"{name}={described(value)}" for name, value in found.items() if not isinstance(value, Tensor)]
+    by_name = isinstance(tensors, Mapping) and all(isinstance(name, str) for name in tensors)
+    refuse_unless(by_name and bool(tensors), PlanError, asked, tensors, BY_NAME)
+    other = [f"{name}={described(value)}" for name, value in tensors.items() if not isinstance(value, Tensor)]
     refuse_unless(not other, PlanError, asked, ", ".join(other), f"{BY_NAME}: torch.as_tensor(...)")
-    return found
+    return tensors
 
 
 def check_inputs(inputs: Inputs, batch: int, length: int, max_batch: bool) -> None:
-    """Refuses a function whose tensors are the same for half of the length: what is said of a length would be of another one.
-    So it is with the batch, where more than one sequence, or the most of them, are asked for.
+    """Refuse a function whose shapes do not change if the length is halved: the plan would be for another length than requested.
+
+    The same holds for the batch if it exceeds one sequence, or if the largest batch is requested.
     """
     sizes = _sizes(given_by(inputs, batch, length))
     others = [("length", batch, length // 2)] + ([("batch", batch + 1, length)] if batch > 1 or max_batch else [])
     for what, *size in others:
         try:
             found = _sizes(given_by(inputs, *size))
-        except PlanError:  # it may know no such length
+        except PlanError:  # the function may not support this length
             continue
         asked = f"inputs(batch, length) says what the model takes of a {what}"
         same = f"the same sizes from inputs({batch}, {length}) and inputs({size[0]}, {size[1]}): {_text(sizes)}"

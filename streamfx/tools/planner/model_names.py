@@ -1,4 +1,6 @@
-"""What may be planned, by name, and where a configuration is: told without torch, so that help and refusals are quick."""
+"""Names of plannable models and options, and the lookup of configuration files; without torch, so that help and errors
+are fast.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from streamfx.tools.report.paths import is_file, is_there
 FOLDER = Path(__file__).parent / "configurations"
 FILE = "config.json"
 TYPES = ("float32", "bfloat16", "float16")
-GROUP = 8  # answers to a prompt that grpo compares, by default
+GROUP = 8  # default number of answers per prompt in grpo
 OBJECTIVES = ("sft", "dpo", "grpo")
 OPTIMIZERS = ("none", "sgd", "adamw", "adamw8bit")
 SCHEMES = ("nf4", "int8", "fp8")
@@ -21,14 +23,14 @@ DEVICES = ("A100", "H100", "H200", "B200", "L40S", "RTX4090", "MI300X")
 
 
 def builtin_names() -> list[str]:
-    """Names of the configurations that are shipped."""
+    """Return the names of the built-in configurations."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def config_file(source: str | Path) -> Path:
-    """The file of a Hugging Face configuration: in a folder, by its path, in the local cache, or shipped.
+    """Find the file of a Hugging Face configuration: in a folder, by its path, in the local cache, or built in.
 
-    An `org/name` is looked for in the cache first, and then by its last part among those that are shipped. Nothing is downloaded.
+    An `org/name` is searched in the cache first, then its last part among the built-in names. Nothing is downloaded.
     """
     path = Path(source)
     for candidate in (path / FILE, path):
@@ -50,7 +52,7 @@ def config_file(source: str | Path) -> Path:
 
 
 def _in_cache(name: str) -> Path | None:
-    """Where an earlier download has put the configuration of `org/name`."""
+    """Return the configuration of `org/name` in the local cache, if it was downloaded before."""
     if name.count("/") != 1:
         return None
     try:
@@ -59,14 +61,14 @@ def _in_cache(name: str) -> Path | None:
     except ImportError:
         return None
     try:
-        found = try_to_load_from_cache(name, FILE)
-    except HFValidationError:  # no such name can be
+        path = try_to_load_from_cache(name, FILE)
+    except HFValidationError:  # not a valid repository name
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(path) if isinstance(path, str) else None
 
 
 def _may_be_of_hub(source: str) -> bool:
-    """Whether this may be an `org/name`: a path of a folder that is there, or that begins with a dot, is none."""
+    """Return whether the source may be an `org/name`. A path that starts with a dot, or whose parent folder exists, is not."""
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None and not is_there(Path(source).parent)
 
 

@@ -1,4 +1,4 @@
-"""Models to plan for, on the meta device: sizes without memory."""
+"""Build the models to plan for on the meta device, which has shapes but no memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 
 
 def configuration(source: Any) -> Any:
-    """A Hugging Face configuration: itself, a mapping, or what `config_file` finds: a folder, a JSON file, a name."""
+    """Return a Hugging Face configuration from an object, a mapping, or a source that `config_file` finds."""
     if isinstance(source, Mapping):
         return _of_mapping(dict(source), "a mapping")
     if not isinstance(source, (str, Path)):
@@ -65,7 +65,7 @@ def _of_mapping(values: dict[str, Any], origin: str) -> Any:
 
 
 def built(source: Any, dtype: str = "bfloat16", lora_rank: int | None = None, quantize: str | None = None) -> nn.Module:
-    """The model of a configuration on the meta device, quantized or not, with or without adapters; a model as it is."""
+    """Build the model of a configuration on the meta device, optionally quantized and with adapters. A module is not rebuilt."""
     model = source if isinstance(source, nn.Module) else language_model(configuration(source), TYPES[dtype], "meta")
     if any(not isinstance(tensor, FakeTensor) and not tensor.is_meta for tensor in model.parameters()):
         raise PlanError(
@@ -76,7 +76,7 @@ def built(source: Any, dtype: str = "bfloat16", lora_rank: int | None = None, qu
 
 
 def language_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
-    """The causal language model of a configuration, or of the text part of it, with new parameters."""
+    """Create the causal language model of a configuration (or of its text configuration) with new parameters."""
     from transformers import AutoModelForCausalLM
 
     config = getattr(config, "get_text_config", lambda: config)()
@@ -94,7 +94,7 @@ def language_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
 
 
 def _check_sizes(config: Any) -> None:
-    """Refuse what transformers makes a model of that computes nothing, or is never done with."""
+    """Refuse sizes for which transformers would build a model that computes nothing, or would take forever."""
     for name in SIZES:
         size = getattr(config, name, None)
         if isinstance(size, int) and size < 1:
@@ -107,7 +107,7 @@ def _check_sizes(config: Any) -> None:
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer and a trained product of low rank beside it."""
+    """A frozen linear layer plus a trained low-rank product."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class LoraLinear(nn.Module):
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Freeze a model and give each of its linear layers but the head an adapter."""
+    """Freeze a model and add an adapter to each linear layer except the head."""
     model.requires_grad_(False)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in list(model.modules()):
@@ -133,24 +133,24 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def loss_of(model: nn.Module) -> Callable[..., Tensor]:
-    """The step's forward half as a training loop sees it: the loss, and nothing else is kept."""
+    """Return a function that computes the loss, as a training loop does, and keeps no other output."""
 
     def loss(**inputs: Tensor) -> Tensor:
         outputs = model(**inputs)
-        found = getattr(outputs, "loss", None)
-        if found is None and isinstance(outputs, Mapping):
-            found = outputs.get("loss")
-        if found is None:
-            found = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
-        if found.dim() == 0:
-            return found
+        result = getattr(outputs, "loss", None)
+        if result is None and isinstance(outputs, Mapping):
+            result = outputs.get("loss")
+        if result is None:
+            result = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        if result.dim() == 0:
+            return result
         labels = inputs["labels"]
-        return F.cross_entropy(found.flatten(0, -2).float(), labels.flatten())
+        return F.cross_entropy(result.flatten(0, -2).float(), labels.flatten())
 
     return loss
 
 
 def language_inputs(batch: int, length: int) -> dict[str, Tensor]:
-    """Ids that are their own labels."""
+    """Return token ids that are also the labels."""
     ids = torch.empty(batch, length, dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids}

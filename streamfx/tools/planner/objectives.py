@@ -1,7 +1,7 @@
-"""What a step computes: supervised fine-tuning, preferences in pairs, or groups of rewarded answers.
+"""Training objectives: supervised fine-tuning, preference pairs (DPO), and groups of rewarded answers (GRPO).
 
-These are stand-ins of what trainers compute, as far as memory and time go; nobody trains with them. A loss of one's own is
-planned as a model that returns it.
+They have the memory and time of real trainers' losses, but are not meant for training. Plan a custom loss as a model
+that returns it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ BETA, CLIP = 0.1, 0.2
 
 @dataclass(frozen=True)
 class Objective:
-    """`step` makes of a model one that returns the loss of `inputs(sequences, length)`; `sequences` are those of one example."""
+    """`step` turns a model into one that returns the loss of `inputs(sequences, length)`; one example has `sequences`
+    sequences.
+    """
 
     step: Callable[[nn.Module], nn.Module]
     inputs: Callable[[int, int], Mapping[str, Tensor]]
@@ -31,7 +33,7 @@ class Objective:
 
 
 def objective_called(name: str, group: int) -> Objective:
-    """The objective of a name; `group` is how many answers to one prompt are compared."""
+    """Return an objective by name; `group` is the number of answers per prompt that are compared."""
     known = {
         "sft": Objective(lambda model: model, language_inputs, 1),
         "dpo": Objective(PairsStep, _answers, 2),
@@ -78,20 +80,20 @@ class GroupStep(nn.Module):
 
 
 def token_logps(model: nn.Module, ids: Tensor) -> Tensor:
-    """Log-probabilities [n, t - 1] of each next token."""
+    """Return the log-probabilities [n, t - 1] of each next token."""
     logits = model(input_ids=ids).logits[:, :-1]
     return torch.log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
 def reference_of(policy: nn.Module) -> nn.Module:
-    """What the policy was before training: itself without its adapters where it has some, else a frozen copy."""
+    """Return the policy before training: without its adapters if it has any, otherwise a frozen copy."""
     if any(isinstance(module, LoraLinear) for module in policy.modules()):
         return _without_adapters(policy)
     return copy.deepcopy(policy).requires_grad_(False)
 
 
 def _without_adapters(module: nn.Module) -> nn.Module:
-    """The same modules with the same parameters; shared ones, such as a tied head, stay shared."""
+    """Copy the module tree without adapters; parameters stay shared, including tied ones."""
     if isinstance(module, LoraLinear):
         return module.base
     bare = copy.copy(module)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps from step to step."""
+"""The state of optimizers: bytes kept from step to step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from streamfx.argument_checks import one_of
 from streamfx.errors import PlanError
 from streamfx.tools.planner.shards import Sharding, own_part
 
-BLOCK = 256  # numbers of a state in 8 bits that share a float32 scale (Dettmers et al., 2022, section 2.1)
+BLOCK = 256  # elements of an 8-bit state that share a float32 scale (Dettmers et al., 2022, section 2.1)
 
 STATES: dict[str, Callable[[Tensor], int]] = {
     "none": lambda parameter: 0,
@@ -22,7 +22,7 @@ UPDATING = tuple(name for name in STATES if name != "none")
 
 
 def state_bytes(model: nn.Module, optimizer: str, ranks: Sharding) -> int:
-    """Bytes of an optimizer's state for the parameters that are trained, on one of some ranks."""
+    """Return the bytes of the optimizer state of all trained parameters on one rank."""
     if optimizer not in STATES:
         raise PlanError(f"there is no optimizer {optimizer!r} to plan for", do=one_of(optimizer, STATES))
     with ranks.cut(model):

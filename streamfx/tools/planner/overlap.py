@@ -1,10 +1,10 @@
-"""What does a step wait for? Loops run in order; while those of one stage compute, weights of the next are gathered, gradients of
-the one before are reduced (`lowering/reinsert_collectives.py`), and inputs of stages are copied to the host and back (`runtime/offload.py`).
-So a stage takes the longest of the three.
+"""The waiting time of a step. Loops run in order; while the loops of one stage compute, the weights of the next stage
+are gathered and the gradients of the previous one reduced (`lowering/reinsert_collectives.py`), and stage inputs are
+copied to the host and back (`runtime/offload.py`). A stage takes the longest of the three.
 
     loops      | stage 0 | stage 1 | stage 2 |
     wire  g 0  |   g 1   |   g 2   |   r 1   | r 2        max(loops 1, gathers 2 + reductions 0), and so on
-    host       |         |   k 0   |   k 1   | k 2        what stage 0 has left goes to the host while stage 1 computes
+    host       |         |   k 0   |   k 1   | k 2        the copies of stage 0 run while stage 1 computes
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NOTHING, NO_COPIES = Traffic(), Copies()
 
 @dataclass(frozen=True)
 class OverlapInterval:
-    """Loops of one stage that run after each other in one half, what is sent for them, and what is copied from and to the host.
+    """Consecutive loops of one stage in the forward or backward graph, with their communication and their copies.
 
-    `alone` is sent while nothing computes: what a loop, or a value between loops, waits for at once.
+    `alone` is the communication without overlap: a loop, or a value between loops, needs its result at once.
     """
 
     half: str
@@ -42,7 +42,7 @@ class OverlapInterval:
 
 
 class Seconds(NamedTuple):
-    """How long loops, the wire and copies take."""
+    """The time of loops, of communication, and of copies."""
 
     loops: Callable[[OverlapInterval], float]
     sent: Callable[[Traffic], float]
@@ -50,40 +50,42 @@ class Seconds(NamedTuple):
 
 
 def stretches_of(facts: Facts, cost: Cost) -> tuple[OverlapInterval, ...]:
-    """The stretches of a graph's program in order, none where it runs as it stands."""
+    """Return the intervals of a graph's program in order, or none if the graph is not chunked."""
     program = facts.program
     if program is None:
         return ()
     num_outputs = len(facts.joint.outputs)
     sent, copies = sent_by_program(program, num_outputs, cost.loops).by_loop, copies_by_loop(program, num_outputs)
     stage_of = {loop.spec.name: i for i, stage in enumerate(facts.stages) for loop in loops_of(stage, facts)}
-    found: list[OverlapInterval] = []
+    intervals: list[OverlapInterval] = []
     for half, module in zip(HALVES, (program.forward, program.backward), strict=True):
         names = [] if module is None else [name for name, child in module.named_children() if isinstance(child, Loop)]
         elsewhere = added(wire[half][REDUCTIONS] for name, wire in sent.items() if name not in names)
-        if elsewhere.calls:  # of gradients that a loop of the forward half has made
-            found.append(OverlapInterval(half, reduced=elsewhere))
+        if elsewhere.calls:  # gradients computed by a loop of the forward graph
+            intervals.append(OverlapInterval(half, reduced=elsewhere))
         for _, run in groupby(names, key=lambda name: stage_of.get(name, -1)):
-            found.append(_together(half, list(run), cost, sent, copies[half]))
-    return tuple(found)
+            intervals.append(_interval_of(half, list(run), cost, sent, copies[half]))
+    return tuple(intervals)
 
 
-def _together(half: str, names: Sequence[str], cost: Cost, sent: dict[str, Wire], copies: dict[str, Copies]) -> OverlapInterval:
+def _interval_of(
+    half: str, names: Sequence[str], cost: Cost, sent: dict[str, Wire], copies: dict[str, Copies]
+) -> OverlapInterval:
     loops = [cost.loops[name] for name in names]
-    own = [sent[name][half] for name in names if name in sent]
+    columns_of_loops = [sent[name][half] for name in names if name in sent]
     work = summed(loop.work for loop in loops)
-    gathered, reduced = (added(columns[kind] for columns in own) for kind in (GATHERS, REDUCTIONS))
-    alone = added(columns[kind] for columns in own for kind in (EXCHANGES, IN_LOOPS))
+    gathered, reduced = (added(columns[kind] for columns in columns_of_loops) for kind in (GATHERS, REDUCTIONS))
+    alone = added(columns[kind] for columns in columns_of_loops for kind in (EXCHANGES, IN_LOOPS))
     copied = Copies(*map(sum, zip(*(copies.get(name, NO_COPIES) for name in names), strict=True)))
     return OverlapInterval(half, work, gathered, reduced, alone, copied)
 
 
 def waited(stretches: Sequence[OverlapInterval], seconds: Seconds) -> tuple[float, float]:
-    """Seconds in which nothing computes: those in which ranks wait for each other, and what copies to and from the host add."""
+    """Return the seconds without computation: waiting for other ranks, and the additional wait for host copies."""
     sent = sum(seconds.sent(part.alone) for part in stretches)
     copied = 0.0
     for half in HALVES:
-        for part, wire, copies in _beside([part for part in stretches if part.half == half]):
+        for part, wire, copies in _concurrent([part for part in stretches if part.half == half]):
             free = 0.0 if part is None else seconds.loops(part)
             late = max(0.0, sum(map(seconds.sent, wire)) - free)
             sent += late
@@ -91,8 +93,8 @@ def waited(stretches: Sequence[OverlapInterval], seconds: Seconds) -> tuple[floa
     return sent, copied
 
 
-def _beside(parts: Sequence[OverlapInterval]) -> Iterator[tuple[OverlapInterval | None, list[Traffic], int]]:
-    """Each stretch of a half with what is sent and copied meanwhile; first and last, what nothing computes beside."""
+def _concurrent(parts: Sequence[OverlapInterval]) -> Iterator[tuple[OverlapInterval | None, list[Traffic], int]]:
+    """Yield each interval with the concurrent communication and copies. The first and last items have no computation."""
     for i in range(-1, len(parts) + 1 if parts else -1):
         before, following = parts[i - 1 : i] if i > 0 else [], parts[i + 1 : i + 2]
         wire = [*(part.gathered for part in following), *(part.reduced for part in before)]

@@ -1,4 +1,4 @@
-"""`streamfx.plan`: what fits and what it costs, for a model of any size, on any machine."""
+"""`streamfx.plan`: predict the memory and cost of a training step for a model of any size, on any machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The arguments of `plan`, which says what they mean."""
+    """The arguments of `plan`, documented there."""
 
     model: Any
     seq: int
@@ -107,23 +107,25 @@ def plan(
     """Predict a training step, and the longest length or largest batch that fits into `memory`; nothing is computed.
 
     Args:
-        model: a Hugging Face configuration (an object, a mapping, a folder, a JSON file, `org/name` of the local cache, a name
-            that is shipped), or a model on the meta device from which loss or logits come.
-        inputs: a function of (batch, length) that gives the arguments of a model of your own, tensors of these sizes by name.
-        seq, batch, max_length, max_batch: tokens and sequences on each device; whether the most that fit are looked for.
-        memory, host_memory: of a device ("80G"), and of a host of up to 8 devices for inputs of stages that wait there.
-        dtype, lora_rank, quantize: type of parameters; rank of adapters; "nf4", "int8" or "fp8" for layers' weights, then frozen.
+        model: a Hugging Face configuration (an object, a mapping, a folder, a JSON file, `org/name` of the local cache,
+            a built-in name), or a model on the meta device that returns a loss or logits.
+        inputs: a function of (batch, length) that returns the arguments of a custom model, tensors of these sizes by name.
+        seq, batch, max_length, max_batch: tokens and sequences per device; whether to find the largest that fit.
+        memory, host_memory: of a device ("80G"), and of a host with up to 8 devices for offloaded stage inputs.
+        dtype, lora_rank, quantize: dtype of parameters; rank of adapters; "nf4", "int8" or "fp8" for frozen weights of layers.
         optimizer, optimizer_in_backward: "adamw", "adamw8bit", "sgd", "none"; whether it frees gradients in the backward pass.
-        world, shard: how many devices divide nothing ("ddp"), the state ("zero1"), also gradients ("zero2"), weights ("zero3").
-        tensor, context: how many of them cut layers, as the configuration says, and how many divide each sequence (Ulysses).
-        device: whose kernels and rates are planned for: "H100" and others, or "here".
+        world, shard: number of devices that shard nothing ("ddp"), the state ("zero1"), gradients ("zero2"), weights
+            ("zero3"), too.
+        tensor, context: number of these for tensor parallelism (by the configuration's plan), and for context
+            parallelism (Ulysses).
+        device: the device whose kernels and rates apply: "H100" and others, or "here".
         objective, group: "sft"; "dpo", for `batch` pairs; "grpo", for `batch` groups of `group` answers; both with a reference.
-        baselines, noted: whether other ways are followed, too; what is told each prediction.
+        baselines, noted: whether to trace the baselines, too; a callback for each prediction.
         options, keywords: the backend's options, as a dictionary or `streamfx.Options`, and by their names.
     Returns:
-        What was found: it prints as a page, and `summary()` is a dictionary.
+        The report: it prints as a page, and `summary()` is a dictionary.
     Raises:
-        PlanError, OptionError: this cannot be asked.
+        PlanError, OptionError: the request is invalid.
         OverBudgetError: nothing fits into `memory`.
     Example:
         >>> import torch, streamfx
@@ -148,22 +150,22 @@ def _planned(asked: PlanRequest) -> PlanReport:
     _check_counts(lora_rank=(1 if asked.lora_rank is None else asked.lora_rank, 1))
     _check_counts(world=(asked.world, 1), tensor=(asked.tensor, 1), context=(asked.context, 1))
     _check_search(asked.memory, asked.max_length, asked.max_batch)
-    wanted = objective_called(asked.objective, asked.group)
+    objective = objective_called(asked.objective, asked.group)
     _check_has_effect(asked)
     ranks = checked_sharding(asked.world, asked.shard, asked.tensor, asked.context)
     _check_rows(asked.context, asked.seq)
     _check_divided(ranks, asked.objective, asked.inputs, asked.lora_rank or asked.quantize)
     _check_updates(asked.optimizer_in_backward, asked.optimizer, ranks)
     with uncollected():
-        made = wanted.step(built(asked.model, asked.dtype, asked.lora_rank, asked.quantize))
-    name = Path(asked.model).name if isinstance(asked.model, str) else type(made).__name__
+        model = objective.step(built(asked.model, asked.dtype, asked.lora_rank, asked.quantize))
+    name = Path(asked.model).name if isinstance(asked.model, str) else type(model).__name__
     _check_takes_ids(asked.model, asked)
     if asked.inputs is not None:
         check_inputs(asked.inputs, asked.batch, asked.seq, asked.max_batch)
-    _check_made(made, asked.tensor, asked.context)
-    state = state_bytes(made, asked.optimizer, ranks)
+    _check_model(model, asked.tensor, asked.context)
+    state = state_bytes(model, asked.optimizer, ranks)
     kind = device_called(asked.device)
-    step = TrainingStep(name, made, wanted, kind, asked.inputs, state, asked.noted, ranks, asked.optimizer_in_backward)
+    step = TrainingStep(name, model, objective, kind, asked.inputs, state, asked.noted, ranks, asked.optimizer_in_backward)
     limits = _limits(asked.memory, asked.host_memory, asked.world)
     if asked.max_length or asked.max_batch:
         few = not isinstance(asked.model, nn.Module)
@@ -172,7 +174,7 @@ def _planned(asked: PlanRequest) -> PlanReport:
 
 
 def _options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The backend's options; a name that is none may be a misspelt argument."""
+    """Return the backend's options. An unknown name may be a misspelled argument, so the error suggests both."""
     for name in keywords.keys() - set(NAMES):
         known = [*inspect.signature(plan).parameters, *NAMES]
         hint = did_you_mean(name, known)
@@ -182,13 +184,13 @@ def _options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _limits(memory: Any, host_memory: Any, world: int) -> Limits:
-    """Of a device, and of a host for each of the devices that share it."""
+    """Return the limit of a device, and of the host memory per device."""
     device = None if memory is None else bytes_of(memory, here())
     return Limits(device, None if host_memory is None else bytes_of(host_memory, here()) // sharing(world))
 
 
-def _check_made(model: nn.Module, tensor: int, context: int) -> None:
-    """Whether devices can divide its heads, and cut its layers."""
+def _check_model(model: nn.Module, tensor: int, context: int) -> None:
+    """Check that the heads can be split among devices, and that the layers have a tensor-parallel plan."""
     if tensor * context > 1:
         check_heads(model, tensor, context)
     if tensor > 1:
@@ -201,7 +203,7 @@ def _check_host_memory(size: Any) -> None:
 
 
 def _check_has_effect(asked: PlanRequest) -> None:
-    """Refuse what would be without effect: somebody expects one."""
+    """Refuse arguments that would have no effect."""
     if asked.group != GROUP and asked.objective != "grpo":
         found = f"group={asked.group}, and the objective {asked.objective!r}"
         do = "plan the objective 'grpo', or leave group out"
@@ -228,7 +230,7 @@ def _check(dtype: Any, memory: Any) -> None:
 
 
 def _check_kinds(asked: PlanRequest) -> None:
-    """Before what is asked for is looked up anywhere: names are texts, switches True or False, functions functions."""
+    """Check the types of arguments before any lookup: names are strings, switches are booleans, callbacks are callable."""
     for name, choices in CHOICES.items():
         value = getattr(asked, name)
         if not isinstance(value, str) and not (value is None and name == "quantize"):
@@ -242,7 +244,7 @@ def _check_kinds(asked: PlanRequest) -> None:
 
 
 def _check_takes_ids(model: Any, asked: PlanRequest) -> None:
-    """A model of somebody's own is given ids by name, where no function says what it takes."""
+    """Check that a custom model accepts token ids by name if no function returns its inputs."""
     names = ("input_ids", "labels") if asked.objective == "sft" else ("input_ids",)
     if not isinstance(model, nn.Module) or asked.inputs is not None:
         return
@@ -254,7 +256,7 @@ def _check_takes_ids(model: Any, asked: PlanRequest) -> None:
 
 
 def _check_budgets(memory: Any, options: Mapping[str, Any]) -> None:
-    """Both say what a step may take."""
+    """Refuse contradictory values of `memory` and `memory_budget`."""
     budget = options.get("memory_budget")
     if memory is not None and budget is not None and amount_of(memory) != amount_of(budget):
         found = f"memory={memory!r} and memory_budget={budget!r}"
@@ -276,7 +278,7 @@ def _check_rows(context: int, seq: int) -> None:
 
 
 def _check_divided(ranks: Sharding, objective: str, inputs: Any, changed: Any) -> None:
-    """Refuse what is cut by no plan or rows: models that were changed, inputs of one's own, losses that look at other rows."""
+    """Refuse combinations that cannot be split: modified models, custom inputs, and losses across positions."""
     if ranks.context > 1 and (inputs is not None or objective != "sft"):
         found = "inputs of your own" if inputs is not None else f"the objective {objective!r}"
         raise PlanError("context divides sequences of ids and labels", found=found, do="plan the objective 'sft', or context=1")

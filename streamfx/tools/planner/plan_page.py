@@ -1,4 +1,4 @@
-"""What a plan's report shows."""
+"""The content of a plan's HTML report."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ from streamfx.tools.report.verdict import StepCost, gains, ratio, times
 
 
 def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, divided: str) -> Page:
-    """The page of a plan's summary; `counted` says what its bytes are of, `divided` among which devices the step is."""
+    """Build the page of a plan's summary. `counted` names the values that its bytes include, `divided` the parallelism
+    of the step.
+    """
     ours, *others = (StepCost(course.way, course.peak_bytes, course.flops) for course in timeline.courses)
     memory = "" if summary["memory"] is None else f", {in_bytes(summary['memory'])} of memory"
     return Page(
         title=summary["model"],
         subtitle=f"A step of {summary['batch']} x {summary['length']:,} tokens on {summary['device']}{divided}{memory}",
-        verdict=sentence(_found(summary) or summary["verdict"]),
+        verdict=sentence(_search_result(summary) or summary["verdict"]),
         gains=gains(ours, others) if others else None,
         figures=tuple(_figures(summary, ours, others, counted, place_of_peak(timeline.ours, summary["stages"]))),
         timeline=timeline,
@@ -51,8 +53,8 @@ def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "The call could not be followed to its end", summary["stopped"]
 
 
-def _found(summary: Mapping[str, Any]) -> str:
-    """What a search has found, where one was asked for."""
+def _search_result(summary: Mapping[str, Any]) -> str:
+    """Return the result of a search, or an empty string if there was none."""
     if summary["max_length"] is not None:
         fits = f"{summary['max_length']:,} tokens fit into {in_bytes(summary['memory'])}"
         return f"{fits}; {summary['verdict']}" if summary["lengths"] else fits

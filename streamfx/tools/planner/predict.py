@@ -1,4 +1,4 @@
-"""What one step of a model takes at one length: traced, planned and simulated by the very code that compiles and runs it."""
+"""Predict one step of a model at one length: traced, planned and costed by the code that also compiles and runs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """The peak and the work of a step by one way of running it."""
+    """The peak and the work of a step with one baseline."""
 
     peak_bytes: int
     work: Work
@@ -43,13 +43,13 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step with the backend at one length, in bytes and FLOPs; `ways` are others to compare with, by name.
+    """A step with the backend at one length, in bytes and FLOPs; `ways` are the baselines by name.
 
-    `streams` says how much of it does. `layers_twice` are the FLOPs, and those of attention, of gradient checkpointing in which
-    the forward half of each layer runs twice from its first operator to its last; None where there are no layers.
-    `not_checkpointed` says why checkpointing is not among the ways. `options` are those in force, `sequence` the rows of each
-    graph, `flows` what its loops hand to each other; `curves` are the bytes alive along the step by each way, ours first, and
-    FLOPs.
+    `streams` summarizes how much of the step is chunked. `layers_twice` are the FLOPs, and those of attention, of
+    gradient checkpointing that recomputes each layer completely; None if there are no layers. `not_checkpointed` is the
+    reason if checkpointing is not among the baselines. `options` are the effective ones, `sequence` is the length in
+    each graph, `flows` are the values passed between loops. `curves` are, for the backend and then each baseline, the
+    bytes alive along the step and the FLOPs.
     """
 
     length: int
@@ -88,17 +88,27 @@ def predict(
     updates: bool = False,
     beside: Mapping[str, tuple[nn.Module, Around]] = MappingProxyType({}),
 ) -> Prediction:
-    """Trace a step of a model on the meta device, as compiled with `options`, beside an optimizer's `state` of so many bytes; it
-    `updates` in the backward pass, or behind it. Baselines are eager, gradient checkpointing, and those `beside` them.
+    """Trace a step of a model on the meta device, as compiled with `options`.
+
+    An optimizer has a state of `state` bytes; `updates` means that it runs in the backward pass. The baselines are eager mode,
+    gradient checkpointing, and those in `beside`.
     """
-    of_few = not has_ranks()  # collectives have an order, in which they come for all layers
+    of_few = not has_ranks()  # collectives have one order across all layers
     explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines, of_few), updates)
-    own, given = held_by(model), sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values())
-    held = own + given + state
+    parameter_bytes, input_bytes = (
+        held_by(model),
+        sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values()),
+    )
+    held = parameter_bytes + input_bytes + state
     summary = explanation.summary(with_baseline=baselines)
     costs, facts = explanation.costs, [graph.facts for graph in explanation.call.graphs]
     called = [graph.facts for graph in explanation.call.calls or explanation.call.graphs]
-    terms = {PARAMETERS: own, OPTIMIZER: state, INPUTS: given, **max(costs, key=lambda cost: cost.peak).peak_terms}
+    terms = {
+        PARAMETERS: parameter_bytes,
+        OPTIMIZER: state,
+        INPUTS: input_bytes,
+        **max(costs, key=lambda cost: cost.peak).peak_terms,
+    }
     peak = held + int(summary["peak_bytes"])
     terms[OTHER] = terms.get(OTHER, 0) + peak - sum(terms.values())
     fittings = [one.fitting for one in facts if one.fitting is not None]
@@ -128,22 +138,22 @@ def predict(
         options=summary["options"],
         sequence=tuple(summary["sequence"]),
         flows=tuple(map(flow_of, facts)),
-        curves=_curves(explanation, ways, beside, {PARAMETERS: own, OPTIMIZER: state, INPUTS: given}),
+        curves=_curves(explanation, ways, beside, {PARAMETERS: parameter_bytes, OPTIMIZER: state, INPUTS: input_bytes}),
     )
 
 
 def _curves(
     explanation: Explanation, ways: Mapping[str, Cost], beside: Collection[str], held: Mapping[str, int]
 ) -> dict[str, tuple[Curve, int]]:
-    """What is alive along the step by each way, beside what is held all the time; and FLOPs."""
-    found = explanation.curves(with_baseline=bool(ways))
-    found |= {name: (curve_of_call(ways[name]), ways[name].flops) for name in beside if name in ways}
-    found = dict(sorted(found.items(), key=lambda item: item[0] == EAGER))
-    return {way: (curve.above(Work(), held), flops) for way, (curve, flops) in found.items()}
+    """Return the memory curve of the backend and each baseline, including the constant memory, and their FLOPs."""
+    curves = explanation.curves(with_baseline=bool(ways))
+    curves |= {name: (curve_of_call(ways[name]), ways[name].flops) for name in beside if name in ways}
+    curves = dict(sorted(curves.items(), key=lambda item: item[0] == EAGER))
+    return {way: (curve.above(Work(), held), flops) for way, (curve, flops) in curves.items()}
 
 
 def held_by(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers, or of this rank's part of them, each once."""
+    """Return the bytes of a model's parameters and buffers, or of this rank's part of them, without duplicates."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return sum(map(own_bytes, tensors.values()))
 

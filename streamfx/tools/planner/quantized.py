@@ -1,7 +1,7 @@
-"""Frozen weights in fewer bits, unpacked when they are used: what they take, not what they hold.
+"""Frozen weights in fewer bits, dequantized on use. Only their size is modeled, not their values.
 
-Bytes are those of bitsandbytes' nf4 with its scales quantized once more (Dettmers et al., 2023, section 3), of one byte and a
-scale for each row in int8, and of one byte and a scale for the whole weight in fp8.
+The sizes are those of bitsandbytes' nf4 with double quantization (Dettmers et al., 2023, section 3), of one byte per
+element and a scale per row for int8, and of one byte per element and a scale per weight for fp8.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from streamfx.argument_checks import one_of
 from streamfx.errors import PlanError
 from streamfx.tools.inspect.layers import layers_of
 
-BLOCK = 64  # numbers with one scale, of one byte
-SECOND_BLOCK = 256  # such scales with one scale of their own, in float32
-LEAST = 1 << 20  # numbers of a weight that is worth it
+BLOCK = 64  # elements that share a one-byte scale
+SECOND_BLOCK = 256  # scales that share a float32 scale
+LEAST = 1 << 20  # elements; smaller weights are not quantized
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Bytes that the packed numbers and the scales of a weight take."""
+    """Bytes of the packed elements and of the scales of a weight."""
 
     packed: Callable[[Tensor], int]
     scales: Callable[[Tensor], int]
@@ -49,7 +49,7 @@ def _fake_unpacked(packed: Tensor, scales: Tensor, shape: list[int], dtype: torc
 
 
 class DequantizedWeight(nn.Module):
-    """A weight as its packed bytes and scales; the other way round only its sizes count."""
+    """A weight stored as packed bytes and scales. The inverse yields buffers of the right size without values."""
 
     def __init__(self, weight: Tensor, scheme: Scheme) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class DequantizedWeight(nn.Module):
 
 
 def quantized(model: nn.Module, name: str) -> nn.Module:
-    """Freeze a model and let the large matrices of its layers, those of experts too, take the bytes of a scheme."""
+    """Freeze a model and quantize the large matrices of its layers, including those of experts."""
     if name not in SCHEMES:
         raise PlanError(f"there is no way {name!r} to quantize weights", do=one_of(name, SCHEMES))
     model.requires_grad_(False)

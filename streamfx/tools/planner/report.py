@@ -28,7 +28,7 @@ from streamfx.tools.report.text import in_flops, in_seconds, marked, reason_line
 from streamfx.tools.report.timeline import Timeline, course_of
 from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
-RESERVE = 0.02  # of a device's memory, for what no plan can count
+RESERVE = 0.02  # fraction of a device's memory kept free for allocations outside of the plan
 NOT_COUNTED = "the driver's context, buffers of collectives and libraries, and gaps between allocations are not counted"
 KINDS = {"linear": "products", "attention": "attention"}
 ASSUMED = "{rates}; element-wise work fused if compiled; 5 us of the host per kernel"
@@ -44,22 +44,23 @@ LAYERS_TWICE = "gradient checkpointing, whole layers"
 
 @dataclass(frozen=True)
 class PlanReport(Exports):
-    """What `streamfx.plan` found: prints as a page; `summary()` is a dictionary of plain values.
+    """The result of `streamfx.plan`: it prints as a page; `summary()` is a dictionary of plain values.
 
-    `prediction` is for the length asked for, or for the longest one that fits. `lengths` are those that other ways reach, 0 where
-    not even the shortest fits; `gains_from` is a length at which memory is saved, where the one asked for is too short.
+    `prediction` is for the requested length, or for the longest one that fits. `lengths` are the longest lengths of the
+    baselines, 0 if not even the shortest fits. `gains_from` is a length with a memory gain if the requested one has
+    none.
 
     Args:
         name: of the model.
-        prediction: memory, operations and stages of a step, by way of running it.
-        device: whose rates the times are predicted for.
-        limits: bytes of a device, and of its share of a host, that a step may take.
-        max_length: the longest length that fits, where it was asked for.
-        max_batch: the largest batch that fits, where it was asked for.
-        ranks: how devices divide the model and the step.
+        prediction: memory, operations and stages of a step, and its baselines.
+        device: the device whose rates predict the times.
+        limits: bytes of a device, and of its share of a host, that a step may use.
+        max_length: the longest length that fits, if requested.
+        max_batch: the largest batch that fits, if requested.
+        ranks: how devices shard the model and the step.
         updates: whether an optimizer in the backward pass takes gradients.
-        gains_from: a length at which memory is saved.
-        lengths: the longest length by way of running a step.
+        gains_from: a length from which memory is saved.
+        lengths: the longest length of each baseline.
 
     Example:
         >>> import torch, streamfx
@@ -84,23 +85,23 @@ class PlanReport(Exports):
 
     @property
     def verdict(self) -> str:
-        """Whether the backend pays: one sentence."""
-        found, limit = self.prediction, self.limits.device
+        """One sentence on whether the backend pays off."""
+        step, limit = self.prediction, self.limits.device
         if self.max_length is not None:
             return length_verdict(self.max_length, self.lengths)
-        others = [StepCost(name, way.peak_bytes, way.flops) for name, way in found.ways.items()]
+        others = [StepCost(name, way.peak_bytes, way.flops) for name, way in step.ways.items()]
         others.sort(key=lambda other: other.way == EAGER)
-        ours, why = StepCost("streambp", found.peak_bytes, found.flops), why_nothing_streams(found.stages)
-        if limit is not None and found.peak_bytes <= limit and not self.limits.hold(found):
+        ours, why = StepCost("streambp", step.peak_bytes, step.flops), why_nothing_streams(step.stages)
+        if limit is not None and step.peak_bytes <= limit and not self.limits.hold(step):
             return (
-                f"{in_bytes(found.host_bytes)} do not fit into the {in_bytes(self.limits.host or 0)} of the host for each device"
+                f"{in_bytes(step.host_bytes)} do not fit into the {in_bytes(self.limits.host or 0)} of the host for each device"
             )
         if limit is not None:
             return verdict_within(limit, ours, others, why)
         return verdict(ours, others, why, self.gains_from)
 
     def summary(self) -> dict[str, Any]:
-        """All figures, in values that JSON knows; bytes count parameters, inputs, gradients and the optimizer's state.
+        """Return all figures as plain JSON types; bytes include parameters, inputs, gradients and the optimizer state.
 
         Returns:
             The report as a dictionary.
@@ -156,7 +157,7 @@ class PlanReport(Exports):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Bytes alive over the step, by term, beside those of other ways; its peak is `peak_bytes` of the summary."""
+        """Bytes alive over the step by category, next to the baselines. Its peak is `peak_bytes` of the summary."""
         courses = (
             course_of(way, curve, self._seconds if way == OURS else self.device.seconds, flops)
             for way, (curve, flops) in self.prediction.curves.items()
@@ -166,12 +167,12 @@ class PlanReport(Exports):
 
     @property
     def page(self) -> Page:
-        """What the HTML report shows."""
+        """The content of the HTML report."""
         return page_of_plan(self.summary(), self.timeline, self._counted(), self._divided())
 
     @property
     def diagram(self) -> Diagram:
-        """Stages, their loops, and what these hand to each other."""
+        """The stages, their loops, and the values passed between them."""
         return diagram_of(self.page.stages, self.prediction.flows)
 
     @property
@@ -181,7 +182,9 @@ class PlanReport(Exports):
         return ASSUMED.format(rates=MEASURED_RATES if self.device.name in REACHED else PUBLISHED_RATES)
 
     def _host(self) -> dict[str, Any] | None:
-        """What waits on the host between the halves; None where nothing does. Its times are None where no rate is known."""
+        """Return the values kept on the host between forward and backward, or None if there are none. Times are None if
+        the rate is unknown.
+        """
         size, devices = self.prediction.host_bytes, sharing(self.ranks.world)
         if not size:
             return None
@@ -201,7 +204,7 @@ class PlanReport(Exports):
         }
 
     def _wire(self) -> dict[str, Any] | None:
-        """What each device sends in a step; None where it sends nothing."""
+        """Return the data each device sends in a step, or None if it sends nothing."""
         wire = self.prediction.wire
         if wire is None:
             return None
@@ -210,16 +213,18 @@ class PlanReport(Exports):
         return {**wire, "bytes_per_second": {"near": near, "far": far}, "seconds": seconds, "waited_seconds": self._waited()[0]}
 
     def _waited(self) -> tuple[float, float]:
-        """Seconds in which a device waits for others, and for copies to and from the host. With zero1 half of an all-reduce's
-        bytes are sent after the step: it is a reduction of each gradient to the parts, and a gather of updated parameters.
+        """Return the seconds a device waits for other ranks, and for host copies.
+
+        With zero1, half of the bytes of an all-reduce are sent after the step: it is a reduce-scatter of gradients, then an
+        all-gather of updated parameters.
         """
         stretches, device = self.prediction.stretches, self.device
         late = NOTHING
         if self.ranks.shard == ZERO1:
             late = added(part.reduced for part in stretches).halved
             stretches = tuple(replace(part, reduced=part.reduced.halved) for part in stretches)
-        computes = Seconds(lambda part: self._seconds(part.work), device.sending, device.copying)
-        sent, copied = waited(stretches, computes)
+        rates = Seconds(lambda part: self._seconds(part.work), device.sending, device.copying)
+        sent, copied = waited(stretches, rates)
         return device.sending(late) + sent, copied
 
     def _counted(self) -> str:
@@ -229,7 +234,7 @@ class PlanReport(Exports):
         return "parameters and gradients included, " + ("and the optimizer's state" if state else "without optimizer")
 
     def _counts(self) -> dict[str, tuple[int, int]]:
-        """FLOPs, and those of attention, by way."""
+        """Return the FLOPs, and those of attention, of the backend and each baseline."""
         found = self.prediction
         works = {"streambp": found.work, **{name: way.work for name, way in found.ways.items()}}
         counts = {name: (work.flops, work.attention_flops) for name, work in works.items()}
@@ -240,7 +245,9 @@ class PlanReport(Exports):
         return {"peak_bytes": way.peak_bytes, "flops": way.flops, "launches": way.work.launches, **seconds}
 
     def _seconds(self, work: Work) -> float:
-        """Seconds of our own work: a compiler fuses what lies between products, unless bodies are to run eagerly."""
+        """Return the seconds of the backend's work. A compiler fuses the operators between matrix products, unless loop
+        bodies run in eager mode.
+        """
         return self.device.seconds(work if self.prediction.options.get("bodies") == "eager" else work.compiled)
 
     def __str__(self) -> str:
@@ -283,7 +290,7 @@ class PlanReport(Exports):
             yield f"the call could not be followed to its end: {found.stopped}"
 
     def _spare(self) -> Iterator[str]:
-        """What is left of a device's memory, where a step fits, beside what should be."""
+        """Yield the free memory if the step fits, compared with the reserve."""
         limit = self.limits.device
         if limit is not None and (spare := limit - self.prediction.peak_bytes) >= 0:
             reserve = int(RESERVE * limit)
@@ -343,7 +350,7 @@ class PlanReport(Exports):
         ]
 
     def _shares(self, kinds: dict[str, dict[str, int]]) -> Iterator[str]:
-        """What is computed, against checkpointing that runs the forward half of each layer twice."""
+        """Yield the compute relative to checkpointing that recomputes each layer completely."""
         if LAYERS_TWICE in kinds:
             own, other = kinds["streambp"], kinds[LAYERS_TWICE]
             parts = [f"{in_flops(own[kind])} in {name} ({ratio(own[kind], other[kind])})" for kind, name in KINDS.items()]
@@ -373,7 +380,7 @@ def _choice(item: dict[str, Any]) -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns, the first to the left and the others to the right.
+    """Format columns, the first aligned left and the others right.
 
     >>> print("\\n".join(table(["a", "bc"], [["def", "1"]])))
       a     bc

@@ -1,11 +1,11 @@
-"""How the bytes that are alive along a step grow with its size: what a search expects of sizes that it has not traced.
+"""The growth of memory along a step with its size (length or batch), to extrapolate to sizes that were not traced.
 
-At each moment rows of the sequence take bytes that grow as the size does, weights and their gradients do not. So the peak is at
-one moment for short sequences (all gradients are there) and at another for long ones (inputs of stages are): each moment is asked
-by itself where it would reach the limit.
+At each point of a step, the sequence's values grow linearly with the size, but weights and their gradients do not. So
+short sequences peak at one point (all gradients are alive), long ones at another (stage inputs are alive). Each point
+is extrapolated separately.
 
-The work on a chunk takes what its rows take, and grows by the keys that they see. By how much is seen in a trace of few layers
-at another size: it is the same for any number of layers.
+The work of a chunk depends on its query positions and grows with the key positions they see. Its growth is taken from a
+trace of a few layers at another size, because it does not depend on the number of layers.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from streamfx.tools.planner.predict import Prediction
 
 GROWING = (STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, STATES, INPUTS, EXCHANGED, ATTENTION, OTHER)
 WORK = (CHUNK, LOSS)
-Growth: TypeAlias = "Mapping[str, float]"  # bytes of a term for each token or sequence more
+Growth: TypeAlias = "Mapping[str, float]"  # additional bytes of a category per additional token or sequence
 
 
 def size_within(limit: float, size: int, found: Prediction, growth: Growth) -> int:
-    """The largest size at which no moment of a step takes more than a limit, given its moments at a size."""
+    """Return the largest size at which no point of a step exceeds the limit, given a prediction at one size."""
     slopes = ((sum(terms.values()), _slope(terms, size, growth)) for terms in moments_of(found))
     return int(size + min((limit - total) / max(slope, 1) for total, slope in slopes))
 
 
 def _slope(terms: Mapping[str, int], size: int, growth: Growth) -> float:
-    """What a moment takes more, for each token or sequence more."""
+    """Return the additional bytes at a point of the step per additional token or sequence."""
     return sum(terms.get(name, 0) for name in GROWING) / size + sum(growth.get(name, 0) for name in WORK if terms.get(name))
 
 
 def growth_of(size: int, found: Prediction, other: int, few: Prediction) -> Growth:
-    """How the work on a chunk grows from one size to another, seen by predictions of any number of layers."""
+    """Return the growth of the chunk work between two sizes; both predictions may have any number of layers."""
     return {name: (_most(name, few) - _most(name, found)) / (other - size) for name in WORK}
 
 
@@ -55,6 +55,6 @@ def _most(name: str, found: Prediction) -> int:
 
 
 def moments_of(found: Prediction) -> list[Mapping[str, int]]:
-    """The bytes alive by term, all along the step; those of the peak where no more is known."""
+    """Return the bytes alive by category at all points of the step, or only those of the peak if there is no curve."""
     curve = found.curves.get(OURS)
     return [found.peak_by_term] if curve is None else [point.terms for point in curve[0].points]

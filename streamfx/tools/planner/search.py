@@ -1,7 +1,8 @@
-"""The longest sequence or the largest batch that fits: guessed from how the bytes of a trace grow, confirmed by one of its own.
+"""Find the longest sequence or the largest batch that fits: extrapolated from the growth of a trace, and confirmed by
+another trace.
 
-It runs with the choices that take the least memory: nothing kept but stage inputs and what waits on the host, and boundaries as
-far apart as is best. Chunks have as many tokens as still keep a device busy.
+The search uses the plan with the least memory: only stage inputs and offloaded values are saved, and stage boundaries
+have the best spacing. Chunks have as few tokens as still saturate a device.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from streamfx.passes.partition.budget_search import KEEP_EVERY
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.scaling import Growth, growth_of, size_within
 
-FIRST_LENGTH = 65536  # on a device; if inputs of stages wait on the host, several times as many fit
+FIRST_LENGTH = 65536  # per device; if stage inputs are offloaded, `OFFLOADED` times as many fit
 OFFLOADED = 4
 MOST_TRACES = 6
-FAR = 1.5  # times a size: so far away its work on a chunk is another
-CLOSE = 0.01  # of the size: with so little to gain the search ends
-AIM = 0.998  # how much of the memory a guess is to take
-BUSY = 1024  # tokens of a chunk: fewer save little memory and much time
+FAR = 1.5  # ratio of sizes from which the growth of the chunk work matters
+CLOSE = 0.01  # relative gain below which the search ends
+AIM = 0.998  # fraction of the memory that a guess targets
+BUSY = 1024  # tokens of a chunk; smaller chunks save little memory but cost much time
 LEAST_ROWS = 8
 
 Predict = Callable[[int, Mapping[str, Any]], Prediction]
@@ -30,7 +31,7 @@ Work = Callable[[int, Prediction, int], Growth]
 
 @dataclass(frozen=True)
 class SearchedSize:
-    """What is made as large as fits: what its sizes are multiples of, and how many sequences a step of a size has."""
+    """The size to maximize: it is a multiple of `multiple`, and a step has `sequences(size)` sequences."""
 
     multiple: int
     sequences: Callable[[int], int]
@@ -38,7 +39,7 @@ class SearchedSize:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes of a device, and of the host for each device, where these are limited."""
+    """Bytes of a device, and of the host per device; None if unlimited."""
 
     device: int | None = None
     host: int | None = None
@@ -47,7 +48,7 @@ class Limits:
         return _within(found.peak_bytes, self.device) and _within(found.host_bytes, self.host)
 
     def size(self, size: int, found: Prediction, growth: Growth) -> int:
-        """Where a step would reach a limit, given what it takes at a size, and how the work on its chunks grows."""
+        """Return the size at which a step reaches a limit, given its prediction at one size and the growth of its chunk work."""
         assert self.device is not None
         most = size_within(self.device * AIM, size, found, growth)
         if self.host is None or not found.host_bytes:
@@ -68,16 +69,16 @@ def largest(
     stages: int,
     work: Work | None = None,
 ) -> tuple[int, Prediction] | None:
-    """About the largest size that is within limits, and its prediction; None where not even small ones are.
+    """Return approximately the largest size within the limits and its prediction, or None if not even small sizes fit.
 
-    `stages` is about how many stages there are. `work(size, found, other)` says how the work on chunks grows to another size,
-    given what was found at one: it is asked where the search has far to go.
+    `stages` is the approximate number of stages. `work(size, found, other)` returns the growth of the chunk work from
+    `size`, with prediction `found`, to another size; it is called if the first guess is far away.
     """
     best: tuple[int, Prediction] | None = None
     before: tuple[int, Prediction] | None = None
     failed, size = None, max(first // sought.multiple * sought.multiple, sought.multiple)
 
-    def following(growth: Growth) -> int:
+    def next_size(growth: Growth) -> int:
         return _between(limits.size(size, found, growth), best[0] if best else 0, failed, sought.multiple)
 
     for _ in range(MOST_TRACES):
@@ -87,11 +88,11 @@ def largest(
         else:
             failed = size
         growth = {} if before is None else growth_of(*before, size, found)
-        if before is None and work is not None and (far := following(growth)) >= FAR * size:
+        if before is None and work is not None and (far := next_size(growth)) >= FAR * size:
             growth = work(size, found, far)
         if limits.hold(found) and limits.size(size, found, growth) - size <= CLOSE * size:
             break
-        before, size = (size, found), following(growth)
+        before, size = (size, found), next_size(growth)
         gain = size - best[0] if best else size
         if size < sought.multiple or gain <= CLOSE * size:
             break
@@ -99,20 +100,20 @@ def largest(
 
 
 def least_memory(sequences: int, stages: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices that leave most room, where `options` make no others."""
+    """Return the options with the least memory, as defaults for `options`."""
     rows = max(LEAST_ROWS, BUSY // sequences)
     offload = options.get("offload", "none")
-    every = fewest_bytes(stages) if offload == "none" else 1  # inputs on the host take no memory of the device: all are kept
+    every = fewest_bytes(stages) if offload == "none" else 1  # offloaded inputs use no device memory: save all of them
     return {"save": least_save(offload), "keep_every": every, "chunk_size": rows, "loss_chunk_size": rows}
 
 
 def fewest_bytes(stages: int) -> int:
-    """How many stages should share one kept input, for the least memory."""
+    """Return the number of stages per saved input with the least memory."""
     return min(KEEP_EVERY, key=lambda every: 1 / every + (every - 1) / max(stages, every))
 
 
 def _between(size: int, low: int, high: int | None, multiple: int) -> int:
-    """The guess, or the middle where it is not between what is known to fit and what is known not to."""
+    """Return the guess, or the middle of the interval if the guess lies outside of it, rounded down to a multiple."""
     if high is not None and not low < size < high:
         size = (low + high) // 2
     return size // multiple * multiple

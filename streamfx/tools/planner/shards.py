@@ -1,12 +1,13 @@
-"""A model whose parameters, gradients and optimizer's state are divided among ranks, as the engines of that name do.
+"""A model whose parameters, gradients and optimizer state are sharded among ranks, as by the engines of these names.
 
-    ddp      whole parameters, whole gradients, whole state; each gradient is all-reduced
-    zero1    the state is divided: a gradient is reduced to each rank's part, updated parameters are gathered after the step
-    zero2    gradients, too: whole parameters live from their first use to the end of the backward half (FSDP's SHARD_GRAD_OP)
-    zero3    parameters, too: gathered for the forward half, and again for the backward half
+    ddp      parameters, gradients and state are replicated; each gradient is all-reduced
+    zero1    the state is sharded: gradients are reduce-scattered, updated parameters are all-gathered after the step
+    zero2    gradients, too: full parameters live from their first use to the end of the backward graph (FSDP's SHARD_GRAD_OP)
+    zero3    parameters, too: gathered in the forward graph, and gathered anew in the backward graph
 
-The model is traced with its collectives, so that what is alive when, and what is sent when, is what `reinsert_collectives.py` makes of it.
-Ranks that divide a sequence (`context.py`) hold parts of the same weights, as DeepSpeed's ZeRO with sequence parallel does.
+The model is traced with its collectives, so lifetimes and communication are those that `reinsert_collectives.py`
+produces. Ranks of context parallelism (`context.py`) hold shards of the same weights, as in DeepSpeed's ZeRO with
+sequence parallelism.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ DDP, ZERO1, ZERO2, ZERO3 = SHARDS = "ddp", "zero1", "zero2", "zero3"
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a step is divided among `world` ranks: layers are cut among `tensor` of them, which run the same rows; each sequence is
-    divided among `context`; and all ranks that hold the same part of layers divide weights by `shard`.
+    """The layout of a step on `world` ranks. `tensor` ranks split the layers and run the same positions; `context`
+    ranks split each sequence; all ranks with the same part of the layers shard weights by `shard`.
     """
 
     world: int = 1
@@ -45,22 +46,22 @@ class Sharding:
 
     @property
     def near(self) -> int:
-        """How many ranks, one beside the other, exchange rows while they compute."""
+        """The number of neighboring ranks that exchange activations."""
         return self.tensor * self.context
 
     @property
     def holders(self) -> int:
-        """Among how many ranks an optimizer's state is divided, of those that hold the same part of layers."""
+        """The number of ranks that shard an optimizer state, among those with the same part of the layers."""
         return 1 if self.shard == DDP else self.world // self.tensor
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Options of the backend that the engine's name stands for."""
+        """The backend options that correspond to the engine."""
         return {"reshard": False} if self.shard == ZERO2 and self.world > 1 else {}
 
     @contextmanager
     def divided(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The model as one rank has it, in place, as long as the ranks are there; alone it stays as it is."""
+        """Yield the model as one rank holds it, in place, while the ranks exist; a single rank leaves it unchanged."""
         with (
             self.cut(model) as mesh,
             nullcontext() if mesh is None else _with_parameters_of(model, mesh, self.divides_parameters),
@@ -69,7 +70,9 @@ class Sharding:
 
     @contextmanager
     def cut(self, model: nn.Module) -> Iterator[Any]:
-        """The model with its layers cut and its sequences divided, and the mesh of ranks with the same weights; None if alone."""
+        """Split the layers and sequences of the model, and yield the mesh of ranks with the same weights; None for a
+        single rank.
+        """
         if self.world == 1:
             yield None
             return
@@ -81,14 +84,14 @@ class Sharding:
             )
         from torch.distributed.device_mesh import init_device_mesh
 
-        with imagined_ranks(self.world), ExitStack() as changed:
+        with imagined_ranks(self.world), ExitStack() as contexts:
             alike = init_device_mesh("cpu", (self.world // self.tensor, self.tensor), mesh_dim_names=("alike", "tensor"))
             if self.tensor > 1:
-                changed.enter_context(layers_cut(model, alike["tensor"]))
+                contexts.enter_context(layers_cut(model, alike["tensor"]))
             if self.context > 1:
                 sizes = self.world // self.near, self.context, self.tensor
                 group = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "context", "tensor")).get_group("context")
-                changed.enter_context(sequences_divided(model, group, self.context))
+                contexts.enter_context(sequences_divided(model, group, self.context))
             yield alike["alike"]
 
 
@@ -96,7 +99,7 @@ ALONE = Sharding()
 
 
 def checked_sharding(world: int, shard: Any, tensor: int = 1, context: int = 1) -> Sharding:
-    """A way that is known, of devices to divide among."""
+    """Return a valid sharding, or raise."""
     if shard not in SHARDS:
         raise PlanError(f"nothing is divided as {shard!r}", do=one_of(shard, SHARDS))
     if world % (tensor * context):
@@ -112,7 +115,9 @@ def checked_sharding(world: int, shard: Any, tensor: int = 1, context: int = 1) 
 
 @contextmanager
 def _with_parameters_of(model: nn.Module, mesh: Any, divided: bool) -> Iterator[None]:
-    """Each parameter a tensor of all ranks; whoever reads one gets the whole, and its gradient is the mean over the ranks."""
+    """Replace each parameter by a distributed tensor. Reading one returns the full tensor; its gradient is averaged
+    over the ranks.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     placement: Any = Shard(0) if divided else Replicate()
@@ -125,10 +130,12 @@ def _with_parameters_of(model: nn.Module, mesh: Any, divided: bool) -> Iterator[
         kept.append((module, module.__class__, held))
         for name, value in held.items():
             if value not in known:
-                own = own_part(value)
-                local = _part(own, mesh.size()) if divided else own.detach()
-                made = DTensor.from_local(local, mesh, [placement], run_check=False, shape=own.shape, stride=own.stride())
-                known[value] = nn.Parameter(made, value.requires_grad)
+                local_part = own_part(value)
+                local = _part(local_part, mesh.size()) if divided else local_part.detach()
+                sharded = DTensor.from_local(
+                    local, mesh, [placement], run_check=False, shape=local_part.shape, stride=local_part.stride()
+                )
+                known[value] = nn.Parameter(sharded, value.requires_grad)
             module._parameters[name] = known[value]
         readers = {name: property(_reader(name, value)) for name, value in held.items()}
         module.__class__ = type(type(module).__name__, (type(module),), readers)
@@ -141,19 +148,21 @@ def _with_parameters_of(model: nn.Module, mesh: Any, divided: bool) -> Iterator[
 
 
 def _part(value: Tensor, world: int) -> Tensor:
-    """The rows of the first rank, which has the most."""
+    """Return a shard with the size of the first rank's, which is the largest."""
     rows = -(-value.shape[0] // world) if value.dim() else 1
     return torch.empty((rows, *value.shape[1:]), dtype=value.dtype, device=value.device)
 
 
 def own_part(value: Any) -> Tensor:
-    """This rank's part of a parameter that is cut among ranks; any other as it is."""
+    """Return this rank's part of a tensor-parallel parameter, or the parameter itself."""
     own: Tensor = value.to_local() if hasattr(value, "to_local") else value
     return own
 
 
 def _reader(name: str, before: Any) -> Callable[[nn.Module], Tensor]:
-    """Reads a parameter as it was before it was divided: the whole, or the whole of this rank's part of what is cut."""
+    """Return a function that reads a parameter in its layout before sharding: the full tensor, or this rank's
+    tensor-parallel part.
+    """
     if not hasattr(before, "to_local"):
         return lambda module: _whole(module._parameters[name])
     from torch.distributed.tensor import DTensor
@@ -172,5 +181,5 @@ def _whole(parameter: Any) -> Tensor:
 
 
 def own_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor, or of this rank's part of it."""
+    """Return the bytes of a tensor, or of this rank's part of it."""
     return own_part(tensor).nbytes

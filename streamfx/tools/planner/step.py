@@ -1,4 +1,4 @@
-"""A training step of any size, on each of some ranks: planned at one size, or as large as fits."""
+"""A training step on each of several ranks: planned at one size, or at the largest size that fits."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ from streamfx.tools.planner.shards import Sharding
 from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, why_nothing_streams
 
 OFFLOAD = "let inputs of stages wait on the host (--offload, offload='inputs'), and it fits: {takes}"
-LENGTHS = 256  # what the longest length of a rank is a multiple of
+LENGTHS = 256  # the longest length per rank is rounded to a multiple of this
 
 
 class StepSearch(NamedTuple):
-    """A search: for the longest sequences of a batch, or the most of so many tokens, beside those of other ways or not."""
+    """A search for the longest sequences of `batch`, or for the largest batch of `seq` tokens. `few` allows traces of a
+    few layers.
+    """
 
     batch: int
     seq: int
@@ -48,8 +50,8 @@ class StepSearch(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A step of a model beside the state of an optimizer, which `updates` in the backward pass or behind it; `noted` is told each
-    prediction.
+    """A training step of a model with an optimizer state of `state` bytes. `updates` means that the optimizer runs in
+    the backward pass; `noted` is called with each prediction.
     """
 
     name: str
@@ -63,13 +65,13 @@ class TrainingStep:
     updates: bool = False
 
     def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False, chunked: bool = True) -> Prediction:
-        """`chunked` says whether checkpointing with the loss in chunks, which takes long to follow, is among the baselines."""
+        """Predict a step. `chunked` adds the baseline of checkpointing with a chunked loss, which is slow to trace."""
         inputs = self._inputs(batch, length)
         with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
             in_chunks = ways_of(model).get(IN_CHUNKS) if self._is_usual and chunked else None
             beside = {} if in_chunks is None else {CHUNKED: in_chunks}
             found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state, self.updates, beside)
-        if self.inputs is not None:  # whose first tensor need not have a dimension for the batch
+        if self.inputs is not None:  # the first custom input may lack a batch dimension
             found = replace(found, batch=batch)
         if self.noted is not None:
             self.noted(found)
@@ -77,11 +79,11 @@ class TrainingStep:
 
     @property
     def _is_usual(self) -> bool:
-        """Whether all ways can be followed: on one device, of ids and labels."""
+        """Whether all baselines can be traced: on one device, with ids and labels as inputs."""
         return self.ranks.world == 1 and self.inputs is None and self.objective.sequences == 1
 
     def _inputs(self, batch: int, length: int) -> Mapping[str, Tensor]:
-        """What a rank is given of a step of so many sequences."""
+        """Return the inputs of one rank for a batch and a length."""
         if self.ranks.context > 1:
             return part_of_a_sequence(batch, length // self.ranks.context)
         if self.inputs is not None:
@@ -104,7 +106,7 @@ class TrainingStep:
     def _naming_offload(
         self, refusal: OverBudgetError, limits: Limits, given: Mapping[str, Any], batch: int, seq: int
     ) -> OverBudgetError:
-        """The refusal, with what would turn it into a fit, if letting values wait on the host does."""
+        """Extend the error by the advice to offload stage inputs if the step then fits."""
         if given.get("offload", "none") != "none":
             return refusal
         try:
@@ -119,13 +121,13 @@ class TrainingStep:
         return naming
 
     def _gains_from(self, batch: int, seq: int, given: Mapping[str, Any]) -> int | None:
-        """A length at which memory is saved; guessed by few layers, which take a fraction of the time."""
+        """Return a length with a memory gain, guided by traces of a few layers, which are fast."""
         layers = len(layers_of(self.model))
 
         def traced(length: int) -> tuple[int, int] | None:
             try:
                 return _peaks(self.at(batch, length, given, baselines=True, chunked=False))
-            except StreamFXError as error:  # there may be no such length: inputs of one's own, positions that end
+            except StreamFXError as error:  # custom inputs or position embeddings may not support this length
                 log.info("whether %d tokens gain is not known: %s", length, told(error))
                 return None
 
@@ -143,49 +145,51 @@ class TrainingStep:
         return gains_from(guess if layers > 2 * FEWEST else traced, traced, seq, self.ranks.context)
 
     def lengths(self, limits: Limits, batch: int, first: int) -> dict[str, int]:
-        """The longest sequences by other ways, where these can be followed."""
+        """Return the longest length of each baseline, if it can be traced."""
         if not self._is_usual:
             return {}
         assert limits.device is not None
-        found: dict[str, int] = {}
+        by_name: dict[str, int] = {}
         layers = len(layers_of(self.model))
         for name, way in ways_of(self.model).items():
             peak, few = partial(self._peak_by, way, batch), partial(self._peaks_of_few, way, batch)
             length = longest(Peaks(partial(peak, layers), partial(peak, 1), few), layers, limits.device, first, LENGTHS)
             if length is not None:
-                found[name] = length
-        return found
+                by_name[name] = length
+        return by_name
 
     def _peak_by(self, way: Way, batch: int, count: int, length: int) -> int | None:
         inputs, layers = self._inputs(batch, length), len(layers_of(self.model))
         with supposed(self.device.kind), uncollected(), first_layers(self.model, count):
-            # layers are the same by all ways, and heads in many chunks take long to follow
+            # The layer repetition is the same for all baselines; heads in many chunks are slow to trace.
             alike = None if count < layers or way[0] is self.model else self._alike(inputs)
             peak = peak_of(way, inputs, alike)
-            return None if peak is None else peak + self._beside(inputs)
+            return None if peak is None else peak + self._constant_bytes(inputs)
 
     def _peaks_of_few(self, way: Way, batch: int, length: int) -> tuple[int, int] | None:
-        """Of the first few layers, and of one more."""
-        inputs, beside = self._inputs(batch, length), list[int]()
+        """Return the peaks of the first few layers, and of one layer more."""
+        inputs, constant = self._inputs(batch, length), list[int]()
         for count in (FEWEST, FEWEST + 1):
             with first_layers(self.model, count):
-                beside.append(self._beside(inputs))
+                constant.append(self._constant_bytes(inputs))
         with supposed(self.device.kind), uncollected():
             found = peaks_of_few(way, inputs)
-        return None if found is None else (found[0] + beside[0], found[1] + beside[1])
+        return None if found is None else (found[0] + constant[0], found[1] + constant[1])
 
-    def _beside(self, inputs: Mapping[str, Tensor]) -> int:
-        """Bytes that are there all the time."""
+    def _constant_bytes(self, inputs: Mapping[str, Tensor]) -> int:
+        """Return the constant memory: parameters, buffers, optimizer state and inputs."""
         return held_by(self.model) + self.state + sum(value.nbytes for value in set(inputs.values()))
 
     def _alike(self, inputs: Mapping[str, Tensor]) -> Repeat | None:
         try:
             return alike_layers(loss_of(self.model), inputs)
-        except Exception:  # what cannot be followed as it is may be followed by another way
+        except Exception:  # a baseline may be traceable even if the plain model is not
             return None
 
     def searched(self, limits: Limits, given: Mapping[str, Any], sought_by: StepSearch) -> PlanReport:
-        """The longest sequences, or the most of them. Models of few layers, where there may be such, show how chunks grow."""
+        """Find the longest sequences or the largest batch. If `few` is set, models of a few layers show the growth of
+        the chunk work.
+        """
         batch, seq, max_batch, few, baselines = sought_by
         assert limits.device is not None
         sequences, layers = self.objective.sequences, len(layers_of(self.model))
@@ -221,6 +225,6 @@ class TrainingStep:
 
 
 def _peaks(found: Prediction) -> tuple[int, int] | None:
-    """Ours, and that of checkpointing, where it could be followed."""
+    """Return the peaks of the backend and of checkpointing, or None if the latter cannot be traced."""
     other = found.ways.get(CHECKPOINTING)
     return None if other is None else (found.peak_bytes, other.peak_bytes)

@@ -1,7 +1,7 @@
-"""Layers cut among ranks by the plan that a configuration comes with: what transformers does for `tp_plan="auto"`.
+"""Tensor parallelism by the plan of a configuration, as transformers applies it for `tp_plan="auto"`.
 
-Its own code cuts them, so that the graph is the one that such a rank runs. A head whose logits are gathered is left whole: what
-is gathered are logits of all rows at once, while a whole head streams.
+Transformers' own code splits the layers, so the graph equals that of a real rank. A head whose logits would be gathered
+is not split: the gather needs the logits of all positions at once, while an unsplit head can be chunked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @contextmanager
 def layers_cut(model: nn.Module, mesh: Any) -> Iterator[None]:
-    """The model with its layers cut over a mesh, in place, and as it was afterwards."""
+    """Split the model's layers over a mesh, in place, and restore them on exit."""
     kept = [(module, dict(module.__dict__), dict(module._parameters)) for module in model.modules()]
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -37,7 +37,7 @@ def layers_cut(model: nn.Module, mesh: Any) -> Iterator[None]:
 
 
 def styles_of(model: nn.Module) -> dict[str, str]:
-    """How each module that is cut, and each of its parameters, is cut: by name. No module where there is no plan."""
+    """Return the parallel style of each split module and parameter by name; empty if there is no plan."""
     plan = getattr(model, "tp_plan", None) or {}
     by_name = {name: plan.get(NUMBER.sub("*", name)) for name, _ in model.named_modules()}
     styles = {name: style for name, style in by_name.items() if style not in (None, GATHERED)}
@@ -46,7 +46,7 @@ def styles_of(model: nn.Module) -> dict[str, str]:
 
 
 def check_plan(model: nn.Module) -> None:
-    """Refuse a model that comes with no plan, and a transformers that has none of the code."""
+    """Refuse a model without a plan, and a version of transformers without the code for it."""
     do = "plan with tensor=1, or with a transformers that has it"
     try:
         import transformers.distributed.tensor_parallel  # noqa: F401
