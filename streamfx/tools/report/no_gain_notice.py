@@ -100,12 +100,12 @@ def checkpointing_bytes(facts: Facts) -> int:
     return peak + gradients
 
 
-_warned: set[Hashable] = set()
+_told: set[Hashable] = set()
 
 
 def _warn_once(about: Hashable, text: str) -> None:
-    if about not in _warned:
-        _warned.add(about)
+    if about not in _told:
+        _told.add(about)
         log.warning("%s", text)
 
 
