@@ -133,7 +133,7 @@ def is_from_ranks(node: fx.Node, facts: Facts) -> bool:
     """Return whether collectives supply all rows that an operator reads, and no loop works on them in between."""
     if is_collective(node) or is_opaque(node):
         return False
-    pending, seen, is_any_sent = [node], {node}, False
+    pending, seen, is_found = [node], {node}, False
     while pending:
         for operand in tensor_operands(pending.pop()):
             producer = producer_of(operand)
@@ -142,10 +142,10 @@ def is_from_ranks(node: fx.Node, facts: Facts) -> bool:
             is_sent = is_collective(producer)
             if not is_sent and (producer.op == "placeholder" or facts.demand.form(operand) is not StorageClass.WHOLE):
                 return False
-            is_any_sent |= is_sent
+            is_found |= is_sent
             seen.add(producer)
             pending += [] if is_sent else [producer]
-    return is_any_sent
+    return is_found
 
 
 def _is_along_sequence(value: fx.Node, facts: Facts) -> bool:
