@@ -3,7 +3,7 @@
 residual [b t d] --norm--> hidden [b t d] --linear(weight)--> logits [b t v] --/ c--> --tanh--> --* c--> output
 ^ cut here: the fewest bytes; parameters cost nothing, they live with the model
 
-Among cuts of equal size, the one furthest from the output is taken if it needs no further matrix product. Gradients of the output
+Among cuts of equal size, take the one furthest from the output that recomputes no further matrix product. Gradients of the output
 then enter the backward graph before the norm, whose backward runs in the same loops as that of the loss. With a cut after the
 norm, the norm's inputs would be recomputed for these gradients.
 """

@@ -145,7 +145,7 @@ class UseCompiler(Protocol):
     def __call__(
         self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: RowCut
     ) -> Callable[..., Any] | None:
-        """Return the graph as loops; None if it materializes half of `most` elements or cuts its rows differently."""
+        """Return the graph as loops; None if a value other than a result has `most / 2` elements, or if the cut differs."""
 
     def rows_per_chunk(self, numel: int, length: int) -> int:
         """Return the number of rows per chunk for values of `numel` elements and `length` rows."""

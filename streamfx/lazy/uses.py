@@ -38,7 +38,7 @@ class Uses:
     def __call__(
         self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: RowCut
     ) -> Callable[..., Any] | None:
-        """Return the graph as loops; None if it materializes half of `most` elements or cuts its rows differently."""
+        """Return the graph as loops; None if a value other than a result has `most / 2` elements, or if the cut differs."""
         options = replace(self.options, outputs="dense", strict=False, memory_budget=None, bodies="eager")
         options = replace(options, gradients="at once", chunk_size=cut.rows, loss_chunk_size=cut.rows)
         run, facts = self.compiled(graph, inputs, options, weights)

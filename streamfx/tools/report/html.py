@@ -36,7 +36,7 @@ def html_of(page: Page) -> str:
 
 
 def picture_of(timeline: Timeline) -> str:
-    """Return memory over a step for every traced baseline as one SVG."""
+    """Return memory over a step, streamed and for every traced baseline, as one SVG."""
     return str(_environment().get_template(PICTURE).render(beside=beside_chart(timeline), width=WIDTH)).lstrip()
 
 

@@ -96,7 +96,7 @@ def measured(
         unseen: Why some allocations are missing, if so. If `moves` has none at all, a default reason is used.
         compiled: Intervals of compilation.
 
-    Bytes are those of the accelerator if any were allocated on one, else those of the host.
+    Bytes count allocations on the accelerator if there are any, else on the host.
 
     >>> found = measured(0, 10**9, [(10**8, 40, "cpu"), (9 * 10**8, -40, "cpu")], [(0, 5 * 10**8, "a", "layers.0", "forward", 4)])
     >>> found.peak_bytes, found.loops[0].seconds, found.loops[0].peak_bytes
