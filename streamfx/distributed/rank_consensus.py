@@ -1,18 +1,19 @@
-"""Do all ranks of a group run the same chunks? They compare before they run.
+"""Ensure that all ranks of a group run the same chunks: they compare plans before they run.
 
-Where a loop reduces rows over ranks, the collective of each chunk meets that of the same chunk on the other ranks. How a graph is
-cut follows from sizes, from what buffers hold, from options and budgets, and no rank knows those of another: its shards may be
-smaller, its device another one. So each rank writes down the collectives that it is about to run, their chunks and order, and
-reads what the others have written. Where that is not the same, rows are reduced between loops, and ranks compare once more;
-where it is still not the same, all of them run the graph as it stands.
+If a loop reduces rows over ranks, the collective of each chunk must meet that of the same chunk on the other ranks. The chunks
+depend on shapes, buffer contents, options and budgets. No rank knows these of other ranks: their shards may be smaller, their
+devices different. So each rank publishes the collectives that it is about to run, with their chunks and order, and reads the
+texts of the others. If they differ, all ranks reduce rows between loops and compare again; if they still differ, all ranks run
+the graph unchanged.
 
-Lengths are not compared: eager's own reduction asks that they are the same on all ranks, in each call.
+Lengths are not compared: eager's own reduction requires equal lengths on all ranks in each call.
 
-Collectives on weights have no rows, and rows that are exchanged between loops are as many as a rank has: ranks may have sequences
-of other lengths, and compile again in other steps. What is exchanged, and made again in the backward half, follows from the graph
-and the options, not from sizes. So for a group that has only such collectives ranks compare what they have not yet agreed on, and
-raise an error where that is not the same. So does a rank that would run the collectives of a model in another order than before:
-no other could tell which of both it runs. A rank that raises an error tells all its groups.
+Collectives on weights have no rows, and exchanges of rows between loops only depend on the rows of each rank: ranks may have
+sequences of different lengths, and recompile in different steps. Which values are exchanged, and which are recomputed in the
+backward graph, follows from the graph and the options, not from shapes. So if a group has only such collectives, its ranks
+compare only texts on which they have not agreed before, and raise an error if these differ. A rank also raises an error if it
+would run the collectives of a model in a different order than before, because the other ranks cannot know which order it runs. A
+rank that raises an error notifies all its groups.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ STAND = "the ranks that reduce rows of this graph would cut it in other ways, al
 
 
 def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange | None = None, asked: str = "") -> Facts:
-    """What `run` makes of a graph; where rows of it are reduced over ranks, what all of these ranks make of it alike.
+    """Return the facts that `run` finds for a graph; if rows are reduced over ranks, facts on which these ranks agree.
 
-    `asked` says what was asked for, and of which weights; it is this rank's own.
+    `asked` describes the request and the weights of this rank.
     """
     channel = _Channel(capture, exchange or written_by_all, asked)
     try:
@@ -66,12 +67,12 @@ def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exch
         raise failed_elsewhere(error.failure) from None
     except Exception as error:
         refused = _refused(error)
-        channel.leave(failure(refused))  # nobody is to wait for this rank
+        channel.leave(failure(refused))  # so that no other rank waits for this one
         raise refused from (None if refused is error else error)
 
 
 class _RankFailedError(Exception):
-    """Another rank has said that it does not run a graph."""
+    """Another rank reported that it does not run a graph."""
 
     def __init__(self, failure: str) -> None:
         super().__init__(failure)
@@ -86,8 +87,9 @@ def _refused(error: Exception) -> Exception:
 
 @dataclass
 class _Channel:
-    """Where this rank writes for the others of a group. Each text says which graph it is about: the one that was traced, which a
-    rank knows also where its analysis fails.
+    """Exchanges texts with the other ranks of a group.
+
+    Each text names its graph by the traced order of collectives, which a rank knows even if its analysis fails.
     """
 
     capture: Capture
@@ -95,7 +97,7 @@ class _Channel:
     asked: str
 
     def read(self, text: str, group: str, known_by: str | None = None) -> list[str]:
-        """What all ranks write with this text; a text known by what its weights send is agreed on once."""
+        """Return the texts that all ranks write. If `known_by` is given (a key of the weights sent), ranks agree on them once."""
         subject = traced_order(self.graph, group)
         about = None if known_by is None else f"{self.asked}\n{known_by}\n{subject}"
         texts = self.exchange(text, group, subject=subject, about=about)
@@ -105,7 +107,7 @@ class _Channel:
         return texts
 
     def leave(self, failure: str) -> None:
-        """Say to all groups of this graph that this rank does not run it."""
+        """Notify all groups of this graph that this rank does not run it."""
         for group in groups_of(self.graph.nodes):
             self.exchange(FAILED + failure, group, subject=traced_order(self.graph, group), waits=False)
 
@@ -124,14 +126,14 @@ def _agreed(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel
     for group in compared:
         _raise_unless_same(channel.read(order_between_loops(facts, group), group, known_by[group]))
     groups = [*reduced, *compared]
-    for _ in groups[1:]:  # a rank may have refused in another group: each round tells those that are one group further
+    for _ in groups[1:]:  # a rank may have refused in another group: each round carries the notice one group further
         for group in groups:
             channel.read(GOES_ON, group, f"{GOES_ON}\n{known_by[group]}" if group in compared else None)
     return facts
 
 
 def _known_by(facts: Facts, group: str) -> str:
-    """What an order belongs to. A step of generation, where nothing streams, has one of its own beside that of its prompt."""
+    """Return the key of an agreed order. A generation step without streaming has its own order, apart from that of its prompt."""
     values = values_of_weights(facts, group)
     return f"{AS_IT_STANDS}\n{values}" if facts.program is None and not facts.joint.gradients else values
 
@@ -142,7 +144,7 @@ def _raise_unless_same(texts: Sequence[str]) -> None:
 
 
 def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
-    """With the rows that are reduced over ranks where all of these ranks reduce them."""
+    """Return facts whose row reductions match on all ranks that take part in them."""
     facts = run(capture)
     rows = rows_over_ranks(facts)
     groups = groups_of(rows)
@@ -155,7 +157,7 @@ def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, channel: _Ch
 
 
 def rows_over_ranks(facts: Facts) -> list[fx.Node]:
-    """What a graph reduces over ranks that has rows of the sequence, also where this rank does not read it."""
+    """Return the reductions over ranks whose operands have sequence rows, even if this rank does not use the result."""
     axes = facts.found_axes
     if axes is None or axes.sequence is None:
         return []
@@ -164,25 +166,25 @@ def rows_over_ranks(facts: Facts) -> list[fx.Node]:
 
 
 def groups_of_weights(facts: Facts) -> list[str]:
-    """The groups over which weights are gathered and their gradients reduced."""
+    """Return the groups over which weights are gathered and their gradients reduced."""
     found = facts.collectives
     stretches = () if found is None else (*(gather.stretch for gather in found.gathers.values()), *found.reductions.values())
     return groups_of(node for stretch in stretches for node in stretch.graph.nodes)
 
 
 def groups_of_exchanges(facts: Facts) -> list[str]:
-    """The groups over which more than sums is sent: rows, also on a rank that has too few of them to find a sequence."""
+    """Return the groups with exchanges other than sums: of rows, even on a rank with too few rows to find a sequence axis."""
     nodes = facts.joint.graph.nodes
     return groups_of(node for node in nodes if not is_all_reduce(node) and not is_reduced_over_ranks(node))
 
 
 def is_same_on_all_ranks(facts: Facts, group: str, channel: _Channel) -> bool:
-    """Whether all ranks of a group run the same collectives, in the same chunks and in the same order."""
+    """Return whether all ranks of a group run the same collectives, in the same chunks and order."""
     return len(set(channel.read(order_with_chunks(facts, group), group))) == 1
 
 
 def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:
-    """The first rank that runs something else than the first rank, and what both run there."""
+    """Return the first rank that differs from rank 0, and the first lines in which their texts differ."""
     other = next(rank for rank, text in enumerate(texts) if text != texts[0])
     lines = zip_longest(texts[0].split("\n"), texts[other].split("\n"), fillvalue=NOTHING_MORE)
     return (other, *next((one.strip(), another.strip()) for one, another in lines if one != another))

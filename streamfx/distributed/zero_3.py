@@ -1,4 +1,4 @@
-"""Parameters that DeepSpeed's ZeRO-3 has partitioned: whoever would compile them is told what to take."""
+"""Refuse parameters that DeepSpeed's ZeRO-3 has partitioned, and suggest alternatives."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from streamfx.errors import IntegrationError
 
-MARKS = ("ds_id", "ds_status", "ds_shape")  # DeepSpeed (0.19) knows such a parameter by the first, and leaves all of them on it
+MARKS = ("ds_id", "ds_status", "ds_shape")  # attributes that DeepSpeed (0.19) sets; it identifies a parameter by the first
 ASKED = "streambp cannot compile a model of DeepSpeed's ZeRO-3"
 
 
 def is_partitioned(parameter: Any) -> bool:
-    """Whether ZeRO-3 holds a part of a parameter on each rank."""
+    """Return whether ZeRO-3 has partitioned a parameter over ranks."""
     return any(hasattr(parameter, mark) for mark in MARKS)
 
 
 def refuse_partitioned(parameters: Iterable[Any]) -> None:
-    """Raise `IntegrationError` if any parameter is partitioned: compiled, such a model takes more memory than before."""
+    """Raise `IntegrationError` if any parameter is partitioned: compiling such a model increases its memory."""
     found = ", ".join(sorted({mark for parameter in parameters for mark in MARKS if hasattr(parameter, mark)}))
     if found:
         raise IntegrationError(

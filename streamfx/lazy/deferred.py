@@ -1,10 +1,10 @@
-"""A tensor that is computed when it is touched.
+"""A tensor subclass whose values are computed when they are first used.
 
-To the outside it is the dense tensor: sizes, strides, type, device, `requires_grad` and `grad_fn` are real. Its history
-is one autograd node that leads to the tensors it is rebuilt from, so all that autograd does with a tensor (hooks,
-`retain_grad`, in-place operators, views, custom functions) works on it as it stands. Below autograd, in
-`__torch_dispatch__`, views, casts and functions of large values stay deferred (`steps.py`); what is small is made along the
-sequence (`streamed.py`); any other operator is run on the dense values of its operands.
+To callers it is the dense tensor: sizes, strides, dtype, device, `requires_grad` and `grad_fn` are real. Its history is one
+autograd node that leads to the tensors it is recomputed from, so all autograd features (hooks, `retain_grad`, in-place operators,
+views, custom functions) work unchanged. Below autograd, in `__torch_dispatch__`, views, casts and functions of large values stay
+deferred (`steps.py`). Small results are computed in chunks of the sequence (`streamed.py`). All other operators run on the dense
+values of their operands.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from streamfx.torch_private import (
 from streamfx.torch_private.autograd import nodes_that_run
 
 # NOTE [Gradients that spread]
-# Autograd's formulas for `gather`, `max`, `topk`, an index or a slice make zeros of the operand's size out of the result's
-# gradient, without the operand. So the gradient of a small part of a large deferred tensor is made a deferred tensor itself,
-# right before the formula: what is made of it is deferred, too.
+# Autograd's formulas for `gather`, `max`, `topk`, an index or a slice allocate zeros of the operand's shape from the result's
+# gradient, without reading the operand. So the gradient of a small part of a large deferred tensor becomes a deferred tensor
+# itself, just before the formula runs: its results are then deferred, too.
 
 aten = torch.ops.aten
 FREED = (
@@ -48,13 +48,13 @@ _data: Any = Tensor.data
 
 
 class DeferredTensor(Tensor):
-    """Looks and behaves like the dense tensor, and is computed when its values are needed."""
+    """Looks and behaves like the dense tensor, but computes its values only if they are needed."""
 
     _cell: Cell
-    _traced: bool  # made by a compiler's tracing, which sees plain tensors only
-    _has_views = False  # views of it were taken
-    _is_turned = False  # in place, after that, where autograd follows it
-    _is_part = False  # small, of something large that is not there: see NOTE [Gradients that spread]
+    _traced: bool  # created while a compiler traces, which sees plain tensors only
+    _has_views = False  # whether views of it exist
+    _is_transposed = False  # transposed in place after views were taken, with a gradient required
+    _is_part = False  # small part of a large value that is not computed yet: see NOTE [Gradients that spread]
 
     __torch_function__ = DISABLED_TORCH_FUNCTION  # type: ignore[assignment]
 
@@ -76,11 +76,11 @@ class DeferredTensor(Tensor):
 
     @untraced
     def _dense(self) -> Tensor:
-        """The same values as a plain tensor, in the memory that this tensor and its views share."""
-        plain: Tensor = ToDense.apply(self) if self.requires_grad else _settled(self)
+        """Return the same values as a plain tensor, in the memory that this tensor shares with its views."""
+        plain: Tensor = ToDense.apply(self) if self.requires_grad else _shared_memory(self)
         return plain
 
-    # -- what torch reads from memory itself, past all dispatch
+    # -- memory that torch reads directly, bypassing dispatch
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[()]]:
         return ["_memory"], ()
@@ -95,14 +95,14 @@ class DeferredTensor(Tensor):
     @property
     @untraced
     def _memory(self) -> Tensor:
-        with no_modes():  # a tracer asks under its own modes
+        with no_modes():  # a tracer reads this under its own modes
             return self._cell.writable()
 
     @property
     def data(self) -> Tensor:
-        """The same memory, with a version of its own: autograd does not see what is written to it."""
-        shown = self.detach()
-        return shown if self._traced or not isinstance(shown, DeferredTensor) else _tensor(shown._cell, self.device)
+        """The same memory with a separate version counter: autograd does not see writes to it."""
+        alias = self.detach()
+        return alias if self._traced or not isinstance(alias, DeferredTensor) else _tensor(alias._cell, self.device)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -126,7 +126,7 @@ class DeferredTensor(Tensor):
 
 
 def _past_dispatch(name: str, get: Callable[[DeferredTensor], Tensor]) -> Callable[..., Any]:
-    """A method that reads memory past all dispatch, called on the plain tensor that `get` gives."""
+    """Return a method that reads memory directly, applied to the plain tensor that `get` returns."""
     plain = getattr(Tensor, name)
 
     @untraced
@@ -138,19 +138,19 @@ def _past_dispatch(name: str, get: Callable[[DeferredTensor], Tensor]) -> Callab
     return method
 
 
-# `untyped_storage` is not among them: compilers use it as the identity of a tensor's memory, without reading from it.
-for _name in ("__array__", "__dlpack__", "numpy", "tolist"):  # these mind whether a gradient is required
+# `untyped_storage` is not wrapped: compilers use it as the identity of a tensor's memory, without reading from it.
+for _name in ("__array__", "__dlpack__", "numpy", "tolist"):  # these check whether a gradient is required
     setattr(DeferredTensor, _name, _past_dispatch(_name, lambda tensor: tensor._dense()))
 for _name in ("_typed_storage", "data_ptr", "is_shared", "share_memory_", "storage"):
     setattr(DeferredTensor, _name, _past_dispatch(_name, lambda tensor: tensor._memory))
 
 
 class ToDense(torch.autograd.Function):
-    """From a deferred tensor to a plain one."""
+    """Convert a deferred tensor to a plain one."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DeferredTensor) -> Tensor:
-        return _settled(tensor)
+        return _shared_memory(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class ToDense(torch.autograd.Function):
 
 
 class DeferredOutput(torch.autograd.Function):
-    """From what a recipe reads to a deferred tensor."""
+    """Create a deferred tensor from the values that a recipe reads."""
 
     @staticmethod
     def forward(ctx: Any, source: RecomputeSource, like: Tensor, *values: Any) -> Tensor:
@@ -174,39 +174,39 @@ class DeferredOutput(torch.autograd.Function):
             return (None,) * (2 + len(ctx.source.recipe.program.given))
         running = nodes_that_run(ctx.next_functions)
         if not ctx.freed.isdisjoint(running):
-            raise RuntimeError(FREED)  # these would raise it, too, but after the head's weight has got a second gradient
+            raise RuntimeError(FREED)  # these nodes would also raise it, but only after the head's weight got a second gradient
         ctx.freed |= frozenset() if keeps_graph() else running
         return (None, None, *_gradients(ctx.source, gradient))
 
 
 def _gradients(source: RecomputeSource, gradient: Tensor) -> Sequence[Tensor | None]:
-    """The gradients of what a deferred tensor is made from, without the dense gradient of the tensor where that is deferred."""
+    """Return the gradients of a recipe's inputs; if the gradient is deferred, compute them in chunks without making it dense."""
     if isinstance(gradient, DeferredTensor) and is_wide(gradient._cell) and not source.is_rebuilt:
-        found = gradients_in_chunks(source, gradient._cell)
-        if found is not None:
-            return _apart(found, gradient)
-    # whoever is given these expects plain tensors: the hidden states' gradient waits, too, where that of the logits does
-    found = [item._cell.read() if isinstance(item, DeferredTensor) else item for item in source.gradients(gradient)]
-    return _apart(found, gradient)
+        streamed = gradients_in_chunks(source, gradient._cell)
+        if streamed is not None:
+            return _with_distinct_memory(streamed, gradient)
+    # The consumers expect plain tensors. The gradient of the hidden states may be deferred, too, if that of the logits is.
+    dense = [item._cell.read() if isinstance(item, DeferredTensor) else item for item in source.gradients(gradient)]
+    return _with_distinct_memory(dense, gradient)
 
 
-def _apart(values: Iterable[Tensor | None], given: Tensor) -> list[Tensor | None]:
-    """Each in memory of its own, or the very tensor that was given: autograd may add the next gradient into any other."""
-    places, found = {_place(given)}, list[Tensor | None]()
+def _with_distinct_memory(values: Iterable[Tensor | None], given: Tensor) -> list[Tensor | None]:
+    """Clone values that share memory, because autograd may accumulate the next gradient in place; keep the given tensor."""
+    addresses, results = {_storage_address(given)}, list[Tensor | None]()
     for value in values:
-        place = None if value is given else _place(value)
-        found.append(value.clone() if value is not None and place is not None and place in places else value)
-        places.add(place)
-    return found
+        address = None if value is given else _storage_address(value)
+        results.append(value.clone() if value is not None and address is not None and address in addresses else value)
+        addresses.add(address)
+    return results
 
 
-def _place(value: Tensor | None) -> int | None:
-    """Where a tensor's memory begins; None for one that has none, or none of its own."""
+def _storage_address(value: Tensor | None) -> int | None:
+    """Return the address of a tensor's storage; None if it is no plain strided tensor."""
     return value.untyped_storage().data_ptr() if type(value) is Tensor and value.layout is torch.strided else None
 
 
 def deferred(source: RecomputeSource, like: Tensor, values: Sequence[Any]) -> Tensor:
-    """A tensor with the sizes of `like`, a meta tensor, that is rebuilt from `values` when touched."""
+    """Return a tensor with the metadata of `like`, a meta tensor, that is recomputed from `values` when it is first used."""
     if source.differentiable:
         tensor: DeferredTensor = DeferredOutput.apply(source, like, *values)
     else:
@@ -220,24 +220,24 @@ def deferred(source: RecomputeSource, like: Tensor, values: Sequence[Any]) -> Te
 
 
 def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if is_composite(func):  # inference mode shows us operators that are otherwise taken apart before
+    if is_composite(func):  # inference mode dispatches composite operators here, which are otherwise decomposed before
         return func.decompose(*args, **kwargs)
     given = [item for item in pytree.tree_leaves((args, dict(kwargs))) if isinstance(item, DeferredTensor)]
     for tensor in given:
-        _let_gradient_spread(tensor)
+        _register_gradient_hook(tensor)
     if torch.Tag.inplace_view in func.tags:
-        return _reshaped(func, args, kwargs)
+        return _run_inplace_view(func, args, kwargs)
     if func._schema.is_mutable:
-        return _written(func, args, kwargs)
+        return _run_write(func, args, kwargs)
     if not any(tensor._traced for tensor in given):
-        waiting = _waiting(func, args, kwargs, given)
+        waiting = _deferred_results(func, args, kwargs, given)
         if waiting is not None:
             return waiting
     return func(*_plain(args, _read), **_plain(kwargs, _read))
 
 
-def _waiting(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[DeferredTensor]) -> Any:
-    """The results of an operator that waits; None for one that has to be run."""
+def _deferred_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[DeferredTensor]) -> Any:
+    """Return the deferred results of an operator, or None if the operator has to run now."""
     device = given[0].device
     args, kwargs = _plain(tuple(args), _cell_of), _plain(dict(kwargs), _cell_of)
     first = args[0] if args and isinstance(args[0], Cell) else None
@@ -253,7 +253,7 @@ def _waiting(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: S
         return None
     results = [_tensor(cell, device) for cell in cells]
     if all(is_part(cell) for cell in cells):
-        _make(cells)
+        _compute(cells)
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
         results = [tensor if recorded else tensor._cell.value for tensor in results]  # type: ignore[misc]
     return results[0] if len(func._schema.returns) == 1 else tuple(results)
@@ -265,28 +265,28 @@ def _tensor(cell: Cell, device: torch.device) -> DeferredTensor:
     return tensor
 
 
-def _let_gradient_spread(tensor: DeferredTensor) -> None:
-    """See NOTE [Gradients that spread]; asked for when a tensor is used, since its `grad_fn` is not known when it is made."""
+def _register_gradient_hook(tensor: DeferredTensor) -> None:
+    """Register the hook of NOTE [Gradients that spread] when a tensor is used: its `grad_fn` does not exist before."""
     if not tensor._is_part or not torch.is_grad_enabled():
         return
-    with reentrant_dispatch():  # autograd writes the history of a view anew where its base has been written to
-        made_by = tensor.grad_fn
-    if made_by is not None:
+    with reentrant_dispatch():  # if the base of a view was written to, autograd rebuilds the view's history here
+        grad_fn = tensor.grad_fn
+    if grad_fn is not None:
         tensor._is_part = False
-        made_by.register_prehook(_spreading)
+        grad_fn.register_prehook(_defer_gradients)
 
 
-def _spreading(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    def marked(gradient: Tensor) -> Tensor:
-        own = gradient.detach().clone()  # read when the gradient of all is made: a hook may have written into this one by then
-        return DeferredTensor(Cell(own, value=own, spreads=True), gradient.device)
+def _defer_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def spreading(gradient: Tensor) -> Tensor:
+        copy = gradient.detach().clone()  # a hook may write into the gradient before the deferred gradient is computed
+        return DeferredTensor(Cell(copy, value=copy, spreads=True), gradient.device)
 
-    # one that has a history of its own (create_graph=True) has to keep it
-    return tuple(marked(item) if type(item) is Tensor and not item.requires_grad else item for item in gradients)
+    # with create_graph=True, a gradient has a history of its own and must keep it
+    return tuple(spreading(item) if type(item) is Tensor and not item.requires_grad else item for item in gradients)
 
 
-def _make(cells: Sequence[Cell]) -> None:
-    """Give cells their values; along the sequence, if that keeps the large ones away that they are made of."""
+def _compute(cells: Sequence[Cell]) -> None:
+    """Compute the values of cells, in chunks if that avoids materializing the large values that they depend on."""
     with reentrant_dispatch():
         values = made_in_chunks(cells)
         for cell, value in zip(cells, values or (), strict=False):
@@ -299,14 +299,14 @@ def _cell_of(tensor: DeferredTensor) -> Cell:
     return tensor._cell
 
 
-def _settled(tensor: DeferredTensor) -> Tensor:
-    """A new plain tensor over the shared memory."""
+def _shared_memory(tensor: DeferredTensor) -> Tensor:
+    """Return a new plain tensor over the shared memory."""
     return tensor._cell.writable().detach()
 
 
 def _read(tensor: DeferredTensor) -> Tensor:
     if is_part(tensor._cell):
-        _make([tensor._cell])
+        _compute([tensor._cell])
     with reentrant_dispatch():  # a recipe runs under the modes of its call, not under ours
         return tensor._cell.read()
 
@@ -320,35 +320,37 @@ def _plain(values: Any, get: Callable[[DeferredTensor], Any]) -> Any:
     return pytree.tree_map_only(DeferredTensor, get, values)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Operators that write: into the shared memory. What they return is the tensor that they were given."""
+def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator that writes, on the shared memory; return the original tensors in place of those written."""
     targets = {id(value): value for value in _written_values(func, args, kwargs) if isinstance(value, DeferredTensor)}
     for value in targets.values():
-        _refuse_turned(value, func)
+        _refuse_transposed(value, func)
     target, *rest = args if args and isinstance(args[0], DeferredTensor) else (None,)
     if target is not None and not target._traced and _overwritten(func, target, rest, kwargs):
         return target
-    given: dict[int, DeferredTensor] = {}
+    by_value: dict[int, DeferredTensor] = {}
 
     def get(tensor: DeferredTensor) -> Tensor:
         if id(tensor) not in targets:
             return _read(tensor)
         value = _writable(tensor)
-        given[id(value)] = tensor
+        by_value[id(value)] = tensor
         return value
 
     result = func(*_plain(args, get), **_plain(kwargs, get))
-    for tensor in given.values():
+    for tensor in by_value.values():
         torch.autograd.graph.increment_version(tensor._cell.read())
-    return pytree.tree_map_only(Tensor, lambda value: given.get(id(value), value), result)
+    return pytree.tree_map_only(Tensor, lambda value: by_value.get(id(value), value), result)
 
 
-def _refuse_turned(tensor: DeferredTensor, func: Any) -> None:
-    """Autograd follows a view of a wrapper by viewing its base again, which may lie otherwise by now; of memory it knows how the
-    view lies there.
+def _refuse_transposed(tensor: DeferredTensor, func: Any) -> None:
+    """Raise an error if autograd cannot follow a write to a tensor.
+
+    To follow a view of a wrapper, autograd views its base again, whose strides may have changed since. For plain memory it knows
+    the strides of the view.
     """
     base = tensor if tensor._base is None else tensor._base
-    if torch.is_grad_enabled() and any(isinstance(item, DeferredTensor) and item._is_turned for item in (tensor, base)):
+    if torch.is_grad_enabled() and any(isinstance(item, DeferredTensor) and item._is_transposed for item in (tensor, base)):
         raise TransposedOutputError(
             f"{func} writes to an output that is computed when it is touched",
             found="it was turned in place before, and views of it had been taken before that",
@@ -361,7 +363,7 @@ def _overwritten(func: Any, target: DeferredTensor, rest: Sequence[Any], kwargs:
 
 
 def _written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes into."""
+    """Return the arguments that an operator writes into."""
     written: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -370,8 +372,8 @@ def _written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return written
 
 
-def _reshaped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`transpose_` and its kin: other sizes for the same memory."""
+def _run_inplace_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run `transpose_` and similar operators: they change sizes and strides over the same memory."""
     tensor, *rest = args
     if func is not aten.detach_.default:
         value = _writable(tensor).detach()
@@ -379,5 +381,5 @@ def _reshaped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with no_dispatch():
             func(*args, **kwargs)
         tensor._cell = Cell(value, step=DeferredOperator(func, (tensor._cell, *rest), kwargs), value=value, is_view=True)
-        tensor._is_turned = tensor.requires_grad and tensor._has_views
+        tensor._is_transposed = tensor.requires_grad and tensor._has_views
     return tensor

@@ -1,14 +1,14 @@
-"""The dense values behind deferred tensors: made when read, shared by views.
+"""The dense values of deferred tensors: computed when read, shared by views.
 
 # NOTE [Memory shared by views]
-A view of a deferred tensor is taken of the dense memory once that exists, so a write into one is seen in the other.
-Only as long as the whole tensor has not been made may a view hold values of its own, computed without the rest. Such a
-copy is only ever read, by operators; the moment the whole tensor is made, which every write asks for, it is dropped.
+Once the dense memory of a deferred tensor exists, its views are views of that memory, so a write to one is visible in the other.
+Before that, a view may hold values of its own, computed without the rest. Such a copy is read only by operators. It is dropped
+as soon as the full tensor is computed, which every write triggers first.
 
 # NOTE [Cells that several threads read]
-A dense tensor may be read by several threads at once, and so may a cell. Nothing is locked while values are made: whoever comes
-with a value first has made it, and the others take that one (views have to share one memory). A cell that has its value forgets
-its step, in this order; so who wants either reads the step first.
+Several threads may read a dense tensor at once, and so they may read a cell. No lock is held while values are computed: the
+first thread to finish publishes its value, and the others use it, because views must share one memory. A cell drops its step
+only after its value is set. So a reader that may use either must read the step first.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch.utils import _pytree as pytree
 from streamfx.lazy.recompute import RecomputeSource
 
 aten = torch.ops.aten
-_settling = threading.RLock()  # held for a few assignments at a time: see NOTE [Cells that several threads read]
+_publishing = threading.RLock()  # held for a few assignments only: see NOTE [Cells that several threads read]
 
-# Views that are also right on a copy of the values, whose strides may be others.
+# Views that are also correct on a copy of the values with other strides.
 ON_COPIES = frozenset(
     {
         aten.alias.default,
@@ -48,7 +48,7 @@ ON_COPIES = frozenset(
 
 @dataclass(frozen=True)
 class CellRows:
-    """Part of a tensor: ranges of some of its dimensions, of which those in `single` are indexed away."""
+    """A part of a tensor: index ranges of some dimensions; dimensions in `single` are indexed away."""
 
     shape: tuple[int, ...]
     ranges: Mapping[int, range]
@@ -58,7 +58,7 @@ class CellRows:
         return self.ranges.get(dim, range(self.shape[dim]))
 
     def narrowed(self, position: int, index: int | slice) -> CellRows:
-        """The part of this part that `index` takes along a dimension of it."""
+        """Return the part of this part that `index` selects along the dimension at `position`."""
         dim = [dim for dim in range(len(self.shape)) if dim not in self.single][position]
         if isinstance(index, slice):
             wanted = self.of(dim)[index]
@@ -73,7 +73,7 @@ class CellRows:
 
 @dataclass(frozen=True, eq=False)
 class DeferredOperator:
-    """An operator to be run later; cells stand in its arguments for deferred tensors."""
+    """An operator that runs later; its arguments contain cells in place of deferred tensors."""
 
     func: Any
     args: tuple[Any, ...]
@@ -83,19 +83,19 @@ class DeferredOperator:
         return [item for item in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(item, Cell)]
 
     def run(self, get: Callable[[Cell], Tensor], result: int | None) -> Tensor:
-        """One of its results, from the values that `get` gives for cells."""
+        """Run the operator on the values that `get` returns for cells, and return the result with index `result`."""
         args, kwargs = pytree.tree_map_only(Cell, get, (self.args, dict(self.kwargs)))
-        made = self.func(*args, **kwargs)
-        part: Tensor = made if result is None else made[result]
-        return part
+        output = self.func(*args, **kwargs)
+        tensor: Tensor = output if result is None else output[result]
+        return tensor
 
 
 class Cell:
     """One dense value. `like` has its metadata, and may be a meta tensor.
 
-    It is made from a `source`, or is a `result` of a `step` on the values of other cells. Where the step is a view, the cell and
-    its operand have the same `root` and share memory; `rows` tells if the view is no more than some rows of the root. What is
-    made of a cell that `spreads` stays deferred, even where the cell's own value is there.
+    The value is recomputed from a `source`, or is a `result` of a `step` on the values of other cells. If the step is a view, the
+    cell and its operand have the same `root` and share memory; `rows` is set if the view selects index ranges of the root.
+    Functions of a cell that `spreads` stay deferred, even if the cell's own value exists.
     """
 
     def __init__(
@@ -115,25 +115,25 @@ class Cell:
         self.depth: int = 1 + max((cell.depth for cell in operands), default=0)
         self._root: Cell | None = operands[0].root if is_view else None
         self._copies: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: views that hold values of their own
-        self._waiting: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: what is to be made of its values
-        self._copied = 0  # of a root: elements computed for copies
+        self._readers: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: cells that have yet to read its values
+        self._copied = 0  # of a root: number of elements computed for copies
         if not is_view:
-            self._wait_for(operands)
+            self._register_reads(operands)
 
     @property
     def root(self) -> Cell:
-        """The cell that owns the memory (not a reference to itself, which would keep it for the garbage collector)."""
+        """The cell that owns the memory. A root holds no reference to itself, so no garbage collection is needed to free it."""
         return self if self._root is None else self._root
 
     @property
     def base(self) -> Cell | None:
-        """What a view or a cast is taken of."""
+        """The operand of a view or a cast."""
         step = self.step
         return step.operands()[0] if step is not None else None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the memory that all views share exists."""
+        """Whether the memory shared by all views exists."""
         return self.root.value is not None
 
     @property
@@ -141,97 +141,97 @@ class Cell:
         return self.like.numel()
 
     def read(self) -> Tensor:
-        """The value, to be read only."""
+        """Return the value, for reading only."""
         while True:
             step, was_whole = self.step, self.is_whole
             value = self.value
             if value is None:
-                made = self._whole(step) if self.root is self else self._part(step)
-                value = self._settled(made, was_whole)
+                computed = self._compute_root(step) if self.root is self else self._compute_view(step)
+                value = self._publish(computed, was_whole)
             if value is not None:
                 return value
 
-    def _settled(self, made: Tensor, was_whole: bool) -> Tensor | None:
-        """The cell's value: what was made of it, if no other thread was first; None where it has to be made again."""
-        with _settling:
+    def _publish(self, computed: Tensor, was_whole: bool) -> Tensor | None:
+        """Publish a computed value unless another thread was first; return None if it has to be computed again."""
+        with _publishing:
             if self.value is None and self.is_whole == was_whole:
-                self.value = made
+                self.value = computed
                 if self.root is self:
-                    self._forget()
+                    self._drop_recipe()
                 elif not was_whole:
                     self.root._copies.add(self)
             return self.value
 
-    def _wait_for(self, operands: Sequence[Cell]) -> None:
-        """Let nobody write to the memory of operands before they are read for this cell."""
-        with _settling:
+    def _register_reads(self, operands: Sequence[Cell]) -> None:
+        """Register this cell as a reader of its operands, so that their memory is not written before this cell has read it."""
+        with _publishing:
             for cell in operands:
-                cell.root._waiting.add(self)
+                cell.root._readers.add(self)
 
     def aliased(self) -> Tensor:
-        """The value in the memory that all views share."""
+        """Return the value in the memory that all views share."""
         self.root.read()
         return self.read()
 
     def writable(self) -> Tensor:
-        """The same, once nothing else waits for the values that are in it now."""
-        with _settling:
-            waiting = list(self.root._waiting)
+        """Return the shared memory for writing, after all registered readers have read the current values."""
+        with _publishing:
+            waiting = list(self.root._readers)
         for cell in waiting:
             cell.read()
         return self.aliased()
 
     def keep(self, value: Tensor) -> None:
-        """Take a value that was made without that of any operand."""
+        """Set the value to one that was computed without the operands."""
         assert (value.dtype, value.shape) == (self.like.dtype, self.like.shape)
-        self._settled(laid_out(value, self.like) if self.root is self else value, was_whole=False)
+        self._publish(laid_out(value, self.like) if self.root is self else value, was_whole=False)
 
     def before_a_write(self) -> Cell | None:
-        """A new cell with the recipe of this one, so that what is written can wait, as a function of it.
+        """Return a new cell with the recipe of this one, so that a write can be deferred as a function of the new cell.
 
-        None where the write has to be done at once: the value is there, this is a view, or another cell will still read it.
+        Return None if the write must run now: the value exists, this is a view, or another cell has yet to read it.
         """
-        with _settling:
-            is_asked_for = len(self._waiting) > 0
-        if self.root is not self or self.value is not None or is_asked_for:
+        with _publishing:
+            has_readers = len(self._readers) > 0
+        if self.root is not self or self.value is not None or has_readers:
             return None
         return Cell(self.like, source=self.source, step=self.step, result=self.result)
 
     def write(self, step: DeferredOperator) -> None:
-        """Hold the result of a step from now on; views see it, too."""
-        with _settling:
-            self._forget()
+        """Replace the recipe of this cell by a step; views see its result, too."""
+        with _publishing:
+            self._drop_recipe()
             self.source, self.step, self.result = None, step, None
         self.depth = 1 + max(cell.depth for cell in step.operands())
-        self._wait_for(step.operands())
+        self._register_reads(step.operands())
 
     def has_rows(self) -> bool:
-        """Whether this is a view of rows that are made without the rest."""
-        return self.rows is not None and not self.is_whole and self.root._makes(self.rows)
+        """Return whether this is a view of rows that can be computed without the rest."""
+        return self.rows is not None and not self.is_whole and self.root._can_compute_rows(self.rows)
 
-    def _whole(self, step: DeferredOperator | None) -> Tensor:
-        return laid_out(self._stepped(step) if self.source is None else self.source.rebuild(), self.like)
+    def _compute_root(self, step: DeferredOperator | None) -> Tensor:
+        return laid_out(self._run_step(step) if self.source is None else self.source.rebuild(), self.like)
 
-    def _forget(self) -> None:
-        """The value is another, or has memory of its own now: forget where it came from, and the copies of its parts."""
+    def _drop_recipe(self) -> None:
+        """Drop the step and the copies of parts, because the value has changed or has its own memory now."""
         if self.step is not None:
             for cell in self.step.operands():
-                cell.root._waiting.discard(self)
+                cell.root._readers.discard(self)
             self.step = None
         for cell in list(self._copies):
             cell.value = None
         self._copies.clear()
 
-    def _part(self, step: DeferredOperator | None) -> Tensor:
-        return self.root._rows(self.rows) if self.rows is not None and self.has_rows() else self._stepped(step)
+    def _compute_view(self, step: DeferredOperator | None) -> Tensor:
+        return self.root._rows(self.rows) if self.rows is not None and self.has_rows() else self._run_step(step)
 
-    def _stepped(self, step: DeferredOperator | None) -> Tensor:
+    def _run_step(self, step: DeferredOperator | None) -> Tensor:
         assert step is not None
         on_copies = self.root is self or step.func in ON_COPIES
         return step.run(Cell.read if on_copies else Cell.aliased, self.result)
 
-    def _makes(self, rows: CellRows) -> bool:
-        """Whether rows of this root are made without the rest: they can be, and add up to half of it at most."""
+    def _can_compute_rows(self, rows: CellRows) -> bool:
+        """Return whether rows of this root should be computed separately: they can be, and copies stay below half of it."""
         cell = self
         while cell.source is None and cell._is_cast() and (base := cell.base) is not None:
             if base.root is not base or base.is_whole:
@@ -265,7 +265,7 @@ class Cell:
 
 
 def laid_out(value: Tensor, like: Tensor) -> Tensor:
-    """The value with the strides it was announced with; a kernel may choose others than its fake counterpart."""
+    """Return the value with the strides of its metadata; a kernel may choose other strides than its fake implementation."""
     if all(a == b for a, b, size in zip(value.stride(), like.stride(), like.shape, strict=True) if size > 1):
         return value
     return torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device).copy_(value)

@@ -1,10 +1,11 @@
-"""From which few bytes can a value be rebuilt?  A minimum cut of the cheap, pure functions behind it.
+"""Find the fewest bytes from which a value can be recomputed, as a minimum cut of the cheap, pure functions it depends on.
 
 residual [b t d] --norm--> hidden [b t d] --linear(weight)--> logits [b t v] --/ c--> --tanh--> --* c--> output
 ^ cut here: the fewest bytes; parameters cost nothing, they live with the model
 
-Of cuts with equally few bytes it is the furthest that asks for no further product. Gradients of the output then arrive in front
-of the norm, and its backward half runs with the loss's; behind it, what the norm reads would be made again for them.
+Among cuts of equal size, take the one furthest from the output that recomputes no further matrix product. Gradients of the output
+then enter the backward graph before the norm, whose backward runs in the same loops as that of the loss. With a cut after the
+norm, the norm's inputs would be recomputed for these gradients.
 """
 
 from __future__ import annotations
@@ -20,77 +21,77 @@ from streamfx.lazy.op_kinds import CONTRACTING, OpKind, kind_of
 from streamfx.lazy.values import DynamoValues, bytes_of, example, is_dense, is_number, is_parameter
 
 START = "start"
-DEPTH = 2  # matrix products on the way to the output: a head, or one of low rank (an adapter's too)
+DEPTH = 2  # matrix products on a path to the output: a head, or a low-rank one (also an adapter)
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """What a value is rebuilt from. `rebuilt` are the nodes to run again, in order, the value itself last."""
+    """The values that a value is recomputed from. `rebuilt` are the nodes to run again in order, ending with the value."""
 
     given: tuple[fx.Node, ...]
     rebuilt: tuple[fx.Node, ...]
-    cost: int  # bytes kept in place of the value
+    cost: int  # bytes saved in place of the value
 
 
 def frontier_of(target: fx.Node, values: DynamoValues) -> Frontier | None:
-    """The cheapest frontier; None where there is none."""
+    """Return the cheapest frontier, or None if there is none."""
     if not _can_rebuild(target, values):
         return None
     cone = _cone(target, values)
     network = _network(target, cone, values)
     try:
-        _, (near, _) = networkx.minimum_cut(network, target, START)  # of all minimum cuts the one nearest to the start
+        _, (near, _) = networkx.minimum_cut(network, target, START)  # of all minimum cuts, the one nearest to START
     except networkx.NetworkXUnbounded:
         return None
-    asked: set[fx.Node] = {target}
+    rerun: set[fx.Node] = {target}
     for node in reversed(tuple(cone)):
-        if (node, "in") in near and not asked.isdisjoint(node.users):
-            asked.add(node)
-    given = tuple(node for node in cone if node not in asked and not asked.isdisjoint(node.users))
-    rebuilt = tuple(node for node in cone if node in asked)
+        if (node, "in") in near and not rerun.isdisjoint(node.users):
+            rerun.add(node)
+    given = tuple(node for node in cone if node not in rerun and not rerun.isdisjoint(node.users))
+    rebuilt = tuple(node for node in cone if node in rerun)
     cost = sum(bytes_of(node) or 0 for node in given if not is_parameter(node))
     return Frontier(given, (*rebuilt, target), cost)
 
 
 @dataclass(frozen=True)
 class _Downstream:
-    """A node behind the target: how many products lie between the two, and whether it may be run again."""
+    """A node that the target depends on: the number of products between the two, and whether the node can be recomputed."""
 
     products: int
-    again: bool
+    can_rerun: bool
 
 
 def _cone(target: fx.Node, values: DynamoValues) -> Mapping[fx.Node, _Downstream]:
-    """The nodes behind `target`, in program order."""
+    """Return the ancestors of `target` in program order."""
     products = {target: 0}
     cone: dict[fx.Node, _Downstream] = {}
     for node in reversed(values.graph.nodes):
         if node not in products:
             continue
-        own = products[node] + int(kind_of(node) in CONTRACTING)
-        again = node is target or (_can_rebuild(node, values) and own <= DEPTH)
+        depth = products[node] + int(kind_of(node) in CONTRACTING)
+        can_rerun = node is target or (_can_rebuild(node, values) and depth <= DEPTH)
         if node is not target:
-            cone[node] = _Downstream(products[node], again)
-        for operand in _operands(node, values) if again else ():
-            products[operand] = max(products.get(operand, 0), own)
+            cone[node] = _Downstream(products[node], can_rerun)
+        for operand in _operands(node, values) if can_rerun else ():
+            products[operand] = max(products.get(operand, 0), depth)
     return dict(reversed(cone.items()))
 
 
 def _network(target: fx.Node, cone: Mapping[fx.Node, _Downstream], values: DynamoValues) -> networkx.DiGraph:
-    """Edges lead from a value to what it is made of. To keep one is to cut its edge, at the cost of its bytes."""
+    """Return a network whose edges lead from a value to its operands. Cutting a value's own edge saves it, at its byte cost."""
     network = networkx.DiGraph()
     network.add_nodes_from([target, START])
     network.add_edges_from((target, (operand, "out")) for operand in _operands(target, values))
-    for node, behind in cone.items():
-        capacity = _capacity(node, behind, values)
+    for node, downstream in cone.items():
+        capacity = _capacity(node, downstream, values)
         network.add_edge((node, "out"), (node, "in"), **({} if capacity is None else {"capacity": capacity}))
-        before = [(operand, "out") for operand in _operands(node, values)] if behind.again else [START]
+        before = [(operand, "out") for operand in _operands(node, values)] if downstream.can_rerun else [START]
         network.add_edges_from(((node, "in"), source) for source in before)
     return network
 
 
 def _operands(node: fx.Node, values: DynamoValues) -> tuple[fx.Node, ...]:
-    """The arguments that a node cannot do without; sizes follow from the inputs and need not be kept."""
+    """Return the operands that a node depends on; sizes are left out, because the inputs determine them."""
     return tuple(operand for operand in node.all_input_nodes if not is_known_size(operand, values))
 
 
@@ -102,7 +103,7 @@ def is_known_size(node: fx.Node, values: DynamoValues) -> bool:
 
 
 def _can_rebuild(node: fx.Node, values: DynamoValues) -> bool:
-    """Whether a node is a pure function of values that are still there when it is run again."""
+    """Return whether a node is a pure function of values that still exist when it is recomputed."""
     kind = kind_of(node)
     if kind is None or not (is_dense(node) or is_number(node)) or (is_dense(node) and values.is_written(node)):
         return False
@@ -111,9 +112,11 @@ def _can_rebuild(node: fx.Node, values: DynamoValues) -> bool:
     return all(is_dense(operand) or is_number(operand) for operand in node.all_input_nodes)
 
 
-def _capacity(node: fx.Node, behind: _Downstream, values: DynamoValues) -> int | None:
-    """The cost of keeping a value: its bytes; of equally many first what is returned anyway, then what is behind one product
-    at most, then what is no view (that would be copied). None where it cannot be kept.
+def _capacity(node: fx.Node, downstream: _Downstream, values: DynamoValues) -> int | None:
+    """Return the cost of saving a value, or None if it cannot be saved.
+
+    The cost is its bytes. Ties prefer values that are returned anyway, then values at most one product away from the target, then
+    values that are not views (a view would be copied).
     """
     if not is_dense(node) or values.is_written(node):
         return None
@@ -123,4 +126,4 @@ def _capacity(node: fx.Node, behind: _Downstream, values: DynamoValues) -> int |
     if size is None:
         return None
     is_view = values.bases[node] is not node
-    return 8 * size + 4 * int(node not in values.outputs) + 2 * int(behind.products > 1) + int(is_view)
+    return 8 * size + 4 * int(node not in values.outputs) + 2 * int(downstream.products > 1) + int(is_view)

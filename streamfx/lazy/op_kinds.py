@@ -1,7 +1,7 @@
-"""Which torch functions may run a second time, later: pure ones, cheap for the size of what they make.
+"""Classify the torch functions that may be recomputed later: pure functions that are cheap relative to their result size.
 
-They are the functions and methods of Dynamo's graphs. One that is not listed ends the search for what a value can be
-rebuilt from; the value is then kept where it is.
+The tables list functions and methods of Dynamo graphs. An unlisted function ends the search for the values that an output can be
+recomputed from; its result is then saved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 
 class OpKind(Enum):
-    """What a function does with the dimensions of its operands."""
+    """How a function treats the dimensions of its operands."""
 
     POINTWISE = "pointwise"  # the operands broadcast against each other
     SAME = "same"  # the dimensions of the first operand: casts, copies
@@ -28,7 +28,7 @@ class OpKind(Enum):
     LINEAR = "linear"  # contracts the last dimension of the first operand with a weight
     CONTRACTION = "contraction"  # any other matrix product
     VIEW = "view"  # dimensions split, merged, moved
-    NUMBER = "number"  # a Python number from a tensor of no dimensions
+    NUMBER = "number"  # a Python number from a zero-dimensional tensor
 
 
 NAMES: dict[OpKind, str] = {
@@ -55,18 +55,18 @@ CONTRACTING = frozenset({OpKind.LINEAR, OpKind.CONTRACTION})
 
 
 def _functions(names: Iterable[str]) -> dict[Any, OpKind]:
-    """The functions that go by a name in torch and in `operator`."""
+    """Return the functions with these names in torch and in `operator`."""
     homes = (torch, functional, torch.special, torch.linalg, operator)
     return {getattr(home, name): KINDS[name] for name in names for home in homes if callable(getattr(home, name, None))}
 
 
-def _turns(*names: str) -> dict[Any, OpKind]:
-    """Operators that Dynamo writes for an attribute: `x.T` is `getattr(x, "T")` up to torch 2.13, then `aten.numpy_T(x)`."""
+def _attribute_operators(*names: str) -> dict[Any, OpKind]:
+    """Return operators that Dynamo uses for attributes: `x.T` is `getattr(x, "T")` up to torch 2.13, then `aten.numpy_T(x)`."""
     packets = [getattr(torch.ops.aten, name) for name in names]
     return dict.fromkeys([*packets, *(packet.default for packet in packets)], OpKind.VIEW)
 
 
-FUNCTIONS = _functions(KINDS) | _turns("numpy_T", "matrix_H", "mT", "mH", "adjoint", "t")
+FUNCTIONS = _functions(KINDS) | _attribute_operators("numpy_T", "matrix_H", "mT", "mH", "adjoint", "t")
 METHODS = frozenset(name for name in KINDS if hasattr(torch.Tensor, name))
 ATTRIBUTES = frozenset({"H", "T", "mT", "mH"})
 
@@ -79,16 +79,16 @@ SUMMING = set(
 
 
 def sums(node: fx.Node) -> bool:
-    """Whether a function adds up so many products or elements that none of them can be told from the result."""
+    """Return whether a function sums so many products or elements that no single one can be recovered from the result."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op not in ("call_function", "call_method") or name not in SUMMING:
         return False
     orders = [item for item in (*node.args[1:], *node.kwargs.values()) if isinstance(item, (int, float))]
-    return not name.endswith("norm") or all(order in (1, 2) for order in orders)  # of infinite order it is the largest element
+    return not name.endswith("norm") or all(order in (1, 2) for order in orders)  # the infinity norm is the largest element
 
 
 def kind_of(node: fx.Node) -> OpKind | None:
-    """The kind of a pure function from the table; None for all else, and for a call that writes into something."""
+    """Return the kind of a listed pure function; None for any other node, and for calls that write into an argument."""
     if "out" in node.kwargs or node.kwargs.get("inplace", False):
         return None
     if node.op == "call_method":

@@ -1,4 +1,4 @@
-"""What the caller of a graph with deferred outputs gets."""
+"""Build the outputs that the caller of a graph with deferred outputs receives."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from streamfx.runtime.runtime_sizes import compiled_size
 
 @dataclass(frozen=True)
 class DeferredCall:
-    """Calls a compiled graph and gives its results in the places of the original outputs, deferred ones as such.
+    """Calls a compiled graph and returns its results in the order of the original outputs, with deferred tensors.
 
-    Inputs that the graph does not read are detached: autograd then has no edge from the compiled backward half to the head's
-    weight. Zero-bubble pipelines compute a weight's gradient from all nodes that have an edge to it, and ran that half twice.
+    Inputs that the graph does not read are detached, so that autograd has no edge from the compiled backward graph to the head's
+    weight. Otherwise zero-bubble pipelines, which compute a weight's gradient from all nodes with an edge to it, run the backward
+    graph twice.
     """
 
     compiled: Callable[..., Sequence[Any]]
@@ -32,21 +33,21 @@ class DeferredCall:
     unread: frozenset[int] = frozenset()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        made = self.compiled(*(_detached(it) if i in self.unread else it for i, it in enumerate(arguments)))
+        outputs = self.compiled(*(_detached(it) if i in self.unread else it for i, it in enumerate(arguments)))
         sizes = self.plan.sizes.values(arguments)
         agreement = Agreement(self.compiler, RowsInChunks())
-        tensors = [self._deferred(recipe, arguments, made, sizes, agreement) for recipe in self.plan.recipes]
+        tensors = [self._deferred(recipe, arguments, outputs, sizes, agreement) for recipe in self.plan.recipes]
 
         def result(item: ReturnedOutput | RebuiltOutput) -> Any:
-            return made[item.position] if isinstance(item, ReturnedOutput) else _view(tensors[item.recipe], item.view, sizes)
+            return outputs[item.position] if isinstance(item, ReturnedOutput) else _view(tensors[item.recipe], item.view, sizes)
 
         results = [result(item) for item in self.plan.results]
         return tuple(None if place is None else results[place] for place in self.plan.order)
 
     def _deferred(
-        self, recipe: Recipe, arguments: Sequence[Any], made: Sequence[Any], sizes: Mapping[str, int], agreement: Agreement
+        self, recipe: Recipe, arguments: Sequence[Any], outputs: Sequence[Any], sizes: Mapping[str, int], agreement: Agreement
     ) -> Tensor:
-        values = [_value(given, arguments, made, sizes) for given in recipe.program.given]
+        values = [_value(given, arguments, outputs, sizes) for given in recipe.program.given]
         shape, strides = ([_size(size, sizes) for size in some] for some in (recipe.shape, recipe.strides))
         like = torch.empty_strided(shape, strides, dtype=recipe.dtype, device="meta")
         return deferred(RecomputeSource(recipe, values, like.numel(), agreement), like, values)
@@ -63,11 +64,11 @@ def _view(tensor: Tensor, view: RecipeProgram | None, sizes: Mapping[str, int]) 
     return result
 
 
-def _value(given: Given, arguments: Sequence[Any], made: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+def _value(given: Given, arguments: Sequence[Any], outputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
     if isinstance(given, GivenInput):
         return arguments[given.position]
     if isinstance(given, GivenOutput):
-        return made[given.position]
+        return outputs[given.position]
     return _size(given.size, sizes)
 
 

@@ -1,4 +1,4 @@
-"""Runs a recipe later as it would have run in the call: same values, same modes, gradients to the same places."""
+"""Run a recipe later as it would have run in the call: with the same values and modes, and gradients to the same tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from streamfx.torch_private import no_saved_tensor_hooks
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of a call that decide what a torch function does."""
+    """The modes of a call that influence the result of a torch function."""
 
     grad: bool
     inference: bool
-    autocasts: tuple[tuple[str, torch.dtype, bool], ...]  # device type, type, whether it is on
-    rounding: tuple[int, str]  # number of threads, precision of products in float32
+    autocasts: tuple[tuple[str, torch.dtype, bool], ...]  # device type, dtype, enabled
+    rounding: tuple[int, str]  # number of threads, precision of float32 products
 
     @staticmethod
     def now(device: torch.device) -> Modes:
@@ -51,7 +51,7 @@ class Modes:
 
 @contextmanager
 def _rounding(wanted: tuple[int, str]) -> Iterator[None]:
-    """What changes how products round, and can be changed between a call and the use of its outputs."""
+    """Set the modes that change how products round, because a user may change them between a call and the use of its outputs."""
 
     def set_to(threads: int, precision: str) -> None:
         if torch.get_num_threads() != threads:
@@ -68,12 +68,12 @@ def _rounding(wanted: tuple[int, str]) -> Iterator[None]:
 
 
 class _Runner(fx.Interpreter):
-    """Runs a program, each operator under the modes that the graph had set for it."""
+    """Interprets a program and runs each operator under the modes that the graph set for it."""
 
     def __init__(self, program: RecipeProgram) -> None:
         super().__init__(torch.nn.Module(), graph=program.graph)
         self.contexts: Mapping[fx.Node, Context] = program.contexts
-        self.extra_traceback = False  # an error says what it says in eager
+        self.extra_traceback = False  # errors keep the message they have in eager
 
     def run_node(self, n: fx.Node) -> Any:
         try:
@@ -98,17 +98,17 @@ def run_program(program: RecipeProgram, values: Sequence[Any]) -> Any:
     return _Runner(program).run(*values)
 
 
-SMALL = 32  # times smaller than what it is made from: made at once, rather than to read a weight twice for the check
+SMALL = 32  # times smaller than its inputs: computed in the call, because a later check would read the weights once more
 
 
 @dataclass
 class _HeldOutput:
-    """A tensor that a recipe reads, and what it held when the call ended. `tensor` has the same memory and version."""
+    """A tensor that a recipe reads, and its fingerprint at the end of the call. `tensor` shares memory and version counter."""
 
     name: str
     tensor: Tensor
     requires_grad: bool
-    seen: Fingerprint
+    fingerprint: Fingerprint
 
     @staticmethod
     def of(name: str, tensor: Tensor, waits: bool) -> _HeldOutput:
@@ -116,16 +116,16 @@ class _HeldOutput:
         return _HeldOutput(name, alias, tensor.requires_grad, Fingerprint.of(alias, reads=waits))
 
     def change(self, with_counter: bool) -> str | None:
-        """What has happened to it since; without its version counter, what that does not show."""
-        seen = self.seen.visible_change(self.tensor, self.name)
-        if seen is not None:
-            return seen if with_counter or not self.seen.is_written(self.tensor) else None
-        return self.seen.hidden_change(self.tensor, self.name)
+        """Describe how the tensor has changed since the call; without `with_counter`, only changes that the counter misses."""
+        visible = self.fingerprint.visible_change(self.tensor, self.name)
+        if visible is not None:
+            return visible if with_counter or not self.fingerprint.is_written(self.tensor) else None
+        return self.fingerprint.hidden_change(self.tensor, self.name)
 
 
 @dataclass(frozen=True)
 class _Tape:
-    """One run with gradients: where they come in, and the leaves that they reach."""
+    """One run with gradients: the edge where they enter, and the leaves that they reach."""
 
     output: GradientEdge
     leaves: tuple[Tensor | None, ...]
@@ -133,26 +133,26 @@ class _Tape:
 
 @dataclass(frozen=True)
 class RowCut:
-    """How loops are to cut what they make: into so many rows of one axis, a dimension of the inputs at some positions."""
+    """The chunks of a use: so many rows of one axis, which is a dimension of the inputs at some positions."""
 
     rows: int
     along: tuple[tuple[int, int], ...] = ()
 
 
 class UseCompiler(Protocol):
-    """Compiles graphs of what is asked for of deferred outputs."""
+    """Compiles graphs that compute results from deferred outputs."""
 
     def __call__(
         self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: RowCut
     ) -> Callable[..., Any] | None:
-        """The graph as loops; None where it makes something of half of `most` elements that is no result, or cuts otherwise."""
+        """Return the graph as loops; None if a value other than a result has `most / 2` elements, or if the cut differs."""
 
     def rows_per_chunk(self, numel: int, length: int) -> int:
-        """For values of `numel` elements that have `length` rows."""
+        """Return the number of rows per chunk for values of `numel` elements and `length` rows."""
 
 
 class RowMaker(Protocol):
-    """Makes rows of a source in the chunks that all passes over it have."""
+    """Computes rows of a source in the chunks that all passes over it share."""
 
     def can_cut(self, source: RecomputeSource) -> bool: ...
 
@@ -161,9 +161,10 @@ class RowMaker(Protocol):
 
 @dataclass
 class Agreement:
-    """How the outputs of one call are made: all in the same chunks, or all as a whole. The first look at one of them decides.
+    """How the outputs of one call are computed: all in the same chunks, or all at once. The first use of any of them decides.
 
-    What was read of one may be compared with the next, and a product rounds in another way where it has another number of rows.
+    The caller may compare values of one output with those of another, and a product of a different number of rows rounds
+    differently.
     """
 
     compiler: UseCompiler | None = None
@@ -173,7 +174,7 @@ class Agreement:
     _lock: Any = field(default_factory=threading.Lock)
 
     def may_cut(self) -> bool:
-        """Whether all that is there of the call's outputs can be made in chunks, and was not made otherwise before."""
+        """Return whether all live outputs of the call can be computed in chunks, and none was computed otherwise before."""
         if self.in_chunks is None:
             maker = self.maker
             if maker is None or not all(maker.can_cut(source) for source in self.sources):
@@ -181,16 +182,16 @@ class Agreement:
         return self.in_chunks is not False
 
     def settled(self, in_chunks: bool) -> bool:
-        """How the outputs are made; as given, if that was open until now."""
+        """Return how the outputs are computed, and record the given way if it was undecided."""
         with self._lock:
             self.in_chunks = in_chunks if self.in_chunks is None else self.in_chunks
             return self.in_chunks
 
 
 class RecomputeSource:
-    """What one deferred tensor, of `numel` elements, is rebuilt from. Holds only the tensors that the recipe reads.
+    """The tensors that one deferred tensor of `numel` elements is recomputed from; it holds only those that the recipe reads.
 
-    A tensor that `waits` is made when it is touched; others are made in the call.
+    If it `waits`, the deferred tensor is computed on first use; otherwise it is computed in the call.
     """
 
     def __init__(self, recipe: Recipe, values: Sequence[Any], numel: int, agreement: Agreement) -> None:
@@ -201,7 +202,7 @@ class RecomputeSource:
             value if isinstance(given, GivenSize) else _HeldOutput.of(given.name, value, self.waits)
             for given, value in zip(recipe.program.given, values, strict=True)
         ]
-        self._tapes: list[_Tape] = []  # at most one; taken out by whoever runs it: several threads may ask
+        self._tapes: list[_Tape] = []  # at most one; the thread that uses it removes it
         agreement.sources.add(self)
 
     @property
@@ -210,16 +211,16 @@ class RecomputeSource:
 
     @property
     def is_rebuilt(self) -> bool:
-        """Whether the dense tensor was made, and what its gradient needs is kept."""
+        """Whether the dense tensor was computed, and the values that its gradient needs are kept."""
         return bool(self._tapes)
 
     def leaves(self) -> list[int]:
-        """Positions of the given values that gradients are asked for."""
-        kept = enumerate(self._values)
-        return [i for i, value in kept if self.differentiable and isinstance(value, _HeldOutput) and value.requires_grad]
+        """Return the indices of the given values that need gradients."""
+        held = enumerate(self._values)
+        return [i for i, value in held if self.differentiable and isinstance(value, _HeldOutput) and value.requires_grad]
 
     def rebuild(self) -> Tensor:
-        """The dense tensor, outside of autograd. Made in one piece, what its gradient needs is kept beside it."""
+        """Return the dense tensor, detached. If it is computed at once, keep the values that its gradient needs."""
         if self.agreement.settled(in_chunks=False):
             assert self.agreement.maker is not None
             return self.agreement.maker.rows(self, 0, self.length)
@@ -229,7 +230,7 @@ class RecomputeSource:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The longest dimension of rows: which it is of the tensor, and of the given value that the rows are made of."""
+        """The longest dimension of rows, as a dimension of the tensor and of the given value that supplies the rows."""
         rows = self.recipe.rows
         assert rows is not None
         shape = self._values[rows.given].tensor.shape
@@ -237,57 +238,57 @@ class RecomputeSource:
 
     @property
     def length(self) -> int:
-        """How many rows there are in the longest dimension of rows."""
+        """The number of rows in the longest dimension of rows."""
         assert self.recipe.rows is not None
         length: int = self._values[self.recipe.rows.given].tensor.shape[self.longest[1]]
         return length
 
     def has_rows(self, dim: int) -> bool:
-        """Whether rows along a dimension can be made by themselves, with the values that they have in the whole."""
+        """Return whether rows along a dimension can be computed separately, with the same values as in the full tensor."""
         return self.recipe.rows is not None and self.recipe.rows.dims[dim] is not None and self.agreement.may_cut()
 
     def rebuild_rows(self, ranges: Mapping[int, range]) -> Tensor:
-        """The dense tensor restricted to ranges of some of its rows, outside of autograd."""
+        """Return the dense tensor restricted to ranges of some of its dimensions, detached."""
         assert self.agreement.maker is not None
         longest = self.longest[0]
-        own = ranges.get(longest, range(self.length))
-        made = self.agreement.maker.rows(self, own.start, own[-1] + 1)
-        within = {**ranges, longest: range(0, own[-1] + 1 - own.start, own.step)}
+        wanted = ranges.get(longest, range(self.length))
+        rows = self.agreement.maker.rows(self, wanted.start, wanted[-1] + 1)
+        within = {**ranges, longest: range(0, wanted[-1] + 1 - wanted.start, wanted.step)}
         index = tuple(
             slice(within[dim].start, within[dim].stop, within[dim].step) if dim in within else slice(None)
-            for dim in range(made.dim())
+            for dim in range(rows.dim())
         )
-        return made[index].clone(memory_format=torch.contiguous_format)
+        return rows[index].clone(memory_format=torch.contiguous_format)
 
     def gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of what the recipe reads, one for each given value. Runs the recipe again where it has to."""
+        """Return the gradients of the recipe's inputs, one for each given value; recompute the recipe if necessary."""
         try:
             tape: _Tape | None = self._tapes.pop()
         except IndexError:
             tape = self._recorded()[1]
         else:
-            self.current(with_counter=False)  # what a counter shows, autograd knows
+            self.current(with_counter=False)  # autograd checks version counters itself
         if tape is None:
             return (None,) * len(self._values)
         reached = [leaf for leaf in tape.leaves if leaf is not None]
-        found = iter(torch.autograd.grad([tape.output], reached, [gradient], allow_unused=True))
-        return tuple(None if leaf is None else next(found) for leaf in tape.leaves)
+        gradients = iter(torch.autograd.grad([tape.output], reached, [gradient], allow_unused=True))
+        return tuple(None if leaf is None else next(gradients) for leaf in tape.leaves)
 
     def _recorded(self) -> tuple[Tensor, _Tape | None]:
         values = self.current()
         leaves: list[Tensor | None] = [None] * len(values)
         for position in self.leaves():
             values[position] = leaves[position] = values[position].detach().requires_grad_()
-        with self.modes.restored(), no_saved_tensor_hooks():  # hooks of the place where it is touched
+        with self.modes.restored(), no_saved_tensor_hooks():  # hooks active at the place of use must not apply
             output: Tensor = run_program(self.recipe.program, values)
         if not output.requires_grad:
             return output, None
         return output.detach(), _Tape(get_gradient_edge(output), tuple(leaves))
 
     def current(self, with_counter: bool = True) -> list[Any]:
-        """The values to run the recipe on; raises if one of them is not what it was in the call."""
-        for kept in self._values:
-            change = kept.change(with_counter) if isinstance(kept, _HeldOutput) else None
+        """Return the values to run the recipe on; raise an error if one of them has changed since the call."""
+        for held in self._values:
+            change = held.change(with_counter) if isinstance(held, _HeldOutput) else None
             if change is not None:
                 raise StaleOutputError(
                     f"the output {self.recipe.name!r} is computed when it is first used, and its first use is now",
@@ -299,5 +300,5 @@ class RecomputeSource:
         return self.unchecked()
 
     def unchecked(self) -> list[Any]:
-        """The same, whatever has become of them."""
-        return [kept.tensor if isinstance(kept, _HeldOutput) else kept for kept in self._values]
+        """Return the values to run the recipe on, without checks."""
+        return [held.tensor if isinstance(held, _HeldOutput) else held for held in self._values]

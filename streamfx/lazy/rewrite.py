@@ -1,8 +1,8 @@
-"""Takes outputs that are large and cheap to rebuild out of a Dynamo graph, and what they are rebuilt from in.
+"""Remove outputs from a Dynamo graph that are large and cheap to recompute, and return the values they are recomputed from.
 
 before   return loss, logits                        logits = linear(hidden, weight)
-after    return loss, hidden                        hidden [b t d], one V-th part of logits or so
-         the caller gets loss and a DeferredTensor that runs linear(hidden, weight) when it is touched
+after    return loss, hidden                        hidden [b t d], about d/V of the bytes of logits
+         the caller gets loss and a DeferredTensor that runs linear(hidden, weight) on first use
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from streamfx.lazy.values import (
 )
 from streamfx.torch_private import dynamo_copy, placeholder_source
 
-WORTH = 2  # a value is deferred when it has at least so many times the bytes of what is kept instead
+WORTH = 2  # a value is deferred if it has at least this many times the bytes of the values saved instead
 
 
 @dataclass(frozen=True)
 class Deferral:
-    """A graph that returns less, and how its caller gets the original outputs all the same."""
+    """A graph with smaller outputs, and the plan that restores the original outputs for its caller."""
 
     module: fx.GraphModule
     plan: OutputPlan
 
     @property
     def unread(self) -> frozenset[int]:
-        """Positions of the inputs that only deferred outputs read, such as the head's weight."""
+        """The indices of inputs that only deferred outputs read, such as the head's weight."""
         placeholders = self.module.graph.find_nodes(op="placeholder")
         return frozenset(position for position, node in enumerate(placeholders) if not node.users)
 
 
 def defer_outputs(module: fx.GraphModule) -> Deferral | None:
-    """The graph with its deferrable outputs taken out; None where there are none. `module` stays as it is."""
+    """Return the graph without its deferrable outputs; None if it has none. `module` is not modified."""
     if has_nested_modes(module.graph):
         return None
     values = values_of(module.graph)
@@ -71,7 +71,7 @@ def defer_outputs(module: fx.GraphModule) -> Deferral | None:
 
 
 def _chosen(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Node, Frontier]:
-    """Which bases of outputs are deferred, the largest first, and from what."""
+    """Choose the bases of outputs to defer, the largest first, with their frontiers."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for output in filter(is_dense, outputs):
         groups.setdefault(values.bases[output], []).append(output)
@@ -88,87 +88,89 @@ def _chosen(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Node, Front
         if chosen.keys().isdisjoint(values.bases[node] for node in frontier.given):
             chosen[base] = frontier
             needed.update(values.bases[node] for node in frontier.given)
-    read = _behind([output for output in filter(is_dense, outputs) if values.bases[output] not in chosen])
+    read = _ancestors([output for output in filter(is_dense, outputs) if values.bases[output] not in chosen])
     chosen = {base: frontier for base, frontier in chosen.items() if base in read or not is_made_whole(base)}
     return _incomparable(chosen, groups, outputs, values)
 
 
 def is_made_whole(base: fx.Node) -> bool:
-    """Whether an output is too small to be made along the sequence. If no other output follows from it, as a loss does, the
-    caller called the graph for it: deferred, it would take its own memory, and also that of what it is rebuilt from.
+    """Return whether an output is too small to be computed in chunks.
+
+    If no other output (such as a loss) depends on it, the caller wants this output itself: deferring it would take its own memory
+    and that of the values it is recomputed from.
     """
     numel = example(base).numel()
     return isinstance(numel, int) and numel < steps.LEAST
 
 
-def _behind(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """What values are computed from, and they themselves."""
-    behind, waiting = set(nodes), list(nodes)
-    while waiting:
-        found = [operand for operand in waiting.pop().all_input_nodes if operand not in behind]
-        behind.update(found)
-        waiting += found
-    return behind
+def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the given nodes and all nodes that they depend on."""
+    ancestors, pending = set(nodes), list(nodes)
+    while pending:
+        operands = [operand for operand in pending.pop().all_input_nodes if operand not in ancestors]
+        ancestors.update(operands)
+        pending += operands
+    return ancestors
 
 
 def _incomparable(
     chosen: dict[fx.Node, Frontier], groups: Mapping[fx.Node, Sequence[fx.Node]], outputs: Sequence[Any], values: DynamoValues
 ) -> dict[fx.Node, Frontier]:
-    """Those of which no other output tells what their elements were in the call, to the last bit.
+    """Drop outputs whose elements can be compared, to the last bit, with another output of the call.
 
-    The caller may look for the maximum that the model returned among its logits, and these round in another way when they are
-    made again. A loss, one number that sums over them, tells nothing of single elements.
+    For example, the model may return the maximum of its logits, and the caller may look for this value among the logits, which
+    round differently when recomputed. A loss, a single number that sums over them, reveals no single element.
     """
     while True:
-        made = {output for base in chosen for output in groups[base]}
-        kept = [output for output in outputs if isinstance(output, fx.Node) and output not in made]
+        removed = {output for base in chosen for output in groups[base]}
+        kept = [output for output in outputs if isinstance(output, fx.Node) and output not in removed]
         given = [node for frontier in chosen.values() for node in frontier.given]
-        told = {
+        comparable = {
             base
             for base, frontier in chosen.items()
             if _tell_of(kept, {base, *_of_kind(frontier, CONTRACTING)}, _is_one_sum, values)
             or _tell_of(given, _of_kind(frontier, set(OpKind) - ALIASING), _is_sum, values)
         }
-        if not told:
+        if not comparable:
             return chosen
-        chosen = {base: frontier for base, frontier in chosen.items() if base not in told}
+        chosen = {base: frontier for base, frontier in chosen.items() if base not in comparable}
 
 
 def _of_kind(frontier: Frontier, kinds: Collection[OpKind]) -> set[fx.Node]:
-    """What is made again, and rounds in another way: the maximum that a call kept is then no maximum of it any more."""
+    """Return the recomputed nodes of these kinds, whose results may round differently than in the call."""
     return {node for node in frontier.rebuilt if kind_of(node) in kinds}
 
 
 def _tell_of(
-    kept: Sequence[fx.Node], made_again: Collection[fx.Node], is_apart: Callable[[fx.Node], bool], values: DynamoValues
+    kept: Sequence[fx.Node], recomputed: Collection[fx.Node], is_sum: Callable[[fx.Node], bool], values: DynamoValues
 ) -> bool:
-    """Whether any value may be compared with elements of what is made again, of which it is made by more than sums."""
-    behind, waiting = set(kept), list(kept)
-    while waiting:
-        node = waiting.pop()
-        if node in made_again:
+    """Return whether any kept value depends on elements of recomputed nodes other than through sums."""
+    ancestors, pending = set(kept), list(kept)
+    while pending:
+        node = pending.pop()
+        if node in recomputed:
             return True
-        for operand in () if is_apart(node) else node.all_input_nodes:
-            if operand not in behind and not is_known_size(operand, values):
-                behind.add(operand)
-                waiting.append(operand)
+        for operand in () if is_sum(node) else node.all_input_nodes:
+            if operand not in ancestors and not is_known_size(operand, values):
+                ancestors.add(operand)
+                pending.append(operand)
     return False
 
 
 def _is_one_sum(node: fx.Node) -> bool:
-    """Whether a value is one number, to which several others were added up."""
+    """Return whether a value is a zero-dimensional sum of several numbers."""
     return _is_sum(node) and example(node).dim() == 0
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether each element of a value is a sum of several elements of its operand."""
+    """Return whether each element of a value is a sum of several elements of its operand."""
     if not sums(node) or not is_dense(node):
         return False
     summed = next((operand for operand in node.all_input_nodes if is_dense(operand)), None)
     if summed is None:
         return False
-    whole, own = (product(shape_of(example(item))) for item in (summed, node))
-    return quotient(whole, own) not in (None, 1)
+    operand_numel, numel = (product(shape_of(example(item))) for item in (summed, node))
+    return quotient(operand_numel, numel) not in (None, 1)
 
 
 def _has_known_shape(node: fx.Node, values: DynamoValues) -> bool:
@@ -177,7 +179,7 @@ def _has_known_shape(node: fx.Node, values: DynamoValues) -> bool:
 
 
 def _view_nodes(base: fx.Node, output: fx.Node, values: DynamoValues) -> tuple[fx.Node, ...] | None:
-    """The functions that take `output` as a view of `base`, in order; None where something else is involved."""
+    """Return the functions that view `base` as `output`, in order; None if other functions are involved."""
     path: list[fx.Node] = []
     node = output
     while node is not base:
@@ -193,7 +195,7 @@ def _view_nodes(base: fx.Node, output: fx.Node, values: DynamoValues) -> tuple[f
 
 
 class _OutputRewriter:
-    """Makes the new graph: the same nodes, other outputs."""
+    """Builds the new graph: the same nodes with other outputs."""
 
     def __init__(
         self, module: fx.GraphModule, values: DynamoValues, outputs: Sequence[Any], chosen: dict[fx.Node, Frontier]
@@ -201,7 +203,7 @@ class _OutputRewriter:
         self.values, self.outputs, self.chosen = values, outputs, chosen
         self.module, self.copies = dynamo_copy(module)
         self.inputs = {node: i for i, node in enumerate(module.graph.find_nodes(op="placeholder"))}
-        self.returned: list[Any] = []  # outputs of the new graph, as nodes of the old one
+        self.returned: list[Any] = []  # outputs of the new graph, as nodes of the original graph
         self.recipes: list[Recipe] = []
 
     def result(self) -> Deferral:
@@ -232,13 +234,13 @@ class _OutputRewriter:
         return self.values.bases.get(output) if isinstance(output, fx.Node) else None
 
     def _returned(self, node: Any) -> int:
-        """The position of a value among the outputs of the new graph."""
+        """Return the index of a value among the outputs of the new graph."""
         if node not in self.returned:
             self.returned.append(node)
         return self.returned.index(node)
 
     def _exported(self, node: Any) -> Any:
-        """What the new graph returns for an old node: a copy of what is an input, or part of something larger."""
+        """Return the new graph's output for an original node: a copy if it is an input or a part of a larger tensor."""
         if not isinstance(node, fx.Node):
             return node
         copy = self.copies[node]
@@ -281,7 +283,7 @@ class _OutputRewriter:
         return RowAxes(frontier.given.index(largest), dims) if any(dim is not None for dim in dims) else None
 
     def _given(self, node: fx.Node) -> Given:
-        """Inputs are kept as they are where they outlive the call unchanged or autograd keeps them anyway."""
+        """Keep a reference to an input if it outlives the call unchanged or autograd keeps it anyway; else return it."""
         if is_parameter(node) or (node.op == "placeholder" and example(node).requires_grad):
             return GivenInput(self.inputs[node], _readable(placeholder_source(node)) or node.name)
         return GivenOutput(self._returned(node), node.name)
@@ -293,7 +295,7 @@ class _OutputRewriter:
     def _program(
         self, given: Sequence[fx.Node], nodes: Sequence[fx.Node], label: Callable[[fx.Node], Given] | None
     ) -> RecipeProgram:
-        """The nodes as a graph of their own, fed by `given`, which `label` describes (or nothing: see `Program`)."""
+        """Return the nodes as a separate graph with inputs `given`, described by `label`, or not at all if that is None."""
         graph = fx.Graph()
         env = {node: graph.placeholder(node.name) for node in given}
         sizes = dict.fromkeys(
@@ -304,7 +306,7 @@ class _OutputRewriter:
             env[node] = graph.node_copy(node, lambda operand: env[operand])
         graph.output(env[nodes[-1]])
         for copy in graph.nodes:
-            copy.meta = {}  # no FakeTensors
+            copy.meta = {}  # keep no FakeTensors alive
         numbers = tuple(GivenSize(size_of(example(node))) for node in sizes)
         contexts = {env[node]: self.values.contexts[node] for node in nodes if node in self.values.contexts}
         return RecipeProgram(graph, (*map(label, given), *numbers) if label else numbers, contexts)
@@ -314,6 +316,6 @@ HOLDERS = ("self", "_modules", "_parameters", "_buffers")
 
 
 def _readable(source: str) -> str:
-    """`L['self']._modules['lm_head']._parameters['weight']` as `lm_head.weight`; names with three underscores are Dynamo's."""
+    """Format `L['self']._modules['lm_head']._parameters['weight']` as `lm_head.weight`; Dynamo's own names begin with `___`."""
     parts = [first or second for first, second in re.findall(r"\['([^']+)'\]|\.(\w+)", source)]
     return ".".join(part for part in parts if part not in HOLDERS and not part.startswith("___"))

@@ -1,7 +1,7 @@
-"""Which dimensions of a program's result are rows: row i needs row i of what is given and no other.
+"""Find the dimensions of a program's result that are rows: row i depends only on row i of the given tensor.
 
-Each rule tells, for the dimensions of a result, which dimension of the given tensor they follow index by index, or
-None. After a function without a rule they follow nothing, and the result is made as a whole.
+Each rule returns, for each dimension of a result, the dimension of the given tensor that it follows index by index, or None. The
+result of a function without a rule follows no dimension, and is computed at once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Known: TypeAlias = "Mapping[fx.Node, Follows]"
 
 
 def rows_of_program(given: fx.Node, rebuilt: tuple[fx.Node, ...]) -> Follows:
-    """For each dimension of the last node: the dimension of `given` whose rows are its rows."""
-    known: dict[fx.Node, Follows] = {given: tuple(range(example(given).dim()))}  # of what is made of the given tensor
+    """Return, for each dimension of the last node, the dimension of `given` whose rows it follows, or None."""
+    known: dict[fx.Node, Follows] = {given: tuple(range(example(given).dim()))}  # for nodes that depend on the given tensor
     for node in rebuilt:
         if not known.keys().isdisjoint(node.all_input_nodes):
             known[node] = _follows(node, known) if is_dense(node) else ()
@@ -28,7 +28,7 @@ def rows_of_program(given: fx.Node, rebuilt: tuple[fx.Node, ...]) -> Follows:
 
 
 def _follows(node: fx.Node, known: Known) -> Follows:
-    """A dimension that an operand does not follow is lost, whatever the operand is read for: it was summed over, say."""
+    """Apply the rule of a node. If any operand has lost a dimension (e.g. to a sum), the result has lost it, too."""
     rule = RULES.get(kind_of(node))  # type: ignore[arg-type]
     follows = rule(node, known) if rule is not None else ()
     rank = example(node).dim()
@@ -43,7 +43,7 @@ def _of(node: object, known: Known) -> Follows:
 
 
 def _pointwise(node: fx.Node, known: Known) -> Follows:
-    """Dimensions are aligned from the last; all operands that have one (and do not repeat it) must follow the same."""
+    """Align dimensions from the last. All operands that have a dimension, unless broadcast, must follow the same one."""
     rank = example(node).dim()
     aligned: list[set[int | None]] = [set() for _ in range(rank)]
     for operand in filter(is_dense, node.all_input_nodes):
@@ -63,7 +63,7 @@ def _same(node: fx.Node, known: Known) -> Follows:
 
 
 def _index(node: fx.Node, known: Known) -> Follows:
-    """x[:, 0:, ...]: full slices only."""
+    """Handle x[:, 0:, ...] with full slices only."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     full = all(item is Ellipsis or item in (slice(None), slice(0, None), slice(0, None, 1)) for item in index)
     return _of(node.args[0], known) if full else ()
@@ -79,7 +79,7 @@ def _softmax(node: fx.Node, known: Known) -> Follows:
 
 
 def _reduction(node: fx.Node, known: Known) -> Follows:
-    """Over one dimension, or several; in its place is one of size one, or none. No dimension at all stands for all."""
+    """Handle sums over one or several dimensions, with or without keepdim. No dimension means all of them."""
     follows = _of(_first(node), known)
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     dims = given if isinstance(given, (tuple, list)) else (given,)
@@ -91,26 +91,26 @@ def _reduction(node: fx.Node, known: Known) -> Follows:
 
 
 def _norm(node: fx.Node, known: Known) -> Follows:
-    """Over as many of the last dimensions as a shape says, with weights that have no rows of the given tensor."""
+    """Handle norms over the last dimensions, given by a shape, if the weights have no rows of the given tensor."""
     shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
-    if not isinstance(shape, (tuple, list)) or not shape or not _are_apart(node, known):
+    if not isinstance(shape, (tuple, list)) or not shape or not _only_first_has_rows(node, known):
         return ()
     return (*_of(_first(node), known)[: -len(shape)], *(None for _ in shape))
 
 
 def _linear(node: fx.Node, known: Known) -> Follows:
-    """x [..., k] with a weight [k, n] that has no rows of the given tensor."""
+    """Handle x [..., k] with a weight [k, n] that has no rows of the given tensor."""
     if len(node.args) < 2 or not is_dense(node.args[1]) or example(node.args[1]).dim() != 2:
         return ()
-    return (*_of(node.args[0], known)[:-1], None) if _are_apart(node, known) else ()
+    return (*_of(node.args[0], known)[:-1], None) if _only_first_has_rows(node, known) else ()
 
 
-def _are_apart(node: fx.Node, known: Known) -> bool:
-    """Whether no operand but the first one has rows of the given tensor, and the first is no second one, too."""
+def _only_first_has_rows(node: fx.Node, known: Known) -> bool:
+    """Return whether only the first operand has rows of the given tensor, and it is used as an operand once."""
     first = _first(node)
     weights = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, fx.Node) and item is not first]
-    again = sum(item is first for item in (*node.args, *node.kwargs.values())) > 1
-    return not again and all(dim is None for weight in weights for dim in _of(weight, known))
+    is_repeated = sum(item is first for item in (*node.args, *node.kwargs.values())) > 1
+    return not is_repeated and all(dim is None for weight in weights for dim in _of(weight, known))
 
 
 RULES: dict[OpKind, Callable[[fx.Node, Known], Follows]] = {

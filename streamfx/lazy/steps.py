@@ -1,8 +1,8 @@
-"""Which operators on deferred tensors wait, and the cells of what they will give.
+"""Decide which operators on deferred tensors are deferred, and build the cells of their results.
 
-Views and casts always wait. So does any operator that is a function of its operands, where an operand or its result is large:
-what it gives is deferred again. A loss on deferred logits, and autograd's formulas for its gradient, so become one expression, of
-which only small results are ever asked for: these are made along the sequence (see `streamed.py`).
+Views and casts are always deferred. So is any pure function with a large operand or result. A loss on deferred logits, and
+autograd's formulas for its gradient, thus become one expression. Only its small results are ever read, and they are computed in
+chunks of the sequence (see `streamed.py`).
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from torch.utils import _pytree as pytree
 from streamfx.lazy.lazy_values import Cell, CellRows, DeferredOperator
 
 aten = torch.ops.aten
-LEAST = 1 << 21  # elements of a value that is worth an expression
-DEEPEST = 100  # steps in an expression, one on the other: walks through it are recursive
-SMALL = 8  # times smaller than what it is used with: a copy of an operand is kept, in case the caller writes into it
+LEAST = 1 << 21  # minimum number of elements of a value that is worth an expression
+DEEPEST = 100  # maximum depth of an expression: traversals are recursive
+SMALL = 8  # times smaller than the widest value: a copy of the operand is kept, in case the caller writes into the original
 
 IMPURE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def is_wide(cell: Cell) -> bool:
-    """Whether a value is large and not there yet."""
+    """Return whether a value is large and not computed yet."""
     return cell.value is None and not cell.is_whole and cell.numel >= LEAST
 
 
 def widest_below(cell: Cell) -> int:
-    """Elements of the largest value, not there yet, that reading a cell would make on the way; 0 if no such value is large."""
-    seen, waiting, widest = {cell}, [cell], 0
-    while waiting:
-        for operand in _asked_for(waiting.pop()):
+    """Return the number of elements of the largest wide value that reading a cell would compute; 0 if there is none."""
+    seen, pending, widest = {cell}, [cell], 0
+    while pending:
+        for operand in _asked_for(pending.pop()):
             if operand not in seen:
                 seen.add(operand)
-                waiting.append(operand)
+                pending.append(operand)
                 widest = max(widest, operand.numel if is_wide(operand) else 0)
     return widest
 
 
 def _asked_for(cell: Cell) -> list[Cell]:
-    """The operands that a cell has to read for its value."""
+    """Return the operands that a cell must read to compute its value."""
     step = cell.step  # before the value: see NOTE [Cells that several threads read]
-    is_there = cell.value is not None or (cell.root is not cell and (cell.is_whole or cell.has_rows()))
-    return [] if is_there or step is None else step.operands()
+    is_computed = cell.value is not None or (cell.root is not cell and (cell.is_whole or cell.has_rows()))
+    return [] if is_computed or step is None else step.operands()
 
 
 def is_part(cell: Cell) -> bool:
-    """Whether a value is small beside others that reading it would make."""
+    """Return whether a value is small relative to others that reading it would compute."""
     return 0 < SMALL * cell.numel <= widest_below(cell)
 
 
 def is_cut_from(cell: Cell) -> bool:
-    """Whether a value is a small view of a large one that is not there."""
+    """Return whether a value is a small view of a large one that is not computed yet."""
     return cell.root is not cell and is_wide(cell.root) and SMALL * cell.numel <= cell.root.numel
 
 
@@ -62,7 +62,7 @@ def is_cut_from(cell: Cell) -> bool:
 
 
 def viewed(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cell | list[Cell]:
-    """Views of a deferred tensor are deferred (see NOTE [Memory shared by views]). `args` are those after the tensor."""
+    """Return deferred views of a deferred tensor (see NOTE [Memory shared by views]). `args` follow the tensor argument."""
     step = DeferredOperator(func, (cell, *args), kwargs)
     on_metadata = not cell.is_whole and func is not aten.as_strided.default
     parts = func(meta_of(cell.like) if on_metadata else cell.aliased(), *args, **kwargs)
@@ -77,7 +77,7 @@ def _part(part: Tensor, step: DeferredOperator, result: int | None, rows: CellRo
 
 
 def _rows(func: Any, cell: Cell, args: Sequence[Any]) -> CellRows | None:
-    """Which rows of the root a view is, where it is no more than that."""
+    """Return the rows of the root that a view selects; None if the view does more than that."""
     rows = cell.rows if cell.root is not cell else CellRows(tuple(cell.like.shape), {})
     if rows is None or func in (aten.alias.default, aten.detach.default):
         return rows
@@ -90,7 +90,7 @@ def _rows(func: Any, cell: Cell, args: Sequence[Any]) -> CellRows | None:
 
 
 def is_lazy_cast(func: Any, cell: Cell, kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether a copy changes the type only, of a value that is not there yet."""
+    """Return whether a copy changes only the dtype of a value that is not computed yet."""
     given = {name for name, value in kwargs.items() if value not in (None, False)}
     same_device = kwargs.get("device") in (None, device)
     is_cast = func is aten._to_copy.default and given <= {"dtype", "device", "layout", "memory_format"}
@@ -102,13 +102,13 @@ def cast(func: Any, cell: Cell, kwargs: Mapping[str, Any]) -> Cell:
     return Cell(func(meta_of(cell.like), **kwargs), step=DeferredOperator(func, (cell,), kwargs))
 
 
-# -- all others
+# -- all other operators
 
 
 def postponed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> list[Cell] | None:
-    """The results of a function of large deferred values, or large results of what `spreads`; None for any other operator.
+    """Return the results of a function of large deferred values, or large results of operands that `spread`.
 
-    Cells stand in the arguments for deferred tensors.
+    Return None for any other operator. The arguments contain cells in place of deferred tensors.
     """
     operands = [item for item in pytree.tree_leaves((args, dict(kwargs))) if isinstance(item, Cell)]
     widest = max((cell.numel for cell in operands if is_wide(cell)), default=0)
@@ -118,25 +118,25 @@ def postponed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device:
         return None
     try:
         likes = _likes(func, args, kwargs)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):  # the operator itself will tell
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):  # the operator itself raises this later
         return None
-    if not likes or any(like is None for like in likes):  # a gradient that nobody asked for
+    if not likes or any(like is None for like in likes):  # a gradient that is not requested
         return None
     if (widest := max(widest, *(like.numel() for like in likes))) < LEAST:
         return None
-    own = [_own(item, widest // SMALL) for item in pytree.tree_leaves((args, dict(kwargs))) if _is_dense(item)]
-    if any(item is None for item in own):
+    operands_kept = [_small_copy(item, widest // SMALL) for item in pytree.tree_leaves((args, dict(kwargs))) if _is_dense(item)]
+    if any(item is None for item in operands_kept):
         return None
-    copies = iter(own)
+    copies = iter(operands_kept)
     step = DeferredOperator(func, *pytree.tree_map_only(_is_dense, lambda item: next(copies), (tuple(args), dict(kwargs))))
     several = len(func._schema.returns) > 1
     return [Cell(like, step=step, result=number if several else None) for number, like in enumerate(likes)]
 
 
 def overwritten(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    """Let a large value that is not there be that of an operator which writes into it, if nothing else has seen it.
+    """Defer an in-place operator on a large value that is not computed yet, if nothing else has yet to read the old value.
 
-    `args` are those after the value, cells in place of deferred tensors.
+    `args` follow the written value, with cells in place of deferred tensors. Return whether the operator was deferred.
     """
     function = _function_of(func)
     others = [item for item in pytree.tree_leaves((args, dict(kwargs))) if isinstance(item, Cell) and item is not cell]
@@ -146,16 +146,16 @@ def overwritten(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str,
     if before is None:
         return False
     args, kwargs = pytree.tree_map(lambda item: before if item is cell else item, (tuple(args), dict(kwargs)))
-    made = postponed(function, (before, *args), kwargs, device)
-    if made is None or len(made) != 1 or (made[0].like.dtype, made[0].like.shape) != (cell.like.dtype, cell.like.shape):
+    cells = postponed(function, (before, *args), kwargs, device)
+    if cells is None or len(cells) != 1 or (cells[0].like.dtype, cells[0].like.shape) != (cell.like.dtype, cell.like.shape):
         return False
-    assert made[0].step is not None
-    cell.write(made[0].step)
+    assert cells[0].step is not None
+    cell.write(cells[0].step)
     return True
 
 
 def _function_of(func: Any) -> Any:
-    """`aten.div.Tensor` for `aten.div_.Tensor`; None where there is none, or more than the first argument is written."""
+    """Return e.g. `aten.div.Tensor` for `aten.div_.Tensor`; None without such an operator, or if other arguments are written."""
     namespace, _, name = func._schema.name.partition("::")
     written = [i for i, argument in enumerate(func._schema.arguments) if argument.alias_info and argument.alias_info.is_write]
     if namespace != "aten" or not name.endswith("_") or written != [0]:
@@ -164,9 +164,9 @@ def _function_of(func: Any) -> Any:
 
 
 def _is_function(func: Any, kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether results follow from the operands, have memory of their own, and lie on the device of the deferred tensor."""
+    """Return whether an operator is pure, returns new tensors, and stays on the device of the deferred tensor."""
     tensors = all(str(result.type) == "Tensor" for result in func._schema.returns)
-    impure = any(tag in func.tags for tag in IMPURE) and func is not aten.index.Tensor  # by a mask, `_likes` fails
+    impure = any(tag in func.tags for tag in IMPURE) and func is not aten.index.Tensor  # for mask indices, `_likes` fails
     pure = not func._schema.is_mutable and not impure
     return tensors and pure and kwargs.get("device") in (None, device)
 
@@ -175,8 +175,8 @@ def _is_dense(item: Any) -> bool:
     return isinstance(item, Tensor)
 
 
-def _own(tensor: Tensor, most: int) -> Tensor | None:
-    """A copy of a small operand, which keeps what is repeated in it; None if it is large or no plain tensor."""
+def _small_copy(tensor: Tensor, most: int) -> Tensor | None:
+    """Return a copy of a small operand that keeps its expanded dimensions; None if it is large or no plain tensor."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return None
     compact = compacted(tensor.detach())
@@ -184,18 +184,18 @@ def _own(tensor: Tensor, most: int) -> Tensor | None:
 
 
 def compacted(tensor: Tensor) -> Tensor:
-    """The tensor without repetitions: of size 1 where it was expanded."""
+    """Return the tensor with size 1 in expanded dimensions."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         tensor = tensor.narrow(dim, 0, 1) if size > 1 and not stride else tensor
     return tensor
 
 
 def _likes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Meta tensors like the results."""
+    """Return meta tensors with the metadata of the results."""
     on_meta = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
     args, kwargs = pytree.tree_map(_meta_operand, (tuple(args), dict(kwargs)))
-    made = func(*args, **{**kwargs, **on_meta})
-    return [made] if isinstance(made, Tensor) else list(made)
+    results = func(*args, **{**kwargs, **on_meta})
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
 def _meta_operand(item: Any) -> Any:
@@ -205,7 +205,7 @@ def _meta_operand(item: Any) -> Any:
 
 
 def meta_of(tensor: Tensor) -> Tensor:
-    """A tensor without memory, with the same sizes and strides."""
+    """Return a meta tensor with the same sizes and strides."""
     if tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

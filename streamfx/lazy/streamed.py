@@ -1,8 +1,8 @@
-"""Small values that hang on large deferred ones, made along the sequence: the large ones never exist.
+"""Compute small functions of large deferred values in chunks of the sequence, so that the large values never exist.
 
-What a loss on deferred logits asks for (a number, a number per token), and the gradients of what the logits are made from, are
-functions of the recipe's inputs and a few small tensors. They are written down as a graph, which the same compiler turns into
-loops over chunks, once for all lengths. Where it does not stream, the caller makes the large values instead, as eager would.
+The results that a loss on deferred logits needs (one number, or one per token), and the gradients of the logits' inputs, are
+functions of the recipe's inputs and a few small tensors. They are written as a graph, which the same compiler turns into loops
+over chunks, once for all lengths. If that does not stream, the caller materializes the large values instead, like eager.
 
     hidden, weight | linear -> float -> log_softmax -> gather(ids) | log-probabilities [b t]
     hidden, weight | linear -> ... -> _log_softmax_backward_data -> autograd.grad(linear) | gradients of hidden and weight
@@ -45,82 +45,82 @@ from streamfx.torch_private.dynamo import compiling
 from streamfx.torch_private.symbolic_sizes import with_sizes
 
 aten = torch.ops.aten
-MOST_GRAPHS = 64  # compiled in one process: a program that asks for more has numbers in it that never repeat
-MOST_FORMS = 6  # of one graph, for sizes that do not belong together
+MOST_GRAPHS = 64  # compiled per process: a program that needs more has numbers in its graphs that never repeat
+MOST_FORMS = 6  # code variants per graph, for sizes that cannot share one
 
 
 def made_in_chunks(cells: Sequence[Cell]) -> Sequence[Tensor] | None:
-    """The values of cells, without the large ones that they are made of; None where that does not stream."""
-    writer = _GraphBuilder()
-    results = [writer.node(cell) for cell in cells]
-    return _run(writer, results) if writer.may_cut() else None
+    """Return the values of cells without materializing large operands; None if that does not stream."""
+    builder = _GraphBuilder()
+    results = [builder.node(cell) for cell in cells]
+    return _run(builder, results) if builder.may_cut() else None
 
 
 def gradients_in_chunks(source: RecomputeSource, gradient: Cell) -> Sequence[Tensor | None] | None:
-    """The gradients of what a source is made from, one for each given value, from that of its output."""
-    writer = _GraphBuilder()
-    driving = writer.node(gradient)
-    output, leaves = writer.recorded(source)
+    """Return the gradients of a source's given values, from the gradient of its output; None if that does not stream."""
+    builder = _GraphBuilder()
+    driving = builder.node(gradient)
+    output, leaves = builder.recorded(source)
     positions = [position for position, leaf in enumerate(leaves) if leaf is not None]
-    found = writer.call(torch.autograd.grad, (output,), [leaves[p] for p in positions], (driving,), allow_unused=True)
-    results = [writer.call(operator.getitem, found, number) for number in range(len(positions))]
-    made = _run(writer, results) if writer.may_cut() else None
-    if made is None:
+    gradients = builder.call(torch.autograd.grad, (output,), [leaves[p] for p in positions], (driving,), allow_unused=True)
+    results = [builder.call(operator.getitem, gradients, number) for number in range(len(positions))]
+    computed = _run(builder, results) if builder.may_cut() else None
+    if computed is None:
         return None
-    by_position = dict(zip(positions, made, strict=True))
+    by_position = dict(zip(positions, computed, strict=True))
     return [by_position.get(position) for position in range(len(leaves))]
 
 
 class RowsInChunks:
-    """Makes rows of a source in the chunks that all passes over it have: by the same operators, on as many rows at a time."""
+    """Computes rows of a source in the chunks that all passes over it share: by the same operators, on equally many rows."""
 
     def can_cut(self, source: RecomputeSource) -> bool:
-        """Whether the source is large, and streams in chunks of its own."""
+        """Return whether the source is large, and streams in chunks of its own."""
         if source.numel < steps.LEAST or source.recipe.rows is None or source.agreement.compiler is None:
             return False
-        writer = _GraphBuilder(checks=False)
-        return _form(writer, [writer.whole(source)]) is not None
+        builder = _GraphBuilder(checks=False)
+        return _form(builder, [builder.whole(source)]) is not None
 
     def rows(self, source: RecomputeSource, start: int, stop: int) -> Tensor:
-        """Rows along the longest dimension of rows. The chunks that they are in are made."""
+        """Return rows along the longest dimension of rows, by computing the chunks that contain them."""
         step, (dim, _) = rows_of(source), source.longest
         first = max(0, min(start, stop - 2)) // step * step  # a single row is no sequence
         last = min(source.length, -(-stop // step) * step)
         for bounds in ((first, last), (0, source.length)):
-            writer = _GraphBuilder()
-            made = _run(writer, [writer.whole(source, *bounds)])
-            if made is not None:
-                part: Tensor = made[0].narrow(dim, start - bounds[0], stop - start)
+            builder = _GraphBuilder()
+            results = _run(builder, [builder.whole(source, *bounds)])
+            if results is not None:
+                part: Tensor = results[0].narrow(dim, start - bounds[0], stop - start)
                 return part
         raise AssertionError("what streams once streams again")
 
 
 def rows_of(source: RecomputeSource) -> int:
-    """Rows of a chunk, in every pass over the source."""
+    """Return the rows per chunk, the same in every pass over the source."""
     compiler = source.agreement.compiler
     return compiler.rows_per_chunk(source.numel, source.length) if compiler is not None else source.length
 
 
 class _GraphBuilder:
-    """Writes cells down as a graph of their sources' inputs, of small tensors and of sizes."""
+    """Builds a graph from cells, with the inputs of their sources, small tensors and sizes as inputs."""
 
     def __init__(self, checks: bool = True) -> None:
-        self.checks = checks  # whether the inputs are what they were in the call
+        self.checks = checks  # whether to check that the inputs have not changed since the call
         self.graph = fx.Graph()
         self.inputs: list[Any] = []
-        self.shared: set[int] = set()  # positions of inputs that no row is of: weights
+        self.shared: set[int] = set()  # indices of inputs without rows: weights
         self.widest = 0
         self._cells: dict[Cell, fx.Node] = {}
         self._steps: dict[DeferredOperator, fx.Node] = {}
         self.sources: dict[RecomputeSource, tuple[fx.Node, list[fx.Node | None]]] = {}
-        self.along: list[tuple[int, int]] = []  # positions of inputs that rows are made of, and which dimension has the rows
+        self.along: list[tuple[int, int]] = []  # index of each input with rows, and its dimension of rows
         self._last: fx.Node | None = None
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(function, args, kwargs)
 
     def given(self, value: Any, is_shared: bool = False) -> fx.Node:
-        """An input of the graph: a tensor, or a size."""
+        """Add an input to the graph: a tensor, or a size."""
         if is_shared:
             self.shared.add(len(self.inputs))
         self.inputs.append(value)
@@ -133,24 +133,24 @@ class _GraphBuilder:
         return self._last
 
     def tensor(self, value: Tensor) -> fx.Node:
-        """A small tensor; what is repeated in it is repeated in the graph, where that takes no memory."""
+        """Add a small tensor. Expanded dimensions are expanded in the graph, where that takes no memory."""
         compact = compacted(value)
-        made = self.given(compact)
+        node = self.given(compact)
         if compact is value:
-            return made
-        sizes = [self.size(given) if given != own else given for given, own in zip(value.shape, compact.shape, strict=True)]
-        return self.call(aten.expand.default, made, sizes)
+            return node
+        sizes = [self.size(full) if full != size else full for full, size in zip(value.shape, compact.shape, strict=True)]
+        return self.call(aten.expand.default, node, sizes)
 
     def size(self, number: int) -> Any:
-        """A number as an input, so that another length is the same graph; 0, 1 and what means "all" stay what they are."""
+        """Add a number as an input, so that other lengths share the graph; 0, 1, and numbers that mean "all" are constants."""
         return self.given(number) if 2 <= number < 1 << 31 else number
 
     def node(self, cell: Cell) -> fx.Node:
         if cell not in self._cells:
-            self._cells[cell] = self._written(cell)
+            self._cells[cell] = self._cell_node(cell)
         return self._cells[cell]
 
-    def _written(self, cell: Cell) -> fx.Node:
+    def _cell_node(self, cell: Cell) -> fx.Node:
         step, value = cell.step, cell.value  # in this order: see NOTE [Cells that several threads read]
         if value is not None:
             return self.tensor(value)
@@ -159,16 +159,16 @@ class _GraphBuilder:
             return self.whole(cell.source)
         assert step is not None
         if step not in self._steps:
-            self._steps[step] = self._called(step)
-        made = self._steps[step]
-        return made if cell.result is None else self.call(operator.getitem, made, cell.result)
+            self._steps[step] = self._step_node(step)
+        node = self._steps[step]
+        return node if cell.result is None else self.call(operator.getitem, node, cell.result)
 
-    def _called(self, step: DeferredOperator) -> fx.Node:
-        """An operator; its sizes become inputs."""
+    def _step_node(self, step: DeferredOperator) -> fx.Node:
+        """Add an operator; its size arguments become inputs."""
         sizes = _sizes_of(step.func)
         names = [argument.name for argument in step.func._schema.arguments]
 
-        def written(name: str, item: Any) -> Any:
+        def converted(name: str, item: Any) -> Any:
             if isinstance(item, Cell):
                 return self.node(item)
             if isinstance(item, Tensor):
@@ -176,41 +176,41 @@ class _GraphBuilder:
             return self.size(item) if name in sizes and type(item) is int else item
 
         args = [
-            pytree.tree_map(lambda item, name=name: written(name, item), value)
+            pytree.tree_map(lambda item, name=name: converted(name, item), value)
             for name, value in zip(names, step.args, strict=False)
         ]
         kwargs = {
-            name: pytree.tree_map(lambda item, name=name: written(name, item), value) for name, value in step.kwargs.items()
+            name: pytree.tree_map(lambda item, name=name: converted(name, item), value) for name, value in step.kwargs.items()
         }
         return self.call(COPIES_WHERE_NEEDED.get(step.func, step.func), *args, **kwargs)
 
     def whole(self, source: RecomputeSource, start: int = 0, stop: int | None = None) -> fx.Node:
-        """The output of a source's recipe, or some of its rows."""
+        """Add the output of a source's recipe, or some of its rows, detached."""
         self.widest = max(self.widest, source.numel)
         return self.call(aten.detach.default, self.recorded(source, start, stop)[0])
 
     def recorded(self, source: RecomputeSource, start: int = 0, stop: int | None = None) -> tuple[fx.Node, list[fx.Node | None]]:
-        """The output of a source's recipe, and the leaves that gradients are asked for, one for each given value.
+        """Add a source's recipe; return its output, and the leaf of each given value that needs a gradient.
 
-        It is recorded whether a gradient is taken or not, so that it is made by the same operators in both.
+        The recipe is recorded even if no gradient is taken, so that the same operators run in both cases.
         """
         if source not in self.sources:
             self.sources[source] = self._recipe(source, start, stop)
         return self.sources[source]
 
     def may_cut(self) -> bool:
-        """Whether all sources may be made in chunks, and have equally long ones."""
+        """Return whether all sources may be computed in chunks, and have the same number of rows per chunk."""
         return all(source.agreement.may_cut() for source in self.sources) and len({*map(rows_of, self.sources)}) == 1
 
     def _recipe(self, source: RecomputeSource, start: int, stop: int | None) -> tuple[fx.Node, list[fx.Node | None]]:
         rows, values = source.recipe.rows, source.current() if self.checks else source.unchecked()
-        place = 0 if rows is None else source.longest[1]
+        dim = 0 if rows is None else source.longest[1]
         nodes = []
         for i, value in enumerate(values):
             has_rows = rows is not None and i == rows.given
             if has_rows:
-                self.along.append((len(self.inputs), place))
-                value = value[(slice(None),) * place + (slice(start, stop),)].contiguous()  # operators ask for the layout
+                self.along.append((len(self.inputs), dim))
+                value = value[(slice(None),) * dim + (slice(start, stop),)].contiguous()  # some operators require this layout
             nodes.append(self.given(value, rows is not None and not has_rows))
         leaves: list[fx.Node | None] = [None] * len(nodes)
         recorded = source.differentiable
@@ -229,7 +229,7 @@ class _GraphBuilder:
         return env[program.graph.output_node().args[0]], leaves  # type: ignore[index]
 
     def _under_modes(self, source: RecomputeSource, node: fx.Node, env: dict[fx.Node, fx.Node], recorded: bool) -> fx.Node:
-        """A function of a recipe, under the modes of its call."""
+        """Add a function of a recipe under the modes of its call."""
         context = source.recipe.program.contexts.get(node)
         autocasts = [(name, dtype, True, False) for name, dtype, enabled in source.modes.autocasts if enabled]
         entered = [self.call(ENTER_AUTOCAST, *arguments) for arguments in (*autocasts, *(context.autocasts if context else ()))]
@@ -246,7 +246,7 @@ class _GraphBuilder:
 
 @cache
 def _sizes_of(func: Any) -> frozenset[str]:
-    """The arguments of an operator that are sizes, rather than numbers of dimensions or modes."""
+    """Return the names of an operator's arguments that are sizes, as opposed to dimensions or modes."""
     return frozenset(re.findall(r"SymInt(?:\[\d*\])?\??\s+(\w+)", str(func._schema)))
 
 
@@ -256,57 +256,57 @@ def _sizes_of(func: Any) -> frozenset[str]:
 _forms: dict[Hashable, list[FamilyCode]] = {}
 
 
-def _run(writer: _GraphBuilder, results: Sequence[fx.Node]) -> Sequence[Any] | None:
-    """The results, made in chunks: from then on all that the call gave is made in these."""
-    form = _form(writer, results)
-    if form is None or not all(source.agreement.settled(in_chunks=True) for source in writer.sources):
+def _run(builder: _GraphBuilder, results: Sequence[fx.Node]) -> Sequence[Any] | None:
+    """Run the graph in chunks and return the results; from then on, all outputs of the call are computed in these chunks."""
+    form = _form(builder, results)
+    if form is None or not all(source.agreement.settled(in_chunks=True) for source in builder.sources):
         return None
-    with _plain_modes(writer):
-        made: Sequence[Any] = form.call(layout_of(writer.inputs)[1], writer.inputs)
-        return made
+    with _plain_modes(builder):
+        results_in_chunks: Sequence[Any] = form.call(layout_of(builder.inputs)[1], builder.inputs)
+        return results_in_chunks
 
 
-def _form(writer: _GraphBuilder, results: Sequence[fx.Node]) -> FamilyCode | None:
-    """The code for a graph and its sizes; None where it does not stream, or where there is too much code by now."""
-    first = next(iter(writer.sources))
+def _form(builder: _GraphBuilder, results: Sequence[fx.Node]) -> FamilyCode | None:
+    """Return the code for a graph and its sizes; None if it does not stream, or if the limits on code are reached."""
+    first = next(iter(builder.sources))
     assert first.agreement.compiler is not None
-    writer.graph.output(tuple(results))
-    cut = RowCut(rows_of(first), tuple(writer.along))
-    kinds, numbers = layout_of(writer.inputs)
-    key = (structure(writer.graph), kinds, tuple(sorted(writer.shared)), first.agreement.compiler, cut)
+    builder.graph.output(tuple(results))
+    cut = RowCut(rows_of(first), tuple(builder.along))
+    kinds, numbers = layout_of(builder.inputs)
+    key = (structure(builder.graph), kinds, tuple(sorted(builder.shared)), first.agreement.compiler, cut)
     if key not in _forms and len(_forms) == MOST_GRAPHS:
         return None
     forms = _forms.setdefault(key, [])
     form = fitting(forms, numbers)
     if form is None and len(forms) < MOST_FORMS:
-        with compiling(), _plain_modes(writer):
-            form = fitting(forms, numbers) or _compiled(writer, wider(forms, numbers), numbers, cut)
+        with compiling(), _plain_modes(builder):
+            form = fitting(forms, numbers) or _compiled(builder, wider(forms, numbers), numbers, cut)
             forms += [form] if form not in forms else []
     return None if form is None or form.run is _nothing else form
 
 
 @contextmanager
-def _plain_modes(writer: _GraphBuilder) -> Iterator[None]:
-    """No gradients, no autocast: the graph says itself what it wants of these."""
+def _plain_modes(builder: _GraphBuilder) -> Iterator[None]:
+    """Disable gradients and autocast: the graph sets the modes it needs itself."""
     device_types = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     autocasts = tuple((name, torch.get_autocast_dtype(name), False) for name in device_types)
-    rounding = next(iter(writer.sources)).modes.rounding
+    rounding = next(iter(builder.sources)).modes.rounding
     with Modes(grad=False, inference=torch.is_inference_mode_enabled(), autocasts=autocasts, rounding=rounding).restored():
         yield
 
 
-def _compiled(writer: _GraphBuilder, family: Family, numbers: Numbers, cut: RowCut) -> FamilyCode:
-    """The graph as loops, for sizes of a family; a form that gives nothing where that does not keep large values away."""
-    inputs, compiler = writer.inputs, next(iter(writer.sources)).agreement.compiler
-    graph = graph_for(fx.GraphModule(torch.nn.Module(), writer.graph), family, inputs)
+def _compiled(builder: _GraphBuilder, family: Family, numbers: Numbers, cut: RowCut) -> FamilyCode:
+    """Compile the graph to loops for a family of sizes; the code returns nothing if large values would be materialized."""
+    inputs, compiler = builder.inputs, next(iter(builder.sources)).agreement.compiler
+    graph = graph_for(fx.GraphModule(torch.nn.Module(), builder.graph), family, inputs)
     tensors = [position for position, value in enumerate(inputs) if isinstance(value, Tensor)]
-    place = {position: i + (family.at is not None) for i, position in enumerate(tensors)}
-    shared = [place[position] for position in tensors if position in writer.shared]
-    placed = RowCut(cut.rows, tuple((place[position], dim) for position, dim in cut.along))
+    index_of = {position: i + (family.at is not None) for i, position in enumerate(tensors)}
+    shared = [index_of[position] for position in tensors if position in builder.shared]
+    tensor_cut = RowCut(cut.rows, tuple((index_of[position], dim) for position, dim in cut.along))
 
     def compile(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
         assert compiler is not None
-        return compiler(graph, values, shared, writer.widest, placed) or _nothing
+        return compiler(graph, values, shared, builder.widest, tensor_cut) or _nothing
 
     try:
         with no_modes():

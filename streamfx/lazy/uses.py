@@ -1,4 +1,4 @@
-"""What becomes of a use of deferred outputs: does it run in the chunks of their other uses, and what does it make whole?"""
+"""Compile uses of deferred outputs, if they run in the chunks of their other uses and materialize no large value."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from streamfx.passes.ops.traits import is_moved_elements
 from streamfx.runtime.restride import LIES_AS_TRACED
 from streamfx.torch_private.symbolic_sizes import size_hint
 
-BYTES_AT_WORK = 16  # per element of an output of which a chunk is worked on
-PARTS = 16  # of an output's elements, in bytes: so much may be worked on where that is more than the least
+BYTES_AT_WORK = 16  # working-set bytes per element of a chunk of an output
+PARTS = 16  # a chunk's working set may take 1/16 of the output's number of elements, in bytes, or at least the minimum
 
 
 @dataclass(frozen=True)
 class Uses:
-    """Compiles what is asked for of deferred outputs (`streamed.py`), with the options that these were made with.
+    """Compiles uses of deferred outputs (`streamed.py`) with the options of the original call, except for the loop bodies.
 
-    But for who runs the bodies: operators of ATen give the same numbers in two graphs, which fused ones need not. `compiled`
-    takes a graph, its inputs, options and which inputs are weights; it returns a function and what was found out.
+    Bodies run in eager, because ATen operators give the same numbers in two graphs, and fused ones need not. `compiled` takes a
+    graph, its inputs, options and the indices of weights among the inputs; it returns a function and the facts.
     """
 
     options: Options
@@ -38,7 +38,7 @@ class Uses:
     def __call__(
         self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: RowCut
     ) -> Callable[..., Any] | None:
-        """The graph as loops; None where it makes something of half of `most` elements that is no result, or cuts otherwise."""
+        """Return the graph as loops; None if a value other than a result has `most / 2` elements, or if the cut differs."""
         options = replace(self.options, outputs="dense", strict=False, memory_budget=None, bodies="eager")
         options = replace(options, gradients="at once", chunk_size=cut.rows, loss_chunk_size=cut.rows)
         run, facts = self.compiled(graph, inputs, options, weights)
@@ -52,13 +52,13 @@ class Uses:
         return run
 
     def rows_per_chunk(self, numel: int, length: int) -> int:
-        """The size asked for; if that is left open, a power of two, which many lengths share."""
+        """Return the chunk size of the options; if none is set, a power of two, so that many lengths share it."""
         asked = (size for size in (self.options.loss_chunk_size, self.options.chunk_size) if isinstance(size, int))
         return next(asked, None) or rows_at_work(numel, length)
 
 
 def is_cut(facts: Facts, cut: RowCut) -> bool:
-    """Whether all loops run over chunks of so many rows of the axis that was asked for."""
+    """Return whether all loops run over chunks of the requested number of rows, along the requested axis."""
     axes, inputs = facts.found_axes, facts.joint.graph.find_nodes(op="placeholder")
     if axes is None or axes.sequence is None or not known(facts.program).loops:
         return False
@@ -71,7 +71,7 @@ def is_cut(facts: Facts, cut: RowCut) -> bool:
 
 
 def made_between(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph makes outside of its loops, but for views: of inputs, and those that are its results."""
+    """Return the nodes that a graph computes outside of its loops, except views of inputs and of results, and the results."""
     results, inputs = set(graph.output_node().all_input_nodes), set(graph.find_nodes(op="placeholder"))
     for node in reversed(graph.nodes):
         if node in results and (is_moved_elements(node) or node.target in LIES_AS_TRACED):
@@ -87,7 +87,7 @@ def numel_of(node: fx.Node) -> int:
 
 
 def rows_at_work(numel: int, length: int) -> int:
-    """Rows of a chunk of an output with so many elements and rows: a power of two, which many lengths share.
+    """Return the rows per chunk for an output of this size: a power of two, so that many lengths share it.
 
     >>> rows_at_work(1 << 30, 1 << 16)
     256
@@ -98,5 +98,5 @@ def rows_at_work(numel: int, length: int) -> int:
 
 
 def bytes_of_results(module: fx.GraphModule) -> int:
-    """Bytes of what a graph of Dynamo's returns."""
+    """Return the bytes of the outputs of a Dynamo graph."""
     return sum(bytes_like(node.meta.get(EXAMPLE_VALUE)) for node in outputs_of(module.graph) if isinstance(node, fx.Node))

@@ -1,7 +1,7 @@
-"""What is known of the values of a Dynamo graph: bytes, shared memory, writes, modes.
+"""Analyze the values of a Dynamo graph: bytes, shared memory, writes, modes.
 
-Sizes and memory are read from the FakeTensors that Dynamo left on its nodes. It ran every function on them, in order,
-so views share a storage, and a write has left its count on whatever it wrote into.
+Sizes and memory come from the FakeTensors that Dynamo stores on its nodes. Dynamo ran every function on them in order, so views
+share a storage, and each write has incremented the version counter of its target.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NESTED_MODES = ("torch._functorch", "torch._C._functorch")
 
 @dataclass(frozen=True)
 class DynamoValues:
-    """Facts about a Dynamo graph. `bases` maps a tensor to the first one with the same memory."""
+    """Facts about a Dynamo graph. `bases` maps a tensor to the first node with the same memory."""
 
     graph: fx.Graph
     bases: dict[fx.Node, fx.Node]
@@ -38,12 +38,12 @@ class DynamoValues:
 
 
 def example(node: Any) -> Any:
-    """The value that Dynamo saw for a node; other arguments stand for themselves."""
+    """Return the example value that Dynamo stored for a node; return other arguments unchanged."""
     return node.meta.get(EXAMPLE) if isinstance(node, fx.Node) else node
 
 
 def is_dense(node: Any) -> bool:
-    """Whether a node is a tensor with ordinary memory, and no subclass."""
+    """Return whether a node is a strided tensor, and no traceable subclass."""
     value = example(node) if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
         return False
@@ -55,13 +55,13 @@ def is_number(node: fx.Node) -> bool:
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """Whether a node is a parameter, a buffer or another tensor that the model holds: it stays alive anyway."""
+    """Return whether a node is a parameter, a buffer or another tensor that the model keeps alive anyway."""
     held = is_held_by_model(node) or isinstance(example(node), torch.nn.Parameter)
     return node.op == "placeholder" and held
 
 
 def bytes_of(node: fx.Node) -> int | None:
-    """Bytes of a tensor, a dynamic one taken at the sizes it was traced with; None where these are not known."""
+    """Return the bytes of a tensor, at the traced sizes if its shape is dynamic; None if these are unknown."""
     total = example(node).element_size()
     for size in example(node).shape:
         hint = size if isinstance(size, int) else size.node.hint
@@ -78,7 +78,7 @@ def values_of(graph: fx.Graph) -> DynamoValues:
 
 
 def has_nested_modes(graph: fx.Graph) -> bool:
-    """Whether part of the graph runs inside a transform (`vmap`, `grad`, ...), where values mean something else."""
+    """Return whether part of the graph runs inside a transform (`vmap`, `grad`, ...), where values have other semantics."""
     return any(str(getattr(node.target, "__module__", "")).startswith(NESTED_MODES) for node in graph.nodes)
 
 
@@ -95,7 +95,7 @@ def _memory(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], frozenset[fx.Node]
 
 
 def _written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The arguments that a call may write into, by what it is called."""
+    """Return the arguments that a call may write into, judging by its name and schema."""
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
     in_place = (name.endswith("_") and not name.endswith("__")) or name in WRITING or node.kwargs.get("inplace")
     schema = getattr(node.target, "_schema", None)
@@ -105,9 +105,9 @@ def _written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _contexts(graph: fx.Graph) -> Iterator[tuple[fx.Node, Context]]:
-    """The modes of each node that the graph itself sets; nodes under the modes of the call alone are left out.
+    """Yield the nodes with modes that the graph itself sets, each with these modes.
 
-    A graph ends in the grad mode of the call: its own settings come from `with` blocks.
+    A graph ends in the grad mode of the call, so any other grad mode comes from a `with` block.
     """
     setters = [node for node in graph.nodes if node.target is SET_GRAD]
     grad = ambient = bool(setters[-1].args[0]) if setters else None
@@ -124,12 +124,12 @@ def _contexts(graph: fx.Graph) -> Iterator[tuple[fx.Node, Context]]:
 
 
 def _size_sources(graph: fx.Graph) -> SizeSources:
-    found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         value = example(node)
         dims = value.shape if isinstance(value, torch.Tensor) else ()
         candidates: list[tuple[Any, int | None]] = [(value, None)] if isinstance(value, torch.SymInt) else []
         for size, dim in candidates + [(size, dim) for dim, size in enumerate(dims)]:
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                found.setdefault(size.node.expr, (position, dim))
-    return SizeSources(found)
+                sources.setdefault(size.node.expr, (position, dim))
+    return SizeSources(sources)

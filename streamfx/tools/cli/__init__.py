@@ -1,4 +1,8 @@
-"""The command `streamfx`: one subcommand per file, each with `add(subparsers)` and `run(arguments)`."""
+"""The command `streamfx`: one subcommand per file, each with `add(subparsers)` and `run(arguments)`.
+
+This room parses arguments, loads models, and prints the answers of `streamfx.tools.inspect` and `streamfx.tools.planner`. It is
+the top layer: it may import every other room, and no room imports it. It rejects wrong arguments before it imports torch.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +22,25 @@ COMMANDS = (explain, verify, plan, doctor)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    arguments_parser = argparse.ArgumentParser(
         prog="streamfx", description="Train decoders on long sequences: look before you run.", epilog=CODES
     )
-    subparsers = made.add_subparsers(dest="command", required=True, metavar="command")
+    subparsers = arguments_parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in COMMANDS:
         command.add(subparsers).set_defaults(run=command.run)
-    return made
+    return arguments_parser
 
 
 def command() -> int:
-    """`main` as a process of its own."""
+    """Run `main` as a process of its own."""
     with uncollected():
         code = main()
-        gc.freeze()  # the process ends: nobody needs the cycles in what was traced to be looked for
+        gc.freeze()  # the process is about to end, so do not search the traced objects for cycles
     return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; refusals go to standard error, without a traceback. Exit codes: `codes.py`."""
+    """Run a subcommand and return its exit code (see `codes.py`); refusals go to standard error, without a traceback."""
     given = parser().parse_args(arguments)
     try:
         answer = given.run(given)
@@ -51,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(text: str) -> bool:
-    """Whether the text could be written, or nobody wants to read more of it."""
+    """Print a text. Return False if it could not be written; a reader that closes the pipe is no error."""
     try:
         print(text, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written when Python ends
-        if not isinstance(error, BrokenPipeError):  # who reads has seen enough: `streamfx explain ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the buffer that Python flushes at exit
+        if not isinstance(error, BrokenPipeError):  # the reader closed the pipe: `streamfx explain ... | head`
             do = "give a place with room: streamfx ... > FILE"
             print(StreamFXError("the answer is to be written to standard output", found=told(error), do=do), file=sys.stderr)
             return False

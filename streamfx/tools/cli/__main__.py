@@ -1,4 +1,4 @@
-"""`python -m streamfx.tools.cli` is `streamfx`."""
+"""Run the command `streamfx` as `python -m streamfx.tools.cli`."""
 
 import sys
 

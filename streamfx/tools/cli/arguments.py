@@ -1,4 +1,4 @@
-"""The arguments that say which model is called, and how. They are read, and refused, before torch is imported."""
+"""Arguments that select a model and its inputs. They are parsed and validated before torch is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLE = 'write for example {"chunk_size": 1024}'
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, seq: int, dtype: str) -> None:
-    """The arguments that say which model is called, and how."""
+    """Add the arguments that select a model and its inputs."""
     shipped = ", ".join(builtin_names())
     parser.add_argument("model", help=f"{SOURCES}, a function that returns a model, or a model and its arguments ({shipped})")
     parser.add_argument("--seq", type=int, default=seq, metavar="TOKENS", help="length of a sequence (default: %(default)s)")
@@ -28,7 +28,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, seq: int, dtype: str) -
 
 
 def options_of(arguments: argparse.Namespace) -> Any:
-    """The backend's options, which it checks itself."""
+    """Return the options for the backend, which validates them itself."""
     if arguments.options is None:
         return None
     try:
@@ -38,11 +38,11 @@ def options_of(arguments: argparse.Namespace) -> Any:
 
 
 def is_factory(model: str) -> bool:
-    """Whether a model is made by a function of the user's: `package.module:factory`."""
+    """Return whether a name refers to a user's function that builds a model: `package.module:factory`."""
     return ":" in model and not is_there(Path(model))
 
 
 def check_model(arguments: argparse.Namespace) -> None:
-    """Refuse a name that nobody knows before anything slow begins."""
+    """Raise an error for an unknown model name before any slow work begins."""
     if not is_factory(arguments.model):
         config_file(arguments.model)

@@ -1,4 +1,4 @@
-"""`streamfx doctor`: does it work on this machine?"""
+"""`streamfx doctor`: check whether streamfx works on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUP = "torch_dynamo_backends"
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    """The arguments of the subcommand."""
+    """Add the subcommand and its arguments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
         help="versions, device, kernels, entry point, and a self-test of a second",
@@ -29,7 +29,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """The text to print, and the exit code."""
+    """Return the text to print and the exit code."""
     found = findings()
     healthy = found["entry_point"] == "found" and found["self_test"]["ok"]
     text = json.dumps(found, indent=2) if arguments.json else _text(found, healthy)
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def findings() -> dict[str, Any]:
-    """What is installed, what can be used, and whether it works."""
+    """Return the installed versions, the usable device and kernels, and the result of the self-test."""
     import torch
 
     from streamfx.kernels.sdpa import KERNELS
@@ -73,18 +73,18 @@ def _device() -> str:
 
 
 def _entry_point() -> str:
-    found = [point for point in metadata.entry_points(group=GROUP) if point.name == "streambp"]
-    if not found:
+    points = [point for point in metadata.entry_points(group=GROUP) if point.name == "streambp"]
+    if not points:
         return "missing: install streamfx with pip (an editable install will do), or pass backend=streamfx.streambp"
     try:
-        loaded = found[0].load()
+        loaded = points[0].load()
     except Exception as error:
-        return f"broken ({found[0].value}, {told(error)}): install streamfx anew"
-    return "found" if loaded is streamfx.streambp else f"another package's: {found[0].value}"
+        return f"broken ({points[0].value}, {told(error)}): install streamfx anew"
+    return "found" if loaded is streamfx.streambp else f"another package's: {points[0].value}"
 
 
 def self_test() -> dict[str, Any]:
-    """One step of a small decoder, beside eager."""
+    """Run one step of a small decoder and compare it with eager."""
     from streamfx.tools.cli.small import difference
 
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`streamfx explain`: what streams, what does not and why, memory and FLOPs, without running the model."""
+"""`streamfx explain`: report which parts of a model stream, and its memory and FLOPs, without running it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamfx.tools.cli.html_option import add_html_argument, written_as_html
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    """The arguments of the subcommand."""
+    """Add the subcommand and its arguments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "explain",
         help="what of a model streams, what does not and why; nothing is run",
@@ -26,17 +26,17 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """The text to print, and the exit code."""
+    """Return the text to print and the exit code."""
     check_model(arguments)
     from streamfx.tools.cli.model_lookup import model_and_inputs
     from streamfx.tools.inspect.explain import explain
 
-    with written_as_html(arguments) as made:
+    with written_as_html(arguments) as reports:
         model, args, kwargs = model_and_inputs(arguments, "meta")
         with doing("explaining"):
             report = explain(model, *args, options=options_of(arguments), **kwargs)
             summary = report.summary()
-        made.append(report)
+        reports.append(report)
     runs_whole = any(stage["kind"] == "whole" for stage in summary["stages"]) or not summary["stages"]
     text = json.dumps(summary, indent=2) if arguments.json else str(report)
     return CommandResult(text, NOT_SO if arguments.strict and runs_whole else 0)

@@ -1,4 +1,4 @@
-"""`--html FILE`: the same report as a file to look at in a browser."""
+"""The option `--html FILE`: write the report to a file for a browser."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def add_html_argument(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def written_as_html(arguments: argparse.Namespace) -> Iterator[list[Exports]]:
-    """Writes what is put into the list; a file that cannot be written is refused before anything is traced."""
+    """Write the reports appended to the yielded list; a path that cannot be written is refused before any tracing."""
     if arguments.html is not None:
         checked_path(arguments.html)
-    made: list[Exports] = []
-    yield made
-    for report in made if arguments.html is not None else ():
+    reports: list[Exports] = []
+    yield reports
+    for report in reports if arguments.html is not None else ():
         print(f"report written to {report.to_html(arguments.html)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What the commands look at: a Hugging Face folder, or `package.module:factory`."""
+"""Load the model for a command: from a Hugging Face folder, or from `package.module:factory`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from streamfx.tools.cli.lookups import arguments_of
 from streamfx.tools.planner.model_names import config_file
 from streamfx.tools.planner.models import TYPES, configuration, language_model
 
-COPIES = 3  # of the parameters' bytes that `verify` holds at once: parameters, eager's gradients, and the streamed ones
+COPIES = 3  # times the parameters' bytes that `verify` holds at once: parameters, eager gradients, streamed gradients
 RETURN = "let it return a model, or a pair of a model and its arguments (a dictionary or a tuple)"
 
 
 def model_and_inputs(arguments: argparse.Namespace, device: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The model and what to call it with; `device` may be "meta" where nothing is computed."""
+    """Return the model, its arguments and keyword arguments; `device` may be "meta" if nothing is computed."""
     if arguments.seq < 2 or arguments.batch < 1:
         raise ModelError("--seq is 2 or more and --batch 1 or more", found=f"{arguments.seq} and {arguments.batch}")
     if arguments.layers is not None and arguments.layers < 1:
@@ -57,7 +57,7 @@ def _hugging_face(arguments: argparse.Namespace, device: str) -> Any:
 
 
 def _cut(config: Any, layers: int) -> None:
-    """Leave a configuration its first layers."""
+    """Truncate a configuration to its first layers."""
     has = getattr(config, "num_hidden_layers", None)
     if not isinstance(has, int) or layers > has:
         found = f"it has {has}" if isinstance(has, int) else "it does not say how many it has"
@@ -69,7 +69,7 @@ def _cut(config: Any, layers: int) -> None:
 
 
 def _check_room(model: torch.nn.Module) -> None:
-    """Refuse a model whose parameters, and two runs' gradients of them, are more than the host has room for."""
+    """Raise an error if the parameters and the gradients of two runs do not fit into host memory."""
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     needed, free = COPIES * parameters, free_on(torch.device("cpu"))
     if needed > free:
@@ -92,7 +92,7 @@ def _with_weights(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """What a function returns: a model that is called with ids and labels, or a pair of a model and its arguments."""
+    """Call a factory and return its result: a model called with ids and labels, or a model with its arguments."""
     module_name, _, name = arguments.model.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -116,7 +116,7 @@ def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tu
 
 
 def _model_and_arguments(arguments: argparse.Namespace, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """What a factory has made, and what it is called with: ids are drawn where it gives no arguments."""
+    """Return a factory's model with its arguments; if the factory gives none, draw random ids."""
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], (Mapping, tuple, list)):
         model, given = made
         return (model, (), dict(given)) if isinstance(given, Mapping) else (model, tuple(given), {})
@@ -129,6 +129,6 @@ def _model_and_arguments(arguments: argparse.Namespace, made: Any) -> tuple[Call
 
 
 def place_of(error: BaseException) -> str:
-    """File and line that raised an error."""
+    """Return the file and line that raised an error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,4 +1,4 @@
-"""`streamfx plan`: what fits and what it costs."""
+"""`streamfx plan`: predict which plan fits into memory, and its cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    """The arguments of the subcommand."""
+    """Add the subcommand and its arguments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="peak memory, FLOPs and the longest length of a model, without running it",
@@ -92,22 +92,22 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """The text to print."""
-    config_file(arguments.model)  # a wrong name is refused before torch is imported
+    """Return the text to print."""
+    config_file(arguments.model)  # refuse a wrong name before torch is imported
     from streamfx.frontend.gc_pause import collected, uncollected
     from streamfx.tools.planner.search import MOST_TRACES
 
     searched = arguments.max_length or arguments.max_batch
-    with written_as_html(arguments) as made, traces(MOST_TRACES if searched else 1) as noted:
+    with written_as_html(arguments) as reports, traces(MOST_TRACES if searched else 1) as noted:
         with collected() if searched else uncollected():
             report = _plan(arguments, noted)
-        made.append(report)
+        reports.append(report)
     return json.dumps(report.summary(), indent=2) if arguments.json else str(report)
 
 
 @contextmanager
 def traces(most: int) -> Iterator[Callable[[Prediction], None]]:
-    """Tells which of at most so many traces is made, and what the last one has found, where somebody looks at the terminal."""
+    """Show progress on a terminal: the index of the current trace, out of at most `most`, and the result of the last one."""
     done = 1
     with doing(f"planning {done} of {most}" if most > 1 else "planning") as now:
 

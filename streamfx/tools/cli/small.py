@@ -1,4 +1,4 @@
-"""The self-test of `streamfx doctor`: a small decoder, beside eager."""
+"""The self-test of `streamfx doctor`: a small decoder, compared with eager."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from streamfx.tools.inspect.verify import Verification, verify
 
 
 class SmallDecoder(nn.Module):
-    """A decoder of one layer, in float64."""
+    """A decoder with one layer, in float64."""
 
     def __init__(self, width: int = 16, vocabulary: int = 50) -> None:
         super().__init__()
@@ -27,6 +27,6 @@ class SmallDecoder(nn.Module):
 
 
 def difference() -> Verification:
-    """One step with and without the backend."""
+    """Compare one step with and without the backend."""
     torch.manual_seed(0)
     return verify(SmallDecoder(), torch.randint(0, 50, (2, 40)), options={"chunk_size": 16, "strict": True})

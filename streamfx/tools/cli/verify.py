@@ -1,4 +1,4 @@
-"""`streamfx verify`: one step in eager and through the backend, side by side."""
+"""`streamfx verify`: compare one step in eager with the same step through the backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    """The arguments of the subcommand."""
+    """Add the subcommand and its arguments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "verify",
         help="loss and gradients beside eager's; runs the model twice, here",
@@ -25,20 +25,20 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """The text to print, and the exit code."""
+    """Return the text to print and the exit code."""
     check_model(arguments)
     from streamfx.frontend.gc_pause import collected
     from streamfx.tools.cli.model_lookup import model_and_inputs
     from streamfx.tools.inspect.verify import verify
 
     model, args, kwargs = model_and_inputs(arguments, "cpu")
-    with collected():  # steps are run
+    with collected():  # this runs real steps, so garbage must be collected
         report = verify(model, *args, options=options_of(arguments), **kwargs)
     return CommandResult(json.dumps(summary(report), indent=2) if arguments.json else str(report), 0 if report.ok else NOT_SO)
 
 
 def summary(report: Verification) -> dict[str, Any]:
-    """All figures, in values that JSON knows."""
+    """Return all figures as values that JSON can represent."""
     return {
         "ok": report.ok,
         "max_error": report.max_error,

@@ -1,4 +1,4 @@
-"""A timeline as shapes of an SVG picture: what a template needs to draw it, in the picture's own units."""
+"""Convert a timeline to the shapes of an SVG picture, in the picture's own units, for a template to draw."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from streamfx.tools.report.timeline import LoopTime, StepCourse, Timeline
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 960, 78, 14, 16, 26
 STRIP = 14  # height of the row of loops under a chart
-MOST_MOMENTS = 1400  # of a chart: it is not wider than so many dots
+MOST_MOMENTS = 1400  # moments per chart: no chart is wider than this many dots
 TICKS = 5
-FAR = 1.5  # times the highest of what is compared: beyond that another way is cut off
+FAR = 1.5  # times the highest peak compared: a baseline with a higher peak is cut off
 COLOURS = (
     *(PARAMETERS, OPTIMIZER, INPUTS, GRADIENTS, STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES),
     *(WEIGHTS, BETWEEN_GRAPHS, OTHER),
 )
-WAYS = 6  # colours of the style sheet for ways of running a step
-SPARE = 6  # colours of the style sheet for terms that have none of their own
+WAYS = 6  # style sheet colors for the ways of running a step
+SPARE = 6  # style sheet colors for memory categories without a fixed color
 
 
 @dataclass(frozen=True)
 class Shape:
-    """An area, or a line, of one term or way; `colour` is the number of a colour of the style sheet."""
+    """An area or a line for one memory category or baseline; `colour` is the index of its color in the style sheet."""
 
     name: str
     colour: int
@@ -65,7 +65,7 @@ class LoopBar:
 
 @dataclass(frozen=True)
 class ChartMark:
-    """A point to look at."""
+    """A labeled point of the chart."""
 
     x: float
     y: float
@@ -74,9 +74,9 @@ class ChartMark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Shapes from the back to the front, axes, where the backward half begins (if there is one), the highest points, and loops.
+    """Shapes from back to front, axes, the start of the backward graph (`turn`, if there is one), peaks, and loops.
 
-    Ways that are `beyond` are cut off at the top.
+    Baselines in `beyond` are cut off at the top.
     """
 
     height: int
@@ -92,7 +92,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Scale:
-    """Seconds and bytes to places in a picture."""
+    """Map seconds and bytes to coordinates in the picture."""
 
     seconds: float
     most: int
@@ -106,20 +106,23 @@ class Scale:
 
 
 def stacked_chart(course: StepCourse, height: int = 330) -> Chart:
-    """What one step's bytes are for, one term on top of the other, and its loops."""
+    """Stack the live bytes of one step by memory category, and draw its loops below."""
     short = course.shortened(MOST_MOMENTS)
     scale = Scale(course.end, most_of(course.peak_bytes), height)
     totals = [0] * len(short.seconds)
     shapes = []
     for name, sizes in short.terms.items():
-        totals = [below + own for below, own in zip(totals, sizes, strict=True)]
+        totals = [below + size for below, size in zip(totals, sizes, strict=True)]
         shapes.append(Shape(name, colour_of(name, tuple(short.terms)), area(short.seconds, totals, course.end, scale)))
     blocks = tuple(_blocks(course.loops, scale))
     return replace(_chart(scale, shapes[::-1], [course]), blocks=blocks, height=height + STRIP)
 
 
 def beside_chart(timeline: Timeline, height: int = 240) -> Chart:
-    """All ways of running the step on one scale, ours filled: that of ours and the next one, which others may be far beyond."""
+    """Draw all ways of running the step on one scale, the streamed one filled.
+
+    The scale fits the streamed step and the first baseline; baselines far above it are cut off.
+    """
     near = timeline.courses[:2]
     most = max(course.peak_bytes for course in near)
     highest = max(course.peak_bytes for course in timeline.courses)
@@ -133,7 +136,7 @@ def beside_chart(timeline: Timeline, height: int = 240) -> Chart:
 
 
 def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[StepCourse]) -> Chart:
-    """A chart whose first marked course is ours."""
+    """Build a chart from its shapes. The first course in `marked` is the streamed step."""
     ours = marked[0]
     turn = scale.x(ours.turn) if ours.turn < ours.end else None
     xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _round_steps(scale.seconds))
@@ -148,7 +151,7 @@ def _peak(course: StepCourse, scale: Scale) -> ChartMark:
 
 
 def area(seconds: Sequence[float], sizes: Sequence[int], end: float, scale: Scale) -> str:
-    """A path around steps: each size lasts until the next moment, the last one to the end."""
+    """Return a step-shaped path: each size holds until the next moment, and the last size until the end."""
     parts, place = [f"M{scale.x(0):.1f} {scale.y(0):.1f}"], ("", "")
     for at, size in zip(seconds, sizes, strict=True):
         x, y = f"{scale.x(at):.1f}", f"{scale.y(size):.1f}"
@@ -158,7 +161,7 @@ def area(seconds: Sequence[float], sizes: Sequence[int], end: float, scale: Scal
 
 
 def colour_of(term: str, terms: Sequence[str]) -> int:
-    """The number of a term's colour: its own, or one of those that are left for others."""
+    """Return the color index of a category: its fixed color, or one of the spare colors."""
     if term in COLOURS:
         return COLOURS.index(term)
     others = [name for name in terms if name not in COLOURS]
@@ -166,7 +169,7 @@ def colour_of(term: str, terms: Sequence[str]) -> int:
 
 
 def most_of(size: int) -> int:
-    """Where an axis of bytes ends: a tick at or above a size, with room for a label.
+    """Return the upper limit of a byte axis: the first tick above a size, with room for a label.
 
     >>> most_of(1000), most_of(5 * 2**30) // 2**30
     (1280, 6)
@@ -176,7 +179,7 @@ def most_of(size: int) -> int:
 
 
 def _step(most: int) -> int:
-    """Bytes between two ticks: a round number of a unit of 1024."""
+    """Return the distance between two ticks in bytes: a round multiple of a power of 1024."""
     unit = 1
     while most >= 1024 * unit:
         unit *= 1024
@@ -186,7 +189,7 @@ def _step(most: int) -> int:
 
 
 def _exactly(size: int) -> str:
-    """A tick's bytes, with as many digits as it takes.
+    """Format a tick's bytes with all significant digits.
 
     >>> _exactly(0), _exactly(1280 * 2**20), _exactly(3 * 2**18)
     ('0', '1.25 GiB', '768 KiB')
@@ -198,7 +201,7 @@ def _exactly(size: int) -> str:
 
 
 def _round_steps(seconds: float) -> list[float]:
-    """Moments from the beginning, some round number of seconds apart."""
+    """Return tick times from 0 on, a round number of seconds apart."""
     if seconds <= 0:
         return [0.0]
     power = 10.0**-20

@@ -1,7 +1,8 @@
-"""Whose are the calls that a step sends to other ranks? Each belongs to the stage for which it runs.
+"""Assign each collective of a step to the stage that it serves.
 
-A gather belongs to the first loop that is given what it gathers; a reduction, and any other collective between loops, to the last
-loop that makes its operand. What a body sends belongs to its loop. All follow from who uses what, none from a name.
+A gather belongs to the first loop that reads the gathered value. A reduction, or any other collective between loops, belongs to
+the last loop that computes its operand. A collective in a loop body belongs to that loop. The assignment follows def-use chains
+only, never names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def nothing() -> Wire:
 
 
 def together(parts: Iterable[Wire]) -> Wire:
-    """The sum of what several parts of a step send."""
+    """Return the sum of the traffic of several parts of a step."""
     total = nothing()
     for part in parts:
         for half, columns in part.items():
@@ -42,7 +43,7 @@ def bytes_of(wire: Wire) -> int:
 
 
 def far_of(wire: Wire) -> int:
-    """Bytes that leave the machine."""
+    """Return the number of bytes that leave the machine."""
     return sum(traffic.far for columns in wire.values() for traffic in columns.values())
 
 
@@ -51,7 +52,7 @@ def calls_of(wire: Wire) -> int:
 
 
 def as_plain(wire: Wire) -> dict[str, dict[str, dict[str, int]]]:
-    """In values that JSON knows."""
+    """Convert the traffic to values that JSON can represent."""
     return {half: {name: _plain(traffic) for name, traffic in columns.items()} for half, columns in wire.items()}
 
 
@@ -60,14 +61,15 @@ def _plain(traffic: Traffic) -> dict[str, int]:
 
 
 def of_halves(forward: Mapping[str, Traffic], backward: Mapping[str, Traffic]) -> Wire:
-    """What two halves without loops send."""
+    """Return the traffic of a forward and a backward graph without loops."""
     return together([{FORWARD: dict(forward), BACKWARD: dict(backward)}])
 
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """What a program sends, and for which loop. `early` of the `reductions` between loops of the backward half begin before the
-    last loop does.
+    """The traffic of a program by the loop that it serves.
+
+    Of the `reductions` between loops of the backward graph, `early` begin before the last loop does.
     """
 
     by_loop: dict[str, Wire]
@@ -76,81 +78,83 @@ class HostTraffic:
 
 
 def halves_of(program: Program, num_outputs: int) -> list[tuple[str, HostProgram]]:
-    """Both halves, or the one that there is."""
+    """Return the host programs: forward, and backward if there is one."""
     forward = HostProgram(program.forward, {})
     if program.backward is None:
         return [(FORWARD, forward)]
     saved = handed_over(program.forward.graph, program.backward.graph, num_outputs)
-    made = {taken: forward.made_by[node] for taken, node in saved.items() if node in forward.made_by}
-    return [(FORWARD, forward), (BACKWARD, HostProgram(program.backward, made))]
+    made_by = {input_: forward.made_by[node] for input_, node in saved.items() if node in forward.made_by}
+    return [(FORWARD, forward), (BACKWARD, HostProgram(program.backward, made_by))]
 
 
 def sent_by_program(program: Program, num_outputs: int, costs: Mapping[str, LoopCost]) -> HostTraffic:
-    """By the name of a loop what is sent for it, and by its chunks."""
-    found = halves_of(program, num_outputs)
+    """Return the traffic by loop name: collectives between loops, and collectives that the chunks of each loop run."""
+    halves = halves_of(program, num_outputs)
     by_loop: dict[str, Wire] = {}
-    for name, half in found:
+    for name, half in halves:
         for loop, sent in half.sent():
-            own = by_loop.setdefault(loop, nothing())[name]
-            own[sent.kind] = own[sent.kind].plus(sent.traffic)
+            traffic = by_loop.setdefault(loop, nothing())[name]
+            traffic[sent.kind] = traffic[sent.kind].plus(sent.traffic)
         for loop in half.loops.values():
             if costs[loop].sent.calls:
                 by_loop.setdefault(loop, nothing())[name][IN_LOOPS] = costs[loop].sent
-    early, reductions = found[-1][1].early() if program.backward is not None else (0, 0)
+    early, reductions = halves[-1][1].early() if program.backward is not None else (0, 0)
     return HostTraffic(by_loop, early, reductions)
 
 
 @dataclass
 class HostProgram:
-    """An outer graph; `made_by` says of a value which loop has made it last, of inputs that of the half before."""
+    """A host program. `made_by` maps each value to the last loop that computes it; for inputs, to a loop of the forward graph."""
 
     module: fx.GraphModule
     made_by: dict[fx.Node, str]
     loops: dict[fx.Node, str] = field(init=False)
-    used_by: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the first loop that is given what comes of a value
+    used_by: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the first loop that reads a value or a result of it
 
     def __post_init__(self) -> None:
         calls = self.module.graph.find_nodes(op="call_module")
         loops = {node: self.module.get_submodule(node.target) for node in calls}
         self.loops = {node: loop.spec.name for node, loop in loops.items() if isinstance(loop, Loop)}
         position = {node: i for i, node in enumerate(self.module.graph.nodes)}
-        last: dict[fx.Node, fx.Node] = {}
+        last: dict[fx.Node, fx.Node] = {}  # the last loop that a node depends on, or the node itself if it is a loop
         for node in self.module.graph.nodes:
             before = [last[source] for source in node.all_input_nodes if source in last]
-            given = [self.made_by[source] for source in node.all_input_nodes if source in self.made_by]
+            inputs = [self.made_by[source] for source in node.all_input_nodes if source in self.made_by]
             if node in self.loops or before:
                 last[node] = node if node in self.loops else max(before, key=position.__getitem__)
                 self.made_by[node] = self.loops[last[node]]
-            elif given:
-                self.made_by[node] = given[-1]
+            elif inputs:
+                self.made_by[node] = inputs[-1]
         for node in reversed(self.module.graph.nodes):
             users = [user if user in self.loops else self.used_by.get(user) for user in node.users]
-            if behind := [user for user in users if user is not None]:
-                self.used_by[node] = min(behind, key=position.__getitem__)
+            if loops_after := [user for user in users if user is not None]:
+                self.used_by[node] = min(loops_after, key=position.__getitem__)
 
     def sent(self) -> Iterable[tuple[str, Sent]]:
-        """What stands between loops, and the loop for which it is sent."""
+        """Yield the collectives between loops, each with the loop that it serves."""
         for node, before in self.between():
             if (sent := sent_by_node(node)) is not None:
                 yield self.loop_of(node, sent.kind == GATHERS, before), sent
 
     def between(self) -> Iterable[tuple[fx.Node, str]]:
-        """The operators, each with the last loop in front of it, the first ones with the first loop."""
+        """Yield all nodes, each with the last loop before it; nodes before the first loop get the first loop."""
         before = next(iter(self.loops.values()), "")
         for node in self.module.graph.nodes:
             before = self.loops.get(node, before)
             yield node, before
 
     def loop_of(self, node: fx.Node, is_for_users: bool, before: str) -> str:
-        """The loop for which an operator runs: the first that uses its result, or the last that makes its operands; where no
-        value tells, the last one in front of it.
+        """Return the loop that a collective serves.
+
+        This is the first loop that uses its result, or the last loop that computes its operands. If neither exists, it is the
+        last loop before the node.
         """
         used, made = self.used_by.get(node), self.made_by.get(node)
         user = None if used is None else self.loops[used]
         return (user or made if is_for_users else made or user) or before
 
     def early(self) -> tuple[int, int]:
-        """How many reductions begin before the last loop does, and how many there are."""
+        """Return the number of reductions that begin before the last loop, and the number of all reductions."""
         order = [node for node in self.module.graph.nodes if node in self.loops or _is_reduction(node)]
         last = max((i for i, node in enumerate(order) if node in self.loops), default=-1)
         return sum(node not in self.loops for node in order[:last]), len(order) - len(self.loops)

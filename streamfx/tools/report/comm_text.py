@@ -1,4 +1,4 @@
-"""What a step sends to other ranks, as text: nothing where it sends nothing."""
+"""Format the communication of a step as text; yield nothing if the step sends nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Plain = Mapping[str, Any]
 
 
 def wire_totals(wire: Plain | None) -> Iterator[str]:
-    """Bytes of the step, beside eager's."""
+    """Yield the bytes that a step sends, and the bytes that eager sends."""
     if wire is None:
         return
     early, whole = wire["early_reductions"], wire["whole_weights_bytes"]
@@ -27,7 +27,7 @@ def wire_totals(wire: Plain | None) -> Iterator[str]:
 
 
 def wire_table(stages: Sequence[Plain], wire: Plain | None) -> Iterator[str]:
-    """For each stage and half how many calls send how many bytes, and all together, beside eager's."""
+    """Yield a table of calls and bytes per stage and graph, with totals for the step and for eager."""
     if wire is None:
         return
     rows: list[list[str]] = []

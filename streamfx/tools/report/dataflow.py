@@ -1,4 +1,4 @@
-"""Which loop hands what to which: the way of values through the loops of both halves."""
+"""Find which values flow from loop to loop through the forward and the backward host program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamfx.runtime.loop import Loop
 
 
 class LoopTraffic(NamedTuple):
-    """Bytes that a loop reads of what another has made, by itself or with operators between both."""
+    """Bytes that one loop reads of another loop's results, directly or through operators between the two."""
 
     source: str
     target: str
@@ -22,29 +22,33 @@ class LoopTraffic(NamedTuple):
 
 
 def flow_of(facts: Facts) -> list[LoopTraffic]:
-    """What loops of a graph hand to each other, in the order in which they run; nothing of a graph without loops."""
+    """Return the traffic between the loops of a graph in execution order; empty if the graph has no loops."""
     program = facts.program
     if program is None:
         return []
-    made: dict[fx.Node, frozenset[str]] = {}
-    found = _flow_of_half(program.forward, made)
+    producers: dict[fx.Node, frozenset[str]] = {}
+    traffic = _flow_of_half(program.forward, producers)
     if program.backward is not None:
         saved = handed_over(program.forward.graph, program.backward.graph, len(facts.joint.outputs))
-        made |= {taken: made.get(node, frozenset()) for taken, node in saved.items()}
-        found |= _flow_of_half(program.backward, made)
-    return [LoopTraffic(source, target, size) for (source, target), size in found.items()]
+        producers |= {input_: producers.get(node, frozenset()) for input_, node in saved.items()}
+        traffic |= _flow_of_half(program.backward, producers)
+    return [LoopTraffic(source, target, size) for (source, target), size in traffic.items()]
 
 
-def _flow_of_half(half: fx.GraphModule, made: dict[fx.Node, frozenset[str]]) -> dict[tuple[str, str], int]:
-    """By pair of loops the bytes that one reads of the other's; `made` says of each value which loops it comes from."""
-    found: dict[tuple[str, str], int] = {}
-    for node in half.graph.nodes:
-        loop = half.get_submodule(node.target) if node.op == "call_module" else None
+def _flow_of_half(host: fx.GraphModule, producers: dict[fx.Node, frozenset[str]]) -> dict[tuple[str, str], int]:
+    """Return the bytes that flow between each pair of loops of a host program.
+
+    `producers` maps each value to the loops that it comes from, and is extended here.
+    """
+    traffic: dict[tuple[str, str], int] = {}
+    for node in host.graph.nodes:
+        loop = host.get_submodule(node.target) if node.op == "call_module" else None
         if isinstance(loop, Loop):
             for operand in node.all_input_nodes:
-                for source in made.get(operand, ()):
-                    found[source, loop.spec.name] = found.get((source, loop.spec.name), 0) + bytes_like(operand.meta.get(VALUE))
-            made[node] = frozenset([loop.spec.name])
+                for source in producers.get(operand, ()):
+                    pair = source, loop.spec.name
+                    traffic[pair] = traffic.get(pair, 0) + bytes_like(operand.meta.get(VALUE))
+            producers[node] = frozenset([loop.spec.name])
         elif node.op != "placeholder":
-            made[node] = frozenset(name for operand in node.all_input_nodes for name in made.get(operand, ()))
-    return found
+            producers[node] = frozenset(name for operand in node.all_input_nodes for name in producers.get(operand, ()))
+    return traffic

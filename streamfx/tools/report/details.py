@@ -1,4 +1,4 @@
-"""What a stage unfolds to: its loops, which keys its attention sees, what it saves, what of it runs whole."""
+"""Collect the details of a stage: its loops, the keys its attention sees, and the values it saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from streamfx.torch_private.lines import source_line
 
 @dataclass(frozen=True)
 class LoopReport:
-    """A loop of a stage: in which half it runs, its chunks, the rows of each, and what all of them take."""
+    """A loop of a stage: its graph (forward or backward), its chunks, the rows of each, and their total FLOPs and launches."""
 
     name: str
     half: str
@@ -33,7 +33,7 @@ class LoopReport:
 
 @dataclass(frozen=True)
 class SavedReport:
-    """A value that the forward half keeps for the backward half, and the line of code that it comes from."""
+    """A value that the forward graph saves for the backward graph, and the source line that it comes from."""
 
     value: str
     shape: str
@@ -52,10 +52,10 @@ def _loop_report(loop: Loop, is_forward: bool, cost: LoopCost) -> LoopReport:
 
 
 def saved_reports(stage: Stage, facts: Facts) -> tuple[SavedReport, ...]:
-    """The values of a stage that are kept, the largest first."""
-    own = {id(node.meta[VALUE]) for node in (*stage.forward, *stage.backward) if is_tensor(node)}
-    kept = [node for node in known(facts.program).saved if id(node.meta.get(VALUE)) in own]
-    return tuple(sorted(map(_saved_report, kept), key=lambda item: -item.bytes))
+    """Return the saved values of a stage, the largest first."""
+    values = {id(node.meta[VALUE]) for node in (*stage.forward, *stage.backward) if is_tensor(node)}
+    saved = [node for node in known(facts.program).saved if id(node.meta.get(VALUE)) in values]
+    return tuple(sorted(map(_saved_report, saved), key=lambda item: -item.bytes))
 
 
 def _saved_report(node: fx.Node) -> SavedReport:
@@ -66,5 +66,8 @@ def _saved_report(node: fx.Node) -> SavedReport:
 
 
 def bounds_of(span: Span | None) -> list[int | None] | None:
-    """The keys that a chunk of rows s to e sees, as [low, high] of s + low to e + high; None for no bound, or all at once."""
+    """Return [low, high] if a chunk of rows [s, e) sees keys [s + low, e + high).
+
+    A bound is None if the span is unbounded on that side; the result is None if the attention sees all keys.
+    """
     return None if span is None else [span.low, span.high]

@@ -1,4 +1,4 @@
-"""Stages and loops as text that Mermaid and Graphviz draw: what each loop hands to which."""
+"""Draw stages, loops, and the values that flow between loops as text for Mermaid and Graphviz."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamfx.tools.report.text import extent
 
 @dataclass(frozen=True)
 class Box:
-    """A loop, or those that are alike of several stages; a stage without loops is one by itself."""
+    """A loop, or equal loops of several similar stages. A stage without loops is a single box."""
 
     key: str
     lines: tuple[str, ...]
@@ -23,7 +23,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Group:
-    """Stages that are alike, and their boxes."""
+    """Similar stages and their boxes."""
 
     key: str
     title: str
@@ -40,22 +40,22 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Diagram:
-    """Groups of stages in order, and what their boxes hand to each other; what is `saved` goes from one half to the other."""
+    """Groups of stages in order, and the traffic between their boxes; `saved` arrows lead from forward to backward graph."""
 
     groups: tuple[Group, ...]
     arrows: tuple[Arrow, ...]
 
 
 def diagram_of(lines: Sequence[StageRow], flows: Sequence[Iterable[LoopTraffic]]) -> Diagram:
-    """`lines` are stages as a page shows them, `flows` what loops of each graph hand to each other."""
-    boxes: dict[tuple[int, str], Box] = {}  # by graph, and name of the loop
+    """Build a diagram. `lines` are the stages as a page lists them; `flows` is the traffic between the loops of each graph."""
+    boxes: dict[tuple[int, str], Box] = {}  # by graph index and loop name
     groups = []
     for number, line in enumerate(lines):
-        own = list(_boxes(line, f"s{number}"))
-        groups.append(Group(f"s{number}", _title(line), tuple(own)))
+        line_boxes = list(_boxes(line, f"s{number}"))
+        groups.append(Group(f"s{number}", _title(line), tuple(line_boxes)))
         for stage in line.every if line.stage["runs"] else ():
             names = [run["name"] for run in stage["runs"]]
-            boxes.update(((stage["graph"], name), box) for name, box in zip(names, own, strict=True))
+            boxes.update(((stage["graph"], name), box) for name, box in zip(names, line_boxes, strict=True))
     return Diagram(tuple(groups), tuple(_arrows(boxes, flows)))
 
 
@@ -76,20 +76,20 @@ def _boxes(line: StageRow, key: str) -> Iterator[Box]:
 
 
 def _arrows(boxes: dict[tuple[int, str], Box], flows: Sequence[Iterable[LoopTraffic]]) -> Iterator[Arrow]:
-    """One for each pair of boxes; bytes are those of each time, where they are always as many."""
-    found: dict[tuple[str, str, bool], set[int]] = {}
+    """Yield one arrow per pair of boxes, labeled with the bytes of one transfer, or with the largest if transfers differ."""
+    traffic: dict[tuple[str, str, bool], set[int]] = {}
     for graph, flow in enumerate(flows):
         for source, target, size in flow:
             ends = boxes.get((graph, source)), boxes.get((graph, target))
             if ends[0] is not None and ends[1] is not None:
-                found.setdefault((ends[0].key, ends[1].key, ends[0].half != ends[1].half), set()).add(size)
-    for (source, target, saved), sizes in found.items():
+                traffic.setdefault((ends[0].key, ends[1].key, ends[0].half != ends[1].half), set()).add(size)
+    for (source, target, saved), sizes in traffic.items():
         label = in_bytes(max(sizes)) if len(sizes) == 1 else f"up to {in_bytes(max(sizes))}"
         yield Arrow(source, target, label, saved)
 
 
 def as_mermaid(diagram: Diagram) -> str:
-    """A flowchart.
+    """Return a Mermaid flowchart.
 
     >>> head = Group("a", "head", (Box("b", ("loop", "2 chunks"), "forward"),))
     >>> print(as_mermaid(Diagram((head,), (Arrow("b", "b", "1 GiB", False),))))
@@ -115,12 +115,12 @@ def _mermaid_lines(diagram: Diagram) -> Iterator[str]:
 
 
 def _in_mermaid(text: str) -> str:
-    """A label: letters that Mermaid, or HTML within it, would read otherwise, by number."""
+    """Escape a label: characters that Mermaid, or HTML within it, would interpret become numeric character references."""
     return "".join(letter if letter.isalnum() or letter in " .,:()_-+/=[]" else f"#{ord(letter)};" for letter in text)
 
 
 def as_dot(diagram: Diagram) -> str:
-    """A directed graph for Graphviz."""
+    """Return a directed graph in Graphviz's DOT language."""
     return "\n".join(_dot_lines(diagram))
 
 
@@ -142,5 +142,5 @@ def _dot_lines(diagram: Diagram) -> Iterator[str]:
 
 
 def _in_dot(text: str) -> str:
-    """A quoted string of DOT: backslashes and quotes escaped, on one line."""
+    """Escape a DOT string: escape backslashes and quotes, and keep it on one line."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")

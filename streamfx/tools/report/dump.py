@@ -1,4 +1,4 @@
-"""Shows each pass's product as it is made: `TORCH_LOGS="+streamfx"` writes it to the log, `TORCH_TRACE` keeps it for tlparse."""
+"""Show the product of each pass: `TORCH_LOGS="+streamfx"` writes it to the log, `TORCH_TRACE` keeps it for tlparse."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from streamfx.torch_private import trace_artifact
 
 
 def show_product(step: Any, facts: Facts) -> None:
-    """Called by the pipeline after each pass."""
+    """Log and trace the product of a pass; the pipeline calls this after each pass."""
     if log.isEnabledFor(logging.DEBUG):
         log.debug("after %s:\n%s", step.name, _text(step.name, facts))
     trace_artifact(f"streamfx_{step.name.replace(' ', '_')}", lambda: _text(step.name, facts))
 
 
 def _text(product: str, facts: Facts) -> str:
-    """A product's text; a product that cannot be printed must not keep a graph from being compiled."""
+    """Return the text of a product. A printing error must not abort compilation."""
     try:
         return text_of(facts, product)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Reports as files and as text for other tools: what `explain` and `plan` have found can all be written so."""
+"""Export the results of `explain` and `plan` as files and as text for other tools."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from streamfx.tools.report.perfetto import trace_of
 
 
 class Exports:
-    """Ways to look at a prediction, given its page, its timeline and the diagram of its loops."""
+    """Mixin that exports a prediction, given its page, its timeline and the diagram of its loops."""
 
     @property
     @abstractmethod
     def page(self) -> Page:
-        """What an HTML report shows."""
+        """The contents of an HTML report."""
 
     @property
     @abstractmethod
     def diagram(self) -> Diagram:
-        """Stages, their loops, and what these hand to each other."""
+        """The stages, their loops, and the traffic between loops."""
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write a report to look at in a browser: one file, which loads nothing.
+        """Write an HTML report: one self-contained file that loads nothing from the network.
 
         Args:
-            path: of the file to write.
+            path: The file to write.
 
         Returns:
-            Its path.
+            The path of the file.
 
         Raises:
-            ReportError: the file cannot be written.
+            ReportError: If the file cannot be written.
 
         Example:
             >>> import tempfile, torch, streamfx
@@ -48,16 +48,16 @@ class Exports:
         return written(path, html_of(self.page))
 
     def to_svg(self, path: str | os.PathLike[str]) -> Path:
-        """Write memory over the step, beside other ways of running it, as a picture for a page or a paper.
+        """Write a chart of memory over the step, compared with its baselines, as an SVG for a page or a paper.
 
         Args:
-            path: of the file to write.
+            path: The file to write.
 
         Returns:
-            Its path.
+            The path of the file.
 
         Raises:
-            ReportError: the file cannot be written.
+            ReportError: If the file cannot be written.
 
         Example:
             >>> import tempfile, torch, streamfx
@@ -69,17 +69,18 @@ class Exports:
         return written(path, picture_of(self.page.timeline))
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> Path:
-        """Write a predicted trace that ui.perfetto.dev and chrome://tracing open: bytes by term as counters, stages and loops as
-        tracks, over predicted seconds.
+        """Write a predicted trace that ui.perfetto.dev and chrome://tracing open.
+
+        It shows bytes by category as counters, and stages and loops as tracks, over predicted seconds.
 
         Args:
-            path: of the file to write.
+            path: The file to write.
 
         Returns:
-            Its path.
+            The path of the file.
 
         Raises:
-            ReportError: the file cannot be written.
+            ReportError: If the file cannot be written.
 
         Example:
             >>> import tempfile, torch, streamfx
@@ -93,10 +94,10 @@ class Exports:
         return written(path, trace_of(page.timeline, stage_of))
 
     def to_mermaid(self) -> str:
-        """Stages and loops as a Mermaid flowchart, which GitHub and many editors draw; stages that are alike are one.
+        """Return stages and loops as a Mermaid flowchart, which GitHub and many editors draw; similar stages share one node.
 
         Returns:
-            The text, without a fence around it.
+            The text, without a code fence.
 
         Example:
             >>> import torch, streamfx
@@ -108,7 +109,7 @@ class Exports:
         return as_mermaid(self.diagram)
 
     def to_dot(self) -> str:
-        """Stages and loops as a graph for Graphviz; stages that are alike are one.
+        """Return stages and loops as a graph for Graphviz; similar stages share one node.
 
         Returns:
             The text.

@@ -1,4 +1,4 @@
-"""Why an operator runs whole, in a user's words: the operator, what is in the way, the line of code, what would help."""
+"""Explain to users why an operator is not chunked: the operator, the obstacle, the source line, and a suggested change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from streamfx.torch_private.lines import source_line
 
 MOST = 160  # characters of an unexpected error that a report shows
 FEW = 3  # operators that a reason names
-OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
+OF_SUBSTANCE = 32  # an operator matters if its widest operand has at least 1/32 of the bytes of the graph's widest value
 
 SMALLER = (
     "the graph as it stands takes {other} at the peak for activations and gradients, and loops over chunks {ours}, so nothing is "
@@ -85,7 +85,7 @@ OF_FUNCTIONS = {"cond": CHOICE, "while_loop": LOOP, "while_loop_stack_output": L
 
 OF_FAMILIES = {CUTS: PARTS, JOINS: PARTS, TAKES: BY_NUMBER, PUTS: BY_NUMBER}
 
-ON_BREAKS = {  # what Dynamo says of what it does not trace; where its own hint helps nobody with a kernel
+ON_BREAKS = {  # fragments of Dynamo's break reasons for which its own hint does not help, and our advice
     "RNN, GRU, or LSTM": RECURRENT,
     "aten._local_scalar_dense": ON_HOST,
     "Tensor.item()": ON_HOST,
@@ -99,7 +99,7 @@ ON_BREAKS = {  # what Dynamo says of what it does not trace; where its own hint 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One operator that runs whole; `matters` unless it works on little. All rows of its values at once take `bytes`."""
+    """An operator that is not chunked. `matters` is False if it works on little data; its full-sequence values take `bytes`."""
 
     operator: str
     found: str
@@ -114,7 +114,7 @@ class Obstacle:
 
 
 def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
-    """The operators that run whole, by node."""
+    """Return the operators that fall back to the full sequence, by node."""
     if facts.found_demand is None:
         return {}
     widest = max((bytes_like(node.meta.get(VALUE)) for node in facts.joint.nodes), default=0)
@@ -130,21 +130,21 @@ def _obstacle(node: fx.Node, found: str, facts: Facts, widest: int) -> Obstacle:
 
 
 def is_from_ranks(node: fx.Node, facts: Facts) -> bool:
-    """Whether collectives give an operator all rows that it reads, and no loop works on them in between."""
+    """Return whether collectives supply all rows that an operator reads, and no loop works on them in between."""
     if is_collective(node) or is_opaque(node):
         return False
-    todo, seen, is_found = [node], {node}, False
-    while todo:
-        for operand in tensor_operands(todo.pop()):
-            maker = producer_of(operand)
-            if operand in facts.axes.static or maker in seen or not _is_along_sequence(operand, facts):
+    pending, seen, is_found = [node], {node}, False
+    while pending:
+        for operand in tensor_operands(pending.pop()):
+            producer = producer_of(operand)
+            if operand in facts.axes.static or producer in seen or not _is_along_sequence(operand, facts):
                 continue
-            is_sent = is_collective(maker)
-            if not is_sent and (maker.op == "placeholder" or facts.demand.form(operand) is not StorageClass.WHOLE):
+            is_sent = is_collective(producer)
+            if not is_sent and (producer.op == "placeholder" or facts.demand.form(operand) is not StorageClass.WHOLE):
                 return False
             is_found |= is_sent
-            seen.add(maker)
-            todo += [] if is_sent else [maker]
+            seen.add(producer)
+            pending += [] if is_sent else [producer]
     return is_found
 
 
@@ -181,24 +181,24 @@ def _advice_on_opaque(node: fx.Node) -> str:
 
 
 def advice_on_break(reason: str, hint: str) -> str:
-    """What helps where Dynamo does not trace something: its own hint, unless more is known."""
+    """Return advice for a graph break: Dynamo's own hint, unless a better one is known."""
     return next((advice for found, advice in ON_BREAKS.items() if found in reason), hint)
 
 
 def _is_of_recurrent_layer(node: fx.Node) -> bool:
-    """Whether an operator is of torch's own LSTM, GRU or RNN, whose steps over rows it writes out."""
+    """Return whether an operator belongs to torch's own LSTM, GRU or RNN layers, which unroll their steps over rows."""
     stack = node.meta.get(MODULES) or node.meta.get(FORWARD_MODULES) or {}
     names = [str(kind) for _, kind in stack.values()]
     return any("torch.nn.modules.rnn." in name and "Cell" not in name for name in names)
 
 
 def why_smaller(ours: int, other: int) -> str:
-    """Why a graph runs as it stood that could be cut into chunks."""
+    """Explain why a graph that could be chunked runs unchanged."""
     return SMALLER.format(ours=in_bytes(ours), other=in_bytes(other))
 
 
 def why_no_stages(facts: Facts) -> str:
-    """Why a graph has no stages at all."""
+    """Explain why a graph has no stages."""
     if facts.fits is not None:
         runs = ", and Inductor compiles it" if facts.fits == "compiled" else ""
         return f"{facts.stands or FITS}{runs}"
@@ -218,14 +218,14 @@ def why_no_stages(facts: Facts) -> str:
 
 
 def _is_single_row(facts: Facts) -> bool:
-    """Whether the tensors that change from call to call are one row each: the id of one token, or the features of one."""
+    """Return whether all inputs that change from call to call have one row: the id or the features of a single token."""
     primals = [primal for primal in facts.joint.primals if is_tensor(primal) and not is_parameter(primal)]
     rows = [_sizes_of_rows(primal.meta[VALUE]) for primal in primals]
     return bool(rows) and all(isinstance(size, int) and size == 1 for sizes in rows for size in sizes)
 
 
 def _sizes_of_rows(value: torch.Tensor) -> Sequence[int | torch.SymInt]:
-    """The sizes of a value's dimensions, without that of features."""
+    """Return the sizes of a value's dimensions except the feature dimension."""
     return value.shape[:-1] if value.is_floating_point() and value.dim() > 1 else value.shape
 
 
@@ -235,7 +235,7 @@ def _unknown(node: fx.Node) -> str:
 
 
 def check_strict(facts: Facts, options: Options) -> None:
-    """Raise an error where `strict=True` asks that everything streams, and something of a graph does not."""
+    """Raise an error if `strict=True` requires that everything streams and part of the graph does not."""
     if options.strict and (reasons := facts.reasons()):
         raise NotStreamedError(
             "strict=True asks that every stage streams",
@@ -245,7 +245,7 @@ def check_strict(facts: Facts, options: Options) -> None:
 
 
 def check_budget(facts: Facts, options: Options) -> None:
-    """Raise an error where a graph runs as it stands because something failed, and a memory budget was asked for."""
+    """Raise an error if a graph runs unchunked because a pass failed although a memory budget is set."""
     failed = facts.failed or "; ".join(facts.faults)
     if failed and facts.program is None and options.memory_budget not in (None, AUTO):
         raise OverBudgetError(
@@ -256,6 +256,6 @@ def check_budget(facts: Facts, options: Options) -> None:
 
 
 def told_of_strict(found: Sequence[Facts], options: Options) -> str:
-    """The end of a report on a call that `strict=True` refuses: nothing if it does not, or was not asked for."""
+    """Return the end of a report on a call that `strict=True` refuses; empty if it is not refused."""
     refused = options.strict and any(facts.reasons() for facts in found)
     return "\n\nstrict=True: the backend raises NotStreamedError for what runs whole" if refused else ""

@@ -1,4 +1,4 @@
-"""What became of a training step, in one line: logged once it is compiled, and shown by what `streamfx.enable` returned."""
+"""Describe the outcome of compiling a training step in one line, for the log and for the object `streamfx.enable` returns."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MORE = "streamfx.explain shows more"
 
 
 class Compiled:
-    """A graph of a training step, and the seconds that it took. Its cost is predicted when somebody reads the line.
+    """A compiled graph of a training step and its compile time in seconds. Its cost is predicted when the text is first read.
 
-    `facts` are None for a graph that fits by far, of which nothing was found out.
+    `facts` is None for a graph far below the memory budget, which is not analyzed.
     """
 
     def __init__(self, facts: Facts | None, seconds: float) -> None:
@@ -30,12 +30,12 @@ class Compiled:
 
     @cached_property
     def text(self) -> str:
-        """The line; what cannot be described must not keep a step from running."""
+        """The line. An error while describing the graph must not keep the step from running."""
         try:
-            found = self._found()
+            outcome = self._found()
         except Exception as error:
-            found = f"it cannot be described: {told(error)}"
-        return f"compiled in {self.seconds:.1f} s: {found}"
+            outcome = f"it cannot be described: {told(error)}"
+        return f"compiled in {self.seconds:.1f} s: {outcome}"
 
     def _found(self) -> str:
         facts = self.facts
@@ -54,7 +54,7 @@ _noted: ContextVar[list[Compiled] | None] = ContextVar("streamfx_noted", default
 
 @contextmanager
 def noted_in(seen: list[Compiled] | None) -> Iterator[None]:
-    """Training graphs that are compiled inside are added to a list."""
+    """Append training graphs compiled inside the context to a list."""
     token = _noted.set(seen)
     try:
         yield
@@ -63,8 +63,9 @@ def noted_in(seen: list[Compiled] | None) -> Iterator[None]:
 
 
 def note(found: Sequence[Facts], seconds: float, whole: bool = False) -> None:
-    """Called once for each graph of Dynamo's; graphs without gradients are no step. Of a step that Inductor got `whole` before
-    anything was found, there are no facts.
+    """Record a compiled Dynamo graph; graphs without gradients are not training steps.
+
+    If Inductor got the `whole` graph before the analysis, there are no facts for it.
     """
     training: list[Facts | None] = [facts for facts in found if facts.joint.tangents]
     training += [None] if whole else []

@@ -1,4 +1,4 @@
-"""A rewritten program as code: outer graphs, and for each loop what it takes, what its body computes and what it gives."""
+"""Print a rewritten program as code: host programs, and for each loop its inputs, its body and its results."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from streamfx.torch_private import OpOverload
 
 @dataclass(frozen=True)
 class ListingContext:
-    """What is known of values by their names in the joint graph: axes, and the names of fake values that copies still hold."""
+    """Axes of values by their names in the joint graph, and names of fake values that copied nodes still hold."""
 
     shapes: Mapping[str, str]
     names: Mapping[int, str]
 
     def name(self, node: fx.Node) -> str | None:
-        """The name of the joint graph's value that a node of an outer graph or of a body makes."""
+        """Return the name, in the joint graph, of the value that a node of a host program or loop body computes."""
         return node.meta.get(JOINT) or self.names.get(id(node.meta.get(VALUE)))
 
 
 class Scope:
-    """The names of one graph: those of the joint graph, as long as no two nodes share one."""
+    """Names for the nodes of one graph: names from the joint graph, as long as they are unique."""
 
     def __init__(self, graph: fx.Graph, known: ListingContext) -> None:
         self.known = known
-        made = [node for node in graph.nodes if node.op != "placeholder"]
-        wanted = Counter(known.name(node) or node.name for node in made)
+        computed = [node for node in graph.nodes if node.op != "placeholder"]
+        wanted = Counter(known.name(node) or node.name for node in computed)
         wanted.update(node.name for node in graph.nodes if node.op == "placeholder")
-        joint = {node: name for node in made if (name := known.name(node)) and wanted[name] == 1}
+        joint = {node: name for node in computed if (name := known.name(node)) and wanted[name] == 1}
         taken = set(joint.values())
         self._names = {node: joint.get(node, f"{node.name}_" if node.name in taken else node.name) for node in graph.nodes}
 
@@ -65,7 +65,7 @@ class Scope:
         return self._names[node]
 
     def line(self, node: fx.Node) -> str:
-        """`name = operator(arguments)  # [axes]`."""
+        """Return `name = operator(arguments)  # [axes]`."""
         shape = self.known.shapes.get(self.known.name(node) or "")
         return f"{self.name(node)} = {call_text(node, self.name)}" + (f"  # {shape}" if shape else "")
 
@@ -74,24 +74,24 @@ class Scope:
 
 
 def program_lines(program: Program, known: ListingContext) -> Iterator[str]:
-    """All of a program."""
+    """Yield the full program: host programs, then loops."""
     yield from outer_lines(program, known)
-    for half in (program.forward, program.backward):
-        for node in half.graph.find_nodes(op="call_module") if half is not None else ():
-            spec = getattr(half.get_submodule(str(node.target)), "spec", None)  # type: ignore[union-attr]
+    for host in (program.forward, program.backward):
+        for node in host.graph.find_nodes(op="call_module") if host is not None else ():
+            spec = getattr(host.get_submodule(str(node.target)), "spec", None)  # type: ignore[union-attr]
             if isinstance(spec, LoopSpec):
                 yield ""
                 yield from _loop_lines(spec, node, known)
 
 
-# -- outer graphs
+# -- host programs
 
 
 def outer_lines(program: Program, known: ListingContext) -> Iterator[str]:
-    """Both halves of a program, without the bodies of loops."""
-    for name, half in {"forward": program.forward, "backward": program.backward}.items():
-        if half is not None:
-            yield from _outer_lines(name, half, known)
+    """Yield both host programs, without loop bodies."""
+    for name, host in {"forward": program.forward, "backward": program.backward}.items():
+        if host is not None:
+            yield from _outer_lines(name, host, known)
 
 
 def _outer_lines(name: str, module: fx.GraphModule, known: ListingContext) -> Iterator[str]:
@@ -114,7 +114,7 @@ def _is_part_of_loop(node: fx.Node) -> bool:
 
 
 def _results(call: fx.Node, scope: Scope) -> str:
-    """The names of a loop's results, in order; those that nobody uses are left out."""
+    """Return the names of a loop's results in index order; unused results are left out."""
     parts = [user for user in call.users if user.target is operator.getitem]
     parts.sort(key=lambda part: part.args[1])  # type: ignore[arg-type,return-value]
     return ", ".join(scope.name(part) for part in parts) or call.name
@@ -148,7 +148,7 @@ def _loop_lines(spec: LoopSpec, call: fx.Node, known: ListingContext) -> Iterato
 
 
 def chunk_text(chunk: ChunkSize) -> str:
-    """How large chunks are, if that does not wait for the length of the sequence."""
+    """Describe the chunk size; it may be unknown until the sequence length is known."""
     if isinstance(chunk, AutoChunk):
         return f"chunks to measure ({chunk.row_bytes} bytes per row inside, {chunk.stream_bytes} at cuts)"
     return f"chunks of {chunk} rows"
@@ -161,7 +161,7 @@ def _buffer_text(buffer: Buffer, known: ListingContext) -> str:
 
 
 def feed_text(feed: Any, source: str) -> str:
-    """How a body's input comes about."""
+    """Describe how an input of a loop body is computed."""
     match feed:
         case ChunkSlice():
             return f"{source} {_where_text(feed.where)}"
@@ -188,7 +188,7 @@ def _selector_text(selector: Selector) -> str:
 
 
 def yield_text(item: Any, arguments: Sequence[str]) -> str:
-    """Where the result of a loop stands."""
+    """Describe where a result of a loop is stored."""
     if isinstance(item, ConcatOutput):
         over = "" if item.reuse is None else f", over {arguments[item.reuse]}"
         return f", stacked along dim {item.placement.dim}{over}"
@@ -197,7 +197,7 @@ def yield_text(item: Any, arguments: Sequence[str]) -> str:
     return f", {item}"
 
 
-# -- pieces of code
+# -- code fragments
 
 
 Name = Callable[[fx.Node], str]
@@ -208,7 +208,7 @@ def own_name(node: fx.Node) -> str:
 
 
 def call_text(node: fx.Node, name: Name = own_name) -> str:
-    """An operator call as `mm(x, t)` or `x[0]`."""
+    """Format an operator call as `mm(x, t)` or `x[0]`."""
     arguments = [argument_text(argument, name) for argument in node.args]
     if node.target is operator.getitem:
         return f"{arguments[0]}[{arguments[1]}]"

@@ -1,4 +1,4 @@
-"""Bodies of loops as Python that runs by itself: with its imports, and what it is to be given."""
+"""Print loop bodies as self-contained Python: with imports, and with the constants that each body needs as arguments."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ PLAIN = {"inf": "from math import inf", "nan": "from math import nan", "NoneType
 
 
 def bodies_of(graphs: Sequence[Facts]) -> dict[str, fx.GraphModule]:
-    """The bodies of all loops by name; where loops of several graphs have one name, the number of the graph stands behind it."""
-    found: dict[str, fx.GraphModule] = {}
+    """Return all loop bodies by name. If loops of several graphs share a name, the graph's index is appended to it."""
+    bodies: dict[str, fx.GraphModule] = {}
     for number, facts in enumerate(graphs):
         for loop in facts.program.loops if facts.program is not None else ():
             name = loop.spec.name
-            found[f"{name}_of_graph_{number}" if name in found else name] = loop.spec.body
-    return found
+            bodies[f"{name}_of_graph_{number}" if name in bodies else name] = loop.spec.body
+    return bodies
 
 
 def bodies_with(module: str, graphs: Sequence[Facts]) -> dict[str, fx.GraphModule]:
-    """Those of the stages that hold a module, by its path in the model.
+    """Return the bodies of the stages that contain a module, given by its path in the model.
 
-    Raises `ReportError` where no operator comes from such a module, or what does runs whole.
+    Raises `ReportError` if no operator comes from this module, or if its stages fall back to the full sequence.
     """
     stages = [(facts, stage) for facts in graphs if facts.program is not None for stage in facts.stages]
-    held = [(facts, stage) for facts, stage in stages if any(_is_within(path, module) for path in _paths(stage))]
-    if not held:
+    matching = [(facts, stage) for facts, stage in stages if any(_is_within(path, module) for path in _paths(stage))]
+    if not matching:
         raise _unknown(module, {path for _, stage in stages for path in _paths(stage)})
-    wanted = {id(loop.spec.body) for facts, stage in held for loop in loops_of(stage, facts)}
-    found = {name: body for name, body in bodies_of(graphs).items() if id(body) in wanted}
-    if not found:
-        names = ", ".join(stage.name for _, stage in held)
+    body_ids = {id(loop.spec.body) for facts, stage in matching for loop in loops_of(stage, facts)}
+    bodies = {name: body for name, body in bodies_of(graphs).items() if id(body) in body_ids}
+    if not bodies:
+        names = ", ".join(stage.name for _, stage in matching)
         raise ReportError(_asked(module), found=f"{names} has no loops: it runs whole", do="print(explanation) says why")
-    return found
+    return bodies
 
 
 def _paths(stage: Stage) -> set[str]:
@@ -62,7 +62,7 @@ def _asked(module: str) -> str:
 
 
 def _unknown(module: str, paths: set[str]) -> ReportError:
-    """With the names that are near, else the first ones."""
+    """Return an error that suggests similar module paths, or else the first ones."""
     parts = {".".join(path.split(".")[:count]) for path in paths for count in range(1, path.count(".") + 2)}
     near = get_close_matches(module, sorted(parts), FEW) or sorted(parts)[:FEW]
     do = f"give the path of a module, for example {', '.join(map(repr, near))}" if near else "the model has no modules in loops"
@@ -70,9 +70,9 @@ def _unknown(module: str, paths: set[str]) -> ReportError:
 
 
 def python_of(bodies: Mapping[str, fx.GraphModule]) -> str:
-    """A file of Python with one class for each body: its `forward` computes a chunk.
+    """Return a Python file with one class per body, whose `forward` computes a chunk.
 
-    What a body holds itself (constants, masks that are programs) is handed to its class by name.
+    Attributes of a body (constants, mask programs) are passed to its class by name.
     """
     codes = {name: body.graph.python_code("self", verbose=True) for name, body in bodies.items()}
     imports = dict.fromkeys(line for code in codes.values() for line in _imports(code.src, code.globals))
@@ -82,7 +82,7 @@ def python_of(bodies: Mapping[str, fx.GraphModule]) -> str:
 
 
 def _imports(source: str, names: Mapping[str, Any]) -> Iterator[str]:
-    """What makes the global names of a function be there."""
+    """Yield the import lines for the global names that a function uses."""
     for name, value in names.items():
         if name != "torch" and re.search(rf"(?<![\w.]){re.escape(name)}\b", source):
             yield _import(name, value)
@@ -107,7 +107,7 @@ def _is_there(module: str, path: str, value: Any) -> bool:
 
 
 def _held(body: fx.GraphModule) -> list[str]:
-    """Names of what a body reads of itself."""
+    """Return the names of the attributes that a body reads."""
     nodes = (node for node in body.graph.nodes if node.op in ("get_attr", "call_module"))
     return list(dict.fromkeys(str(node.target).split(".")[0] for node in nodes))
 

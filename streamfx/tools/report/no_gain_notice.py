@@ -1,5 +1,7 @@
-"""Warnings, each once: a step with much work saves no memory (it runs as it stood, or takes no less than with checkpoints); what
-it writes is lost; this version of PyTorch is not tested.
+"""Warnings, each logged once.
+
+They report that a step with much work saves no memory (because it is not chunked, or because checkpointing takes no more), that
+a write is lost, or that this version of PyTorch is untested.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from streamfx.tools.report.stage_titles import unnumbered
 from streamfx.torch_private.dynamo import lost_writes
 from streamfx.torch_private.versions import untested
 
-MUCH_WORK = 10**11  # FLOPs of a graph: with less, nobody misses the loops
+MUCH_WORK = 10**11  # FLOPs of a graph: below this, a missed optimization does not matter
 MORE = "streamfx.explain shows more"
 WHOLE_GRAPH = (
     "a graph of {flops:.1e} FLOPs is run without streaming: {why}. The result is exact, the memory is that of plain autograd. "
@@ -47,31 +49,31 @@ LOST = (
 
 
 def tell_of_untested_torch() -> None:
-    """Say that the tests never ran on this version of PyTorch."""
+    """Warn if the tests have never run on this version of PyTorch."""
     if text := untested():
-        _tell_once(untested, text)
+        _warn_once(untested, text)
 
 
 def tell_of_lost_writes(graph: fx.Graph) -> None:
-    """Say which lines write to what AOTAutograd does not write back."""
+    """Warn about source lines whose writes AOTAutograd does not write back."""
     for line in lost_writes(graph):
-        _tell_once((LOST, line), LOST.format(line=line or "a write in place"))
+        _warn_once((LOST, line), LOST.format(line=line or "a write in place"))
 
 
 def tell_of_no_gain(facts: Facts, options: Options) -> None:
-    """Say of a training step's graph with much work that no memory is saved, once for each reason and model, whatever the length.
+    """Warn if a training graph with much work saves no memory, once per reason and model, whatever the sequence length.
 
-    Within a memory budget more is taken on purpose. What other ranks hold is not counted, so of their graphs only those are told
-    of that do not stream at all. What cannot be told must not keep a graph from being compiled.
+    Within a memory budget, using more memory is deliberate. Memory on other ranks is not counted, so a graph with collectives
+    is reported only if none of it streams. An error while predicting costs must not keep a graph from being compiled.
     """
-    if facts.failed:  # which was said
+    if facts.failed:  # already reported
         return
     flops = flops_of_graph(facts.joint.graph)
     if flops < MUCH_WORK:
         return
     if facts.program is None:
         why = why_no_stages(facts)
-        _tell_once((unnumbered(why), _code(facts)), WHOLE_GRAPH.format(flops=float(flops), why=why))
+        _warn_once((unnumbered(why), _code(facts)), WHOLE_GRAPH.format(flops=float(flops), why=why))
     elif options.memory_budget is None and not has_collectives(facts.joint.graph):
         try:
             ours, other = predicted(facts).peak, checkpointing_bytes(facts)
@@ -79,33 +81,35 @@ def tell_of_no_gain(facts: Facts, options: Options) -> None:
             log.info("not known whether a graph saves memory: %s", told(error))
             return
         if ours >= other:
-            _tell_once((NO_GAIN, _code(facts)), NO_GAIN.format(flops=float(flops), ours=in_bytes(ours), other=in_bytes(other)))
+            _warn_once((NO_GAIN, _code(facts)), NO_GAIN.format(flops=float(flops), ours=in_bytes(ours), other=in_bytes(other)))
 
 
 def checkpointing_bytes(facts: Facts) -> int:
-    """About the most bytes that are alive where each stage is a checkpoint, all gradients included: what stages hand on, and what
-    one of them makes for its backward stretch, with the largest gradient there.
+    """Estimate the peak bytes, gradients included, if each stage is checkpointed.
+
+    This counts the values between stages, and the values that one stage recomputes for its backward graph plus the largest
+    gradient there.
     """
-    joint, kept, peak = facts.joint, set[fx.Node](), 0
+    joint, saved, peak = facts.joint, set[fx.Node](), 0
     gradients = gradient_bytes(joint.gradients)
     for stage in facts.stages:
-        own = memories_made(node for node in stage.forward if any(user not in joint.forward for user in node.users))
+        recomputed = memories_made(node for node in stage.forward if any(user not in joint.forward for user in node.users))
         work = max((bytes_like(node.meta[VALUE]) for node in stage.backward if is_tensor(node)), default=0)
-        peak = max(peak, bytes_of_values(kept | own) + work)
-        kept |= memories_made(stage.outputs)
+        peak = max(peak, bytes_of_values(saved | recomputed) + work)
+        saved |= memories_made(stage.outputs)
     return peak + gradients
 
 
 _told: set[Hashable] = set()
 
 
-def _tell_once(about: Hashable, text: str) -> None:
+def _warn_once(about: Hashable, text: str) -> None:
     if about not in _told:
         _told.add(about)
         log.warning("%s", text)
 
 
 def _code(facts: Facts) -> Hashable:
-    """What a graph has in common with that of the same model at another length: lines of code, and the kinds of its weights."""
+    """Return a key that a graph shares with graphs of the same model at other lengths: source lines and weight types."""
     weights = (primal.meta[VALUE] for primal in facts.joint.primals if is_parameter(primal))
     return source_lines(facts.joint.nodes), tuple((value.dtype, tuple(value.shape)) for value in weights)

@@ -1,4 +1,4 @@
-"""What became of a graph: one record, which explain, verify, plan, the logged line and `TORCH_LOGS="streamfx"` tell from."""
+"""Describe the outcome for a graph in one record, shared by explain, verify, plan, the log line and `TORCH_LOGS="streamfx"`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _predicted: WeakKeyDictionary[fx.GraphModule, Cost] = WeakKeyDictionary()
 
 
 def log_brief(facts: Facts) -> None:
-    """Called once for each graph, for the log and for `TORCH_TRACE`."""
+    """Log and trace the record of a graph; called once for each graph."""
     if log.isEnabledFor(logging.INFO):
         log.info("%s", _text(facts))
     trace_artifact("streamfx_stages", lambda: _text(facts))
 
 
 def _text(facts: Facts) -> str:
-    """What cannot be described must not keep a graph from being compiled."""
+    """Return the text. An error while describing a graph must not abort compilation."""
     try:
         return "\n".join(line.rstrip() for line in _lines(facts))
     except Exception as error:
@@ -43,7 +43,7 @@ def _text(facts: Facts) -> str:
 
 @dataclass(frozen=True)
 class CostedProgram:
-    """A program and what is needed to say what a step through it costs: little, so that it may be kept as long as the program."""
+    """A program with the data needed to predict its cost: small enough to keep as long as the program lives."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
@@ -52,14 +52,14 @@ class CostedProgram:
 
     @property
     def cost(self) -> Cost:
-        """Worked out once for each program, however often it is told."""
+        """The predicted cost, computed once per program."""
         if self.forward not in _predicted:
             _predicted[self.forward] = cost_of(self.forward, self.backward, self.outputs, self.loss)
         return _predicted[self.forward]
 
 
 def priced(facts: Facts) -> CostedProgram | None:
-    """None for a graph that runs as it stands."""
+    """Return the program of a graph for cost prediction, or None if the graph is not chunked."""
     program = facts.program
     return (
         None
@@ -69,13 +69,13 @@ def priced(facts: Facts) -> CostedProgram | None:
 
 
 def predicted(facts: Facts) -> Cost:
-    """What a step through the program of a graph costs."""
+    """Return the predicted cost of a step through a graph's program."""
     return known(priced(facts)).cost
 
 
 @dataclass(frozen=True)
 class Record:
-    """A graph: its stages, and what a step through its program costs; None where it runs as it stands."""
+    """A graph with its stages and the predicted cost of its program; the cost is None if the graph is not chunked."""
 
     facts: Facts
     stages: tuple[StageReport, ...]
@@ -83,12 +83,12 @@ class Record:
 
     @property
     def plain(self) -> list[dict[str, Any]]:
-        """Its stages in values that JSON knows."""
+        """The stages as values that JSON can represent."""
         return [stage.as_dict() for stage in self.stages]
 
     @property
     def streams(self) -> str:
-        """How much of it streams, in words."""
+        """A phrase that says how much of the graph streams."""
         if self.cost is None:
             return f"{NOTHING}: {why_no_stages(self.facts)}"
         number = sum(len(stage.truncated) for stage in self.stages)
@@ -97,13 +97,13 @@ class Record:
 
     @property
     def rows(self) -> str:
-        """Rows per chunk, in words; empty where nothing is cut."""
+        """The number of rows per chunk as a phrase; empty if nothing is chunked."""
         rows = sorted({run.rows for stage in self.stages for run in stage.runs})
         return f"{rows[0]:,} rows per chunk" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,} rows per chunk" if rows else ""
 
 
 def record_of(facts: Facts, graph: int = 0, cost: Cost | None = None) -> Record:
-    """Of one graph of a call; `cost` is what a step through its program costs, where that was found out in another way."""
+    """Build the record of one graph of a call. `cost` is its predicted cost, if already known."""
     if facts.program is None:
         return Record(facts, tuple(stage_reports(facts, graph, {})), None)
     cost = cost or predicted(facts)

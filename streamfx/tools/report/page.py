@@ -1,4 +1,4 @@
-"""What a report shows, whatever it is of: put together of plain figures, drawn by the templates."""
+"""The contents of any report as plain figures, which the templates draw."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_CHECKPOINTED = "Not compared with gradient checkpointing"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a page begins with."""
+    """A number shown at the top of a page."""
 
     label: str
     value: str
@@ -29,7 +29,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """A plain table; the first column is to the left, the others to the right."""
+    """A plain table: the first column is left-aligned, the others right-aligned."""
 
     title: str
     header: tuple[str, ...]
@@ -39,7 +39,7 @@ class Table:
 
 @dataclass(frozen=True)
 class SpanFigure:
-    """Which keys an attention sees: a name, and bounds as `details.bounds_of` gives them."""
+    """The keys that an attention sees: its kind, and bounds as returned by `details.bounds_of`."""
 
     kind: str
     bounds: Sequence[int | None] | None
@@ -47,7 +47,7 @@ class SpanFigure:
 
 @dataclass(frozen=True)
 class StageRow:
-    """Stages that are alike, as one line; what it unfolds to is of the first of them."""
+    """Similar stages on one line; the details come from the first of them."""
 
     name: str
     count: int
@@ -59,19 +59,19 @@ class StageRow:
 
     @property
     def loops_of_stages(self) -> list[tuple[str, str]]:
-        """Each loop of these stages, and the stage that it is of."""
+        """Pairs of loop and stage name for all of these stages."""
         return [(run["name"], stage["name"]) for stage in self.every for run in stage["runs"]]
 
     @property
     def spans(self) -> list[SpanFigure]:
-        """The attentions, of which all but one that are alike are left out."""
+        """The attentions of the stage without duplicates."""
         pairs = zip(self.stage["attention"], self.stage["spans"], strict=True)
         return list({(kind, str(bounds)): SpanFigure(kind, bounds) for kind, bounds in pairs}.values())
 
 
 @dataclass(frozen=True)
 class FallbackRow:
-    """Operators of a line of code that run whole: how often, in which stages, why, bytes of all rows, what would help."""
+    """The unchunked operators of a source line: how many, in which stages, why, full-sequence bytes, and advice."""
 
     operators: tuple[str, ...]
     where: str
@@ -84,7 +84,7 @@ class FallbackRow:
 
 @dataclass(frozen=True)
 class Page:
-    """A report: what it is of, the verdict, and everything below it."""
+    """A report: its subject, the verdict, and all figures below."""
 
     title: str
     subtitle: str
@@ -101,24 +101,24 @@ class Page:
 
     @property
     def changed(self) -> frozenset[str]:
-        """Options that are not what they are by default."""
-        usual = Options().as_dict()
-        return frozenset(name for name, value in self.options.items() if usual.get(name) != value)
+        """The names of options that differ from their defaults."""
+        defaults = Options().as_dict()
+        return frozenset(name for name, value in self.options.items() if defaults.get(name) != value)
 
 
 def sentence(text: str) -> str:
-    """A verdict, or a reason, as a sentence of its own."""
+    """Format a verdict or reason as a sentence."""
     return f"{text[:1].upper()}{text[1:]}."
 
 
 def peak_beside(other: StepCost, ours: StepCost) -> Figure:
-    """What another way takes, and how many times as much as ours."""
+    """Return the peak of a baseline and its ratio to the streamed peak."""
     name = f"{other.way[:1].upper()}{other.way[1:]}"
     return Figure(name, in_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} ours")
 
 
 def place_of_peak(course: StepCourse, stages: Sequence[Stage]) -> str:
-    """Where in a step most bytes are alive: "in model.layers.3, forward half"."""
+    """Describe where in a step most bytes are alive, e.g. "in model.layers.3, forward half"."""
     moment = course.seconds[course.peak] if course.seconds else 0.0
     half = "forward half" if moment < course.turn else "backward half"
     loop = next((loop.name for loop in course.loops if loop.begins <= moment <= loop.ends), None)
@@ -127,7 +127,7 @@ def place_of_peak(course: StepCourse, stages: Sequence[Stage]) -> str:
 
 
 def grouped(stages: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> tuple[StageRow, ...]:
-    """Runs of stages that differ in a number of their names."""
+    """Group consecutive stages whose names differ only in a number and whose figures are equal."""
     return tuple(_group(list(run), flops, sequences) for _, run in groupby(stages, key=_alike))
 
 
@@ -145,13 +145,13 @@ def _group(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]) ->
 
 
 def run_whole(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, ...]:
-    """What runs whole, by line of code: the most bytes first."""
-    found: dict[tuple[str, str], list[tuple[str, Stage]]] = {}
+    """Group the unchunked operators by source line, most bytes first."""
+    groups: dict[tuple[str, str], list[tuple[str, Stage]]] = {}
     for stage in stages:
         for item in obstacles_of(stage):
             if item["matters"] == matters:
-                found.setdefault((item["where"], item["do"]), []).append((stage["name"], item))
-    return tuple(sorted((_whole(*key, items) for key, items in found.items()), key=lambda row: -row.bytes))
+                groups.setdefault((item["where"], item["do"]), []).append((stage["name"], item))
+    return tuple(sorted((_whole(*key, items) for key, items in groups.items()), key=lambda row: -row.bytes))
 
 
 def _whole(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> FallbackRow:
@@ -164,7 +164,7 @@ def _whole(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> FallbackR
 
 
 def ways_table(timeline: Timeline) -> Table:
-    """Peaks, compute and time of each way of running the step."""
+    """Return a table of peak, compute and time for each way of running the step."""
     rows = [
         (course.way, in_bytes(course.peak_bytes), in_flops(course.flops), in_seconds(course.end)) for course in timeline.courses
     ]
@@ -172,7 +172,7 @@ def ways_table(timeline: Timeline) -> Table:
 
 
 def wire_table_of(wire: Mapping[str, Any]) -> Table:
-    """What each rank sends to others in a step, by half and kind."""
+    """Return a table of the bytes that each rank sends in a step, by graph and kind of collective."""
     rows = []
     for half in ("forward", "backward"):
         for kind, traffic in wire[half].items():

@@ -1,4 +1,4 @@
-"""A timeline as a trace in the JSON format of trace events, which Perfetto and Chrome's tracing open."""
+"""Export a timeline in the JSON trace event format, which Perfetto and Chrome's tracing open."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Event = dict[str, Any]
 
 
 def trace_of(timeline: Timeline, stage_of: Mapping[str, str]) -> str:
-    """Counters of bytes by term, and stages and loops as slices; each way of running the step is a process of its own.
+    """Return a trace with bytes by category as counters, and stages and loops as slices.
 
-    `stage_of` has the stage of each loop.
+    Each way of running the step is a process of its own. `stage_of` maps loop names to stage names.
     """
     source = timeline.source
     events = [event for number, course in enumerate(timeline.courses, 1) for event in _of_course(course, number, source)]
@@ -40,7 +40,7 @@ def _named(process: int, thread: int, name: str) -> Event:
 
 
 def _slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
-    """Loops, and a stage for as long as loops of it follow one another."""
+    """Yield a slice per loop, and a slice per stage that covers its consecutive loops."""
     open_: list[LoopTime] = []
     for loop in loops:
         if open_ and stage_of.get(open_[0].name) != stage_of.get(loop.name):

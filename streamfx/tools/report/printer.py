@@ -1,4 +1,4 @@
-"""The product of each pass as text: for `TORCH_LOGS="+streamfx"`, for golden files, for people."""
+"""Print the product of each pass, for `TORCH_LOGS="+streamfx"`, golden files, and people."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Lines = Iterator[str]
 
 
 def text_of(facts: Facts, product: str) -> str:
-    """What the pass called `product` has found."""
+    """Return the text of a pass's product, by product name."""
     return "\n".join(line.rstrip() for line in PRODUCTS[product](facts)) + "\n"
 
 
-# -- canonicalize, recurrences, axes: the graph, with the shape of each value
+# -- canonicalize, recurrences, axes: the graph with the shape of each value
 
 
 def _graph(facts: Facts) -> Lines:
@@ -88,7 +88,7 @@ def _names(values: Sequence[Any]) -> str:
     return ", ".join(value.name if isinstance(value, fx.Node) else str(value) for value in values)
 
 
-# -- demand: which rows each operator needs, and in which form its result exists
+# -- demand: the rows that each operator needs, and the storage class of its result
 
 
 def _demand(facts: Facts) -> Lines:
@@ -108,14 +108,14 @@ def _plain(form: StorageClass) -> str:
 
 
 def _roles_text(node: fx.Node, facts: Facts, letters: Letters) -> str:
-    """The call with the rows that it needs of each operand, and the shape of what it makes of a chunk."""
+    """Return the call with the rows that it needs of each operand, and the shape of its result for a chunk."""
     signature, roles = facts.axes.signatures.get(node), facts.demand.roles.get(node, {})
     if signature is None:
         return f"{_operator(node)}(?)"
 
     def shape(value: Any, of: LetterShape) -> str:
-        found = {i: roles[letter] for i, dim in enumerate(of) for letter in dim if letter in roles}
-        return letters.shape(value, found if roles else dict.fromkeys(range(len(of)), Role.WHOLE))
+        dim_roles = {i: roles[letter] for i, dim in enumerate(of) for letter in dim if letter in roles}
+        return letters.shape(value, dim_roles if roles else dict.fromkeys(range(len(of)), Role.WHOLE))
 
     operands = zip(tensor_operands(node), signature.operands, strict=True)
     taken = ", ".join(f"{operand.name} {shape(facts.axes.shapes[operand], of)}" for operand, of in operands)
@@ -153,7 +153,7 @@ def _stages(facts: Facts) -> Lines:
 
 
 def _loss_gradient(facts: Facts) -> Lines:
-    """The last stage, if its gradient is found along with the loss."""
+    """Yield the last stage if the forward loop also computes its gradient."""
     stages = facts.stages
     if stages[-1].gradient_in_forward:
         yield from _stage(len(stages) - 1, facts, Letters(facts.joint, facts.axes))
@@ -223,7 +223,7 @@ def _program(facts: Facts) -> Lines:
 
 
 def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
-    """Which rows of the sequence the dimensions of a value stand for in the loop that makes it."""
+    """Return the role of each dimension of a value in the loop that computes it."""
     producer, result = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
     signature, roles = facts.axes.signatures.get(producer), facts.demand.roles.get(producer, {})  # type: ignore[arg-type]
     if signature is None:
@@ -232,7 +232,7 @@ def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
 
 
 def _truncations(facts: Facts) -> Lines:
-    """How far the gradients of recurrences reach back."""
+    """Yield how far the gradients of recurrences reach back."""
     for node, truncation in facts.truncations.items():
         yield f"{node.name}: gradients reach back {truncation.rows} rows, rounded up to chunks"
     if not facts.truncations:
@@ -240,7 +240,7 @@ def _truncations(facts: Facts) -> Lines:
 
 
 def _masks(facts: Facts) -> Lines:
-    """The masks that are looked at once per step, and the loops in which they hide something."""
+    """Yield the masks that are evaluated once per step, and the loops that use them."""
     loops = facts.program.loops if facts.program is not None else ()
     users: dict[MaskProgram, list[str]] = {}
     for loop in loops:
@@ -255,7 +255,7 @@ def _masks(facts: Facts) -> Lines:
 
 
 def _bodies(facts: Facts) -> Lines:
-    """Who runs the body of each loop."""
+    """Yield how each loop body is executed: interpreted or compiled."""
     for loop in facts.program.loops if facts.program is not None else ():
         yield f"{loop.spec.name}: {'the interpreter of torch.fx' if loop.compiled is None else loop.compiled}"
 

@@ -1,4 +1,4 @@
-"""What a step was measured to take: bytes alive over its seconds, its loops, and both as a short table."""
+"""Summarize a measured step: bytes alive over time, its loops, and both as a short table."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ NOTHING = "nothing was allocated in the thread that entered the block, and torch
 
 @dataclass(frozen=True)
 class MeasuredLoop:
-    """One run of a loop, in seconds since the step began, and the most bytes that were alive during it, as in `MeasuredStep`; None
-    where nobody saw them.
+    """One run of a loop: its interval in seconds since the start of the step, and its peak bytes (relative, see `MeasuredStep`).
+
+    The peak is None if bytes were not measured.
     """
 
     name: str
@@ -48,8 +49,10 @@ class MeasuredLoop:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step: at each of the `moments` so many bytes were `alive`, beyond those that were at its begin. `unseen` says why nobody
-    saw bytes, or not all; then none are told, as what is not measured is not zero. In `compiled_seconds` something was compiled.
+    """A measured step: at each of `moments`, `alive` holds the live bytes in excess of those at the start of the step.
+
+    `unseen` explains why bytes were not measured, or only in part. The peaks are then None, because unmeasured is not zero.
+    `compiled_seconds` is the time spent on compilation.
     """
 
     seconds: float
@@ -66,7 +69,7 @@ class MeasuredStep:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The same as a timeline, such as `explain` predicts."""
+        """The step as a timeline, in the form that `explain` predicts."""
         loops = tuple(LoopTime(loop.name, loop.begins, loop.ends, loop.chunks, loop.chunks) for loop in self.loops)
         turn = next((loop.begins for loop in self.loops if loop.half == "backward"), self.seconds)
         moments = () if self.unseen else (0.0, *self.moments)
@@ -83,11 +86,17 @@ def measured(
     unseen: str = "",
     compiled: Sequence[tuple[int, int]] = (),
 ) -> MeasuredStep:
-    """All moments in nanoseconds; `moves` are those of allocators, `ran` the begin and the end of each loop, its name, its
-    stage, its half and its chunks. `unseen` says why moves are missing, if some are; where there are none at all, nobody saw any.
-    Something was `compiled` from one moment to another.
+    """Build a measured step. All moments are in nanoseconds.
 
-    Bytes are those of the accelerator where one took any, else of the host.
+    Args:
+        begin: Start of the step.
+        end: End of the step.
+        moves: Allocations and frees: moment, bytes, kind of device.
+        ran: Loops: begin, end, name, stage, graph (forward or backward) and chunks.
+        unseen: Why some allocations are missing, if so. If `moves` has none at all, a default reason is used.
+        compiled: Intervals of compilation.
+
+    Bytes count allocations on the accelerator if there are any, else on the host.
 
     >>> found = measured(0, 10**9, [(10**8, 40, "cpu"), (9 * 10**8, -40, "cpu")], [(0, 5 * 10**8, "a", "layers.0", "forward", 4)])
     >>> found.peak_bytes, found.loops[0].seconds, found.loops[0].peak_bytes
@@ -95,9 +104,9 @@ def measured(
     """
     kinds = sorted({kind for _, _, kind in moves}, key=lambda kind: kind == "cpu")
     device = kinds[0] if kinds else "cpu"
-    own = [(at, size) for at, size, kind in moves if kind == device and begin <= at <= end]
-    moments, alive = [at for at, _ in own], list(accumulate(size for _, size in own))
-    unseen = unseen or ("" if own else NOTHING)
+    on_device = [(at, size) for at, size, kind in moves if kind == device and begin <= at <= end]
+    moments, alive = [at for at, _ in on_device], list(accumulate(size for _, size in on_device))
+    unseen = unseen or ("" if on_device else NOTHING)
 
     def highest(first: int, last: int) -> int | None:
         return None if unseen else _highest(moments, alive, first, last)
@@ -116,13 +125,13 @@ def _seconds(moment: int, begin: int) -> float:
 
 
 def _highest(moments: Sequence[int], alive: Sequence[int], first: int, last: int) -> int:
-    """The most bytes from a moment to another, with those that were alive at its begin."""
+    """Return the peak bytes in an interval, including those alive at its start."""
     low = bisect_left(moments, first)
     return max(alive[max(low - 1, 0) : bisect_right(moments, last)], default=0)
 
 
 def table_of(found: MeasuredStep, predicted: int | None) -> Iterator[str]:
-    """A measured step in lines: its peak beside the one that was predicted, and loops that are alike on one line."""
+    """Yield the lines of a measured step: measured and predicted peak, and one line per group of similar loops."""
     in_loops = sum(loop.seconds for loop in found.loops)
     share = (
         f", {_percent(in_loops, found.seconds)} of it in {counted(len(found.loops), 'loop')} over chunks" if found.loops else ""
@@ -130,12 +139,12 @@ def table_of(found: MeasuredStep, predicted: int | None) -> Iterator[str]:
     yield f"streamfx: a step of {in_seconds(found.seconds)}{share}"
     if found.compiled_seconds:
         yield COMPILED.format(seconds=in_seconds(found.compiled_seconds))
-    beside = "" if predicted is None else f"; {in_bytes(predicted)} were predicted for activations and gradients"
+    prediction = "" if predicted is None else f"; {in_bytes(predicted)} were predicted for activations and gradients"
     peak = found.peak_bytes
     if peak is None:
-        yield f"  memory   not measured: {found.unseen}{beside}"
+        yield f"  memory   not measured: {found.unseen}{prediction}"
     else:
-        yield f"  memory   {in_bytes(peak)} at the peak, over what was alive before ({found.device}){beside}"
+        yield f"  memory   {in_bytes(peak)} at the peak, over what was alive before ({found.device}){prediction}"
     if not found.loops:
         yield f"  {NO_LOOPS}"
         return
@@ -154,7 +163,7 @@ def table_of(found: MeasuredStep, predicted: int | None) -> Iterator[str]:
 
 
 def _alike(loops: Sequence[MeasuredLoop]) -> list[list[MeasuredLoop]]:
-    """Loops of a half and of stages that differ in a number of their names, in the order in which the first of them ran."""
+    """Group the loops of one graph whose stage names differ only in a number, in the order of their first runs."""
     runs: dict[tuple[str, str], list[MeasuredLoop]] = {}
     for loop in loops:
         runs.setdefault((loop.half, unnumbered(loop.stage)), []).append(loop)
@@ -179,7 +188,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def as_plain(found: MeasuredStep, predicted: int | None) -> dict[str, Any]:
-    """In values that JSON knows."""
+    """Convert a measured step to values that JSON can represent."""
     loops = [{**vars(loop), "seconds": loop.seconds} for loop in found.loops]
     return {
         "seconds": found.seconds,

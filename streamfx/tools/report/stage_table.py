@@ -1,4 +1,4 @@
-"""What becomes of each stage: streamed or whole, how its attention sees keys, in which loops it runs."""
+"""Report each stage: whether it streams, which keys its attention sees, and in which loops it runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from streamfx.torch_private.lines import source_line
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage of one graph. `reasons` say why it runs whole; `also_whole` are operators too small to matter.
+    """The report of one stage of one graph.
 
-    `wire` is what it sends to other ranks, by half and kind, None where nothing is sent. `spans` are the bounds of the keys that
-    each attention sees, `runs` the loops, `saved` the values behind `saved_bytes`, `obstacles` what the reasons are made
-    of. `truncated` are recurrences whose gradients reach back few rows, as was asked for.
+    `reasons` explain why the stage is not chunked; `also_whole` lists unchunked operators too small to matter. `wire` is its
+    communication by graph and kind, or None if it sends nothing. `spans` are the key bounds of each attention, `runs` the loops,
+    `saved` the values counted in `saved_bytes`, `obstacles` the source of the reasons. `truncated` lists recurrences whose
+    gradients an option truncates to few rows.
     """
 
     graph: int
@@ -60,7 +61,7 @@ class StageReport:
 
 
 def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> list[StageReport]:
-    """The stages of a graph that have work along the sequence."""
+    """Return the reports of all stages that have work along the sequence."""
     if facts.program is None:
         return [_whole_graph(facts, graph)] if computes(facts) else []
     view = _View(facts, graph, costs)
@@ -68,9 +69,9 @@ def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> li
 
 
 def computes(facts: Facts) -> bool:
-    """Whether a graph does more than make positions, masks and tables: a break in the code may leave those by themselves.
+    """Return whether a graph does more than build positions, masks and tables, which a graph break may isolate.
 
-    A table of the model's that is looked up by positions has neither a product nor a gradient.
+    A model's table that is indexed by positions has neither a product nor a gradient.
     """
     if facts.found_axes is None:
         return True
@@ -100,7 +101,7 @@ class _View:
         whole = [self.found[node] for node in (*stage.forward, *stage.backward) if node in self.found]
         if not loops and not whole:
             return None
-        whole = whole if loops else [replace(item, matters=True) for item in whole]  # there is nothing beside them
+        whole = whole if loops else [replace(item, matters=True) for item in whole]  # the stage has nothing else to report
         costs = [self.costs[loop.spec.name] for loop in loops]
         attention = attention_kinds(stage, self.facts)
         return StageReport(
@@ -123,7 +124,7 @@ class _View:
         )
 
     def _is_truncated(self, node: fx.Node, costs: Iterable[LoopCost]) -> bool:
-        """Whether gradients of a recurrence do not reach back over all chunks that there are."""
+        """Return whether the gradients of a recurrence reach back over fewer chunks than there are."""
         if node not in self.facts.truncations:
             return False
         rows = self.facts.truncations[node].rows
@@ -139,13 +140,13 @@ def _texts(found: Iterable[Obstacle]) -> tuple[str, ...]:
 
 
 def loops_of(stage: Stage, facts: Facts) -> list[Loop]:
-    """The loops that make the values of a stage, forward and backward."""
+    """Return the loops that compute the values of a stage, forward and backward."""
     names = {node.name for node in (*stage.forward, *stage.backward)}
     return [loop for loop in known(facts.program).loops if loop.spec.labels and loop.spec.labels[0] in names]
 
 
 def place_loops(facts: Facts) -> None:
-    """Tell each loop of a program which stage and which half it is part of, for measurements."""
+    """Set the stage and the graph (forward or backward) of each loop, for measurements."""
     program = facts.program
     if program is None:
         return
@@ -157,10 +158,10 @@ def place_loops(facts: Facts) -> None:
 
 
 def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]:
-    """For each attention of the forward half, which keys a row sees, and their span; "whole" if it does not stream, "all ranks'
-    rows" if that is because ranks have sent each other what it works on. Groups of heads count as one attention.
+    """Return the kind and the key span of each attention of the forward graph.
 
-    Keys that are no rows of the sequence, or were collected from it, are seen by the rows of every chunk.
+    The kind is "whole" if the attention is not chunked, or "all ranks' rows" if it is not chunked because ranks exchange its
+    operands. Groups of heads count as one attention. Keys outside the sequence, or gathered from it, are visible to every chunk.
     """
     spans, verdicts = facts.causality.spans, facts.causality.verdicts
     kinds: dict[Any, tuple[str, Span | None]] = {}
@@ -175,7 +176,7 @@ def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]
 
 
 def _is_pair(node: fx.Node, facts: Facts) -> bool:
-    """Whether an operator normalises a value with rows and keys, as attention does."""
+    """Return whether an operator normalizes a value over query and key positions, as attention does."""
     signature = facts.axes.signatures.get(node)
     if signature is None or not signature.whole or not is_tensor(node):
         return False
@@ -183,5 +184,5 @@ def _is_pair(node: fx.Node, facts: Facts) -> bool:
 
 
 def source_lines(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """The lines of the user's code that the operators come from, each once."""
+    """Return the distinct source lines of a user's code that the operators come from."""
     return tuple(dict.fromkeys(line for node in nodes if (line := source_line(node))))

@@ -1,4 +1,4 @@
-"""Names of stages that differ in a number."""
+"""Combine stage names that differ only in a number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def unnumbered(name: str) -> str:
 
 
 def joint_name(names: Sequence[str]) -> str:
-    """`layers.0` to `layers.3` as `layers.0-3`."""
+    """Combine names, e.g. `layers.0` to `layers.3` become `layers.0-3`."""
     if len(names) == 1:
         return names[0]
     first, last = (re.split(r"(\d+)", name) for name in (names[0], names[-1]))
@@ -20,7 +20,8 @@ def joint_name(names: Sequence[str]) -> str:
 
 
 def names_together(names: Sequence[str]) -> str:
-    """
+    """List names, and count those that differ only in a number.
+
     >>> names_together(["layers.0", "layers.1", "head"])
     'layers.0 and 1 like it, head'
     """

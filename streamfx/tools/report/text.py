@@ -1,4 +1,4 @@
-"""The report of `streamfx.explain`, made of its summary."""
+"""Format the summary of `streamfx.explain` as a text report."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ COUNTED = "memory for activations and gradients"
 CHUNK_WORK = "what loops compute for a chunk, less with a smaller chunk_size"
 NOT_TRAINED = "nothing is trained in this call, so nothing is kept for a backward pass"
 IN_PART_HEADING = "of {names} this runs whole between loops, the rest streams:"
-PLACES = 3  # lines of code that a reason names
-IN_PART = 0.995  # of FLOPs; where less is in loops, it is not said that everything streams
+PLACES = 3  # source lines that a reason names
+IN_PART = 0.995  # share of FLOPs in loops below which a report does not claim that everything streams
 HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
 
 
 def report_text(summary: Mapping[str, Any]) -> str:
-    """The report, a page at most for a model of equal layers."""
+    """Return the report: at most one page for a model of equal layers."""
     return "\n".join(line.rstrip() for line in _lines(summary))
 
 
@@ -39,13 +39,13 @@ def _lines(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def stage_lines(stages: Sequence[Stage], flops: int) -> Iterator[str]:
-    """A table of stages, and what runs whole, with reasons."""
+    """Yield a table of stages, then the unchunked operators with reasons."""
     yield from _table(stages, flops)
     yield from reason_lines(stages)
 
 
 def reason_lines(stages: Sequence[Stage]) -> Iterator[str]:
-    """What runs whole, each reason once: with the stages and the lines of code that it holds for."""
+    """Yield each distinct reason once, with the stages and source lines to which it applies."""
     small: dict[str, list[str]] = {}
     headed: dict[str, list[str]] = {}
     for (kind, found, do), items in _alike_obstacles(stages).items():
@@ -66,17 +66,17 @@ def reason_lines(stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _alike_obstacles(stages: Sequence[Stage]) -> dict[tuple[str, str, str], list[tuple[str, str]]]:
-    """The stages and lines of code of each reason: of a stage that runs whole, of one that streams in part, of what is small."""
-    found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+    """Group stages and source lines by reason and kind: "whole" stages, stages streamed "in part", or "small" operators."""
+    groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for stage in stages:
         for item in obstacles_of(stage):
             kind = extent(stage) if item["matters"] else "small"
-            found.setdefault((kind, item["found"], item["do"]), []).append((stage["name"], item["where"]))
-    return found
+            groups.setdefault((kind, item["found"], item["do"]), []).append((stage["name"], item["where"]))
+    return groups
 
 
 def obstacles_of(stage: Stage) -> Sequence[Mapping[str, Any]]:
-    """What runs whole of a stage; of a graph that has no stages at all, why that is so."""
+    """Return the unchunked operators of a stage; if the graph has no stages, return the reason instead."""
     if stage["obstacles"]:
         return list(stage["obstacles"])
     empty = {"operator": "", "where": "", "do": "", "matters": True, "bytes": 0}
@@ -84,7 +84,8 @@ def obstacles_of(stage: Stage) -> Sequence[Mapping[str, Any]]:
 
 
 def _places(lines: Sequence[str]) -> str:
-    """
+    """Format source lines, with a count of those left out.
+
     >>> _places(["a.py:1: x"]), _places(["a.py:1: x", "a.py:2: y", "a.py:3: z", "a.py:4: w"])
     (' (a.py:1: x)', ' (a.py:1: x; a.py:2: y; and 2 more lines)')
     """
@@ -96,7 +97,7 @@ def _places(lines: Sequence[str]) -> str:
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
-    """Whether the backend pays for this call."""
+    """Compare this call's memory and FLOPs with its baselines in one sentence."""
     if is_traced_in_part(summary):
         return NOT_ALL
     others = [StepCost(EAGER, summary["baseline_peak_bytes"], summary["baseline_flops"])]
@@ -110,12 +111,13 @@ def verdict_of(summary: Mapping[str, Any]) -> str:
 
 
 def is_traced_in_part(summary: Mapping[str, Any]) -> bool:
-    """Whether some of the call runs in eager, and is in the figures of other ways alone."""
+    """Return whether part of the call runs in eager, and is counted only for the baselines."""
     return bool(summary["stopped"]) or any(item["given_up"] for item in summary["break_reasons"])
 
 
 def extent(stage: Stage) -> str:
-    """
+    """Classify how much of a stage streams.
+
     >>> [extent({"loops": loops, "reasons": reasons}) for loops, reasons in ((2, []), (2, ["no rule"]), (0, ["no rule"]))]
     ['streamed', 'in part', 'whole']
     """
@@ -123,7 +125,7 @@ def extent(stage: Stage) -> str:
 
 
 def how_many_stream(extents: Sequence[str], share: float | None, traced: str = "") -> str:
-    """Of stages, and of FLOPs: `share` of them are in loops, where that is known.
+    """Describe how many stages stream; `share` is the share of FLOPs in loops, if known.
 
     >>> how_many_stream(["streamed", "whole"], 0.5), how_many_stream(["streamed"], 1.0, "traced ")
     ('1 of 2 stages run whole', 'every traced stage streams')
@@ -145,7 +147,7 @@ def how_many_stream(extents: Sequence[str], share: float | None, traced: str = "
 
 
 def share_text(summary: Mapping[str, Any]) -> str:
-    """How much of the computation is in loops."""
+    """Describe the share of the FLOPs in loops."""
     share = summary["streamed_flops_share"]
     if share is None:
         return "without what is not traced; how much of it all is in loops is not known"
@@ -154,7 +156,7 @@ def share_text(summary: Mapping[str, Any]) -> str:
 
 
 def in_percent(share: float) -> str:
-    """A part is no whole, however it is rounded.
+    """Format a share in percent; a share below 1 is never rounded to 100 %.
 
     >>> in_percent(0.99999), in_percent(1.0), in_percent(0.25)
     ('99.9 %', '100.0 %', '25.0 %')
@@ -163,7 +165,7 @@ def in_percent(share: float) -> str:
 
 
 def streams_of(summary: Mapping[str, Any]) -> str:
-    """How much of a call streams, in words."""
+    """Describe how much of a call streams."""
     traced = "traced " if is_traced_in_part(summary) else ""
     return how_many_stream(list(map(extent, summary["stages"])), summary["streamed_flops_share"], traced)
 
@@ -177,7 +179,8 @@ def headline(summary: Mapping[str, Any]) -> str:
 
 
 def how_far_back(reach: int | str, truncated: int) -> str:
-    """
+    """Describe how far gradients of recurrences reach back.
+
     >>> how_far_back("exact", 0), how_far_back(64, 0)
     ('', '; adjoints=64: no recurrence is truncated, gradients are exact')
     >>> how_far_back(64, 2)
@@ -211,7 +214,7 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
-    """The values that take most of the peak; loops first, if values between them take less than half of it.
+    """List the values that take most of the peak; if they take less than half, loops come first.
 
     >>> sort = {"operator": "aten.sort.stable", "where": "a.py:1: x.sort()", "bytes": 2048, "values": 2}
     >>> _values([sort], 4096)
@@ -237,12 +240,12 @@ def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
 
 
 def marked(stage: Stage) -> str:
-    """What a table puts behind the name of a stage of which not all streams."""
+    """Return the suffix for the name of a stage that does not fully stream."""
     return "" if extent(stage) == "streamed" else f" ({extent(stage)})"
 
 
 def _alike(stage: Stage) -> tuple[Any, ...]:
-    """Stages that share a line of the table: equal but for a number in the name."""
+    """Return the key under which stages share a table line: everything but a number in the name."""
     keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
     return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
 
@@ -296,7 +299,8 @@ def in_flops(number: int) -> str:
 
 
 def in_seconds(number: float) -> str:
-    """
+    """Format seconds with a suitable unit.
+
     >>> in_seconds(0.0042), in_seconds(12.3), in_seconds(720)
     ('4.2 ms', '12.3 s', '12.0 min')
     """

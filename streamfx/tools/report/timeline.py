@@ -1,4 +1,4 @@
-"""The bytes alive over the predicted seconds of a step, by what they are for, beside those of other ways of running it."""
+"""Timelines of a step: bytes alive over predicted seconds, by memory category, for streamfx and the baselines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Seconds = Callable[[Work], float]
 
 @dataclass(frozen=True)
 class LoopTime:
-    """When a loop runs. Of its `chunks` so many are `drawn`: each of these stands for neighbours, too."""
+    """When a loop runs. Only `drawn` of its `chunks` were sampled; each sample also represents neighboring chunks."""
 
     name: str
     begins: float
@@ -27,9 +27,9 @@ class LoopTime:
 
 @dataclass(frozen=True)
 class StepCourse:
-    """A step by one way of running it: from each of the `seconds` on so many bytes are alive, by term, until the next of them.
+    """The timeline of one way of running a step. From `seconds[i]` on, each memory category in `terms` holds its i-th size.
 
-    Terms that stay come first, those that come and go last. The backward half begins at `turn`.
+    Persistent categories come first, temporary ones last. The backward graph begins at `turn`.
     """
 
     way: str
@@ -42,7 +42,7 @@ class StepCourse:
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
-        """The bytes alive, of all terms."""
+        """The bytes alive at each moment, summed over all categories."""
         return tuple(map(sum, zip(*self.terms.values(), strict=True))) if self.terms else (0,) * len(self.seconds)
 
     @property
@@ -51,11 +51,11 @@ class StepCourse:
 
     @property
     def peak(self) -> int:
-        """The position of the moment at which most bytes are alive."""
+        """The index of the moment at which most bytes are alive."""
         return self.totals.index(self.peak_bytes) if self.totals else 0
 
     def shortened(self, most: int) -> StepCourse:
-        """At most so many moments, no peak lost."""
+        """Return a copy with at most `most` moments that keeps all peaks."""
         kept = standing_out(self.totals, most)
         terms = {name: tuple(sizes[i] for i in kept) for name, sizes in self.terms.items()}
         return replace(self, seconds=tuple(self.seconds[i] for i in kept), terms=terms)
@@ -69,7 +69,7 @@ class StepCourse:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Our course first, then those of other ways; `source` says whether they are predicted, `clock` how seconds were."""
+    """Timelines: the streamed step first, then its baselines. `source` says how they were obtained, `clock` how time was."""
 
     courses: tuple[StepCourse, ...]
     clock: str
@@ -85,16 +85,16 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest point of our course."""
+        """The peak of the streamed step."""
         return self.ours.peak_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """In values that JSON knows."""
+        """Convert the timelines to values that JSON can represent."""
         return {"clock": self.clock, "courses": [course.as_dict() for course in self.courses]}
 
 
 def course_of(way: str, curve: Curve, seconds: Seconds, flops: int | None = None) -> StepCourse:
-    """A curve over seconds; `flops` are those of its end, where what was counted along it has some that a mask hides."""
+    """Map a curve to seconds. `flops` are its final FLOPs, if the FLOPs counted along the curve include masked ones."""
     end = seconds(curve.work)
     final = end if flops is None else seconds(curve.work.without_hidden(curve.work.flops - flops))
     scale = final / end if end else 1.0
@@ -112,7 +112,7 @@ def _loop_time(loop: LoopInterval, seconds: Seconds) -> LoopTime:
 
 
 def _terms_of(curve: Curve) -> dict[str, tuple[int, ...]]:
-    """By term its bytes at each point: first those of which least comes and goes."""
+    """Return the bytes of each category at each point, sorted from the most constant category to the most variable."""
     names = list(dict.fromkeys(name for point in curve.points for name in point.terms))
     sizes = {name: tuple(point.terms.get(name, 0) for point in curve.points) for name in names}
     present = {name: column for name, column in sizes.items() if any(column)}

@@ -1,4 +1,4 @@
-"""Does it pay? Bytes and FLOPs of a step, ours and another's, as one sentence."""
+"""Compare the memory and FLOPs of a streamed step with its baselines in one sentence."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from streamfx.budget import in_bytes
 
-GAIN = 1.1  # times less memory; with less than that nobody would change a line of code
-LITTLE = 1.02  # with less than that two figures are the same
+GAIN = 1.1  # times less memory: a smaller gain is not worth a code change
+LITTLE = 1.02  # ratio below which two figures count as equal
 CHECKPOINTING, EAGER = "gradient checkpointing", "eager"
 NOTHING = "nothing streams"
 IN_CHUNKS = "with the loss in chunks"
-CHUNKED = f"{CHECKPOINTING} {IN_CHUNKS}"  # logits never exist for all rows
+CHUNKED = f"{CHECKPOINTING} {IN_CHUNKS}"  # never materializes the logits for all rows
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step takes by one way of running it; both steps of a comparison count the same bytes. FLOPs may be unknown."""
+    """The cost of one way of running a step; compared steps count the same bytes. FLOPs may be unknown."""
 
     way: str
     peak_bytes: int
@@ -32,30 +32,34 @@ def verdict(
     gains_from: int | None = None,
     counted: str = "memory",
 ) -> str:
-    """One sentence: how much less memory a step takes than the first of `others`, and how many of its FLOPs; also how much less
-    than checkpointing with the loss in chunks, where that is among them. It is made of these figures alone.
+    """Compare a step with its baselines in one sentence.
 
-    `counted` says which memory that is.
+    The sentence gives the memory and FLOPs relative to the first of `others`, and the memory relative to checkpointing with a
+    chunked loss if `others` include it. It depends on the arguments alone.
 
-    `why_whole` says why nothing streams, where nothing does. `gains_from` is a length at which there is a gain, None where nobody
-    knows one.
+    Args:
+        ours: Cost of the streamed step.
+        others: Costs of the baselines.
+        why_whole: The reason if nothing streams, else None.
+        gains_from: A length from which on there is a gain; None if unknown.
+        counted: The memory that the figures count.
 
-    >>> checkpointing = Taken("gradient checkpointing", 42 << 30, 100)
-    >>> verdict(Taken("streambp", 10 << 30, 92), [checkpointing])
+    >>> checkpointing = StepCost("gradient checkpointing", 42 << 30, 100)
+    >>> verdict(StepCost("streambp", 10 << 30, 92), [checkpointing])
     '4.2 times less memory than gradient checkpointing, 0.92 of its FLOPs'
-    >>> verdict(Taken("streambp", 10 << 30, 92), [checkpointing, Taken(CHUNKED, 15 << 30)])
+    >>> verdict(StepCost("streambp", 10 << 30, 92), [checkpointing, StepCost(CHUNKED, 15 << 30)])
     '4.2 times less memory than gradient checkpointing (1.5 times with the loss in chunks), 0.92 of its FLOPs'
-    >>> verdict(Taken("streambp", 42 << 30), [checkpointing], gains_from=2100)
+    >>> verdict(StepCost("streambp", 42 << 30), [checkpointing], gains_from=2100)
     'no gain over gradient checkpointing at this length; from about 2,100 tokens on'
-    >>> verdict(Taken("streambp", 40 << 30, 75), [checkpointing])
+    >>> verdict(StepCost("streambp", 40 << 30, 75), [checkpointing])
     'little gain over gradient checkpointing at this length: 0.95 of its memory, 0.75 of its FLOPs'
-    >>> verdict(Taken("streambp", 84 << 30), [checkpointing])
+    >>> verdict(StepCost("streambp", 84 << 30), [checkpointing])
     '2.0 times as much memory as gradient checkpointing at this length'
-    >>> verdict(Taken("streambp", 21 << 30), [checkpointing], "no rule")
+    >>> verdict(StepCost("streambp", 21 << 30), [checkpointing], "no rule")
     '2.0 times less memory than gradient checkpointing, though nothing streams, because no rule'
-    >>> verdict(Taken("streambp", 42 << 30), [checkpointing], "no rule")
+    >>> verdict(StepCost("streambp", 42 << 30), [checkpointing], "no rule")
     'no gain: nothing streams, because no rule'
-    >>> verdict(Taken("streambp", 1 << 30), [])
+    >>> verdict(StepCost("streambp", 1 << 30), [])
     'compared with nothing: no other way was followed'
     """
     if not others:
@@ -77,9 +81,9 @@ def verdict(
 
 
 def verdict_within(budget: int, ours: StepCost, others: Sequence[StepCost], why_whole: str | None = None) -> str:
-    """The same where so many bytes may be taken, and are made use of: what matters is what fits, and what it costs.
+    """Compare a step with its baselines under a memory budget: report whether it fits, and its FLOPs.
 
-    >>> ours, checkpointing = Taken("streambp", 78 << 30, 78), Taken("gradient checkpointing", 131 << 30, 100)
+    >>> ours, checkpointing = StepCost("streambp", 78 << 30, 78), StepCost("gradient checkpointing", 131 << 30, 100)
     >>> verdict_within(80 << 30, ours, [checkpointing])
     'fits into 80.0 GiB; gradient checkpointing takes 131.0 GiB'
     >>> verdict_within(160 << 30, ours, [checkpointing])
@@ -100,7 +104,7 @@ def verdict_within(budget: int, ours: StepCost, others: Sequence[StepCost], why_
 
 
 def length_verdict(ours: int, others: Mapping[str, int]) -> str:
-    """How much longer sequences are than the longest of the first of `others`, which is 0 where not even a short one fits.
+    """Compare the longest sequence length with that of the first of `others`; a length of 0 means that no length fits.
 
     >>> length_verdict(559_104, {"gradient checkpointing": 65_536, "the same, loss in chunks": 131_072})
     '8.5 times the length of gradient checkpointing: 559,104 tokens for 65,536'
@@ -115,7 +119,7 @@ def length_verdict(ours: int, others: Mapping[str, int]) -> str:
 
 
 def why_nothing_streams(stages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Of stages as reports list them: the first reason, where none has a loop; None where one has.
+    """Return the first reason in the stages of a report if no stage has a loop; None otherwise.
 
     >>> why_nothing_streams([{"loops": 0, "reasons": ["no rule"]}])
     'no rule'
@@ -126,7 +130,7 @@ def why_nothing_streams(stages: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def gains(ours: StepCost, others: Sequence[StepCost]) -> bool:
-    """Whether a verdict says that memory is saved."""
+    """Return whether the verdict reports a memory saving."""
     return bool(others) and ratio(others[0].peak_bytes, ours.peak_bytes) >= GAIN
 
 
@@ -135,7 +139,8 @@ def ratio(part: int, whole: int) -> float:
 
 
 def times(factor: float) -> str:
-    """
+    """Format a ratio.
+
     >>> times(4.23), times(12.3), times(250.4)
     ('4.2 times', '12 times', '250 times')
     """
@@ -154,9 +159,9 @@ def _flops(ours: StepCost, other: StepCost) -> str:
 
 
 def _beside(ours: StepCost, other: StepCost) -> str:
-    """What is less than another way takes, where there is little gain in memory: that, and FLOPs."""
+    """Format the memory and FLOPs that are lower than the baseline's although the memory gain is small."""
     memory = ratio(ours.peak_bytes, other.peak_bytes)
-    found = [f"{memory:.2f} of its memory"] if ratio(other.peak_bytes, ours.peak_bytes) >= LITTLE else []
+    savings = [f"{memory:.2f} of its memory"] if ratio(other.peak_bytes, ours.peak_bytes) >= LITTLE else []
     if ours.flops and other.flops and other.flops >= GAIN * ours.flops:
-        found.append(f"{ours.flops / other.flops:.2f} of its FLOPs")
-    return f": {', '.join(found)}" if found else ""
+        savings.append(f"{ours.flops / other.flops:.2f} of its FLOPs")
+    return f": {', '.join(savings)}" if savings else ""

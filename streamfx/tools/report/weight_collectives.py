@@ -1,4 +1,4 @@
-"""Collectives on weights as text: what was taken off the graph, and where it runs."""
+"""Print the collectives on weights: those removed from the graph, and where they run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamfx.tools.report.listing import ListingContext, call_text, outer_lines
 
 
 def taken_off(facts: Facts) -> Iterator[str]:
-    """How each weight is made of its shard, and each rank's part of a gradient of the gradient."""
+    """Yield how each weight is gathered from its shard, and how each gradient is reduced to a rank's shard."""
     found = facts.collectives
     if found is None:
         yield "no collectives"
@@ -27,17 +27,17 @@ def taken_off(facts: Facts) -> Iterator[str]:
 
 
 def halves_after_put_back(facts: Facts) -> Iterator[str]:
-    """Both halves, with collectives between loops."""
+    """Yield both host programs with the reinserted collectives between loops."""
     yield from _halves(facts, otherwise="no collective was taken off")
 
 
 def halves_after_buckets(facts: Facts) -> Iterator[str]:
-    """Both halves, with those collectives as one that stand between the same loops."""
+    """Yield both host programs after collectives between the same loops are merged."""
     yield from _halves(facts, otherwise="no collectives run as one")
 
 
 def _halves(facts: Facts, otherwise: str) -> Iterator[str]:
-    """Both halves of a program that ranks run together; `otherwise` is said of a graph without collectives on weights."""
+    """Yield both host programs, or `otherwise` if the graph has no collectives on weights."""
     if facts.collectives is None:
         yield otherwise
         return
@@ -48,7 +48,7 @@ def _halves(facts: Facts, otherwise: str) -> Iterator[str]:
 
 
 def _chain(stretch: Subgraph) -> str:
-    """The operators, each in brackets around the one before."""
+    """Format a chain of operators as nested calls."""
     text = {stretch.source: f"{stretch.source.name} {_shape(stretch.source)}"}
     for node in stretch.nodes:
         text[node] = call_text(node, text.__getitem__)
