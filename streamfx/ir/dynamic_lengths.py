@@ -2,8 +2,8 @@
 
 A plan is chosen by numbers: kept bytes and peak bytes. Every size grows with every length, and chunks never have more
 rows than in the simulation, so a plan that fits for some lengths fits for all shorter ones. A plan therefore comes with
-the longest lengths for which it was shown to hold, and the compiled graph gets a Dynamo guard: a longer call is compiled
-and planned again. To need few plans, a plan is computed for longer lengths than the call's if one exists for them.
+the longest lengths for which it was shown to hold, and the compiled graph gets a Dynamo guard: a longer call is recompiled
+and replanned. To need few plans, a plan is computed for longer lengths than the call's if one exists for them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Lengths:
     def furthest_beyond(self, holds: Callable[[Lengths], bool], close: float = CLOSE) -> Lengths | None:
         """Return the same, empty if no length is dynamic; None if it holds for these lengths only.
 
-        In the latter case, each longer call would be compiled again.
+        In the latter case, each longer call would be recompiled.
         """
         furthest = self.furthest(holds, close) if self else self
         return None if self and furthest == self else furthest
@@ -109,7 +109,7 @@ class Lengths:
         return replace(self, numbers=least)
 
     def guard(self, graph: fx.Graph) -> None:
-        """Guard the graph that is being compiled to these lengths and shorter ones; Dynamo compiles a longer call again."""
+        """Guard the graph that is being compiled to these lengths and shorter ones; Dynamo recompiles for a longer call."""
         for symbol, (_, size) in dynamic_sizes(graph).items():
             if symbol in self.numbers:
                 bool(size <= self.numbers[symbol])  # torch notes what it was asked, as a guard of the graph
