@@ -40,8 +40,8 @@ def written_by_all(text: str, group: str, subject: str = "", waits: bool = True,
     `subject` is the topic of the text, as far as a rank knows it before any analysis. A rank that does not wait gets no
     texts of the others; its text is only for ranks that write about the same subject.
 
-    A text `about` a topic is written once: all ranks must write the same text about it, and a different one
-    raises an error. Texts go through the store of the rendezvous; nothing is sent between devices (2.11, 2.13).
+    Once all ranks have written the same text `about` a topic, it is no longer exchanged, and a different text raises an
+    error. Texts go through the store of the rendezvous; nothing is sent between devices (2.11, 2.13).
     """
     from torch.distributed.distributed_c10d import _get_default_store  # 2.11, 2.13
 
