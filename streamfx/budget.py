@@ -40,8 +40,7 @@ AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?|bytes|%)\s*", re.I | re.
 
 
 def amount_of(value: Any) -> int | float | None:
-    """Return the bytes of an amount as an int, or a share of device memory as a float; None if it is not an amount of
-    memory.
+    """Return an amount as bytes (int) or as a share of device memory (float); None if it is not an amount of memory.
 
     >>> amount_of("24GiB") == amount_of("24 G") == 24 * 2**30, amount_of("90%"), amount_of("0.9"), amount_of("1 byte")
     (True, 0.9, 0.9, None)

@@ -143,8 +143,7 @@ class StaleOutputError(StreamFXError, RuntimeError):
 
 
 class TransposedOutputError(StreamFXError, RuntimeError):
-    """A deferred output was written to after an in-place change of its shape (`transpose_`, `squeeze_` ...), with autograd
-    on.
+    """A deferred output was written to, with autograd on, after an in-place change of its shape (`transpose_` ...).
 
     Autograd would compute gradients of earlier views with the new shape. Use an out-of-place `transpose`, or set
     `outputs="dense"`.

@@ -42,9 +42,7 @@ WAYS = ("_coalesced", "_out", "_")  # suffixes: several values in one call; into
 
 
 class Sent(NamedTuple):
-    """The traffic of one call: its kind, the size of its group, the bytes that each rank sends, and whether they leave the
-    machine.
-    """
+    """The traffic of one call: its kind, the ranks of its group, the bytes per rank, and whether they leave the machine."""
 
     kind: str
     ranks: int

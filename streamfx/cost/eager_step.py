@@ -49,9 +49,7 @@ class EagerHalf:
 
 @dataclass(frozen=True)
 class EagerStep:
-    """A step in eager mode: the forward pass, the backward pass (None without gradients), and the forward FLOPs of the
-    layers.
-    """
+    """A step in eager mode: its forward pass, its backward pass (None without gradients), and the layers' forward FLOPs."""
 
     forward: EagerHalf
     backward: EagerHalf | None = None
@@ -84,8 +82,7 @@ def _curve(half: EagerHalf, begun: Work) -> Curve:
 def eager_step(
     call: Callable[[], Any], layers: Iterable[nn.Module] = (), forward_only: bool = False, of_few: bool = True
 ) -> EagerStep:
-    """Run a call in eager mode under the active fake mode, and the backward from its first scalar, or else from all its
-    results.
+    """Run a call in eager mode under the active fake mode, and the backward of its first scalar, or else of all results.
 
     The caller keeps the results, as in `out = model(...); out.loss.backward()`. The forward FLOPs of `layers`, whose
     `forward` is wrapped, are also counted separately. With `of_few`, only a few of equal iterations are traced

@@ -107,8 +107,7 @@ def attention_flops(target: Any, arguments: Mapping[str, Any], span: Span) -> in
 
 
 def visible_pairs(rows: int, keys: int, span: Span) -> int:
-    """Return the number of pairs in which row i sees key j: i + low <= j <= i + high, aligned at the first row and first
-    key.
+    """Count the pairs in which row i sees key j: i + low <= j <= i + high, aligned at the first row and the first key.
 
     >>> visible_pairs(4, 4, Span(high=0)), visible_pairs(4, 4, Span(-1, 0)), visible_pairs(2, 8, Span())
     (10, 7, 16)

@@ -1,5 +1,4 @@
-"""Bytes moved by operators that a compiler fuses, as Inductor does: a value that only element-wise operators read is not
-written.
+"""Bytes moved if a compiler fuses operators, as Inductor does: values read only by element-wise operators are not written.
 
     gate = x @ a;  s = silu(gate);  up = x @ b;  p = s * up;  y = p @ c
 

@@ -12,9 +12,7 @@ CUDNN, FLASH = "cudnn", "flash"
 
 
 def by_kernel(name: str, arguments: Mapping[str, Any], flops: int) -> dict[str, int]:
-    """Return the FLOPs of a call by the field of `Work` for its kernel and pass; empty if the kernel is neither cuDNN nor
-    flash.
-    """
+    """Return the FLOPs of a call by the field of `Work` for its kernel and pass; empty unless the kernel is cuDNN or flash."""
     kernel = kernel_of(name, arguments)
     return {f"{kernel}{'_backward' if 'backward' in name else ''}": flops} if kernel else {}
 

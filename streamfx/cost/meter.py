@@ -310,9 +310,7 @@ def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> 
 
 
 def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage, torch.device]]:
-    """Yield storages with the device of their tensor, from which a fake tensor's storage differs. Meta tensors have no
-    memory.
-    """
+    """Yield storages with the device of their tensor: a fake tensor's storage reports another one. Skip meta tensors."""
     for value in tensors_in(values):
         if value.device.type != "meta":
             storage = value.untyped_storage()

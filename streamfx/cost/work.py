@@ -57,9 +57,7 @@ class Work(NamedTuple):
         return dict(zip(KINDS, (gathers, reductions, exchanges), strict=True))
 
     def without_hidden(self, hidden: int) -> Work:
-        """Return the work without `hidden` attention FLOPs, on pairs that masks hide; each kernel loses in proportion to its
-        share.
-        """
+        """Return the work without `hidden` attention FLOPs, on pairs that masks hide, taken from each kernel in proportion."""
 
         def shown(count: int) -> int:
             return count - hidden * count // self.attention_flops if hidden else count

@@ -39,9 +39,7 @@ class Letters:
         return self.axes.sequence is not None and atom in self.axes.sequence.members
 
     def legend(self) -> str:
-        """Return a legend such as `t=12 b=2 d=16`: the size of each axis, and the first row of each axis derived from the
-        sequence.
-        """
+        """Return a legend such as `t=12 b=2 d=16`: the sizes of axes, and the first rows of axes derived from the sequence."""
         sequence, parts = self.axes.sequence, []
         for atom, name in self._names.items():
             text = f"{name}={self.axes.table.size(atom)}"

@@ -62,9 +62,7 @@ class Lengths:
         return supposing(self.numbers)
 
     def furthest(self, holds: Callable[[Lengths], bool], close: float = CLOSE) -> Lengths:
-        """Return the longest multiple, within a factor of `close`, for which `holds` is true. It must be true for these
-        lengths.
-        """
+        """Return the longest multiple of these lengths, within a factor of `close`, for which `holds` is true, as for these."""
         low, high = 1.0, 2.0
         while high <= 2**DOUBLINGS and self._holds_at(holds, high):
             if self.times(high) == self.times(low):

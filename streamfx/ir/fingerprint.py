@@ -99,9 +99,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _sums(block: Tensor) -> Tensor:
-    """Sum the rows of a block of bytes. Words are widened first: in a sum that wraps at 32 bits, pairs of signs would
-    cancel.
-    """
+    """Sum each row of a block. Words are widened first: in a sum that wraps at 32 bits, pairs of signs would cancel."""
     columns = WORDS if block.numel() >= 4 * WORDS else -(-block.numel() // 4)
     missing = -block.numel() % (4 * columns)
     if missing or block.storage_offset() % 4:

@@ -146,8 +146,7 @@ Yield: TypeAlias = "ConcatOutput | BufferOutput"
 
 @dataclass(frozen=True)
 class LoopSpec:
-    """One loop over chunks. `feeds` match the loop body's placeholders; `sources` has the loop argument that each feed
-    reads.
+    """One loop over chunks. `feeds` match the placeholders of the loop body, `sources` has the loop argument of each feed.
 
     The arguments of a loop are the numbers for `symbols`, then tensors. `yields` are the loop's results: the concatenated
     outputs of the loop body, in order, then buffers.

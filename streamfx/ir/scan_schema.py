@@ -76,9 +76,7 @@ class StateSlot:
 
 @dataclass(frozen=True)
 class StatefulResult:
-    """A result that is used, and the dimension of its rows. Without rows, it is a sum over chunks, or the last chunk's
-    value.
-    """
+    """A result that is used, and the dimension of its rows; without rows, a sum over chunks or the last chunk's value."""
 
     number: int
     rows: int | None

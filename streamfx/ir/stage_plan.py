@@ -94,8 +94,7 @@ ChunkSize: TypeAlias = "int | AutoChunk"
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The plan per stage: `chunk_sizes` in rows of the sequence, values `kept` in addition to its outputs, and `dropped`
-    outputs.
+    """The plan per stage: `chunk_sizes` in rows, values `kept` in addition to the stage's outputs, and `dropped` outputs.
 
     Sums over chunks of low-precision numbers accumulate in float32, unless they are `narrow`. The backward graph
     recomputes `dropped` values from the boundary before them, with the same forward loops, and values between loops that

@@ -41,9 +41,7 @@ class Subgraph:
         return list(self.graph.nodes)[1:-1]
 
     def written(self, source: fx.Node, before: Callable[[fx.Node], fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Insert the operators into the graph of `source`, each before the node that `before` returns for it; return the
-        copies.
-        """
+        """Insert the operators into the graph of `source`, each before the node `before` returns for it; return the copies."""
         copies = {self.source: source}
         for node in self.nodes:
             with source.graph.inserting_before(before(node)):

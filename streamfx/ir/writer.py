@@ -60,8 +60,7 @@ class GraphWriter:
 
 
 def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
-    """Return the sizes of a value as arguments: integers, or nodes for dynamic sizes (an input if possible, else a new
-    node).
+    """Return the sizes of a value as arguments: integers, or nodes for dynamic sizes (inputs if possible, else new nodes).
 
     A new node reads the size from an operand that has it, if there is one: a rewrite may replace the value itself.
     """

@@ -176,9 +176,7 @@ def given_positions(graph: fx.Graph, count: int) -> list[int | None]:
 
 
 def placeholder_source(node: fx.Node) -> str:
-    """Return Dynamo's source of an input, such as `L['self']._modules['0']._parameters['weight']`; "" if unknown (2.11,
-    2.13).
-    """
+    """Return Dynamo's source of an input, as `L['self']._modules['0']._parameters['weight']`; "" if unknown (2.11, 2.13)."""
     source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get(GRAPH_ARGUMENT), "source", None)
     name = getattr(source, "name", "") if source is not None else ""
     return str(name() if callable(name) else name)
@@ -196,9 +194,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def rewrapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Rebuild a wrapper subclass with changed inner tensors and the same other attributes (2.11, 2.13:
-    `__tensor_flatten__`).
-    """
+    """Rebuild a wrapper subclass with changed inner tensors, all else unchanged (2.11, 2.13: `__tensor_flatten__`)."""
     names, context = value.__tensor_flatten__()
     parts = {name: change(part) if isinstance(part := getattr(value, name), torch.Tensor) else part for name in names}
     return type(value).__tensor_unflatten__(parts, context, value.shape, value.stride())
@@ -300,9 +296,7 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 @contextmanager
 def tracing_undone() -> Iterator[None]:
-    """If an error ends the block, forget AOTAutograd's notes on a graph, so that the graph can be traced again (2.11,
-    2.13).
-    """
+    """If an error ends the block, reset AOTAutograd's notes on a graph, so that it can be traced again (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
     kept = {} if context is None else dict(vars(context))
     try:

@@ -78,9 +78,7 @@ def is_in_data_parallel() -> bool:
 
 
 def inputs_in_results() -> list[int] | None:
-    """Return the indices of the inputs that the graph being compiled returns, or of which it returns views; None if unknown
-    (2.11, 2.13).
-    """
+    """Return the indices of inputs that the graph being compiled returns or aliases; None if unknown (2.11, 2.13)."""
     from torch._functorch._aot_autograd.schemas import OutputType
 
     context = torch._guards.TracingContext.try_get()
@@ -90,8 +88,9 @@ def inputs_in_results() -> list[int] | None:
 
 
 def owners(graph: fx.Graph) -> list[int | None]:
-    """Return, for each input of a traced graph, the index of the Dynamo input that it is, or is part of; None for others
-    (2.11, 2.13).
+    """Return, for each input of a traced graph, the index of its Dynamo input; None if it has none (2.11, 2.13).
+
+    An input may be a part of a Dynamo input.
     """
     indices = []
     for node in graph.find_nodes(op="placeholder"):
@@ -130,9 +129,7 @@ def nodes_that_run(edges: Iterable[tuple[Any, int]]) -> frozenset[Any]:
 
 @contextmanager
 def recorded_inside_operators() -> Iterator[None]:
-    """Let autograd and `vmap` record the code inside, even inside an operator's implementation, which they skip (2.11,
-    2.13).
-    """
+    """Let autograd and `vmap` record the code inside, even in an operator's implementation (2.11, 2.13)."""
     with ExitStack() as stack:
         for name in SEEN_OUTSIDE_OF_OPERATORS:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))

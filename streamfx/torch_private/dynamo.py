@@ -88,9 +88,7 @@ def is_switched_off() -> bool:
 
 
 def gives_back() -> bool:
-    """Return whether `torch.compile` returns its argument: this does not change with the environment afterwards (2.11,
-    2.13).
-    """
+    """Return whether `torch.compile` returns its argument, even if the environment changes afterwards (2.11, 2.13)."""
     return os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
 
 
@@ -128,8 +126,7 @@ def own_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Passing(ShortenTraceback):
-    """One of our errors on its way through Dynamo, which wraps other errors of a backend and asks to report them (2.11,
-    2.13).
+    """One of our errors on its way through Dynamo, which wraps a backend's other errors and asks to report them (2.11, 2.13).
 
     Dynamo does not wrap this type. It raises the result of `remove_dynamo_frames` once the error reaches the call of the
     compiled function. Each instance also has the class of the original error, for handlers in between.
@@ -147,9 +144,7 @@ class Passing(ShortenTraceback):
 
     @property
     def record_filename(self) -> str:
-        """Raise the error. Dynamo reads this before it swallows an error (`suppress_errors`), but a refusal is not a
-        failure.
-        """
+        """Raise the error: Dynamo reads this before it swallows an error (`suppress_errors`), but a refusal is no failure."""
         raise self
 
     @record_filename.setter
@@ -341,8 +336,7 @@ def noted_compilations() -> Iterator[list[tuple[int, int]]]:
 
 @contextmanager
 def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """Yield keywords for `torch.compile(..., backend=backend)`; at the end, drop the state that Dynamo keeps of such
-    compilations.
+    """Yield keywords for `torch.compile(..., backend=backend)`; at the end, drop Dynamo's state of such compilations.
 
     This state is the compiled code, and the sizes that Dynamo has learned to be dynamic. Functions that Dynamo gave up in
     an earlier call are tried again, so that the result does not depend on earlier calls (2.11, 2.13).
@@ -366,8 +360,7 @@ def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
 
 
 def _reset_skipped() -> None:
-    """Reset the functions that Dynamo skips: because tracing failed (a graph break in a loop), or the recompile limit was
-    hit.
+    """Reset the functions that Dynamo skips, because tracing failed (a graph break in a loop) or hit the recompile limit.
 
     If Dynamo must skip them, the next compilation finds out. Compiled code stays.
     """

@@ -73,8 +73,7 @@ class FirstProxyOfSymbol(TorchFunctionMode):
 
 
 def pair_dimensions(graph: fx.Graph) -> None:
-    """Add guards that inputs have equal sizes, if their element counts are equal by a guard and their sizes equal now (2.11,
-    2.13).
+    """Guard inputs to have equal sizes, if a guard has equal element counts and sizes are equal now (2.11, 2.13).
 
     These are ids and labels, for example, of which torch knows only that `b * t == c * u`. A call with other sizes is
     traced again.
