@@ -133,7 +133,7 @@ class AccessFacts:
 class SpanFacts:
     """The key positions visible to a chunk: a span for each operator that has keys, and how it was derived.
 
-    Operators in `measured`, and their operands, have no span: each consumer recomputes them for its own keys.
+    Operators in `measured`, and parts of their results, have no span: each consumer recomputes them for its own keys.
     """
 
     spans: Mapping[fx.Node, Span]
