@@ -1,6 +1,7 @@
-"""streamfx: a `torch.compile` backend that streams any decoder along its sequence.
+"""streamfx: a `torch.compile` backend that computes any decoder in chunks of its sequence.
 
-What compiles, traces or plans is imported when it is first asked for: `import streamfx` does not even import torch.
+This module exports the public names. It imports each module that compiles, traces, or plans at its first use: `import
+streamfx` does not even import torch.
 """
 
 import warnings
@@ -111,16 +112,16 @@ _RENAMED = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names that are heavy at their first use (PEP 562); old names warn and return the new ones."""
+    """Import a public name at its first use (PEP 562); an old name warns and returns the new one."""
     if name in _RENAMED:
         warnings.warn(f"streamfx.{name} is now streamfx.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
         return getattr(import_module(__name__), _RENAMED[name])
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(_LAZY[name]), name)
-    return found
+    globals()[name] = value = getattr(import_module(_LAZY[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    """What is public, and nothing of what it is made of."""
+    """Return the public names only."""
     return sorted([*__all__, "__version__"])

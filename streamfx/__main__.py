@@ -1,4 +1,4 @@
-"""`python -m streamfx` is the command `streamfx`."""
+"""Run the command `streamfx` as `python -m streamfx`."""
 
 import sys
 

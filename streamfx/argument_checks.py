@@ -1,4 +1,4 @@
-"""Arguments that cannot be: what was asked, what was found, what to do. Nothing is changed before they are looked at."""
+"""Checks of arguments: an error says the request, the value found, and the remedy. Checks run before anything changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from streamfx.errors import OptionError, StreamFXError, one
 P = ParamSpec("P")
 R = TypeVar("R")
 Refusal = type[StreamFXError]
-LONGEST = 80  # letters of a value in an error
+LONGEST = 80  # characters of a value in an error
 BY_NAME = "write options={'chunk_size': 1024}, or the options by their names: chunk_size=1024"
 
 
 def described(value: Any) -> str:
-    """A value and its kind, in a line.
+    """Return a value and its type in one line.
 
     >>> described(3), described(int)
     ('3 (int)', 'the class int')
@@ -28,14 +28,14 @@ def described(value: Any) -> str:
         return f"the class {value.__name__}"
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # an object that cannot even be shown
+    except Exception:  # an object whose repr fails
         text = "an object"
     kind = type(value).__name__
     return f"{text} ({kind})" if len(text) <= LONGEST else one(kind)
 
 
 def did_you_mean(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:
-    """A hint at the one of some words that is nearest; nothing where none is near.
+    """Return a hint at the closest of some words; empty if none is close.
 
     >>> did_you_mean("chunk", ["chunk_size", "save"]), did_you_mean("x", ["save"])
     ("did you mean 'chunk_size'? ", '')
@@ -50,7 +50,7 @@ def did_you_mean(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:
 
 
 def one_of(word: Any, known: Collection[Any]) -> str:
-    """What to give in place of a word, where it has to be one of some.
+    """Return a hint at the allowed words, for an argument that must be one of them.
 
     >>> one_of("DPO", ["sft", "dpo"])
     "did you mean 'dpo'? give one of sft, dpo"
@@ -59,20 +59,20 @@ def one_of(word: Any, known: Collection[Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Python's own number for one of another kind, such as numpy's, whole or not; anything else as it is."""
+    """Convert another kind of number, such as numpy's, to an int or a float; return any other value unchanged."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def refuse_unless(holds: bool, error: Refusal, asked: str, found: Any, do: str) -> None:
-    """Raises the error unless something holds; `found` is a value, or a text that says what was found."""
+    """Raise the error unless `holds` is true; `found` is the value found, or a text about it."""
     if not holds:
         raise error(asked, found=found if isinstance(found, str) else described(found), do=do)
 
 
 def refusing(error: Refusal, origin: str, what: str = "argument", do: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Of a public function: what it is called with has to fit its signature, or the error says what it takes, or what to `do`."""
+    """Return a decorator for a public function: if a call does not fit its signature, raise `error`, which says the remedy."""
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -91,7 +91,7 @@ def refusing(error: Refusal, origin: str, what: str = "argument", do: str = "") 
 
 
 class _Misfit:
-    """A call that does not fit a signature, told without `self`."""
+    """A call that does not fit a signature, without its `self`."""
 
     def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], what: str, do: str) -> None:
         parameters = list(signature.parameters.values())

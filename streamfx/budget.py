@@ -1,4 +1,4 @@
-"""Amounts of memory: what a budget may be called, and how many bytes it is."""
+"""Amounts of memory: the forms of a memory budget, and its value in bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNITS = {
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
-    "K": 2**10,  # a letter alone is a power of 1,024, as where a GPU of "24G" is meant
+    "K": 2**10,  # a single letter is a power of 1,024, as in "24G" for the memory of a GPU
     "M": 2**20,
     "G": 2**30,
     "T": 2**40,
@@ -34,13 +34,13 @@ UNITS = {
 }
 AUTO = "auto"
 FORMS = "bytes (a whole number), a text like '24GiB' or '24G', a share of the device ('90%', or between 0.0 and 1.0), or 'auto'"
-RESERVE = 0.1  # of a device's memory: for workspaces of kernels, fragmentation, and what others take meanwhile
-STATE = 2  # numbers that an optimizer keeps beside a trained one, as Adam does; they are made after the first step
+RESERVE = 0.1  # of a device's memory: for kernel workspaces, fragmentation, and other processes
+STATE = 2  # optimizer numbers per trained number, as in Adam; they are allocated after the first step
 AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?|bytes|%)\s*", re.I | re.ASCII)
 
 
 def amount_of(value: Any) -> int | float | None:
-    """Bytes, as a whole number, or a share of a device's memory, as a float; None for what is no amount of memory.
+    """Return an amount as bytes (int) or as a share of device memory (float); None if it is not an amount of memory.
 
     >>> amount_of("24GiB") == amount_of("24 G") == 24 * 2**30, amount_of("90%"), amount_of("0.9"), amount_of("1 byte")
     (True, 0.9, 0.9, None)
@@ -65,15 +65,15 @@ def _amount_of_text(text: str) -> int | float | None:
 
 
 def is_budget(value: Any) -> bool:
-    """Whether a value says how much memory there is: an amount (see `FORMS`), "auto", or None."""
+    """Return whether a value is a memory budget: an amount (see `FORMS`), "auto", or None."""
     return value is None or (isinstance(value, str) and value == AUTO) or amount_of(value) is not None
 
 
 def bytes_of(budget: int | float | str, device: torch.device, held: int = 0, trained: int = 0) -> int:
-    """The bytes of a budget; a share is one of the memory that the device has.
+    """Return the bytes of a budget; a share is relative to the device's total memory.
 
-    "auto" is what a step holds already, and what is free on the device now, less a reserve and the state that an optimizer makes
-    for `trained` bytes of gradients.
+    "auto" is the memory that a step holds already, plus the free memory of the device, minus a reserve, and minus the
+    state that an optimizer allocates for `trained` bytes of gradients.
 
     >>> import torch
     >>> bytes_of("24GiB", torch.device("cpu")), bytes_of(1000, torch.device("cpu"))
@@ -87,7 +87,7 @@ def bytes_of(budget: int | float | str, device: torch.device, held: int = 0, tra
 
 
 def free_on(device: torch.device) -> int:
-    """Bytes that new tensors may take on a device: free ones, and those that its allocator holds for nobody."""
+    """Return the bytes that new tensors may use on a device: free memory, and unused memory that its allocator has reserved."""
     import torch
 
     if device.type == "cuda" and torch.cuda.is_available():
@@ -97,7 +97,7 @@ def free_on(device: torch.device) -> int:
 
 
 def _free_of_host() -> int:
-    """Bytes that the system can give without swapping: pages of files that it can drop are among them."""
+    """Return the bytes that the system can provide without swapping, including droppable page cache."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -107,7 +107,7 @@ def _free_of_host() -> int:
 
 
 def _free_of_group() -> int:
-    """Bytes left of what a container allows. Pages of files count as used there, and the system drops them on demand."""
+    """Return the bytes left within a container's limit. Page cache counts as used there, but the system drops it on demand."""
     names = ("memory.max", "memory.current", "memory.stat")
     try:
         limit, used, stat = ((CONTROL_GROUP / name).read_text() for name in names)
@@ -120,7 +120,7 @@ def _free_of_group() -> int:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of memory that a device has."""
+    """Return the total memory of a device in bytes."""
     import torch
 
     if device.type == "cuda" and torch.cuda.is_available():
@@ -129,7 +129,8 @@ def memory_of(device: torch.device) -> int:
 
 
 def in_bytes(number: int) -> str:
-    """
+    """Format a number of bytes.
+
     >>> in_bytes(100), in_bytes(5 * 2**20), in_bytes(3 * 2**30)
     ('100 bytes', '5.0 MiB', '3.0 GiB')
     """

@@ -1,4 +1,4 @@
-"""Refusals. Each says what was asked, what was found, where, and what to do."""
+"""Errors that streamfx raises on purpose. Each says the request, the value found, the place, and the remedy."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from textwrap import shorten
 from types import MappingProxyType
 
-LONGEST = 300  # letters of what another's error says
+LONGEST = 300  # characters of another library's error message
 
 
 class StreamFXError(Exception):
     """Base of all errors that streamfx raises on purpose.
 
     Args:
-        asked: what was asked for, and cannot be.
-        found: what was found instead.
+        asked: the request that cannot be met.
+        found: the value that was found instead.
         where: the place: a file, a rank, a line of the model's code.
-        do: what helps.
+        do: the remedy.
 
     Example:
         >>> import streamfx
@@ -37,22 +37,22 @@ class StreamFXError(Exception):
 
 
 def told(error: BaseException) -> str:
-    """Another's error in a line: its kind, and the beginning of what it says."""
+    """Return the type and the beginning of the message of another library's error, in one line."""
     return shorten(f"{type(error).__name__}: {error}", LONGEST, placeholder=" ...")
 
 
 def one(kind: str) -> str:
-    """With its article.
+    """Return a type's name with its article.
 
     >>> one("Enabled"), one("int"), one("LSTM"), one("Tensor"), one("UNet")
     ('an Enabled', 'an int', 'an LSTM', 'a Tensor', 'a UNet')
     """
-    is_spelled = len(kind) > 1 and kind[:3].isupper()
-    return f"{'an' if kind[:1] in ('AEFHILMNORSX' if is_spelled else 'AEIOaeio') else 'a'} {kind}"
+    is_acronym = len(kind) > 1 and kind[:3].isupper()
+    return f"{'an' if kind[:1] in ('AEFHILMNORSX' if is_acronym else 'AEIOaeio') else 'a'} {kind}"
 
 
 def ordinal(number: int) -> str:
-    """A number as it counts things.
+    """Return a number as an ordinal.
 
     >>> print(*(ordinal(number) for number in (1, 2, 3, 4, 11, 12, 13, 21, 102, 112)))
     1st 2nd 3rd 4th 11th 12th 13th 21st 102nd 112th
@@ -61,9 +61,9 @@ def ordinal(number: int) -> str:
 
 
 class OptionError(StreamFXError, ValueError):
-    """An option that does not exist, or a value that it cannot take.
+    """An option that does not exist, or a value that an option cannot take.
 
-    Options come from `torch.compile(..., options={...})`, `streamfx.configure(...)` and the environment variable
+    Options come from `torch.compile(..., options={...})`, `streamfx.configure(...)`, and the environment variable
     `STREAMFX_OPTIONS`; all three are checked before anything is compiled.
 
     Example:
@@ -77,7 +77,7 @@ class OptionError(StreamFXError, ValueError):
 
 
 class RuleError(StreamFXError, ValueError):
-    """A rule for an operator that cannot be: see `streamfx.register_rule`.
+    """An invalid rule for an operator: see `streamfx.register_rule`.
 
     Example:
         >>> import torch, streamfx
@@ -90,9 +90,10 @@ class RuleError(StreamFXError, ValueError):
 
 
 class NotStreamedError(StreamFXError, RuntimeError):
-    """`strict=True` was asked for, and a stage cannot stream.
+    """A stage cannot be chunked, and `strict=True` requires it.
 
-    Without `strict` such a stage runs whole, exactly as it stood, and `streamfx.explain` shows the reason.
+    Without `strict`, such a stage is not chunked: it runs unchanged on the full sequence, and `streamfx.explain` shows
+    the reason.
 
     Example:
         >>> import torch, streamfx
@@ -109,7 +110,7 @@ class NotStreamedError(StreamFXError, RuntimeError):
 
 
 class StaleGraphError(StreamFXError, RuntimeError):
-    """Something that the compiled graph relies on has changed since it was compiled.
+    """A property on which the compiled graph relies has changed since it was compiled.
 
     Example:
         >>> import streamfx
@@ -120,10 +121,10 @@ class StaleGraphError(StreamFXError, RuntimeError):
 
 
 class StaleOutputError(StreamFXError, RuntimeError):
-    """A deferred output was touched after the parameters that it is computed from had changed.
+    """A deferred output was accessed after the parameters from which it is computed had changed.
 
-    Deferred outputs (the logits beside a loss) are computed when they are first used. Use them before the optimizer's step, or
-    ask for `outputs="dense"`.
+    Deferred outputs (such as the logits of a model that returns a loss) are computed at their first use. Use them before
+    the optimizer's step, or set `outputs="dense"`.
 
     Example:
         >>> import torch, streamfx
@@ -142,10 +143,10 @@ class StaleOutputError(StreamFXError, RuntimeError):
 
 
 class TransposedOutputError(StreamFXError, RuntimeError):
-    """A deferred output that was turned in place (`transpose_`, `squeeze_` ...) was written to where its gradient is followed.
+    """A deferred output was written to, with autograd on, after an in-place change of its shape (`transpose_` ...).
 
-    Autograd would find the gradients of views that were taken before by the shape that it has now. Turn a copy (`transpose`), or
-    ask for `outputs="dense"`.
+    Autograd would compute gradients of earlier views with the new shape. Use an out-of-place `transpose`, or set
+    `outputs="dense"`.
 
     Example:
         >>> import torch, streamfx
@@ -165,10 +166,10 @@ class TransposedOutputError(StreamFXError, RuntimeError):
 
 
 class RanksDifferError(StreamFXError, RuntimeError):
-    """A graph with collectives could not be analysed on a rank, or not all ranks have compiled it.
+    """A graph with collectives could not be analyzed on a rank, or not all ranks have compiled it.
 
-    Without collectives it would run whole. But ranks that stream gather and reduce in another order: they would wait for this
-    one for ever, or be handed other values than they asked for.
+    A graph without collectives would fall back to the full sequence. But ranks with chunks run collectives in another
+    order: they would wait for this rank forever, or receive wrong values.
 
     Example:
         >>> import streamfx
@@ -180,9 +181,9 @@ class RanksDifferError(StreamFXError, RuntimeError):
 
 
 class NotTracedError(StreamFXError, RuntimeError):
-    """`streamfx.explain` could not follow the call: nothing of it arrived at the backend.
+    """`streamfx.explain` could not trace the call: the backend got no graph.
 
-    The call fails, or Dynamo is switched off for it, or it computes nothing with tensors.
+    The call fails, or Dynamo is disabled for it, or it computes nothing with tensors.
 
     Example:
         >>> import streamfx
@@ -197,7 +198,7 @@ class NotTracedError(StreamFXError, RuntimeError):
 class NotComparableError(StreamFXError, RuntimeError):
     """`streamfx.verify` cannot compare two runs of the model.
 
-    It draws random numbers, has no loss, or its tensors hold no data.
+    The model draws random numbers, has no loss, or its tensors hold no data.
 
     Example:
         >>> import torch, streamfx
@@ -210,10 +211,10 @@ class NotComparableError(StreamFXError, RuntimeError):
 
 
 class OverBudgetError(StreamFXError, MemoryError):
-    """`memory_budget` is less than the smallest plan takes.
+    """`memory_budget` is smaller than the peak of the smallest plan.
 
-    The step would not fit into the memory that was said to be there, whatever is made again or cut into chunks. `smallest` are
-    the bytes of the smallest plan, `terms` what they are for.
+    The step does not fit the budget, whatever is recomputed or chunked. `smallest` is the peak of the smallest plan in
+    bytes, `terms` its categories.
 
     Example:
         >>> import torch, streamfx
@@ -230,10 +231,10 @@ class OverBudgetError(StreamFXError, MemoryError):
 
 
 class OffloadSpaceError(StreamFXError, OSError):
-    """Offloaded values (`offload="inputs"` or `"attention"`) do not fit into the host's memory, or onto the disk.
+    """Offloaded values (`offload="inputs"` or `"attention"`) do not fit into host memory or onto the disk.
 
-    With a GPU they wait in pinned memory of the host; on a CPU they wait in files in `folder`, which is empty otherwise. `needed`
-    bytes were asked for, and `free` are left, or None if the system does not say.
+    With a GPU they are in pinned host memory; on a CPU they are in files in `folder`, which is empty otherwise. `needed`
+    bytes were requested, and `free` bytes are left, or None if the system does not report them.
 
     Example:
         >>> import streamfx
@@ -248,7 +249,7 @@ class OffloadSpaceError(StreamFXError, OSError):
 
 
 class PlanError(StreamFXError, ValueError):
-    """`streamfx.plan` was asked for something that it cannot plan: no such configuration, device or option.
+    """`streamfx.plan` cannot plan the request: no such configuration, device, or option.
 
     Example:
         >>> import streamfx
@@ -261,7 +262,7 @@ class PlanError(StreamFXError, ValueError):
 
 
 class IntegrationError(StreamFXError, TypeError):
-    """`streamfx.enable` was given something that it cannot compile in place.
+    """`streamfx.enable` got an object that it cannot compile in place.
 
     Example:
         >>> import streamfx
@@ -274,7 +275,7 @@ class IntegrationError(StreamFXError, TypeError):
 
 
 class ProfileError(StreamFXError, RuntimeError):
-    """`streamfx.profile` cannot measure: another profiler is on, or a profile is asked for figures before its block is left.
+    """`streamfx.profile` cannot measure: another profiler is active, or a profile is read before its block ends.
 
     Example:
         >>> import streamfx
@@ -288,7 +289,7 @@ class ProfileError(StreamFXError, RuntimeError):
 
 
 class ReportError(StreamFXError, OSError):
-    """A report cannot be written where it was asked for, or is asked about something that is not in it.
+    """A report cannot be written to the given path, or does not contain the requested item.
 
     Example:
         >>> import torch, streamfx
@@ -303,8 +304,8 @@ class ReportError(StreamFXError, OSError):
 
 
 class NotCopyableError(StreamFXError, TypeError):
-    """What `explain`, `profile` or `enable` has returned was to be pickled or copied, and holds graphs of its process."""
+    """A result of `explain`, `profile`, or `enable` cannot be pickled or copied: it holds graphs of its process."""
 
 
 class ModelError(StreamFXError, ValueError):
-    """The command line was given no model that it can make: neither a Hugging Face folder nor `package.module:factory`."""
+    """The command line got no valid model: neither a Hugging Face folder nor `package.module:factory`."""

@@ -1,4 +1,4 @@
-"""What a compilation does without where it fails: the result is exact all the same."""
+"""Fallbacks of a compilation if an optional step fails: the result stays exact."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALL_THE_SAME = "%s (%s). The result is exact; strict=True raises an error instea
 
 
 def attempted(what: Callable[[], T], otherwise: T, failed: str, strict: bool) -> T:
-    """What is found, or something else and a warning that says what `failed`; under `strict` an error."""
+    """Return the result of a step; if it fails, warn with `failed` and return `otherwise`. Under `strict`, raise an error."""
     try:
         return what()
     except Exception as error:
@@ -42,7 +42,7 @@ def attempted(what: Callable[[], T], otherwise: T, failed: str, strict: bool) ->
 
 
 def told_of_meta(inputs: Sequence[Any], error: Exception) -> bool:
-    """Warn of inputs of which some have no numbers and others have; false where there are none."""
+    """Warn if some inputs are on the meta device and others are not; return whether that is so."""
     is_mixed = {item.is_meta for item in inputs if isinstance(item, torch.Tensor)} == {True, False}
     if is_mixed:
         log.warning(PARTLY_ON_META, told(error))
@@ -50,7 +50,7 @@ def told_of_meta(inputs: Sequence[Any], error: Exception) -> bool:
 
 
 def not_streamed(found: str) -> NotStreamedError:
-    """What `strict=True` raises where something failed that nobody asked for by name."""
+    """Return the error that `strict=True` raises if an optional step fails."""
     return NotStreamedError(
         "strict=True asks that every stage streams", found, do="drop strict=True: the result is exact either way"
     )

@@ -1,4 +1,4 @@
-"""The logger behind `TORCH_LOGS="streamfx"` and `TORCH_LOGS="+streamfx"`."""
+"""The logger for `TORCH_LOGS="streamfx"` and `TORCH_LOGS="+streamfx"`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the backend: what they are called, what they may be, and where they come from."""
+"""Options of the backend: their names, their values, and the places where they are set."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from streamfx.budget import FORMS, is_budget
 from streamfx.errors import OptionError
 
 ENVIRONMENT = "STREAMFX_OPTIONS"
-OFFLOADS = ("inputs", "attention")  # what waits on the host, as levels of `save`
-SAVE_LEVELS = ("inputs", "attention", "projections", "products")  # what a stage keeps, from little to much
+OFFLOADS = ("inputs", "attention")  # values to keep on the host, as levels of `save`
+SAVE_LEVELS = ("inputs", "attention", "projections", "products")  # values that a stage keeps, from few to many
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """All options of `backend="streambp"`.
 
-    Wherever options are taken, they may be a dictionary, or such an object: it stands for what it sets otherwise than by default.
+    Every function that takes options accepts a dictionary or an `Options` object, of which only non-default values count.
 
     Args:
         chunk_size: rows of the sequence per chunk; "auto" lets the plan choose. A number is always obeyed.
-        loss_chunk_size: the same for the stage that holds the head and the loss.
-        save: what a stage keeps from its forward pass: "inputs" (only what enters it), "attention" (results and log-sum-exps of
-            fused attention too, and what runs whole, so that neither is run twice), "projections" (queries, keys, values and
-            the residual stream after the attention, too), "products" (results of all matrix products: nothing but element-wise
-            work is repeated), "auto" (results of attention while they take at most half of what the model and its gradients
-            take; with a budget, what the plan chooses).
-        keep_every: how many stages share one kept input: with k, only each k-th stage's input is kept, and those between are
-            made again in the backward half, by one more forward run of k - 1 stages in k; "auto" lets the plan choose.
+        loss_chunk_size: the same for the stage with the head and the loss.
+        save: the forward values that a stage keeps: "inputs" (only its inputs), "attention" (also results and log-sum-exps of
+            fused attention, and values that are not chunked, so that neither is computed twice), "projections" (also queries,
+            keys, values, and the residual stream after the attention), "products" (results of all matrix products: only
+            element-wise operators are recomputed), "auto" (attention results, if they take at most half of the memory of the
+            model and its gradients; with a budget, the plan chooses).
+        keep_every: how many stages share one kept input: with k, only the input of each k-th stage is kept, and the backward
+            graph recomputes the inputs between, by one more forward run of k - 1 stages in k; "auto" lets the plan choose.
         memory_budget: bytes that a step may take, parameters and gradients included: a number, "24GiB" or "24G", a share of the
-            device's memory ("90%", 0.9), or "auto", what is free when the step is compiled; the plan makes the step as fast as
-            it can be within it. None: chunks are small, memory is what it takes.
-        offload: what waits on the host for the backward half (in pinned memory; on a CPU in memory-mapped files): "none";
-            "inputs", the inputs of stages that are kept; "attention", these and all that `save="attention"` keeps, so that
-            attention is not run twice and nothing of it stays on the device. "attention" implies `save="attention"` or more.
-        bodies: who runs the loop bodies: "eager", "inductor", "auto".
-        accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
-        reshard: whether whole weights of a sharded model are dropped behind the stage that used them, and gathered once more in
-            the backward half (True), or kept for it (False); "auto" does as the code says (its checkpointing policies), and
-            where it says nothing, drops all but those that the backward half begins with.
-        outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" plain
-            ones.
-        gradients: when autograd gets them: "stagewise", as soon as those of a stage are there, so that what waits for them
-            (DDP, an optimizer in the backward pass) runs between stages; "at once", at the end; "auto", stagewise where DDP or
-            hooks on parameters wait.
-        adjoints: how far the gradients of a recurrence reach back: "exact", or a number of rows, rounded up to chunks (truncated
-            adjoint sharding): gradients are then not eager's, which `explain` says. It is for recurrences alone: attention and
-            running sums stay exact.
-        strict: raise instead of running a stage whole.
-        check_passes: check what each pass has made, so that a fault of streamfx is found where it is made.
-        progress: whether a line says what is done while compiling takes more than two seconds: "auto" where standard error is a
-            terminal (it is erased at the end), True also where it is none (a line for each thing), False never.
+            device's memory ("90%", 0.9), or "auto", the free memory when the step is compiled; the plan makes the step as fast as
+            possible within it. None: chunks are small, and memory is not limited.
+        offload: forward values to keep in host memory until the backward graph (pinned memory; on a CPU, memory-mapped files):
+            "none"; "inputs", the kept inputs of stages; "attention", these and everything that `save="attention"` keeps, so that
+            attention runs once and its results leave the device. "attention" implies `save="attention"` or more.
+        bodies: the compiler of the loop bodies: "eager", "inductor", "auto".
+        accumulate: dtype of gradient accumulators: "float32", or "same" as the gradient.
+        reshard: whether the full weights of a sharded model are freed after each stage and gathered again in the backward graph
+            (True), or kept for it (False); "auto" follows the code (its checkpointing policies), and otherwise frees all weights
+            except the first ones that the backward graph needs.
+        outputs: "lazy" returns large outputs that are cheap to recompute (logits) as tensors computed at first use, "dense" as
+            plain tensors.
+        gradients: when autograd gets them: "stagewise", as soon as a stage's are complete, so that their consumers (DDP, an
+            optimizer in the backward pass) run between stages; "at once", at the end; "auto", stagewise if DDP or hooks on
+            parameters consume them.
+        adjoints: how far the gradients of a recurrence reach back: "exact", or a number of rows, rounded up to chunks
+            (truncated adjoint sharding): gradients then differ from eager's, as `explain` reports. It affects recurrences
+            alone: attention and running sums stay exact.
+        strict: raise an error if a stage cannot be chunked.
+        check_passes: check the result of each pass, to find a bug in streamfx at its origin.
+        progress: whether to show activities if compilation takes more than two seconds: "auto" if standard error is a terminal
+            (the line is erased at the end), True also if it is not (one line per activity), False never.
 
     Raises:
-        OptionError: a value that an option cannot have.
+        OptionError: an option has an invalid value.
 
     Example:
         >>> import streamfx
@@ -91,7 +91,7 @@ class Options:
         _check_together(vars(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """All options by name.
+        """Return all options by name.
 
         Returns:
             A dictionary that `options=` takes.
@@ -104,7 +104,7 @@ class Options:
         return asdict(self)
 
     def given(self) -> dict[str, Any]:
-        """The options that are not what they are by default, by name.
+        """Return the options with non-default values, by name.
 
         Returns:
             A dictionary that `options=` takes.
@@ -117,7 +117,7 @@ class Options:
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
 
     def ordering(self) -> str:
-        """Those that the order of a graph's collectives may follow from, as text.
+        """Return the options on which the order of a graph's collectives may depend, as text.
 
         Returns:
             A line that ranks compare.
@@ -131,9 +131,9 @@ class Options:
 
 
 if not TYPE_CHECKING:
-    Options.__init__ = refusing(OptionError, "streamfx.Options(...)", "option")(Options.__init__)  # dataclass has written it
+    Options.__init__ = refusing(OptionError, "streamfx.Options(...)", "option")(Options.__init__)  # generated by dataclass
 
-# what the order of a graph's collectives may follow from
+# options on which the order of a graph's collectives may depend
 ORDERING = ("save", "keep_every", "offload", "memory_budget", "reshard", "gradients")
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -148,7 +148,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "check_passes": (True, False),
     "progress": ("auto", True, False),
 }
-COUNTS = {  # options that are numbers of something, or a word
+COUNTS = {  # options that are a count, or a word
     "chunk_size": ("rows", "auto"),
     "loss_chunk_size": ("rows", "auto"),
     "keep_every": ("stages", "auto"),
@@ -158,7 +158,7 @@ NAMES = tuple(field.name for field in fields(Options))
 
 
 def checked(options: Any, origin: str) -> dict[str, Any]:
-    """The options as a dictionary of valid values; `origin` says in an error where they came from."""
+    """Return the options as a dictionary of valid values; `origin` names their source in an error."""
     if options is None:
         return {}
     if isinstance(options, Options):
@@ -177,16 +177,16 @@ def checked(options: Any, origin: str) -> dict[str, Any]:
 
 
 def merged(options: Any, keywords: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Options that were given as `options=` and by their names, as one dictionary; both may not say different things of one."""
-    whole, named = checked(options, f"options= of {origin}"), checked(keywords, origin)
-    for name in whole.keys() & named.keys():
-        if whole[name] != named[name]:
+    """Merge options passed as `options=` and by name into one dictionary; they must not contradict each other."""
+    from_options, named = checked(options, f"options= of {origin}"), checked(keywords, origin)
+    for name in from_options.keys() & named.keys():
+        if from_options[name] != named[name]:
             raise OptionError(
                 f"{origin} was given the option {name!r} twice, with different values",
-                found=f"{name}={named[name]!r}, and {whole[name]!r} in options=",
+                found=f"{name}={named[name]!r}, and {from_options[name]!r} in options=",
                 do="give it once",
             )
-    return {**whole, **named}
+    return {**from_options, **named}
 
 
 def _check(name: Any, value: Any, origin: str) -> None:
@@ -226,7 +226,7 @@ def _check(name: Any, value: Any, origin: str) -> None:
 
 
 def _check_together(options: Mapping[str, Any]) -> None:
-    """Refuse options that contradict each other, wherever each of them was given."""
+    """Refuse options that contradict each other, even if they were set in different places."""
     if options.get("offload") == "attention" and options.get("save") == "inputs":
         raise OptionError(
             "offload='attention' keeps results of attention on the host, and save='inputs' keeps none",
@@ -236,19 +236,19 @@ def _check_together(options: Mapping[str, Any]) -> None:
 
 
 def least_save(offload: str) -> str:
-    """The lowest level of `save` that keeps all that is offloaded."""
+    """Return the lowest level of `save` that keeps all offloaded values."""
     return "inputs" if offload == "none" else offload
 
 
 def refuse_positional(values: Iterable[Any], origin: str) -> None:
-    """Options are given by name everywhere, also where other arguments are a model's."""
+    """Refuse options among positional arguments, even if these belong to a model."""
     for value in values:
         if isinstance(value, Options):
             raise OptionError(f"{origin} takes options by name", found=f"{described(value)} among the arguments", do=BY_NAME)
 
 
 def check_mode(mode: Any) -> None:
-    """`torch.compile(..., mode=...)` names settings of Inductor; here there are none to name."""
+    """Refuse `torch.compile(..., mode=...)`, which selects Inductor settings that this backend does not have."""
     if mode not in (None, "default"):
         raise OptionError(
             f"backend='streambp' has no mode {mode!r}",
@@ -258,7 +258,7 @@ def check_mode(mode: Any) -> None:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a JSON object: of two values for one name, Python would take the last, and say nothing."""
+    """Convert the pairs of a JSON object to a dictionary; refuse a repeated name, which Python would silently overwrite."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name in found if sum(name == other for other, _ in pairs) > 1)
@@ -284,26 +284,26 @@ def from_environment() -> dict[str, Any]:
 
 
 def resolved(options: Any = None) -> Options:
-    """The options of one compilation: `torch.compile`'s over `configure`'s over the environment's."""
+    """Return the options of one compilation: `torch.compile`'s override `configure`'s, which override the environment's."""
     given = checked(options, "torch.compile(options=...)")
     return replace(Options(), **{**from_environment(), **_configured(), **given})
 
 
 class _Layer:
-    """Options that were set at one place. `decided` is set once it is known whether they are those of a block."""
+    """Options set in one place. `decided` is set once it is known whether they belong to a block."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options, self.thread, self.decided, self.is_open = options, threading.get_ident(), threading.Event(), True
 
 
-_of_process: list[_Layer] = []  # by calls
-_of_context: ContextVar[tuple[_Layer, ...]] = ContextVar("streamfx_options", default=())  # by the blocks that this code is in
+_of_process: list[_Layer] = []  # by calls of `configure`
+_of_context: ContextVar[tuple[_Layer, ...]] = ContextVar("streamfx_options", default=())  # by the blocks around the current code
 
 
 def _configured() -> dict[str, Any]:
-    """What was set for the process, and over that what was set in the blocks around this code.
+    """Return the options of the process, overridden by the options of the blocks around this code.
 
-    What another thread has just set may be for a block that it is about to enter: it gets a moment to do so.
+    If another thread has just set options, they may be for a block that it is about to enter: wait briefly for that.
     """
     for layer in list(_of_process):
         if layer.thread != threading.get_ident():
@@ -314,17 +314,17 @@ def _configured() -> dict[str, Any]:
 
 
 class configure:
-    """Set options: called, for all compilations of the process that follow; as a context manager, for those inside of the block.
+    """Set options: a call sets them for all later compilations of the process, a context manager for those in its block.
 
-    A block holds for its own thread (and `asyncio` task) alone, and for those tasks that are begun in it. Once it is left, what
-    it set is off, in whatever order blocks are left. What is compiled keeps the options that it was compiled with.
+    A block applies to its own thread (and `asyncio` task) and to tasks started in it. Its options end with it, in
+    whatever order blocks end. A compiled function keeps the options with which it was compiled.
 
     Args:
         options: a dictionary of options, or `streamfx.Options`.
-        keywords: options by their names (`chunk_size=512`); both may be given, if they do not contradict each other.
+        keywords: options by name (`chunk_size=512`); both may be given, if they do not contradict each other.
 
     Raises:
-        OptionError: an option that does not exist, or a value that it cannot have; nothing is set then.
+        OptionError: an option does not exist, or has an invalid value; then nothing is set.
 
     Example:
         >>> import streamfx
@@ -335,7 +335,7 @@ class configure:
 
     @refusing(OptionError, "streamfx.configure(...)")
     def __init__(self, *, options: Any = None, **keywords: Any) -> None:
-        from_environment()  # a bad one would be said at the first call of a model
+        from_environment()  # raises now rather than at the first call of a model
         self._options = merged(options, keywords, "streamfx.configure(...)")
         self._called = _Layer(self._options)
         self._blocks: list[_Layer] = []
@@ -355,5 +355,5 @@ class configure:
         _of_context.set(tuple(layer for layer in _of_context.get() if layer is not left))
 
     def __del__(self) -> None:
-        if called := getattr(self, "_called", None):  # not there where options were refused
+        if called := getattr(self, "_called", None):  # missing if options were refused
             called.decided.set()  # no block follows

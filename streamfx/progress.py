@@ -1,7 +1,7 @@
-"""What streamfx is at, on a line of the terminal that is gone once it is through: tracing, planning, compiling.
+"""A status line for slow work (tracing, planning, compiling), erased when the work is done.
 
-Only what takes long is told of, and only where somebody looks: standard error is a terminal, and this is the first process of
-its machine. There is one line for the process. Where `progress=True` asks for it and there is no terminal, each text is a line.
+It shows only long activities, and only if standard error is a terminal and this is the first process on its machine.
+There is one line per process. If `progress=True` and there is no terminal, each text is a separate line.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from contextlib import contextmanager
 from typing import Literal
 
 Asked = bool | Literal["auto"]
-PATIENCE = 2.0  # seconds in which nobody wonders
-WIDTH = 78  # of a text: a longer one would take two lines, and only one is erased
+PATIENCE = 2.0  # seconds before the line appears
+WIDTH = 78  # of a text: a longer text would wrap, and only one line is erased
 ERASE = "\r\x1b[K"
 
 
 class _Activity:
-    """One thing that is being done, since a moment."""
+    """One activity, and when it started."""
 
     def __init__(self, text: str, since: float) -> None:
         self.text, self.since = text, since
 
 
 class _StatusLine:
-    """The line, and what it tells of: things that are parts of one another, the outermost first."""
+    """The status line and its activities: nested, the outermost first."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._doing: list[_Activity] = []
+        self._activities: list[_Activity] = []
         self._timer: threading.Timer | None = None
-        self._told = ""
+        self._shown = ""
 
     def begin(self, doing: _Activity) -> None:
         with self._lock:
-            self._doing.append(doing)
-            if len(self._doing) == 1:
+            self._activities.append(doing)
+            if len(self._activities) == 1:
                 left = PATIENCE - (time.monotonic() - doing.since)
                 self._timer = threading.Timer(max(left, 0.0), self.tell)
                 self._timer.daemon = True
@@ -48,26 +48,26 @@ class _StatusLine:
 
     def end(self, doing: _Activity) -> None:
         with self._lock:
-            self._doing = [other for other in self._doing if other is not doing]
-            if self._doing:
+            self._activities = [other for other in self._activities if other is not doing]
+            if self._activities:
                 self.tell()
                 return
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            if self._told and _is_terminal():
+            if self._shown and _is_terminal():
                 _write(ERASE)
-            self._told = ""
+            self._shown = ""
 
     def tell(self) -> None:
-        """Write what is being done, where that takes long and has changed."""
+        """Write the current activities, if they have taken long and the text has changed."""
         with self._lock:
-            texts = [doing.text for doing in self._doing]
+            texts = [doing.text for doing in self._activities]
             parts = [text for text, around in zip(texts, ["", *texts], strict=False) if not around.startswith(text)]
             text = f"streamfx: {', '.join(parts)} ..."[:WIDTH]
-            if not self._doing or text == self._told or time.monotonic() - self._doing[0].since < PATIENCE:
+            if not self._activities or text == self._shown or time.monotonic() - self._activities[0].since < PATIENCE:
                 return
-            self._told = text
+            self._shown = text
             _write(f"{ERASE}{text}" if _is_terminal() else f"{text}\n")
 
 
@@ -76,33 +76,33 @@ _line = _StatusLine()
 
 @contextmanager
 def doing(text: str, asked: Asked = "auto", since: float | None = None) -> Iterator[Callable[[str], None]]:
-    """Tells of what is done inside; what is given changes the text. Inside of another one it tells of a part of that.
+    """Show an activity while the block runs; calling the yielded function changes its text. Activities may nest.
 
-    `asked` is the option `progress`. `since` is when it began, where that is earlier than now: patience is counted from there.
+    `asked` is the option `progress`. `since` is the start time if it is earlier than now: `PATIENCE` counts from it.
     """
     if not is_shown(asked):
         yield lambda text: None
         return
-    own = _Activity(text, time.monotonic() if since is None else since)
+    activity = _Activity(text, time.monotonic() if since is None else since)
 
     def now(text: str) -> None:
-        own.text = text
+        activity.text = text
         _line.tell()
 
-    _line.begin(own)
+    _line.begin(activity)
     try:
         yield now
     finally:
-        _line.end(own)
+        _line.end(activity)
 
 
 def is_shown(asked: Asked) -> bool:
-    """Whether the option `progress` shows anything here."""
+    """Return whether the option `progress` shows anything here."""
     return asked is True or (asked == "auto" and _is_terminal() and os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 class Tally:
-    """Counts things of which a number is expected, one after another, and tells of each."""
+    """Counts activities of which a number is expected, and shows each."""
 
     def __init__(self, what: str, expected: int, asked: Asked) -> None:
         self.what, self.expected, self.asked = what, expected, asked
@@ -110,7 +110,7 @@ class Tally:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """The next of them is done inside."""
+        """Run the next activity in this block."""
         self._since = self._since or time.monotonic()
         self._done += 1
         number = f" {self._done} of {self.expected}" if self._done <= self.expected else " for other lengths"
@@ -121,7 +121,7 @@ class Tally:
 def _is_terminal() -> bool:
     try:
         return sys.stderr.isatty()
-    except (AttributeError, ValueError):  # there is none, or it was closed
+    except (AttributeError, ValueError):  # there is none, or it is closed
         return False
 
 
@@ -129,5 +129,5 @@ def _write(text: str) -> None:
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except (AttributeError, OSError, ValueError):  # nobody looks any more: that is no reason to fail
+    except (AttributeError, OSError, ValueError):  # the terminal is gone: not a reason to fail
         pass

@@ -1,11 +1,11 @@
-"""Why ranks do not run a graph: what `RanksDifferError` says in each case."""
+"""Error messages for ranks that cannot run a graph: one `RanksDifferError` per cause."""
 
 from __future__ import annotations
 
 from streamfx.errors import RanksDifferError, StreamFXError, told
 
-NUMBER = " number "  # between the name of a collective of the traced graph and which of those it is
-NOTHING_MORE = "nothing more"  # in the place of a line that a rank does not have
+NUMBER = " number "  # between the name of a collective of the traced graph and its index among collectives of this name
+NOTHING_MORE = "nothing more"  # in place of a line that a rank does not have
 UNTIL_THEN = "please report this; until it is mended, run the model as it is, or with backend='aot_eager', on all ranks"
 
 TWO_TOKENS = "each call sequences of two tokens at least, and as many as others (drop_last=True of a DataLoader)"
@@ -24,7 +24,7 @@ OF_DATA = (
 
 
 def failed_here(error: BaseException) -> RanksDifferError:
-    """The analysis of a graph has failed with an error."""
+    """Return the error of this rank after its analysis of a graph failed."""
     return RanksDifferError(
         "all ranks have to run the same collectives, and this rank could not analyse a graph that has some",
         found=told(error),
@@ -33,7 +33,7 @@ def failed_here(error: BaseException) -> RanksDifferError:
 
 
 def failure(error: BaseException) -> str:
-    """What a rank that does not run a graph tells the others: what it found, and in lines of its own what to do."""
+    """Return the text that a failed rank writes for the others: the cause in the first line, the remedy in the next."""
     if not isinstance(error, StreamFXError):
         return f"{told(error)}\n{UNTIL_THEN}"
     refused = ", ".join(filter(None, (error.asked, error.found, error.where))).replace("\n", " ")
@@ -41,22 +41,22 @@ def failure(error: BaseException) -> str:
 
 
 def failed_elsewhere(failure: str) -> RanksDifferError:
-    """Another rank does not run a graph: its analysis has failed with an error, or what its user asked for is refused."""
+    """Return the error of this rank after another rank failed or refused to run the graph."""
     found, do = failure.split("\n", 1)
     return RanksDifferError("all ranks have to run the same collectives, and another rank does not run this graph", found, do=do)
 
 
 def other_collectives(rank: int, first: str, other: str) -> RanksDifferError:
-    """Ranks would run other collectives, or the same in another order."""
+    """Return the error for ranks that would run other collectives, or the same in another order."""
     return RanksDifferError(
         "all ranks have to run the same collectives in the same order",
         found=f"{first} on the first rank of a group, {other} on its rank {rank}",
-        do=_what_makes_alike(first, other),
+        do=_remedy(first, other),
     )
 
 
-def _what_makes_alike(first: str, other: str) -> str:
-    """What helps where ranks differ in a line: in their code, or in what they were asked for."""
+def _remedy(first: str, other: str) -> str:
+    """Return the remedy for a line in which ranks differ: in their code, or in their options."""
     if NOTHING_MORE in (first, other):
         return f"{READ_BY_ALL}; {SAME_OPTIONS}"
     if (NUMBER in first) != (NUMBER in other):
@@ -65,7 +65,7 @@ def _what_makes_alike(first: str, other: str) -> str:
 
 
 def other_order_than_before(before: str) -> RanksDifferError:
-    """This rank would run the same collectives in another order than all ranks have agreed on."""
+    """Return the error for a rank that would run the same collectives in another order than agreed."""
     return RanksDifferError(
         "the collectives of a model have one order, whatever the lengths, so that ranks may have lengths of their own",
         found=f"another order for the lengths of this call than for those before, which began with {before.splitlines()[0]}",
@@ -74,7 +74,7 @@ def other_order_than_before(before: str) -> RanksDifferError:
 
 
 def nothing_from_others(error: BaseException) -> RanksDifferError:
-    """Other ranks have not said what they run."""
+    """Return the error for ranks that have not reported which collectives they run."""
     return RanksDifferError(
         "ranks that reduce rows have to compile the same graphs in the same order, so that they can compare them",
         found=str(error),

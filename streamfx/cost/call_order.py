@@ -1,4 +1,4 @@
-"""The memory of a step whose graphs run one after the other and back."""
+"""The memory of a step whose graphs run in order, and whose backward graphs run in reverse order."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from streamfx.node_meta import VALUE
 
 
 def peak_of_calls(costs: Sequence[Cost], gradients: Sequence[int]) -> int:
-    """Bytes at most when graphs run one after the other and back: what one leaves stays until its backward half has run.
+    """Return the peak bytes of a step: each graph's saved values stay until its backward graph has run.
 
-    `gradients` are the bytes of each graph's gradients of parameters; other gradients are handed on and not counted twice.
+    `gradients` are the bytes of each graph's parameter gradients; the next backward graph consumes the other gradients.
     """
     peak = held = later = 0
     for cost in costs:
         peak = max(peak, held + cost.forward_peak)
         held += cost.held
-    for cost, own in zip(reversed(costs), reversed(gradients), strict=True):
+    for cost, size in zip(reversed(costs), reversed(gradients), strict=True):
         held -= cost.held
         peak = max(peak, held + cost.backward_peak + later)
-        later += own
+        later += size
     return peak
 
 
 def bytes_of_parameters(joint: JointGraph) -> int:
-    """Bytes of the gradients of a graph's parameters."""
+    """Return the bytes of the gradients of a graph's parameters."""
     return sum(bytes_like(primal.meta[VALUE]) for _, primal, _ in joint.trained if is_parameter(primal))

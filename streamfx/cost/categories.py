@@ -1,4 +1,4 @@
-"""What the bytes of a loop are for: the terms into which a peak is broken down."""
+"""Categories of the bytes of a loop: the terms of a peak."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class LoopTerms:
-    """The terms of a loop's buffers, of its stacked results, and of all else that its chunks make."""
+    """The terms of a loop's buffers, of its concatenated results, and of all other values of its chunks."""
 
     buffers: tuple[str, ...]
     stacked: tuple[str, ...]
@@ -38,7 +38,7 @@ class LoopTerms:
 
 
 def loss_values(facts: Facts) -> frozenset[str]:
-    """Names of the values of a loss stage whose gradient is found along with the loss."""
+    """Return the names of the values of a loss stage that computes its gradient together with the loss."""
     last = [stage for stage in facts.found_stages or () if stage.gradient_in_forward]
     return frozenset(node.name for stage in last for node in (*stage.forward, *stage.backward))
 
@@ -46,18 +46,19 @@ def loss_values(facts: Facts) -> frozenset[str]:
 def terms_of(
     module: fx.GraphModule, is_backward: bool, between: Mapping[str, str], loss: frozenset[str] = frozenset()
 ) -> dict[str, LoopTerms]:
-    """The terms of each loop of an outer graph, by the loop's name; `between` are those of nodes between loops, `loss` are names
-    of values that the loss stage makes.
+    """Return the terms of each loop of a host program, by the loop's name.
+
+    `between` has the terms of the nodes between loops, `loss` the names of the values of the loss stage.
     """
-    found: dict[str, LoopTerms] = {}
+    terms: dict[str, LoopTerms] = {}
     for call in module.graph.find_nodes(op="call_module"):
         loop = module.get_submodule(call.target)
         if isinstance(loop, Loop):
             is_loss = not is_backward and bool(loop.spec.labels) and loop.spec.labels[0] in loss
             is_gradient = (is_backward and loop.spec.reverse) or is_loss
             stacked = _stacked(loop.spec, call, module, STREAM_GRADIENT if is_gradient else STAGE_INPUTS, between)
-            found[call.target] = LoopTerms(_buffers(loop.spec), stacked, LOSS if is_loss else CHUNK)
-    return found
+            terms[call.target] = LoopTerms(_buffers(loop.spec), stacked, LOSS if is_loss else CHUNK)
+    return terms
 
 
 def _buffers(spec: LoopSpec) -> tuple[str, ...]:
@@ -76,7 +77,7 @@ def _stacked(spec: LoopSpec, call: fx.Node, module: fx.GraphModule, other: str, 
 
 
 def _stacked_term(result: fx.Node | None, module: fx.GraphModule, between: Mapping[str, str]) -> str | None:
-    """Of rows that other rows look at, or that are sent to other ranks."""
+    """Return the term of rows that other rows read as keys, or that are sent to other ranks."""
     if result is None:
         return None
     if any(_reads_keys(user, result, module) for user in result.users):
@@ -85,11 +86,11 @@ def _stacked_term(result: fx.Node | None, module: fx.GraphModule, between: Mappi
 
 
 def _reads_keys(user: fx.Node, result: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether a loop takes the rows that its chunk's queries see."""
+    """Return whether a loop reads the key positions of its chunks from `result`."""
     if user.op != "call_module" or not isinstance(loop := module.get_submodule(user.target), Loop):  # type: ignore[arg-type]
         return False
-    own = {i for i, argument in enumerate(user.args[len(loop.spec.symbols) :]) if argument is result}
+    sources = {i for i, argument in enumerate(user.args[len(loop.spec.symbols) :]) if argument is result}
     return any(
-        source in own and isinstance(feed, ChunkSlice) and any(isinstance(selector, Span) for _, selector in feed.where)
+        source in sources and isinstance(feed, ChunkSlice) and any(isinstance(selector, Span) for _, selector in feed.where)
         for feed, source in zip(loop.spec.feeds, loop.spec.sources, strict=True)
     )

@@ -1,14 +1,14 @@
-"""What does a call send to other ranks? One function looks at an operator, its arguments and its result.
+"""The bytes that a collective sends to other ranks, from its operator, its arguments, and its result.
 
-Of a group of n ranks, each sends and receives, in the rings that libraries use for large values:
+In a group of n ranks, each rank sends and receives, in the ring algorithms that libraries use for large values:
 
     gather            (n-1)/n of the whole result
     reduce, scatter   (n-1)/n of the whole operand
     all-reduce        twice that: a scatter, and a gather of the sums
     exchange          (n-1)/n of the operand (all to all), of the value (broadcast)
 
-Values that are sent between two ranks alone (isend, irecv) are not counted. Ranks are taken to stand in machines of `TOGETHER`
-devices, in order: a group that does not lie inside of one sends all its bytes far, as the slowest connection bounds a ring.
+Values sent between just two ranks (isend, irecv) are not counted. Ranks are assumed to fill machines of `TOGETHER`
+devices, in order. A group that spans machines sends all its bytes far, because the slowest connection bounds a ring.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ KIND_OF = {
     "shard_dim_alltoall": EXCHANGES,
     "broadcast": EXCHANGES,
 }
-TOGETHER = 8  # devices of one machine
-WAYS = ("_coalesced", "_out", "_")  # several values in one call; in memory that is given
+TOGETHER = 8  # devices per machine
+WAYS = ("_coalesced", "_out", "_")  # suffixes: several values in one call; into a given buffer
 
 
 class Sent(NamedTuple):
-    """What one call sends: its kind, the ranks of its group, the bytes that each of them sends; whether to other machines."""
+    """The traffic of one call: its kind, the ranks of its group, the bytes per rank, and whether they leave the machine."""
 
     kind: str
     ranks: int
@@ -55,7 +55,7 @@ class Sent(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Calls, and bytes on the wire of each rank; of them, those of groups that do not lie inside of one machine."""
+    """Calls, and the bytes that each rank sends; `far` are the bytes of groups that span machines."""
 
     calls: int = 0
     bytes: int = 0
@@ -66,13 +66,13 @@ class Traffic(NamedTuple):
 
     @property
     def halved(self) -> Traffic:
-        """One of two equal parts of what is sent."""
+        """One of two equal halves of the traffic."""
         return Traffic(self.calls, self.bytes // 2, self.far // 2)
 
 
 def sent_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sent | None:
-    """What a call of an operator sends, None of one that sends nothing."""
-    name = _name_of(target)
+    """Return the traffic of an operator call; None if it sends nothing."""
+    name = _collective_name(target)
     if name is None:
         return None
     given = arguments_by_name(target, args, kwargs)
@@ -84,15 +84,15 @@ def sent_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
 
 
 def sent_by_node(node: fx.Node) -> Sent | None:
-    """The same of a node, by the values that it was traced with."""
-    if node.op != "call_function" or _name_of(node.target) is None:
+    """Return the traffic of a node, from the values with which it was traced."""
+    if node.op != "call_function" or _collective_name(node.target) is None:
         return None
     args, kwargs = (tree_map(_value, given) for given in (tuple(node.args), dict(node.kwargs)))
     return sent_by(node.target, args, kwargs, _value(node))
 
 
 def added(parts: Iterable[Traffic]) -> Traffic:
-    """All of them together."""
+    """Return the sum of all traffic."""
     total = Traffic()
     for part in parts:
         total = total.plus(part)
@@ -100,13 +100,13 @@ def added(parts: Iterable[Traffic]) -> Traffic:
 
 
 def _is_far(group: Any) -> bool:
-    """Whether ranks of a group stand in several machines."""
+    """Return whether the ranks of a group are on several machines."""
     members = members_of(group)
     return bool(members) and members[0] // TOGETHER != members[-1] // TOGETHER
 
 
-def _name_of(target: Any) -> str | None:
-    """The name of a collective that is counted, without the way in which it is called."""
+def _collective_name(target: Any) -> str | None:
+    """Return the name of a collective that is counted, without its suffix."""
     if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
         return None
     name = target.name().split("::")[1].split(".")[0]

@@ -1,4 +1,4 @@
-"""How the bytes that are alive change along a step: what a meter records of it, operator by operator."""
+"""The memory timeline of a step: the live bytes, as a meter records them operator by operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Point(NamedTuple):
-    """The bytes alive by term after some work; they stay so until the next point."""
+    """The live bytes by term after some work; they stay the same until the next point."""
 
     work: Work
     terms: Mapping[str, int]
@@ -24,15 +24,15 @@ class Point(NamedTuple):
         return sum(self.terms.values())
 
     def above(self, work: Work, terms: Mapping[str, int]) -> Point:
-        """The same after so much more work, beside so many more bytes."""
+        """Return the point shifted by some work and by some bytes."""
         names = self.terms if not terms else {**self.terms, **terms}  # in the order in which terms appeared
         return Point(self.work.plus(work), {name: self.terms.get(name, 0) + terms.get(name, 0) for name in names})
 
 
 class LoopInterval(NamedTuple):
-    """A loop in a curve: the work before its first chunk and after its last, its chunks, and how many of them are drawn.
+    """A loop in a curve: the work before its first and after its last chunk, its chunks, and the number of chunks drawn.
 
-    The others are like those that are drawn: a drawn one stands for its neighbours.
+    Chunks that are not drawn are like their drawn neighbors.
     """
 
     name: str
@@ -44,7 +44,7 @@ class LoopInterval(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """What a meter recorded from some moment on; work is counted from there. The backward half begins at `turn`."""
+    """The timeline that a meter recorded; work is counted from its start. The backward graph starts at `turn`."""
 
     points: tuple[Point, ...] = ()
     loops: tuple[LoopInterval, ...] = ()
@@ -56,13 +56,13 @@ class Curve:
         return max((point.total for point in self.points), default=0)
 
     def above(self, work: Work, terms: Mapping[str, int] = NOTHING) -> Curve:
-        """The same after so much more work, beside so many more bytes."""
+        """Return the curve shifted by some work and by some bytes."""
         loops = tuple(loop._replace(begins=loop.begins.plus(work), ends=loop.ends.plus(work)) for loop in self.loops)
         turn = None if self.turn is None else self.turn.plus(work)
         return Curve(tuple(point.above(work, terms) for point in self.points), loops, self.work.plus(work), turn)
 
     def then(self, other: Curve) -> Curve:
-        """This curve and one that follows, whose work is counted from the same moment."""
+        """Append a curve whose work is counted from the same start."""
         turn = other.turn if self.turn is None else self.turn
         return Curve((*self.points, *other.points), (*self.loops, *other.loops), other.work, turn)
 
@@ -71,37 +71,37 @@ class Curve:
 
 
 class Recorder:
-    """Keeps what a meter tells."""
+    """Records the points of a meter."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
         self.loops: list[LoopInterval] = []
 
     def note(self, work: Work, live: Mapping[str, int], rise: Mapping[str, int] = NOTHING) -> None:
-        """So many bytes are alive after some work, and `rise` above them."""
+        """Record the live bytes after some work, plus `rise` above them."""
         terms = dict(live)
         for name, size in rise.items():
             terms[name] = terms.get(name, 0) + size
         self.points.append(Point(work, terms))
 
     def add(self, curve: Curve) -> None:
-        """A curve that was recorded apart, whose work is counted from this recorder's beginning."""
+        """Append a curve that was recorded separately, with work counted from this recorder's start."""
         self.points += curve.points
         self.loops += curve.loops
 
     def take(self, begin: Work, end: Work) -> Curve:
-        """What was recorded since `begin`; what follows begins with the last moment of it."""
+        """Return the curve since `begin`, and restart with its last point."""
         last = self.points[-1:]
         back = Work().minus(begin)
-        found = Curve(shortened(self.points), tuple(self.loops), end).above(back)
+        curve = Curve(shortened(self.points), tuple(self.loops), end).above(back)
         self.points, self.loops = [point._replace(work=end) for point in last], []
-        return found
+        return curve
 
 
 def shortened(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """At most so many points: of neighbours the highest and the lowest, and both ends.
+    """Return at most `most` points: both ends, and the highest and the lowest of each group of neighbors.
 
-    No maximum is lost but to a higher one beside it, and the peak stays.
+    A maximum is dropped only if a neighbor is higher, so the peak stays.
     """
     if len(points) <= most:
         return tuple(points)
@@ -109,7 +109,7 @@ def shortened(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, 
 
 
 def standing_out(totals: Sequence[int], most: int) -> list[int]:
-    """Positions of at most so many: of neighbours the highest and the lowest, and both ends."""
+    """Return at most `most` indices: both ends, and the highest and the lowest of each group of neighbors."""
     count = len(totals)
     if count <= most:
         return list(range(count))

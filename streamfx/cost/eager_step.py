@@ -1,4 +1,4 @@
-"""What a step costs in eager: it is run under fake tensors, operator by operator, and all that its bytes do is recorded."""
+"""The cost of a step in eager mode: it runs on fake tensors, operator by operator, and its live bytes are recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamfx.torch_private import FakeTensorMode
 
 
 class WorkMark(NamedTuple):
-    """A moment of a half: how many points were recorded, and how much work was done."""
+    """A moment of a forward or backward pass: the number of points recorded so far, and the work done."""
 
     position: int
     work: Work
@@ -28,9 +28,10 @@ class WorkMark(NamedTuple):
 
 @dataclass(frozen=True)
 class EagerHalf:
-    """All points of a half, the moment at which it began first, the work of the step at its end, and when each layer's turn came.
+    """The points of a forward or backward pass, the work at its end, and a mark for each layer.
 
-    A layer's turn comes when it is called, and when the gradient of its result is there; each may come several times, or never.
+    The first point is the state at its start. A layer is marked when it is called, and when the gradient of its result is
+    ready; it may have several marks, or none.
     """
 
     points: tuple[Point, ...]
@@ -42,13 +43,13 @@ class EagerHalf:
         return max((point.total for point in self.points), default=0)
 
     def is_like(self, other: EagerHalf) -> bool:
-        """Whether the same bytes come and go at the same moments."""
+        """Return whether the same bytes come and go at the same moments."""
         return self.work == other.work and self.points == other.points
 
 
 @dataclass(frozen=True)
 class EagerStep:
-    """A step in eager: both halves, no second one where nothing has a gradient, and FLOPs of the layers' forward half."""
+    """A step in eager mode: its forward pass, its backward pass (None without gradients), and the layers' forward FLOPs."""
 
     forward: EagerHalf
     backward: EagerHalf | None = None
@@ -57,7 +58,7 @@ class EagerStep:
 
     @property
     def cost(self) -> Cost:
-        """What the step costs, gradients of parameters apart."""
+        """The cost of the step, without parameter gradients."""
         forward, last = self.forward, self.backward or self.forward
         begun = forward.work
         return Cost(
@@ -81,17 +82,17 @@ def _curve(half: EagerHalf, begun: Work) -> Curve:
 def eager_step(
     call: Callable[[], Any], layers: Iterable[nn.Module] = (), forward_only: bool = False, of_few: bool = True
 ) -> EagerStep:
-    """Run a call in eager under the fake mode that is active, with the gradients of its first number, else of all its results.
+    """Run a call in eager mode under the active fake mode, and the backward of its first scalar, or else of all results.
 
-    The caller of the call keeps its results, as in `out = model(...); out.loss.backward()`. The forward half of `layers`, whose
-    `forward` is watched from now on, is counted by itself, too. `of_few` says that of turns that are alike few are followed
-    (`loop_sampling.py`); raises `TurnsDiffer` where they are not.
+    The caller keeps the results, as in `out = model(...); out.loss.backward()`. The forward FLOPs of `layers`, whose
+    `forward` is wrapped, are also counted separately. With `of_few`, only a few of equal iterations are traced
+    (`loop_sampling.py`); this raises `IterationsDifferError` if they are not equal.
     """
     meter, recorder = Meter(), Recorder()
     meter.recorder = recorder
     marks = _Marks(meter, recorder)
     for number, layer in enumerate(layers):
-        layer.forward = marks.noted(number, meter.watched(layer.forward))
+        layer.forward = marks.marking(number, meter.watched(layer.forward))
     with meter, following(Iterations(meter, of_few)):
         outputs = call()
         meter.flush()
@@ -108,16 +109,16 @@ def eager_step(
 
 
 class _Marks:
-    """Notes when each layer is called, and when the gradient of its result is there."""
+    """Records a mark when each layer is called, and when the gradient of its result is ready."""
 
     def __init__(self, meter: Meter, recorder: Recorder) -> None:
         self.meter, self.recorder = meter, recorder
         self.forward: list[tuple[int, WorkMark]] = []
         self.backward: list[tuple[int, WorkMark]] = []
 
-    def noted(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    def marking(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
         def note(marks: list[tuple[int, WorkMark]]) -> None:
-            self.meter.flush()  # layers are compiled one by one: what one hands on is in memory
+            self.meter.flush()  # layers are compiled one by one: the result of each is in memory
             marks.append((number, WorkMark(len(self.recorder.points), self.meter.work)))
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -132,14 +133,14 @@ class _Marks:
 
 
 def eager_cost_of_graph(module: fx.GraphModule) -> Cost:
-    """What a graph of Dynamo's costs in eager."""
+    """Return the cost in eager mode of a Dynamo graph."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         inputs = [_leaf_like(node) for node in module.graph.find_nodes(op="placeholder")]
         return eager_step(lambda: module(*inputs)).cost
 
 
 def _leaf_like(node: fx.Node) -> Any:
-    """A new input like the one that Dynamo saw."""
+    """Create an input like the one that Dynamo saw."""
     value = node.meta[EXAMPLE_VALUE]
-    made = made_like(value)
-    return made.requires_grad_(value.requires_grad) if isinstance(value, Tensor) else made
+    like = made_like(value)
+    return like.requires_grad_(value.requires_grad) if isinstance(value, Tensor) else like

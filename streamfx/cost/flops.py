@@ -1,4 +1,4 @@
-"""Floating point operations of one operator, from the shapes of its arguments."""
+"""Floating-point operations of an operator, from the shapes of its arguments."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from streamfx.node_meta import VALUE
 from streamfx.torch_private import OpOverload, real_values
 from streamfx.torch_private.symbolic_sizes import size_hint
 
-PACKED = ("bitsandbytes::gemm_4bit", "quanto::qbytes_mm")  # products x @ w.T with a packed weight, as other packages call them
+PACKED = ("bitsandbytes::gemm_4bit", "quanto::qbytes_mm")  # products x @ w.T with a packed weight, by the names of other packages
 
 
 def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """FLOPs of a call: products, convolutions and fused attention; everything else counts as nothing.
+    """Return the FLOPs of a call: of products, convolutions, and fused attention; other operators count as 0.
 
-    Fused attention is counted on the pairs of query and key that its own causal flag leaves visible.
+    Fused attention counts the query-key pairs that its own causal flag leaves visible.
     """
     if not isinstance(target, OpOverload):
         return 0
     if is_fused_attention(target):
         arguments = arguments_by_name(target, args, kwargs)
-        return attention_flops(target, arguments, _seen(target, arguments))
+        return attention_flops(target, arguments, _visible_span(target, arguments))
     if target.name() in PACKED:
         return 2 * int(args[0].numel()) * int(out.shape[-1])
     if target is torch.ops.aten.convolution_backward.default:
@@ -39,33 +39,33 @@ def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
 def convolution_backward_flops(
     grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
 ) -> int:
-    """As many as the forward half for each gradient that is asked for. PyTorch counts that of the weight for one group alone."""
+    """Count the forward FLOPs once per requested gradient. PyTorch counts the weight gradient for one group only."""
     asked = rest[-1]
     places = (x if transposed else grad).shape[2:]
     return 2 * int(x.shape[0]) * math.prod(map(int, places)) * int(weight.numel()) * sum(asked[:2])
 
 
 def flops_of_graph(graph: fx.Graph) -> int:
-    """FLOPs of a traced graph that runs once, sizes being those of the trace."""
+    """Return the FLOPs of a traced graph that runs once, at the sizes of the trace."""
     counted = (node for node in graph.nodes if node.op == "call_function" and has_flops(node.target))
     return sum(flops_of_call(node.target, node.args, node.kwargs, node) for node in counted)
 
 
 def flops_of_call(target: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs of a traced call; its arguments and its result may be nodes."""
-    with real_values():  # only sizes are read: fake tensors would take several times as long to make
+    """Return the FLOPs of a traced call; its arguments and its result may be nodes."""
+    with real_values():  # only shapes are read; fake tensors would take several times as long to create
         return flops_of(target, _on_meta(args), _on_meta(kwargs), _on_meta(out))
 
 
 def has_flops(target: Any) -> bool:
-    """Whether an operator is one of those that are counted."""
+    """Return whether the FLOPs of an operator are counted."""
     if not isinstance(target, OpOverload):
         return False
     return is_fused_attention(target) or target.name() in PACKED or target.overloadpacket in flop_registry
 
 
 def _on_meta(arguments: Any) -> Any:
-    """Nodes as tensors without data, or the numbers that they stand for."""
+    """Replace nodes with meta tensors, or with the numbers they hold."""
 
     def like(node: fx.Node) -> Any:
         value = node.meta.get(VALUE)
@@ -77,13 +77,16 @@ def _on_meta(arguments: Any) -> Any:
 
 
 def is_fused_attention(target: Any) -> bool:
-    """Whether an operator is attention over queries [b h m d], keys [b g n d] and values [b g n e]."""
+    """Return whether an operator is attention over queries [b h m d], keys [b g n d], and values [b g n e]."""
     names = ("aten::_scaled_dot_product", "streamfx::attention")
     return isinstance(target, OpOverload) and target.name().startswith(names)
 
 
-def _seen(target: Any, arguments: Mapping[str, Any]) -> Span:
-    """What the operator's own flag or window leaves visible: CUDA's flash attention aligns it at the last row and key."""
+def _visible_span(target: Any, arguments: Mapping[str, Any]) -> Span:
+    """Return the span that the operator's own flag or window leaves visible.
+
+    CUDA's flash attention aligns its causal mask at the last row and the last key.
+    """
     past = size_hint(arguments["key"].shape[2]) - size_hint(arguments["query"].shape[2])
     if "left" in arguments:
         return Span(past - arguments["left"], past)
@@ -94,7 +97,7 @@ def _seen(target: Any, arguments: Mapping[str, Any]) -> Span:
 
 
 def attention_flops(target: Any, arguments: Mapping[str, Any], span: Span) -> int:
-    """Two products per visible pair of query and key going forward, five going backward."""
+    """Count two products per visible query-key pair in the forward, and five in the backward."""
     query, key, value = (arguments[name].shape for name in ("query", "key", "value"))
     pairs = visible_pairs(size_hint(query[2]), size_hint(key[2]), span)
     width, value_width = size_hint(query[3]), size_hint(value[3])
@@ -104,7 +107,7 @@ def attention_flops(target: Any, arguments: Mapping[str, Any], span: Span) -> in
 
 
 def visible_pairs(rows: int, keys: int, span: Span) -> int:
-    """Pairs for which row i sees key j: i + low <= j <= i + high, aligned at the first row and the first key.
+    """Count the pairs in which row i sees key j: i + low <= j <= i + high, aligned at the first row and the first key.
 
     >>> visible_pairs(4, 4, Span(high=0)), visible_pairs(4, 4, Span(-1, 0)), visible_pairs(2, 8, Span())
     (10, 7, 16)
@@ -114,7 +117,7 @@ def visible_pairs(rows: int, keys: int, span: Span) -> int:
 
 
 def _pairs_below(rows: int, keys: int, bound: int) -> int:
-    """Pairs for which row i sees key j: j < i + bound."""
+    """Return the number of pairs in which row i sees key j: j < i + bound."""
     some = range(max(0, 1 - bound), min(rows, keys - bound))  # rows that see some keys, but not all
     partly = len(some) * (2 * bound + some[0] + some[-1]) // 2 if some else 0
     return partly + keys * max(0, rows - max(0, keys - bound))

@@ -1,11 +1,10 @@
-"""Bytes that operators move if a compiler fuses them, as Inductor does: a value that only element-wise work reads is never
-written.
+"""Bytes moved if a compiler fuses operators, as Inductor does: values read only by element-wise operators are not written.
 
     gate = x @ a;  s = silu(gate);  up = x @ b;  p = s * up;  y = p @ c
 
-Before `p @ c` one kernel reads `gate` and `up` and writes `p`; `s` is never in memory. So a value of a fusible operator is
-pending until an operator that is not fused reads it. Then one kernel computes it, and all pending values that it is made of,
-from values that are in memory; it writes those that somebody still holds.
+Before `p @ c` one kernel reads `gate` and `up` and writes `p`; `s` is never in memory. So the value of a fusible operator
+is pending until an operator that is not fused reads it. Then one kernel computes this value, and the pending values on
+which it depends, from values in memory; it writes those that are still referenced.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from streamfx.cost.nested_tensors import tensors_in
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
-NOT_FUSED = {  # kernels of their own, though they compute no products
+NOT_FUSED = {  # separate kernels, although they compute no products
     aten.sort.stable,
     aten.sort.default,
     aten.topk.default,
@@ -35,51 +34,53 @@ NOT_FUSED = {  # kernels of their own, though they compute no products
 
 @dataclass(eq=False)
 class FusedMemory:
-    """A tensor's memory: its bytes, and the values that it is computed from while it is pending."""
+    """A tensor's memory: its bytes and, while it is pending, the values from which it is computed."""
 
     size: int
-    sources: tuple[tuple[FusedMemory, int], ...] = ()  # with the bytes that are read of each
+    sources: tuple[tuple[FusedMemory, int], ...] = ()  # with the bytes read of each
     is_pending: bool = False
     is_held: bool = True
 
 
 class Fusion:
-    """Follows operators, and counts what fused kernels read and write, and how many there are."""
+    """Tracks operators, and counts the bytes that fused kernels move, and the kernels."""
 
     def __init__(self) -> None:
         self._values: dict[int, FusedMemory] = {}  # by storage
 
     def follow(self, func: Any, given: Any, out: Any) -> tuple[int, int]:
-        """Bytes moved, and kernels launched, because an operator reads values that are pending; its own are the caller's to
-        count."""
+        """Return the bytes moved and kernels launched to compute the pending values that an operator reads.
+
+        The caller counts the operator's own bytes.
+        """
         read = [(self._value(tensor), tensor.nbytes) for tensor in tensors_in(given)]
         if is_fusible(func):
             for tensor in tensors_in(out):
                 self._value(tensor, FusedMemory(tensor.nbytes, tuple(read), is_pending=True))
             return 0, 0
-        return self._computed([value for value, _ in read if value.is_pending])
+        return self._compute([value for value, _ in read if value.is_pending])
 
     def flush(self) -> tuple[int, int]:
-        """The same because all pending values are written that somebody holds."""
-        return self._computed([value for value in self._values.values() if value.is_pending])
+        """Compute all pending values that are still referenced; return the bytes moved and kernels launched."""
+        return self._compute([value for value in self._values.values() if value.is_pending])
 
     def _value(self, tensor: Tensor, new: FusedMemory | None = None) -> FusedMemory:
-        """What is known of a tensor's storage; of one that is met first that it is `new`, or in memory."""
+        """Return the memory of a tensor's storage; if the storage is unknown, record it as `new`, or as in memory."""
         storage = tensor.untyped_storage()
         if (value := self._values.get(storage._cdata)) is None:
             value = self._values[storage._cdata] = new or FusedMemory(storage.nbytes())
-            weakref.finalize(storage, self._freed, storage._cdata)
+            weakref.finalize(storage, self._mark_freed, storage._cdata)
         return value
 
-    def _freed(self, key: int) -> None:
+    def _mark_freed(self, key: int) -> None:
         self._values.pop(key).is_held = False
 
-    def _computed(self, wanted: Sequence[FusedMemory]) -> tuple[int, int]:
-        """One kernel for these pending values."""
-        if not wanted:
+    def _compute(self, pending: Sequence[FusedMemory]) -> tuple[int, int]:
+        """Compute these pending values in one kernel."""
+        if not pending:
             return 0, 0
-        computed, read = set(wanted), dict[FusedMemory, int]()
-        todo = list(wanted)
+        computed, read = set(pending), dict[FusedMemory, int]()
+        todo = list(pending)
         while todo:
             for source, size in todo.pop().sources:
                 if not source.is_pending:
@@ -94,7 +95,7 @@ class Fusion:
 
 
 def is_fusible(func: Any) -> bool:
-    """Whether a compiler computes an operator inside of the kernels of its neighbors."""
+    """Return whether a compiler fuses an operator into the kernels of its neighbors."""
     if not isinstance(func, OpOverload) or func in NOT_FUSED or func._schema.is_mutable or has_flops(func):
         return False
     return func.namespace in ("aten", "prims")

@@ -1,4 +1,4 @@
-"""Which gradients does autograd copy before it keeps them? Those that lie otherwise than what they are of.
+"""The gradients that autograd copies before it stores them: if their strides differ from the strides of their input.
 
 accumulate_grad.h: obeys_layout_contract.
 """
@@ -13,22 +13,24 @@ from torch import Tensor
 
 
 def largest_copied(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
-    """Bytes of the largest gradient that is copied; copies are made one after the other, when all gradients are there."""
+    """Return the bytes of the largest gradient that is copied. Gradients are copied one by one, after all of them exist."""
     pairs = zip(inputs, gradients, strict=False)
-    tensors = [(value, own) for value, own in pairs if isinstance(value, Tensor) and isinstance(own, Tensor)]
-    strided = ((value, own) for value, own in tensors if own.layout is torch.strided and own.shape == value.shape)
-    return max((own.nbytes for value, own in strided if not lies_as(own, value)), default=0)
+    tensors = [(value, gradient) for value, gradient in pairs if isinstance(value, Tensor) and isinstance(gradient, Tensor)]
+    strided = (
+        (value, gradient) for value, gradient in tensors if gradient.layout is torch.strided and gradient.shape == value.shape
+    )
+    return max((gradient.nbytes for value, gradient in strided if not lies_as(gradient, value)), default=0)
 
 
 def lies_as(gradient: Tensor, value: Tensor) -> bool:
     if not _is_dense(value):
         return gradient.is_contiguous()
     strides = zip(gradient.shape, gradient.stride(), value.stride(), strict=True)
-    return all(size == 1 or own == other for size, own, other in strides)
+    return all(size == 1 or ours == other for size, ours, other in strides)
 
 
 def _is_dense(value: Tensor) -> bool:
-    """Whether each element has a place of its own, and no place is left between them."""
+    """Return whether the elements fill memory without overlaps and without gaps."""
     places = 1
     for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1):
         if stride != places:

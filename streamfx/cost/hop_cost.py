@@ -1,8 +1,8 @@
-"""What stands in for operators that call functions, or read a number from data, while costs are predicted: results as they were
-traced, about as much work.
+"""Stand-ins for higher-order operators, and for operators that read a number from data, while costs are predicted.
 
-Fake tensors have no values, so that no `cond` can choose and no `while_loop` can end. Of branches the dearest counts, of a loop's
-body one run for each row that it is given, or just one where nothing tells how often it runs.
+Fake tensors have no values, so `cond` cannot choose a branch and `while_loop` cannot end. A stand-in returns results as
+traced, with about the same work: the most expensive branch, or the loop body once per row, or once if the count is
+unknown.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from streamfx.torch_private import SAVES_RANDOM_STATE, SCAN, HigherOrderOperator
 from streamfx.torch_private.symbolic_sizes import size_hint
 
 READS_NUMBER = torch.ops.aten._local_scalar_dense.default
-RANDOM_STATE_BYTES = 5056  # of the CPU's generator; other devices' are smaller
+RANDOM_STATE_BYTES = 5056  # of the CPU generator; other devices have smaller states
 
 
 def with_stand_ins(module: fx.GraphModule, meter: Meter, like: Callable[[Any], Any]) -> fx.GraphModule:
-    """A module with stand-ins for such operators of its graph; `like` makes a tensor like a traced one."""
+    """Return the module with stand-ins for such operators in its graph; `like` creates a tensor like a traced one."""
     if not any(isinstance(node.target, HigherOrderOperator) or node.target is READS_NUMBER for node in module.graph.nodes):
         return fx.GraphModule(module, module.graph)
     graph = fx.Graph()
@@ -39,13 +39,13 @@ def with_stand_ins(module: fx.GraphModule, meter: Meter, like: Callable[[Any], A
 
 
 def _number_like(value: Any) -> Callable[..., Any]:
-    """What stands in for `.item()`: the number that was found while tracing, 1 if there was none."""
+    """Return a stand-in for `.item()`: it returns the number seen in tracing, or 1 if there was none."""
     hint = value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
     return lambda *_: 1 if hint is None else hint
 
 
 def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, like: Callable[[Any], Any]) -> Callable[..., Any]:
-    if VALUE not in node.meta and (inner := _operator_given(node)) is not None:
+    if VALUE not in node.meta and (inner := _operator_index(node)) is not None:
         return _run_with_state(node, inner)
     value, work = node.meta.get(VALUE), work_of(node, module)
 
@@ -57,8 +57,10 @@ def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, like: Callabl
 
 
 def _run_with_state(node: fx.Node, inner: int) -> Callable[..., Any]:
-    """What stands in for an operator of a partitioner, which runs another one with a state of random numbers so that both halves
-    draw the same: the other one alone.
+    """Return a stand-in for a partitioner's operator that runs another operator with a saved random state.
+
+    The partitioner does this so that the forward and the backward graph draw the same numbers; the stand-in runs only the
+    other operator.
     """
     saves = node.target is SAVES_RANDOM_STATE
 
@@ -69,14 +71,14 @@ def _run_with_state(node: fx.Node, inner: int) -> Callable[..., Any]:
     return run
 
 
-def _operator_given(node: fx.Node) -> int | None:
-    """At which argument an operator is given another operator."""
+def _operator_index(node: fx.Node) -> int | None:
+    """Return the index of the argument that is an operator."""
     return next((i for i, argument in enumerate(node.args) if isinstance(argument, OpOverload)), None)
 
 
 def work_of(node: fx.Node, module: fx.GraphModule) -> int:
-    """FLOPs of an operator that is given functions, which a module holds, or another operator."""
-    inner = _operator_given(node)
+    """Return the FLOPs of an operator whose arguments include another operator, or functions that the module holds."""
+    inner = _operator_index(node)
     if inner is not None:
         results = tree_leaves(node.meta.get(VALUE))
         return flops_of_call(node.args[inner], node.args[inner + 1 :], node.kwargs, results[-1] if results else None)
@@ -86,7 +88,7 @@ def work_of(node: fx.Node, module: fx.GraphModule) -> int:
 
 
 def _rows(node: fx.Node) -> int:
-    """How many rows a scan goes through: those of what it is given beside its first state."""
+    """Return how many rows a scan iterates over: the rows of its inputs other than the initial state."""
     rows = [source.meta[VALUE].shape[0] for source in tree_leaves(node.args[2]) if isinstance(source, fx.Node)]
     return size_hint(rows[0]) if rows else 1
 

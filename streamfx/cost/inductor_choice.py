@@ -1,4 +1,4 @@
-"""When does Inductor compile, a whole graph or the bodies of loops?"""
+"""The decision to compile with Inductor, for a graph or for loop bodies."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from streamfx.ir.joint import device_of
 from streamfx.options import Options
 from streamfx.torch_private.inductor import has_compiler
 
-WORTH_COMPILING = 10**11  # FLOPs of a step: below this, compiling takes longer than it saves in a thousand steps
+WORTH_COMPILING = 10**11  # FLOPs of a step: below this, compilation takes longer than it saves in a thousand steps
 
 
 def uses_inductor(options: Options, graph: fx.Graph) -> bool:
-    """Whether Inductor is to compile what computes a joint graph: as asked; if that is left open, where it pays."""
+    """Return whether Inductor compiles the loop bodies of a joint graph: as the options say, or if it pays with "auto"."""
     if options.bodies != "auto":
         return options.bodies == "inductor"
     return flops_of_graph(graph) >= WORTH_COMPILING and has_compiler(device_of(graph).type)
 
 
 def compiles_whole(options: Options, inputs: Iterable[Any]) -> bool:
-    """Whether Inductor gets a graph of these inputs where it fits as it stands: however small, as with `torch.compile` alone."""
+    """Return whether Inductor compiles a graph that fits without chunks, however small, as with `torch.compile` alone."""
     kinds = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
     return options.bodies == "inductor" or (options.bodies == "auto" and all(map(has_compiler, kinds)))

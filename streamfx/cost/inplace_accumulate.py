@@ -1,4 +1,4 @@
-"""Bytes that products move for the sake of totals that they are added to."""
+"""Bytes that products move to accumulate into a total in place."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ ADDS_TO_A_TOTAL = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRO
 
 
 def added_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The total that an operator adds a product to; none if it writes the first part."""
+    """Return the total to which an operator adds a product; None if it adds nothing or overwrites the total."""
     is_first = func is ADD_PRODUCT and args[-1]
     return kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL and not is_first else None
 
 
 def bytes_of_total(func: Any, args: Sequence[Any], total: Tensor) -> int:
-    """It is read and written; of groups only those that have rows, of which there are no more than rows."""
+    """Return the bytes read and written of the total. For a grouped product, only nonempty groups count.
+
+    There are no more nonempty groups than rows.
+    """
     if func is not grouped_mm.ADD_ARRANGED_OUTER:
         return 2 * total.nbytes
     _, x, y, order, ends = args
     if grouped_mm.has_kernel(x, y) and not grouped_mm.adds_by_group(total, x, y):
-        made = total.numel() * x.element_size()  # written, where groups are empty filled with zeros, and added
-        return 2 * total.nbytes + 4 * made
+        written = total.numel() * x.element_size()  # written, filled with zeros for empty groups, and added
+        return 2 * total.nbytes + 4 * written
     groups = max(len(ends), 1)
     return 2 * total.nbytes * min(len(order), groups) // groups

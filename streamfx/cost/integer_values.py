@@ -1,7 +1,7 @@
-"""Integers keep their values while everything else is fake.
+"""Compute integers for real while all other tensors are fake.
 
-Models look at ids and positions in Python (is this batch packed? is anything padded?) to choose their masks. Such values are
-small, so they are computed, and code that asks for them goes the way it would go with data.
+Models read ids and positions in Python (is this batch packed? is there padding?) to choose their masks. Such values are
+small, so they are computed, and code that branches on them takes the same branch as with real data.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from streamfx.cost.nested_tensors import tensors_in
 from streamfx.torch_private import FakeTensor, TorchDispatchMode, real_values
 
 MOST = 1 << 22  # elements of a value that is computed
-LIKE = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}  # gives the same, which fake tensors remember
+LIKE = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}  # the same result, which fake tensors cache
 ASKS_FOR_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class RealIntegers(TorchDispatchMode):
-    """Inside of a FakeTensorMode: operators that make integers of real integers, or of nothing, are run."""
+    """Inside a FakeTensorMode, run operators for real if they compute integers from real integers or from nothing."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -1,4 +1,4 @@
-"""Which of CUDA's kernels computes a call of fused attention: they differ in speed."""
+"""The CUDA kernel that computes a call of fused attention: kernels differ in speed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ CUDNN, FLASH = "cudnn", "flash"
 
 
 def by_kernel(name: str, arguments: Mapping[str, Any], flops: int) -> dict[str, int]:
-    """The FLOPs of a call, by the field of `Work` that counts its kernel and pass; empty if that is neither cuDNN nor flash."""
+    """Return the FLOPs of a call by the field of `Work` for its kernel and pass; empty unless the kernel is cuDNN or flash."""
     kernel = kernel_of(name, arguments)
     return {f"{kernel}{'_backward' if 'backward' in name else ''}": flops} if kernel else {}
 
 
 def kernel_of(name: str, arguments: Mapping[str, Any]) -> str:
-    """The kernel of an operator. One for a CPU stands for what PyTorch chooses on the device, if its mask is a flag there."""
+    """Return the kernel of an operator; "" if it is neither.
+
+    A CPU operator represents the kernel that PyTorch chooses on the device, if its mask is a flag there.
+    """
     for kernel in (CUDNN, FLASH):
         if name.startswith(f"aten::_scaled_dot_product_{kernel}") and "for_cpu" not in name:
             return kernel

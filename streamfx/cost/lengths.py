@@ -1,4 +1,4 @@
-"""How long the sequence of a graph is."""
+"""The sequence length of a graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from streamfx.torch_private.symbolic_sizes import size_hint
 
 
 def sequence_length(facts: Facts) -> int | None:
-    """Rows of the sequence in this call."""
+    """Return the number of rows of the sequence in this call."""
     if facts.found_axes is None or facts.axes.sequence is None:
         return None
     length = facts.axes.sequence.length
@@ -18,7 +18,7 @@ def sequence_length(facts: Facts) -> int | None:
 
 
 def _hint(size: Size, facts: Facts) -> int | None:
-    """What a symbolic size stood for, found in the shape of some input that has it."""
+    """Return the value of a symbolic size at trace time, from an input whose shape contains it."""
     for node in facts.joint.sources:
         if not is_tensor(node):
             continue

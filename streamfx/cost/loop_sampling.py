@@ -1,10 +1,11 @@
-"""A function that takes many pieces in turn, pieces that are alike: few turns are followed, and stand for those between.
+"""Cost of a function over many equal inputs, by tracing the first and last iterations and extrapolating the ones between.
 
     forward     0  1  2 | 3 ... n-5 | n-4  n-3  n-2  n-1          backward     n-1  n-2  n-3  n-4 | n-5 ... 3 | 2  1  0
 
-In each half the turns at both ends are followed, and have to do the same, byte by byte and FLOP by FLOP: the two before the first
-that is stood for, and all behind the last. What the last of them has told its meter is told again for each turn between. Of those
-there is a result, and of it a gradient, laid out as others are; whatever else comes or goes meanwhile makes turns differ.
+In the forward and in the backward, the iterations at both ends run. They must be equal, byte by byte and FLOP by FLOP:
+the two before the first skipped iteration, and all after the last. For each skipped iteration, the meter records again
+the points of the last one that ran. A skipped iteration has a result, and a gradient, with the layout of the others;
+iterations differ if any other memory is allocated or freed meanwhile.
 """
 
 from __future__ import annotations
@@ -24,35 +25,35 @@ from streamfx.cost.meter import Meter
 from streamfx.cost.work import NO_WORK, Work
 from streamfx.errors import StreamFXError
 
-FIRST, LAST = 3, 4  # turns that are followed at the ends: a sum has begun, and goes on, with the last but two
+FIRST, LAST = 3, 4  # iterations that run at the ends: a sum exists and has grown before the last two
 Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 Piece = tuple[Tensor, ...]
 
 
 class IterationsDifferError(StreamFXError):
-    """Turns that seemed to be alike are not: all of them have to be followed."""
+    """Iterations that seemed equal are not: all of them must run."""
 
 
 def in_turn(function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-    """The function's results for all pieces. It does the same for pieces that are alike, whatever came before."""
+    """Return the function's results for all inputs. Its work must depend only on the type of an input, not on earlier calls."""
     turns = _following.get()
     return one_by_one(function, pieces) if turns is None else turns.results(function, pieces)
 
 
 def one_by_one(function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-    """The same, whatever the function does."""
+    """Return the same, for any function."""
     return [function(*piece) for piece in pieces]
 
 
 class IterationRecord(NamedTuple):
-    """What a meter has noted in a turn, from how things stood at its beginning; how they stand at its end."""
+    """The points that a meter recorded in an iteration, relative to the state at its start, and the state at its end."""
 
     points: tuple[Point, ...]
     end: Point
 
 
 class Snapshot(NamedTuple):
-    """How many points were noted, and how things stood."""
+    """The number of recorded points, and the state."""
 
     position: int
     stood: Point
@@ -60,9 +61,9 @@ class Snapshot(NamedTuple):
 
 @dataclass
 class _Iterations:
-    """The turns of a half, in their order; those that are `stood_for`, and those behind them which are to be like the others."""
+    """The iterations of one pass: the skipped range, and the range after it, which must equal the others."""
 
-    stood_for: range
+    skipped: range
     behind: range
     begun: tuple[int, Snapshot] | None = None
     before: IterationRecord | None = None
@@ -70,9 +71,9 @@ class _Iterations:
 
 
 class Iterations:
-    """Follows turns for a meter that has a recorder: few of them, or all (`of_few`).
+    """Runs iterations for a meter that has a recorder: a few of them, or all (`of_few`).
 
-    What a turn makes is in memory at its end: turns are compiled as functions of their own.
+    The results of an iteration are in memory at its end, because iterations are compiled as separate functions.
     """
 
     def __init__(self, meter: Meter, of_few: bool = True) -> None:
@@ -87,42 +88,42 @@ class Iterations:
         forward = _Iterations(between, range(between.stop, alike))
         backward = _Iterations(between[::-1], range(FIRST)[::-1])
         gradients: list[Kind] = []
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for number, piece in enumerate(pieces):
-            if self._begins(forward, number):
-                with self._unnoted():
-                    found.append(_SkippedIteration.apply(self, kind_of(found[0]), gradients, *piece))
+            if self._begin(forward, number):
+                with self._unrecorded():
+                    outputs.append(_SkippedIteration.apply(self, kind_of(outputs[0]), gradients, *piece))
             else:
-                own = piece[0].view_as(piece[0])  # whose gradient is there at the end of its turn
+                first = piece[0].view_as(piece[0])  # its gradient is ready at the end of its iteration
                 if number < alike:
-                    own.register_hook(lambda gradient: gradients.append(kind_of(gradient)))
-                found.append(function(own, *piece[1:]))
-            found[-1].register_hook(partial(self._comes_back, backward, number))
-        self._begins(forward, len(pieces))
-        return found
+                    first.register_hook(lambda gradient: gradients.append(kind_of(gradient)))
+                outputs.append(function(first, *piece[1:]))
+            outputs[-1].register_hook(partial(self._gradient_ready, backward, number))
+        self._begin(forward, len(pieces))
+        return outputs
 
     def _each(self, function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-        """The results, with all turns followed: between turns, in both halves, nothing is pending."""
-        found: list[Tensor] = []
+        """Return the results, running all iterations. Between iterations, in both passes, no value is pending."""
+        outputs: list[Tensor] = []
         for piece in pieces:
             self.meter.flush()
-            found.append(function(*piece))
-            if found[-1].requires_grad:
-                found[-1].register_hook(lambda gradient: self.meter.flush())
+            outputs.append(function(*piece))
+            if outputs[-1].requires_grad:
+                outputs[-1].register_hook(lambda gradient: self.meter.flush())
         self.meter.flush()
-        return found
+        return outputs
 
-    def _comes_back(self, half: _Iterations, number: int, gradient: Tensor) -> None:
-        """The gradient of a turn's result is there."""
-        self._begins(half, number)
+    def _gradient_ready(self, half: _Iterations, number: int, gradient: Tensor) -> None:
+        """Start an iteration of the backward once the gradient of its result is ready."""
+        self._begin(half, number)
 
-    def _begins(self, half: _Iterations, number: int) -> bool:
-        """A turn begins where the last one ends; whether it is stood for, and all that it does has been told."""
+    def _begin(self, half: _Iterations, number: int) -> bool:
+        """Start an iteration, which ends the previous one. Return whether it is skipped; if so, record its points."""
         self.meter.flush()
         if half.begun is not None:
-            self._ends(half, *half.begun)
+            self._end(half, *half.begun)
         half.begun = number, self._now()
-        if number not in half.stood_for:
+        if number not in half.skipped:
             return False
         assert self.meter.recorder is not None
         if half.like is None:
@@ -132,8 +133,8 @@ class Iterations:
         self.meter.work = work.plus(half.like.end.work)
         return True
 
-    def _ends(self, half: _Iterations, number: int, begun: Snapshot) -> None:
-        if number in half.stood_for:
+    def _end(self, half: _Iterations, number: int, begun: Snapshot) -> None:
+        if number in half.skipped:
             assert half.like is not None
             expected = Snapshot(begun.position + len(half.like.points), begun.stood.above(*half.like.end))
             if self._now() != expected:
@@ -156,8 +157,8 @@ class Iterations:
         return IterationRecord(tuple(points), self._now().stood.above(back, below))
 
     @contextmanager
-    def _unnoted(self) -> Iterator[None]:
-        """What is made for a turn that is stood for has been told."""
+    def _unrecorded(self) -> Iterator[None]:
+        """Do not record values created for a skipped iteration: its points are recorded already."""
         work: Work = self.meter.work
         with self.meter.recorded_apart():
             yield
@@ -166,19 +167,19 @@ class Iterations:
 
 
 class _SkippedIteration(torch.autograd.Function):
-    """A turn that is stood for: its result, and the gradient of the first tensor of its piece, like those of others."""
+    """A skipped iteration: its result, and the gradient of the first tensor of its input, have the layout of the others."""
 
     @staticmethod
     def forward(ctx: Any, turns: Iterations, result: Kind, gradients: list[Kind], *piece: Tensor) -> Tensor:
         ctx.turns, ctx.gradients, ctx.others = turns, gradients, len(piece) - 1
-        return _made(result)
+        return _empty(result)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if len(set(ctx.gradients)) != 1:
             raise IterationsDifferError("gradients of pieces differ")
-        with ctx.turns._unnoted():
-            made = _made(ctx.gradients[0])
+        with ctx.turns._unrecorded():
+            made = _empty(ctx.gradients[0])
         return None, None, None, made, *(None for _ in range(ctx.others))
 
 
@@ -187,7 +188,7 @@ _following: ContextVar[Iterations | None] = ContextVar("following", default=None
 
 @contextmanager
 def following(turns: Iterations | None) -> Iterator[None]:
-    """Inside of this few turns are followed where pieces are alike; all are without it."""
+    """Within this context, `in_turn` runs only a few of equal iterations; outside, it runs all."""
     token = _following.set(turns)
     try:
         yield
@@ -196,11 +197,11 @@ def following(turns: Iterations | None) -> Iterator[None]:
 
 
 def kind_of(tensor: Tensor) -> Kind:
-    """What the turn of a tensor follows from."""
+    """Return the properties of a tensor on which its iteration depends."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _made(kind: Kind) -> Tensor:
+def _empty(kind: Kind) -> Tensor:
     size, stride, dtype, device = kind
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 

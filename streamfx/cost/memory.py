@@ -1,6 +1,6 @@
-"""Predicts what a step costs: its program is run on fake tensors, by the runtime that runs it on real ones.
+"""Predict the cost of a step: run its program on fake tensors with the runtime that runs it on real ones.
 
-Loops run few of their chunks (see `sampling.py`), so the time does not depend on the length of the sequence.
+Loops run only a few of their chunks (see `sampling.py`), so the time does not depend on the sequence length.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from streamfx.torch_private.symbolic_sizes import size_hint
 
 @dataclass(frozen=True)
 class LoopCost:
-    """The work of all chunks of a loop, the rows that a chunk has, how many there are, and what they send to other ranks."""
+    """The work of all chunks of a loop, the rows per chunk, the number of chunks, and the traffic to other ranks."""
 
     work: Work
     rows: int
@@ -46,14 +46,13 @@ class LoopCost:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step through one graph costs; bytes do not count parameters and inputs.
+    """The cost of a step through one graph; bytes do not include parameters and inputs.
 
-    forward_peak: bytes at most in the forward half; backward_peak: in the backward half, all that was kept for it included.
-    held: bytes that the forward half leaves: results and saved values. layer_flops, layer_attention: FLOPs, and those of
-    attention, of the forward half of layers, of calls in which these were asked for. forward_terms, backward_terms: the bytes
-    of both peaks, by what they are for (see `categories.py`). gradients: bytes of those of parameters, of calls in eager.
-    forward_wire, backward_wire: what each half sends to other ranks, by kind. forward_curve, backward_curve: how bytes come and
-    go, where that is recorded.
+    forward_peak: peak bytes of the forward graph; backward_peak: of the backward graph, including all saved values. held:
+    bytes of the results and saved values after the forward. layer_flops, layer_attention: forward FLOPs of the layers,
+    and their attention FLOPs, if a call counts them. forward_terms, backward_terms: the bytes of both peaks by category
+    (see `categories.py`). gradients: bytes of parameter gradients, for calls in eager mode. forward_wire, backward_wire:
+    traffic of each graph to other ranks, by kind. forward_curve, backward_curve: the live bytes over time, if recorded.
     """
 
     forward_peak: int
@@ -81,7 +80,7 @@ class Cost:
 
     @property
     def peak_terms(self) -> dict[str, int]:
-        """What the bytes of the peak are for."""
+        """The bytes of the peak by category."""
         return self.forward_terms if self.forward_peak >= self.backward_peak else self.backward_terms
 
     @property
@@ -90,12 +89,12 @@ class Cost:
 
     @property
     def streamed_share(self) -> float:
-        """Of the FLOPs, those in loops; of none, whether there are loops."""
+        """The share of FLOPs in loops; without FLOPs, 1 if there are loops, else 0."""
         return streamed_share([self])
 
 
 def streamed_share(costs: Sequence[Cost], missing: int = 0) -> float:
-    """Of the FLOPs of calls, and of those that are `missing` in them, the part in loops."""
+    """Return the share of the FLOPs of calls that are in loops; `missing` FLOPs add to the total."""
     flops = sum(cost.flops for cost in costs) + missing
     return sum(cost.streamed_flops for cost in costs) / flops if flops else float(any(cost.loops for cost in costs))
 
@@ -108,10 +107,10 @@ def cost_of(
     handed: ReleasedGradients | None = None,
     recorded: bool = False,
 ) -> Cost:
-    """Run both halves of a graph on fake tensors; the caller keeps the results of the forward half during the backward half.
+    """Run the forward and backward graph on fake tensors; the caller keeps the forward results during the backward.
 
-    `loss` are names of the values of the loss stage (see `loss_values`), `handed` is given where gradients are taken meanwhile.
-    Curves are there if they are to be `recorded`.
+    `loss` has the names of the values of the loss stage (see `loss_values`). `handed` is set if gradients are released
+    during the backward. Curves are empty unless `recorded`.
     """
     meter = Meter()
     meter.recorder = Recorder() if recorded else None
@@ -132,9 +131,9 @@ def cost_of(
             del results
             gradients = None
             if backward is not None and handed is not None:
-                run_in_stretches(backward, _given_backward(backward, saved), handed, inputs, meter)
+                run_in_stretches(backward, _backward_arguments(backward, saved), handed, inputs, meter)
             elif backward is not None:
-                gradients = OuterRunner(backward)(_given_backward(backward, saved))
+                gradients = OuterRunner(backward)(_backward_arguments(backward, saved))
             meter.flush()
             if copied := largest_copied(given, gradients or ()):
                 meter.reached(Delta(copied, {GRADIENTS: copied}))
@@ -155,8 +154,8 @@ def cost_of(
     return cost
 
 
-def _given_backward(backward: fx.GraphModule, saved: list[Any]) -> list[Any]:
-    """What was saved (numbers last, which the backward half takes first) and gradients of the results."""
+def _backward_arguments(backward: fx.GraphModule, saved: list[Any]) -> list[Any]:
+    """Return the saved values, with numbers moved first as the backward graph takes them, and tangents."""
     placeholders = backward.graph.find_nodes(op="placeholder")
     arguments = sorted(saved, key=lambda value: not isinstance(value, (int, float)))
     saved.clear()
@@ -170,7 +169,7 @@ def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
 def sampled(
     module: fx.GraphModule, meter: Meter, known: dict[Any, LoopRun], is_backward: bool, loss: frozenset[str]
 ) -> fx.GraphModule:
-    """The same outer graph, with loops that run few of their chunks, and bytes counted under their terms."""
+    """Copy a host program with loops that run only a few of their chunks, and with bytes counted by category."""
     between = terms_between(module, is_backward)
     terms = terms_of(module, is_backward, between, loss)
     copied = with_stand_ins(module, meter, made_like)
@@ -186,17 +185,17 @@ def sampled(
 
 
 def made_like(value: Any) -> Any:
-    """A tensor like the one that a value of the trace stands for, with symbolic sizes as they were when traced."""
+    """Create a tensor like the one that a traced value represents, with symbolic sizes at their traced values."""
     if not isinstance(value, Tensor):
         return size_hint(value) if isinstance(value, torch.SymInt) else value
     size, stride = ([size_hint(item) for item in items] for items in (value.shape, value.stride()))
-    made = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
-    made = torch.ops.aten._conj(made) if value.is_conj() else made
-    return torch.ops.aten._neg_view(made) if value.is_neg() else made
+    like = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+    like = torch.ops.aten._conj(like) if value.is_conj() else like
+    return torch.ops.aten._neg_view(like) if value.is_neg() else like
 
 
 def bytes_like(value: Any) -> int:
-    """Bytes of the tensor that a value of the trace stands for."""
+    """Return the bytes of the tensor that a traced value represents."""
     if not isinstance(value, Tensor):
         return 0
     count = 1
@@ -206,7 +205,7 @@ def bytes_like(value: Any) -> int:
 
 
 def bytes_of_values(nodes: Iterable[fx.Node]) -> int:
-    """Bytes of the tensors that these nodes stand for, each counted once."""
+    """Return the bytes of the tensors of these nodes, each counted once."""
     return sum(bytes_like(node.meta.get(VALUE)) for node in set(nodes))
 
 

@@ -1,7 +1,7 @@
-"""Follows a program operator by operator: which storages are alive, and how many FLOPs have been spent.
+"""Track a program operator by operator: which storages are live, and how many FLOPs were spent.
 
-The same meter measures a real step and predicts one: under fake tensors nothing is computed, but tensors are made, shared and
-freed by the very same code.
+The same meter measures a real step and predicts one: under fake tensors nothing is computed, but the same code allocates,
+shares, and frees tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from streamfx.torch_private import FakeTensorMode, HigherOrderOperator, OpOverlo
 
 @dataclass
 class Delta:
-    """How far the bytes alive rise above where they stood, and which terms are up at that moment."""
+    """The rise of the live bytes above a base, and the bytes of each term at that moment."""
 
     peak: int = 0
     terms: dict[str, int] = field(default_factory=dict)
@@ -45,21 +45,25 @@ class Delta:
 ADDS_ROWS = (torch.ops.aten.index_add_.default, torch.ops.aten.scatter_.src)  # the last argument
 COPIES = torch.ops.aten.copy_.default
 UNWRITTEN = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
-CLONES_MEMORY = {  # with all memory that the first operand lies in; what a fake tensor's cache makes of them has less
+CLONES_MEMORY = {  # copies all memory of the first operand; the results that a fake tensor mode caches have less
     getattr(torch.ops.aten, name)
     for name in ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "copy")
 }
 ASKS_DEVICE = torch.ops.prim.device.default
-HOST_COPIES = (to_host, from_host)  # they run beside the work of the device: `tools/planner/overlap.py` says what they add
+HOST_COPIES = (
+    to_host,
+    from_host,
+)  # they run in parallel with the device's work: `tools/planner/overlap.py` computes the time they add
 
 
 class Meter(TorchDispatchMode):
-    """Counts what operators inside of it make, until it is freed; tensors from outside count nothing.
+    """Counts the work and the memory of operators that run inside it; tensors from outside do not count.
 
-    `live` and `peak` are bytes of storages now and at most. `flops` are those of products and attention, `attention_flops` those
-    of fused attention, and `masked_flops` those of them without a causal flag, of which a mask may hide some; `moved` are the
-    bytes that operators without FLOPs read and write; all of these and more are in `work`. Bytes are counted under the name that
-    `term` has when they are made; `peak_terms` are those of the peak. A `recorder` is told whenever bytes come or go.
+    `live` and `peak` are the current and peak bytes of storages. `work` holds all counters. `flops` are the FLOPs of
+    products and attention; `attention_flops` of fused attention; `masked_flops` of fused attention without a causal flag,
+    where a mask may hide some; `moved` are the bytes that operators without FLOPs read and write. Bytes count under the
+    name in `term` at their allocation; `peak_terms` has the terms of the peak. A `recorder` gets a point whenever bytes
+    are allocated or freed.
     """
 
     supports_higher_order_operators = True
@@ -78,16 +82,16 @@ class Meter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """See what compiled code does when it runs, and nothing of its tracing."""
+        """Track compiled code when it runs, but not while it is traced."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is ASKS_DEVICE:  # no work: how often autograd asks is its own affair
+        if func is ASKS_DEVICE:  # not work: autograd may ask any number of times
             return args[0].device
         out = with_most_rows(func, args, kwargs)
         self._count(func, args, kwargs, out)
-        if func is not to_host:  # what waits on the host is not in the device's memory
+        if func is not to_host:  # values on the host use no device memory
             least = self._size_of(args[0]) if getattr(func, "overloadpacket", None) in CLONES_MEMORY else 0
             self._note_new(out, (args, kwargs), STAGE_INPUTS if func is from_host else self.term, least)
         if workspace := followed(func, args, kwargs) if func in FOLLOWED else workspace_of(func, args, kwargs):
@@ -95,12 +99,12 @@ class Meter(TorchDispatchMode):
         return out
 
     def restart_peak(self) -> int:
-        """The peak so far; from now on the peak is counted from what is alive."""
+        """Return the peak so far, and restart it at the live bytes."""
         peak, self.peak, self.peak_terms = self.peak, self.live, dict(self.live_terms)
         return peak
 
     def reached(self, rise: Delta) -> None:
-        """Bytes above those alive now that have been alive for a while."""
+        """Account for bytes above the live bytes that were live for a while."""
         self._note(rise.terms)
         self._note()
         if self.live + rise.peak > self.peak:
@@ -108,12 +112,12 @@ class Meter(TorchDispatchMode):
             self.peak_terms = {name: self.live_terms[name] + rise.terms.get(name, 0) for name in {*self.live_terms, *rise.terms}}
 
     def recorded(self, begin: Work) -> Curve:
-        """What was told to the recorder since so much work was done; empty without one."""
+        """Return the curve recorded since `begin`; empty without a recorder."""
         return Curve() if self.recorder is None else self.recorder.take(begin, self.work)
 
     @contextmanager
     def recorded_apart(self) -> Iterator[Recorder | None]:
-        """What runs inside is told to a recorder of its own, if there is one at all."""
+        """Send the points of the code inside to a separate recorder, if there is a recorder at all."""
         own = self.recorder
         self.recorder = None if own is None else Recorder()
         self._note()
@@ -128,7 +132,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def rising(self) -> Iterator[Delta]:
-        """The rise of what runs inside; the peak goes on as if nobody had looked."""
+        """Measure the rise of the code inside, without affecting the peak."""
         rise, before, terms = Delta(), (self.peak, self.peak_terms), Counter(self.live_terms)
         base = self.live
         self.restart_peak()
@@ -157,7 +161,7 @@ class Meter(TorchDispatchMode):
         return self.work.attention_flops
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose FLOPs are counted in `watched_flops` as well, and those of attention in `watched_attention`."""
+        """Wrap a function so that its FLOPs also count in `watched_flops`, and its attention FLOPs in `watched_attention`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             flops, attention = self.flops, self.attention_flops
@@ -179,7 +183,7 @@ class Meter(TorchDispatchMode):
             self._note()
 
     def named(self, term: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose bytes are counted under a term."""
+        """Wrap a function so that its bytes count under a term."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self.term = self.term, term
@@ -191,7 +195,7 @@ class Meter(TorchDispatchMode):
         return run
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        if isinstance(func, HigherOrderOperator):  # it may be given an operator to call, with a random state, say
+        if isinstance(func, HigherOrderOperator):  # an operator in its arguments may be called, with a random state for example
             inner = next((i for i, argument in enumerate(args) if isinstance(argument, OpOverload)), None)
             if inner is None:
                 return
@@ -205,23 +209,23 @@ class Meter(TorchDispatchMode):
         self.work = self.work.plus(work._replace(fused=moved, kernels=kernels))
 
     def flush(self) -> None:
-        """Count what fused kernels write of the values that somebody holds."""
+        """Count the bytes that fused kernels write for values that are still referenced."""
         moved, kernels = self._fusion.flush()
         self.work = self.work._replace(fused=self.work.fused + moved, kernels=self.work.kernels + kernels)
 
     def _size_of(self, tensor: Tensor) -> int:
-        """Bytes of the memory that a tensor lies in; of one whose elements share memory, those of its own."""
+        """Return the bytes of the memory in which a tensor lies; 0 if its elements overlap."""
         if 0 in tensor.stride():
             return 0
         storage = tensor.untyped_storage()
         return self._sizes.get(storage._cdata, (storage.nbytes(), ""))[0]
 
     def _note_new(self, out: Any, arguments: Any, term: str, least: int = 0) -> None:
-        made = {key: (storage, device) for key, storage, device in _storages(out) if key not in self._sizes}
-        if not made:
+        new = {key: (storage, device) for key, storage, device in _storages(out) if key not in self._sizes}
+        if not new:
             return
         before = {key for key, *_ in _storages(arguments)}
-        for key, (storage, device) in made.items():
+        for key, (storage, device) in new.items():
             if key not in before:
                 size = allocated(max(storage.nbytes(), least) if storage.nbytes() else 0, device)
                 self._sizes[key] = size, term
@@ -240,14 +244,14 @@ class Meter(TorchDispatchMode):
 
 
 def followed(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The workspace of an operator that calls others: what these have alive beside its operands and results, at most."""
+    """Return the workspace of an operator that calls others: their peak bytes, except its operands and results."""
     arguments = arguments_by_name(target, args, kwargs)
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
-    return _followed(target, tuple((name, _as_given(value)) for name, value in arguments.items()), kind_of(device))
+    return _followed(target, tuple((name, _layout_of(value)) for name, value in arguments.items()), kind_of(device))
 
 
-class _Given(NamedTuple):
-    """How a tensor lies in memory."""
+class _TensorLayout(NamedTuple):
+    """The layout of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -258,16 +262,16 @@ class _Given(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-def _as_given(value: Any) -> Any:
+def _layout_of(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return _Given(tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device)
+    return _TensorLayout(tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device)
 
 
 @lru_cache(maxsize=1024)
 def _followed(target: OpOverload, arguments: tuple[tuple[str, Any], ...], kind: DeviceKind) -> int:
     with FakeTensorMode():
-        given = {name: value.made() if isinstance(value, _Given) else value for name, value in arguments}
+        given = {name: value.made() if isinstance(value, _TensorLayout) else value for name, value in arguments}
         results = sum(allocated(storage.nbytes(), device) for _, storage, device in _storages(target(**given)))
         with Meter() as meter:
             made = FOLLOWED[target](**given)
@@ -298,7 +302,7 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
 
 
 def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Bytes that an operator reads and writes: of rows that it adds to others, these and those that it adds to."""
+    """Return the bytes that an operator reads and writes. An added row counts three times: two reads and a write."""
     if func in ADDS_ROWS:
         return 3 * args[-1].nbytes if isinstance(args[-1], Tensor) else 0
     read = args[1:] if func is COPIES else args
@@ -306,7 +310,7 @@ def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> 
 
 
 def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage, torch.device]]:
-    """With the device that a tensor says it is on, which that of a fake one's storage is not. On the meta device is no memory."""
+    """Yield storages with the device of their tensor: a fake tensor's storage reports another one. Skip meta tensors."""
     for value in tensors_in(values):
         if value.device.type != "meta":
             storage = value.untyped_storage()

@@ -1,4 +1,4 @@
-"""Operators whose results have as many rows as data say: where nothing is computed, they are taken to have as many as they can.
+"""Operators with data-dependent numbers of rows. On fake tensors, their results have the largest possible number of rows.
 
 nonzero(mask [b t])   ->   [b * t, 2]           x[mask]   ->   x[rows, columns], for b * t rows
 """
@@ -31,17 +31,17 @@ def _unique(value: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor, T
     return value.new_empty(count), torch.empty_like(value, dtype=torch.int64), value.new_empty(count, dtype=torch.int64)
 
 
-def _by_number(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Masks as the numbers of the places that they may show."""
-    found: list[Tensor | None] = []
+def _as_indices(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Replace masks with indices of all positions that they may select."""
+    expanded: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype in MASKS
-        found += [_nonzero(index)[:, 0]] * index.dim() if is_mask else [index]  # type: ignore[arg-type,union-attr]
-    return found
+        expanded += [_nonzero(index)[:, 0]] * index.dim() if is_mask else [index]  # type: ignore[arg-type,union-attr]
+    return expanded
 
 
 def _indexing(func: Any) -> Callable[..., Any]:
-    return lambda value, indices, *others, **more: func(value, _by_number(indices), *others, **more)
+    return lambda value, indices, *others, **more: func(value, _as_indices(indices), *others, **more)
 
 
 INDEXING = (
@@ -61,7 +61,7 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
 
 
 def with_most_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an operator gives; of fake operands, whose numbers nobody knows, results with the most rows that it may give."""
+    """Run an operator. If its operands are fake and have no values, return results with the largest number of rows."""
     stand_in = STAND_INS.get(func)
     is_fake = stand_in is not None and any(isinstance(item, FakeTensor) for item in tensors_in((args, kwargs)))
     return stand_in(*args, **kwargs) if is_fake and stand_in is not None else func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Tensors in the arguments and results of operators, which are asked for at every call."""
+"""Tensors in the arguments and results of operators, which every call looks up."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from streamfx.torch_private import tree_iter, tree_leaves
 
 PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
-OTHERS = (nn.Module, type, FunctionType, MethodType, ModuleType)  # objects that hold more than what is returned
+OTHERS = (nn.Module, type, FunctionType, MethodType, ModuleType)  # objects that hold more than the returned values
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested values, in order, one as often as it is there; of a sparse one its indices and its values.
+    """Yield all tensors in nested values, in order and with repetitions; for a sparse tensor, its indices and its values.
 
-    What `tree_iter` finds, which takes several times as long: it looks every number up among the kinds of containers.
+    `tree_iter` yields the same but takes several times as long: it looks up every number among the container types.
     """
     kind = type(values)
     if kind in PLAIN:
@@ -30,24 +30,24 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
     elif kind is dict:
         for value in values.values():
             yield from tensors_in(value)
-    elif isinstance(values, Tensor):  # last: torch looks for fakes of its classes, which takes longer than all of the above
+    elif isinstance(values, Tensor):  # last: torch also looks for fakes of its classes, which takes longer than all checks above
         yield from (values._indices(), values._values()) if values.layout is torch.sparse_coo else (values,)
     else:
         yield from (value for value in tree_iter(values) if isinstance(value, Tensor))
 
 
 def tensors_returned(value: Any) -> list[Tensor]:
-    """All tensors in what a model returns, those in the attributes of objects of the user's own among them (a dataclass).
+    """Return all tensors in a model's output, including the attributes of custom objects (such as a dataclass).
 
     >>> from types import SimpleNamespace
     >>> [tensor.item() for tensor in tensors_returned([torch.tensor(1), SimpleNamespace(loss=torch.tensor(2), name="")])]
     [1, 2]
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     todo, seen = [value], set[int]()
     while todo:
         leaves = tree_leaves(todo.pop(0))
-        found += (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        tensors += (leaf for leaf in leaves if isinstance(leaf, Tensor))
         others = [
             leaf
             for leaf in leaves
@@ -55,4 +55,4 @@ def tensors_returned(value: Any) -> list[Tensor]:
         ]
         seen.update(map(id, others))
         todo += (vars(leaf) for leaf in others)
-    return found
+    return tensors

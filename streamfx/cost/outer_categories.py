@@ -1,9 +1,8 @@
-"""What the bytes are for that operators between loops make: the terms of the values of an outer graph.
+"""Categories of the bytes that operators between loops allocate: the terms of the values of a host program.
 
-all_gather(shard)                       whole weights
-all_to_all(queries), and its layout     exchanged rows
-attention(queries, keys, values)        whole attention
-reduce_scatter(gradient of a weight)    gradients: what leads to results of the backward half alone
+all_gather(shard)                       whole weights all_to_all(queries), and its layout     exchanged rows
+attention(queries, keys, values)        whole attention reduce_scatter(gradient of a weight)    gradients: values that
+only lead to results of the backward graph
 """
 
 from __future__ import annotations
@@ -26,29 +25,32 @@ WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tenso
 
 
 def terms_between(module: fx.GraphModule, is_backward: bool) -> dict[str, str]:
-    """By name the term of each node of an outer graph that is no loop, and whose bytes are known to be for something."""
+    """Return the terms of the nodes of a host program that are not loops and have a known category, by name."""
     weights = whole_weights(module)
     gradients = _gradients(module) if is_backward else frozenset()
     exchanged = _exchanged(module, weights | gradients)
     attention = (node for node in module.graph.nodes if node.op == "call_function" and is_fused_attention(node.target))
-    found = dict.fromkeys(exchanged, EXCHANGED) | dict.fromkeys(attention, ATTENTION)
-    found |= dict.fromkeys(gradients, GRADIENTS) | dict.fromkeys(weights, WEIGHTS)
-    return {node.name: term for node, term in found.items()}
+    terms = dict.fromkeys(exchanged, EXCHANGED) | dict.fromkeys(attention, ATTENTION)
+    terms |= dict.fromkeys(gradients, GRADIENTS) | dict.fromkeys(weights, WEIGHTS)
+    return {node.name: term for node, term in terms.items()}
 
 
 def makes_memory(node: fx.Node) -> bool:
-    """Whether a node calls an operator that may make a value of its own; views that copy where they must stay as they are."""
+    """Return whether a node calls an operator that may allocate; not a view, nor a view that copies if needed."""
     return node.op == "call_function" and node.target not in COPIES_WHERE_NEEDED and not getattr(node.target, "is_view", False)
 
 
 def whole_weights(module: fx.GraphModule) -> frozenset[fx.Node]:
-    """The nodes that gather weights, or put gathered ones together: what is made of the graph's inputs alone from a gather on."""
+    """Return the nodes that gather weights, and the nodes that combine gathered weights.
+
+    These depend on nothing but the graph's inputs.
+    """
     given = set(module.graph.find_nodes(op="placeholder"))
-    made, found = set(given), set[fx.Node]()
+    computable, found = set(given), set[fx.Node]()
     for node in module.graph.nodes:
         is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem
-        if is_operator and node.all_input_nodes and made.issuperset(node.all_input_nodes):
-            made.add(node)
+        if is_operator and node.all_input_nodes and computable.issuperset(node.all_input_nodes):
+            computable.add(node)
             sent = sent_by_node(node)
             is_gather = sent is not None and sent.kind == GATHERS
             if is_gather or (sent is None and not found.isdisjoint(node.all_input_nodes)):
@@ -57,7 +59,7 @@ def whole_weights(module: fx.GraphModule) -> frozenset[fx.Node]:
 
 
 def _gradients(module: fx.GraphModule) -> frozenset[fx.Node]:
-    """What only leads to results, with no loop on the way."""
+    """Return the nodes that only lead to results, through no loop."""
     output = module.graph.output_node()
     found: set[fx.Node] = set()
     for node in reversed(module.graph.nodes):
@@ -67,7 +69,7 @@ def _gradients(module: fx.GraphModule) -> frozenset[fx.Node]:
 
 
 def _exchanged(module: fx.GraphModule, others: frozenset[fx.Node]) -> frozenset[fx.Node]:
-    """Rows that ranks send to each other, and the same laid out before and behind."""
+    """Return the rows that ranks exchange, and the same rows in another layout before and after."""
     sent = {node for node in module.graph.nodes if node not in others and sent_by_node(node) is not None}
     found = set(sent)
     for node in module.graph.nodes:

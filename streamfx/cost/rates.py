@@ -1,4 +1,4 @@
-"""About how fast devices are: for weighing what costs time against what costs memory, never for deciding what is right."""
+"""Approximate device speeds, to weigh time against memory. They never decide correctness."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from streamfx.kernels.device_kinds import kind_of
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOPs of products and bytes of memory per second, as reached in practice, and seconds that one operator's launch takes.
+    """Rates reached in practice: FLOPs of products and bytes of memory per second, and the seconds of one kernel launch.
 
-    So many `tokens` keep it busy.
+    `tokens` is the number of rows that keeps the device busy.
     """
 
     flops: float
@@ -26,7 +26,7 @@ class Rates:
 
 
 CPU = Rates(flops=2e11, bandwidth=2e10, launch=2e-6, tokens=64)
-CUDA = Rates(flops=5e14, bandwidth=2e12, launch=5e-6, tokens=2048)  # of 16-bit products on an H100
+CUDA = Rates(flops=5e14, bandwidth=2e12, launch=5e-6, tokens=2048)  # for 16-bit products on an H100
 
 
 def rates_of(device: torch.device) -> Rates:

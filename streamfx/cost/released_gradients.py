@@ -1,7 +1,6 @@
-"""A backward half whose gradients are taken while it runs: by an optimizer in the backward pass, which frees each of them.
+"""A backward graph whose gradients are released while it runs: an optimizer step in the backward frees each of them.
 
-stretch 0, gradients of the head      taken, and freed, before stretch 1 begins
-stretch 1, gradients of layer 3       ...
+stretch 0, gradients of the head      taken, and freed, before stretch 1 begins stretch 1, gradients of layer 3       ...
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from streamfx.runtime.outer import call_of, found_before
 
 @dataclass(frozen=True)
 class ReleasedGradients:
-    """The stretches of a backward half, the first behind which gradients are handed over, and those that are taken: by their
-    place among the results, the position of the input that each is of.
+    """The segments of a backward graph, the first that releases gradients, and the gradients to release.
+
+    `taken` maps the index of a gradient among the results to the index of its input.
     """
 
     stretches: Sequence[ReleaseSegment]
@@ -35,10 +35,13 @@ class ReleasedGradients:
 def run_in_stretches(
     backward: fx.GraphModule, arguments: list[Any], handed: ReleasedGradients, given: Sequence[Any], meter: Meter
 ) -> None:
-    """Run a half, or a copy of it with the same names; `given` are the inputs of the forward half. What is not taken stays."""
+    """Run a backward graph, or a copy with the same names, in segments; gradients that are not taken stay in memory.
+
+    `given` are the inputs of the forward graph.
+    """
     results: dict[int, Any] = {}
     with looking(found_before(arguments)):
-        run = _in_stretches(backward, handed)(arguments, results)
+        run = _segments_of(backward, handed)(arguments, results)
         next(run)
         for number, _ in enumerate(run):
             if number >= handed.first:
@@ -46,19 +49,19 @@ def run_in_stretches(
 
 
 def _take(results: dict[int, Any], handed: ReleasedGradients, given: Sequence[Any], meter: Meter) -> None:
-    """One after the other: autograd copies a gradient that lies otherwise than what it is of."""
+    """Release gradients one by one: autograd copies a gradient whose layout differs from its input's."""
     for place in sorted(handed.taken.keys() & results.keys()):
         gradient, value = results.pop(place), given[handed.taken[place]]
         if isinstance(value, Tensor) and gradient.shape == value.shape and not lies_as(gradient, value):
             meter.reached(Delta(gradient.nbytes, {GRADIENTS: gradient.nbytes}))
 
 
-def _in_stretches(backward: fx.GraphModule, handed: ReleasedGradients) -> Stretches:
+def _segments_of(backward: fx.GraphModule, handed: ReleasedGradients) -> Stretches:
     known = {node.name: node for node in backward.graph.nodes}
 
-    def own(delivery: ReleaseSegment) -> ReleaseSegment:
+    def in_graph(delivery: ReleaseSegment) -> ReleaseSegment:
         gradients = {place: known[node.name] for place, node in delivery.gradients.items()}
         return ReleaseSegment(tuple(known[node.name] for node in delivery.operators), (), gradients)
 
-    pairs = [(delivery, [call_of(node, backward) for node in delivery.operators]) for delivery in map(own, handed.stretches)]
+    pairs = [(delivery, [call_of(node, backward) for node in delivery.operators]) for delivery in map(in_graph, handed.stretches)]
     return stretches_of("backward", backward.graph.find_nodes(op="placeholder"), pairs)

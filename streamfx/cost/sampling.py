@@ -1,8 +1,8 @@
-"""Runs of a loop that stand for all of its chunks.
+"""Sampled runs of a loop, from which the cost of all its chunks is computed.
 
-The bytes and FLOPs of a chunk follow from its sizes, and these change with the chunk's position in stretches: along each stretch
-every size is an affine function of the position. So the ends and the middle of a stretch tell all: FLOPs of the chunks between
-them lie on a parabola, and the peak is at one of the ends.
+The bytes and FLOPs of a chunk follow from its sizes, which depend on its index. The indices form segments along which
+every size is an affine function of the index. So the ends and the middle of a segment suffice: the FLOPs of the chunks
+between lie on a parabola, and the peak is at one of the ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Chunk = tuple[int, int]
 
 @dataclass(frozen=True)
 class LoopRun:
-    """What a run of a loop has cost: how far memory rose, the work of all chunks, and its curve above where memory stood."""
+    """The cost of a loop: the rise of memory, the work of all chunks, and the curve above the state before the loop."""
 
     rise: Delta
     work: Work
@@ -49,9 +49,9 @@ class LoopRun:
 
 
 class SampledLoop(Loop):
-    """A loop that runs few of its chunks, and tells the meter what all of them would have cost.
+    """A loop that runs only a few of its chunks, and reports the cost of all of them to the meter.
 
-    A loop that equals one in `known`, in body and in the shapes of its arguments, runs none.
+    A loop runs no chunk if it equals one in `known`, in its loop body and in the shapes of its arguments.
     """
 
     def __init__(self, spec: LoopSpec, meter: Meter, terms: LoopTerms, known: dict[Any, LoopRun]) -> None:
@@ -62,7 +62,7 @@ class SampledLoop(Loop):
         self._costs: dict[int, Work] = {}
         self._upcoming: Iterator[int] = iter(())
         self._is_known = False
-        self._marks: list[tuple[int, int]] = []  # a chunk's position, and how many points were recorded before it
+        self._marks: list[tuple[int, int]] = []  # the index of a chunk, and the number of points recorded before it
 
     def chunks(self, length: int, env: Env) -> Sequence[Chunk]:
         self.rows, self.length = self.rows_per_chunk(length, env), length
@@ -76,7 +76,7 @@ class SampledLoop(Loop):
         return [every[position] for position in picked]
 
     def runner(self, bounds: Sequence[Chunk]) -> Callable[..., Sequence[Any]]:
-        return self._metered
+        return self._run_metered
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
         key = (signature_of(self.spec), self.terms, tuple(_shape(argument) for argument in arguments))
@@ -100,7 +100,7 @@ class SampledLoop(Loop):
         return results
 
     def _curve_of_all(self, points: Sequence[Point], begin: Work, alive: Mapping[str, int]) -> Curve:
-        """Of what was recorded of few chunks, the curve of all, counted from where memory and work stood."""
+        """Compute the curve of all chunks from the points of a few, relative to the memory and work before the loop."""
         below, back = {name: -size for name, size in alive.items()}, Work().minus(begin)
         rising = [point.above(back, below) for point in points]
         ends = [first for _, first in self._marks[1:]] + [len(rising)]
@@ -114,7 +114,7 @@ class SampledLoop(Loop):
         return Work(*(sum(total(stretch, costs) for stretch in self._stretches) for costs in self._costs_by_kind()))
 
     def _work_of(self, chunks: range) -> Work:
-        """The work of some chunks that follow one another."""
+        """Return the work of some consecutive chunks."""
         parts = [(stretch, range(max(stretch[0], chunks[0]), min(stretch[-1], chunks[-1]) + 1)) for stretch in self._stretches]
         kinds = self._costs_by_kind()
         return Work(*(sum(total_of(part, stretch, costs) for stretch, part in parts if part) for costs in kinds))
@@ -122,15 +122,15 @@ class SampledLoop(Loop):
     def _costs_by_kind(self) -> list[dict[int, int]]:
         return [{position: cost[i] for position, cost in self._costs.items()} for i in range(len(Work._fields))]
 
-    def _metered(self, *feeds: Any) -> Sequence[Any]:
+    def _run_metered(self, *feeds: Any) -> Sequence[Any]:
         before, position = self.meter.work, next(self._upcoming)
         if self.meter.recorder is not None:
             self._marks.append((position, len(self.meter.recorder.points)))
         with self._named(self.terms.chunk):
-            made: Sequence[Any] = self.spec.body(*feeds)
+            outputs: Sequence[Any] = self.spec.body(*feeds)
             self.meter.flush()
         self._costs[position] = self.meter.work.minus(before)
-        return made
+        return outputs
 
     # -- terms
 
@@ -143,7 +143,7 @@ class SampledLoop(Loop):
             self.meter.term = before
 
     def _term(self, item: Buffer | ConcatOutput) -> str:
-        """What memory of a buffer, or of a result, is counted under."""
+        """Return the term of the memory of a buffer or of a result."""
         stacked = [own for own in self.spec.yields if isinstance(own, ConcatOutput)]
         terms = zip((*self.spec.buffers, *stacked), (*self.terms.buffers, *self.terms.stacked), strict=True)
         return next(term for own, term in terms if own is item)
@@ -153,11 +153,11 @@ class SampledLoop(Loop):
         return made
 
     def _result(self, item: ConcatOutput, tensors: Sequence[Any], env: Env) -> Tensor:
-        """Memory that is written over is counted under what it holds from then on."""
-        found = super()._result(item, tensors, env)
+        """Return a result. Memory that it reuses counts under the result's term from now on."""
+        result = super()._result(item, tensors, env)
         if item.reuse is not None:
-            self.meter.rename(found, self._term(item))
-        return found
+            self.meter.rename(result, self._term(item))
+        return result
 
     def _new_buffer(self, item: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
         with self._named(self._term(item)):
@@ -168,13 +168,13 @@ class SampledLoop(Loop):
             return super()._finished(item, buffers, env)
 
     def _edges(self, env: Env) -> set[int]:
-        """Rows at which the size of some part starts or stops to change."""
-        found: set[int] = set()
+        """Return the rows at which the size of a slice starts or stops to change."""
+        edges: set[int] = set()
         for feed in self.spec.feeds:
             if isinstance(feed, (ChunkSlice, BufferPart)):
                 for placement, selector in feed.where:
-                    found |= self._edges_of(placement, selector, env)
-        return found
+                    edges |= self._edges_of(placement, selector, env)
+        return edges
 
     def _edges_of(self, placement: Placement, selector: Selector, env: Env) -> set[int]:
         first = self.size(placement.rows.offset, env)
@@ -191,30 +191,30 @@ class SampledLoop(Loop):
 
 
 def stretches(chunks: Chunks, edges: Iterable[int]) -> list[range]:
-    """Positions of `chunks` in stretches along which sizes change evenly; the first and the last chunk stand alone."""
-    alone = {0, len(chunks) - 1}.union(*map(chunks.touching, edges))
-    found: list[range] = []
-    following = 0
-    for position in sorted(alone):
-        if following < position:
-            found.append(range(following, position))
-        found.append(range(position, position + 1))
-        following = position + 1
-    return found
+    """Return the indices of `chunks` in segments along which sizes change linearly; the first and last chunk are separate."""
+    single = {0, len(chunks) - 1}.union(*map(chunks.touching, edges))
+    segments: list[range] = []
+    start = 0
+    for position in sorted(single):
+        if start < position:
+            segments.append(range(start, position))
+        segments.append(range(position, position + 1))
+        start = position + 1
+    return segments
 
 
 def sample_of(stretch: range) -> list[int]:
-    """The ends and the middle."""
+    """Return the ends and the middle of a segment."""
     return sorted({stretch[0], stretch[len(stretch) // 2], stretch[-1]})
 
 
 def total(stretch: range, costs: dict[int, int]) -> int:
-    """The sum over a stretch of the parabola through the sampled costs."""
+    """Sum the parabola through the sampled costs over a segment."""
     return total_of(stretch, stretch, costs)
 
 
 def total_of(part: range, stretch: range, costs: dict[int, int]) -> int:
-    """The same over a part of the stretch."""
+    """Sum the same parabola over part of the segment."""
     points = [(position, costs[position]) for position in sample_of(stretch)]
     constant, slope, curve = _parabola(points)
     first, count = part[0], len(part)
@@ -229,7 +229,7 @@ def _squares_up_to(last: int) -> int:
 
 
 def _parabola(points: Sequence[tuple[int, int]]) -> tuple[Fraction, Fraction, Fraction]:
-    """The coefficients of Newton's polynomial through up to three points."""
+    """Return the coefficients of the polynomial through up to three points (Newton's form)."""
     (x, y), *others = points
     if not others:
         return Fraction(y), Fraction(0), Fraction(0)
@@ -240,7 +240,7 @@ def _parabola(points: Sequence[tuple[int, int]]) -> tuple[Fraction, Fraction, Fr
 
 
 def signature_of(spec: LoopSpec) -> tuple[Any, ...]:
-    """All of a loop that its costs follow from: equal layers have equal ones."""
+    """Return the properties of a loop that determine its cost: equal layers have equal signatures."""
     buffers = tuple(replace(buffer, name="") for buffer in spec.buffers)
     sizes = (spec.length, spec.reverse, spec.chunk_size, spec.symbols)
     return structure(spec.body.graph), spec.feeds, spec.sources, buffers, spec.yields, sizes

@@ -1,4 +1,4 @@
-"""What operators have done so far: FLOPs, bytes moved, launches, and what was sent to other ranks."""
+"""The work of operators: FLOPs, bytes moved, launches, and communication with other ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from streamfx.cost.comm import KINDS, Traffic
 
 
 class Work(NamedTuple):
-    """FLOPs, bytes moved by operators without any, FLOPs of fused attention, and operators launched.
+    """Counters of work: FLOPs, bytes moved by operators without FLOPs, FLOPs of fused attention, and launched operators.
 
-    `fused` and `kernels` are the bytes moved and the operators launched if a compiler fuses element-wise work (`fusion.py`).
-    `cudnn`, `flash` and their `_backward` are the FLOPs of attention by the kernel and pass that compute them; the others are
-    those of slower kernels.
-
-    Bytes that products read and write, and those of them that are of totals that they add to. Calls that send something to other
-    ranks, the bytes, and those of them that leave the machine, by kind. FLOPs of fused attention without a causal flag, of which
-    a mask may hide some.
+    `product_bytes` are read and written by products; of these, `total_bytes` belong to totals to which products are
+    added. For each kind of communication, there are the calls, the bytes, and the bytes that leave the machine.
+    `masked_flops` are FLOPs of fused attention without a causal flag; a mask may hide some. `fused` and `kernels` are the
+    bytes moved and the kernels launched if a compiler fuses element-wise operators (`fusion.py`). `cudnn`, `flash`, and
+    their `_backward` are attention FLOPs by kernel and pass; the remaining attention FLOPs are in slower kernels.
     """
 
     flops: int = 0
@@ -52,14 +50,14 @@ class Work(NamedTuple):
 
     @property
     def wire(self) -> dict[str, Traffic]:
-        """By kind what was sent."""
+        """The traffic by kind."""
         gathers = Traffic(self.gathers, self.gathered, self.gathered_far)
         reductions = Traffic(self.reductions, self.reduced, self.reduced_far)
         exchanges = Traffic(self.exchanges, self.exchanged, self.exchanged_far)
         return dict(zip(KINDS, (gathers, reductions, exchanges), strict=True))
 
     def without_hidden(self, hidden: int) -> Work:
-        """The same without so many FLOPs of attention, on pairs that masks hide: as many of each kernel as its share of all."""
+        """Return the work without `hidden` attention FLOPs, on pairs that masks hide, taken from each kernel in proportion."""
 
         def shown(count: int) -> int:
             return count - hidden * count // self.attention_flops if hidden else count
@@ -74,7 +72,7 @@ class Work(NamedTuple):
         return Work(*map(operator.sub, self, other))
 
 
-ATTENTION = ("cudnn", "cudnn_backward", "flash", "flash_backward")  # fields that count attention's FLOPs by kernel and pass
+ATTENTION = ("cudnn", "cudnn_backward", "flash", "flash_backward")  # fields with attention FLOPs by kernel and pass
 NO_WORK = Work()
 
 

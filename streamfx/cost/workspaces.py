@@ -1,7 +1,8 @@
-"""Memory that CUDA's kernels take for as long as they run, beside their results, and how its allocator rounds sizes.
+"""Workspaces of CUDA kernels: temporary memory besides their results; and how the allocator rounds sizes.
 
-Sources under aten/src/ATen/native/transformers/cuda of PyTorch 2.13; of our own operators, what they make before their result.
-An operator that calls other operators is followed inside (`meter.py`): their workspaces, and copies of what they are given.
+Sources are under aten/src/ATen/native/transformers/cuda of PyTorch 2.13. The workspace of our own operators is the memory
+they allocate before their result. For an operator that calls others, the meter traces these calls (`meter.py`), with
+their workspaces and the copies of their inputs.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ Arguments = Mapping[str, Any]
 
 
 def allocated(size: int, device: torch.device) -> int:
-    """Bytes that a tensor of a size takes of a device's memory."""
+    """Return the device memory that an allocation of `size` bytes takes."""
     return size if kind_of(device).type == "cpu" else -(-size // GRANULE) * GRANULE
 
 
 def workspace_of(target: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that an operator takes beside its operands and results; on a CPU they depend on its threads, and are left out."""
+    """Return the workspace bytes of an operator; 0 on the CPU, where they depend on the number of threads."""
     formula = WORKSPACES.get(target) if isinstance(target, OpOverload) else None
     if formula is None:
         return 0
@@ -56,13 +57,13 @@ def _cudnn_backward(arguments: Arguments) -> int:
     return batch * heads * rows * (1 + width) * FLOAT + expanded
 
 
-def _nothing(arguments: Arguments) -> int:
-    """What a kernel keeps between its calls to the memory of a device is its result alone."""
+def _no_workspace(arguments: Arguments) -> int:
+    """Return 0: a kernel that allocates only its result on the device."""
     return 0
 
 
 def _flash_rows_backward(arguments: Arguments) -> int:
-    """The same of [b m h d]; of documents [m h d], each of which has rows beyond its last."""
+    """Return the same for [b m h d], or for packed documents [m h d], each with padding rows after its last."""
     given = {name: arguments[name] for name in ("query", "key", "value")}
     if arguments["cum_seq_q"] is None:
         return _flash_backward({name: value.transpose(1, 2) for name, value in given.items()})
@@ -73,12 +74,12 @@ def _flash_rows_backward(arguments: Arguments) -> int:
 
 
 def _efficient_rows_backward(arguments: Arguments) -> int:
-    """The same as below of [b m h d]."""
+    """Return `_efficient_backward` for [b m h d]."""
     return _efficient_backward({name: arguments[name].transpose(1, 2) for name in ("query", "key", "value")})
 
 
 def _window_backward(arguments: Arguments) -> int:
-    """`flash_window.py`: of flash attention, or of the memory-efficient kernel."""
+    """`flash_window.py`: the workspace of flash attention, or of the memory-efficient kernel."""
     is_flash = cuda_attention.takes_flash(arguments["query"], arguments["value"], arguments.get("scale"))
     return _flash_backward(arguments) if is_flash else _efficient_backward(arguments)
 
@@ -96,7 +97,7 @@ def _efficient_backward(arguments: Arguments) -> int:
 
 
 def _arranged_product(arguments: Arguments) -> int:
-    """Rows in the order of their groups, and their products before they are put back; nothing where they are looked up."""
+    """Rows sorted by group, and their products before they are put back; 0 if each group is multiplied separately."""
     x, weight = arguments["x"], arguments["weight"]
     if not grouped_mm.has_kernel(x, weight) and grouped_mm.multiplies_by_group(x, weight):
         return 0
@@ -104,9 +105,7 @@ def _arranged_product(arguments: Arguments) -> int:
 
 
 def _added_outer(arguments: Arguments) -> int:
-    """Nothing where sums are added in place; else rows in the order of their groups, and the gradient of all groups, where one
-    call makes it.
-    """
+    """Return 0 if sums are added in place; else rows sorted by group, plus all groups' gradients if one call computes them."""
     total, x, y = arguments["total"], arguments["x"], arguments["y"]
     if grouped_mm.adds_by_group(total, x, y):
         return 0
@@ -119,19 +118,19 @@ def _up(number: int, multiple: int) -> int:
 
 
 WORKSPACES: dict[Any, Callable[[Arguments], int]] = {
-    aten._scaled_dot_product_flash_attention.default: _nothing,
+    aten._scaled_dot_product_flash_attention.default: _no_workspace,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    aten._scaled_dot_product_cudnn_attention.default: _nothing,
+    aten._scaled_dot_product_cudnn_attention.default: _no_workspace,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
-    aten._scaled_dot_product_efficient_attention.default: _nothing,
+    aten._scaled_dot_product_efficient_attention.default: _no_workspace,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    aten._flash_attention_forward.default: _nothing,
+    aten._flash_attention_forward.default: _no_workspace,
     aten._flash_attention_backward.default: _flash_rows_backward,
-    aten._efficient_attention_forward.default: _nothing,
+    aten._efficient_attention_forward.default: _no_workspace,
     aten._efficient_attention_backward.default: _efficient_rows_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _nothing,  # a megabyte or two for each thread (docs/planner.md)
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _nothing,
-    flash_window.ATTENTION_WINDOW: _nothing,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _no_workspace,  # a megabyte or two per thread (docs/planner.md)
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _no_workspace,
+    flash_window.ATTENTION_WINDOW: _no_workspace,
     flash_window.ATTENTION_WINDOW_BACKWARD: _window_backward,
     torch.ops.streamfx.arranged_mm.default: _arranged_product,
     torch.ops.streamfx.add_arranged_outer.default: _added_outer,

@@ -1,4 +1,4 @@
-"""What an operator needs of an operand inside a loop."""
+"""Access patterns: the rows of each operand that an operator reads inside a loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN_ROWS = Span(0, 0)
 
 @dataclass(frozen=True)
 class OperandAccess:
-    """Rows of one operand: for each dimension that holds the sequence, the role and which rows."""
+    """The rows of one operand that an operator reads: placement, role, and selector of each sequence dimension."""
 
     operand: fx.Node
     where: tuple[tuple[Placement, Role, Selector], ...]
@@ -32,15 +32,15 @@ class OperandAccess:
 
     @property
     def selector(self) -> Selector:
-        """The rows of an operand with a single sequence dimension."""
+        """Return the selector of an operand with one sequence dimension."""
         return self.where[0][2]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes, roles and spans together: answers where the rows of a value are and how many a chunk has.
+    """Axes, roles, and spans combined: locate the rows of a value, and the rows that a chunk reads.
 
-    The graph and its facts stay as they are while a layout is asked, so that an answer is worked out once.
+    The graph and its facts must not change while a layout is in use, because `needs` caches its results.
     """
 
     axes: AxisFacts
@@ -57,7 +57,7 @@ class Layout:
         return RowRange(offset, length, sequence.block(atom))
 
     def placement(self, value: fx.Node, position: int) -> Placement:
-        """Where a value's dimension holds the sequence."""
+        """Return where the sequence lies in one dimension of a value."""
         dim = self.axes.table.resolve(self.axes.shapes[value][position])
         atom = self.axes.sequence_atom(dim)
         assert atom is not None
@@ -72,25 +72,28 @@ class Layout:
         return tuple(self.axes.table.size_of_dim(self.axes.table.resolve(dim)) for dim in self.axes.shapes[value])
 
     def span(self, node: fx.Node, asked: Span | None = None) -> Span:
-        """The keys that an operator runs over; one that is made to measure runs over those that its user asks for."""
+        """Return the key positions that an operator covers.
+
+        An operator that is recomputed per consumer covers the span that the consumer requests (`asked`).
+        """
         return self.causality.spans.get(node, asked or Span())
 
     def is_made_to_measure(self, node: fx.Node) -> bool:
-        """Whether a value with rows and keys is made anew for the keys of each that uses it."""
+        """Return whether a query-by-key value is recomputed for the key positions of each consumer."""
         return self.demand.form(node) is StorageClass.PAIR and node in self.causality.measured
 
     def needs(self, node: fx.Node, asked: Span | None = None) -> tuple[OperandAccess, ...]:
-        """The needs of an operator that runs inside a loop, one per tensor operand."""
-        key = (node, asked if self._takes_keys_asked_for(node) else None)
+        """Return the rows that an operator reads inside a loop, one `OperandAccess` per tensor operand."""
+        key = (node, asked if self._uses_requested_keys(node) else None)
         known = self._needs.get(key)
         if known is None:
-            known = self._needs[key] = tuple(self._found_needs(node, asked))
+            known = self._needs[key] = tuple(self._compute_needs(node, asked))
         return known
 
-    def _takes_keys_asked_for(self, node: fx.Node) -> bool:
+    def _uses_requested_keys(self, node: fx.Node) -> bool:
         return node not in self.causality.spans and Role.KEYS in self.demand.roles.get(node, {}).values()
 
-    def _found_needs(self, node: fx.Node, asked: Span | None) -> Iterator[OperandAccess]:
+    def _compute_needs(self, node: fx.Node, asked: Span | None) -> Iterator[OperandAccess]:
         signature, roles = self.axes.signatures[node], self.demand.roles.get(node, {})
         for operand, letters in zip(tensor_operands(node), signature.operands, strict=True):
             where: list[tuple[Placement, Role, Selector]] = []
@@ -111,11 +114,14 @@ class Layout:
         return None
 
     def shown_rows(self, placement: Placement, selector: Selector) -> ShiftedRows | None:
-        """The selector, where an axis lies beside the operand's: at its rows, though it may begin later or end earlier."""
+        """Return the selector if its axis is aligned with the operand's, row for row; it may start later or end earlier."""
         return selector if isinstance(selector, ShiftedRows) and self.distance(placement, selector) == OWN_ROWS else None
 
     def distance(self, placement: Placement, selector: Selector) -> Span:
-        """How far the rows of a need with a single sequence dimension lie from the chunk's own; unbounded where unknown."""
+        """Return the distance from the chunk's own rows to the rows that an operand with one sequence dimension provides.
+
+        The span is unbounded if the distance is unknown.
+        """
         if isinstance(selector, Span):
             return selector
         if selector is None:

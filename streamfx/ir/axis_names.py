@@ -1,4 +1,4 @@
-"""Letters for axes, so that shapes read like `b t d`. For people only."""
+"""Axis names for shapes in reports, such as `b t d`. No pass uses them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ POOL = "dhkfvegmnpqruwxyzijloac"
 
 
 class Letters:
-    """A letter for each axis: `t` for the sequence (`s` where it means keys, `T` where all rows are meant), `b` for the batch.
+    """A name for each axis: `t` for the sequence (`s` for key positions, `T` for the full sequence) and `b` for the batch.
 
-    Slices and paddings of the sequence are `t'`, `t''`. The others are named by how many values have them.
+    Slices and paddings of the sequence are `t'`, `t''`. The other axes are named in order of how many values have them.
     """
 
     def __init__(self, joint: JointGraph, axes: AxisFacts) -> None:
@@ -24,7 +24,7 @@ class Letters:
         self._names = _names(joint, axes)
 
     def shape(self, shape: Shape, roles: Mapping[int, Role] | None = None) -> str:
-        """A shape as `[b t d]`; `roles` says for its dimensions which rows of the sequence are meant."""
+        """Format a shape as `[b t d]`; `roles` maps the index of a sequence dimension to its role."""
         return f"[{' '.join(self.dim(dim, (roles or {}).get(i, Role.ROWS)) for i, dim in enumerate(shape))}]"
 
     def dim(self, dim: Dim, role: Role = Role.ROWS) -> str:
@@ -33,13 +33,13 @@ class Letters:
 
     def _name(self, atom: Atom, role: Role) -> str:
         name = self._names.get(atom, "?")
-        return name.replace("t", SEQUENCE[role]) if self._is_member(atom) else name
+        return name.replace("t", SEQUENCE[role]) if self._is_derived(atom) else name
 
-    def _is_member(self, atom: Atom) -> bool:
+    def _is_derived(self, atom: Atom) -> bool:
         return self.axes.sequence is not None and atom in self.axes.sequence.members
 
     def legend(self) -> str:
-        """`t=12 b=2 d=16`: what each letter's axis measures; members of the sequence with the row they start at."""
+        """Return a legend such as `t=12 b=2 d=16`: the sizes of axes, and the first rows of axes derived from the sequence."""
         sequence, parts = self.axes.sequence, []
         for atom, name in self._names.items():
             text = f"{name}={self.axes.table.size(atom)}"
@@ -65,19 +65,19 @@ def _names(joint: JointGraph, axes: AxisFacts) -> dict[Atom, str]:
 
 
 def _batch(joint: JointGraph, axes: AxisFacts, members: set[Atom]) -> Atom | None:
-    """The axis that most values share with the sequence, among those that no weight has."""
-    beside: Counter[Atom] = Counter()
+    """Find the batch: of the axes that no weight has, the one that most sequence values share."""
+    counts: Counter[Atom] = Counter()
     weights: set[Atom] = set()
     for node in (*joint.sources, *joint.nodes):
         if is_tensor(node):
             atoms = {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
             if atoms & members:
-                beside.update(sorted(atoms - members))
+                counts.update(sorted(atoms - members))
             elif node.op == "placeholder":
                 weights |= atoms
-    return next((atom for atom, _ in beside.most_common() if atom not in weights), None)
+    return next((atom for atom, _ in counts.most_common() if atom not in weights), None)
 
 
 def _letter(number: int) -> str:
-    turn, place = divmod(number, len(POOL))
-    return POOL[place] + (str(turn) if turn else "")
+    repeat, index = divmod(number, len(POOL))
+    return POOL[index] + (str(repeat) if repeat else "")

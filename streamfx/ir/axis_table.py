@@ -1,7 +1,7 @@
-"""Axes: what a dimension ranges over.
+"""Axes: the index space of each dimension.
 
-A dimension is a row-major product of atoms, as in einops' `(b t)`; a dimension of size one has none. Two dimensions
-that hold the same atoms index the same thing, and only operators can say so: sizes never do.
+A dimension is a row-major product of axis factors (atoms), as in einops' `(b t)`; a dimension of size one has none. Two
+dimensions with the same atoms share an index space. Only operators establish this; equal sizes never do.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ Dim: TypeAlias = "tuple[Atom, ...]"
 
 
 class AxisTable:
-    """Union-find over atoms, each of which may also be refined into a product of finer ones, except for those that are kept."""
+    """Union-find over atoms. An atom can also be refined into a product of smaller atoms, unless `keep` marked it."""
 
     def __init__(self) -> None:
         self._kept: set[Atom] = set()
-        self._blocks: list[tuple[Atom, Dim]] = []  # kept atoms, and the axes into which a view cuts them
+        self._blocks: list[tuple[Atom, Dim]] = []  # kept atoms, and the axes into which a view splits them
         self._parent: list[Atom] = []
         self._size: list[Size] = []
         self._parts: dict[Atom, Dim] = {}
-        self._resolved: dict[Dim, Dim] = {}  # until two axes are joined, or one is split
-        self._sizes: dict[Dim, Size] = {}  # for good: only axes of one size are joined
+        self._resolved: dict[Dim, Dim] = {}  # valid until two axes are unified, or one is split
+        self._sizes: dict[Dim, Size] = {}  # always valid: only axes of equal size are unified
 
     def fresh(self, size: Size) -> Dim:
-        """A dimension that so far has nothing to do with any other."""
+        """Return a new dimension that is not related to any other."""
         return () if size == 1 else (self._new(size),)
 
     def keep(self, atom: Atom) -> None:
-        """State that an atom stays in one piece, whatever cuts it."""
+        """Mark an atom as indivisible: nothing refines it."""
         self._kept.add(self._root(atom))
 
     def is_kept(self, atom: Atom) -> bool:
@@ -48,11 +48,11 @@ class AxisTable:
         return known
 
     def resolve(self, dim: Sequence[Atom]) -> Dim:
-        """The dimension in the finest atoms known, each the representative of its class."""
-        own = tuple(dim)
-        known = self._resolved.get(own)
+        """Return the dimension in the finest known atoms, each as the representative of its class."""
+        key = tuple(dim)
+        known = self._resolved.get(key)
         if known is None:
-            known = self._resolved[own] = tuple(self._finest(own))
+            known = self._resolved[key] = tuple(self._finest(key))
         return known
 
     def _finest(self, dim: Dim) -> Iterator[Atom]:
@@ -62,10 +62,10 @@ class AxisTable:
             yield from (root,) if parts is None else self.resolve(parts)
 
     def unify(self, left: Dim, right: Dim) -> bool:
-        """State that both dimensions index the same thing; False when their factors cannot be matched.
+        """State that both dimensions share an index space; return False if their factors cannot be matched.
 
-        Factors are matched from the outermost. Each matched pair is a true statement even when a later one fails,
-        because a row-major index determines its outer factors.
+        Factors are matched from the outermost in. Each matched pair holds even if a later pair fails, because a row-major
+        index determines its outer factors.
         """
         todo_left, todo_right = list(reversed(self.resolve(left))), list(reversed(self.resolve(right)))
         while todo_left and todo_right:
@@ -88,7 +88,7 @@ class AxisTable:
         return not todo_left and not todo_right
 
     def regroup(self, atoms: Dim, shape: Sequence[Size]) -> tuple[Dim, ...] | None:
-        """The dimensions of `shape` over the same row-major elements as `atoms`; None where they do not nest."""
+        """Return dimensions of sizes `shape` over the same row-major elements as `atoms`; None if they do not nest."""
         todo, dims = list(reversed(self.resolve(atoms))), []
         for size in shape:
             dim: list[Atom] = []
@@ -103,36 +103,38 @@ class AxisTable:
                     left = rest
                 elif self._refine(atom, left):
                     todo.extend(reversed(self._parts[atom]))
-                elif blocks := self._cut(atom, left):
+                elif blocks := self._split_kept(atom, left):
                     todo.extend(reversed(blocks))
                 else:
                     return None
-            dims.append(self._joined(dim))
+            dims.append(self._merge_blocks(dim))
         return None if todo else tuple(dims)
 
     def are_blocks(self, atom: Atom, blocks: Dim) -> bool:
-        """Whether a view has cut a kept atom into these axes: (outer, inner), neither of which is any part of it."""
-        return any(self._root(own) == self._root(atom) and self.resolve(cut) == self.resolve(blocks) for own, cut in self._blocks)
+        """Return whether a view has split a kept atom into these axes, (outer, inner); neither of them is a factor of it."""
+        return any(
+            self._root(kept) == self._root(atom) and self.resolve(cut) == self.resolve(blocks) for kept, cut in self._blocks
+        )
 
     def cuts(self) -> list[tuple[Atom, Dim, Dim]]:
-        """Kept atoms that views have cut, with the axis of the blocks and the axis inside of a block."""
-        return [(self._root(own), *(self.resolve((part,)) for part in blocks)) for own, blocks in self._blocks]  # type: ignore[misc]
+        """Return the kept atoms that views have split, each with the axis of the blocks and the axis inside a block."""
+        return [(self._root(kept), *(self.resolve((axis,)) for axis in cut)) for kept, cut in self._blocks]  # type: ignore[misc]
 
-    def _cut(self, atom: Atom, outer: Size) -> Dim | None:
-        """Axes for a kept atom in blocks; the same ones each time."""
+    def _split_kept(self, atom: Atom, outer: Size) -> Dim | None:
+        """Split a kept atom into blocks; repeated calls return the same axes."""
         inner = quotient(self.size(atom), outer)
         if inner is None or atom not in self._kept:
             return None
-        for own, blocks in self._blocks:
-            if self._root(own) == atom and self.size(blocks[0]) == outer:
+        for kept, blocks in self._blocks:
+            if self._root(kept) == atom and self.size(blocks[0]) == outer:
                 return blocks
         self._blocks.append((atom, (self._new(outer), self._new(inner))))
         return self._blocks[-1][1]
 
-    def _joined(self, dim: list[Atom]) -> Dim:
-        """A dimension in which blocks that stand side by side again are the atom that was cut into them.
+    def _merge_blocks(self, dim: list[Atom]) -> Dim:
+        """Replace adjacent block axes in a dimension with the kept atom that was split into them.
 
-        What is inside of the blocks may be another axis of their size: a row's number in its block is all that counts.
+        The inner axis may be another axis of the same size: only the index of a row in its block matters.
         """
         for atom, blocks in list(self._blocks):
             outer, cut, size = self.resolve(blocks[:1]), self.resolve(blocks), self.size(blocks[1])
@@ -146,12 +148,12 @@ class AxisTable:
         return tuple(dim)
 
     def _next(self, todo: list[Atom]) -> Atom:
-        """Take an atom off a reversed list; one that was split or matched since it was put there is resolved again."""
+        """Pop an atom from a reversed list; resolve it again, because it may have been split or unified since."""
         todo.extend(reversed(self.resolve((todo.pop(),))))
         return todo.pop()
 
     def _refine(self, atom: Atom, outer: Size) -> bool:
-        """Split an atom into `outer` times the rest, where that divides."""
+        """Split an atom into `outer` times the rest, if the size divides evenly."""
         inner = quotient(self.size(atom), outer)
         if inner is None or atom in self._kept:
             return False

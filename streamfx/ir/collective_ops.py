@@ -1,4 +1,7 @@
-"""Collectives: which argument names their ranks; those on weights, which no loop is to contain, taken off a joint graph."""
+"""Collectives: the argument that names the process group, and the weight collectives removed from a joint graph.
+
+No loop may contain a collective on a weight.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from torch import fx
 from streamfx.ir.subgraph import Subgraph
 from streamfx.node_meta import VALUE
 
-GROUPS = ("group", "group_name")  # what operators call the ranks that run them together
+GROUPS = ("group", "group_name")  # argument names of the process group
 
 
 def group_among(arguments: Mapping[str, Any]) -> Any:
-    """Which of a collective's arguments, by name, is the group of its ranks; None where none is (a wait)."""
+    """Return the process group among a collective's named arguments; None if there is none (a wait)."""
     return next((arguments[name] for name in GROUPS if arguments.get(name) is not None), None)
 
 
 @dataclass(frozen=True)
 class Gather:
-    """How the whole of a weight is made of a rank's shard, which is what the graph is given.
+    """How the full weight is gathered from a rank's shard, which is the input of the graph.
 
-    `keeps` is what the author of the code has said of the whole weight: that the backward half is to find it kept, or that it
-    gathers again; None where nothing was said.
+    `keeps` is the user's choice: True keeps the full weight for the backward graph, False gathers it again; None if
+    unspecified.
     """
 
     stretch: Subgraph
@@ -38,7 +41,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Collectives:
-    """By primal how it is gathered; by the position of a gradient what its sum over the ranks is made by."""
+    """The gather of each sharded primal, and the subgraph that sums each gradient over ranks, by gradient index."""
 
     gathers: Mapping[fx.Node, Gather]
     reductions: Mapping[int, Subgraph]

@@ -1,10 +1,9 @@
-"""For which lengths does a plan hold? Those of dynamic shapes change from call to call; what fits one may not fit another.
+"""The sequence lengths for which a plan holds. With dynamic shapes, lengths change from call to call.
 
-What a plan is chosen by (bytes that are kept, peaks) is found for numbers. Every size grows with every length, and chunks never
-have more rows than those that were simulated: a plan that was shown to fit for some lengths fits for all that are not longer.
-So a plan comes with the longest lengths that it was shown to hold for, and the compiled graph with a guard of Dynamo's: a call
-beyond them is compiled, and planned, again. It is made for longer lengths than those of the call where there is a plan for
-these, so that few are made.
+A plan is chosen by numbers: kept bytes and peak bytes. Every size grows with every length, and chunks never have more
+rows than in the simulation, so a plan that fits for some lengths fits for all shorter ones. A plan therefore comes with
+the longest lengths for which it was shown to hold, and the compiled graph gets a Dynamo guard: a longer call is recompiled
+and replanned. To need few plans, a plan is computed for longer lengths than the call's if one exists for them.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ from streamfx.log import log
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
 from streamfx.torch_private.symbolic_sizes import largest, supposing
 
-DOUBLINGS = 6  # a plan that holds for 64 times the lengths is not asked for more
-HEADROOM = (2, 1.2, 1)  # how much longer the lengths are that a plan is made for, if there is one for these
-CLOSE = 1.05  # how near to the longest lengths a search for them comes
+DOUBLINGS = 6  # a plan is tested up to 64 times the lengths
+HEADROOM = (2, 1.2, 1)  # factors by which the planned lengths may exceed the call's, in the order of preference
+CLOSE = 1.05  # relative precision of the search for the longest lengths
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A number for each symbol of a graph's sizes; `now` are those of the call that it is compiled for. The graph is for none
-    above `most`, where that is known: a table of positions has so many rows.
+    """A number for each symbol in a graph's sizes; `now` returns the numbers of the call that is being compiled.
+
+    The graph accepts no length above `most`, if it is known: a position table has that many rows, for example.
     """
 
     numbers: Mapping[sympy.Symbol, int]
@@ -54,34 +54,38 @@ class Lengths:
         return replace(self, numbers={symbol: min(number, self.most.get(symbol, number)) for symbol, number in longer.items()})
 
     def number(self, size: Size) -> int:
-        """A size for these lengths."""
+        """Return the value of a size at these lengths."""
         return size if isinstance(size, int) else int(simplified(size.subs(self.numbers)))
 
     def supposed(self) -> Any:
-        """A context in which sizes are taken to be those for these lengths, rather than for the call's."""
+        """Return a context in which sizes evaluate at these lengths instead of the call's."""
         return supposing(self.numbers)
 
     def furthest(self, holds: Callable[[Lengths], bool], close: float = CLOSE) -> Lengths:
-        """The longest multiple that something holds for, which holds for these; found as closely as asked for."""
+        """Return the longest multiple of these lengths, within a factor of `close`, for which `holds` is true, as for these."""
         low, high = 1.0, 2.0
-        while high <= 2**DOUBLINGS and self._supposed_to_hold(holds, high):
+        while high <= 2**DOUBLINGS and self._holds_at(holds, high):
             if self.times(high) == self.times(low):
                 return self.times(low)
             low, high = high, 2 * high
         while high / low > close and high <= 2**DOUBLINGS:
             middle = (low * high) ** 0.5
-            low, high = (middle, high) if self._supposed_to_hold(holds, middle) else (low, middle)
+            low, high = (middle, high) if self._holds_at(holds, middle) else (low, middle)
         return self.times(low)
 
     def furthest_beyond(self, holds: Callable[[Lengths], bool], close: float = CLOSE) -> Lengths | None:
-        """The same, empty where there are no lengths that change; None where it holds for these alone: each longer call would be
-        compiled again.
+        """Return the same, empty if no length is dynamic; None if it holds for these lengths only.
+
+        In the latter case, each longer call would be recompiled.
         """
         furthest = self.furthest(holds, close) if self else self
         return None if self and furthest == self else furthest
 
-    def _supposed_to_hold(self, holds: Callable[[Lengths], bool], factor: float) -> bool:
-        """Not for lengths that the graph is not for, with which it cannot be followed: beyond a table of positions, say."""
+    def _holds_at(self, holds: Callable[[Lengths], bool], factor: float) -> bool:
+        """Return whether `holds` is true at longer lengths; False if the graph cannot be traced at them.
+
+        They may exceed a position table, for example.
+        """
         longer = self.times(factor)
         with longer.supposed():
             try:
@@ -91,30 +95,30 @@ class Lengths:
                 return False
 
     def with_headroom(self) -> Iterator[Lengths]:
-        """These and longer ones, the longest first."""
+        """Iterate over these lengths and longer ones, the longest first."""
         longer = [self.times(factor) for factor in HEADROOM]
         return (lengths for i, lengths in enumerate(longer) if lengths not in longer[:i])
 
     def joined(self, other: Lengths | None) -> Lengths:
-        """The lengths that two plans hold for that are parts of one."""
+        """Return the lengths for which two plans hold that are parts of one."""
         if other is None:
             return self
         least = {symbol: min(number, other.numbers.get(symbol, number)) for symbol, number in self.numbers.items()}
         return replace(self, numbers=least)
 
     def guard(self, graph: fx.Graph) -> None:
-        """Let what is being compiled hold for these lengths and shorter ones alone: Dynamo compiles a call beyond anew."""
+        """Guard the graph that is being compiled to these lengths and shorter ones; Dynamo recompiles for a longer call."""
         for symbol, (_, size) in dynamic_sizes(graph).items():
             if symbol in self.numbers:
                 bool(size <= self.numbers[symbol])  # torch notes what it was asked, as a guard of the graph
 
 
 def dynamic_sizes(graph: fx.Graph) -> dict[sympy.Symbol, tuple[int, torch.SymInt]]:
-    """The symbols that a graph's inputs have for sizes, the number of each when it was traced, and the size."""
-    found: dict[sympy.Symbol, tuple[int, torch.SymInt]] = {}
+    """Return the symbols in the sizes of a graph's inputs, each with its value at trace time and its `SymInt`."""
+    symbols: dict[sympy.Symbol, tuple[int, torch.SymInt]] = {}
     for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get(VALUE, node.meta.get(EXAMPLE_VALUE))  # AOTAutograd's graphs, and Dynamo's
+        value = node.meta.get(VALUE, node.meta.get(EXAMPLE_VALUE))  # AOTAutograd graphs, Dynamo graphs
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
-                found.setdefault(size.node.expr, (int(size.node.hint), size))
-    return found
+                symbols.setdefault(size.node.expr, (int(size.node.hint), size))
+    return symbols

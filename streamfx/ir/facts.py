@@ -1,4 +1,4 @@
-"""What the passes establish about a joint graph. Each pass reads some of it and adds one part."""
+"""Facts that passes establish about a joint graph. Each pass reads some of them and fills in one field."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SequenceAxis:
-    """The axis that is streamed, and its relatives.
+    """The axis that is chunked, and the axes derived from it.
 
-    `members` maps an atom to (offset, length): row i of such an axis stands at position i + offset of the sequence.
-    Slices and paddings of the sequence are members of their own. The main atom has offset 0 and all `length` rows.
-    `blocks` holds the members whose every row stands for a block of rows of the sequence, with the block's size: row i stands
-    for rows i * size + offset to (i + 1) * size + offset. Chunks begin where blocks do, at multiples of `granule`;
-    also where operators begin that take so many rows `together`.
+    `members` maps the atom of a derived axis to (offset, length): row i of the axis is at position i + offset of the
+    sequence. Slices and paddings of the sequence are derived axes. The main atom has offset 0 and all `length` rows.
+    `blocks` maps derived axes of blocks to the block size: row i represents `size` rows, from i * size + offset on.
+    Chunks start at multiples of `granule`, so that they align with blocks and with operators that process `together` rows
+    at once.
     """
 
     main: Atom
@@ -45,7 +45,7 @@ class SequenceAxis:
     together: frozenset[int] = frozenset()
 
     def block(self, atom: Atom) -> int:
-        """How many rows of the sequence a row of this axis stands for."""
+        """Return how many rows of the sequence one row of this axis represents."""
         return self.blocks.get(atom, 1)
 
     @property
@@ -55,10 +55,10 @@ class SequenceAxis:
 
 @dataclass(frozen=True)
 class AxisFacts:
-    """Which axis each dimension ranges over.
+    """The axis of each dimension.
 
-    `shapes` holds the dimensions of each tensor, `results` of each result of an operator. `signatures` holds what each
-    operator does with them; a missing entry has its reason in `declined`.
+    `shapes` holds the dimensions of each tensor, `results` the shape of each result of an operator. `signatures` holds
+    the effect of each operator on its axes; if an operator has none, `declined` holds the reason.
     """
 
     table: AxisTable
@@ -71,7 +71,7 @@ class AxisFacts:
     sequence: SequenceAxis | None = None
 
     def sequence_atom(self, dim: Dim) -> Atom | None:
-        """The atom of the sequence in a dimension, if it has one."""
+        """Return the sequence atom of a dimension, if it has one."""
         if self.sequence is not None:
             for atom in self.table.resolve(dim):
                 if atom in self.sequence.members:
@@ -79,7 +79,7 @@ class AxisFacts:
         return None
 
     def is_running(self, node: fx.Node) -> bool:
-        """Whether an operator hands something on from row to row of the sequence: a running sum, a recurrence."""
+        """Return whether an operator passes a state from row to row of the sequence: a running sum, a recurrence."""
         signature = self.signatures.get(node)
         running = (
             () if signature is None else (letter for letter, index in signature.index.items() if isinstance(index, RunningSum))
@@ -87,39 +87,39 @@ class AxisFacts:
         return any(self.sequence_atom(self.letters[node].get(letter, ())) is not None for letter in running)
 
     def row_axis(self, dim: Dim) -> Atom | None:
-        """The atom of a dimension that is the sequence and nothing else, not in blocks: an index along it is a row's number."""
+        """Return the atom of a dimension if it is the sequence alone, not in blocks: an index along it is a row index."""
         atoms = self.table.resolve(dim)
         if self.sequence is None or len(atoms) != 1 or atoms[0] not in self.sequence.members or atoms[0] in self.sequence.blocks:
             return None
         return atoms[0]
 
     def sequence_dims(self, shape: Shape) -> tuple[int, ...]:
-        """The positions of the dimensions that hold the sequence."""
+        """Return the indices of the dimensions that hold the sequence."""
         return tuple(i for i, dim in enumerate(shape) if self.sequence_atom(dim) is not None)
 
 
 class Role(Enum):
-    """What a loop over chunks does with a letter that ranges over the sequence."""
+    """How a loop over chunks accesses a letter (axis label) that ranges over the sequence."""
 
-    ROWS = "rows"  # the chunk's own rows [s, e)
-    KEYS = "keys"  # the rows that the chunk's queries can see
-    WHOLE = "whole"  # all rows
+    ROWS = "rows"  # query positions: the chunk's own rows [s, e)
+    KEYS = "keys"  # key positions: the rows visible to the chunk's queries
+    WHOLE = "whole"  # all rows: not chunked
 
 
 class StorageClass(Enum):
-    """In which form a value naturally exists."""
+    """The storage class of a value: how it is computed and stored."""
 
     SCALAR = "outside"  # no sequence axis: computed once, between loops
-    WHOLE = "whole"  # has the sequence axis, and is computed in one piece between loops
-    ROWS = "rows"  # made chunk by chunk
-    PAIR = "pair"  # rows by keys, made chunk by chunk, never stored
+    WHOLE = "whole"  # has the sequence axis, but is not chunked: computed at once, between loops
+    ROWS = "rows"  # computed chunk by chunk
+    PAIR = "pair"  # query positions by key positions, computed chunk by chunk, never stored
     SUM = "sum"  # a sum over chunks
-    KEYSUM = "key sum"  # for every key, a sum over the chunks whose queries see it
+    KEYSUM = "key sum"  # for each key position, a sum over the chunks whose queries see it
 
 
 @dataclass(frozen=True)
 class AccessFacts:
-    """Which rows of its operands each operator needs, and the form of its results."""
+    """The rows of its operands that each operator needs, and the storage class of its results."""
 
     roles: Mapping[fx.Node, Mapping[Letter, Role]]
     forms: Mapping[fx.Node, tuple[StorageClass, ...]]
@@ -131,36 +131,38 @@ class AccessFacts:
 
 @dataclass(frozen=True)
 class SpanFacts:
-    """Which keys the rows of a chunk can see: a span for each operator that has keys, and how it was found.
+    """The key positions visible to a chunk: a span for each operator that has keys, and how it was derived.
 
-    Operators that are `measured`, and their parts, have none: they are made anew for the keys of each that uses them.
+    Operators in `measured`, and parts of their results, have no span: each consumer recomputes them for its own keys.
     """
 
     spans: Mapping[fx.Node, Span]
     verdicts: Mapping[fx.Node, str]
     measured: frozenset[fx.Node] = frozenset()
-    exact: frozenset[fx.Node] = frozenset()  # fused attention whose mask is exactly its span
-    ordinary: frozenset[fx.Node] = frozenset()  # fused attention whose scores leave nothing of what a huge number hides
+    exact: frozenset[fx.Node] = frozenset()  # fused attention whose mask equals its span
+    ordinary: frozenset[fx.Node] = (
+        frozenset()
+    )  # fused attention with ordinary scores: a huge negative mask value removes them exactly
 
 
 def known(fact: T | None) -> T:
-    """What a pass has found."""
+    """Return a fact, and assert that its pass has run."""
     assert fact is not None, "the pass that finds this has not run"
     return fact
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything known so far; passes return a copy with their part filled in.
+    """All facts so far; each pass returns a copy with its field filled in.
 
-    Passes read what those before them have found (`facts.axes`); who asks whether a pass has run reads the field itself
-    (`facts.found_axes`), which is None until then. `program` stays None where nothing is rewritten.
-    `lengths` are those that the plan holds for, if it depends on them. A graph runs as it stands where it `fits` into the budget,
-    where its analysis `failed`, and where no loop may be made of it: `stands` is the reason. `whole` names operators that have to
-    run whole, with reasons: what a pass has found that could not run them in a loop. `collectives` are those on weights, which
-    were taken off the graph. Rows are reduced over ranks `apart` from loops, between them, where that has a reason.
-    `truncations` are those of recurrences. `begins` is the line of code that the graph begins with, if it is a second part of one
-    that works on two sequences. `faults` tells of exceptions that no pass meant to raise, and of remedies.
+    A pass reads earlier facts through properties (`facts.axes`). To ask whether a pass has run, read the field
+    (`facts.found_axes`), which is None before. `program` stays None if the graph is not rewritten. `lengths` are the
+    lengths for which the plan holds, if it depends on them. The original graph runs if it `fits` the budget, if its
+    analysis `failed`, or if no loop may be built from it, for the reason in `stands`. `whole` maps operators that are not
+    chunked to reasons: a pass found that it could not run them in a loop. `collectives` are the weight collectives
+    removed from the graph. If `apart` has a reason, rows are reduced over ranks between loops instead of inside them.
+    `truncations` belong to recurrences. `begins` is the source line where the graph begins, if it is the second part of a
+    graph with two sequences. `faults` describes unexpected exceptions in passes, and the remedies.
     """
 
     joint: JointGraph
@@ -203,7 +205,7 @@ class Facts:
         return known(self.found_plan)
 
     def reasons(self) -> list[str]:
-        """Why something does not stream, one line for each operator that runs whole."""
+        """Return why operators are not chunked, one line for each."""
         if self.stands is not None:
             return [self.stands]
         return [] if self.found_demand is None else list(dict.fromkeys(self.demand.reasons.values()))

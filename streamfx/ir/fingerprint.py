@@ -1,9 +1,9 @@
-"""Whether a tensor holds what it held: told by its version, its memory, and a checksum of its bytes.
+"""Detect whether the content of a tensor changed, by its version, its memory, and a checksum of its bytes.
 
-A version counter does not see writes through `.data`, `.numpy()`, `untyped_storage()`, a fused optimizer, another process or a
-kernel of somebody's own. So the bytes are summed, each 32-bit word times a random number of 64 bits: two contents that differ
-have the same sums once in 2^33 times or less, and a reordered or negated content is told from the first, too. Reading a weight
-once costs what a product with it costs for a few dozen rows.
+A version counter misses writes through `.data`, `.numpy()`, `untyped_storage()`, a fused optimizer, another process, or a
+custom kernel. So the bytes are summed, each 32-bit word times a random 64-bit number. Two different contents have equal
+sums with a probability of 2^-33 or less, and reordered or negated contents have different sums, too. To read a weight
+once costs as much as to multiply it by a few dozen rows.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from streamfx.torch_private import FakeTensor, is_traceable_wrapper_subclass, no_modes
 
-MOST_BYTES = 1 << 30  # of an input that is read at each call; a larger one is not relied on
-WORDS = 1 << 12  # in a row, which has one sum
-ROWS = 1 << 8  # in a block, which is summed at once: it stays in the cache
+MOST_BYTES = 1 << 30  # of an input that is read at each call; a larger one is not trusted
+WORDS = 1 << 12  # per row; each row has one sum
+ROWS = 1 << 8  # per block; a block is summed at once and stays in the cache
 
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """What was seen of a tensor at one time; of one without memory of its own (a subclass's), its version alone."""
+    """The state of a tensor at one time. A tensor without memory of its own (a subclass) has only a layout and a version."""
 
     layout: tuple[Any, ...]
     version: int | None
@@ -34,18 +34,18 @@ class Fingerprint:
 
     @staticmethod
     def of(tensor: Tensor, reads: bool = True) -> Fingerprint:
-        """What is seen of a tensor now. Where it `reads`, all its bytes are read, without a wait for the device."""
+        """Record the state of a tensor. If `reads`, read all its bytes, without waiting for the device."""
         layout, version = _layout(tensor), _version(tensor)
         if not reads or not has_memory(tensor):
             return Fingerprint(layout, version)
         return Fingerprint(layout, version, tensor.untyped_storage().nbytes(), checksum(tensor))
 
     def change(self, tensor: Tensor, name: str = "it") -> str | None:
-        """What has happened to a tensor since, in words; None where it is what it was."""
+        """Describe the change of a tensor since then; return None if it is unchanged."""
         return self.visible_change(tensor, name) or self.hidden_change(tensor, name)
 
     def visible_change(self, tensor: Tensor, name: str = "it") -> str | None:
-        """A change that is told without a look at the values."""
+        """Describe a change that shows without reading the values."""
         if self.is_written(tensor):
             times = abs((_version(tensor) or 0) - (self.version or 0))
             return f"{name} was changed in place since the call ({times} time{'s' if times > 1 else ''})"
@@ -58,12 +58,12 @@ class Fingerprint:
         return None
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether its version counter has moved."""
+        """Return whether the version counter has changed."""
         version = _version(tensor)
         return None not in (self.version, version) and version != self.version
 
     def hidden_change(self, tensor: Tensor, name: str = "it") -> str | None:
-        """A change that only the values show. Waits for the device that they are on."""
+        """Describe a change that only the values show. Waits for their device."""
         if self.sums is None:
             return None
         with no_modes():
@@ -72,7 +72,7 @@ class Fingerprint:
 
 
 def any_hidden_change(seen: Sequence[tuple[Fingerprint, Tensor]]) -> bool:
-    """Whether the values of some tensor show a change. Waits once for each device that they are on."""
+    """Return whether the values of any tensor have changed. Waits once for each device."""
     differ: dict[torch.device, list[Tensor]] = {}
     with no_modes(), torch.no_grad():
         for fingerprint, tensor in seen:
@@ -82,7 +82,7 @@ def any_hidden_change(seen: Sequence[tuple[Fingerprint, Tensor]]) -> bool:
 
 
 def has_memory(tensor: Any) -> bool:
-    """Whether a value is a tensor whose bytes lie in memory of its own."""
+    """Return whether a value is a tensor with memory of its own."""
     if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
         return False
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
@@ -91,15 +91,15 @@ def has_memory(tensor: Any) -> bool:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sums over the bytes of a tensor, on its device: one for each `4 * WORDS` of them."""
+    """Return sums over the bytes of a tensor, on its device: one for each `4 * WORDS` bytes."""
     with no_modes(), torch.no_grad():
         size = 4 * WORDS * ROWS
-        sums = [_sums(block) for piece in _pieces(tensor.detach()) for block in piece.split(size)]
+        sums = [_sums(block) for piece in _byte_slices(tensor.detach()) for block in piece.split(size)]
         return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device=tensor.device)
 
 
 def _sums(block: Tensor) -> Tensor:
-    """Of a block of bytes. The words are widened first: in a sum that wraps at 32 bits, pairs of signs would cancel."""
+    """Sum each row of a block. Words are widened first: in a sum that wraps at 32 bits, pairs of signs would cancel."""
     columns = WORDS if block.numel() >= 4 * WORDS else -(-block.numel() // 4)
     missing = -block.numel() % (4 * columns)
     if missing or block.storage_offset() % 4:
@@ -115,8 +115,8 @@ def _factors(device: torch.device) -> Tensor:
         return (whole | 1).to(device)
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The bytes of a tensor, without copies where it fills its memory in some order of its dimensions."""
+def _byte_slices(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of a tensor, without a copy if it fills its memory in some order of its dimensions."""
     if not tensor.numel():
         return
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):

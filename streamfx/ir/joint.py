@@ -1,4 +1,4 @@
-"""The joint graph: the forward and the backward half of one traced function, as AOTAutograd makes it."""
+"""The joint graph: the forward and backward graph of one traced function, as AOTAutograd builds it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from streamfx.node_meta import STATIC_ADDRESS, STAYS, VALUE
 from streamfx.torch_private import inputs_of_gradients, is_token
 
 ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default, torch.ops.aten._assert_scalar.default)
-_NUMBERS = frozenset(map(id, ASSERTIONS))  # every pass asks every operator; to compare or to hash them takes longer
+_ASSERTION_IDS = frozenset(map(id, ASSERTIONS))  # every pass tests every operator; comparing or hashing operators is slower
 
 
 @dataclass(frozen=True)
 class JointGraph:
-    """A joint graph of our own (a copy, free to be rewritten).
+    """A copy of a joint graph, which passes may rewrite.
 
-    `outputs` are the forward results in order (a node, or a constant), `gradients` what follows them; `trained` says of which
-    primals these are. `forward` holds the ancestors of the outputs, and of what is asserted before tangents are known; everything
-    else belongs to the backward half.
+    `outputs` are the forward results in order (nodes or constants), `gradients` the results after them; `trained` maps
+    these to primals. `forward` holds the ancestors of the outputs, and of assertions that depend on no tangent. All other
+    nodes belong to the backward graph.
     """
 
     graph: fx.Graph
@@ -38,12 +38,12 @@ class JointGraph:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """The primals that the caller gives, in order; the others stand for the order of effects, and have no gradients."""
+        """The primals that the caller passes, in order. The other primals are effect tokens, which have no gradient."""
         return tuple(primal for primal in self.primals if not is_token(primal))
 
     @property
     def trained(self) -> list[tuple[int, fx.Node, fx.Node]]:
-        """The primals that get a gradient: by its place among the gradients, the primal, the gradient."""
+        """The primals that have a gradient: the index of the gradient, the primal, and the gradient."""
         told = inputs_of_gradients(self.graph, len(self.outputs))
         inputs = self.inputs if told is None else told
         pairs = enumerate(zip(inputs, self.gradients, strict=False))
@@ -51,7 +51,7 @@ class JointGraph:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """All operators in program order, but for assertions, which make nothing."""
+        """All operators in program order, except assertions, which have no result."""
         return [node for node in self.graph.nodes if node.op == "call_function" and not is_assertion(node)]
 
     @property
@@ -60,23 +60,23 @@ class JointGraph:
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """What no operator makes: primals, tangents, and constants that tracing found."""
+        """Values that no operator computes: primals, tangents, and constants captured by tracing."""
         return (*self.primals, *self.tangents, *self.graph.find_nodes(op="get_attr"))
 
 
 def device_of(graph: fx.Graph) -> torch.device:
-    """The device on which a graph computes: the first that is not the CPU, and where numbers are."""
+    """Return the device on which a graph computes: the first that is neither CPU nor meta, else the CPU."""
     devices = [node.meta[VALUE].device for node in graph.nodes if is_tensor(node)]
     return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def device_of_value(node: fx.Node) -> torch.device:
-    """Where a value, or the first of an operator's results, lies."""
+    """Return the device of a value, or of the first tensor among an operator's results."""
     return next(value.device for value in results_of(node) if value is not None)
 
 
 def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
-    """The nodes that `roots` depend on, themselves included."""
+    """Return the nodes on which `roots` depend, including the roots."""
     found: set[fx.Node] = set()
     todo = [root for root in roots if isinstance(root, fx.Node)]
     while todo:
@@ -88,7 +88,7 @@ def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
 
 
 def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Those of some nodes, in the order of their graph, that depend on `roots` through one another, and the roots."""
+    """Return `roots` and all `nodes` that depend on them through one another; `nodes` must be in graph order."""
     found = set(roots)
     for node in nodes:
         if any(source in found for source in node.all_input_nodes):
@@ -97,7 +97,7 @@ def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.No
 
 
 def linked(nodes: Iterable[fx.Node], links: Iterable[tuple[fx.Node, fx.Node]]) -> list[list[fx.Node]]:
-    """The nodes in groups that no link leads out of, groups and what is in them in the order of the nodes."""
+    """Return the connected components of the nodes; the groups, and the nodes in each, are in the order of `nodes`."""
     position = {node: i for i, node in enumerate(nodes)}
     network = networkx.Graph()
     network.add_nodes_from(position)
@@ -106,12 +106,12 @@ def linked(nodes: Iterable[fx.Node], links: Iterable[tuple[fx.Node, fx.Node]]) -
 
 
 def trained_sources(joint: JointGraph) -> frozenset[fx.Node]:
-    """What is trained, activations that are handed in and get a gradient, and the gradients that come in."""
+    """Return the tangents, and the primals that have a gradient: parameters and activations."""
     return frozenset(joint.tangents) | {primal for _, primal, _ in joint.trained}
 
 
 def trained_values(joint: JointGraph) -> frozenset[fx.Node]:
-    """What the forward half makes of the primals that get a gradient, and these."""
+    """Return the primals that have a gradient, and the forward values that depend on them."""
     trained = {primal for _, primal, _ in joint.trained}
     return frozenset(descendants(trained, (node for node in joint.nodes if node in joint.forward)))
 
@@ -137,14 +137,14 @@ def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGra
 
 
 def graph_copy(graph: fx.Graph) -> fx.Graph:
-    """A graph of the same operators. (`deepcopy` also copies how arguments are packed, of which torch warns.)"""
+    """Copy a graph. (`deepcopy` also copies how arguments are packed, and torch warns about that.)"""
     own = fx.Graph()
     own.output(own.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
     return own
 
 
 def drop_unused(graph: fx.Graph, but_for: Callable[[fx.Node], bool] = lambda node: False) -> list[fx.Node]:
-    """Erase what nothing needs, but for assertions, and for what is asked to stay; returns it."""
+    """Erase unused nodes, except assertions and nodes for which `but_for` is true; return the erased nodes."""
     dropped = []
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not is_assertion(node) and not but_for(node):
@@ -154,8 +154,8 @@ def drop_unused(graph: fx.Graph, but_for: Callable[[fx.Node], bool] = lambda nod
 
 
 def is_assertion(node: fx.Node) -> bool:
-    """Whether an operator is there to raise an error, or for what it does with other ranks: it has no users, and stays."""
-    return id(node.target) in _NUMBERS or node.meta.get(STAYS, False)
+    """Return whether an operator is needed for an error it raises or for its effect on other ranks: it stays without users."""
+    return id(node.target) in _ASSERTION_IDS or node.meta.get(STAYS, False)
 
 
 def is_tensor(node: Any) -> bool:
@@ -163,74 +163,74 @@ def is_tensor(node: Any) -> bool:
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """Whether an input is a parameter or a buffer rather than data, as far as capture could tell."""
+    """Return whether an input is a parameter or a buffer rather than data, as far as capture can tell."""
     return bool(node.meta.get(STATIC_ADDRESS, False))
 
 
 def is_size(node: Any) -> bool:
-    """Whether a node is a number known from shapes (a `SymInt` and its kin)."""
+    """Return whether a node is a number computed from shapes (a `SymInt` or a related type)."""
     return isinstance(node, fx.Node) and isinstance(
         node.meta.get(VALUE), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
     )
 
 
 def input_symbols(joint: JointGraph) -> set[sympy.Symbol]:
-    """Symbols in the sizes of what is given: numbers that are known before the graph runs."""
+    """Return the symbols in the sizes of inputs: numbers that are known before the graph runs."""
     tensors = (size for node in joint.primals if is_tensor(node) for size in shape_of_node(node))
     return free_symbols([*tensors, *(size_of(node.meta[VALUE]) for node in joint.primals if is_size(node))])
 
 
 def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
-    """What a graph returns: nodes and constants."""
+    """Return the results of a graph: nodes and constants."""
     results = graph.output_node().args[0]
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
 def handed_over(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
-    """For each input of a backward half the value that its forward half saves for it; tangents are none of them."""
+    """Map each input of a backward graph to the forward value saved for it; tangents have none."""
     saved = sizes_first(outputs_of(forward)[num_outputs:])
     return dict(zip(backward.find_nodes(op="placeholder"), saved, strict=False))
 
 
 def sizes_first(saved: Iterable[Any]) -> list[Any]:
-    """What a forward half saves, in the order in which its backward half takes it: AOTAutograd hands sizes over in front."""
+    """Return the saved forward values in the order in which the backward graph takes them: AOTAutograd puts sizes first."""
     return sorted(saved, key=lambda node: not is_size(node))
 
 
 def is_object(node: Any) -> bool:
-    """Whether a node is an input that is handed through as it is: no tensor and no size, such as the mesh of a sharded weight."""
+    """Return whether a node is an opaque input, neither tensor nor size, such as the mesh of a sharded weight."""
     return isinstance(node, fx.Node) and node.op == "placeholder" and not (is_tensor(node) or is_size(node) or is_token(node))
 
 
 def node_argument(node: fx.Node, position: int = 0) -> fx.Node:
-    """An argument that the operator's schema says is a tensor (or a tuple of results, for `getitem`)."""
+    """Return an argument that the operator's schema declares as a tensor (or as a tuple of results, for `getitem`)."""
     argument = node.args[position]
     assert isinstance(argument, fx.Node)
     return argument
 
 
 def int_argument(node: fx.Node, position: int) -> int:
-    """An argument that the operator's schema says is a plain integer: a dimension, the position of a result."""
+    """Return an argument that the operator's schema declares as an integer: a dimension, the index of a result."""
     argument = node.args[position]
     assert isinstance(argument, int)
     return argument
 
 
 def tensor_operands(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensor arguments in the order of the call, with repetitions; a tuple-valued operand counts for `getitem`."""
+    """Return the tensor arguments in call order, with repetitions."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), lambda argument: found.append(argument) if is_tensor(argument) else None)
     return tuple(found)
 
 
 def is_alike(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two values are of one type, on one device."""
+    """Return whether two values have the same dtype and device."""
     one, another = node.meta[VALUE], other.meta[VALUE]
     return bool(one.dtype == another.dtype and one.device == another.device)
 
 
 def results_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
-    """The node's results as FakeTensors; None for results that are no tensors."""
+    """Return the node's results as fake tensors; None for a result that is not a tensor."""
     value = node.meta.get(VALUE)
     values = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(item if isinstance(item, torch.Tensor) else None for item in values)
@@ -241,12 +241,12 @@ def shape_of_node(node: fx.Node) -> tuple[Size, ...]:
 
 
 def number_of(argument: Any) -> Any:
-    """A number that an operator is given: of a node that holds one, the size that it stands for."""
+    """Return a numeric argument of an operator: if a node holds it, its size expression."""
     return size_of(argument.meta[VALUE]) if is_size(argument) else argument
 
 
 def bound_arguments(node: fx.Node) -> dict[str, Any]:
-    """The node's arguments by the names of the operator's schema, defaults filled in."""
+    """Return the node's arguments by the names in the operator's schema, with defaults filled in."""
     arguments: dict[str, Any] = {}
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if position < len(node.args) and not argument.kwarg_only:

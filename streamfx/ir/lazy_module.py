@@ -1,4 +1,4 @@
-"""Graphs whose Python is written when they are first called: most are changed once more, interpreted, or compiled instead."""
+"""Graph modules that generate their Python code at the first call: most are rewritten, interpreted, or compiled before."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _WRITING = threading.RLock()
 
 
 class LazyGraphModule(fx.GraphModule):
-    """A `GraphModule` that does the work of `recompile` in its first call.
+    """A `GraphModule` that runs `recompile` at its first call.
 
-    Each `GraphModule` has a class of its own, whose `forward` that Python is.
+    Each `GraphModule` has its own class, whose `forward` is the generated code.
     """
 
     def recompile(self) -> Any:
-        """Forget the Python of the graph as it was."""
+        """Discard the generated code."""
         if "forward" in vars(type(self)):
             del type(self).forward
 

@@ -1,7 +1,7 @@
-"""What is known of a value with rows and keys, as a function of delta = key position - row position.
+"""Facts about a query-by-key value, as a function of delta = key position - query position.
 
-Masks are index arithmetic: `col <= row`, `row - col < w`, `tril`. Each is piecewise constant in delta, so a mask, a bias and
-whatever is computed from them is a short list of intervals of delta with one fact for each.
+Masks are index arithmetic: `col <= row`, `row - col < w`, `tril`. Each is piecewise constant in delta, so a mask, a bias,
+or a value computed from them is a short list of intervals of delta, with one fact each.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from streamfx.ir.ranges import Range, constant, hull
 
 @dataclass(frozen=True)
 class Slope:
-    """factor * delta + offset, a whole number that its type holds as it is."""
+    """factor * delta + offset, an integer that its dtype represents exactly."""
 
     factor: int
     offset: int
 
     def within(self, reach: int) -> Range:
-        """Its range where delta is in [-reach, reach]."""
+        """Return the range for delta in [-reach, reach]."""
         most = abs(self.factor) * reach
         return Range(self.offset - most, self.offset + most)
 
@@ -34,7 +34,7 @@ Fact: TypeAlias = "Range | Slope"
 
 @dataclass(frozen=True)
 class Pieces:
-    """`facts[i]` holds for cuts[i - 1] <= delta < cuts[i]."""
+    """A piecewise fact: `facts[i]` holds for cuts[i - 1] <= delta < cuts[i]."""
 
     cuts: tuple[int, ...]
     facts: tuple[Fact, ...]
@@ -43,7 +43,7 @@ class Pieces:
         return self.facts[bisect_right(self.cuts, delta)]
 
     def support(self, is_identity: Callable[[Fact], bool]) -> tuple[int | None, int | None]:
-        """The least interval [low, high] of delta outside of which every fact is an identity; None is unbounded."""
+        """Return the smallest interval [low, high] of delta outside which every fact is an identity; None is unbounded."""
         first, last = 0, len(self.facts)
         while first < last and is_identity(self.facts[first]):
             first += 1
@@ -61,12 +61,12 @@ def everywhere(fact: Fact) -> Pieces:
 
 
 def hull_of(pieces: Pieces, reach: int) -> Range:
-    """The range of all facts, where delta is in [-reach, reach]."""
+    """Return the hull of all facts for delta in [-reach, reach]."""
     return hull(*(fact.within(reach) if isinstance(fact, Slope) else fact for fact in pieces.facts))
 
 
 def joined(cuts: Sequence[int], facts: Sequence[Fact]) -> Pieces:
-    """Pieces with equal neighbours merged."""
+    """Build `Pieces`, merging equal neighbors."""
     kept_cuts: list[int] = []
     kept = [facts[0]]
     for cut, fact in zip(cuts, facts[1:], strict=True):
@@ -77,7 +77,7 @@ def joined(cuts: Sequence[int], facts: Sequence[Fact]) -> Pieces:
 
 
 def combined(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
-    """Apply a function of facts interval by interval; it returns pieces, of which the interval's part is kept."""
+    """Apply a function of facts to each interval. It returns `Pieces`, of which the part inside the interval is kept."""
     bounds = sorted({cut for operand in operands for cut in operand.cuts})
     cuts: list[int] = []
     facts: list[Fact] = []
@@ -94,7 +94,7 @@ def combined(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
 
 
 def compare_slope(relation: str, slope: Slope, value: float) -> Pieces:
-    """Where `factor * delta + offset <relation> value` holds, as pieces of truth values."""
+    """Return where `factor * delta + offset <relation> value` holds, as piecewise truth values."""
     if slope.factor == 0 or not math.isfinite(value):
         return everywhere(constant(_relation(relation, slope.offset, value)))
     edge = (Fraction(value) - slope.offset) / slope.factor

@@ -1,4 +1,4 @@
-"""The rewritten program: outer graphs whose nodes are loops, and what each loop does per chunk."""
+"""The rewritten program: host programs that call loops, and the work of each loop per chunk."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from streamfx.ir.sizes import Size
 from streamfx.ir.span import Span
 from streamfx.ir.stage_plan import ChunkSize
 
-START, STOP = sympy.Symbol("start", integer=True), sympy.Symbol("stop", integer=True)  # of the current chunk
+START, STOP = sympy.Symbol("start", integer=True), sympy.Symbol("stop", integer=True)  # bounds of the current chunk
 CHUNK, CHUNKS = (
     sympy.Symbol("chunk", integer=True),
     sympy.Symbol("chunks", integer=True),
-)  # its number, counted from the first row
-STEP = sympy.Symbol("step", integer=True, positive=True)  # rows of a chunk, but for the last one
+)  # index of the chunk, counted from the first row, and the number of chunks
+STEP = sympy.Symbol("step", integer=True, positive=True)  # rows of each chunk but the last
 PER_CHUNK = {symbol.name for symbol in (START, STOP, CHUNK, CHUNKS, STEP)}
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """An axis cut into chunks: `length` rows, row i standing at position i * `block` + `offset` of the sequence.
+    """An axis cut into chunks: it has `length` rows, and row i is at position i * `block` + `offset` of the sequence.
 
-    Where a row is a block of several rows, chunks begin where blocks do.
+    If a row is a block of several rows, chunks start at block boundaries.
     """
 
     offset: Size
@@ -36,7 +36,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor holds the sequence: dimension `dim`, with `outer` elements around and `inner` inside each row."""
+    """Where a tensor holds the sequence: in dimension `dim`, with `outer` elements around and `inner` inside each row."""
 
     dim: int
     rows: RowRange
@@ -46,9 +46,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class ShiftedRows:
-    """The rows that a chunk of another axis, `rows`, stands for: its row i is row i + `by` here, where there is one.
+    """The rows that match a chunk of another axis, `rows`: its row i is row i + `by` here, if that row exists.
 
-    With a `reach` it is a window: row i stands for rows i + `by` to i + `by` + `reach`.
+    If `reach` is set, it is a window: row i matches rows i + `by` to i + `by` + `reach`.
     """
 
     rows: RowRange
@@ -61,26 +61,26 @@ Selector: TypeAlias = "Span | ShiftedRows | None"  # None: the chunk's own rows
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The value itself, every iteration."""
+    """The full value, in every iteration."""
 
 
 @dataclass(frozen=True)
 class ChunkSlice:
-    """The chunk's rows, or the rows of a span, along each placement."""
+    """The chunk's rows, or the rows of a span, at each placement."""
 
     where: tuple[tuple[Placement, Selector], ...]
 
 
 @dataclass(frozen=True)
 class Number:
-    """A size, computed from the chunk's bounds and the graph's symbols."""
+    """A size computed from the chunk's bounds and the graph's symbols."""
 
     value: Size
 
 
 @dataclass(frozen=True)
 class BufferPart:
-    """Rows of one of the loop's own buffers."""
+    """Rows of one of the loop's buffers."""
 
     buffer: int
     where: tuple[tuple[Placement, Selector], ...]
@@ -88,12 +88,12 @@ class BufferPart:
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """The number of the chunk, for random draws that must be repeated."""
+    """The index of the chunk, for random draws that must be repeatable."""
 
 
 @dataclass(frozen=True)
 class IsFirst:
-    """Whether the chunk is the first one that runs: it writes sums, to which the others add."""
+    """Whether the chunk runs first: it writes sums, and later chunks add to them."""
 
 
 Feed: TypeAlias = "Broadcast | ChunkSlice | Number | BufferPart | ChunkKey | IsFirst"
@@ -101,11 +101,10 @@ Feed: TypeAlias = "Broadcast | ChunkSlice | Number | BufferPart | ChunkKey | IsF
 
 @dataclass(frozen=True)
 class Buffer:
-    """What a loop keeps from chunk to chunk: rows that later queries see, a carry, or a sum (`is_sum`).
+    """A buffer that lives from chunk to chunk: rows that later queries read, a carry, or a sum (`is_sum`).
 
-    It is `zeroed` if some of it may be read or added to before it is written.
-
-    A sum whose parts are products that are rounded as they are added is as good in the type `of_one` where there is one chunk.
+    It is `zeroed` if part of it may be read or added to before it is written. If there is one chunk, a sum of products
+    that are rounded before the addition loses nothing in dtype `of_one`.
     """
 
     name: str
@@ -119,10 +118,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class ConcatOutput:
-    """A result whose chunks are put side by side; `reuse` is an argument that may be overwritten with it, row by row.
+    """A result that concatenates the chunks' outputs; `reuse` is the index of an argument that it may overwrite, row by row.
 
-    `is_fresh` says that an operator of the body makes a chunk's rows in memory that nothing else shows: those of a single chunk
-    may be the result themselves.
+    `is_fresh` means that the loop body allocates a chunk's rows and nothing aliases them: if there is a single chunk,
+    they may be the result.
     """
 
     shape: tuple[Size, ...]
@@ -135,7 +134,7 @@ class ConcatOutput:
 
 @dataclass(frozen=True)
 class BufferOutput:
-    """A buffer that outlives the loop, in the type of the value it holds; divided by `count` where it is a mean."""
+    """A buffer that is returned after the loop, in the dtype of its value; divided by `count` if it is a mean."""
 
     buffer: int
     dtype: torch.dtype
@@ -147,10 +146,10 @@ Yield: TypeAlias = "ConcatOutput | BufferOutput"
 
 @dataclass(frozen=True)
 class LoopSpec:
-    """One loop over chunks. `feeds` follow the body's placeholders, `sources` say which argument of the loop each takes.
+    """One loop over chunks. `feeds` match the placeholders of the loop body, `sources` has the loop argument of each feed.
 
-    Arguments of a loop are first the numbers for `symbols`, then tensors. `yields` are the loop's results: first those that
-    are stacked from the body's outputs, in order, then buffers.
+    The arguments of a loop are the numbers for `symbols`, then tensors. `yields` are the loop's results: the concatenated
+    outputs of the loop body, in order, then buffers.
     """
 
     name: str
@@ -168,7 +167,7 @@ class LoopSpec:
 
 @dataclass(frozen=True)
 class Program:
-    """What runs instead of the two halves of a joint graph."""
+    """The host programs that replace the forward and the backward graph."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None

@@ -1,7 +1,8 @@
-"""Between which numbers the elements of a value lie: the one lattice of what is known of values.
+"""Ranges: the bounds of the elements of a value, the only lattice of facts about values.
 
-A range is a proof about every element: it lies in [low, high], or is NaN where `nan` says that it may be. Bounds are exact Python
-numbers; what a type cannot hold has wrapped (integers), rounded or become infinite (floating point) before a range says so.
+A range is a proof about every element: it lies in [low, high], or is NaN if `nan` is set. Bounds are exact Python
+numbers. A number that a dtype cannot represent has wrapped (integers), or rounded or become infinite (floating point),
+before a range describes it.
 """
 
 from __future__ import annotations
@@ -20,26 +21,28 @@ from streamfx.torch_private import unset_fake_temporarily
 Number: TypeAlias = "int | float"
 
 INFINITY = math.inf
-SWAMPS = -9e29  # a score at least this negative leaves exactly nothing beside one that is not; fills are -1e30 or less
+SWAMPS = -9e29  # a score this negative has a weight of exactly 0 if another score is ordinary; mask fills are -1e30 or less
 SWAMPS_HALF = -3e4  # the same for float16, whose range ends at 65504
-SWAMPED_BY = -1e28  # a score at least this large is not left out beside one that swamps
+SWAMPED_BY = -1e28  # a score at least this large keeps its weight if others swamp
 SWAMPED_BY_HALF = -2.9e4
-SEEN_HALF = -5e3  # what a mask adds where products of +-10,000 do not lift what is hidden beside it
-ACTIVATION = 1e6  # assumed of trained weights and of what a product makes of ordinary numbers (docs/architecture.md)
+SEEN_HALF = -5e3  # least float16 mask value of visible keys: products of +-10,000 do not raise hidden scores above it
+ACTIVATION = 1e6  # assumed bound of trained weights, and of products of ordinary numbers (docs/architecture.md)
 ACTIVATION_HALF = 1e4
-COUNTED = 1e4  # beside a number as large the logarithm of a count keeps twelve digits in float64, in any type those of a score
-LARGER = 1e12  # by more than this nothing ordinary is multiplied between two products
-TAME = 1e28  # between two products, weights and activations are multiplied up to here
-LONGEST = 2**31 - 1  # rows of any dimension whose size is not known before the run
-SLACK = 1e-12  # a bound that was computed is this much wider, for its own rounding
+COUNTED = (
+    1e4  # added to a number this large, the log of a count keeps twelve digits in float64, and in any dtype as many as a score
+)
+LARGER = 1e12  # between two products, ordinary values grow by at most this factor
+TAME = 1e28  # between two products, weights and activations grow up to this
+LONGEST = 2**31 - 1  # rows of a dimension whose size is unknown before the run
+SLACK = 1e-12  # relative widening of computed bounds, for their own rounding
 
 
 @dataclass(frozen=True)
 class Range:
     """Every element is a number in [low, high], or NaN if `nan`.
 
-    How large weights and activations are is assumed rather than proven, and so is what is made of these alone: `assumed` says
-    by how much such a value was made larger since, by 2 for x * 2; 0 where the range is proven.
+    The magnitude of weights and activations, and of values computed from them alone, is assumed rather than proven.
+    `assumed` is the factor by which such a value has grown since: 2 for x * 2. It is 0 if the range is proven.
     """
 
     low: Number
@@ -52,7 +55,7 @@ class Range:
 
     @property
     def constant(self) -> Number | None:
-        """The one number that all elements are."""
+        """The number that all elements equal, if there is one."""
         return self.low if self.low == self.high and not self.nan else None
 
     @property
@@ -61,12 +64,12 @@ class Range:
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether a product of such numbers is taken for an ordinary number."""
+        """Whether a product of such numbers counts as an ordinary number."""
         return self.magnitude <= (TAME if self.assumed else ACTIVATION)
 
     @property
     def is_counted(self) -> bool:
-        """Whether beside such a score the logarithm of a count is kept: a small number, or a weight as it is."""
+        """Whether the log of a count survives next to such a score: a small number, or an unscaled weight."""
         return self.magnitude <= (ACTIVATION if self.assumed else COUNTED)
 
     @property
@@ -75,7 +78,7 @@ class Range:
 
     @property
     def is_zero(self) -> bool:
-        """Every element is zero; or NaN, if that is possible at all."""
+        """Whether every element is zero, or NaN if `nan`."""
         return self.low == self.high == 0
 
     @property
@@ -88,12 +91,12 @@ class Range:
 
 
 def constant(value: Number) -> Range:
-    """The range of one number; NaN is no number, and may be anything that is NaN."""
+    """Return the range of one number. NaN has no bounds: its range is unbounded."""
     return Range(-INFINITY, INFINITY, True) if value != value else Range(value, value)
 
 
 def everything(dtype: torch.dtype) -> Range:
-    """All that a type can hold."""
+    """Return the range of all values of a dtype."""
     if dtype == torch.bool:
         return Range(0, 1)
     if dtype.is_floating_point or dtype.is_complex:
@@ -103,7 +106,10 @@ def everything(dtype: torch.dtype) -> Range:
 
 
 def activation(dtype: torch.dtype) -> Range:
-    """A computed number like any other, by the assumption on trained weights: finite, and no stand-in for minus infinity."""
+    """Return the range of an ordinary computed value, by the assumption on trained weights.
+
+    It is finite, and not large enough to act as minus infinity.
+    """
     if not dtype.is_floating_point:
         return everything(dtype)
     most = ACTIVATION_HALF if dtype == torch.float16 else min(ACTIVATION, torch.finfo(dtype).max)
@@ -111,17 +117,18 @@ def activation(dtype: torch.dtype) -> Range:
 
 
 def hull(*ranges: Range) -> Range:
-    """The least range around all."""
+    """Return the smallest range that contains all ranges."""
     low, high = min(r.low for r in ranges), max(r.high for r in ranges)
     return Range(low, high, any(r.nan for r in ranges), assumed_of(ranges))
 
 
 def assumed_of(ranges: Sequence[Range], made: Range | None = None) -> Number:
-    """By how much a value was made larger than weights and activations are (`Range.assumed`); 0 where it is not assumed at all:
-    where none of its operands is, or one of the others is large by itself, or it was made larger by more than `LARGER`.
+    """Return the factor by which a value exceeds weights and activations (`Range.assumed`), or 0 if nothing is assumed.
 
-    A value that is one of its operands takes the most of theirs. One that is computed, with a range `made`, takes their product,
-    times what the range is larger than that of a product of the assumed operands; and never more than its range is.
+    Nothing is assumed if no operand is assumed, if another operand is large by itself, or if the factor exceeds `LARGER`.
+    A value that is one of its operands takes the largest factor of them. A value computed with range `made` takes the
+    product of their factors, times the ratio of its range to that of a product of the assumed operands; at most its
+    magnitude.
     """
     sources = [r for r in ranges if r.assumed]
     if not sources or any(not r.assumed and not r.magnitude <= ACTIVATION for r in ranges):
@@ -135,7 +142,7 @@ def assumed_of(ranges: Sequence[Range], made: Range | None = None) -> Number:
 
 
 def widened(low: Number, high: Number, nan: bool = False) -> Range:
-    """A range whose bounds were computed: wider by more than double precision rounds, where they are no integers."""
+    """Return a range with computed bounds. Unless they are integers, widen them by more than double precision rounds."""
     if low != low or high != high:
         return Range(-INFINITY, INFINITY, True)
     if isinstance(low, int) and isinstance(high, int):
@@ -144,34 +151,34 @@ def widened(low: Number, high: Number, nan: bool = False) -> Range:
 
 
 def scaled(value: Number, share: float) -> Number:
-    """A bound that is so much larger, by a share of its size."""
+    """Move a bound by a share of its magnitude."""
     return value + share * abs(value) if math.isfinite(value) else value
 
 
 def is_exact_in(dtype: torch.dtype, low: Number, high: Number) -> bool:
-    """Whether a type holds every whole number in [low, high] as it is."""
+    """Return whether a dtype represents every integer in [low, high] exactly."""
     if dtype.is_complex:
         return False
     if dtype.is_floating_point:
-        whole = 2.0 / torch.finfo(dtype).eps  # all whole numbers up to 2 ** (digits of the mantissa)
+        whole = 2.0 / torch.finfo(dtype).eps  # all integers up to 2 ** (digits of the mantissa)
         return -whole <= low and high <= whole and max(abs(low), abs(high)) <= torch.finfo(dtype).max
     limits = everything(dtype)
     return limits.low <= low and high <= limits.high
 
 
 def in_type(known: Range, dtype: torch.dtype) -> Range:
-    """What a type makes of numbers that are in a range before they are stored: wrapped, rounded, infinite or true."""
+    """Return the range after a cast to a dtype, which may wrap, round, overflow to infinity, or convert to bool."""
     if dtype == torch.bool:
         return Range(0 if known.has_zero else 1, 0 if known.constant == 0 else 1)
     if dtype.is_complex or (dtype.itemsize == 1 and dtype.is_floating_point and not known.magnitude <= torch.finfo(dtype).max):
-        return everything(dtype)  # what is too large for float8 becomes NaN, infinite or the largest number
+        return everything(dtype)  # float8 overflow gives NaN, infinity, or the largest number
     if not dtype.is_floating_point:
-        return _whole(known, dtype)
+        return _truncated(known, dtype)
     return Range(_rounded(known.low, dtype), _rounded(known.high, dtype), known.nan, known.assumed)
 
 
-def _whole(known: Range, dtype: torch.dtype) -> Range:
-    """Fractions are cut towards zero; what does not fit may become any number of the type, and so may NaN."""
+def _truncated(known: Range, dtype: torch.dtype) -> Range:
+    """Truncate a range to integers. If NaN or a value beyond the limits is possible, the result may be any integer."""
     limits = everything(dtype)
     if known.nan or known.low < limits.low or known.high > limits.high:
         return limits
@@ -179,7 +186,7 @@ def _whole(known: Range, dtype: torch.dtype) -> Range:
 
 
 def _rounded(value: Number, dtype: torch.dtype) -> float:
-    """Rounding is monotone: the bounds' own rounding bounds that of all between."""
+    """Round a bound. Rounding is monotone, so rounded bounds contain all rounded values."""
     try:
         double = float(value)
     except OverflowError:

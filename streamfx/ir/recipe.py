@@ -1,4 +1,4 @@
-"""Recipes: how a value that was taken out of a graph's outputs is made when it is asked for."""
+"""Recipes: how to compute a value that was removed from a graph's outputs, once the caller accesses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamfx.ir.sizes import Size
 
 @dataclass(frozen=True)
 class GivenInput:
-    """An argument of the compiled graph, by position."""
+    """An argument of the compiled graph, by index."""
 
     position: int
     name: str
@@ -26,7 +26,7 @@ class GivenInput:
 
 @dataclass(frozen=True)
 class GivenOutput:
-    """A result of the compiled graph, by position."""
+    """A result of the compiled graph, by index."""
 
     position: int
     name: str
@@ -37,7 +37,7 @@ class GivenOutput:
 
 @dataclass(frozen=True)
 class GivenSize:
-    """A number that follows from the sizes of the arguments."""
+    """A number computed from the sizes of the arguments."""
 
     size: Size
 
@@ -50,7 +50,7 @@ Given: TypeAlias = "GivenInput | GivenOutput | GivenSize"
 
 @dataclass(frozen=True)
 class Context:
-    """Modes that a graph sets around an operator: the arguments of the autocasts it is in, and a grad mode."""
+    """Modes that a graph sets around an operator: the arguments of the enclosing autocasts, and a grad mode."""
 
     autocasts: tuple[tuple[Any, ...], ...] = ()
     grad: bool | None = None
@@ -58,7 +58,7 @@ class Context:
 
 @dataclass(frozen=True)
 class RecipeProgram:
-    """Torch functions in order. `given` feeds the last placeholders; those before are fed by whoever runs it.
+    """Torch functions in order. `given` feeds the last placeholders; the caller feeds the placeholders before them.
 
     An operator that is not in `contexts` runs under the modes of the call.
     """
@@ -82,7 +82,7 @@ def _call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 class _Name(str):
-    """Text that stands for itself."""
+    """Text whose `repr` is the text itself."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -90,7 +90,7 @@ class _Name(str):
 
 @dataclass(frozen=True)
 class RowAxes:
-    """Which dimensions of a result are rows: index i of dimension n follows index i of `dims[n]` of a given value."""
+    """The row dimensions of a result: index i of dimension n corresponds to index i of `dims[n]` of a given value."""
 
     given: int
     dims: tuple[int | None, ...]
@@ -98,7 +98,7 @@ class RowAxes:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A program with one dense result, and what that result will look like."""
+    """A program with one dense result, and the metadata of that result."""
 
     name: str
     program: RecipeProgram
@@ -116,7 +116,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class SizeSources:
-    """Where the values of a graph's symbols are found: an argument that is the number, or a dimension of a tensor."""
+    """Where to read the values of a graph's symbols: an argument that is the number, or a dimension of a tensor."""
 
     found: Mapping[sympy.Symbol, tuple[int, int | None]]
 
@@ -132,14 +132,14 @@ class SizeSources:
 
 @dataclass(frozen=True)
 class ReturnedOutput:
-    """A result that the compiled graph returns, by position."""
+    """A result that the compiled graph returns, by index."""
 
     position: int
 
 
 @dataclass(frozen=True)
 class RebuiltOutput:
-    """A result made from a recipe's tensor: that tensor itself, or a view that `view` takes of it."""
+    """A result computed from a recipe's tensor: the tensor itself, or a view of it, computed by `view`."""
 
     recipe: int
     view: RecipeProgram | None
@@ -147,7 +147,7 @@ class RebuiltOutput:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """What the caller gets. `order` tells for each original output which of `results` it is; None is None."""
+    """The outputs for the caller. `order` has the index in `results` of each original output; None is None."""
 
     recipes: tuple[Recipe, ...]
     results: tuple[ReturnedOutput | RebuiltOutput, ...]

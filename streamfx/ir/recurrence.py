@@ -1,11 +1,11 @@
-"""Recurrences: what one row hands to the next. Of one that was written row by row, which operators belong to which row:
+"""Recurrences: the state that one row passes to the next. In a loop unrolled row by row, each operator belongs to a step:
 
     for t in range(T):                          step t:  a_t = a[:, t];  x_t = x[:, t]
         state = a[:, t] * state + x[:, t]                state_t = a_t * state_{t-1} + x_t
         y[:, t] = state.tanh()                           y_t = state_t.tanh()
                                                 crossing from step t to step t + 1: state_t
 
-Nothing is assumed about steps being alike: a chunk of rows runs the operators of its rows just as they stand.
+Steps need not be alike: a chunk of rows runs the operators of its rows unchanged.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch import Tensor, fx
 from streamfx.ir.signature import Letter, LetterShape
 from streamfx.ir.sizes import Size
 
-ROWS: Letter = 0  # what follows one another
-Shaped: TypeAlias = "tuple[Sequence[Size], int | None]"  # sizes, and the dimension of rows, where there is one
-Number: TypeAlias = int  # of a value, of an operand
+ROWS: Letter = 0  # the axis of the steps
+Shaped: TypeAlias = "tuple[Sequence[Size], int | None]"  # sizes, and the dimension of rows, if there is one
+Number: TypeAlias = int  # identifies a value or an operand
 
 
 @dataclass(frozen=True)
 class StepValue:
-    """Stands for a value in an operator's arguments."""
+    """A placeholder for a value in an operator's arguments."""
 
     number: Number
 
 
 @dataclass(frozen=True)
 class RowRead:
-    """`made` is the row of a step, taken out of an operand."""
+    """Read the row of one step from an operand; `made` is the result."""
 
     made: Number
     operand: Number
@@ -46,7 +46,7 @@ class RowRead:
 
 @dataclass(frozen=True)
 class Operation:
-    """`made` is what an operator makes of other values."""
+    """Apply an operator to other values; `made` is the result."""
 
     made: Number
     target: Any
@@ -59,7 +59,7 @@ Instruction: TypeAlias = "RowRead | Operation"
 
 @dataclass(frozen=True)
 class CarrySlot:
-    """A value that crosses from one step to the next, and the place in the carry that it takes."""
+    """A value that crosses from one step to the next, and its slot in the carry."""
 
     value: Number
     start: int
@@ -73,7 +73,7 @@ class CarrySlot:
 
 @dataclass(frozen=True)
 class ConcatResult:
-    """A result whose rows are values of the steps, put together along `dim`."""
+    """A result that concatenates values of the steps along `dim`."""
 
     values: tuple[Number, ...]
     dim: int
@@ -83,7 +83,7 @@ class ConcatResult:
 
 @dataclass(frozen=True)
 class SingleStepResult:
-    """A result that one step makes; in a loop it is a sum to which the other chunks add zeros."""
+    """A result that one step computes. In a loop it is a sum to which the other chunks add zeros."""
 
     value: Number
     step: int
@@ -93,8 +93,10 @@ class SingleStepResult:
 
 @dataclass(frozen=True)
 class Steps:
-    """The operators of one direction. `crossing[b]` is what step b - 1 and those before it hand to step b and those after it;
-    where the steps run in `reverse`, the other way round. `dead[t]` has no use after step t.
+    """The operators of one direction.
+
+    `crossing[b]` holds the values that the steps before b pass to step b and later steps; in `reverse`, the other way
+    around. Values in `dead[t]` are not used after step t.
     """
 
     steps: tuple[tuple[Instruction, ...], ...]
@@ -113,7 +115,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class RecurrenceAxes:
-    """The letters of a recurrence's operands and results; `rows` is that of the steps."""
+    """The letters (axis labels) of a recurrence's operands and results; `rows` labels the steps."""
 
     operands: tuple[LetterShape, ...]
     results: tuple[LetterShape, ...]
@@ -121,25 +123,25 @@ class RecurrenceAxes:
 
 
 def axes_apart(operands: Iterable[Shaped], results: Iterable[Shaped]) -> RecurrenceAxes:
-    """Each dimension has a letter of its own, but for rows: what is done along the others is not looked into."""
+    """Give each dimension its own letter, except rows: operations along the other dimensions are opaque."""
     letters = count(ROWS + 1)
 
-    def own(sizes: Sequence[Size], at: int | None) -> LetterShape:
+    def label(sizes: Sequence[Size], at: int | None) -> LetterShape:
         return tuple((ROWS,) if dim == at else (next(letters),) if size != 1 else () for dim, size in enumerate(sizes))
 
-    return RecurrenceAxes(tuple(own(*item) for item in operands), tuple(own(*item) for item in results), ROWS)
+    return RecurrenceAxes(tuple(label(*item) for item in operands), tuple(label(*item) for item in results), ROWS)
 
 
-Places: TypeAlias = "Sequence[tuple[int, int | None]]"  # of a carry: where its parts begin and end
+Places: TypeAlias = "Sequence[tuple[int, int | None]]"  # intervals (start, stop) of a carry
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Gradients that reach back so many `rows`, rounded up to chunks.
+    """The truncation of gradients that reach back `rows` rows, rounded up to chunks.
 
-    `adjoints` says for each number of rows, from none to all, which parts of the carry behind them are gradients of states; it
-    has one entry where these are the same for each number. All else that is carried (sums of gradients that rows add to, values
-    of the forward half) is carried whole.
+    For each number of rows, from none to all, `adjoints` has the intervals of the carry after these rows that are
+    gradients of states; it has one entry if they are the same for each number. All other carried values (sums of
+    gradients to which rows add, forward values) are not truncated.
     """
 
     rows: int
@@ -148,10 +150,10 @@ class Truncation:
 
 @dataclass(frozen=True)
 class RecurrencePlan:
-    """One operator of a rewritten graph: the steps that it runs, and those of the forward half that it runs again for them.
+    """One operator of a rewritten graph: its `own` steps, and the forward steps that it runs `again` for them.
 
-    `operands` are the numbers of its operands, in order; `rows` says along which dimension the steps lie in those that have
-    rows; the others are the values `given`.
+    `operands` are the numbers of its operands, in order. `rows` has the step dimension of each operand that has rows; the
+    other operands are the values `given`.
     """
 
     name: str
@@ -166,10 +168,10 @@ class RecurrencePlan:
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """A scan over rows that is one operator: `combine(*carry, *rows, *given)` gives the next carry, and a row of each result.
+    """A scan over rows as one operator: `combine(*carry, *rows, *given)` returns the next carry, and a row of each result.
 
-    Its operands are the first carry, then what has rows (along dimension 0), then what all rows are given; its results are these
-    (`finals`) of the last carry, then rows (along dimension 0).
+    The operands are the first carry, then operands with rows (along dimension 0), then operands that all rows share. The
+    results are the parts `finals` of the last carry, then rows (along dimension 0).
     """
 
     name: str
@@ -189,15 +191,15 @@ class ScanPlan:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """Rows that are combined with all rows before them, as a tree combines them (`runtime/prefix_scan.py`); or the gradients of that.
+    """An associative scan, computed as a prefix tree (`runtime/prefix_scan.py`), or the gradients of one.
 
-    The operands are the rows of each leaf (along dimension 0; of these `types`), and what all rows are given. Those
-    of the gradients begin with the gradients of the results, as far as they are not `absent`. `results` are numbers of the leaves
-    that are made, or of the operands whose gradients are.
+    The operands are the rows of each leaf (along dimension 0, of dtypes `types`), then operands that all rows share. A
+    gradient plan's operands begin with the gradients of the results, except the `absent` ones. `results` has the indices
+    of the leaves to compute, or of the operands whose gradients to compute.
     """
 
     name: str
-    combine: int  # its number: `runtime/associative.py: COMBINES`
+    combine: int  # index into `runtime/associative.py: COMBINES`
     types: tuple[torch.dtype, ...]
     length: int
     carried: Size  # bytes

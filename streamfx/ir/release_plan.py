@@ -1,4 +1,4 @@
-"""A backward half in stretches, each of which ends where gradients are complete."""
+"""A backward graph in segments, each of which ends where gradients are complete."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from streamfx.node_meta import VALUE
 from streamfx.torch_private import inputs_of_gradients
 from streamfx.torch_private.autograd import is_taken_apart, owners
 
-Saved: TypeAlias = "tuple[frozenset[int], ...]"  # for each tensor saved for a backward half: inputs in whose memory it may lie
+Saved: TypeAlias = "tuple[frozenset[int], ...]"  # for each tensor saved for a backward graph, the inputs that it may alias
 
 
 @dataclass(frozen=True)
 class ReleaseSegment:
-    """A stretch of a backward half: the operators that run, which of the given tensors they read that somebody else may write to,
-    and the gradients that are handed over behind them, by their place among the half's results.
+    """A segment of a backward graph: its operators, the tensors it reads, and the gradients to release after it.
+
+    `reads` holds the given tensors that other code may write to. `gradients` is keyed by index among the graph's results.
     """
 
     operators: tuple[fx.Node, ...]
@@ -31,8 +32,9 @@ class ReleaseSegment:
 
 @dataclass(frozen=True)
 class GradientSource:
-    """Which input a result of a backward half is the gradient of: by its position among those of the compiled function, and among
-    those of the graph, where a sharded tensor is taken apart; then the result is a `part` of a gradient.
+    """The input whose gradient a backward result is, by index in the compiled function and in the graph.
+
+    The indices differ if a sharded tensor is decomposed; then the result is a `part` of a gradient.
     """
 
     given: int
@@ -42,44 +44,45 @@ class GradientSource:
 
 @dataclass(frozen=True)
 class ShardedGradient:
-    """The one tensor that a sharded gradient is made of."""
+    """The one tensor from which a sharded gradient is built."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
     def stand_in(self) -> Tensor:
-        """A tensor of these sizes in the memory of one number, until the gradient is there."""
+        """Return a placeholder of this shape, backed by one element, to use until the gradient exists."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
-Sources: TypeAlias = "dict[int, GradientSource]"  # by place among the results of a backward half
+Sources: TypeAlias = "dict[int, GradientSource]"  # by index among the results of a backward graph
 
 
 def sources_of(joint: fx.Graph, num_outputs: int, num_inputs: int) -> Sources:
-    """For each gradient that is a tensor; none where AOTAutograd has put inputs together, or a gradient is made of several
-    tensors or of sizes that change.
+    """Return the source of each gradient that is a tensor.
+
+    Return no sources if AOTAutograd has merged inputs, or if a gradient consists of several tensors or has dynamic sizes.
     """
     given, gradients = owners(joint), outputs_of(joint)[num_outputs:]
-    told = inputs_of_gradients(joint, num_outputs)
-    if told is None or {position for position in given if position is not None} != set(range(num_inputs)):
+    gradient_inputs = inputs_of_gradients(joint, num_outputs)
+    if gradient_inputs is None or {position for position in given if position is not None} != set(range(num_inputs)):
         return {}
     number = {node: i for i, node in enumerate(joint.find_nodes(op="placeholder"))}
-    found, seen = dict[int, GradientSource](), set[int]()
-    for place, (primal, gradient) in enumerate(zip(told, gradients, strict=True)):
+    sources, seen = dict[int, GradientSource](), set[int]()
+    for place, (primal, gradient) in enumerate(zip(gradient_inputs, gradients, strict=True)):
         if not is_tensor(gradient):
             continue
         position = None if primal is None else given[number[primal]]
         is_part = primal is not None and is_taken_apart(primal)
-        part = _part(gradient) if is_part else None
+        part = _sharded_part(gradient) if is_part else None
         if primal is None or position is None or position in seen or (is_part and part is None):
             return {}
         seen.add(position)
-        found[place] = GradientSource(position, number[primal], part)
-    return found
+        sources[place] = GradientSource(position, number[primal], part)
+    return sources
 
 
-def _part(gradient: fx.Node) -> ShardedGradient | None:
+def _sharded_part(gradient: fx.Node) -> ShardedGradient | None:
     value = gradient.meta[VALUE]
     shape = shape_of(value)
     sizes = tuple(size for size in shape if isinstance(size, int))
@@ -87,5 +90,5 @@ def _part(gradient: fx.Node) -> ShardedGradient | None:
 
 
 def places_of(deliveries: Sequence[ReleaseSegment]) -> tuple[tuple[int, ...], ...]:
-    """Which gradients each stretch hands over."""
+    """Return the indices of the gradients that each segment releases."""
     return tuple(tuple(sorted(delivery.gradients)) for delivery in deliveries)

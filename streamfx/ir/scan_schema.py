@@ -1,9 +1,9 @@
-"""Operators with a state, declared: which argument is the state before the first row, and which result is it after the last.
+"""Schemas of operators with a state: the argument that is the state before the first row, the result after the last.
 
     scan(x, decay, first) -> y, last                                  rows of x, decay and y follow one another
     scan_backward(dy, dlast, x, decay, first) -> dx, ddecay, dfirst   from the last row to the first: dlast in, dfirst out
 
-Of a call a `StatefulPlan` is made for each of the two, which says what a chunk of its rows is given, and what it leaves.
+A call gets a `StatefulPlan` for each of the two operators, with the arguments and the results of a chunk of its rows.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from streamfx.ir.recurrence import RecurrenceAxes, axes_apart
 from streamfx.ir.sizes import Size, product, shape_of, size_of
 from streamfx.torch_private.symbolic_sizes import size_hint
 
-ALIGNED = 16  # bytes: where a value of any type may begin
+ALIGNED = 16  # bytes: alignment for a value of any dtype
 
 
 @dataclass(frozen=True)
 class Stateful:
-    """What is declared of an operator and of its backward, which graphs name so, and which take arguments of these names.
+    """The declaration of an operator and its backward: the names of both in graphs, and the names of their arguments.
 
-    `rows` names the arguments that have rows, with their dimension; `results` has that of each result, or None. `states` names
-    the arguments that are states, each with the result that it is after the last row. Of the backward's arguments some are
-    `cotangents` of results, some are `saved` results, by number; the others bear the names of the operator's own arguments. Its
-    results are the `gradients` of these arguments. `always` are arguments that chunks are given whatever a call gives, `only`
-    those that a call has to give, `counts` those that are the number of rows. Chunks begin at multiples of `block`, or of the
-    argument that is called so.
+    `rows` maps each argument with rows to its row dimension; `results` has the row dimension of each result, or None.
+    `states` maps each argument that is a state to the index of the result that is this state after the last row. Among
+    the backward's arguments, `cotangents` and `saved` map names to the indices of results; the others have the names of
+    the operator's arguments. The backward's results are the `gradients` of these arguments. `always` overrides arguments
+    of a chunk's calls. If a call passes an argument in `only`, it must have this value. Arguments in `counts` are the
+    number of rows. Chunks start at multiples of `block`, or of the argument with this name.
     """
 
     name: str
@@ -54,29 +54,29 @@ class Stateful:
 
     @property
     def remade(self) -> dict[str, int]:
-        """Saved results without rows: each chunk makes its own again."""
+        """Saved results without rows: each chunk recomputes its own."""
         return {name: number for name, number in self.saved.items() if self.results[number] is None}
 
 
 class NotStatefulError(Exception):
-    """Why what is declared does not hold for a call."""
+    """The reason why a declaration does not hold for a call."""
 
 
 @dataclass(frozen=True)
 class StateSlot:
-    """One state: the argument that it is given as, the result that it leaves as, and its place in the carry, in bytes."""
+    """One state: its argument, its result, and its byte interval in the carry."""
 
     argument: str
     result: int
     start: int
     stop: int | None
-    shape: tuple[int, ...]  # one size may be known only when it runs: -1
+    shape: tuple[int, ...]  # -1: a size known only at run time, at most one
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class StatefulResult:
-    """A result that is used: the dimension of its rows; without one it is a sum over chunks, or what the last one leaves."""
+    """A result that is used, and the dimension of its rows; without rows, a sum over chunks or the last chunk's value."""
 
     number: int
     rows: int | None
@@ -85,11 +85,11 @@ class StatefulResult:
 
 @dataclass(frozen=True)
 class StatefulPlan:
-    """A call of one of the two operators. `given` are the arguments that are no tensors, `operands` those that are, in order.
+    """A call of one of the two operators. `given` are the arguments that are not tensors, `operands` the tensors, in order.
 
-    Chunks are given what is `always` given; states that are `absent` begin with zeros. `orders` says how the dimensions of an
-    operand follow one another in memory, outermost first. A backward is given the states with which a chunk began, and what the
-    operator makes `again` of its rows, `remade`; of that `nothing` has no elements.
+    Every chunk gets the arguments `always`; `absent` states start as zeros. `orders` has the memory order of an operand's
+    dimensions, outermost first. A chunk of the backward gets the states at its start, and the results `remade` that the
+    plan `again` recomputes from its rows; results in `nothing` have no elements.
     """
 
     name: str
@@ -113,9 +113,12 @@ class StatefulPlan:
 
 
 def forward_plan(declared: Stateful, arguments: Mapping[str, Any], wanted: Sequence[int]) -> tuple[StatefulPlan, list[Any]]:
-    """`arguments` of a call by name, tensors by their values; of its results these are `wanted`. And its results."""
+    """Plan a call; return the plan and the results.
+
+    `arguments` are by name, with tensors as fake values; `wanted` has the indices of the results that are used.
+    """
     for name, value in declared.only.items():
-        if name in arguments and not _is_nothing_but(arguments[name], value):
+        if name in arguments and not _is_exactly(arguments[name], value):
             raise NotStatefulError(f"another {name} than {value}")
     always = {name: value for name, value in declared.always.items() if name in declared.takes}
     results = listed(declared.forward(**{**arguments, **always}))
@@ -129,8 +132,9 @@ def forward_plan(declared: Stateful, arguments: Mapping[str, Any], wanted: Seque
 def backward_plan(
     declared: Stateful, forward: StatefulPlan, arguments: Mapping[str, Any], known: Sequence[Any], wanted: Sequence[int]
 ) -> tuple[StatefulPlan, list[Any]]:
-    """The same for the backward of a call whose results are known. `arguments` has the call's own, too, where what it saved is
-    made again.
+    """Plan the backward of a call whose results are `known`; return the plan and the results.
+
+    If saved results are recomputed, `arguments` includes the arguments of the forward call.
     """
     always = {name: value for name, value in declared.always.items() if name in declared.backward_takes}
     into = {number: name for name, number in declared.cotangents.items()}
@@ -149,21 +153,21 @@ def backward_plan(
     slots, carried = _slots(states)
     dims: dict[str, int | None] = {**declared.rows}
     dims |= {name: declared.results[number] for name, number in {**declared.cotangents, **declared.saved}.items()}
-    made = [declared.rows.get(name) if name is not None else None for name in declared.gradients]
-    call = _StatefulCall(arguments, always, absent, dims, results, made, wanted, known)
+    gradient_dims = [declared.rows.get(name) if name is not None else None for name in declared.gradients]
+    call = _StatefulCall(arguments, always, absent, dims, results, gradient_dims, wanted, known)
     return call.plan(declared, slots, carried, forward), results
 
 
 @dataclass(frozen=True)
 class _StatefulCall:
-    """What is known of a call: its arguments, its results, and the dimensions of both that have rows."""
+    """The facts about a call: its arguments, its results, and the dimensions of both that have rows."""
 
     arguments: Mapping[str, Any]
     always: Mapping[str, Any]
     absent: frozenset[str]
     dims: Mapping[str, int | None]
     results: Sequence[Any]
-    made: Sequence[int | None]
+    result_dims: Sequence[int | None]
     wanted: Sequence[int]
     known: Sequence[Any] = ()
 
@@ -172,9 +176,9 @@ class _StatefulCall:
         rows = {name: dim for name, value in tensors.items() if (dim := _dim(self.dims.get(name), value)) is not None}
         if not rows:
             raise NotStatefulError("no operand that has rows")
-        parts = tuple(self._part(number) for number in self.wanted)
-        made = {f"result {part.number}": (self.results[part.number], part.rows) for part in parts if part.rows is not None}
-        _check_lengths({**{name: (tensors[name], dim) for name, dim in rows.items()}, **made}, self._counts(declared))
+        parts = tuple(self._result(number) for number in self.wanted)
+        result_dims = {f"result {part.number}": (self.results[part.number], part.rows) for part in parts if part.rows is not None}
+        _check_lengths({**{name: (tensors[name], dim) for name, dim in rows.items()}, **result_dims}, self._counts(declared))
         is_forward = forward is None
         absent = self.absent if forward is None else self.absent | forward.absent
         remade = {} if is_forward else {name: (number, self.known[number]) for name, number in declared.remade.items()}
@@ -206,26 +210,26 @@ class _StatefulCall:
         return {name: size_of(self.arguments[name]) for name in declared.counts if name in self.arguments}
 
     def _block(self, block: int | str) -> int:
-        found = block if isinstance(block, int) else self.arguments.get(block)
-        if not isinstance(found, int) or found < 1:
-            raise NotStatefulError(f"blocks of {block}={found} rows")
-        return found
+        rows = block if isinstance(block, int) else self.arguments.get(block)
+        if not isinstance(rows, int) or rows < 1:
+            raise NotStatefulError(f"blocks of {block}={rows} rows")
+        return rows
 
-    def _part(self, number: int) -> StatefulResult:
+    def _result(self, number: int) -> StatefulResult:
         value = _tensor(self.results[number], f"result {number}")
-        return StatefulResult(number, _dim(self.made[number], value), value.dtype)
+        return StatefulResult(number, _dim(self.result_dims[number], value), value.dtype)
 
 
 def listed(results: Any) -> list[Any]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
-# -- what has to hold of a call
+# -- conditions on a call
 
 
-def _tensor(value: Any, what: str) -> Tensor:
+def _tensor(value: Any, label: str) -> Tensor:
     if not isinstance(value, Tensor):
-        raise NotStatefulError(f"{what} that is no tensor")
+        raise NotStatefulError(f"{label} that is no tensor")
     return value
 
 
@@ -238,24 +242,24 @@ def _dim(dim: int | None, value: Any) -> int | None:
 
 
 def _absent(states: Mapping[str, tuple[Any, Tensor]]) -> frozenset[str]:
-    """States that a call leaves out, by None or by a tensor of nothing; the others are as they are after the last row."""
-    found = {name for name, (state, last) in states.items() if state is None or _is_empty(state, last)}
+    """Return the states that a call omits, by None or by an empty tensor. Check that the others match the last state."""
+    absent = {name for name, (state, last) in states.items() if state is None or _is_empty(state, last)}
     for name, (state, last) in states.items():
-        if name not in found:
+        if name not in absent:
             _check_state(name, state, last)
-    return frozenset(found)
+    return frozenset(absent)
 
 
 def _is_empty(state: Any, last: Tensor) -> bool:
     return isinstance(state, Tensor) and 0 in shape_of(state) and 0 not in shape_of(last)
 
 
-def _is_nothing_but(value: Any, asked: Any) -> bool:
-    return not isinstance(value, Tensor) and type(value) is type(asked) and bool(value == asked)
+def _is_exactly(value: Any, expected: Any) -> bool:
+    return not isinstance(value, Tensor) and type(value) is type(expected) and bool(value == expected)
 
 
 def _check_state(argument: str, state: Any, last: Any) -> None:
-    """A state that leaves as another kind of tensor than it came cannot be handed on."""
+    """Check that a state has the same shape and a compatible dtype after the last row: otherwise it cannot be carried."""
     if not isinstance(state, Tensor) or shape_of(state) != shape_of(last):
         raise NotStatefulError(f"{argument} of another shape than what is left of it after the last row")
     if torch.promote_types(state.dtype, last.dtype) != last.dtype:
@@ -272,7 +276,7 @@ def _check_lengths(tensors: Mapping[str, tuple[Tensor, int]], counts: Mapping[st
 
 
 def _slots(states: Sequence[tuple[str, int, Tensor]]) -> tuple[tuple[StateSlot, ...], Size]:
-    """Where each state lies in the carry, and the bytes of all; the size of one dimension may be known only when it runs."""
+    """Return the slot of each state in the carry, and the total bytes. One size may be known only at run time."""
     shapes = [shape_of(value) for _, _, value in states]
     unknown = [size for shape in shapes for size in shape if not isinstance(size, int)]
     if len(unknown) > 1 or (unknown and len(states) > 1):
@@ -292,8 +296,9 @@ def _slots(states: Sequence[tuple[str, int, Tensor]]) -> tuple[tuple[StateSlot, 
 
 
 def _order(value: Tensor) -> tuple[int, ...]:
-    """The dimensions of a value from the outermost to the innermost, as it lies in memory; those that it is repeated along
-    outside of the next that it is not.
+    """Return the dimensions of a value in memory order, outermost first.
+
+    An expanded dimension (stride 0) comes just outside the next dimension that is not expanded.
     """
     strides = [size_hint(stride) for stride in value.stride()]
     for dim in reversed(range(value.dim() - 1)):

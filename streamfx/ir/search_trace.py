@@ -1,4 +1,4 @@
-"""How a plan was fitted to a memory budget: the choices that were tried, and the peak of each."""
+"""The trace of a search for a plan within a memory budget: the choices tried, and the peak of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """Choices that a program is written for; the size of chunks is found afterwards."""
+    """The choices that determine a program; the chunk size is found afterwards."""
 
     save: str
     keep_every: int
@@ -27,7 +27,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SimulatedCandidate:
-    """A candidate that was simulated: with chunks of `working_set` bytes of work (None: as asked for) its peak is this."""
+    """A simulated candidate and its peak, in bytes. `working_set` limits the bytes of work per chunk; None is the default."""
 
     candidate: Candidate
     working_set: int | None
@@ -39,7 +39,7 @@ class SimulatedCandidate:
 
 @dataclass(frozen=True)
 class SearchTrace:
-    """All that was simulated for a budget, in bytes."""
+    """All candidates that were simulated for a budget, in bytes."""
 
     budget: int
     tried: tuple[SimulatedCandidate, ...]

@@ -1,8 +1,8 @@
-"""What an operator does with each axis, in einsum notation.
+"""The effect of an operator on each axis, in einsum notation.
 
-A `Signature` names the dimensions of one operator's tensor operands and results by letters. A letter on both sides is kept, a
-letter missing on the right is contracted (summed); of any other letter it says which `Index` it is: what the operator does with
-the rows along it.
+A `Signature` names the dimensions of one operator's tensor operands and results by letters (axis labels). A letter on
+both sides is kept; a letter missing on the right is contracted (summed). Any other letter has an `Index`, which says how
+the operator accesses the rows along it.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ LetterShape: TypeAlias = "tuple[LetterDim, ...]"
 
 @dataclass(frozen=True)
 class FullAxis:
-    """The operator mixes its rows, and has to be given all of them: softmax, sort."""
+    """The operator mixes the rows and needs all of them: softmax, sort."""
 
 
 @dataclass(frozen=True)
 class RunningSum:
-    """Each row takes in all rows before it, or, in `reverse`, all after it: a running sum."""
+    """Each row depends on all rows before it, or on all rows after it if `reverse`: a running sum."""
 
     reverse: bool
 
 
 @dataclass(frozen=True)
 class SingleRow:
-    """One row is taken out, or put in among zeros: this one."""
+    """The operator selects one row, or places one row among zeros: the row with index `number`."""
 
     number: Size
 
 
 @dataclass(frozen=True)
 class Window:
-    """Row i goes with the rows i + start .. i + start + reach of another letter: a slice, padding, a convolution.
+    """Row i goes with rows i + start .. i + start + reach of another letter: a slice, padding, a convolution.
 
-    `start` is negative for padding. Between two operands of a sum the same holds for a letter that both lose.
+    `start` is negative for padding. The relation also holds between two operands of a sum, for a letter that both lose.
     """
 
     of: Letter
@@ -60,7 +60,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class ConcatAxes:
-    """Its rows are those of other letters, one behind another: of each of these, how many rows come before."""
+    """The rows of other letters, concatenated; each letter comes with the number of rows before its own."""
 
     parts: tuple[tuple[Letter, Size], ...]
 
@@ -69,7 +69,7 @@ Index: TypeAlias = FullAxis | RunningSum | SingleRow | Window | Tile | ConcatAxe
 
 
 def whole(*letters: Letter) -> dict[Letter, Index]:
-    """Letters along which an operator has to be given all rows."""
+    """Mark letters along which an operator needs all rows."""
     return dict.fromkeys(letters, FullAxis())
 
 
@@ -77,11 +77,10 @@ def whole(*letters: Letter) -> dict[Letter, Index]:
 class Signature:
     """The letters of one node.
 
-    `operands` follow the tensor arguments in the order of the call, `results` the outputs. `index` has the letters that are
-    neither kept nor contracted. `atoms` binds letters that stand for less than a whole dimension.
-    `keys` marks the letters that run over keys where an attention operator knows it.
-    `placed` marks the letters along which an operator counts: what it does with a row depends on the row's number.
-    `combine` says how the parts of a contracted letter are put together.
+    `operands` follows the tensor arguments in call order, `results` the outputs. `index` has the letters that are neither
+    kept nor contracted. `atoms` binds letters that label only a factor of a dimension. `keys` has the letters over key
+    positions, if an attention operator knows them. `placed` has the letters along which the operator depends on the index
+    of a row. `combine` is the reduction over a contracted letter.
     """
 
     operands: tuple[LetterShape, ...]
@@ -94,7 +93,7 @@ class Signature:
 
     @cached_property
     def whole(self) -> frozenset[Letter]:
-        """Letters along which the operator has to be given all rows, unless a loop in the right order may carry something."""
+        """Letters along which the operator needs all rows, unless a loop in the right order can carry a state."""
         return frozenset(letter for letter, index in self.index.items() if not isinstance(index, Window))
 
     @cached_property
@@ -107,23 +106,23 @@ class Signature:
 
     @property
     def joined(self) -> tuple[Letter, ConcatAxes] | None:
-        """The letter whose rows are those of others, if there is one."""
+        """The letter whose rows concatenate the rows of other letters, if there is one."""
         return next(((letter, index) for letter, index in self.index.items() if isinstance(index, ConcatAxes)), None)
 
     def letters(self) -> set[Letter]:
-        return _of((*self.operands, *self.results))
+        return _letters_of((*self.operands, *self.results))
 
     def is_special(self, letter: Letter) -> bool:
-        """Whether the operator does anything with a letter beside running along it."""
+        """Return whether the operator does anything with a letter other than to run along it."""
         others = {index.of for index in self.index.values() if isinstance(index, (Window, Tile))}
         return letter in self.index or letter in self.keys | self.placed | others
 
     def contracted(self, result: int = 0) -> set[Letter]:
-        """Letters of the operands that result number `result` does not have."""
+        """Return the letters of the operands that result `result` does not have."""
         kept = {letter for dim in self.results[result] for letter in dim}
         kept |= {self.windows[letter].of for letter in kept if letter in self.windows}
-        return _of(self.operands) - kept
+        return _letters_of(self.operands) - kept
 
 
-def _of(shapes: Iterable[LetterShape]) -> set[Letter]:
+def _letters_of(shapes: Iterable[LetterShape]) -> set[Letter]:
     return {letter for shape in shapes for dim in shape for letter in dim}

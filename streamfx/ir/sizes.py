@@ -1,4 +1,4 @@
-"""Sizes of dimensions: plain integers, or expressions in the symbols of a dynamic shape."""
+"""Sizes of dimensions: integers, or expressions in the symbols of a dynamic shape."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Size: TypeAlias = "int | sympy.Expr"
 
 
 class Real(sympy.Function):
-    """A number that follows from sizes and is no whole one, as 1 / t."""
+    """A number computed from sizes that need not be an integer, such as 1 / t."""
 
 
 class Truth(sympy.Function):
-    """Whether something holds of sizes, as t > 8."""
+    """A condition on sizes, such as t > 8."""
 
 
 def size_of(dimension: Any) -> Size:
-    """The size that a FakeTensor's dimension (an `int` or a `SymInt`) stands for, or what another number of sizes does."""
+    """Return the size of a fake tensor's dimension (an `int` or a `SymInt`), or of another number computed from sizes."""
     if isinstance(dimension, int):
         return dimension
     if isinstance(dimension, float):
@@ -42,7 +42,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def quotient(whole: Size, part: Size) -> Size | None:
-    """`whole / part` where it is provably an integer for every value of the symbols, else None."""
+    """Return `whole / part` if it is an integer for every value of the symbols, provably; else None."""
     if isinstance(whole, int) and isinstance(part, int):
         return whole // part if part and whole % part == 0 else None
     ratio = sympy.cancel(whole / part)
@@ -55,14 +55,14 @@ def quotient(whole: Size, part: Size) -> Size | None:
 
 
 def is_never_less(size: Size, than: Size) -> bool:
-    """Whether a size is provably no less than another for every value of the symbols."""
+    """Return whether a size is at least `than` for every value of the symbols, provably."""
     return bool(sympy.expand(size - than).is_nonnegative)
 
 
 def numeric(size: Size, symbol_value: int = 16) -> int:
-    """A number for weighing costs, with every symbol at some plain value; never for deciding what is right.
+    """Return a number to compare costs, with a typical value for every symbol. Never use it for correctness.
 
-    A number that is no size weighs nothing: it is 1.
+    A number that is not a size has no weight: it is 1.
     """
     if isinstance(size, (int, Real, Truth)):
         return size if isinstance(size, int) else 1

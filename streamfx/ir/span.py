@@ -1,4 +1,4 @@
-"""Which rows around a chunk an operator reads: a window, or all up to the chunk's own."""
+"""Spans: the rows around a chunk that an operator reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages: the joint graph, cut where little is alive."""
+"""Stages: segments of the joint graph, cut where few bytes are live."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Stage:
-    """One stretch of the forward half and the stretch of the backward half that undoes it.
+    """A segment of the forward graph, and the segment of the backward graph that differentiates it.
 
-    `outputs` are the forward values that later stages (or the caller) use, `gradients` the values that earlier stages'
-    backward stretches use. `gradient_in_forward` marks a loss stage whose gradient is found along with the loss.
+    `outputs` are the forward values that later stages (or the caller) use, `gradients` the values that the backward
+    segments of earlier stages use. `gradient_in_forward` marks a loss stage that computes its gradient together with the
+    loss.
     """
 
     name: str

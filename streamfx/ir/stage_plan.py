@@ -1,4 +1,4 @@
-"""The plan: how large chunks are and what is kept from the forward half, per stage."""
+"""The plan: chunk sizes, and the forward values that each stage keeps."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from torch import fx
 from streamfx.ir.sizes import Size
 from streamfx.node_meta import VALUE
 
-LEAST_WORKING_SET = 64 << 20  # bytes: below this a smaller chunk saves nothing worth having
+LEAST_WORKING_SET = 64 << 20  # bytes: below this, a smaller chunk saves too little
 LEAST_ROWS = 64
 MULTIPLE = 8
-TILE = 128  # rows: chunks of a multiple of it are what attention's fastest kernels take
-TILED = 4 * TILE  # rows from which on rounding to a multiple of `TILE` changes little
-NEAR = (0.8, 2.0)  # of the wished number of chunks: so many may be had instead, to have them equal; of 2 ^ n some always can
-BUSY_WORKING_SET = 3 << 30  # bytes: so much may be worked on to keep a device busy that needs many rows for that
-SHARE = 16  # a chunk's work may take one in so many of the bytes that a step holds, where it saves time
-SINGLE = 8  # the same of a single chunk, which needs no totals of sums over chunks
+TILE = 128  # rows: the fastest attention kernels take chunks of a multiple of it
+TILED = 4 * TILE  # rows: from here on, rounding to a multiple of `TILE` changes little
+NEAR = (
+    0.8,
+    2.0,
+)  # allowed ratio to the wished number of chunks, if chunks become equal; a length of 2 ^ n always has such a number
+BUSY_WORKING_SET = 3 << 30  # bytes: limit on the work per chunk, if a device needs many rows to be busy
+SHARE = 16  # the work per chunk may take 1 / SHARE of the bytes that a step holds, if that saves time
+SINGLE = 8  # the same for a single chunk, which needs no totals of sums over chunks
 
 
 @dataclass(frozen=True)
 class AutoChunk:
-    """Chunks sized so that the work on one takes about as much memory as one value at a cut, T x d, takes anyway; more where rows
-    are still `worthwhile`, up to a small share of what the step holds.
+    """A chunk size such that the work on a chunk takes about the memory of one value at a stage boundary, T x d.
 
-    A sequence that is worthwhile in one chunk may take twice that share: its sums need no totals.
+    Chunks are larger if rows are still `worthwhile`, up to a small share of the bytes that the step holds. A sequence
+    that is worthwhile in one chunk may take twice that share, because its sums need no totals.
 
-    `row_bytes` is what one row of the sequence takes inside the loop, `stream_bytes` what it takes at a cut; both for the
-    whole batch. `held` are the bytes of parameters and gradients, and there are so many `cuts`. To keep the device busy chunks
-    have `enough` rows, where these do not take gigabytes. A `working_set` is what the work may take instead, in chunks of `most`
-    rows at most: those that it was simulated with, so that no shorter sequence takes more.
-    Chunks have a multiple of `granule` rows.
+    `row_bytes` is the memory that one row of the sequence takes inside the loop, `stream_bytes` at a stage boundary; both
+    for the whole batch. `held` is the bytes of parameters and gradients, `cuts` the number of boundaries. Chunks have
+    `enough` rows to keep the device busy, unless these take gigabytes. If `working_set` is set, it limits the work
+    instead, in chunks of at most `most` rows: the rows with which it was simulated, so that no shorter sequence takes
+    more. Chunks have a multiple of `granule` rows.
     """
 
     row_bytes: Size
@@ -49,8 +52,10 @@ class AutoChunk:
     most: int | None = None
 
     def rows(self, length: int, row_bytes: int, stream_bytes: int) -> int:
-        """Rows per chunk for a sequence of `length`: equal chunks of a multiple of `TILE` rows, if there are any near the
-        wish."""
+        """Return the rows per chunk for a sequence of `length`.
+
+        Prefer equal chunks of a multiple of `TILE` rows, if there is such a size near the wished one.
+        """
         is_limit, working_set = self.working_set is not None, self.working_set
         if working_set is None:
             if self.most is None and self._is_single(length, row_bytes, stream_bytes):
@@ -72,7 +77,7 @@ class AutoChunk:
         return rows if self.most is None else min(rows, self.most)
 
     def _is_single(self, length: int, row_bytes: int, stream_bytes: int) -> bool:
-        """Whether all rows are worthwhile in one chunk, and its work is small beside what the step holds."""
+        """Return whether all rows are worthwhile in one chunk, whose work is small compared with the bytes the step holds."""
         return 0 < length <= self.worthwhile and length * row_bytes * SINGLE <= self._bytes_held(length, stream_bytes)
 
     def _bytes_held(self, length: int, stream_bytes: int) -> int:
@@ -89,11 +94,12 @@ ChunkSize: TypeAlias = "int | AutoChunk"
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """`chunk_sizes` in rows of the sequence, values `kept` beside the stage's outputs, and outputs that are not kept, by stage.
+    """The plan per stage: `chunk_sizes` in rows, values `kept` in addition to the stage's outputs, and `dropped` outputs.
 
-    Sums over chunks of low-precision numbers grow in float32, but for those that are `narrow`. What is `dropped` is made again
-    from the boundary before it, by the same forward loops, when the backward half gets there; what is made between loops, and is
-    to be made `again`, from what enters its stage. What is `offloaded` waits on the host for the backward half if it is kept.
+    Sums over chunks of low-precision numbers accumulate in float32, unless they are `narrow`. The backward graph
+    recomputes `dropped` values from the boundary before them, with the same forward loops, and values between loops that
+    are in `again` from the inputs of their stage. `offloaded` values, if kept, wait in host memory for the backward
+    graph.
     """
 
     chunk_sizes: tuple[ChunkSize, ...]
@@ -104,7 +110,7 @@ class ChunkPlan:
     again: frozenset[fx.Node] = frozenset()
 
     def is_dropped(self, node: fx.Node) -> bool:
-        """Whether a value of the forward half is made again rather than kept."""
+        """Return whether a forward value is recomputed rather than kept."""
         return node in self._all_dropped or node in self.again
 
     @cached_property
@@ -112,7 +118,7 @@ class ChunkPlan:
         return frozenset(node for nodes in self.dropped for node in nodes)
 
     def sum_type(self, value: fx.Node) -> torch.dtype:
-        """The type in which a sum over chunks grows."""
+        """Return the dtype in which a sum over chunks accumulates."""
         dtype: torch.dtype = value.meta[VALUE].dtype
         is_low = dtype in (torch.bfloat16, torch.float16)
         return torch.float32 if is_low and value not in self.narrow else dtype

@@ -1,4 +1,4 @@
-"""What two graphs have in common when only names differ."""
+"""The structure of a graph, independent of the names in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Structure = tuple[tuple[str, str, str], ...]
 
 
 def structure(graph: fx.Graph) -> Structure:
-    """A graph with numbers in place of names: equal graphs have equal ones. Calls of modules go by name."""
+    """Return the graph with indices in place of names: equal graphs have equal structures. Module calls compare by name."""
     number: dict[fx.Node, int] = {}
     lines = []
     for node in graph.nodes:

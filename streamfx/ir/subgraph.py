@@ -1,4 +1,4 @@
-"""Operators that make one value of another, as a graph of their own: taken out of one graph, and written into another."""
+"""A subgraph that computes one value from another, extracted from one graph and inserted into another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Subgraph:
 
     @staticmethod
     def between(source: fx.Node, end: fx.Node, nodes: Collection[fx.Node]) -> Subgraph:
-        """A copy of `nodes`, which make `end` of `source` and of nothing else."""
+        """Copy `nodes`, which compute `end` from `source` alone."""
         graph = fx.Graph()
         copies = {source: graph.placeholder(source.name)}
         copies[source].meta = {VALUE: source.meta[VALUE]}
@@ -41,7 +41,7 @@ class Subgraph:
         return list(self.graph.nodes)[1:-1]
 
     def written(self, source: fx.Node, before: Callable[[fx.Node], fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Write the operators into the graph of `source`, each in front of the node that `before` names for it; the copies."""
+        """Insert the operators into the graph of `source`, each before the node `before` returns for it; return the copies."""
         copies = {self.source: source}
         for node in self.nodes:
             with source.graph.inserting_before(before(node)):

@@ -1,4 +1,4 @@
-"""Writing new operators into a joint graph, with the fake values that later passes read."""
+"""Insertion of operators into a joint graph, with the fake values that later passes read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class GraphWriter:
-    """Adds operators before a given node; each gets its `meta["val"]` by running it on its operands' fake values."""
+    """Inserts operators before a given node, and computes their `meta["val"]` from the fake values of their operands."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -34,7 +34,7 @@ class GraphWriter:
         return self.made_as(self.value(target, *fake_args, **fake_kwargs), target, *args, **kwargs)
 
     def made_as(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """The same of an operator of which it is known what it makes."""
+        """Insert an operator whose fake value is known."""
         assert self._point is not None
         with self.graph.inserting_before(self._point):
             made = self.graph.call_function(target, args, kwargs)
@@ -47,12 +47,12 @@ class GraphWriter:
         return made
 
     def value(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a function makes of fake values."""
+        """Run a function on fake values."""
         with torch.no_grad(), self._fake_mode():
             return function(*args, **kwargs)
 
     def _fake_mode(self) -> Any:
-        """The fake mode of the graph's own values, so that operators without operands make fake values too."""
+        """Return the fake mode of the graph's values, so that operators without operands return fake values, too."""
         if self._mode is None:
             values = (node.meta.get(VALUE) for node in self.graph.nodes)
             self._mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), nullcontext())
@@ -60,9 +60,9 @@ class GraphWriter:
 
 
 def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
-    """The sizes of a value as arguments: numbers, or nodes that hold those that are dynamic: inputs, else ones that read them.
+    """Return the sizes of a value as arguments: integers, or nodes for dynamic sizes (inputs if possible, else new nodes).
 
-    They are read from an operand that has such a size, if there is one: the value itself may be what a rewriting replaces.
+    A new node reads the size from an operand that has it, if there is one: a rewrite may replace the value itself.
     """
     shape = node.meta[VALUE].shape
     return [
@@ -84,18 +84,18 @@ def _read_size(size: Any, node: fx.Node, dim: int, writer: GraphWriter) -> fx.No
 
 
 def held_size(size: Any, graph: fx.Graph) -> fx.Node | None:
-    """The input that is this dynamic size: what is made of it depends on no value of the graph."""
+    """Return the input that is this dynamic size, so that its uses depend on no other value of the graph."""
     inputs = (node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.SymInt))
     return next((node for node in inputs if size_of(node.meta[VALUE]) == size_of(size)), None)
 
 
 def stride_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
-    """The strides of a value as arguments."""
+    """Return the strides of a value as arguments."""
     strides = node.meta[VALUE].stride()
     return [item if isinstance(item, int) else writer.call(aten.sym_stride.int, node, dim) for dim, item in enumerate(strides)]
 
 
 def offset_argument(node: fx.Node, writer: GraphWriter) -> Any:
-    """Where a value begins in its memory, as an argument."""
+    """Return the storage offset of a value as an argument."""
     offset = node.meta[VALUE].storage_offset()
     return offset if isinstance(offset, int) else writer.call(aten.sym_storage_offset.default, node)

@@ -1,4 +1,8 @@
-"""Every use of torch's private interfaces, each with the versions it was checked on."""
+"""All uses of torch's private interfaces, each with the versions on which it was tested.
+
+The package knows torch and nothing about chunks, plans, or passes. It may import torch, `node_meta`, `errors`, and the
+other modules below it; no other package uses a private interface of torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 from torch._decomp import get_decompositions  # 2.11, 2.13
-from torch._dynamo import _trace_wrapped_higher_order_op  # noqa: F401  (2.11, 2.13: defines what is next looked up)
+from torch._dynamo import _trace_wrapped_higher_order_op  # noqa: F401  (2.11, 2.13: defines the operator looked up next)
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13
 from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13
     ForwardTokenAOTInput,
@@ -25,8 +29,8 @@ from torch._higher_order_ops.scan import scan_op as SCAN  # 2.11, 2.13
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13
 from torch._prims.rng_prims import run_and_save_rng_state as SAVES_RANDOM_STATE  # 2.11, 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11, 2.13
-from torch.amp.autocast_mode import _enter_autocast as ENTER_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
-from torch.amp.autocast_mode import _exit_autocast as EXIT_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
+from torch.amp.autocast_mode import _enter_autocast as ENTER_AUTOCAST  # 2.11, 2.13: in Dynamo graphs
+from torch.amp.autocast_mode import _exit_autocast as EXIT_AUTOCAST  # 2.11, 2.13: in Dynamo graphs
 from torch.overrides import enable_reentrant_dispatch  # 2.11, 2.13
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass  # 2.11, 2.13
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter, tree_leaves, tree_map  # 2.11, 2.13
@@ -91,41 +95,41 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 DISABLED_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # 2.11, 2.13
-ZEROS_AND_SCATTER = torch.ops.flex_lib.zeros_and_scatter.default  # 2.11, 2.13: the gradient of a look-up in a score function
-AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # 2.11, 2.13: an operator that writes, as one that does not
+ZEROS_AND_SCATTER = torch.ops.flex_lib.zeros_and_scatter.default  # 2.11, 2.13: the gradient of an index in a score_mod
+AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # 2.11, 2.13: functional form of an operator that writes
 GRADIENT_OF_CDIST = torch.ops.aten._cdist_backward.default._schema.arguments[0].name  # grad (2.11, 2.13), grad_output (2.14)
-SET_GRAD = torch._C._set_grad_enabled  # 2.11, 2.13: in Dynamo's graphs
+SET_GRAD = torch._C._set_grad_enabled  # 2.11, 2.13: in Dynamo graphs
 
 
 def assert_true(condition: torch.Tensor, otherwise: str) -> None:
-    """Raise an error with this text when a step finds that it is not so; in a graph, too (2.11, 2.13)."""
+    """Raise an error with this text if the condition is false at run time; also works in a graph (2.11, 2.13)."""
     torch._assert_async(condition, otherwise)
 
 
 def keep_saved_tensors() -> None:
-    """Let the backward run with `retain_graph=True` at any time: saved tensors are freed, never reused (2.11, 2.13).
+    """Allow the backward to run with `retain_graph=True` at any time: saved tensors are freed, never donated (2.11, 2.13).
 
-    Call it from a forward compiler, which runs after partitioning.
+    Call this in a forward compiler, which runs after partitioning.
     """
     context = torch._guards.TracingContext.try_get()
     donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
     if donated is not None:
-        donated.clear()  # with sharded parameters there are two such metadata, which share this list
+        donated.clear()  # sharded parameters have two metadata objects, which share this list
 
 
 def static_inputs() -> list[int]:
-    """Positions of the parameters and buffers among the inputs of the graph that is being compiled (2.11, 2.13)."""
+    """Return the indices of parameters and buffers among the inputs of the graph being compiled (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
     return list(getattr(getattr(context, "fw_metadata", None), "static_input_indices", ()))
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that is running may be asked for again; true where none is running (2.11, 2.13)."""
+    """Return whether the running backward may be repeated; True if none is running (2.11, 2.13)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def mutated_inputs(joint: fx.Graph) -> list[int] | None:
-    """Positions of the inputs that a joint graph's function writes to; None where AOTAutograd does not tell (2.11, 2.13)."""
+    """Return the indices of the inputs that a joint graph mutates; None if AOTAutograd does not report them (2.11, 2.13)."""
     descriptions = joint.output_node().meta.get(DESCRIPTION)
     if descriptions is None:
         return None
@@ -135,9 +139,10 @@ def mutated_inputs(joint: fx.Graph) -> list[int] | None:
 
 
 def inputs_of_gradients(joint: fx.Graph, first: int) -> list[fx.Node | None] | None:
-    """For each result of a joint graph, from the `first` gradient on, the input that it is the gradient of (2.11, 2.13).
+    """Return, for each result of a joint graph from the `first` gradient on, the input whose gradient it is (2.11, 2.13).
 
-    None where AOTAutograd does not tell. A sharded tensor is several inputs, and several gradients if it gets one, else one None.
+    Return None if AOTAutograd does not report it. A sharded tensor is several inputs; it has several gradients, or one
+    None.
     """
     descriptions = joint.output_node().meta.get(DESCRIPTION)
     if descriptions is None:
@@ -147,7 +152,7 @@ def inputs_of_gradients(joint: fx.Graph, first: int) -> list[fx.Node | None] | N
 
 
 def _input_of(gradient: Any) -> Any:
-    """The description of the input that a result is the gradient of, by that of the result."""
+    """Return the description of a gradient's input, from the description of the gradient."""
     if isinstance(gradient, GradAOTOutput):
         return gradient.grad_of
     if isinstance(gradient, SubclassGetAttrAOTOutput):
@@ -157,44 +162,46 @@ def _input_of(gradient: Any) -> Any:
 
 
 def is_token(placeholder: fx.Node) -> bool:
-    """Whether an input stands for the order of effects, and holds nothing; such inputs come before all others (2.11, 2.13)."""
+    """Return whether an input is an effect token, which has no content; such inputs come first (2.11, 2.13)."""
     return isinstance(placeholder.meta.get(DESCRIPTION), ForwardTokenAOTInput)
 
 
 def given_positions(graph: fx.Graph, count: int) -> list[int | None]:
-    """For each of the first `count` inputs of a traced graph, but for tokens, which of Dynamo's it is: None for a part of one, as
-    a sharded tensor has parts (2.11, 2.13)."""
+    """Return Dynamo's index for each of the first `count` inputs of a traced graph, except tokens (2.11, 2.13).
+
+    The index is None for a part of a Dynamo input, such as a part of a sharded tensor.
+    """
     inputs = [node for node in graph.find_nodes(op="placeholder")[:count] if not is_token(node)]
     return [getattr(node.meta.get(DESCRIPTION), "idx", None) for node in inputs]
 
 
 def placeholder_source(node: fx.Node) -> str:
-    """Where Dynamo found an input, as `L['self']._modules['0']._parameters['weight']`; empty if it is unknown (2.11, 2.13)."""
+    """Return Dynamo's source of an input, as `L['self']._modules['0']._parameters['weight']`; "" if unknown (2.11, 2.13)."""
     source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get(GRAPH_ARGUMENT), "source", None)
     name = getattr(source, "name", "") if source is not None else ""
     return str(name() if callable(name) else name)
 
 
 def is_held_by_model(node: fx.Node) -> bool:
-    """Whether an input is an attribute of a module or a global, rather than an argument of the call (2.11, 2.13)."""
+    """Return whether an input is an attribute of a module or a global, rather than an argument of the call (2.11, 2.13)."""
     source = placeholder_source(node)
     return source.startswith(("G[", "L['self'].")) or "._buffers[" in source or "._modules[" in source
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a tensor is a shard, or a copy, of one that ranks hold together (2.11, 2.13)."""
+    """Return whether a tensor is a shard or a replica of a distributed tensor (2.11, 2.13)."""
     return hasattr(value, "device_mesh") and is_traceable_wrapper_subclass(value)
 
 
 def rewrapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A tensor that is made of others, made of changed ones; what else it holds stays (2.11, 2.13: `__tensor_flatten__`)."""
+    """Rebuild a wrapper subclass with changed inner tensors, all else unchanged (2.11, 2.13: `__tensor_flatten__`)."""
     names, context = value.__tensor_flatten__()
     parts = {name: change(part) if isinstance(part := getattr(value, name), torch.Tensor) else part for name in names}
     return type(value).__tensor_unflatten__(parts, context, value.shape, value.stride())
 
 
 def dynamo_copy(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """A copy of a Dynamo graph with all that AOTAutograd reads of it; its nodes by the original ones (2.11, 2.13)."""
+    """Copy a Dynamo graph with everything that AOTAutograd reads; also return the copy of each node (2.11, 2.13)."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, copies))
@@ -205,23 +212,23 @@ def dynamo_copy(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, f
 
 
 def dynamo_module(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """A graph with what AOTAutograd reads of a module of Dynamo's, beside its graph (2.11, 2.13)."""
-    made = fx.GraphModule(module, graph)
-    made.meta = dict(module.meta)
+    """Build a module from a graph, with the attributes that AOTAutograd reads from a Dynamo module (2.11, 2.13)."""
+    copied = fx.GraphModule(module, graph)
+    copied.meta = dict(module.meta)
     for name in ("_param_name_to_source", "compile_subgraph_reason"):
         if hasattr(module, name):
-            setattr(made, name, getattr(module, name))
-    return made
+            setattr(copied, name, getattr(module, name))
+    return copied
 
 
 def untraced(function: F) -> F:
-    """A function that compiled functions may call, and that Dynamo must not look into (2.11, 2.13)."""
+    """Wrap a function so that compiled functions may call it and Dynamo does not trace it (2.11, 2.13)."""
     wrapped: F = torch.compiler.disable(function)
     return wrapped
 
 
 def wrapper_tensor(cls: type[torch.Tensor], like: torch.Tensor, device: torch.device) -> Any:
-    """A tensor of a subclass with the sizes of `like`, and no memory (2.11, 2.13)."""
+    """Create a tensor of a subclass, with the sizes of `like` and without memory (2.11, 2.13)."""
     return torch.Tensor._make_wrapper_subclass(
         cls,
         like.size(),
@@ -233,20 +240,21 @@ def wrapper_tensor(cls: type[torch.Tensor], like: torch.Tensor, device: torch.de
 
 
 def is_composite(operator: Any) -> bool:
-    """Whether an ATen operator is defined by other operators, gradients included (2.11, 2.13)."""
+    """Return whether an ATen operator is implemented by other operators, including its gradient (2.11, 2.13)."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
 
 
 def no_dispatch() -> Any:
-    """Operators inside of it do not see `__torch_dispatch__` (2.11, 2.13)."""
+    """Return a context in which operators bypass `__torch_dispatch__` (2.11, 2.13)."""
     return torch._C._DisableTorchDispatch()
 
 
 @contextmanager
 def reentrant_dispatch() -> Iterator[None]:
-    """Operators inside of it, which is inside of `__torch_dispatch__`, are dispatched as outside of it (2.11, 2.13).
+    """Within `__torch_dispatch__`, dispatch operators as outside of it (2.11, 2.13).
 
-    Without modes that are not there: a mode is off the stack while it handles a call, but the keys still say that it is on.
+    A mode leaves the stack while it handles a call, but the dispatch keys still include it; if no mode is left, exclude
+    the keys.
     """
     keys = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
     with enable_reentrant_dispatch():
@@ -257,13 +265,13 @@ def reentrant_dispatch() -> Iterator[None]:
 
 
 def no_modes() -> Any:
-    """Operators inside of it do not see active dispatch modes (2.11, 2.13)."""
+    """Return a context in which operators bypass active dispatch modes (2.11, 2.13)."""
     return torch.utils._python_dispatch._disable_current_modes()
 
 
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
-    """Autograd inside of it saves tensors as they are, whatever hooks are active (2.11, 2.13)."""
+    """Let autograd save tensors unpacked, whatever hooks are active (2.11, 2.13)."""
     before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     try:
         yield
@@ -272,7 +280,7 @@ def no_saved_tensor_hooks() -> Iterator[None]:
 
 
 def register_logger(name: str) -> None:
-    """Let `torch._logging.set_logs(name=...)` know the logger; `TORCH_LOGS="+name"` finds any module by itself (2.11, 2.13)."""
+    """Register a logger for `torch._logging.set_logs(name=...)`; `TORCH_LOGS="+name"` needs no registration (2.11, 2.13)."""
     from torch._logging._internal import log_registry
 
     if name not in log_registry.log_alias_to_log_qnames:
@@ -280,7 +288,7 @@ def register_logger(name: str) -> None:
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Hand a text to `TORCH_TRACE` for tlparse (2.11, 2.13)."""
+    """Write a text to `TORCH_TRACE` for tlparse (2.11, 2.13)."""
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
@@ -288,7 +296,7 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 @contextmanager
 def tracing_undone() -> Iterator[None]:
-    """What AOTAutograd notes about a graph is forgotten if an error ends it: the graph can be traced again (2.11, 2.13)."""
+    """If an error ends the block, reset AOTAutograd's notes on a graph, so that it can be traced again (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
     kept = {} if context is None else dict(vars(context))
     try:
@@ -300,10 +308,11 @@ def tracing_undone() -> Iterator[None]:
 
 
 class NoMaskForCudnn(torch.overrides.TorchFunctionMode):
-    """Trace `scaled_dot_product_attention` with a mask to another operator than cuDNN's.
+    """Trace `scaled_dot_product_attention` with a mask to an operator other than cuDNN's.
 
-    2.11 hands cuDNN -65504 for what a boolean mask hides (pytorch#177842), from which no pass can prove that a key is hidden; the
-    other operators get minus infinity. Loops choose their kernels themselves. Who allows cuDNN alone keeps it (2.11, 2.13).
+    For hidden keys of a boolean mask, 2.11 passes -65504 to cuDNN (pytorch#177842), from which no pass can prove that a
+    key is hidden; the other operators get minus infinity. Loops choose their kernels themselves. If only cuDNN is
+    enabled, it is used (2.11, 2.13).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -322,7 +331,7 @@ class NoMaskForCudnn(torch.overrides.TorchFunctionMode):
 
 
 def while_traced(function: Callable[[], T]) -> Callable[[], T]:
-    """The function, which finds whenever it is called what is noted about the graph that is compiled now (2.11, 2.13)."""
+    """Return the function, with the current tracing context active at each call (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
 
     def run() -> T:
@@ -332,23 +341,23 @@ def while_traced(function: Callable[[], T]) -> Callable[[], T]:
     return run
 
 
-# -- looking without running
+# -- fake and real values
 
 
 def real_values() -> Any:
-    """A context in which real tensors have values, also inside of a FakeTensorMode (2.11, 2.13)."""
+    """Return a context in which real tensors have values, even inside a FakeTensorMode (2.11, 2.13)."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
 
 
 def fake_mode_of(values: Any) -> Any:
-    """The FakeTensorMode that is active, or that some of the values belong to; None if there is none (2.11, 2.13)."""
+    """Return the FakeTensorMode that is active or that some values belong to; None if there is none (2.11, 2.13)."""
     return torch._guards.detect_fake_mode(values)
 
 
 def fake_copies(mode: Any) -> Any:
-    """A context in which `copy.deepcopy` makes fake copies of tensors (2.11, 2.13)."""
+    """Return a context in which `copy.deepcopy` creates fake copies of tensors (2.11, 2.13)."""
     from torch._subclasses.fake_tensor import FakeCopyMode
 
     return FakeCopyMode(mode)

@@ -1,4 +1,4 @@
-"""Private interfaces of torch's profiler: which bytes its allocators give out and take back, and when."""
+"""Private interfaces of torch's profiler: the bytes that allocators allocate and free, and when."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-PROBE = 12_347  # bytes of a tensor that is made when all is over: whether the profiler saw that is whether it saw to the end
+PROBE = 12_347  # bytes of a tensor allocated at the end: if the profiler recorded it, it recorded everything before
 
 
 @dataclass
 class Allocations:
-    """What a profiler has seen: `moves` are moments in nanoseconds since the epoch, bytes that came or went, and the device's
-    kind, in order. `is_complete` says whether it was on to the end: another profiler that is opened meanwhile takes its place.
+    """Allocations that a profiler recorded.
+
+    `moves` are in order: the time in nanoseconds since the epoch, the bytes allocated or freed, and the device type.
+    `is_complete` says whether the profiler ran until the end: another profiler that starts meanwhile replaces it.
     """
 
     moves: list[tuple[int, int, str]] = field(default_factory=list)
@@ -23,20 +25,21 @@ class Allocations:
 
 
 def is_profiled() -> bool:
-    """Whether a profiler is on in this thread: it is told of what this thread allocates, and no other but autograd's (2.13)."""
+    """Return whether a profiler is active in this thread. It records the allocations of this thread and of autograd (2.13)."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 @contextmanager
 def allocations() -> Iterator[Allocations]:
-    """What this thread's allocators give and take, those of the host and of devices, also of what Inductor's code makes; there
-    once the block is left (2.13).
+    """Record the allocations of this thread, on the host and on devices, including those of Inductor's code (2.13).
+
+    The result is filled in when the block ends.
     """
-    found = Allocations()
+    recorded = Allocations()
     profiler = torch.autograd.profiler.profile(profile_memory=True)
     with profiler:
         try:
-            yield found
+            yield recorded
         finally:
             torch.empty(PROBE, dtype=torch.uint8, device="cpu")
     results = profiler.kineto_results
@@ -44,5 +47,5 @@ def allocations() -> Iterator[Allocations]:
     moves = (
         (event.start_ns(), event.nbytes(), event.device_type().name.lower()) for event in events if event.name() == "[memory]"
     )
-    found.moves = sorted(moves, key=lambda move: move[0])
-    found.is_complete = any(size == PROBE and kind == "cpu" for _, size, kind in found.moves[-2:])
+    recorded.moves = sorted(moves, key=lambda move: move[0])
+    recorded.is_complete = any(size == PROBE and kind == "cpu" for _, size, kind in recorded.moves[-2:])

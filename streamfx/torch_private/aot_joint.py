@@ -1,4 +1,4 @@
-"""What AOTAutograd says of the inputs and results of a joint graph, and the fake values in it."""
+"""AOTAutograd's descriptions of the inputs and results of a joint graph, and its fake values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from streamfx.node_meta import DESCRIPTION
 
 
 def is_plain(graph: fx.Graph, count: int) -> bool:
-    """Whether the first `count` inputs of a joint graph are those of Dynamo's, in order, and its results and their gradients are
-    no more than that (2.11, 2.13).
+    """Return whether the first `count` inputs of a joint graph are Dynamo's inputs, in order (2.11, 2.13).
+
+    Its results must be plain results and gradients.
     """
     inputs = [node.meta.get(DESCRIPTION) for node in graph.find_nodes(op="placeholder")[:count]]
     results = graph.output_node().meta.get(DESCRIPTION)
@@ -24,19 +25,19 @@ def is_plain(graph: fx.Graph, count: int) -> bool:
 
 
 def describe_plain(graph: fx.Graph, count: int, num_outputs: int) -> None:
-    """Describe inputs of a joint graph, and gradients, as `is_plain` has them (2.11, 2.13)."""
+    """Describe the inputs and gradients of a joint graph in the form that `is_plain` accepts (2.11, 2.13)."""
     inputs = graph.find_nodes(op="placeholder")[:count]
     for position, node in enumerate(inputs):
         node.meta[DESCRIPTION] = PlainAOTInput(position)
     output = graph.output_node()
     results: Any = output.args[0]
     gradients = zip(inputs, results[num_outputs:], strict=True)
-    told = [GradAOTOutput(node.meta[DESCRIPTION]) if isinstance(gradient, fx.Node) else None for node, gradient in gradients]
-    output.meta[DESCRIPTION] = [*output.meta[DESCRIPTION][:num_outputs], *told]
+    described = [GradAOTOutput(node.meta[DESCRIPTION]) if isinstance(gradient, fx.Node) else None for node, gradient in gradients]
+    output.meta[DESCRIPTION] = [*output.meta[DESCRIPTION][:num_outputs], *described]
 
 
 def fake_twin(value: FakeTensor) -> FakeTensor:
-    """Another fake tensor that lies where a fake one does (2.11, 2.13)."""
+    """Create another fake tensor with the layout of `value` (2.11, 2.13)."""
     with torch._C._DisableTorchDispatch():
         held = torch.Tensor._make_subclass(torch.Tensor, value, value.requires_grad)
     return FakeTensor(value.fake_mode, held, value.device)

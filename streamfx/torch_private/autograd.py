@@ -1,4 +1,4 @@
-"""Private interfaces of autograd: who runs, for whom, and who waits for gradients."""
+"""Private interfaces of autograd: the running backward, saved tensors, and hooks on gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGe
 
 from streamfx.node_meta import DESCRIPTION
 
-SEEN_OUTSIDE_OF_OPERATORS = (  # 2.11, 2.13: what an operator's own code, and a mode that calls it, leave out
+SEEN_OUTSIDE_OF_OPERATORS = (  # 2.11, 2.13: keys that an operator's implementation, and a mode that calls it, exclude
     "AutogradFunctionality",
     "AutogradOther",
     "ADInplaceOrView",
@@ -23,45 +23,45 @@ SEEN_OUTSIDE_OF_OPERATORS = (  # 2.11, 2.13: what an operator's own code, and a 
 
 
 def current_autograd_node() -> Any:
-    """The node of autograd's graph that this code runs for; None where no backward is running (2.11, 2.13)."""
+    """Return the autograd node for which this code runs; None if no backward is running (2.11, 2.13)."""
     return torch._C._current_autograd_node()
 
 
 def backward_pass() -> int:
-    """A number for the backward pass that this code runs in, which no other has; -1 in none (2.11, 2.13)."""
+    """Return a unique id of the running backward; -1 if none is running (2.11, 2.13)."""
     return int(torch._C._current_graph_task_id())
 
 
 def after_this_backward(call: Callable[[], None]) -> None:
-    """Let autograd call a function at the end of the backward pass that is running. If that fails, it drops it (2.11, 2.13)."""
+    """Call a function at the end of the running backward. If the backward fails, the call is dropped (2.11, 2.13)."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 def saved_tensors_are_packed() -> bool:
-    """Whether hooks for saved tensors are set in this thread: they are given all that a forward half saves (2.11, 2.13)."""
+    """Return whether saved-tensor hooks are set in this thread: they receive every tensor saved for backward (2.11, 2.13)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def autocast_is_on() -> bool:
-    """Whether operators choose types by themselves, on any device (2.11, 2.13)."""
+    """Return whether autocast is enabled on any device (2.11, 2.13)."""
     return bool(torch._C._is_any_autocast_enabled())
 
 
 def no_autocast() -> Any:
-    """A context in which they do not, as AOTAutograd runs what it compiled (2.11, 2.13)."""
+    """Return a context without autocast, in which AOTAutograd also runs compiled code (2.11, 2.13)."""
     return torch._C._DisableAutocast()
 
 
 def is_transformed() -> bool:
-    """Whether this code runs inside of a transformation of functions, such as `vmap` (2.11, 2.13)."""
+    """Return whether this code runs inside a functorch transform, such as `vmap` (2.11, 2.13)."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def are_awaited(tensors: Iterable[Tensor]) -> bool:
-    """Whether somebody does something with gradients of tensors as they arrive: hooks, DDP (this code is in its forward), or the
-    gradients that are there already, to which new ones are added (2.11, 2.13).
+    """Return whether gradients of tensors are used as they arrive (2.11, 2.13).
 
-    Hooks on accumulators themselves (`grad_fn.next_functions[0][0].register_hook`) cannot be seen.
+    They are used by hooks, by DDP (if this code is in its forward), or by accumulation into existing gradients. Hooks on
+    the accumulators themselves (`grad_fn.next_functions[0][0].register_hook`) cannot be detected.
     """
     return is_in_data_parallel() or any(
         tensor.is_leaf and _is_awaited(tensor) for tensor in tensors if isinstance(tensor, Tensor)
@@ -73,12 +73,12 @@ def _is_awaited(tensor: Tensor) -> bool:
 
 
 def is_in_data_parallel() -> bool:
-    """Whether this code runs in DistributedDataParallel's forward (2.11, 2.13)."""
+    """Return whether this code runs in the forward of DistributedDataParallel (2.11, 2.13)."""
     return distributed.is_available() and torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
 def inputs_in_results() -> list[int] | None:
-    """Positions of the inputs that the graph being compiled returns, or parts of them; None if unknown (2.11, 2.13)."""
+    """Return the indices of inputs that the graph being compiled returns or aliases; None if unknown (2.11, 2.13)."""
     from torch._functorch._aot_autograd.schemas import OutputType
 
     context = torch._guards.TracingContext.try_get()
@@ -88,27 +88,30 @@ def inputs_in_results() -> list[int] | None:
 
 
 def owners(graph: fx.Graph) -> list[int | None]:
-    """For each input of a traced graph, which of Dynamo's it is, or is a part of; None for others (2.11, 2.13)."""
-    found = []
+    """Return, for each input of a traced graph, the index of its Dynamo input; None if it has none (2.11, 2.13).
+
+    An input may be a part of a Dynamo input.
+    """
+    indices = []
     for node in graph.find_nodes(op="placeholder"):
         description = node.meta.get(DESCRIPTION)
         while isinstance(description, SubclassGetAttrAOTInput):
             description = description.base
-        found.append(description.idx if isinstance(description, PlainAOTInput) else None)
-    return found
+        indices.append(description.idx if isinstance(description, PlainAOTInput) else None)
+    return indices
 
 
 def is_taken_apart(node: fx.Node) -> bool:
-    """Whether an input of a traced graph is a part of one of Dynamo's, which may have only that one part (2.11, 2.13)."""
+    """Return whether an input of a traced graph is a part of a Dynamo input, perhaps its only part (2.11, 2.13)."""
     return isinstance(node.meta.get(DESCRIPTION), SubclassGetAttrAOTInput)
 
 
 def asked_gradients(graph: fx.Graph) -> list[bool]:
-    """Which inputs of the forward graph that is being compiled may ask for a gradient; empty if it is not known (2.11, 2.13).
+    """Return which inputs of the forward graph being compiled may require a gradient; empty if unknown (2.11, 2.13).
 
-    A part of a tensor subclass may: autograd asks the whole tensor, and torch compiles again if that changes. What the part
-    itself says means nothing. `DTensor.from_local` gives the part of a result the result's `requires_grad`; AOTAutograd notes
-    False for it.
+    A part of a tensor subclass may: autograd checks the whole tensor, and torch recompiles if that changes. The
+    `requires_grad` of the part itself means nothing: `DTensor.from_local` copies a result's `requires_grad` to the part,
+    and AOTAutograd records False for it.
     """
     context = torch._guards.TracingContext.try_get()
     inputs = getattr(getattr(context, "fw_metadata", None), "input_info", ())
@@ -119,16 +122,14 @@ def asked_gradients(graph: fx.Graph) -> list[bool]:
 
 
 def nodes_that_run(edges: Iterable[tuple[Any, int]]) -> frozenset[Any]:
-    """The nodes at the end of edges that the running backward pass will run, without those of leaves (2.11, 2.13)."""
+    """Return the nodes at the end of edges that the running backward will run, except leaves (2.11, 2.13)."""
     nodes = {node for node, _ in edges if node is not None and not hasattr(node, "variable")}
     return frozenset(node for node in nodes if torch._C._will_engine_execute_node(node))
 
 
 @contextmanager
 def recorded_inside_operators() -> Iterator[None]:
-    """Autograd records what runs inside of it, and `vmap` may, also where an operator's own code runs, of which they see nothing
-    (2.11, 2.13).
-    """
+    """Let autograd and `vmap` record the code inside, even in an operator's implementation (2.11, 2.13)."""
     with ExitStack() as stack:
         for name in SEEN_OUTSIDE_OF_OPERATORS:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))

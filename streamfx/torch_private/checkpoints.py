@@ -1,6 +1,6 @@
-"""Private interfaces of torch's wrapper for activation checkpointing, which engines put around layers.
+"""Private interfaces of torch's activation checkpointing wrapper, which engines put around layers.
 
-It is not imported here: who has not imported it has wrapped nothing by it.
+The wrapper is not imported here: if it is not imported elsewhere, nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ INNER = "_checkpoint_wrapped_module"
 
 
 def checkpoints_around(model: nn.Module, inside: Collection[nn.Module]) -> list[nn.Module]:
-    """The wrappers in a model that run one of these modules by `torch.utils.checkpoint`, and nothing else (2.11, 2.13)."""
+    """Return the wrappers in a model that run one of these modules by `torch.utils.checkpoint` alone (2.11, 2.13)."""
     kind: Any = getattr(sys.modules.get(PLACE[0]), PLACE[1], None)
     if not isinstance(kind, type):
         return []
     wrappers = [part for part in model.modules() if isinstance(part, kind) and part._modules.get(INNER) in inside]
-    return [wrapper for wrapper in wrappers if _is_torchs(wrapper.checkpoint_fn)]
+    return [wrapper for wrapper in wrappers if _is_torch_checkpoint(wrapper.checkpoint_fn)]
 
 
-def _is_torchs(function: Any) -> bool:
+def _is_torch_checkpoint(function: Any) -> bool:
     return isinstance(function, partial) and function.func is checkpoint.checkpoint
 
 
 def run_without(wrapper: Any) -> Any:
-    """Let a wrapper call what it wraps; returns what `run_with` takes to undo that (2.11, 2.13)."""
-    kept, wrapper.checkpoint_fn = wrapper.checkpoint_fn, _called
+    """Let a wrapper call its module without checkpointing; return the argument of `run_with` that undoes it (2.11, 2.13)."""
+    kept, wrapper.checkpoint_fn = wrapper.checkpoint_fn, _call
     return kept
 
 
 def run_with(wrapper: Any, kept: Any) -> None:
-    """Undo `run_without`, if nobody has set another function since."""
-    if wrapper.checkpoint_fn is _called:
+    """Undo `run_without`, unless another function was set since."""
+    if wrapper.checkpoint_fn is _call:
         wrapper.checkpoint_fn = kept
 
 
-def _called(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)

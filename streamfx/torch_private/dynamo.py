@@ -1,4 +1,4 @@
-"""Private interfaces of Dynamo: its errors, its graph breaks, and what it keeps of compilations."""
+"""Private interfaces of Dynamo: its errors, its graph breaks, and the state that it keeps per compilation."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from streamfx.errors import StreamFXError
 from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.torch_private.lines import source_line
 
-ORIGINAL, WRAPPER = "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"  # attributes of what `torch.compile` made
+ORIGINAL, WRAPPER = "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"  # attributes of the results of `torch.compile`
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether `torch.compile` made this module (2.11, 2.13)."""
+    """Return whether a module is a result of `torch.compile` (2.11, 2.13)."""
     return isinstance(model, torch._dynamo.OptimizedModule)
 
 
 def inside_of_compiled(model: Any) -> Any:
-    """What `torch.compile` has wrapped, one level of it; None where it has not wrapped this (2.11, 2.13).
+    """Unwrap one level of `torch.compile`; return None if nothing is wrapped (2.11, 2.13).
 
-    A decorator around what is compiled has its attributes, and is more than it; so is a method of an object.
+    A decorator around a compiled function copies its attributes but is a different function; so is a bound method.
     """
     if is_compiled(model):
         return model._orig_mod
@@ -51,25 +51,25 @@ def inside_of_compiled(model: Any) -> Any:
     if isinstance(model, nn.Module) or getattr(model, WRAPPER, id(model)) != id(model):
         return None
     inside: Any = getattr(model, ORIGINAL, None)
-    is_frame = getattr(inside, "__code__", None) is wrap_inline(len).__code__  # what Dynamo puts around modules of torch's own
+    is_frame = getattr(inside, "__code__", None) is wrap_inline(len).__code__  # Dynamo's wrapper around torch's own modules
     return inside.__wrapped__ if is_frame else inside
 
 
 def backend_of(model: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The function that `torch.compile` was given as a backend for this, and its keywords (2.11, 2.13)."""
-    cells = [] if is_compiled(model) else getattr(model, "__closure__", None) or ()  # of a method, those of its function
+    """Return the backend function that `torch.compile` was given, and its keyword arguments (2.11, 2.13)."""
+    cells = [] if is_compiled(model) else getattr(model, "__closure__", None) or ()  # for a method, the cells of its function
     contexts = [model.dynamo_ctx] if is_compiled(model) else [cell.cell_contents for cell in cells]
-    found: Any = next((one.callback for one in contexts if isinstance(one, eval_frame._TorchDynamoContext)), None)
-    while (inner := getattr(found, "_torchdynamo_orig_backend", getattr(found, ORIGINAL, None))) is not None:
-        found = inner
-    return getattr(found, "compiler_fn", found), getattr(found, "kwargs", {})
+    backend: Any = next((one.callback for one in contexts if isinstance(one, eval_frame._TorchDynamoContext)), None)
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, ORIGINAL, None))) is not None:
+        backend = inner
+    return getattr(backend, "compiler_fn", backend), getattr(backend, "kwargs", {})
 
 
 def known_as(names: Iterable[str], where: str) -> None:
-    """Let `torch.compile(backend=name)` find a backend by these names, where none is known yet by them (2.11, 2.13).
+    """Register a backend under names that `torch.compile(backend=name)` does not know yet (2.11, 2.13).
 
-    An entry point, as that of an installed package, and not the function: Dynamo loads it when it is asked for, and refuses a
-    function that is known already.
+    It is registered as an entry point, like one of an installed package, not as a function: Dynamo loads it on demand,
+    and refuses a function that is already registered.
     """
     for name in names:
         registry._BACKENDS.setdefault(name, EntryPoint(name, where, "torch_dynamo_backends"))
@@ -83,52 +83,53 @@ SWITCH_ON = (
 
 
 def is_switched_off() -> bool:
-    """Whether the environment, or a setting, keeps `torch.compile` from doing anything (2.11, 2.13)."""
+    """Return whether the environment or a setting disables `torch.compile` (2.11, 2.13)."""
     return gives_back() or bool(config.disable) or eval_frame._stance.stance == "force_eager"
 
 
 def gives_back() -> bool:
-    """Whether `torch.compile` gives back what it is given: that stays so when the environment has changed (2.11, 2.13)."""
+    """Return whether `torch.compile` returns its argument, even if the environment changes afterwards (2.11, 2.13)."""
     return os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
 
 
 def is_traced_here() -> bool:
-    """Whether a tracer runs what calls this. `torch.compiler.is_compiling()` is one for the process: it says so while another
-    thread compiles, too (2.11, 2.13).
+    """Return whether a tracer runs the caller in this thread (2.11, 2.13).
+
+    `torch.compiler.is_compiling()` is per process: it is also true while another thread compiles.
     """
-    if torch.compiler.is_dynamo_compiling():  # as Dynamo reads it, and nobody else
+    if torch.compiler.is_dynamo_compiling():  # only Dynamo's tracer evaluates this as true
         return True
     if not torch.compiler.is_compiling():
         return False
     is_compiled = CompileContext.try_get() is not None or TracingContext.try_get() is not None
-    return is_compiled or _len_torch_dispatch_stack() > 0  # export's, which has no such context
+    return is_compiled or _len_torch_dispatch_stack() > 0  # export has no such context
 
 
 def compiling() -> Any:
-    """A context in which this thread alone compiles, Dynamo included: tracers patch what all threads use (2.11, 2.13)."""
+    """Return a context in which only this thread compiles, Dynamo included: tracers patch global state (2.11, 2.13)."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
 
 
 def isolated() -> dict[str, Any]:
-    """Keywords for `torch.compile` by which its recompilations are counted apart from those of others (2.13)."""
+    """Return keywords for `torch.compile` that isolate its recompile count (2.13)."""
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
 def own_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """The backend, such that one call of `torch.compile` shares no compiled code with other calls (2.11).
+    """Return the backend such that one call of `torch.compile` shares no compiled code with other calls (2.11).
 
-    Dynamo looks compiled code up by the code object and by an equal backend. Later versions keep it apart by `isolated()`.
+    Dynamo looks up compiled code by code object and equal backend. Later versions isolate it with `isolated()`.
     """
     return backend if isolated() else functools.update_wrapper(functools.partial(backend), backend)
 
 
 class Passing(ShortenTraceback):
-    """One of our errors on its way through Dynamo, which wraps all others of a backend and asks to report them (2.11, 2.13).
+    """One of our errors on its way through Dynamo, which wraps a backend's other errors and asks to report them (2.11, 2.13).
 
-    Dynamo lets this kind through, and raises what `remove_dynamo_frames` returns once it has reached the call of the compiled
-    function. Each is an error of its own class, too, for who catches it on the way.
+    Dynamo does not wrap this type. It raises the result of `remove_dynamo_frames` once the error reaches the call of the
+    compiled function. Each instance also has the class of the original error, for handlers in between.
     """
 
     def __init__(self, own: StreamFXError) -> None:
@@ -137,40 +138,40 @@ class Passing(ShortenTraceback):
         self.own = own
 
     def remove_dynamo_frames(self) -> Any:
-        """The error itself, with the frames of the user's code alone; with all of them under `TORCHDYNAMO_VERBOSE=1`."""
+        """Return the original error with only the user's frames; with all frames if `TORCHDYNAMO_VERBOSE=1`."""
         trace = self.__traceback__
-        return self.own.with_traceback(trace if config.verbose else _frames_of_user(trace))
+        return self.own.with_traceback(trace if config.verbose else _user_frames(trace))
 
     @property
     def record_filename(self) -> str:
-        """What Dynamo asks for where it is about to swallow an error (`suppress_errors`): a refusal is no failure."""
+        """Raise the error: Dynamo reads this before it swallows an error (`suppress_errors`), but a refusal is no failure."""
         raise self
 
     @record_filename.setter
     def record_filename(self, name: str) -> None:
-        """For `replay_record_enabled`."""
+        """Ignore the value, which `replay_record_enabled` sets."""
 
 
 @contextmanager
 def raised_as_itself(graph: fx.Graph) -> Iterator[None]:
-    """For what a backend does with a graph: an error of ours reaches the caller of the compiled function as what it is."""
+    """While a backend processes a graph, let errors of ours reach the caller of the compiled function unwrapped."""
     try:
         yield
     except StreamFXError as error:
-        _name_place(error, graph)
+        _note_location(error, graph)
         kind: type[Passing] = type(type(error).__name__, (Passing, type(error)), {"__module__": __name__})
         raise kind(error) from None
 
 
-def _name_place(error: StreamFXError, graph: fx.Graph) -> None:
-    """Notes down which of the user's code was being compiled."""
+def _note_location(error: StreamFXError, graph: fx.Graph) -> None:
+    """Add a note with the user's line that was being compiled."""
     place = next(filter(None, map(source_line, reversed(graph.nodes))), "")
     if place and hasattr(error, "add_note"):  # Python 3.11
         error.add_note(f"  raised while the code up to this line was compiled: {place}")
 
 
-def _frames_of_user(trace: TracebackType | None) -> TracebackType | None:
-    """The frames that led to the compiler, without those of torch."""
+def _user_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the frames that led to the compiler, without torch's."""
     frames: list[TracebackType] = []
     while trace is not None and (module := trace.tb_frame.f_globals.get("__name__", "")) != "torch._dynamo.convert_frame":
         frames += [trace] if module.split(".")[0] != "torch" else []
@@ -182,9 +183,10 @@ def _frames_of_user(trace: TracebackType | None) -> TracebackType | None:
 
 
 def cause_of(error: BaseException) -> Exception | None:
-    """What a compilation failed of: one of our own errors, or an error of the model's; None for all others (2.11, 2.13).
+    """Return the cause of a failed compilation: one of our errors, or an error of the model; None for others (2.11, 2.13).
 
-    Dynamo wraps the model's. The place in the model becomes a note of the error, whose own traceback is that of the tracer.
+    Dynamo wraps the model's errors. The traceback of such an error is the tracer's, so the line in the model is added as
+    a note.
     """
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
@@ -204,23 +206,23 @@ def cause_of(error: BaseException) -> Exception | None:
 
 
 def decided_by_data(error: BaseException) -> str:
-    """The line of the user's code that asks for numbers of data, where that is what an error is of; else empty (2.11, 2.13)."""
+    """Return the user's line that reads numbers from data, if it caused the error; else an empty text (2.11, 2.13)."""
     from torch._dynamo.exc import UserError
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode, UserError)
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, kinds):
-        found = found.__cause__ or found.__context__
-    if found is None:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, kinds):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
         return ""
-    frames = [frame for frame in traceback.extract_tb(found.__traceback__) if not _is_of_tools(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if not _is_library_file(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
-def _is_of_tools(file: str) -> bool:
-    """Of torch, of streamfx, or of no file."""
+def _is_library_file(file: str) -> bool:
+    """Return whether a file belongs to torch or streamfx, or is not a file."""
     return file.startswith("<") or any(
         root in Path(file).parents for root in (Path(torch.__file__).parent, Path(__file__).parents[1])
     )
@@ -228,16 +230,17 @@ def _is_of_tools(file: str) -> bool:
 
 @contextmanager
 def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
-    """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13); where
-    `logging.config` has switched off all loggers that were there, too.
+    """Collect (file, line, reason) of each graph break, from the log records of `TORCH_LOGS="graph_breaks"` (2.11, 2.13).
+
+    This works even if `logging.config` has disabled existing loggers.
     """
-    found: list[tuple[str, int, str]] = []
+    breaks: list[tuple[str, int, str]] = []
     shape = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
 
     class Note(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if match := shape.search(record.getMessage()):
-                found.append((match[1], int(match[2]), match[3]))
+                breaks.append((match[1], int(match[2]), match[3]))
 
     logger, handler = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks"), Note()
     level, propagate, disabled = logger.level, logger.propagate, logger.disabled
@@ -246,7 +249,7 @@ def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
     logger.disabled = False
     logger.setLevel(logging.DEBUG)
     try:
-        yield found
+        yield breaks
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -254,7 +257,7 @@ def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
 
 
 def cause_of_break(reason: str) -> tuple[str, str, bool]:
-    """Of what Dynamo says of a graph break: the cause, its first hint, and whether it gave the function up (2.11, 2.13)."""
+    """Parse Dynamo's graph-break reason: the cause, its first hint, and whether it gave the function up (2.11, 2.13)."""
     given_up = "falling back to eager" in reason
     cause = reason.split("Graph break encountered:", 1)[-1].strip()
     if found := re.search(r"^(\S.*)\n(?:  Higher Order Operator: (.*)\n)?  Explanation: (.*)", cause, re.MULTILINE):
@@ -265,8 +268,10 @@ def cause_of_break(reason: str) -> tuple[str, str, bool]:
 
 
 def lost_writes(graph: fx.Graph) -> list[str]:
-    """The lines that write in place to an input or buffer of no dimensions in float64 on the CPU: AOTAutograd drops these writes,
-    whatever the backend, as it takes such tensors for numbers of Python; not those to a view, as `seen[...] = x` is (2.11, 2.13).
+    """Return the lines that write in place to a zero-dimensional float64 input or buffer on the CPU (2.11, 2.13).
+
+    AOTAutograd drops these writes with any backend, because it treats such tensors as Python numbers. Writes to a view,
+    such as `seen[...] = x`, are kept.
     """
     writes = (node for node in graph.nodes if node.op in ("call_method", "call_function") and _is_in_place(node.target))
     written = ((node, node.args[0].meta.get(EXAMPLE_VALUE)) for node in writes if _is_placeholder(node.args[:1]))
@@ -289,7 +294,7 @@ def _is_like_a_number(value: torch.Tensor) -> bool:
 
 @contextmanager
 def quiet_tracer() -> Iterator[None]:
-    """Errors of fake tensors are raised, and not logged with a traceback before that (2.11, 2.13)."""
+    """Do not log the traceback of an error of fake tensors before it is raised (2.11, 2.13)."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -300,41 +305,41 @@ def quiet_tracer() -> Iterator[None]:
 
 
 def of_any_length(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, for whose first dimension a graph should be for all lengths at once (2.11, 2.13)."""
+    """Mark the first dimension of a tensor as dynamic, and return the tensor (2.11, 2.13)."""
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor
 
 
 @contextmanager
 def noted_compilations() -> Iterator[list[tuple[int, int]]]:
-    """When something was compiled inside of it, in nanoseconds since the epoch, in any thread (2.11, 2.13)."""
+    """Record the start and end of compilations in any thread, in nanoseconds since the epoch (2.11, 2.13)."""
     from torch._dynamo.callback import callback_handler
 
-    found, begun = list[tuple[int, int]](), list[int]()
+    intervals, begun = list[tuple[int, int]](), list[int]()
 
     def begin(about: Any) -> None:
         begun.append(time.time_ns())
 
     def end(about: Any) -> None:
-        if begun:  # else it had begun before
-            found.append((begun.pop(), time.time_ns()))
+        if begun:  # otherwise it started before this block
+            intervals.append((begun.pop(), time.time_ns()))
 
     callback_handler.register_start_callback(begin)
     callback_handler.register_end_callback(end)
     try:
-        yield found
+        yield intervals
     finally:
-        with suppress(ValueError):  # somebody has called torch._dynamo.reset()
+        with suppress(ValueError):  # torch._dynamo.reset() was called
             callback_handler.remove_start_callback(begin)
             callback_handler.remove_end_callback(end)
 
 
 @contextmanager
 def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """Gives keywords for `torch.compile(..., backend=backend)`; what Dynamo keeps of such compilations is dropped at the end.
+    """Yield keywords for `torch.compile(..., backend=backend)`; at the end, drop Dynamo's state of such compilations.
 
-    That is: compiled code, and what it has learned about sizes that change from call to call. Functions that were given up by an
-    earlier call are tried again, so that what is found does not depend on it (2.11, 2.13).
+    This state is the compiled code, and the sizes that Dynamo has learned to be dynamic. Functions that Dynamo gave up in
+    an earlier call are tried again, so that the result does not depend on earlier calls (2.11, 2.13).
     """
     from torch._dynamo import pgo
     from torch._dynamo.convert_frame import compile_lock
@@ -342,21 +347,22 @@ def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     learned = pgo.get_code_state()
     before = copy.deepcopy(dict(learned))
     with compile_lock:
-        _try_again()
+        _reset_skipped()
     try:
         with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20, run_gc_after_compile=False):
             yield isolated()
     finally:
         learned.clear()
         learned.update(before)
-        with compile_lock:  # else under the hands of a thread that compiles
+        with compile_lock:  # otherwise another thread might be compiling
             _drop_compiled_code(backend)
-            _try_again()
+            _reset_skipped()
 
 
-def _try_again() -> None:
-    """Forget which functions Dynamo was to leave alone from then on: because tracing failed (a graph break in a loop), or had
-    been done too often. Who compiles them next finds out for himself. Compiled code stays.
+def _reset_skipped() -> None:
+    """Reset the functions that Dynamo skips, because tracing failed (a graph break in a loop) or hit the recompile limit.
+
+    If Dynamo must skip them, the next compilation finds out. Compiled code stays.
     """
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo.convert_frame import input_codes
@@ -368,7 +374,7 @@ def _try_again() -> None:
 
 
 def _drop_compiled_code(backend: Callable[..., Any]) -> None:
-    """Forget a backend's compiled code; code compiled by others stays."""
+    """Drop a backend's compiled code; code compiled by other backends stays."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.guards import DeletedGuardManagerWrapper

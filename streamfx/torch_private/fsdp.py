@@ -1,6 +1,6 @@
-"""Private interfaces of torch's sharded data parallel engines: which modules they wrap, and when weights are freed.
+"""Private interfaces of torch's sharded data parallel engines: which modules they wrap, and when they free weights.
 
-Neither engine is imported here: who has not imported it has wrapped nothing by it.
+Neither engine is imported here: if it is not imported elsewhere, nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ FSDP2, FSDP1 = ("torch.distributed.fsdp", "FSDPModule"), ("torch.distributed.fsd
 ORIGINAL = "_fsdp_use_orig_params"
 
 
-def _is_of(module: nn.Module, place: tuple[str, str]) -> bool:
+def _is_instance(module: nn.Module, place: tuple[str, str]) -> bool:
     kind: Any = getattr(sys.modules.get(place[0]), place[1], None)
     return isinstance(kind, type) and isinstance(module, kind)
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` (FSDP2) was called on this very module."""
-    return _is_of(module, FSDP2)
+    """Return whether `fully_shard` (FSDP2) was applied to this very module."""
+    return _is_instance(module, FSDP2)
 
 
 def is_fsdp_wrapper(module: nn.Module) -> bool:
-    """Whether this is the wrapper that FSDP1 puts around a module."""
-    return _is_of(module, FSDP1)
+    """Return whether this is FSDP1's wrapper of a module."""
+    return _is_instance(module, FSDP1)
 
 
 def inside_of_wrapper(wrapper: Any) -> nn.Module:
-    """The module that FSDP1's wrapper calls (2.11, 2.13)."""
+    """Return the module that FSDP1's wrapper calls (2.11, 2.13)."""
     return wrapper._fsdp_wrapped_module
 
 
 def let_trace(module: nn.Module) -> list[nn.Module]:
-    """Let Dynamo trace what FSDP1 wraps with `use_orig_params=False`; returns modules that it would refuse (2.11, 2.13).
+    """Let Dynamo trace modules that FSDP1 wraps with `use_orig_params=False`; return the ones it would refuse (2.11, 2.13).
 
-    Their weights are then views of one flat parameter, set anew in each forward: tensors that a graph takes as any other input.
-    The mark is read by Dynamo alone.
+    Their weights are views of one flat parameter, set in each forward: tensors that a graph can take like any other
+    input. Only Dynamo reads this attribute.
     """
     refused = [part for part in module.modules() if part.__dict__.get(ORIGINAL) is False]
     for part in refused:
@@ -53,13 +53,13 @@ def refuse_again(modules: list[nn.Module]) -> None:
 
 
 def frees_weights(owner: Any) -> bool:
-    """Whether whole weights are freed when the forward of this module or wrapper ends (2.11, 2.13).
+    """Return whether full weights are freed when the forward of this module or wrapper ends (2.11, 2.13).
 
-    Known once the forward has begun: which module is the root is decided then. What is not known is said to be freed.
+    This is known once the forward has started, because the root module is determined then. Unknown counts as freed.
     """
     if is_fully_sharded(owner):
         state = owner._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # 2.13: several
+        groups = getattr(state, "_fsdp_param_groups", None)  # 2.13: a list
         groups = [state._fsdp_param_group] if groups is None else groups
         return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
     if is_fsdp_wrapper(owner):
@@ -70,5 +70,5 @@ def frees_weights(owner: Any) -> bool:
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether either engine holds weights of this module, or of one around it, in shards (2.11, 2.13)."""
+    """Return whether either engine shards weights of this module, or of a module around it (2.11, 2.13)."""
     return bool(getattr(module, "_is_fsdp_managed_module", False)) or is_fully_sharded(module) or is_fsdp_wrapper(module)

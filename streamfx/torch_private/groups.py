@@ -1,4 +1,4 @@
-"""Private interfaces of torch.distributed: groups by their names, what their backends can do; ranks that are not there."""
+"""Private interfaces of torch.distributed: process groups by name, features of their backends, and simulated ranks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ COALESCING = frozenset({("nccl", "cuda"), ("gloo", "cpu"), ("xccl", "xpu"), ("fa
 
 
 def group_called(name: str) -> Any:
-    """The process group of this name (2.11, 2.13)."""
+    """Return the process group with this name (2.11, 2.13)."""
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
     return resolve(name)
 
 
 def takes_several(group: str, device: torch.device) -> bool:
-    """Whether a group, by its name, gathers and reduces several tensors of a device in one call (2.11, 2.13)."""
+    """Return whether a group can gather and reduce several tensors of a device in one call (2.11, 2.13)."""
     return (group_called(group)._get_backend(device).name(), device.type) in COALESCING
 
 
 def ranks_in(group: Any) -> int:
-    """How many ranks are in a group, given by its name or as itself (2.11, 2.13)."""
+    """Return the number of ranks in a group, passed by name or as an object (2.11, 2.13)."""
     return dist.get_world_size(group_called(group) if isinstance(group, str) else group)
 
 
 def members_of(group: Any) -> tuple[int, ...]:
-    """The ranks of a group, given by its name or as itself, in order; none of one that is no more (2.11, 2.13)."""
+    """Return the ranks of a group in order, passed by name or as an object; empty if it no longer exists (2.11, 2.13)."""
     try:
         found = group_called(group) if isinstance(group, str) else group
         return tuple(sorted(dist.get_process_group_ranks(found)))
@@ -39,7 +39,7 @@ def members_of(group: Any) -> tuple[int, ...]:
 
 @contextmanager
 def imagined_ranks(world: int, rank: int = 0) -> Iterator[None]:
-    """So many ranks of which only this one is there: collectives give results of the right sizes (2.11, 2.13)."""
+    """Simulate a world of ranks of which only this one exists: collectives return results of the right sizes (2.11, 2.13)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.11, 2.13: also defines the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -50,5 +50,5 @@ def imagined_ranks(world: int, rank: int = 0) -> Iterator[None]:
 
 
 def has_ranks() -> bool:
-    """Whether this process belongs to a group already."""
+    """Return whether this process already belongs to a group."""
     return dist.is_available() and dist.is_initialized()

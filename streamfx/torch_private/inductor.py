@@ -1,4 +1,4 @@
-"""Private interfaces of Inductor: whether it has a compiler, its failures, whole graphs and loop bodies compiled by it."""
+"""Private interfaces of Inductor: whether it has a compiler, its failures, and compilation of graphs and loop bodies."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from streamfx.errors import told
 from streamfx.torch_private import dynamo_copy, no_modes
 from streamfx.torch_private.symbolic_sizes import Shapes, with_sizes
 
-BODY_SETTINGS = {  # whatever the user's own settings are; all else of theirs holds for bodies, too (2.11, 2.13)
-    # A replay of a CUDA graph overwrites the results of the last one: those of another chunk, which a loop still needs.
+BODY_SETTINGS = {  # override the user's settings; all other settings of the user also apply to loop bodies (2.11, 2.13)
+    # A replay of a CUDA graph overwrites the results of the last replay: another chunk's, which a loop still needs.
     "triton.cudagraphs": False,
-    # `standalone_compile` turns this on. It then allocates example arguments of full size for all kernels at once, in memory that
-    # no plan counts. Without it a kernel that has several configurations is timed on its own arguments in its first call.
+    # `standalone_compile` turns this on. It then allocates full-size example arguments for all kernels at once, in memory
+    # that no plan counts. Without it, a kernel with several configurations is timed on its own arguments at its first
+    # call.
     "triton.autotune_at_compile_time": None,
 }
-# Read by nothing that is compiled here, and part of the key of Inductor's cache: kernels without barriers are not taken from it.
+# Nothing compiled here reads this, but it is part of Inductor's cache key: kernels without barriers are not reused.
 WITH_BARRIERS = {"aot_inductor.metadata": {"streamfx": "a barrier between the loops of a kernel"}}
 
 
 def has_compiler(device: str) -> bool:
-    """Whether Inductor finds what it needs to compile for a type of device (2.11, 2.13)."""
+    """Return whether Inductor finds the compiler it needs for a device type (2.11, 2.13)."""
     from torch.utils._triton import has_triton
 
     return bool(has_triton()) if device == "cuda" else device == "cpu" and _has_cpp_compiler()
@@ -45,18 +46,19 @@ def _has_cpp_compiler() -> bool:
 
 
 class InductorFailedError(Exception):
-    """Inductor could not be loaded, or did not compile a graph; the cause says why."""
+    """Inductor could not be loaded, or did not compile a graph; the cause has the reason."""
 
 
 class InductorMemoryError(InductorFailedError):
-    """Memory ran out while Inductor compiled a graph: the same graph may compile when more memory is free."""
+    """Memory ran out while Inductor compiled a graph: the graph may compile if more memory is free."""
 
 
 @contextmanager
 def inductor_runs() -> Iterator[None]:
-    """What fails inside of it is Inductor's failure, and what fails elsewhere is not.
+    """Report an error inside the block as a failure of Inductor.
 
-    What torch uses of its own although it is deprecated is no failure, whatever the user makes of warnings (2.13: TorchScript).
+    Torch's own use of its deprecated interfaces is not a failure, even if the user turns warnings into errors (2.13:
+    TorchScript).
     """
     try:
         with warnings.catch_warnings():
@@ -67,9 +69,9 @@ def inductor_runs() -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it wraps, says that memory ran out: the allocator's, the driver's or the host's.
+    """Return whether an error, or one that it wraps, reports that memory ran out: the allocator's, driver's, or host's.
 
-    The driver's errors have types of many libraries ("Triton Error [CUDA]: out of memory"), so the text decides.
+    Drivers' errors have types of many libraries ("Triton Error [CUDA]: out of memory"), so the text decides.
     """
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower():
@@ -80,10 +82,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def barriers() -> Iterator[None]:
-    """Let kernels of Triton wait between two loops, where one may read what another thread wrote (2.11, 2.13).
+    """Insert barriers between loops of a Triton kernel, where a thread may read a value that another wrote (2.11, 2.13).
 
-    Triton may give a store and the load that reads it back different threads (triton#10924, pytorch#190519): without a barrier,
-    the load finds what was in memory before. On an H100, gradients of a small GPT-OSS were hundreds of times too large.
+    Triton may assign a store and the load that reads it to different threads (triton#10924, pytorch#190519): without a
+    barrier, the load reads the old contents of memory. On an H100, gradients of a small GPT-OSS were hundreds of times
+    too large.
     """
     from torch._inductor.codegen.triton import TritonKernel
 
@@ -99,9 +102,9 @@ def barriers() -> Iterator[None]:
 
 
 def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """What `torch.compile(...)` makes of a Dynamo graph, gradients included; called as f(*inputs) (2.11, 2.13)."""
-    owned = dynamo_copy(module)[0]  # it changes what it is given
-    with inductor_runs(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # fail now, not in backward
+    """Compile a Dynamo graph, including gradients, as `torch.compile(...)` does; call the result as f(*inputs) (2.11, 2.13)."""
+    owned = dynamo_copy(module)[0]  # compile_fx modifies its argument
+    with inductor_runs(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # fail now, not in the backward
         from torch._inductor.compile_fx import compile_fx
 
         with barriers():
@@ -110,13 +113,13 @@ def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., An
 
 
 def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """Compile a graph for the shapes of `inputs`; called as f(*inputs) (2.11, 2.13)."""
-    with torch.no_grad(), no_modes():  # AOTAutograd watches a graph's first run with a mode of its own
+    """Compile a graph for the shapes of `inputs`; call the result as f(*inputs) (2.11, 2.13)."""
+    with torch.no_grad(), no_modes():  # AOTAutograd runs the graph once under a mode of its own
         return _compile_body("from_example_inputs", module, inputs)
 
 
 def compile_for_sizes(module: fx.GraphModule, like: int, shapes: Shapes) -> tuple[Callable[..., Any], Callable[[int], bool]]:
-    """Let Inductor compile a graph for all sizes that follow from a number: see `with_sizes` (2.11, 2.13)."""
+    """Compile a graph for all sizes that are functions of one number: see `with_sizes` (2.11, 2.13)."""
     return with_sizes(functools.partial(_compile_body, "from_tracing_context"), module, like, shapes)
 
 

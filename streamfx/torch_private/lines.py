@@ -1,4 +1,4 @@
-"""The line of the user's code that an operator comes from, by what tracing left on its node. For people only."""
+"""The user's source line of an operator, from the trace metadata of its node. For messages only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIBRARY = ("/torch/", "<string>", "<eval_with_key>")
 
 
 def source_line(node: fx.Node) -> str:
-    """`file:line, in function: code` of the user's code that a node comes from; empty where it is not known."""
+    """Return `file:line, in function: code` for the user's line that a node comes from; "" if unknown."""
     frame = frame_of(node)
     if frame is None:
         return ""
@@ -22,7 +22,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def frame_of(node: fx.Node) -> tuple[str, str, str, str] | None:
-    """(file, line, function, code) of the user's own innermost frame."""
+    """Return (file, line, function, code) of the innermost frame in user code."""
     frames = _FRAME.findall(node.meta.get(STACK_TRACE) or "")
-    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARY)] or frames
-    return own[-1] if own else None
+    user = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARY)] or frames
+    return user[-1] if user else None

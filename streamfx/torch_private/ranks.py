@@ -1,4 +1,4 @@
-"""Private interfaces of torch.distributed: what ranks write down for each other, without a collective."""
+"""Private interfaces of torch.distributed: texts that ranks exchange through a store, without a collective."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from streamfx.torch_private.groups import group_called
 
-LIMIT = timedelta(minutes=10)  # for the others to compile as well
-SHORT, LONG = 0.002, 0.2  # seconds between two looks at what others have written
-NOTHING = "nothing"  # in the place of a text that was taken back
+LIMIT = timedelta(minutes=10)  # for the other ranks to compile, too
+SHORT, LONG = 0.002, 0.2  # seconds between two polls of the store
+NOTHING = "nothing"  # in place of a withdrawn text
 
 
 class RanksMissingError(Exception):
@@ -23,7 +23,7 @@ class RanksMissingError(Exception):
 
 
 def ranks_of(group: str) -> Sequence[int]:
-    """The ranks of a group by its name, in their order; none where no other process is there to read (2.11, 2.13)."""
+    """Return the ranks of a group by its name, in order; empty if there is no other process (2.11, 2.13)."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
     found = group_called(group)
@@ -31,17 +31,17 @@ def ranks_of(group: str) -> Sequence[int]:
 
 
 class RankChangedError(Exception):
-    """A rank would write something else of what ranks have agreed on; it holds what they agreed on."""
+    """A rank would write a text that differs from the agreed one; the error holds the agreed text."""
 
 
 def written_by_all(text: str, group: str, subject: str = "", waits: bool = True, about: str | None = None) -> list[str]:
-    """What each rank of a group writes, in their order: the n-th text of one rank goes with the n-th of the others.
+    """Return the texts of all ranks of a group, in order: the n-th text of one rank goes with the n-th of the others.
 
-    `subject` is what the text is about, as far as a rank knows before it has analysed anything. A rank that does not wait hears
-    nothing of the others; its text is for those alone that write about the same subject.
+    `subject` is the topic of the text, as far as a rank knows it before any analysis. A rank that does not wait gets no
+    texts of the others; its text is only for ranks that write about the same subject.
 
-    A text `about` something is not written again once all ranks have written the same of that, and no other may follow it. Texts
-    go through the store that ranks met by; nothing is sent between devices (2.11, 2.13).
+    Once all ranks have written the same text `about` a topic, it is no longer exchanged, and a different text raises an
+    error. Texts go through the store of the rendezvous; nothing is sent between devices (2.11, 2.13).
     """
     from torch.distributed.distributed_c10d import _get_default_store  # 2.11, 2.13
 
@@ -70,7 +70,7 @@ def _hash(text: str) -> str:
 
 
 class _Text(NamedTuple):
-    """What a rank wrote about a subject, and how many texts about that it had begun by then."""
+    """A rank's text about a subject, and the number of texts about it that the rank had started by then."""
 
     subject: str
     attempt: int
@@ -88,10 +88,10 @@ class _Text(NamedTuple):
 
 @dataclass(frozen=True)
 class _Board:
-    """Where the ranks of a group write for each other: texts by number and rank, in a store that all of them reach.
+    """The board on which the ranks of a group write texts for each other: by number and rank, in a store that all can reach.
 
-    A rank that has failed leaves a text, which has no number: ranks that do not compile that graph never see it. One that does
-    takes its own text back, and the numbers of both go on as if there had been none.
+    A rank that failed leaves a text without a number: ranks that do not compile that graph never see it. A rank that does
+    compile it withdraws its own text, so that the numbers of both go on as if there had been none.
     """
 
     store: Any
@@ -101,14 +101,14 @@ class _Board:
     subject: str
 
     def exchanged(self, text: str) -> list[str]:
-        """Write a text, and wait for those of the others that go with it, or for one that another rank has left."""
+        """Write a text; wait for the matching texts of the others, or for a text that a failed rank has left."""
         number, own = self.store.add(self._counter, 1), self._begun(text)
         self._write(self._slot(number, self.rank), own)
         end, pause = time.monotonic() + LIMIT.total_seconds(), SHORT
         texts: dict[int, _Text] = {}
         while True:
             self._read_texts(number, texts)
-            # looked at last: a rank leaves a text before it writes its next one
+            # checked last: a rank leaves a text before it writes its next one
             answered = {rank for rank, item in texts.items() if item.subject == self.subject}
             left = {rank: item for rank, item in self._left_instead_of(own).items() if rank not in answered}
             if left:
@@ -123,49 +123,51 @@ class _Board:
             pause = min(LONG, 1.2 * pause)
 
     def leave(self, text: str) -> None:
-        """Write a text for those that compile the same graph, without waiting."""
-        self._write(self._place_left(self.rank, self.subject), self._begun(text))
-        self.store.set(self._any_left(self.subject), "yes")
+        """Write a text for ranks that compile the same graph, without waiting."""
+        self._write(self._left_key(self.rank, self.subject), self._begun(text))
+        self.store.set(self._left_flag(self.subject), "yes")
 
     def agreed(self, about: str) -> str | None:
-        """What all ranks have written about something; None where they have not."""
-        known = self._known(about)
+        """Return the text about a topic that all ranks agreed on; None if there is none."""
+        known = self._agreed_key(about)
         return self.store.get(known).decode() if self.store.check([known]) else None
 
     def agree(self, about: str, text: str) -> None:
-        self.store.set(self._known(about), text)
+        self.store.set(self._agreed_key(about), text)
 
     def _begun(self, text: str) -> _Text:
-        """A text of this rank about the subject, and how many it has begun."""
+        """Start a text of this rank about the subject, and count it."""
         return _Text(self.subject, int(self.store.add(f"{self.name}/begun/{self.subject}/{self.rank}", 1)), text)
 
     def _read_texts(self, number: int, texts: dict[int, _Text]) -> None:
-        """Fill in those with a number, once all ranks have written one: hundreds of ranks are asked for at once."""
+        """Fill in the texts with a number, once all ranks have written: one check covers hundreds of ranks."""
         absent = [rank for rank in self.ranks if rank not in texts]
         if self.store.check([self._slot(number, rank) for rank in absent]):
             found = {rank: item for rank in absent if (item := self._read(self._slot(number, rank))) is not None}
-            texts.update({rank: item for rank, item in found.items() if not self._is_taken_back(item, {**texts, **found})})
+            texts.update({rank: item for rank, item in found.items() if not self._is_withdrawn(item, {**texts, **found})})
 
     def _absent(self, number: int) -> str:
-        """The ranks whose text has yet to come."""
+        """Return the ranks whose text is missing."""
         found = {rank: item for rank in self.ranks if (item := self._read(self._slot(number, rank))) is not None}
-        there = {rank for rank, item in found.items() if not self._is_taken_back(item, found)}
+        there = {rank for rank, item in found.items() if not self._is_withdrawn(item, found)}
         return ", ".join(str(rank) for rank in self.ranks if rank not in there)
 
     def _left_instead_of(self, text: _Text) -> dict[int, str]:
-        """By rank, what was left instead of the text that would go with one about the same subject."""
-        if not self.store.check([self._any_left(text.subject)]):
+        """Return, by rank, the texts that were left instead of the one that matches `text`."""
+        if not self.store.check([self._left_flag(text.subject)]):
             return {}
-        left = {rank: self._read(self._place_left(rank, text.subject)) for rank in self.ranks}
+        left = {rank: self._read(self._left_key(rank, text.subject)) for rank in self.ranks}
         return {rank: item.text for rank, item in left.items() if item is not None and item.attempt >= text.attempt}
 
-    def _is_taken_back(self, text: _Text, beside: Mapping[int, _Text]) -> bool:
-        """Whether the rank that wrote a text will take it back, once it reads what another has left instead: one that has not
-        written about the same beside it. Who has done that has left something since, when it had read them all.
+    def _is_withdrawn(self, text: _Text, others: Mapping[int, _Text]) -> bool:
+        """Return whether the author of a text will withdraw it, once it reads the text that another rank has left instead.
+
+        It will if that other rank is not among the authors of `others` about the same subject. One that is has left its
+        text later, after it had read them all.
         """
         if text.subject == self.subject:
             return False
-        answered = {rank for rank, item in beside.items() if item.subject == text.subject}
+        answered = {rank for rank, item in others.items() if item.subject == text.subject}
         return not self._left_instead_of(text).keys() <= answered
 
     def _read(self, key: str) -> _Text | None:
@@ -178,13 +180,13 @@ class _Board:
     def _slot(self, number: int, rank: int) -> str:
         return f"{self.name}/{number}/{rank}"
 
-    def _place_left(self, rank: int, subject: str) -> str:
+    def _left_key(self, rank: int, subject: str) -> str:
         return f"{self.name}/left/{subject}/{rank}"
 
-    def _any_left(self, subject: str) -> str:
+    def _left_flag(self, subject: str) -> str:
         return f"{self.name}/left/{subject}"
 
-    def _known(self, about: str) -> str:
+    def _agreed_key(self, about: str) -> str:
         return f"{self.name}/known/{_hash(about)}/{self.rank}"
 
     @property

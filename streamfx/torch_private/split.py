@@ -1,4 +1,4 @@
-"""Splits a graph of Dynamo in two, as DDPOptimizer of torch does between its buckets."""
+"""Split a Dynamo graph in two, as torch's DDPOptimizer does between its buckets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from streamfx.node_meta import FROM_NODE
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, dynamo_module
 from streamfx.torch_private.vmapped import ENTER_VMAP, LEAVE_VMAP, LOAD
 
-VALUE = "example_value"  # in the `meta` of a node of Dynamo's: what stands for its result
+VALUE = "example_value"  # in the `meta` of a Dynamo node: its example result
 SET_GRAD: Any = torch._C._set_grad_enabled
 COMPUTES = ("call_function", "call_method", "call_module")
 
 
 @dataclass(frozen=True)
 class GraphPart:
-    """Some operators of a graph as a graph of their own: the nodes that it takes, and those that it returns, in order."""
+    """Some operators of a graph as a separate graph, with its input nodes and its result nodes, in order."""
 
     module: fx.GraphModule
     given: tuple[fx.Node, ...]
@@ -28,10 +28,10 @@ class GraphPart:
 
 
 def places_to_split(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Operators but the first, in front of which no context is open, and gradients are recorded as at the beginning (2.11, 2.13).
+    """Yield operators, except the first, before which no context is open and grad mode is as at the start (2.11, 2.13).
 
-    A statement that nothing is known about may open a context, so there are no places behind it. What writes to a tensor has
-    no value either, and leaves no context behind.
+    A call without a value may open a context, so no operator after it is yielded. A write to a tensor has no value
+    either, but opens no context.
     """
     depth, records, is_first = 0, True, True
     for node in graph.nodes:
@@ -51,12 +51,12 @@ def places_to_split(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node is `x[i] = y`."""
+    """Return whether a node is `x[i] = y`."""
     return getattr(node.target, "__name__", node.target) in ("setitem", "__setitem__")
 
 
 def split_in_front_of(module: fx.GraphModule, place: fx.Node) -> tuple[GraphPart, GraphPart]:
-    """The operators before a place, and those from it on; gives what the second part is given of the first as its results."""
+    """Split a graph before an operator. The results of the first part are the inputs that the second part needs from it."""
     nodes = list(module.graph.nodes)
     first, second = nodes[: nodes.index(place)], nodes[nodes.index(place) :]
     return _part(module, first), _part(module, second)
@@ -83,25 +83,25 @@ def _part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> GraphPart:
 
 
 def _with_symbols(graph: fx.Graph, given: Sequence[fx.Node]) -> list[fx.Node]:
-    """What is given, behind the sizes that Dynamo's graph is given: a size of what is given may be an expression of them."""
+    """Return the inputs after all size inputs of the Dynamo graph: their sizes may be expressions in these."""
     sizes = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.SymInt)]
     return [*sizes, *(node for node in given if node not in sizes)]
 
 
 def stand_in(node: fx.Node) -> Any:
-    """What a part is traced with for a value that the other part computes."""
+    """Return the example input for tracing a part, for a value that the other part computes."""
     value = node.meta[VALUE]
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def asks_gradient(node: fx.Node) -> bool:
-    """Whether a value of Dynamo's graph requires a gradient (2.11, 2.13)."""
+    """Return whether a value in a Dynamo graph requires a gradient (2.11, 2.13)."""
     value = node.meta.get(VALUE)
     return isinstance(value, Tensor) and value.requires_grad
 
 
 def is_handed_on(node: fx.Node) -> bool:
-    """Whether a graph can be given a value: a plain tensor, or a number, whose sizes are known before anything runs."""
+    """Return whether a value can be a graph input: a plain tensor or a number, with sizes known before the graph runs."""
     value = node.meta.get(VALUE)
     if isinstance(value, Tensor):
         is_plain = value.layout is torch.strided and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
@@ -114,17 +114,17 @@ def _is_known(size: Any) -> bool:
 
 
 def names_in_dynamo(node: fx.Node) -> list[str]:
-    """Names of the nodes of Dynamo's graph that a node of AOTAutograd's comes from; they are told for people (2.11, 2.13)."""
+    """Return the names of the Dynamo nodes from which an AOTAutograd node comes, for messages (2.11, 2.13)."""
     return [source.name for source in node.meta.get(FROM_NODE) or ()]
 
 
 def splits_for_ddp() -> bool:
-    """Whether the graph that is being compiled is a bucket of DDPOptimizer, which counts compilations (2.11, 2.13)."""
+    """Return whether the graph being compiled is a bucket of DDPOptimizer, which counts compilations (2.11, 2.13)."""
     return getattr(torch._guards.TracingContext.try_get(), "ddp_optimizer_ctx", None) is not None
 
 
 def may_write_to_inputs() -> bool:
-    """Whether the graph that is being compiled writes to what it is given, or it is not known (2.11, 2.13)."""
+    """Return whether the graph being compiled may write to its inputs; True if unknown (2.11, 2.13)."""
     metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
     if metadata is None:
         return True

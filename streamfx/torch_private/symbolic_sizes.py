@@ -1,4 +1,4 @@
-"""Private interfaces for sizes that are dynamic: their signs, their hints, and graphs compiled for any of them."""
+"""Private interfaces for dynamic sizes: their signs, their hints, and graphs compiled for any size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _supposed: ContextVar[Mapping[Any, int] | None] = ContextVar("streamfx_supposed"
 
 @contextmanager
 def supposing(numbers: Mapping[Any, int]) -> Iterator[None]:
-    """Inside of it `size_hint` takes these numbers for symbols, rather than those of the trace."""
+    """Within this context, `size_hint` uses these numbers for symbols instead of the traced ones."""
     token = _supposed.set(numbers)
     try:
         yield
@@ -32,7 +32,7 @@ def supposing(numbers: Mapping[Any, int]) -> Iterator[None]:
 
 
 def is_negative(number: Any) -> bool | None:
-    """Whether a size is below zero; what that takes of a dynamic one becomes a guard. None where it depends on data."""
+    """Return whether a size is negative; a dynamic size may get a guard. Return None if it depends on data."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 and 2.13
 
     try:
@@ -42,12 +42,12 @@ def is_negative(number: Any) -> bool | None:
 
 
 def without_guards(mode: Any) -> Any:
-    """A context in which nothing that is asked of sizes becomes a guard (2.11, 2.13)."""
+    """Return a context in which comparisons of sizes add no guards (2.11, 2.13)."""
     return nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
 class _FirstProxies(dict[Any, Any]):
-    """A proxy for each symbol: the first one stays."""
+    """A table of proxies by symbol that keeps the first proxy of each symbol."""
 
     def __setitem__(self, symbol: Any, proxy: Any) -> None:
         super().setdefault(symbol, proxy)
@@ -56,12 +56,12 @@ class _FirstProxies(dict[Any, Any]):
 class FirstProxyOfSymbol(TorchFunctionMode):
     """Trace a size that the tracer has not seen by the first proxy of its symbol (2.11, 2.13).
 
-    The tracer looks such a size up by its symbol, and each result with that symbol replaces the proxy. DTensor's backward pass
-    asks for `sym_max(s0, 1)`, which has the symbol `s0`: it is then computed from itself, and tracing ends in a RecursionError.
-    Equal symbols are equal numbers, so the first proxy, which is an input's, is right for all.
+    The tracer looks up such a size by its symbol, and each result with that symbol replaces the proxy. The backward of
+    DTensor computes `sym_max(s0, 1)`, which has the symbol `s0`: it would depend on itself, and tracing ends in a
+    RecursionError. Equal symbols are equal numbers, so the first proxy, which is an input's, is right for all of them.
 
-    The first operator of a graph changes the table of the tracer that traces it: no global is patched, and no other thread's
-    tracer is touched.
+    The first operator of a graph changes the table of the tracer that traces it: no global is patched, and no tracer of
+    another thread is affected.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,8 +73,10 @@ class FirstProxyOfSymbol(TorchFunctionMode):
 
 
 def pair_dimensions(graph: fx.Graph) -> None:
-    """Let inputs that have as many elements by a guard, and the same sizes in this call, have the same sizes in all calls that a
-    graph is for: ids and labels, of which torch knows that `b * t == c * u` (2.11, 2.13). A call with others is traced again.
+    """Guard inputs to have equal sizes, if a guard has equal element counts and sizes are equal now (2.11, 2.13).
+
+    These are ids and labels, for example, of which torch knows only that `b * t == c * u`. A call with other sizes is
+    traced again.
     """
     given = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.Tensor)]
     dynamic = [value.shape for value in given if any(isinstance(size, torch.SymInt) for size in value.shape)]
@@ -85,11 +87,11 @@ def pair_dimensions(graph: fx.Graph) -> None:
             is_alike = len(one) == len(other) and all(map(operator.eq, map(size_hint, one), map(size_hint, other)))
             if is_alike and sizes.replace(_product(one) - _product(other)).expand() in products:
                 for size, same in zip(one, other, strict=True):
-                    bool(size == same)  # torch notes what it was asked, as a guard of the graph
+                    bool(size == same)  # the comparison adds a guard to the graph
 
 
 def _differences(sizes: Any, condition: Any) -> list[Any]:
-    """What a guard that two products are equal says is zero."""
+    """Return expressions that are zero if a guard says that two products are equal."""
     left, right = getattr(condition, "lhs", None), getattr(condition, "rhs", None)
     if type(condition).__name__ != "Equality" or left is None or right is None:
         return []
@@ -98,12 +100,12 @@ def _differences(sizes: Any, condition: Any) -> list[Any]:
 
 
 def _product(shape: torch.Size) -> Any:
-    """The number of elements as an expression."""
+    """Return the number of elements as an expression."""
     return math.prod(size.node.expr if isinstance(size, torch.SymInt) else size for size in shape)
 
 
 def size_hint(size: Any) -> int:
-    """The number that a symbolic size stood for when it was traced; 1 where nobody knows (2.11, 2.13)."""
+    """Return the value of a symbolic size at trace time; 1 if it is unknown (2.11, 2.13)."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     supposed = _supposed.get()
@@ -114,7 +116,7 @@ def size_hint(size: Any) -> int:
 
 
 def largest(size: torch.SymInt) -> int | None:
-    """The largest number that a symbolic size may be by the guards of its graph; None where none is known (2.11, 2.13)."""
+    """Return the largest value of a symbolic size that the guards of its graph allow; None if unknown (2.11, 2.13)."""
     known = size.node.shape_env.var_to_range.get(size.node.expr)
     return int(known.upper) if known is not None and known.upper.is_Integer and known.upper < sys.maxsize - 1 else None
 
@@ -125,10 +127,11 @@ Shapes = Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]
 def with_sizes(
     compiler: Compiler, module: fx.GraphModule, like: int, shapes: Shapes
 ) -> tuple[Callable[..., Any], Callable[[int], bool]]:
-    """Compile a graph whose first input is a number n and whose tensors have sizes that follow from it (2.11, 2.13).
+    """Compile a graph whose first input is a number n, and whose tensors have sizes that are functions of n (2.11, 2.13).
 
-    `shapes(n)` gives sizes and strides of each, with a tensor of its type. Returns the compiled function, called as
-    f(n, *tensors), and which n it holds for; it is made with the number `like` in mind.
+    `shapes(n)` returns the sizes and strides of each tensor, with a tensor of the same dtype and device. Return the
+    compiled function, called as f(n, *tensors), and a predicate for the n for which it holds. It is optimized for the
+    number `like`.
     """
     from torch._dynamo.source import ConstantSource
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -137,7 +140,7 @@ def with_sizes(
     sizes = ShapeEnv()
     mode = FakeTensorMode(shape_env=sizes)
     n: Any = sizes.create_unspecified_symint_and_symbol(like, ConstantSource("n"), DimDynamic.DYNAMIC)
-    symbol = n.node.expr  # now: once it is compiled, this may be a number, or an expression in another symbol
+    symbol = n.node.expr  # read it now: after compilation, it may be a number or an expression in another symbol
     with torch.no_grad(), no_modes():
         with mode:
             tensors = [
@@ -150,7 +153,7 @@ def with_sizes(
 
     @functools.cache
     def holds(number: int) -> bool:
-        if number == like or replaced:  # what it was compiled for, at least
+        if number == like or replaced:  # it holds at least for the compiled size
             return number == like
         return bool(bounds.lower <= number <= bounds.upper) and all(_is_met(item, symbol, number) for item in conditions)
 
@@ -158,7 +161,7 @@ def with_sizes(
 
 
 def _is_met(condition: Any, symbol: Any, number: int) -> bool:
-    """Whether a guard allows a number; what cannot be told is not met."""
+    """Return whether a guard allows a number; False if it cannot be evaluated."""
     try:
         return bool(condition.subs(symbol, number) == True)  # noqa: E712  (sympy's)
     except (ArithmeticError, TypeError):

@@ -1,14 +1,14 @@
-"""Which versions of PyTorch the tests have run on: private interfaces may change with any other."""
+"""The PyTorch versions on which the tests have run: private interfaces may change in any other version."""
 
 from __future__ import annotations
 
 import torch
 
-OLDEST, NEWEST = (2, 11), (2, 14)  # pyproject.toml allows the same; docs/versions.md says what was run on each
+OLDEST, NEWEST = (2, 11), (2, 14)  # the same as in pyproject.toml; docs/versions.md lists the runs on each
 
 
 def untested() -> str:
-    """A sentence if the tests never ran on this version of PyTorch, otherwise empty."""
+    """Return a sentence if the tests never ran on this PyTorch version, otherwise an empty text."""
     number = torch.__version__.split(".")[:2]
     if OLDEST <= tuple(map(int, number)) <= NEWEST:
         return ""

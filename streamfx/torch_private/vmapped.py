@@ -1,4 +1,4 @@
-"""How Dynamo writes `torch.vmap` into a graph."""
+"""The functions with which Dynamo traces `torch.vmap` into a graph."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch._functorch import predispatch  # 2.11, 2.13
 
 ENTER_VMAP: Any = predispatch._vmap_increment_nesting  # (rows, randomness): the level
 LEAVE_VMAP: Any = predispatch._vmap_decrement_nesting
-ADD_BATCH: Any = predispatch._add_batch_dim  # (value, dim, level): a row of it
+ADD_BATCH: Any = predispatch._add_batch_dim  # (value, dim, level): one row
 REMOVE_BATCH: Any = predispatch._remove_batch_dim  # (row, level, rows, dim)
 LOAD: Any = predispatch.lazy_load_decompositions
 PAD: Any = torch._C._nn.pad
-SLICE: Any = torch.ops.aten.slice  # as an associative scan calls it: the packet
+SLICE: Any = torch.ops.aten.slice  # the packet, which an associative scan calls
 
 
 def traced_on_rows(function: Callable[..., Any], rows: list[torch.Tensor]) -> fx.GraphModule:
-    """The operators of ATen that a function calls on values like these, under autocast if it is on (2.11, 2.13)."""
+    """Trace a function on values like these to ATen operators, under autocast if it is on (2.11, 2.13)."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
