@@ -16,6 +16,8 @@ from tests.support.exactness import compare, recorder
 from tests.support.spread import only
 from tests.support.used import attending, batch
 
+pytestmark = pytest.mark.compiled
+
 aten = torch.ops.aten
 SIZES = (1, 30)
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from tests.support.exactness import compare
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 WIDTH, VOCABULARY, LENGTH = 8, 11, 19
 OPTIONS: dict[str, Any] = {"chunk_size": 4, "bodies": "eager"}
 Loss = Callable[["Decoder", Tensor, Tensor], Tensor]

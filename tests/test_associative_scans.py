@@ -23,6 +23,8 @@ from tests.support.later_sizes import compare_sizes
 from tests.support.spread import only
 from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 
+pytestmark = pytest.mark.compiled
+
 Rows = tuple[Tensor, ...]
 
 

@@ -177,6 +177,7 @@ class Layers(nn.Module):
         return total
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("first", "window", "groups", "verdict"), [(False, 0, 4, "causal"), (True, 5, 2, "window(5)")])
 def test_it_streams(first: bool, window: int, groups: int, verdict: str) -> None:
     """A mask of huge negative numbers is proven by ordinary scores: the share of the sink before is one."""

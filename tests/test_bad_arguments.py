@@ -28,6 +28,8 @@ from streamfx import (
 from tests.support.small import Causal, tokens
 from tests.support.stateful.averages import averages
 
+pytestmark = pytest.mark.compiled
+
 IDS, ARRAY = tokens(2, 12), np.zeros((2, 4), np.float32)
 MM = torch.ops.aten.mm.default
 ANY: Any = streamfx  # called as no type checker would let it be

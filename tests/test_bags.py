@@ -18,6 +18,8 @@ from tests.support.exactness import compare
 from tests.support.spread import only
 from tests.support.used import Used, labelled
 
+pytestmark = pytest.mark.compiled
+
 aten = torch.ops.aten
 VOCABULARY, ROWS, EACH = 13, 23, 3
 Bag = Callable[..., Tensor]  # of the model, and of indices [b t k]: vectors [b * t, width]

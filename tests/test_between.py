@@ -21,6 +21,8 @@ from tests.support.sharded import Decoder, Layer
 from tests.support.small import tokens
 from tests.test_sequence_parallel import Gathered, Ulysses
 
+pytestmark = pytest.mark.compiled
+
 LAYERS, WIDTH, ROWS, VOCABULARY = 4, 16, 256, 11
 
 

@@ -63,6 +63,7 @@ def test_decoders(make: Callable[[], nn.Module], forms: dict[Any, list[FamilyCod
     assert not said(caplog)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("place", "error", "text"),
     [
@@ -267,6 +268,7 @@ MASKED: dict[str, tuple[Callable[[], nn.Module], Tensor | None]] = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", MASKED)
 def test_a_step_with_a_mask_of_data_waits_once(name: str) -> None:
     """Not once per chunk, nor per layer, nor again in the backward half; and not at all without data in the mask."""

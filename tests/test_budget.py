@@ -30,6 +30,8 @@ from tests.support.peaks import however_small
 from tests.support.small import Causal, tokens
 from tests.support.translators import Translator, batch
 
+pytestmark = pytest.mark.compiled
+
 LENGTH, LAYERS = 1024, 3
 WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": LENGTH}
 CHUNKS = {"chunk_size": 128, "loss_chunk_size": 128}

@@ -19,6 +19,8 @@ from tests.random_decoders.kinds import numbered
 from tests.support.exactness import gradient_errors, outcome, scalar_of
 from tests.support.small import Causal, tokens
 
+pytestmark = pytest.mark.compiled
+
 IDS = tokens(2, 32)
 
 

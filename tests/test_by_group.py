@@ -29,7 +29,7 @@ A100, H100 = DeviceKind("cuda", (8, 0), True), DeviceKind("cuda", (9, 0), True)
 
 
 class StandIns:
-    """In place of `triton_grouped_mm.py`: rows are looked up, groups end where a tensor says, and what has no rows is left alone."""
+    """Replaces `triton_grouped_mm.py`: look rows up, end groups at the offsets of a tensor, and skip empty groups."""
 
     def __init__(self) -> None:
         self.called: Counter[str] = Counter()
@@ -78,6 +78,7 @@ class Spared(SortedExperts):
         return shares, chosen.clamp(max=2)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("by", [pytest.param(nullcontext, marks=pytest.mark.long), by_stand_ins], ids=["one by one", "by kernel"])
 def test_gradients(by: Any) -> None:
     """Two sequences, in chunks of any size."""

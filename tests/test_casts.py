@@ -112,6 +112,7 @@ ASTRAY = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ASTRAY)
 def test_experts_whose_counts_are_cast(name: str) -> None:
     model = made(lambda: SparseDecoder(lambda: SortedExperts(ASTRAY[name]), layers=1))

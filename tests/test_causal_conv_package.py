@@ -17,7 +17,7 @@ from tests.support.causal_conv_package import IS_STAND_IN, causal_conv1d_fn
 from tests.test_recurrences import WIDTH, Mixed, compared
 from tests.test_stateful import stateful
 
-pytestmark = pytest.mark.skipif(not IS_STAND_IN, reason="the package itself runs on GPUs alone")
+pytestmark = [pytest.mark.compiled, pytest.mark.skipif(not IS_STAND_IN, reason="the package itself runs on GPUs alone")]
 
 Weights = Callable[[Mixed], tuple[Tensor, Tensor | None]]
 

@@ -24,6 +24,8 @@ from tests.support import hf
 from tests.support.exactness import TOLERANCE, compare, compare_replayed
 from tests.support.hf import LossOf, deep
 
+pytestmark = pytest.mark.compiled
+
 LAYERS = 5
 LEVELS = ("inputs", "attention", "projections", "products")
 CHOICES: list[dict[str, Any]] = [

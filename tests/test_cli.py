@@ -17,6 +17,8 @@ from streamfx.tools.planner import devices, model_names, models, objectives, opt
 from streamfx.tools.planner.model_names import config_file
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 pytest.importorskip("transformers")
 
 FACTORY = """

@@ -26,6 +26,8 @@ from tests.support.collectives import data_of
 from tests.support.sharded import sharded
 from tests.support.spread import spread
 
+pytestmark = pytest.mark.compiled
+
 Golden = Callable[[str], None]
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 

@@ -18,6 +18,8 @@ from streamfx.tools.report.verdict import GAIN, LITTLE
 from tests.support.small import WIDTH, Causal, Mixing, tokens
 from tests.test_timeline import Small
 
+pytestmark = pytest.mark.compiled
+
 IDS = tokens(2, 6)
 WIDE = torch.randn(2, 64, 16)
 

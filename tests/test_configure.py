@@ -94,6 +94,7 @@ def test_a_block_that_is_left_in_another_context_is_off() -> None:
     assert context.run(lambda: resolved().chunk_size) == "auto"
 
 
+@pytest.mark.compiled
 def test_seeds_are_drawn_on_the_cpu() -> None:
     """Whatever the default device is: the host reads them, and would wait for any other device."""
     x = torch.ones(2, 37, 8, dtype=torch.float64, requires_grad=True)
@@ -126,6 +127,7 @@ def test_twice_is_the_same_as_once() -> None:
     assert model._compiled_call_impl is installed and first.is_enabled and first.options == {"chunk_size": 5}
 
 
+@pytest.mark.compiled
 def test_other_options_take_the_place_of_the_first(caplog: pytest.LogCaptureFixture) -> None:
     model = Causal().double()
     first = streamfx.enable(model, chunk_size=5)
@@ -179,6 +181,7 @@ GIVEN: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_options_are_taken_in_every_form(given: dict[str, Any]) -> None:
     asked = Options(chunk_size=6, save="inputs")

@@ -24,6 +24,8 @@ from tests.support.exactness import compare
 from tests.support.spread import only
 from tests.support.used import Use, attending, batch, used
 
+pytestmark = pytest.mark.compiled
+
 aten = torch.ops.aten
 LOOKED_UP = {aten.index.Tensor, aten.index_put.default}
 KINDS = ("looked up", "put", "added", "added to zeros", "changed")

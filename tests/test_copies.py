@@ -36,6 +36,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
+@pytest.mark.compiled
 def test_two_inputs_are_alive_at_most(traced: Traced, device: Device) -> None:
     traced.run(device)
     device.check()
@@ -78,6 +79,7 @@ class Skips(Layers):
         return x
 
 
+@pytest.mark.compiled
 def test_values_that_several_stages_read(device: Device) -> None:
     """In the forward half they stay for their last reader; the backward half fetches them again after a gap."""
     Traced(Skips(LAYERS)).run(device)

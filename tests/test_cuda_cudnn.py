@@ -178,6 +178,7 @@ def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatc
 # -- what eager chooses while a mask is traced
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("masked", "by_name"), [(False, True), (True, True), (True, False)])
 def test_the_operator_is_switched_off_while_a_mask_is_traced(
     masked: bool, by_name: bool, monkeypatch: pytest.MonkeyPatch

@@ -96,6 +96,7 @@ def loops_of(report: Report) -> int:
     return sum(isinstance(node.target, Recurrence) for node in report.facts[0].joint.nodes)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("length", only([26], [12, 13, 24, 26, 27]))
 @pytest.mark.parametrize("name", only(["split", "behind", "first"], MIXES))
 def test_loops_over_blocks_stream(name: str, length: int) -> None:
@@ -103,6 +104,7 @@ def test_loops_over_blocks_stream(name: str, length: int) -> None:
     assert loops_of(compared(MIXES[name], length)) == 2 * LAYERS
 
 
+@pytest.mark.compiled
 def test_blocks_that_overlap_stay_as_they_are() -> None:
     """A step that reads two blocks takes rows from elsewhere: in a loop of its own they would be given to it as a whole."""
     assert loops_of(compared(windows, 24)) == 0
@@ -121,6 +123,7 @@ def with_losses(model: Used, x: Tensor, labels: Tensor) -> Tensor:
     return labelled(model, x + torch.cat([part.sin() for part in parts], 1), labels) + beside
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("use", "streams"), [(without_rows, False), (with_losses, True)])
 def test_blocks_that_are_odd(use: Use, streams: bool) -> None:
     """Each time alike: ids and labels are both cut into blocks, and one of the two is the sequence."""

@@ -17,6 +17,8 @@ from tests.support.exactness import Report
 from tests.support.spread import only
 from tests.test_recurrences import WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 
+pytestmark = pytest.mark.compiled
+
 BLOCK, LENGTH = 3, 21
 Totals = Callable[[Tensor], Tensor]
 

@@ -24,6 +24,8 @@ from tests.support.heads import BATCH, HEADS, LENGTH, MIXED, VOCABULARY, Decoder
 from tests.support.spread import only
 from tests.test_live_bytes import Shapes
 
+pytestmark = pytest.mark.compiled
+
 
 def dynamo_graph(model: nn.Module, *arguments: Any) -> fx.GraphModule:
     graphs: list[fx.GraphModule] = []

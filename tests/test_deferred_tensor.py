@@ -20,6 +20,8 @@ from streamfx.lazy import deferred, steps, streamed
 from tests.support.deferred import IDS, MODES, OPTIONS, WEIGHTS, Compiled, assert_behaves, assert_same, gradients
 from tests.support.heads import HEADS, VOCABULARY, decoder
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.fixture(scope="module")
 def compilations() -> dict[str, Compiled]:

@@ -86,6 +86,7 @@ def names(text: str) -> list[str]:
     return [name.strip() for entry in entries for name in entry.split(",")]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", PUBLIC)
 def test_its_example_runs(name: str) -> None:
     text = section(PUBLIC[name], "Example")

@@ -18,6 +18,8 @@ from tests.support.peaks import however_small
 from tests.support.spread import only
 from tests.support.twins import batch, compiled, gradients
 
+pytestmark = pytest.mark.compiled
+
 
 class KernelHeads(decoders.Heads):
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

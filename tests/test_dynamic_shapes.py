@@ -24,6 +24,8 @@ from tests.support.small import Causal, tokens
 from tests.support.spread import only
 from tests.support.twins import batch, compiled, same_step, twins
 
+pytestmark = pytest.mark.compiled
+
 
 def follow(
     make: Callable[[], nn.Module],

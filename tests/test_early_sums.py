@@ -17,6 +17,8 @@ from tests.support.recurrent import BATCH, VOCABULARY, of_transformers
 from tests.support.spread import only
 from tests.test_recurrent_families import TOLERANCE
 
+pytestmark = pytest.mark.compiled
+
 LAYERS, BLOCK = 2, 11
 
 

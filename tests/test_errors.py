@@ -19,6 +19,8 @@ from streamfx.torch_private.dynamo import raised_as_itself
 from tests.support.small import VOCABULARY, Causal, tokens
 from tests.support.stretches import interpreted
 
+pytestmark = pytest.mark.compiled
+
 IDS = tokens(1, 12)
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.StreamFXError)]
 

@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import streamfx
 
+pytestmark = pytest.mark.compiled
+
 SHAPE = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
 LENGTH, PROMPT = 40, 23
 CHUNKS: dict[str, Any] = {"chunk_size": 7, "loss_chunk_size": 7, "bodies": "eager"}

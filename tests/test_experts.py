@@ -20,6 +20,8 @@ from tests.support.sorted_experts import SPELLINGS, SortedExperts, SparseDecoder
 from tests.support.spread import only
 from tests.support.twins import batch, compiled, same_step, twins
 
+pytestmark = pytest.mark.compiled
+
 LENGTH = 19
 Groups = Callable[[SortedExperts, Tensor], tuple[Tensor, Tensor]]  # of rows, to shares and experts
 Between = Callable[[SortedExperts, Tensor, Tensor, Tensor, Tensor], Tensor]  # of rows, their order, ends and experts

@@ -17,6 +17,8 @@ from torch._subclasses import FakeTensorMode
 import streamfx
 from tests.support.small import WIDTH, Causal, Mixing, tokens
 
+pytestmark = pytest.mark.compiled
+
 IDS = tokens(2, 6)
 CHUNKS = {"chunk_size": 4, "loss_chunk_size": 2}
 KEYS = {"graphs", "graph_breaks", "break_reasons", "stages", "streamed_flops_share", "flops", "baseline_flops"}

@@ -18,7 +18,7 @@ import torch
 from tests.support.fake_cuda import COMPILER, private_folder, reported
 from tests.support.spread import only
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+pytestmark = [pytest.mark.compiled, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
 QWEN, GEMMA, OSS = "Qwen3-4B", "Gemma-3-1B", "GPT-OSS-20B"
 SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 4096, "head_dim": 128}

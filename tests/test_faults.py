@@ -37,6 +37,8 @@ from tests.support.exactness import Recorded, assert_small, compare, value_error
 from tests.support.sorted_experts import SparseDecoder
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 PASSES = Path(streamfx.passes.__file__).resolve().parent
 NOT_PASSES = ("__init__.py", "faults.py", "verifier.py", "whole.py")
 LENGTH = 13

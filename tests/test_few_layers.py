@@ -22,6 +22,8 @@ from streamfx.tools.inspect.layers import layers_of, repeat_of
 from streamfx.tools.inspect.repeated_analysis import facts_of_all_layers
 from streamfx.tools.planner.predict import Prediction, predict
 
+pytestmark = pytest.mark.compiled
+
 LENGTH = 256
 
 

@@ -28,7 +28,10 @@ from tests.support.trainers import tiny
 from tests.support.trainers.building import build
 from tests.support.trainers.running import assert_same_training
 
-pytestmark = pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU")
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU"),
+]
 
 LENGTH = 22
 

@@ -14,7 +14,10 @@ from tests.support.exactness import compare, recorder
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
 from tests.support.spread import only
 
-pytestmark = pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU")
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU"),
+]
 
 VOCABULARY, WIDTH, LENGTH = 31, 20, 23
 PLAIN_ENDS, GAPS = [0, 4, 5, 11, LENGTH], [0, 0, 9, 9, LENGTH]  # GAPS: two documents without rows

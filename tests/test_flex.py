@@ -16,6 +16,8 @@ from streamfx.kernels.sdpa import ATTENTION
 from tests.support.exactness import TOLERANCE, assert_small, compare, errors, outcome, recorder
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 VOCABULARY, WIDTH, LENGTH, HEADS = 31, 16, 23, 2
 Made = Callable[[Tensor], Callable[..., Tensor]]  # of documents, to a mask of batch, head, row and key
 Scored = Callable[["Block"], Callable[..., Tensor]]  # to a score of a score, and of these

@@ -8,6 +8,8 @@ from tests.random_decoders.checking import failure_of
 from tests.random_decoders.specification import Decoder, Layer, sensible
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 ROW = {"layout": "unbatched", "length": 1, "heads": 1, "head_size": 2, "vocabulary": 11}
 LAZY = {"outputs": "logits", "loss": "sum", "compiled": True, "lazy": True, "capped": True, "frozen": "head"}
 SINKS, LINEAR, RELATIVE = Layer(core="einsum", sinks="front"), Layer(core="linear"), Layer(core="matmul", bias="relative")

@@ -47,6 +47,8 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded import Layer
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 
 def enabled(model: Any) -> EnabledModules:
     return enable(model, **OPTIONS)
@@ -210,7 +212,7 @@ def test_ways_of_fsdp2(first: int) -> None:
 
 
 def test_parts_of_sharded_tensors_ask_for_nothing() -> None:
-    """`DTensor.from_local` marks the part as it marks the whole, which a graph for the whole knows of; this raised StaleGraphError."""
+    """`DTensor.from_local` marks the shard as it marks the full tensor. This raised StaleGraphError."""
     with one_of_many(2):
         x = torch.randn(1, 24, 8, requires_grad=True)
         sharded = DTensor.from_local(x * 2, all_ranks(), [Replicate()])

@@ -19,6 +19,8 @@ from streamfx.tools.report.printer import PRODUCTS
 from tests.support.goldens import BASE, FOLDER, OF_VERSION, file_of, orphans, own_file, write
 from tests.support.small import EXAMPLES
 
+pytestmark = pytest.mark.compiled
+
 Golden = Callable[[str], None]
 
 

@@ -15,6 +15,8 @@ from tests.support.decoders import CAUSAL, OPEN, VOCABULARY, WIDTH, WINDOWED
 from tests.support.exactness import compare
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 LENGTH = 13  # prime, and unlike every other size
 CHUNKS = (1, 16)  # besides 7; 16 holds the whole sequence
 

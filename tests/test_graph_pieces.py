@@ -16,6 +16,8 @@ from tests.support import hf
 from tests.support.exactness import TOLERANCE, Recorder, assert_small, check_streamed, errors, outcome, recorder
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 LENGTH = 19
 Install = Callable[[Any, Any], Any]
 

@@ -16,7 +16,10 @@ from tests.support.exactness import compare
 from tests.support.flash_package import IS_STAND_IN
 from tests.test_flash_package import CASES, LENGTH, Decoder, batch, packed
 
-pytestmark = pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU")
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU"),
+]
 
 Attention = Callable[..., Tensor]
 

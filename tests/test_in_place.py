@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import streamfx
 from streamfx.cost.meter import Meter
 
+pytestmark = pytest.mark.compiled
+
 VOCABULARY, WIDTH = 20_000, 8
 TABLE = VOCABULARY * WIDTH * 8  # bytes of the embedding
 IDS = torch.randint(0, VOCABULARY, (1, 64), generator=torch.Generator().manual_seed(1))

@@ -15,6 +15,8 @@ from tests.support import compressed
 from tests.support.compressed import BLOCK, VOCABULARY, WINDOW, Attend, Compressed, Pool
 from tests.support.exactness import Report, compare
 
+pytestmark = pytest.mark.compiled
+
 JOINED: list[Attend] = [compressed.the_best, compressed.joined, compressed.joined_by_flags, compressed.joined_by_numbers]
 
 

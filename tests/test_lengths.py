@@ -16,6 +16,8 @@ from streamfx.passes.partition.budget_search import held_bytes
 from tests.support.exactness import recorder
 from tests.support.small import Causal, tokens
 
+pytestmark = pytest.mark.compiled
+
 CHEAP = {"keep_every": 1, "save": "inputs", "bodies": "eager"}  # one candidate
 
 

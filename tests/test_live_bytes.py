@@ -23,6 +23,8 @@ from tests.zoo.configs import INNER, VOCABULARY
 from tests.zoo.models import BATCH, WITHOUT_LABELS, built, grouped_products_in_float64
 from tests.zoo.runs import known
 
+pytestmark = pytest.mark.compiled
+
 ROWS = 61  # prime, so that a dimension of a multiple of it ranges over the rows
 
 

@@ -20,6 +20,8 @@ from streamfx.integrations import enable
 from tests.support.spread import only
 from tests.support.trainers import tiny
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.fixture
 def peft(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -15,6 +15,8 @@ from tests.support.exactness import Report, compare
 from tests.support.spread import only
 from tests.support.used import attending, batch
 
+pytestmark = pytest.mark.compiled
+
 BLOCK = 4
 
 

@@ -15,6 +15,8 @@ from tests.support import decoders, layouts
 from tests.support.exactness import compare
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 LENGTH = 13
 Loss: TypeAlias = "Callable[[Tensor, Tensor], Any]"  # of logits [B, T, V] and labels [B, T], which have holes
 

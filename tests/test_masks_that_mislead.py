@@ -102,6 +102,7 @@ def test_rows_whose_visible_keys_are_all_hidden(bias: Mask) -> None:
     assert spans == {"causal" if bias is ordinary else "masked"}
 
 
+@pytest.mark.compiled
 def test_a_bias_that_the_caller_trains() -> None:
     """It is no activation for that: rows whose visible keys it hides look at what a finite number hides."""
     function = attention(lambda s, bias: (s + bias).masked_fill(columns(T) > rows(T), MIN))
@@ -183,6 +184,7 @@ class Buffered(Heads):
         return (q @ k.mT).masked_fill(~self.read(self.get_buffer("seen"), q.shape[-2]), -INF).softmax(-1) @ v
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", spread(READ, 2))
 def test_patterns_of_buffers(name: str) -> None:
     class Own(Decoder):

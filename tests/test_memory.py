@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from tests.support.exactness import TOLERANCE, assert_small, compare, gradient_errors, in_one_memory
 
+pytestmark = pytest.mark.compiled
+
 WIDTH, VOCABULARY, LENGTH = 8, 11, 19
 OPTIONS: dict[str, Any] = {"chunk_size": 4, "loss_chunk_size": 4, "bodies": "eager"}
 

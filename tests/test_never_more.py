@@ -23,6 +23,8 @@ from tests.support.peaks import TOLERATED, RealMeter, however_small, peak, peaks
 from tests.support.spread import only, spread
 from tests.test_deferral import dynamo_graph
 
+pytestmark = pytest.mark.compiled
+
 IS_MADE_WHOLE = rewrite.is_made_whole  # other tests have small outputs deferred
 
 

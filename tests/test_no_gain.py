@@ -17,6 +17,8 @@ from tests.support.small import tokens as small_tokens
 from tests.support.spread import only
 from tests.test_peaks import Decoder, tokens
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:

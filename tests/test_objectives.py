@@ -15,6 +15,8 @@ from tests.support.objectives.models import ROWS, VOCABULARY
 from tests.support.spread import only
 from tests.test_live_bytes import Shapes
 
+pytestmark = pytest.mark.compiled
+
 OF_TWO_MODELS = ("dpo", "grpo", "jensen_shannon")
 CASES = [*((name, 1) for name in OBJECTIVES), *((name, 2) for name in OF_TWO_MODELS)]
 

@@ -14,6 +14,8 @@ import streamfx
 from streamfx.errors import NotCopyableError
 from tests.support.small import Causal, tokens
 
+pytestmark = pytest.mark.compiled
+
 IDS = tokens(2, 12)
 
 

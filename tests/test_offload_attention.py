@@ -57,6 +57,7 @@ def padded() -> tuple[Tensor, Tensor]:
 MODELS: dict[str, Any] = {"padded": (lambda: Padded(3).double(), padded), "preference": (lambda: Preference().double(), batch)}
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_eager(name: str) -> None:
     make, inputs = MODELS[name]
@@ -64,6 +65,7 @@ def test_gradients_are_those_of_eager(name: str) -> None:
     compare_replayed(report.recorder, 3, TOLERANCE, {"keep_every": 2})
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_gradients_under_other_choices(traced: Traced, choice: dict[str, Any]) -> None:
     traced.run(offload="attention", **choice)

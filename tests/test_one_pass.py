@@ -23,6 +23,8 @@ from tests.support.objectives import OBJECTIVES, Step, batch_of
 from tests.support.objectives.models import VOCABULARY
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 aten = torch.ops.aten
 WIDTH = 8
 

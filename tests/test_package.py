@@ -13,6 +13,8 @@ import pytest
 
 import streamfx
 
+pytestmark = pytest.mark.compiled
+
 FUNCTIONS = "check_recurrence configure disable enable explain plan profile register_recurrence register_rule streambp verify"
 PUBLIC = {*FUNCTIONS.split(), "Options", "__version__"}
 RESULTS = {"EnabledModules", "Explanation", "PlanReport", "Profile", "Verification"}

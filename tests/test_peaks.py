@@ -24,6 +24,8 @@ from streamfx.torch_private import OpOverload
 from streamfx.torch_private.allocations import allocations
 from tests.test_plan import TINY
 
+pytestmark = pytest.mark.compiled
+
 VOCABULARY, WIDTH = 50, 32
 LENGTHS = (5, 400)  # gradients are most of what is alive, and least
 

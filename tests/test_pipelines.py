@@ -17,6 +17,8 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded import Layer
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 VOCABULARY, WIDTH, PARTS, LENGTH = 17, 8, 4, 24
 OPTIONS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 8}
 

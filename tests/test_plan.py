@@ -18,6 +18,8 @@ from streamfx.tools.inspect.layers import first_layers
 from streamfx.tools.planner.model_names import builtin_names
 from streamfx.tools.planner.models import built, configuration
 
+pytestmark = pytest.mark.compiled
+
 TINY = {
     "model_type": "llama",
     "vocab_size": 500,

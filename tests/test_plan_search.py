@@ -158,6 +158,7 @@ def peaks_of(report: Any) -> tuple[int, int]:
     return report.prediction.peak_bytes, report.prediction.ways[CHECKPOINTING].peak_bytes
 
 
+@pytest.mark.compiled
 def test_a_plan_begins_with_how_much_less_memory_it_takes() -> None:
     report = streamfx.plan(TINY, seq=2048, chunk_size=64, loss_chunk_size=64, save="inputs")
     (ours, other), found = peaks_of(report), report.prediction
@@ -169,6 +170,7 @@ def test_a_plan_begins_with_how_much_less_memory_it_takes() -> None:
     assert report.summary()["verdict"] == report.verdict and report.gains_from is None
 
 
+@pytest.mark.compiled
 def test_a_plan_names_the_same_length_whatever_was_asked_for() -> None:
     """From there on it gains; and none is named where inputs of one's own know no longer ones."""
     small = {"chunk_size": 16, "loss_chunk_size": 16, "save": "inputs"}
@@ -205,6 +207,7 @@ def test_from_where_on_there_is_a_gain_does_not_depend_on_the_length_that_was_as
         assert named is not None and bend <= named < 1.26 * (bend + multiple) and named % multiple == 0
 
 
+@pytest.mark.compiled
 def test_within_a_budget_the_verdict_is_what_fits() -> None:
     wide = streamfx.plan(TINY, seq=512, memory="1G")
     tight = streamfx.plan(TINY, seq=512, memory=peaks_of(wide)[1] - 1)

@@ -25,6 +25,8 @@ from tests.support.stages import descend, hooked
 from tests.test_collectives import ranks  # noqa: F401  (a fixture)
 from tests.test_plan import TINY
 
+pytestmark = pytest.mark.compiled
+
 LAYERS = 3
 # parameters are most of the memory
 DEEPER: dict[str, Any] = {**TINY, "num_hidden_layers": LAYERS, "hidden_size": 256, "intermediate_size": 512}

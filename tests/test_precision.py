@@ -19,6 +19,8 @@ from tests.support.exactness import check_streamed, outcome
 from tests.support.spread import only
 from tests.support.twins import batch, compiled
 
+pytestmark = pytest.mark.compiled
+
 
 def distance(actual: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> float:
     """Norm of all differences over norm of all gradients."""

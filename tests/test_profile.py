@@ -19,6 +19,8 @@ from tests.support.spread import spread
 from tests.test_peaks import Decoder
 from tests.test_peaks import tokens as rows
 
+pytestmark = pytest.mark.compiled
+
 ROWS, CHUNK = 1024, 128
 
 

@@ -14,6 +14,8 @@ from streamfx import progress
 from streamfx.progress import ERASE, Tally, doing
 from tests.support.small import Causal, tokens
 
+pytestmark = pytest.mark.compiled
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:

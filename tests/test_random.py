@@ -21,6 +21,7 @@ def assert_exact(*decoders: Decoder) -> None:
         assert failure is None, f"{decoder}, made smaller: {smallest(failure)}"
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("numbers", only([range(5)], [range(5), *(range(n, n + 100) for n in range(5, 5005, 100))]), ids=str)
 def test_is_exact(numbers: range) -> None:
     assert_exact(*map(numbered, numbers))
@@ -41,6 +42,7 @@ def test_a_failure_shrinks_to_what_it_needs() -> None:
 KEPT = [(kind, place) for kind in KINDS for place in range(len(FOUND[kind]))]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("kind", "place"), only([(kind, 0) for kind in KINDS], KEPT))
 def test_what_was_found_stays_exact(kind: str, place: int) -> None:
     assert_exact(FOUND[kind][place])

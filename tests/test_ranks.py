@@ -31,6 +31,8 @@ from tests.support.cut_by_hand import Summed
 from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 Function = Callable[..., Tensor]
 
 

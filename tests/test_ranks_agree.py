@@ -24,6 +24,8 @@ from tests.support.cut_by_hand import Shared
 from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
 from tests.support.sharded import Decoder, sharded, whole
 
+pytestmark = pytest.mark.compiled
+
 Function = Callable[..., Tensor]
 
 

@@ -14,6 +14,8 @@ from streamfx.budget import in_bytes
 from tests.support.small import Causal, tokens
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 ROWS, GIVEN = 48, {"chunk_size": 16, "loss_chunk_size": 16}
 Mix = Callable[[Tensor], Tensor]
 

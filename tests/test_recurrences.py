@@ -16,6 +16,8 @@ from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 WIDTH, LENGTH = 8, 11
 
 Mixer = Callable[["Mixed", Tensor], Tensor]

@@ -31,6 +31,8 @@ from tests.test_recurrences import Mixed, Mixer, all_in_rows, operators, zeros
 from tests.test_scan_operators import decayed as by_scan
 from tests.test_stateful import selected
 
+pytestmark = pytest.mark.compiled
+
 TOLERANCE = 1e-11
 
 

@@ -10,6 +10,8 @@ from streamfx.passes.partition import loop_distribution
 from streamfx.passes.partition.value_table import Access, Bytes, RegionValue
 from tests.support.stages import Layers, batch
 
+pytestmark = pytest.mark.compiled
+
 OWN, KEPT = Access(0, True, False, False), Access(0, False, True, True)
 FOUND_ONCE = (
     loop_distribution.levels_of,

@@ -265,6 +265,7 @@ CALLS: dict[str, tuple[Mixer, str]] = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_declaration_does_not_hold_for_runs_whole(name: str) -> None:
     mixer, says = CALLS[name]
@@ -273,6 +274,7 @@ def test_what_a_declaration_does_not_hold_for_runs_whole(name: str) -> None:
     assert says in "; ".join(facts.reasons())
 
 
+@pytest.mark.compiled
 def test_other_numbers_of_rows_run_whole() -> None:
     """One row for all others."""
     with declared(selective, rows={"x": 1, "dt": 1, "a": 1, "b": 1, "c": 1}):
@@ -301,6 +303,7 @@ def disabled(x: Tensor) -> Tensor:
     return x.cumsum(1)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("kernel", [Kernel.apply, disabled], ids=["an extension", "disabled"])
 def test_a_kernel_that_is_no_operator_is_told(kernel: Any) -> None:
     """It breaks the graph: the result is exact, and the report says what helps."""

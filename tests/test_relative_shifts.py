@@ -187,6 +187,7 @@ STREAMS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", STREAMS)
 def test_it_streams(name: str) -> None:
     attention = {"masked" if STREAMS[name][-1] is None else "window(4)"}
@@ -194,6 +195,7 @@ def test_it_streams(name: str) -> None:
     assert any(node.target is RELATIVE_SHIFT for node in report.facts[0].joint.nodes)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("seen", [None, 1])
 def test_the_next_row_shows(seen: int | None) -> None:
     """As many distances as keys, and nothing hides what later keys get: a chunk would have to look into the next one."""

@@ -61,6 +61,7 @@ def assert_shows(read: Read, *parts: str) -> None:
     assert [part for part in parts if part not in read.text] == []
 
 
+@pytest.mark.compiled
 def test_an_explanation(explanation: streamfx.Explanation, tmp_path: Path) -> None:
     written = explanation.to_html(tmp_path / "report.html")
     read, summary = checked(written.read_text()), explanation.summary()
@@ -79,6 +80,7 @@ def test_an_explanation(explanation: streamfx.Explanation, tmp_path: Path) -> No
     assert len(sums) == len(data["seconds"])
 
 
+@pytest.mark.compiled
 def test_a_plan(report: streamfx.PlanReport, tmp_path: Path) -> None:
     peak = in_bytes(report.summary()["peak_bytes"])
     read = checked(report.to_html(tmp_path / "plan.html").read_text())
@@ -91,6 +93,7 @@ def test_a_plan(report: streamfx.PlanReport, tmp_path: Path) -> None:
     assert max(sum(values.values()) for values in counters) == report.summary()["peak_bytes"]
 
 
+@pytest.mark.compiled
 def test_a_page_says_what_the_text_says(explanation: streamfx.Explanation) -> None:
     """Which memory it is, what runs whole with what to write instead, and why nothing is compared with checkpointing."""
     assert explanation.page.verdict.lower() == f"{str(explanation).splitlines()[0].removeprefix('streamfx: ')}.".lower()
@@ -106,6 +109,7 @@ def test_a_page_says_what_the_text_says(explanation: streamfx.Explanation) -> No
     assert "runs whole" in without.to_mermaid()
 
 
+@pytest.mark.compiled
 def test_what_has_few_stages_or_none() -> None:
     """Graph breaks, a graph that runs as it stands, one without a backward half, and one that makes nothing."""
     broken = streamfx.explain(Broken(), rows(9), options={"chunk_size": 3})
@@ -174,6 +178,7 @@ def test_charts(explanation: streamfx.Explanation) -> None:
     assert colour_of("a", ("b", "a")) != colour_of("b", ("b", "a"))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("path", "found"), [(".", "a folder"), ("no/such/folder/report.html", "no folder")])
 def test_paths_are_refused_before_anything_is_traced(
     path: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -187,6 +192,7 @@ def test_paths_are_refused_before_anything_is_traced(
         assert found in capsys.readouterr().err
 
 
+@pytest.mark.compiled
 def test_commands_write_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))

@@ -118,6 +118,7 @@ def test_passes_is_a_link() -> None:
 # -- versions
 
 
+@pytest.mark.compiled
 def test_the_first_compilation_and_doctor_name_an_untested_version(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

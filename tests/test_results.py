@@ -18,6 +18,8 @@ from tests.support.exactness import recorder
 from tests.support.spread import only
 from tests.support.stretches import interpreted
 
+pytestmark = pytest.mark.compiled
+
 Views = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # what is returned of an input and of what is made of it
 
 

@@ -20,6 +20,8 @@ from tests.support.exactness import compare
 from tests.support.spread import only
 from tests.support.used import Mix, Mixed, Use, Used, batch, labelled, used
 
+pytestmark = pytest.mark.compiled
+
 aten = torch.ops.aten
 LENGTH = 19
 

@@ -17,6 +17,8 @@ from tests.support.later_sizes import compare_sizes
 from tests.support.scans import scan
 from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, operators, zeros
 
+pytestmark = pytest.mark.compiled
+
 # PyTorch refuses a step one of whose results autograd keeps for another: what is carried on is made anew in each of these.
 
 

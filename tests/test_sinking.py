@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
@@ -13,6 +14,8 @@ from streamfx.passes.partition.code_sinking import sunk
 from tests.support.decoders import VOCABULARY
 from tests.support.exactness import compare
 from tests.support.used import Used, batch, used
+
+pytestmark = pytest.mark.compiled
 
 
 class Drawn:

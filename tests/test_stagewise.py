@@ -45,6 +45,7 @@ def runs_left() -> int:
     return sum(type(item) is stagewise._Run for item in gc.get_objects())
 
 
+@pytest.mark.compiled
 def test_gradients_are_complete_between_loops(staged: Staged) -> None:
     order, loops = order_of(staged, staged(*batch(1)).backward)
     assert sorted(set(order) - set(loops)) == sorted(name for name, _ in staged.model.named_parameters())
@@ -186,6 +187,7 @@ class Odd(Layers):
         return super().forward(ids, labels) + (self.code * 2).sin().sum(), self.embed.weight[:3]
 
 
+@pytest.mark.compiled
 def test_inputs_that_are_returned_or_written_are_left_alone() -> None:
     staged = Staged(Odd(), *batch())
     staged.reset()  # it has run once
@@ -203,6 +205,7 @@ class Peeks(Layers):
         return nn.functional.linear(self.embed(ids), self.get_parameter("out.1.weight").detach()).sin()
 
 
+@pytest.mark.compiled
 def test_updates_are_those_of_an_optimizer_behind_the_backward_pass() -> None:
     """Bit for bit."""
     staged, found = Staged(Peeks(tied=True), *batch()), []
@@ -219,6 +222,7 @@ def test_updates_are_those_of_an_optimizer_behind_the_backward_pass() -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.compiled
 def test_gradients_of_two_stages_are_alive() -> None:
     """Of four layers; the optimizer in the backward pass frees each gradient, and so does adding it to one that is there."""
     staged = Staged(Layers(4, width=32), *batch())

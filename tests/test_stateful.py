@@ -24,6 +24,8 @@ from tests.support.stateful.selective import selective
 from tests.support.stateful.windows import windows
 from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 
+pytestmark = pytest.mark.compiled
+
 STATES = 4  # numbers that each channel of a selective scan carries
 
 

@@ -14,6 +14,8 @@ from tests.support import decoders, hf, layouts
 from tests.support.exactness import check_streamed, compare
 from tests.support.twins import LENGTH, batch, compiled, same_step, twins
 
+pytestmark = pytest.mark.compiled
+
 
 class Checkpointed(decoders.Plain):
     def hidden(self, x: Tensor, **more: Any) -> Tensor:

@@ -26,6 +26,8 @@ from streamfx.integrations import StreamCallback
 from tests.support.trainers.building import build
 from tests.support.trainers.running import assert_same_history, assert_same_weights, history, weights
 
+pytestmark = pytest.mark.compiled
+
 FOLDER = Path(__file__).parents[1] / "examples" / "plugins"
 OPTIONS: dict[str, Any] = {"chunk_size": 7, "loss_chunk_size": 7}
 

@@ -13,6 +13,8 @@ from torch import nn
 import streamfx
 from tests.support.small import Causal, tokens
 
+pytestmark = pytest.mark.compiled
+
 IDS = tokens(2, 32)
 
 

@@ -21,6 +21,8 @@ from tests.support import decoders
 from tests.support.small import Padded
 from tests.support.twins import batch
 
+pytestmark = pytest.mark.compiled
+
 THREADS = 4
 CHUNKS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 8}
 

@@ -23,6 +23,8 @@ from streamfx.tools.report.loop_bodies import python_of
 from streamfx.tools.report.timeline import LoopTime, StepCourse
 from tests.support.small import EXAMPLES, Causal, tokens
 
+pytestmark = pytest.mark.compiled
+
 
 class Small(nn.Module):
     """Layers, a graph break behind each if asked for, and a head with a loss."""

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 import streamfx
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 
 class Block(nn.Module):
     def __init__(self) -> None:

@@ -83,6 +83,7 @@ def test_whatever_a_child_does_is_an_outcome(does: str, child: Child, monkeypatc
     assert time.monotonic() - begun < 20 and child._process is None
 
 
+@pytest.mark.compiled
 def test_a_real_child_answers_one_question_after_the_other(child: Child) -> None:
     child.command = Child().command
     for number, outcome in {

@@ -20,6 +20,8 @@ from tests.support.spread import only
 from tests.support.stateful.averages import averages
 from tests.test_recurrences import LENGTH, Mixed, Mixer, zeros
 
+pytestmark = pytest.mark.compiled
+
 Step = Callable[[Any, Any], tuple[Any, Tensor]]
 Runs = Callable[[Step, Any, Sequence[Tensor]], Tensor]  # a step, the first state, what has rows: rows of results
 Written = Callable[[Mixed, Tensor, Runs], Tensor]

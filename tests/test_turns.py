@@ -137,6 +137,7 @@ def test_where_turns_differ_all_are_followed() -> None:
 # -- few chunks
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("example", only(["streams"], EXAMPLES))
 def test_sampled_chunks_stand_for_all(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures of a loop that runs few chunks are those of one that runs them all."""
@@ -148,6 +149,7 @@ def test_sampled_chunks_stand_for_all(example: str, monkeypatch: pytest.MonkeyPa
     assert (sampled["flops"], sampled["peak_bytes"]) == (every["flops"], every["peak_bytes"])
 
 
+@pytest.mark.compiled
 def test_the_number_of_chunks_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten million rows in chunks of four: no chunk is looked at but those that run."""
     looked: list[int] = []

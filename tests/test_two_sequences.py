@@ -29,6 +29,8 @@ from tests.support.spread import only
 from tests.support.translators import WIDTH, WORDS, Counts, Segments, Translator, Unread, batch
 from tests.test_deferral import dynamo_graph
 
+pytestmark = pytest.mark.compiled
+
 
 def compiled(model: nn.Module, **options: Any) -> Any:
     torch._dynamo.reset()

@@ -15,6 +15,8 @@ from streamfx.ir.signature import Signature
 from streamfx.passes.ops.rules.registry import RULES, notation_rule
 from tests.support.spread import spread
 
+pytestmark = pytest.mark.compiled
+
 WIDTH = 8
 
 

@@ -21,6 +21,8 @@ from streamfx.lazy import steps, streamed
 from streamfx.lazy.deferred import DeferredTensor
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 VOCABULARY, WIDTH, LENGTH = 1500, 16, 37
 OPTIONS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 5}
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -18,6 +18,8 @@ from streamfx.tools.inspect.verify import default_loss, relative_difference
 from tests.support.small import WIDTH, Causal, Streams, tokens
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 IDS = tokens(2, 6)
 
 

@@ -144,6 +144,7 @@ class Steps:
         assert torch.allclose(found[0], wanted[0], rtol=1e-12)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("bodies", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_mask_is_looked_at_once_per_chunk(bodies: str) -> None:
     """Not in each of three layers, nor again in the backward half."""
@@ -154,6 +155,7 @@ def test_a_mask_is_looked_at_once_per_chunk(bodies: str) -> None:
         assert looked_at.call_count == 4
 
 
+@pytest.mark.compiled
 def test_a_mask_that_changed_is_looked_at_again() -> None:
     """Also if it was written behind torch's back."""
     steps, keep = Steps(), torch.ones(2, 64, dtype=torch.bool)
@@ -164,6 +166,7 @@ def test_a_mask_that_changed_is_looked_at_again() -> None:
         steps.same(keep)
 
 
+@pytest.mark.compiled
 def test_steps_that_overlap() -> None:
     """Two forward halves before the first backward half, with a mask each."""
     steps = Steps()

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from streamfx.frontend import mask_buffers
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 WIDTH, LENGTH = 8, 21
 
 

@@ -21,6 +21,8 @@ from streamfx.passes.rewrite.canonicalize import canonicalize
 from tests.support.exactness import compare, compare_replayed
 from tests.support.spread import only
 
+pytestmark = pytest.mark.compiled
+
 LENGTH, WIDTH, VOCABULARY = 37, 8, 11
 Between = Callable[["Decoder", Tensor], Tensor]
 

@@ -30,6 +30,8 @@ from tests.support.sharded import Decoder as ByRanks
 from tests.support.spread import spread
 from tests.test_sequence_parallel import Ulysses
 
+pytestmark = pytest.mark.compiled
+
 
 class Mixed(Decoder):
     """Attention, and behind it something that is done with all rows of x [b t d]."""

@@ -14,6 +14,8 @@ from streamfx.ir.facts import known
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
 
+pytestmark = pytest.mark.compiled
+
 WIDTH, TAPS, LENGTH = 8, 4, 19
 
 Mixer = Callable[["Mixed", Tensor], Tensor]

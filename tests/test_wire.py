@@ -21,6 +21,8 @@ from tests.support.sharded import Decoder, sharded
 from tests.support.spread import only
 from tests.test_collectives import Two, ranks  # noqa: F401  (a fixture)
 
+pytestmark = pytest.mark.compiled
+
 c10d, LAYERS = torch.ops._c10d_functional, 2
 
 

@@ -15,6 +15,8 @@ from tests.support.exactness import compare
 from tests.support.spread import only
 from tests.support.used import Used, batch, labelled
 
+pytestmark = pytest.mark.compiled
+
 LENGTH = 21
 
 

@@ -13,6 +13,8 @@ import streamfx
 from streamfx import enable
 from streamfx.errors import IntegrationError
 
+pytestmark = pytest.mark.compiled
+
 
 def compiled_in_place(model: nn.Module, x: Tensor) -> Any:
     """As DeepSpeed 0.19 does it."""
