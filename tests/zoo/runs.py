@@ -84,20 +84,20 @@ MOST = 110  # characters of a reason in the table
 HEAD = """\
 # Coverage
 
-Every model type of transformers' causal language modelling mapping, as `python -m tests.zoo --all` found it (`--report` writes
-this page): tiny random models of {batch} x {rows} tokens in float64, streamed in chunks of {chunk}, against eager. The delta
-rules, gated and Kimi's, work on blocks of 64 rows: where these cannot be smaller, there are 150 tokens, in whole blocks.
+Every model type of transformers' causal language modelling mapping, as measured by `python -m tests.zoo --all` (`--report` writes
+this page): tiny random models of {batch} x {rows} tokens in float64, streamed in chunks of {chunk}, compared with eager. The
+delta rules, gated and Kimi's, work on blocks of 64 rows: if these cannot be smaller, there are 150 tokens, in whole blocks.
 
 - *error*: the largest relative error of the loss, of other outputs and of parameters' gradients; exact: at most {bound:.0e}.
-  A star: but for results in which AOTAutograd alone differs from eager, too (zeros instead of no gradient).
-- *streamed*: the share of FLOPs (products, convolutions, attention, grouped products) that run in chunk loops.
-- *attention*: which keys a chunk's rows were proven to see; `masked` runs in chunks too, with all keys; with `all keys`, those
-  are no rows of the sequence, or blocks of its rows.
-- *whole*: what runs in one piece, and why. The result is exact all the same. A graph that is given one row has nothing to cut.
-- Loops over blocks of rows are traced block by block. xlstm's, of which 43 rows have five, and three rows behind them, is one
-  operator for any number of blocks; so is minimax's, if there are three whole blocks.
-- What is made of no rows, such as tables of positions times a weight, is made once, outside of loops: the rest of a share that is
-  below 100 % where nothing runs whole.
+  A star: except for results in which AOTAutograd alone also differs from eager (zeros instead of no gradient).
+- *streamed*: the share of FLOPs (matmuls, convolutions, attention, grouped matmuls) that run in chunk loops.
+- *attention*: the keys that a chunk's rows provably see. `masked` also runs in chunks, with all keys; in `all keys`, the keys are
+  not rows of the sequence, or are blocks of its rows.
+- *whole*: operators that are not chunked, and why. The result is still exact. A graph with one row has nothing to chunk.
+- Loops over blocks of rows are traced block by block. xlstm's loop (43 rows are five blocks and three rows after them) is one
+  operator for any number of blocks; so is minimax's, with at least three whole blocks.
+- Values without rows, such as position tables times a weight, are computed once, outside loops. They are the rest of a share
+  below 100 % if nothing falls back.
 
 """
 
