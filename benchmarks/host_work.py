@@ -15,7 +15,7 @@ from torch import Tensor
 from streamfx.passes.lowering.compile_bodies import split
 from streamfx.runtime.compiled import CompiledBody
 from streamfx.runtime.loop import Loop
-from streamfx.runtime.outer import OuterGraph
+from streamfx.runtime.outer import HostProgram
 
 Feeds = Sequence[Any]
 
@@ -35,7 +35,7 @@ class Run:
     def ways(self) -> dict[str, Callable[[], Any]]:
         """Ways of running it: the whole loop, and its body for each chunk; `plain` is the code that torch.fx writes."""
         body = self.loop.spec.body
-        outer, compiled = OuterGraph(body), CompiledBody(split(self.loop.spec), body).for_chunks(1)
+        outer, compiled = HostProgram(body), CompiledBody(split(self.loop.spec), body).for_chunks(1)
         return {
             "loop": lambda: self.loop.forward(*self.arguments),
             "plain": lambda: self._each(body.forward),

@@ -1,6 +1,6 @@
 """The pass pipeline: passes in order, each a function from `Facts` to `Facts`.
 
-This room turns a joint graph into two host programs of loops over chunks. It knows every graph-level fact, and
+This package turns a joint graph into two host programs of loops over chunks. It knows every graph-level fact, and
 nothing of the user's module beyond the graph. It may import `cost`, `runtime`, `kernels`, `ir` and the layers below
 them, and is imported by the frontend and the tools.
 """
@@ -25,7 +25,7 @@ from streamfx.passes.lowering import running_lowerings as _running  # noqa: F401
 from streamfx.passes.lowering.buckets import Buckets
 from streamfx.passes.lowering.build_program import BuildProgram
 from streamfx.passes.lowering.compile_bodies import CompileBodies
-from streamfx.passes.lowering.hoist_masks import Visibility
+from streamfx.passes.lowering.hoist_masks import HoistMasks
 from streamfx.passes.lowering.reinsert_collectives import ReinsertCollectives
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.partition.budget_search import BudgetSearch
@@ -35,7 +35,7 @@ from streamfx.passes.partition.stages import StagesPass
 from streamfx.passes.rewrite.attention.compressed_kv import KeysInBlocks
 from streamfx.passes.rewrite.attention.split_concat_kv import JoinedKeys
 from streamfx.passes.rewrite.canonicalize import Canonicalize
-from streamfx.passes.rewrite.collectives.reduced_products import SumsOverRanks
+from streamfx.passes.rewrite.collectives.merge_all_reduces import SumsOverRanks
 from streamfx.passes.rewrite.collectives.unshard import Unshard
 from streamfx.passes.rewrite.views.decompose_on_sequence import SumsAlongSequence
 from streamfx.passes.scan.detection import Recurrences
@@ -107,7 +107,7 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
             options, lambda facts: put_back.apply(BuildProgram().apply(facts))
         ),  # find the fastest plan within the memory budget
         Buckets(),  # merge collectives
-        Visibility(),  # hoist masks that can be computed once per step
+        HoistMasks(),  # hoist masks that can be computed once per step
         CompileBodies(options),  # choose how each loop body is executed
     )
 
@@ -140,7 +140,7 @@ def run_pipeline(
                     raise
             elif options.strict:
                 raise failure.refused() from failure.error
-            elif not remedies.help_with(failure):
+            elif not remedies.add_remedy(failure):
                 raise failure.error from None
 
 

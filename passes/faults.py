@@ -120,7 +120,7 @@ class Remedies:
             return True
         return refused.name in self.traced and self._make_unknown(self.traced[refused.name], refused.why)
 
-    def help_with(self, failed: PassFailedError) -> bool:
+    def add_remedy(self, failed: PassFailedError) -> bool:
         """Return whether a remedy exists for an unexpected exception in a pass."""
         if failed.step in COSTS_LITTLE:
             return self._leave_out(failed)

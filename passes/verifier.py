@@ -25,7 +25,7 @@ from streamfx.torch_private import OpOverload, fake_mode_of
 from streamfx.torch_private.symbolic_sizes import without_guards
 
 
-class BrokenProductError(Exception):
+class InconsistentFactsError(Exception):
     """The facts after a pass are inconsistent: a bug of that pass."""
 
 
@@ -41,14 +41,14 @@ class Verifier:
         return cls({node: _call(node) for node in traced.nodes})
 
     def check(self, name: str, facts: Facts) -> None:
-        """Raise `BrokenProductError` if the pass called `name` left the facts inconsistent."""
+        """Raise `InconsistentFactsError` if the pass called `name` left the facts inconsistent."""
         try:
             facts.joint.graph.lint()
         except RuntimeError as error:
-            raise BrokenProductError(f"after {name}: {error}") from error
+            raise InconsistentFactsError(f"after {name}: {error}") from error
         wrong = [*self._results(facts.joint.graph), *_strangers(facts)]
         if wrong:
-            raise BrokenProductError(f"after {name}: {'; '.join(wrong[:5])}")
+            raise InconsistentFactsError(f"after {name}: {'; '.join(wrong[:5])}")
 
     def _results(self, graph: fx.Graph) -> Iterator[str]:
         for node in graph.nodes:

@@ -1,6 +1,6 @@
 """The keys of `node.meta` that streamfx reads or writes. No other module spells them out.
 
-Keys of our own start with `streamfx_`: torch and other packages never see them.
+In graphs that torch or a user may see, keys of our own start with `streamfx_`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from streamfx.runtime import chunked_scans, compiled_segments, runtime_sizes
 from streamfx.runtime.chunks import Chunks
 from streamfx.runtime.compiled_segments import Segment
 from streamfx.runtime.loop_codegen import LoopWriter
-from streamfx.runtime.outer import OuterGraph
+from streamfx.runtime.outer import HostProgram
 from streamfx.runtime.shape_families import Family, FamilyCode, single
 from streamfx.torch_private import FakeTensorMode, TorchDispatchMode
 from streamfx.torch_private.inductor import InductorFailedError, InductorMemoryError, inductor_runs
@@ -220,10 +220,10 @@ class Waits(TorchDispatchMode):
 @contextmanager
 def waits() -> Iterator[Counter[str]]:
     """What the host waits for inside of outer graphs: Dynamo compiles nothing for a caller with a mode of its own."""
-    mode, hosted, run = Waits(), set[int](), OuterGraph.run
+    mode, hosted, run = Waits(), set[int](), HostProgram.run
     copied, listed = Tensor.cpu, Tensor.tolist
 
-    def watched(self: OuterGraph, arguments: list[Any]) -> Any:
+    def watched(self: HostProgram, arguments: list[Any]) -> Any:
         with mode:
             return run(self, arguments)
 
@@ -238,7 +238,7 @@ def waits() -> Iterator[Counter[str]]:
         return listed(self)
 
     patches = mock.patch.multiple(Tensor, cpu=cpu, tolist=tolist)
-    with mock.patch.object(OuterGraph, "run", watched), patches:
+    with mock.patch.object(HostProgram, "run", watched), patches:
         yield mode.found
 
 

@@ -22,7 +22,7 @@ from streamfx.ir.program import Program
 from streamfx.options import SAVE_LEVELS, resolved
 from streamfx.passes.partition.budget_search import held_bytes
 from streamfx.passes.partition.two_sequences import where_to_split
-from streamfx.runtime.outer import OuterRunner
+from streamfx.runtime.outer import HostProgramRunner
 from tests.support import hf
 from tests.support.exactness import gradient_errors, outcome, recorder
 from tests.support.hf import ROTARY
@@ -76,11 +76,11 @@ def peak_as_predicted(recorded: Any, program: Program | None) -> int:
     """Runs both halves on real tensors, holding nothing that the backward half frees: bytes that were alive at the peak."""
     assert program is not None and program.backward is not None
     with Meter() as meter:
-        results = list(OuterRunner(program.forward)(list(recorded.primals)))
+        results = list(HostProgramRunner(program.forward)(list(recorded.primals)))
         saved = results[1:]
         arguments = [*saved[len(program.saved) :], *saved[: len(program.saved)], *recorded.tangents]
         del results, saved
-        OuterRunner(program.backward)(arguments)
+        HostProgramRunner(program.backward)(arguments)
     assert meter.peak == pytest.approx(cost_of(program.forward, program.backward, 1).peak, rel=0.05)
     return meter.peak
 

@@ -14,7 +14,7 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.options import Options, resolved
 from streamfx.passes import pipeline
-from streamfx.passes.verifier import BrokenProductError, Verifier
+from streamfx.passes.verifier import InconsistentFactsError, Verifier
 from streamfx.tools.report.printer import PRODUCTS
 from tests.support.goldens import BASE, FOLDER, OF_VERSION, file_of, orphans, own_file, write
 from tests.support.small import EXAMPLES
@@ -106,7 +106,7 @@ def test_a_fault_is_found_once(found: str) -> None:
     facts = EXAMPLES["causal"].facts()
     verifier = Verifier.of(facts.joint.graph)
     verifier.check("nothing", facts)
-    with pytest.raises(BrokenProductError, match=f"after breaking: .*{found}"):
+    with pytest.raises(InconsistentFactsError, match=f"after breaking: .*{found}"):
         verifier.check("breaking", broken := FAULTS[found](facts))
     if found == "slice":
         verifier.check("another", broken)

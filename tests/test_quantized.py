@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 import streamfx
 from streamfx.cost.meter import Meter
 from streamfx.integrations import enable
+from streamfx.passes.ops.rules.packed_weights import packed_product
 from streamfx.passes.ops.rules.registry import NAMED
-from streamfx.passes.ops.rules.varlen import packed_product
 from tests.support.trainers import tiny
 
 pytestmark = pytest.mark.long

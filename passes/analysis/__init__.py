@@ -2,5 +2,5 @@
 
 Analyses add facts and leave the graph unchanged, except that a mask that its key span makes redundant is dropped.
 They know axis rules, ranges and index arithmetic, but nothing of stages or loops. This
-room may import `ops` and the layers below it, but not `rewrite`.
+package may import `ops` and the layers below it, but not `rewrite`.
 """

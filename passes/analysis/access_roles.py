@@ -94,14 +94,14 @@ class _Analysis:
     def run(self) -> AccessFacts:
         for node in self.joint.sources:
             if is_tensor(node):
-                self.forms[node] = (StorageClass.WHOLE if self._dims(node) else StorageClass.SCALAR,)
+                self.forms[node] = (StorageClass.WHOLE if self._dims(node) else StorageClass.OUTSIDE,)
         orientation = self._orientation()
         for node in self.joint.nodes:
             if node.target is operator.getitem:
                 if is_tensor(node):
                     self.forms[node] = (self.forms[node.args[0]][node.args[1]],)  # type: ignore[index]
             elif is_size(node):
-                self.forms[node] = (StorageClass.SCALAR,)
+                self.forms[node] = (StorageClass.OUTSIDE,)
             else:
                 self.forms[node] = self._forms_of(node, orientation)
         self._unchunk_between()
@@ -227,7 +227,7 @@ class _Analysis:
 
     def _forms_of(self, node: fx.Node, orientation: dict[tuple[fx.Node, Letter], Role]) -> tuple[StorageClass, ...]:
         result_dims = self.axes.results[node]
-        outside = tuple(StorageClass.WHOLE if self.axes.sequence_dims(shape) else StorageClass.SCALAR for shape in result_dims)
+        outside = tuple(StorageClass.WHOLE if self.axes.sequence_dims(shape) else StorageClass.OUTSIDE for shape in result_dims)
         operands = tensor_operands(node)
         touches = any(self._dims(operand) for operand in operands) or StorageClass.WHOLE in outside
         if not touches or is_part_of_opaque(node):
@@ -247,7 +247,7 @@ class _Analysis:
             self.reasons[node] = why_too_many(node, signature, self.axes, letters)
             return outside
         if self._slots(signature, letters) == 2 and self._has_blocks(node, letters):
-            if any(self.forms[operand][0] not in (StorageClass.SCALAR, StorageClass.WHOLE) for operand in operands):
+            if any(self.forms[operand][0] not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for operand in operands):
                 self.reasons[node] = MIXES_BLOCKS.format(target=node.target)
             return outside
         placed = [letter for letter in letters if letter in signature.placed]
@@ -262,7 +262,7 @@ class _Analysis:
             return outside
         if is_reduced_over_ranks(node) and self.forms[operands[0]][0] is StorageClass.WHOLE:  # all rows exist: reduce at once
             return outside
-        if self._must_be_whole(node, signature, roles, result_dims):
+        if self._must_be_whole(signature, roles):
             if self._takes_rows(node, signature) and COLLECTED not in node.meta:
                 self.reasons[node] = why_whole(node, signature, self.axes)
             return outside
@@ -382,7 +382,7 @@ class _Analysis:
         start = self.axes.signatures[node].windows[letter].start
         return bool(start + sequence.members[operand[0]][0] == sequence.members[result[0]][0])
 
-    def _must_be_whole(self, node: fx.Node, signature: Signature, roles: dict[Letter, Role], dims: tuple[Shape, ...]) -> bool:
+    def _must_be_whole(self, signature: Signature, roles: dict[Letter, Role]) -> bool:
         """Return whether there are no rows to loop over, or a result is needed in full."""
         if Role.ROWS not in roles.values():
             return True

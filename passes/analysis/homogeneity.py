@@ -111,7 +111,7 @@ class _Finder:
         return self._is_scalar(node) and all(map(self._is_scalar, operators)) and all(map(self._is_available, inputs))
 
     def _is_scalar(self, node: fx.Node) -> bool:
-        return all(form is StorageClass.SCALAR for form in self.forms.get(node, ()))
+        return all(form is StorageClass.OUTSIDE for form in self.forms.get(node, ()))
 
     def _is_available(self, node: fx.Node) -> bool:
         return (
@@ -254,7 +254,7 @@ class _LinearPath:
             return True
         wide = [dim for dim in self.shape if dim]
         along = [dim for dim in shape if not set(dim).isdisjoint(self.atoms)]
-        is_outside = condition in self.axes.static and self.forms[condition] in ((StorageClass.SCALAR,), (StorageClass.WHOLE,))
+        is_outside = condition in self.axes.static and self.forms[condition] in ((StorageClass.OUTSIDE,), (StorageClass.WHOLE,))
         if along != wide or not is_outside or self.selections:
             return False
         self.selections[node] = selection

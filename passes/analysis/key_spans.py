@@ -86,7 +86,7 @@ def verdict(span: Span) -> str:
 
 
 def _outside(node: fx.Node, demand: AccessFacts) -> bool:
-    return all(form in (StorageClass.SCALAR, StorageClass.WHOLE) for form in demand.forms[node])
+    return all(form in (StorageClass.OUTSIDE, StorageClass.WHOLE) for form in demand.forms[node])
 
 
 def _is_kept_whole(node: fx.Node, joint: JointGraph, demand: AccessFacts) -> bool:

@@ -36,7 +36,7 @@ from streamfx.ir.program import (
 )
 from streamfx.ir.sizes import Size, free_symbols, product
 from streamfx.ir.span import Span
-from streamfx.ir.stage_plan import ChunkPlan, ChunkSize
+from streamfx.ir.stage_plan import ChunkSize, StagePlan
 from streamfx.kernels import accumulate as sums
 from streamfx.node_meta import DRAW, HAS_KEYS, JOINT, VALUE
 from streamfx.passes.lowering.accumulating_lowerings import ADD_TO_SOME, ADDERS, ROUNDED_ONCE, mean_count
@@ -81,7 +81,7 @@ class BodyBuilder(BodyInputs):
         outer: Callable[[fx.Node], fx.Node | None],
         order: dict[fx.Node, int],
         reverse: bool,
-        plan: ChunkPlan,
+        plan: StagePlan,
         states: Callable[[fx.Node], fx.Node | None] = lambda node: None,
     ) -> None:
         super().__init__()

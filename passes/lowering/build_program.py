@@ -30,7 +30,7 @@ from streamfx.node_meta import JOINT, LAYOUTS, MEMORIES, MUTATED, PLACES, SAVED_
 from streamfx.passes.lowering.copies import copy_to_host, fetch_in_time
 from streamfx.passes.lowering.donated_bodies import is_made_here, made_by, write_in_place
 from streamfx.passes.lowering.donation import reuse_buffers
-from streamfx.passes.lowering.host_program import OuterBuilder
+from streamfx.passes.lowering.host_program import HostProgramBuilder
 from streamfx.passes.lowering.output_aliasing import copied_if_written, gradients_apart, results_apart
 from streamfx.passes.ops.aliasing import OtherMemory
 from streamfx.passes.ops.fallback import FallbackError
@@ -66,7 +66,7 @@ class _ProgramBuilder:
         The forward program has the loops of each stage. The backward program has the stages from the last to the
         first; stages whose inputs were dropped are rerun first.
         """
-        forward = OuterBuilder(self.layout, self.order, self.facts.plan)
+        forward = HostProgramBuilder(self.layout, self.order, self.facts.plan)
         self._add_inputs(forward)
         for stage in self.stages:
             region = place(self._wanted(stage), forward.has, self.layout, self.order, reverse=False)
@@ -95,7 +95,7 @@ class _ProgramBuilder:
         loops = (*forward.loops, *backward.loops)
         return Program(_finished(forward), _finished(backward), tuple(saved), loops)
 
-    def _run_again(self, stage: Stage, backward: OuterBuilder) -> None:
+    def _run_again(self, stage: Stage, backward: HostProgramBuilder) -> None:
         """Rerun the forward loops of earlier stages whose outputs were dropped, starting from the last boundary."""
         dropped = self.facts.plan.dropped[: self.stages.index(stage)]
         first = len(dropped)
@@ -106,7 +106,7 @@ class _ProgramBuilder:
             check_draws(region, earlier)
             backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier))
 
-    def _assert(self, outer: OuterBuilder, early: bool) -> None:
+    def _assert(self, outer: HostProgramBuilder, early: bool) -> None:
         """Emit the assertions of the user's code at the end of a graph, when all their operands are available."""
         for node in self.joint.assertions:
             if self.joint.forward.issuperset(node.all_input_nodes) is early:
@@ -115,14 +115,14 @@ class _ProgramBuilder:
     def chunk_size(self, stage: Stage) -> ChunkSize:
         return self.facts.plan.chunk_sizes[self.stages.index(stage)]
 
-    def _add_inputs(self, outer: OuterBuilder) -> None:
+    def _add_inputs(self, outer: HostProgramBuilder) -> None:
         for node in self.joint.primals:
             made = outer.graph.placeholder(node.name)
             made.meta = dict(node.meta)
             outer.env[node] = self._unmarked(outer, made) if is_tensor(node) and is_marked(node.meta[VALUE]) else made
         outer.symbols.update(symbols_of(self.joint, outer))
 
-    def _unmarked(self, outer: OuterBuilder, given: fx.Node) -> fx.Node:
+    def _unmarked(self, outer: HostProgramBuilder, given: fx.Node) -> fx.Node:
         made = outer.graph.call_function(unmarked, (given,))
         made.meta = {**given.meta, VALUE: unmarked(given.meta[VALUE])}
         return made
@@ -144,7 +144,7 @@ class _ProgramBuilder:
         number = self.stages.index(stage)
         return list(dict.fromkeys([*wanted, *self.facts.plan.kept[number], *early_sums(number, self.facts)]))
 
-    def _results(self, forward: OuterBuilder) -> list[Any]:
+    def _results(self, forward: HostProgramBuilder) -> list[Any]:
         """Return the results with the strides of the trace.
 
         The caller may view them, and AOTAutograd recreates aliases from them. Results that are views of an input, or
@@ -173,7 +173,7 @@ class _ProgramBuilder:
 
         return [laid(number) for number in range(len(outputs))]
 
-    def _placed(self, forward: OuterBuilder, alike: Sequence[tuple[fx.Node, Any, Any]]) -> list[fx.Node]:
+    def _placed(self, forward: HostProgramBuilder, alike: Sequence[tuple[fx.Node, Any, Any]]) -> list[fx.Node]:
         """Return results that are views of one value which is not a result itself."""
         values, places = [self._output(forward, output) for output, *_ in alike], [place[1:] for *_, place in alike]
         same_type = len({output.meta[VALUE].dtype for output, *_ in alike}) == 1
@@ -181,12 +181,12 @@ class _ProgramBuilder:
             return forward.placed_together(values, places)
         return [forward.placed(value, *place) for value, place in zip(values, places, strict=True)]
 
-    def _apart(self, forward: OuterBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
+    def _apart(self, forward: HostProgramBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))
         names = {value: node.name for node, value in forward.env.items()}
         return results_apart(results, traced[: len(results)], saved, names)
 
-    def _output(self, outer: OuterBuilder, output: Any) -> Any:
+    def _output(self, outer: HostProgramBuilder, output: Any) -> Any:
         if not isinstance(output, fx.Node):
             return output
         return outer.number(size_of(output.meta[VALUE])) if is_size(output) else outer.operand(output)
@@ -200,17 +200,17 @@ def check_draws(region: Region, stage: Stage) -> None:
             raise FallbackError(node, DRAWN_ELSEWHERE.format(target=node.target, stage=stage.name))
 
 
-def _finished(builder: OuterBuilder) -> fx.GraphModule:
+def _finished(builder: HostProgramBuilder) -> fx.GraphModule:
     module = LazyGraphModule(builder.module, builder.graph)
     reuse_buffers(module)
     write_in_place(module)
     return module
 
 
-class _BackwardBuilder(OuterBuilder):
+class _BackwardBuilder(HostProgramBuilder):
     """Builds the backward host program. Forward values that it needs are saved, or recomputed if that is cheap."""
 
-    def __init__(self, rewriter: _ProgramBuilder, forward: OuterBuilder) -> None:
+    def __init__(self, rewriter: _ProgramBuilder, forward: HostProgramBuilder) -> None:
         super().__init__(rewriter.layout, rewriter.order, rewriter.facts.plan)
         self.joint, self.forward = rewriter.joint, forward
         self.saved: dict[fx.Node, fx.Node] = {}
@@ -300,7 +300,7 @@ class _BackwardBuilder(OuterBuilder):
         producer = producer_of(node)
         return (
             is_tensor(node)
-            and self.layout.demand.form(node) is StorageClass.SCALAR
+            and self.layout.demand.form(node) is StorageClass.OUTSIDE
             and (producer in self.layout.axes.signatures or unpacks(producer))
             and not is_expensive(node)
             and not is_random(producer)
@@ -336,7 +336,7 @@ def _is_lasting_input(node: fx.Node) -> bool:
     return node.op == "placeholder" and not node.meta.get(MUTATED, False)
 
 
-def symbols_of(joint: JointGraph, outer: OuterBuilder) -> dict[sympy.Symbol, fx.Node]:
+def symbols_of(joint: JointGraph, outer: HostProgramBuilder) -> dict[sympy.Symbol, fx.Node]:
     """Return a host-program node for the value of each symbol: an input, or a dimension of an input."""
     symbols: dict[sympy.Symbol, fx.Node] = {}
     for node in joint.primals:

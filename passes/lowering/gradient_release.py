@@ -31,7 +31,7 @@ from streamfx.passes.ops.aliasing import memories
 from streamfx.passes.ops.traits import is_expensive, is_random
 from streamfx.runtime.in_place import OVER_FIRST
 from streamfx.runtime.loop import Loop
-from streamfx.runtime.outer import OuterRunner
+from streamfx.runtime.outer import HostProgramRunner
 from streamfx.runtime.stagewise import GradientReleaseChain, StagewiseRunner
 from streamfx.torch_private import OpOverload, mutated_inputs
 
@@ -63,7 +63,7 @@ def _planned(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_o
     return ReleaseSpec(sources, saved, places if len(places) > 1 else ())
 
 
-def in_stretches(runner: OuterRunner, chain: GradientReleaseChain) -> Callable[[list[Any]], Any]:
+def in_stretches(runner: HostProgramRunner, chain: GradientReleaseChain) -> Callable[[list[Any]], Any]:
     """Return a runner that releases gradients as the chain expects; at the end if the graph has changed since."""
     none = tuple[ReleaseSegment, ...]()
     segments = attempted(partial(deliveries, runner.module, chain.saved), none, AT_ONCE, strict=False) if chain.places else none

@@ -31,7 +31,7 @@ MASK_ARGUMENT = {chunked.forward: 3, chunked.backward: 6}
 
 
 @dataclass(frozen=True)
-class Visibility:
+class HoistMasks:
     name: ClassVar[str] = "visibility"
 
     def apply(self, facts: Facts) -> Facts:

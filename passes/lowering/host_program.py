@@ -14,7 +14,7 @@ from torch import fx
 from streamfx.ir.access import Layout
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, node_argument, shape_of_node
 from streamfx.ir.sizes import Size, free_symbols, numeric, product, size_of
-from streamfx.ir.stage_plan import ChunkPlan, ChunkSize
+from streamfx.ir.stage_plan import ChunkSize, StagePlan
 from streamfx.node_meta import CONSTANT, FORWARD_OPERATOR, GRAPH, JOINT, LAYOUTS, RUN, STACKED, TRACED, VALUE
 from streamfx.passes.lowering.bodies import BodyBuilder
 from streamfx.passes.ops.fallback import FallbackError
@@ -32,14 +32,14 @@ aten = torch.ops.aten
 CHUNKS_OF_TWO_SIZES = "{target} carries a state through chunks, and its two halves have chunks of different sizes"
 
 
-class OuterBuilder:
+class HostProgramBuilder:
     """Builds the forward or backward host program.
 
     `value` returns the node of a value of the joint graph; a subclass adds placeholders for values that this program
     does not compute (a primal, a tangent, a saved value).
     """
 
-    def __init__(self, layout: Layout, order: dict[fx.Node, int], plan: ChunkPlan) -> None:
+    def __init__(self, layout: Layout, order: dict[fx.Node, int], plan: StagePlan) -> None:
         self.layout, self.order, self.plan = layout, order, plan
         self.graph = fx.Graph()
         self.module = torch.nn.Module()

@@ -86,7 +86,7 @@ def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, run: Recurrence) 
         recomputed is None
         or not isinstance(first, Recurrence)
         or recomputed.target != first.resume
-        or not run.goes_on_from(first)
+        or not run.can_reuse_kept(first)
     ):
         return None
     recomputed.target = first.resume_kept

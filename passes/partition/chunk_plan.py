@@ -12,7 +12,7 @@ from streamfx.cost.memory import bytes_like
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import is_tensor
-from streamfx.ir.stage_plan import ChunkPlan, ChunkSize
+from streamfx.ir.stage_plan import ChunkSize, StagePlan
 from streamfx.node_meta import VALUE
 from streamfx.options import Options, least_save
 from streamfx.passes.partition.checkpoint_policy import kept_values
@@ -33,7 +33,7 @@ class Plan:
     def apply(self, facts: Facts) -> Facts:
         between = InterloopValues(facts)
         kept = self.kept(facts, between)
-        plan = ChunkPlan(
+        plan = StagePlan(
             chunk_sizes=chunk_sizes(facts, self.options) if self.chunk_sizes is None else self.chunk_sizes,
             kept=kept,
             narrow=self.narrow(facts),

@@ -116,7 +116,7 @@ class Scaling:
         if others:
             mask = self._known(self.writer.call(reduce, condition, others), (letters,), kept, shape)
             self.demand.roles[mask] = dict.fromkeys(self.demand.roles[mask], Role.WHOLE)  # type: ignore[index]
-            self.demand.forms[mask] = (StorageClass.SCALAR,)  # type: ignore[index]
+            self.demand.forms[mask] = (StorageClass.OUTSIDE,)  # type: ignore[index]
         if selection.when:
             own_letters = self._letters(own)
             mask = self._known(self.writer.call(aten.logical_not.default, mask), (own_letters,), own_letters, own)
@@ -130,7 +130,7 @@ class Scaling:
         sizes = size_arguments(node, writer or self.writer)
         for size in sizes:
             if isinstance(size, fx.Node):
-                self.demand.forms[size] = (StorageClass.SCALAR,)  # type: ignore[index]
+                self.demand.forms[size] = (StorageClass.OUTSIDE,)  # type: ignore[index]
                 self.made.append(size)
         return sizes
 
@@ -151,6 +151,6 @@ class Scaling:
         self.axes.letters[node] = dict(enumerate(letters))  # type: ignore[index]
         rows = [letter for letter, dim in enumerate(letters) if self.axes.sequence_atom(dim) is not None]
         self.demand.roles[node] = dict.fromkeys(rows, Role.ROWS)  # type: ignore[index]
-        self.demand.forms[node] = (StorageClass.ROWS if rows else StorageClass.SCALAR,)  # type: ignore[index]
+        self.demand.forms[node] = (StorageClass.ROWS if rows else StorageClass.OUTSIDE,)  # type: ignore[index]
         self.made.append(node)
         return node

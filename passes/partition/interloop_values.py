@@ -128,7 +128,7 @@ class InterloopValues:
 
     def is_in_loop(self, node: fx.Node) -> bool:
         """Return whether a value is computed chunk by chunk."""
-        return any(form not in (StorageClass.SCALAR, StorageClass.WHOLE) for form in self.demand.forms.get(node, ()))
+        return any(form not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for form in self.demand.forms.get(node, ()))
 
 
 def is_repeatable(node: fx.Node) -> bool:

@@ -102,7 +102,7 @@ class _LossSearch:
         return descendants(weights, (node for node in forward if node in self.static or not self._is_in_loop(node)))
 
     def _is_in_loop(self, node: fx.Node) -> bool:
-        return any(form not in (StorageClass.SCALAR, StorageClass.WHOLE) for form in self.forms.get(node, ()))
+        return any(form not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for form in self.forms.get(node, ()))
 
     def _bytes(self, node: fx.Node) -> int:
         if not self._is_in_loop(node) or self.forms[node] == (StorageClass.SUM,):

@@ -19,7 +19,7 @@ from streamfx.ir.span import Span
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_expensive, producer_of
 
-NOT_IN_LOOPS = (StorageClass.SCALAR, StorageClass.WHOLE)
+NOT_IN_LOOPS = (StorageClass.OUTSIDE, StorageClass.WHOLE)
 
 
 class Access(NamedTuple):

@@ -14,7 +14,7 @@ from streamfx.node_meta import DRAW
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.rewrite.attention import flash_attn, flex, gqa, sdpa_variants, shifted_scores, sink, softmax, softmax_sink
 from streamfx.passes.rewrite.attention.head_groups import heads_in_groups
-from streamfx.passes.rewrite.collectives import reduced_products
+from streamfx.passes.rewrite.collectives import merge_all_reduces
 from streamfx.passes.rewrite.driver import simplify
 from streamfx.passes.rewrite.loss import cross_entropy
 from streamfx.passes.rewrite.moe import masked_scatter
@@ -50,7 +50,7 @@ from streamfx.runtime.rng import draw_seed
 TABLE: tuple[Equation, ...] = (
     flex.flex_attention,
     strided_access.result_within_a_result,
-    reduced_products.reduced_over_ranks,
+    merge_all_reduces.reduced_over_ranks,
     no_ops.alias,
     lazy_conj.marked_conjugate,
     lazy_conj.marked_negative,

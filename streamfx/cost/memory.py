@@ -25,7 +25,7 @@ from streamfx.cost.work import NO_WORK, Work
 from streamfx.ir.joint import graph_copy
 from streamfx.node_meta import VALUE
 from streamfx.runtime.loop import Loop
-from streamfx.runtime.outer import OuterRunner
+from streamfx.runtime.outer import HostProgramRunner
 from streamfx.torch_private import FakeTensorMode, is_token
 from streamfx.torch_private.symbolic_sizes import size_hint
 
@@ -122,7 +122,7 @@ def cost_of(
         inputs = [made_like(node.meta[VALUE]) for node in placeholders]
         given = [value for node, value in zip(placeholders, inputs, strict=True) if not is_token(node)]
         with meter:
-            results = list(OuterRunner(forward)(list(inputs)))
+            results = list(HostProgramRunner(forward)(list(inputs)))
             meter.flush()
             forward_terms = meter.peak_terms
             forward_peak, held, forward_work = meter.restart_peak(), meter.live, meter.work
@@ -133,7 +133,7 @@ def cost_of(
             if backward is not None and handed is not None:
                 run_in_stretches(backward, _backward_arguments(backward, saved), handed, inputs, meter)
             elif backward is not None:
-                gradients = OuterRunner(backward)(_backward_arguments(backward, saved))
+                gradients = HostProgramRunner(backward)(_backward_arguments(backward, saved))
             meter.flush()
             if copied := largest_copied(given, gradients or ()):
                 meter.reached(Delta(copied, {GRADIENTS: copied}))

@@ -53,7 +53,7 @@ from streamfx.passes.partition.unchunked import Halves, fits_whole, may_fit_whol
 from streamfx.progress import doing
 from streamfx.rank_errors import failed_here
 from streamfx.runtime.inductor_errors import NOT_COMPILED, blame
-from streamfx.runtime.outer import OuterRunner
+from streamfx.runtime.outer import HostProgramRunner
 from streamfx.runtime.stagewise import GradientReleaseChain, StagewiseFunction
 from streamfx.tools.report.dump import show_product
 from streamfx.tools.report.fallback_reasons import check_budget, why_smaller
@@ -372,12 +372,12 @@ class Compilation(SplittableCompilation):
         keep_saved_tensors()
         if self.chain is not None:
             self.chain.keep_out(inputs_in_results())
-        runner = OuterRunner(module, self.num_outputs, asked_gradients(module.graph))
+        runner = HostProgramRunner(module, self.num_outputs, asked_gradients(module.graph))
         runner.about = priced(self.facts[-1]) if self.facts else None
         return runner
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        runner = OuterRunner(module, is_backward=True)
+        runner = HostProgramRunner(module, is_backward=True)
         return runner if self.chain is None else in_stretches(runner, self.chain)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -388,7 +388,7 @@ class Compilation(SplittableCompilation):
         patterns = self.patterns(module.graph, len(inputs))
         capture = partial(captured, module, len(inputs), len(outputs_of(module.graph)), weights, patterns)
         facts = self.analysed(capture, [lambda: (module, None)])
-        return OuterRunner(facts.program.forward if facts.program is not None else module)
+        return HostProgramRunner(facts.program.forward if facts.program is not None else module)
 
 
 def compiled_use(

@@ -21,7 +21,7 @@ from streamfx.ir.signature import Letter, RunningSum, Signature
 from streamfx.ir.sizes import Size
 from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
-from streamfx.ir.stage_plan import ChunkPlan
+from streamfx.ir.stage_plan import StagePlan
 
 Shape: TypeAlias = "tuple[Dim, ...]"
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class Role(Enum):
 class StorageClass(Enum):
     """The storage class of a value: how it is computed and stored."""
 
-    SCALAR = "outside"  # no sequence axis: computed once, between loops
+    OUTSIDE = "outside"  # no sequence axis: computed once, between loops
     WHOLE = "whole"  # has the sequence axis, but is not chunked: computed at once, between loops
     ROWS = "rows"  # computed chunk by chunk
     PAIR = "pair"  # query positions by key positions, computed chunk by chunk, never stored
@@ -171,7 +171,7 @@ class Facts:
     found_demand: AccessFacts | None = None
     found_causality: SpanFacts | None = None
     found_stages: tuple[Stage, ...] | None = None
-    found_plan: ChunkPlan | None = None
+    found_plan: StagePlan | None = None
     program: Program | None = None
     lengths: Lengths | None = None
     fitting: SearchTrace | None = None
@@ -201,7 +201,7 @@ class Facts:
         return known(self.found_stages)
 
     @property
-    def plan(self) -> ChunkPlan:
+    def plan(self) -> StagePlan:
         return known(self.found_plan)
 
     def reasons(self) -> list[str]:

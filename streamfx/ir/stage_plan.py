@@ -93,7 +93,7 @@ ChunkSize: TypeAlias = "int | AutoChunk"
 
 
 @dataclass(frozen=True)
-class ChunkPlan:
+class StagePlan:
     """The plan per stage: `chunk_sizes` in rows, values `kept` in addition to the stage's outputs, and `dropped` outputs.
 
     Sums over chunks of low-precision numbers accumulate in float32, unless they are `narrow`. The backward graph

@@ -142,7 +142,7 @@ def _adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtyp
 
 @kernel_selftest.isolated("products with experts' weights")
 def _multiplies_right(device: torch.device, dtype: torch.dtype) -> bool:
-    return _triton().multiplies_right(device, dtype)  # type: ignore[no-any-return]
+    return _triton().multiply_is_correct(device, dtype)  # type: ignore[no-any-return]
 
 
 def _triton() -> ModuleType:

@@ -134,7 +134,7 @@ def adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtype
     return torch.equal(actual.cpu().double(), expected)
 
 
-def multiplies_right(device: torch.device, dtype: torch.dtype) -> bool:
+def multiply_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
     """Test products for contiguous and transposed weights; weights of groups without rows must not be read."""
     order, ends, parts = _rows()
     x, weight, expected = (

@@ -1,6 +1,6 @@
 """Deferred outputs: large graph outputs that are cheap to recompute, and are computed only if they are used.
 
-This room rewrites Dynamo graphs to return small values, and gives callers tensors that recompute the large ones on demand. It
+This package rewrites Dynamo graphs to return small values, and gives callers tensors that recompute the large ones on demand. It
 knows the values of Dynamo graphs and autograd, and reaches the compiler only through `recompute.UseCompiler`. It may import
 `streamfx.passes`, `streamfx.cost` and the layers below them, but neither reports nor the frontend.
 """

@@ -68,7 +68,7 @@ class Recurrence(ABC):
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
         """Recompute the chunk's rows, first to last, from the state with which the chunk began."""
 
-    def goes_on_from(self, forward: Recurrence) -> bool:
+    def can_reuse_kept(self, forward: Recurrence) -> bool:
         """Return whether `retreat_from` can run on the kept values of `forward.resume_kept`, because they include all
         steps it needs.
         """
@@ -144,7 +144,7 @@ class UnrolledRecurrence(Recurrence):
         env, rows = self._begun(operands)
         return self._carried(self.plan.length - before - self._count(rows), carry, {**kept, **env}, rows, operands[0])
 
-    def goes_on_from(self, forward: Recurrence) -> bool:
+    def can_reuse_kept(self, forward: Recurrence) -> bool:
         if not isinstance(forward, UnrolledRecurrence) or forward.plan.own is not self.plan.again:
             return False
         return set(forward.plan.operands) <= set(self.plan.operands)

@@ -33,7 +33,7 @@ COPIES_WHERE_NEEDED: dict[Any, Any] = {
 LOOKS = "_streamfx_looks"  # attribute of a value saved by a forward graph: the mask cache of its step
 
 
-class OuterGraph:
+class HostProgram:
     """A host program as a function; it holds no state of a run."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -77,7 +77,7 @@ def _savable(result: Any) -> Any:
     return result.clone() if isinstance(result, Tensor) and result.is_inference() else result
 
 
-class OuterRunner:
+class HostProgramRunner:
     """A boxed callable: takes one list of inputs, empties it, returns the outputs. See NOTE [Runs share no state].
 
     `saves_after` is set for a forward graph: this many results belong to the caller, and the others are saved for the
@@ -89,7 +89,7 @@ class OuterRunner:
         self, module: fx.GraphModule, saves_after: int | None = None, asks: Sequence[bool] = (), is_backward: bool = False
     ) -> None:
         self.module = module
-        self._graph = OuterGraph(module)
+        self._graph = HostProgram(module)
         self._saves_after, self._asks, self._is_backward = saves_after, tuple(asks), is_backward
         self.about: Any = None  # description of a forward graph, passed to a probe
         self._boxed_call = True  # on the instance, because torch._dynamo.disable does not copy class attributes

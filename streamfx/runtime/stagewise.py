@@ -36,7 +36,7 @@ from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.release_plan import ReleaseSegment, Saved, Sources
 from streamfx.kernels.mask_programs import looking
 from streamfx.runtime.expanded_segments import Stretches, stretches_of
-from streamfx.runtime.outer import OuterRunner, call_of, found_before
+from streamfx.runtime.outer import HostProgramRunner, call_of, found_before
 from streamfx.runtime.restride import unmarked
 from streamfx.torch_private import is_sharded, rewrapped
 from streamfx.torch_private.autograd import (
@@ -204,7 +204,7 @@ class _NotTwiceDifferentiable(torch.autograd.Function):
 class StagewiseRunner:
     """A boxed callable for a backward graph that pauses where gradients are complete, for the calls that are chained."""
 
-    def __init__(self, whole: OuterRunner, deliveries: Sequence[ReleaseSegment], chain: GradientReleaseChain) -> None:
+    def __init__(self, whole: HostProgramRunner, deliveries: Sequence[ReleaseSegment], chain: GradientReleaseChain) -> None:
         self.whole, self.deliveries, self.chain = whole, deliveries, chain
         self._written: Stretches | None = None
         self._boxed_call = True

@@ -125,7 +125,7 @@ def own_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
     return backend if isolated() else functools.update_wrapper(functools.partial(backend), backend)
 
 
-class Passing(ShortenTraceback):
+class UnwrappedDynamoError(ShortenTraceback):
     """One of our errors on its way through Dynamo, which wraps a backend's other errors and asks to report them (2.11, 2.13).
 
     Dynamo does not wrap this type. It raises the result of `remove_dynamo_frames` once the error reaches the call of the
@@ -159,7 +159,9 @@ def raised_as_itself(graph: fx.Graph) -> Iterator[None]:
         yield
     except StreamFXError as error:
         _note_location(error, graph)
-        kind: type[Passing] = type(type(error).__name__, (Passing, type(error)), {"__module__": __name__})
+        kind: type[UnwrappedDynamoError] = type(
+            type(error).__name__, (UnwrappedDynamoError, type(error)), {"__module__": __name__}
+        )
         raise kind(error) from None
 
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.node_meta import FROM_NODE
+from streamfx.node_meta import EXAMPLE_VALUE, FROM_NODE
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, dynamo_module
 from streamfx.torch_private.vmapped import ENTER_VMAP, LEAVE_VMAP, LOAD
 
-VALUE = "example_value"  # in the `meta` of a Dynamo node: its example result
 SET_GRAD: Any = torch._C._set_grad_enabled
 COMPUTES = ("call_function", "call_method", "call_module")
 
@@ -46,7 +45,7 @@ def places_to_split(graph: fx.Graph) -> Iterator[fx.Node]:
             depth -= 1
         elif node.target is SET_GRAD:
             records = node.args[0] is True
-        elif VALUE not in node.meta and node.target is not LOAD and not writes(node):
+        elif EXAMPLE_VALUE not in node.meta and node.target is not LOAD and not writes(node):
             return
 
 
@@ -84,25 +83,25 @@ def _part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> GraphPart:
 
 def _with_symbols(graph: fx.Graph, given: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the inputs after all size inputs of the Dynamo graph: their sizes may be expressions in these."""
-    sizes = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.SymInt)]
+    sizes = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(EXAMPLE_VALUE), torch.SymInt)]
     return [*sizes, *(node for node in given if node not in sizes)]
 
 
 def stand_in(node: fx.Node) -> Any:
     """Return the example input for tracing a part, for a value that the other part computes."""
-    value = node.meta[VALUE]
+    value = node.meta[EXAMPLE_VALUE]
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def asks_gradient(node: fx.Node) -> bool:
     """Return whether a value in a Dynamo graph requires a gradient (2.11, 2.13)."""
-    value = node.meta.get(VALUE)
+    value = node.meta.get(EXAMPLE_VALUE)
     return isinstance(value, Tensor) and value.requires_grad
 
 
 def is_handed_on(node: fx.Node) -> bool:
     """Return whether a value can be a graph input: a plain tensor or a number, with sizes known before the graph runs."""
-    value = node.meta.get(VALUE)
+    value = node.meta.get(EXAMPLE_VALUE)
     if isinstance(value, Tensor):
         is_plain = value.layout is torch.strided and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
         return is_plain and all(map(_is_known, value.shape))

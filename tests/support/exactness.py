@@ -29,7 +29,7 @@ from streamfx.ir.program import Program
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
 from streamfx.passes.partition.chunk_sizes import chunk_sizes
-from streamfx.runtime.outer import OuterGraph, OuterRunner
+from streamfx.runtime.outer import HostProgram, HostProgramRunner
 from streamfx.torch_private.dynamo import raised_as_itself
 
 TOLERANCE = 1e-12
@@ -247,7 +247,7 @@ class Recorded(Compilation):
         """Outputs and gradients by the joint graph as AOTAutograd made it."""
         assert self.joint is not None and self.primals is not None and self.tangents is not None
         with torch.no_grad():
-            return leaves(OuterGraph(self.joint).run([*self.primals, *self.tangents]))
+            return leaves(HostProgram(self.joint).run([*self.primals, *self.tangents]))
 
     def streamed_values(self, program: Program) -> list[Any]:
         """Outputs and gradients by a rewritten program."""
@@ -256,14 +256,14 @@ class Recorded(Compilation):
         asserted = [sum(map(is_assertion, graph.nodes)) for graph in (self.joint.graph, *graphs)]
         assert sum(asserted[1:]) >= asserted[0], "an assertion is gone"
         count = self.joint_arguments[1]
-        results = list(OuterRunner(program.forward)(list(self.primals)))
+        results = list(HostProgramRunner(program.forward)(list(self.primals)))
         outputs, saved = results[:count], results[count:]
         if program.backward is None:
             return outputs
         tensors, numbers = saved[: len(program.saved)], saved[len(program.saved) :]
         given = {f"given {i}": item for i, item in enumerate([*self.primals, *self.tangents, *tensors])}
         del results, saved
-        gradients = list(OuterRunner(program.backward)([*numbers, *tensors, *self.tangents]))
+        gradients = list(HostProgramRunner(program.backward)([*numbers, *tensors, *self.tangents]))
         values = {**given, **{f"gradient {i}": item for i, item in enumerate(gradients)}}
         wrong = [pair for pair in in_one_memory(values) if any(name.startswith("gradient") for name in pair)]
         assert not wrong, f"in one memory: {[sorted(pair) for pair in wrong]}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.program import Program
 from streamfx.options import resolved
-from streamfx.runtime.outer import OuterRunner
+from streamfx.runtime.outer import HostProgramRunner
 from tests.support.exactness import TOLERANCE, assert_small, compare, value_errors
 from tests.support.stages import Layers, batch
 from tests.support.streams import Device
@@ -44,9 +44,9 @@ class Traced:
 
     def forward(self) -> list[Any]:
         """What the forward half saves, as the backward half takes it."""
-        results = list(OuterRunner(self.program().forward)(list(known(self.recorded.primals))))
+        results = list(HostProgramRunner(self.program().forward)(list(known(self.recorded.primals))))
         return sorted(results[self.outputs :], key=lambda value: isinstance(value, Tensor))
 
     def backward(self, saved: list[Any]) -> None:
-        gradients = OuterRunner(known(self.program().backward))([*saved, *known(self.recorded.tangents)])
+        gradients = HostProgramRunner(known(self.program().backward))([*saved, *known(self.recorded.tangents)])
         assert_small(value_errors(list(gradients), self.truth[self.outputs :], 0), TOLERANCE, "the backward half")

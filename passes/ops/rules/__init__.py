@@ -14,13 +14,13 @@ from streamfx.passes.ops.rules import (
     indexing,
     loss,
     matmul,
+    packed_weights,
     pointwise,
     recurrences,
     reductions,
     rel_shift,
     scans,
     stateful_packages,
-    varlen,
     views,
 )
 from streamfx.passes.ops.rules.decompositions import DECOMPOSITIONS
@@ -38,6 +38,7 @@ __all__ = [
     "indexing",
     "loss",
     "matmul",
+    "packed_weights",
     "pointwise",
     "recurrences",
     "reductions",
@@ -47,6 +48,5 @@ __all__ = [
     "scans",
     "signatures",
     "stateful_packages",
-    "varlen",
     "views",
 ]

@@ -28,7 +28,7 @@ from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.analysis import ValueRanges
 from streamfx.passes.rewrite.attention.softmax_sink import SinkColumn, column_of, converted, fits, is_part
-from streamfx.passes.rewrite.attention.unfused_attention import SAME_NUMBERS, Scores, SpelledAttention, behind
+from streamfx.passes.rewrite.attention.unfused_attention import SAME_NUMBERS, Scores, SpelledAttention, through_views
 from streamfx.passes.rewrite.pattern import equation
 
 aten = torch.ops.aten
@@ -144,7 +144,7 @@ class _SinkReplacement:
 
     def heads(self, node: fx.Node, writer: GraphWriter) -> fx.Node:
         """Return a value [bh m d] as [b h m d]: the value that was flattened, if there is one, else a view."""
-        source, folded = behind(node), shape_of_node(self.column.scores)[:2]
+        source, folded = through_views(node), shape_of_node(self.column.scores)[:2]
         if shape_of_node(source) == (*folded, *shape_of_node(node)[1:]):
             return source
         sizes = [*size_arguments(self.column.scores, writer)[:2], *size_arguments(node, writer)[1:]]

@@ -45,7 +45,7 @@ class Scores:
     @staticmethod
     def of(scores: fx.Node) -> Scores | None:
         """Match scores of this form; return None if they have another."""
-        node, shape = behind(scores), shape_of_node(scores)
+        node, shape = through_views(scores), shape_of_node(scores)
         if node.target is not aten.add.Tensor:
             return Scores._of_product(node, None, shape)
         left, right, alpha = bound_arguments(node).values()
@@ -57,10 +57,10 @@ class Scores:
     @staticmethod
     def _of_product(node: fx.Node, mask: fx.Node | None, shape: Shape) -> Scores | None:
         """Match a product. It must have the shape of all scores: adding the mask may not broadcast it."""
-        node, scaling = behind(node), None
+        node, scaling = through_views(node), None
         if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], (int, float)) and node.args[1]:
             scaling = node.target, float(node.args[1])
-            node = behind(node.args[0])
+            node = through_views(node.args[0])
         operands = factors(node)
         fits = shape_of_node(node) == _joined(shape) and (mask is None or 2 <= len(shape_of_node(mask)) <= 4)
         return Scores(*operands, scaling, mask) if operands is not None and fits else None
@@ -115,7 +115,7 @@ class SpelledAttention:
 
     def is_gradient_of_probabilities(self, value: fx.Node) -> bool:
         """Whether a value is the product of the result's gradient and the values."""
-        left, right = factors(behind(value)) or (None, None)
+        left, right = factors(through_views(value)) or (None, None)
         return self._is("gradient", left) and self.values is not None and is_turned(right, self.values)
 
     def takes_gradient(self, of_scores: fx.Node) -> bool:
@@ -169,7 +169,7 @@ def factors(node: Any) -> tuple[fx.Node, fx.Node] | None:
     return node.args if is_product else None
 
 
-def behind(node: Any) -> fx.Node:
+def through_views(node: Any) -> fx.Node:
     """Return the value before views that keep its elements, with batch and heads in one dimension or in two."""
     while node.target in SAME_NUMBERS and _is_fold(node, node.args[0]):
         node = node.args[0]

@@ -17,7 +17,7 @@ from streamfx.kernels import causal_conv
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.rewrite.pattern import equation, results_in_use
-from streamfx.passes.rewrite.scans.custom_scan import TOGETHER, ScanCall, behind, takers, written
+from streamfx.passes.rewrite.scans.custom_scan import TOGETHER, ScanCall, strip_aliases, users_through_aliases, written
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 
 FORWARD, BACKWARD = "DaoAILab::_causal_conv1d_fwd_cpp", "DaoAILab::_causal_conv1d_bwd_cpp"
@@ -50,7 +50,7 @@ def convolution_of_the_package(node: fx.Node, writer: GraphWriter) -> Mapping[fx
         return None
     try:
         call = _forward(node)
-        users = {user for user in takers(call.arguments["x"]) if _name(user) == BACKWARD}
+        users = {user for user in users_through_aliases(call.arguments["x"]) if _name(user) == BACKWARD}
         backwards = [other for user in sorted(users) if (other := _backward(user, call)) is not None]
         return written(CONVOLUTION, call, backwards, writer)
     except NotStatefulError as why:
@@ -72,7 +72,7 @@ def _forward(node: fx.Node) -> ScanCall:
 def _backward(node: fx.Node, call: ScanCall) -> ScanCall | None:
     """Return the backward if it belongs to this call, else None."""
     own = node.kwargs
-    given = {**{name: behind(own[name]) for name in GIVEN}, "silu": own["silu_activation"], "first": None}
+    given = {**{name: strip_aliases(own[name]) for name in GIVEN}, "silu": own["silu_activation"], "first": None}
     if any(value is not call.arguments[name] for name, value in given.items()):
         return None
     _check_none(own, (*BEYOND, "_dfinal_states_base_index", "_dinitial_states_base_index"))
@@ -91,7 +91,9 @@ def _call(node: fx.Node, arguments: Mapping[str, Any]) -> ScanCall:
     if parts is None or 0 in parts:
         raise NotStatefulError(TOGETHER)
     kinds = node.meta[VALUE][1:]
-    return ScanCall(node, {name: behind(value) for name, value in arguments.items()}, {i - 1: parts[i] for i in parts}, kinds)
+    return ScanCall(
+        node, {name: strip_aliases(value) for name, value in arguments.items()}, {i - 1: parts[i] for i in parts}, kinds
+    )
 
 
 def _check_none(own: Mapping[str, Any], names: Sequence[str]) -> None:

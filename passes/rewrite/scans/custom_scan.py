@@ -85,21 +85,21 @@ def read(node: fx.Node, declared: Stateful) -> ScanCall:
             raise NotStatefulError(LISTS)
         if isinstance(value, fx.Node) and not is_tensor(value) and name not in declared.counts:
             raise NotStatefulError(SIZES.format(name=name))
-    return ScanCall(node, {name: behind(value) for name, value in arguments.items()}, parts, node.meta[VALUE])
+    return ScanCall(node, {name: strip_aliases(value) for name, value in arguments.items()}, parts, node.meta[VALUE])
 
 
-def behind(value: Any) -> Any:
+def strip_aliases(value: Any) -> Any:
     """Return the value that an argument is an alias of: autograd may save an alias instead of the argument."""
     while isinstance(value, fx.Node) and value.target in alias.targets:
         value = node_argument(value)
     return value
 
 
-def takers(value: fx.Node) -> Iterator[fx.Node]:
+def users_through_aliases(value: fx.Node) -> Iterator[fx.Node]:
     """Yield the users of a value and of its aliases."""
     for user in value.users:
         if user.target in alias.targets:
-            yield from takers(user)
+            yield from users_through_aliases(user)
         else:
             yield user
 
@@ -118,7 +118,9 @@ def backwards_of(declared: Stateful, call: ScanCall) -> list[ScanCall]:
 def _sharing(call: ScanCall, declared: Stateful, which: int) -> Iterator[ScanCall]:
     """Yield the calls of the operator (0), or of its backward (1), that share an operand with this call."""
     sources = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
-    users = {user: None for source in sources for user in takers(source) if name_of(user) == declared.operators[which]}
+    users = {
+        user: None for source in sources for user in users_through_aliases(source) if name_of(user) == declared.operators[which]
+    }
     return (read(user, declared) for user in users)
 
 
@@ -187,7 +189,9 @@ def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCal
     own = {backward.node for backward in backwards}
     for number, users in call.parts.items():
         without_rows = declared.results[number] is None and number not in declared.states.values()
-        if without_rows and (number not in declared.remade.values() or {user for part in users for user in takers(part)} - own):
+        if without_rows and (
+            number not in declared.remade.values() or {user for part in users for user in users_through_aliases(part)} - own
+        ):
             raise NotStatefulError(SAVED.format(number=number))
 
 

@@ -14,7 +14,7 @@ from streamfx.ir.recurrence import TreePlan, axes_apart
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE
 from streamfx.passes.rewrite.pattern import equation, results_in_use
-from streamfx.passes.rewrite.scans.custom_scan import behind, takers
+from streamfx.passes.rewrite.scans.custom_scan import strip_aliases, users_through_aliases
 from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, Associative, AssociativeBackward, bytes_of_blocks
 
 
@@ -29,7 +29,7 @@ class TreeScan:
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> TreeScan:
         rows, given, combine = arguments
-        return cls(tuple(map(behind, rows)), tuple(map(behind, given)), combine)
+        return cls(tuple(map(strip_aliases, rows)), tuple(map(strip_aliases, given)), combine)
 
 
 @equation(TREE_SCAN)
@@ -59,7 +59,7 @@ def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
 
 def _backwards(call: TreeScan) -> Iterator[fx.Node]:
     """Yield the backwards of a call: they take the same rows and the same combine function."""
-    for user in dict.fromkeys(user for row in call.rows for user in takers(row)):
+    for user in dict.fromkeys(user for row in call.rows for user in users_through_aliases(row)):
         if user.target is SCAN_BACKWARD and TreeScan.read(user.args[1:]) == call:
             yield user
 

@@ -89,7 +89,7 @@ def _order_undone_by(index: fx.Node, dim: int) -> fx.Node | None:
         order, written = arguments["index"], arguments["src"]
         is_whole = shape_of_node(order) == shape_of_node(written) == shape_of_node(numbers)
         is_along = is_whole and arguments["dim"] % len(shape_of_node(numbers)) == dim
-        return order if is_along and _is_order(order, dim) and _counts_along(written, dim) else None
+        return order if is_along and _is_order(order, dim) and _is_arange_along(written, dim) else None
     sorted_indices = _sorted(numbers, dim)
     return sorted_indices if sorted_indices is not None and _is_order(sorted_indices, dim) else None
 
@@ -114,7 +114,7 @@ def _is_order(node: fx.Node, dim: int) -> bool:
     return bool(rank) and bound_arguments(sort)["dim"] % rank == dim
 
 
-def _counts_along(node: fx.Node, dim: int) -> bool:
+def _is_arange_along(node: fx.Node, dim: int) -> bool:
     """Whether a tensor is 0, 1, 2, ... along a dimension and constant along all others."""
     shape = shape_of_node(node)
     node = node_argument(node) if node.target is aten.expand.default else node

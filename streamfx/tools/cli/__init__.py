@@ -1,7 +1,8 @@
 """The command `streamfx`: one subcommand per file, each with `add(subparsers)` and `run(arguments)`.
 
-This room parses arguments, loads models, and prints the answers of `streamfx.tools.inspect` and `streamfx.tools.planner`. It is
-the top layer: it may import every other room, and no room imports it. It rejects wrong arguments before it imports torch.
+This package parses arguments, loads models, and prints the answers of `streamfx.tools.inspect` and `streamfx.tools.planner`.
+It is the top layer: it may import every other package, and no package imports it. It rejects wrong arguments before it
+imports torch.
 """
 
 from __future__ import annotations

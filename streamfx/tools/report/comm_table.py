@@ -77,14 +77,14 @@ class HostTraffic:
     reductions: int
 
 
-def halves_of(program: Program, num_outputs: int) -> list[tuple[str, HostProgram]]:
+def halves_of(program: Program, num_outputs: int) -> list[tuple[str, ProgramTraffic]]:
     """Return the host programs: forward, and backward if there is one."""
-    forward = HostProgram(program.forward, {})
+    forward = ProgramTraffic(program.forward, {})
     if program.backward is None:
         return [(FORWARD, forward)]
     saved = handed_over(program.forward.graph, program.backward.graph, num_outputs)
     made_by = {input_: forward.made_by[node] for input_, node in saved.items() if node in forward.made_by}
-    return [(FORWARD, forward), (BACKWARD, HostProgram(program.backward, made_by))]
+    return [(FORWARD, forward), (BACKWARD, ProgramTraffic(program.backward, made_by))]
 
 
 def sent_by_program(program: Program, num_outputs: int, costs: Mapping[str, LoopCost]) -> HostTraffic:
@@ -103,7 +103,7 @@ def sent_by_program(program: Program, num_outputs: int, costs: Mapping[str, Loop
 
 
 @dataclass
-class HostProgram:
+class ProgramTraffic:
     """A host program. `made_by` maps each value to the last loop that computes it; for inputs, to a loop of the forward graph."""
 
     module: fx.GraphModule
