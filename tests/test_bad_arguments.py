@@ -112,7 +112,7 @@ MODELS: list[Refusal] = [
     (ProfileError, "it takes nothing", lambda: ANY.profile(Causal())),
     (ProfileError, "its block was not entered", lambda: ANY.profile().summary()),
     (RuleError, "missing a required argument: 'rule'", lambda: ANY.register_rule(MM)),
-    (RuleError, "missing a required argument: 'rows'", lambda: ANY.register_recurrence(MM, MM)),
+    (RuleError, "missing a required (keyword-only )?argument: 'rows'", lambda: ANY.register_recurrence(MM, MM)),
     (RuleError, "missing a required argument: 'arguments'", lambda: ANY.check_recurrence(MM)),
     (RuleError, r"arguments=\[\]", lambda: ANY.check_recurrence(averages, [])),
     (RuleError, "1 among the arguments", lambda: ANY.check_recurrence(averages, {1: 2})),

@@ -32,7 +32,7 @@ def profiled() -> Any:
 MADE: dict[str, tuple[Callable[[], Any], str]] = {
     "an Explanation": (explained, "keep summary(), which is a dictionary, or the page"),
     "a Profile": (profiled, "keep summary(), which is a dictionary, or the trace"),
-    "an Enabled": (lambda: streamfx.enable(Causal(), chunk_size=4), "streamfx.enable(copy, **enabled.options)"),
+    "an EnabledModules": (lambda: streamfx.enable(Causal(), chunk_size=4), "streamfx.enable(copy, **enabled.options)"),
 }
 
 
