@@ -92,7 +92,7 @@ CHOICES: tuple[dict[str, Any], ...] = (
 def test_the_results_do_not_depend_on_what_is_chosen(name: str, request: pytest.FixtureRequest) -> None:
     """Chunk sizes, what is saved, offloaded and kept: each graph with one choice, with all of them by `--long`."""
     place = NAMES.index(name)
-    choices = CHOICES if request.config.getoption("--long") else (CHOICES[place // 12 % len(CHOICES)],)
+    choices = CHOICES if request.config.getoption("--long") else (CHOICES[place // 20 % len(CHOICES)],)
     for choice in choices:
         one = Entry.load(name)
         one.check(one.analysed(**choice))

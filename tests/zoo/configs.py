@@ -61,6 +61,7 @@ OPEN = {
 }
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 120},  # 500,002 rows by default
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
