@@ -21,7 +21,7 @@ from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support import decoders
 from tests.support.exactness import check_streamed, recorder
 from tests.support.small import Causal, tokens
-from tests.support.spread import only
+from tests.support.spread import only, spread
 from tests.support.twins import batch, compiled, same_step, twins
 
 pytestmark = pytest.mark.compiled
@@ -142,7 +142,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("name", spread(GIVEN, 3))
 def test_numbers_that_follow_from_sizes_or_are_given(name: str) -> None:
     """A chunk's operator takes them as the body has them: nodes of the joint graph are none of the body."""
     program, operators = GIVEN[name]

@@ -77,7 +77,7 @@ CASES = {
     "GPT-OSS with flex attention, packed": Case({"model": OSS, **FLEX, **PACKED}, set(), set(), SINKS),
     "a hybrid": Case({"model": BAMBA}, HOPPER, CUDNN, CAUSAL),
 }
-DEFAULT = ("Qwen3 on an H100", "Qwen3 with flash attention, packed")
+DEFAULT = ("Qwen3 on an H100",)
 
 
 @pytest.mark.parametrize("name", only(DEFAULT, CASES))
@@ -97,7 +97,7 @@ def test_all_of_it_streams(name: str) -> None:
 LISTED = [("h100", 2, 8192), ("a100", 36, 8192), ("h100", 36, 131072)]
 
 
-@pytest.mark.parametrize(("device", "layers", "length"), only(LISTED[:1], LISTED))
+@pytest.mark.parametrize(("device", "layers", "length"), only([], LISTED))
 def test_loops_of_qwen3(device: str, layers: int, length: int, golden: Any) -> None:
     """Chunks are equal, of whole tiles; no total of a product is zeroed; attention without a mask has the fastest kernel."""
     found = reported(model="Qwen3-8B", device=device, layers=layers, length=length)
