@@ -22,11 +22,12 @@ class ChunkedCompilation(QuietCompilation):
 
     @staticmethod
     def tell(facts: Facts, options: Options) -> None:
+        """Reduce the automatic chunk size of each loop to a third of its length."""
         for loop in () if facts.program is None else facts.program.loops:
             size, length = loop.spec.chunk_size, loop.spec.length
             if isinstance(size, AutoChunk) and isinstance(length, int):
-                most = -(-max(length, 1) // (PARTS * size.granule)) * size.granule
-                loop.spec = replace(loop.spec, chunk_size=replace(size, most=min(most, size.most or most)))
+                max_size = -(-max(length, 1) // (PARTS * size.granule)) * size.granule
+                loop.spec = replace(loop.spec, chunk_size=replace(size, most=min(max_size, size.most or max_size)))
 
 
 def what_was_not_cut(compilations: Sequence[Compilation]) -> str:
@@ -36,5 +37,6 @@ def what_was_not_cut(compilations: Sequence[Compilation]) -> str:
 
 
 def _has_one_chunk(loop: Loop) -> bool:
+    """Return whether a loop over several rows has a single chunk."""
     length = loop.spec.length
     return isinstance(length, int) and length > 1 and loop.rows_per_chunk(length, {}) >= length

@@ -49,6 +49,7 @@ def wire_of(graphs: Sequence[TracedGraph], costs: Sequence[Cost], call: TracedCa
 
 
 def _host_traffic(graph: TracedGraph, cost: Cost) -> HostTraffic:
+    """Return the communication of a graph by loop, or as one entry if it is not chunked."""
     program = graph.facts.program
     if program is None:
         return HostTraffic({"": of_halves(cost.forward_wire, cost.backward_wire)}, 0, 0)
@@ -56,6 +57,7 @@ def _host_traffic(graph: TracedGraph, cost: Cost) -> HostTraffic:
 
 
 def _eager_traffic(call: TracedCall) -> dict[str, Any] | None:
+    """Return the communication in eager mode, checkpointed if there are layers; None if unknown or nothing is sent."""
     cost = call.eager if call.checkpointed is None else call.checkpointed
     if cost is None:
         return None

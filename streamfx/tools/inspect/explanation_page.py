@@ -47,6 +47,7 @@ def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
 
 
 def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost], at_peak: str) -> Iterator[Figure]:
+    """Yield the figures at the top of the page: peaks, compute and sequence length."""
     yield Figure("Peak", in_bytes(ours.peak_bytes), f"{at_peak}; {WHAT}")
     for other in others:
         yield peak_beside(other, ours)
@@ -57,6 +58,7 @@ def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost],
 
 
 def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
+    """Yield the tables of baselines and of communication, if there are any."""
     if timeline.others:
         yield ways_table(timeline)
     if summary["wire"] is not None:
@@ -64,6 +66,7 @@ def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
 
 
 def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield heading and text of each note: no checkpointing baseline, graph breaks, incomplete trace."""
     if summary["not_checkpointed"]:
         yield NOT_CHECKPOINTED, sentence(summary["not_checkpointed"])
     for item in summary["break_reasons"]:

@@ -24,7 +24,7 @@ def empty_among(inputs: Any) -> str:
     >>> empty_among(((torch.zeros(2, 0),), {"labels": torch.zeros(2)}))
     'input [0] of shape (2, 0)'
     """
-    return _among(inputs, lambda value: isinstance(value, Tensor) and not value.numel())
+    return _inputs_text(inputs, lambda value: isinstance(value, Tensor) and not value.numel())
 
 
 def arrays_among(inputs: Any) -> str:
@@ -35,7 +35,7 @@ def arrays_among(inputs: Any) -> str:
     "input ['ids'] of shape (1, 8)"
     """
     numpy: Any = sys.modules.get("numpy")
-    return "" if numpy is None else _among(inputs, lambda value: isinstance(value, numpy.ndarray))
+    return "" if numpy is None else _inputs_text(inputs, lambda value: isinstance(value, numpy.ndarray))
 
 
 def advice_on(inputs: Any) -> str:
@@ -47,14 +47,16 @@ def advice_on(inputs: Any) -> str:
     """
     if arrays := arrays_among(inputs):
         return f"{arrays} {'are arrays' if ', input' in arrays else 'is an array'} of numpy: {AS_TENSORS}"
-    single = _among(inputs, lambda value: isinstance(value, Tensor) and value.dim() == 1 and _has_token_ids(value))
+    single = _inputs_text(inputs, lambda value: isinstance(value, Tensor) and value.dim() == 1 and _has_token_ids(value))
     return NO_BATCH.format(found=single) if single else ""
 
 
 def _has_token_ids(tensor: Tensor) -> bool:
+    """Return whether a tensor holds several integers."""
     return tensor.numel() > 1 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
-def _among(inputs: Any, predicate: Callable[[Any], bool]) -> str:
+def _inputs_text(inputs: Any, predicate: Callable[[Any], bool]) -> str:
+    """Return names and shapes of the inputs that satisfy the predicate, as text."""
     found = [(path, value) for path, value in tree_flatten_with_path(inputs)[0] if predicate(value)]
     return ", ".join(f"input {keystr(path[1:])} of shape {tuple(value.shape)}" for path, value in found)
