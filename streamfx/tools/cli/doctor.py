@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
     """Return the text to print and the exit code."""
     found = findings()
     healthy = found["entry_point"] == "found" and found["self_test"]["ok"]
-    text = json.dumps(found, indent=2) if arguments.json else _text(found, healthy)
+    text = json.dumps(found, indent=2) if arguments.json else _findings_text(found, healthy)
     return CommandResult(text, 0 if healthy else NOT_SO)
 
 
@@ -57,6 +57,7 @@ def findings() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
+    """Return the installed version of a package, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -64,6 +65,7 @@ def _version(name: str) -> str | None:
 
 
 def _device() -> str:
+    """Describe the GPU and its free memory, or the CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -73,6 +75,7 @@ def _device() -> str:
 
 
 def _entry_point() -> str:
+    """Return "found" if the backend is registered by name, otherwise what is wrong."""
     points = [point for point in metadata.entry_points(group=GROUP) if point.name == "streambp"]
     if not points:
         return "missing: install streamfx with pip (an editable install will do), or pass backend=streamfx.streambp"
@@ -95,15 +98,17 @@ def self_test() -> dict[str, Any]:
     return {"ok": report.ok, "max_error": report.max_error, "seconds": time.perf_counter() - start}
 
 
-def _installed(name: str, version: str | None) -> str:
+def _package_text(name: str, version: str | None) -> str:
+    """Describe the version of a package, and whether it is too old."""
     from streamfx.integrations.minimum_versions import LEAST, is_too_old
 
     too_old = f" (streamfx.enable needs {LEAST[name]})" if is_too_old(name, version) else ""
     return f"{name} {version or 'not installed'}{too_old}"
 
 
-def _text(found: dict[str, Any], healthy: bool) -> str:
-    installed = ", ".join(_installed(name, version) for name, version in found["packages"].items())
+def _findings_text(found: dict[str, Any], healthy: bool) -> str:
+    """Return the findings as a table, followed by a verdict."""
+    installed = ", ".join(_package_text(name, version) for name, version in found["packages"].items())
     test = found["self_test"]
     outcome = f"largest relative difference from eager {test['max_error']:.1e}" if "max_error" in test else test["error"]
     lines = {

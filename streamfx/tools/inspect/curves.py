@@ -15,18 +15,18 @@ def curve_of_calls(costs: Sequence[Cost], gradients: Sequence[int], at_end: int 
 
     `gradients` are the bytes of each graph's parameter gradients. At least `at_end` bytes are alive at the end of the step.
     """
-    found, held, gradient_bytes = Curve(), 0, 0
+    curve, held, gradient_bytes = Curve(), 0, 0
     for cost in costs:
-        found = found.then(cost.forward_curve.above(found.work, _nonzero({BETWEEN_GRAPHS: held})))
+        curve = curve.then(cost.forward_curve.above(curve.work, _nonzero({BETWEEN_GRAPHS: held})))
         held += cost.held
-    found = replace(found, turn=found.work)
+    curve = replace(curve, turn=curve.work)
     for cost, size in zip(reversed(costs), reversed(gradients), strict=True):
         held -= cost.held
-        found = found.then(cost.backward_curve.above(found.work, _nonzero({BETWEEN_GRAPHS: held, GRADIENTS: gradient_bytes})))
+        curve = curve.then(cost.backward_curve.above(curve.work, _nonzero({BETWEEN_GRAPHS: held, GRADIENTS: gradient_bytes})))
         gradient_bytes += size
-    if at_end > (found.points[-1].total if found.points else 0):
-        found = found.then(Curve((Point(found.work, {GRADIENTS: at_end}),), (), found.work))
-    return found.shortened()
+    if at_end > (curve.points[-1].total if curve.points else 0):
+        curve = curve.then(Curve((Point(curve.work, {GRADIENTS: at_end}),), (), curve.work))
+    return curve.shortened()
 
 
 def curve_of_call(cost: Cost) -> Curve:

@@ -34,6 +34,7 @@ class Ulysses:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any
     ) -> tuple[Tensor, None]:
+        """Run attention on all rows of this rank's heads, and return this rank's rows of all heads."""
         if mask is not None or given.get("s_aux") is not None:
             raise PlanError("context divides causal attention", found="a mask, or a sink", do="plan without context")
         key, value = (part.repeat_interleave(max(1, self.ranks // part.shape[1]), 1) for part in (key, value))
@@ -95,6 +96,7 @@ def check_heads(model: nn.Module, tensor: int, context: int) -> None:
 
 
 def _divisors(count: int) -> str:
+    """Return the divisors of a count as text."""
     return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
 
 

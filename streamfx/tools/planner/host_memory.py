@@ -36,12 +36,12 @@ def copies_by_loop(program: Program, num_outputs: int) -> dict[str, dict[str, Co
     """Return the copies of each loop, by forward or backward graph and by the loop's name."""
     by_half: dict[str, dict[str, Copies]] = {half: {} for half in HALVES}
     for name, half in halves_of(program, num_outputs):
-        for node, before in half.between():
+        for node, loop_before in half.between():
             if node.target in (from_host, to_host):
-                comes = node.target is from_host
-                size = bytes_like((node.all_input_nodes[0] if comes else node).meta[VALUE])
-                loop = half.loop_of(node, comes, before)
-                copies = Copies(fetched=size) if comes else Copies(left=size)
+                is_fetch = node.target is from_host
+                size = bytes_like((node.all_input_nodes[0] if is_fetch else node).meta[VALUE])
+                loop = half.loop_of(node, is_fetch, loop_before)
+                copies = Copies(fetched=size) if is_fetch else Copies(left=size)
                 by_half[name][loop] = by_half[name].get(loop, Copies()).plus(copies)
     return by_half
 

@@ -24,12 +24,16 @@ def guessed(peaks: Callable[[int], tuple[int, int] | None], layers: int, first: 
     """Guess from the `peaks` of a few layers and of one more at two lengths. None if these are unknown, or if one trace
     of all layers is as fast.
     """
-    if layers < 2 * (FEWEST + FEWEST + 1) or (low := peaks(first)) is None or (high := peaks(2 * first)) is None:
+    if (
+        layers < 2 * (FEWEST + FEWEST + 1)
+        or (peaks_at_first := peaks(first)) is None
+        or (peaks_at_double := peaks(2 * first)) is None
+    ):
         return None
-    before, after = (of_all(*pair, layers - FEWEST) for pair in (low, high))
-    growth = (after - before) / first
-    base = before - growth * first
-    return InitialGuess(int((budget - base) / growth), base) if growth > 0 else None
+    bytes_at_first, bytes_at_double = (of_all(*pair, layers - FEWEST) for pair in (peaks_at_first, peaks_at_double))
+    growth = (bytes_at_double - bytes_at_first) / first
+    constant_bytes = bytes_at_first - growth * first
+    return InitialGuess(int((budget - constant_bytes) / growth), constant_bytes) if growth > 0 else None
 
 
 def of_all(few: int, more: int, steps: float) -> float:

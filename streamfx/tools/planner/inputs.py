@@ -38,12 +38,12 @@ def check_inputs(inputs: Inputs, batch: int, length: int, max_batch: bool) -> No
     others = [("length", batch, length // 2)] + ([("batch", batch + 1, length)] if batch > 1 or max_batch else [])
     for what, *size in others:
         try:
-            found = _sizes(given_by(inputs, *size))
+            changed_sizes = _sizes(given_by(inputs, *size))
         except PlanError:  # the function may not support this length
             continue
         asked = f"inputs(batch, length) says what the model takes of a {what}"
-        same = f"the same sizes from inputs({batch}, {length}) and inputs({size[0]}, {size[1]}): {_text(sizes)}"
-        refuse_unless(found != sizes, PlanError, asked, same, AS_ASKED)
+        same_text = f"the same sizes from inputs({batch}, {length}) and inputs({size[0]}, {size[1]}): {_text(sizes)}"
+        refuse_unless(changed_sizes != sizes, PlanError, asked, same_text, AS_ASKED)
 
 
 def _sizes(found: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:

@@ -47,6 +47,7 @@ def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, d
 
 
 def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield heading and text of each note: no checkpointing baseline, incomplete trace."""
     if summary["not_checkpointed"]:
         yield NOT_CHECKPOINTED, sentence(summary["not_checkpointed"])
     if summary["stopped"]:
@@ -64,6 +65,7 @@ def _search_result(summary: Mapping[str, Any]) -> str:
 
 
 def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost], counted: str, at_peak: str) -> Iterator[Figure]:
+    """Yield the figures at the top of the page: peaks, compute and time."""
     fits = {None: "", True: " It fits.", False: " It does not fit."}[summary["fits"]]
     yield Figure("Peak", in_bytes(ours.peak_bytes), f"{at_peak}; {counted}.{fits}")
     for other in others:
@@ -73,6 +75,7 @@ def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost],
 
 
 def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
+    """Yield the tables of baselines, lengths, communication, host memory and choices that apply."""
     if timeline.others:
         yield ways_table(timeline)
     if summary["lengths"]:
@@ -87,10 +90,11 @@ def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
         rows_ = (("of this device", in_bytes(host["bytes"])), (f"of {host['devices']} devices", in_bytes(host["bytes_of_all"])))
         yield Table("What waits on the host for the backward half", ("", "bytes"), rows_)
     if summary["choices"]:
-        tried = tuple(_choice(item) for item in summary["choices"])
+        tried = tuple(_choice_row(item) for item in summary["choices"])
         yield Table("Choices tried, in order", ("", "work of a chunk", "peak"), tried, "The first that fits the budget is taken.")
 
 
-def _choice(item: Mapping[str, Any]) -> tuple[str, str, str]:
+def _choice_row(item: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return a row of a tried choice: its name, the work of a chunk, and its peak."""
     work = item["chunk_work_bytes"]
     return item["choice"], "as asked" if work is None else in_bytes(work), in_bytes(item["peak_bytes"])

@@ -45,6 +45,7 @@ _library.define("unpacked(Tensor packed, Tensor scales, SymInt[] shape, ScalarTy
 
 @torch.library.register_fake("streamfx::unpacked", lib=_library)  # type: ignore[untyped-decorator]
 def _fake_unpacked(packed: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized tensor of the unpacked shape, for tracing."""
     return packed.new_empty(shape, dtype=dtype)
 
 

@@ -47,10 +47,11 @@ def _slope(terms: Mapping[str, int], size: int, growth: Growth) -> float:
 
 def growth_of(size: int, found: Prediction, other: int, few: Prediction) -> Growth:
     """Return the growth of the chunk work between two sizes; both predictions may have any number of layers."""
-    return {name: (_most(name, few) - _most(name, found)) / (other - size) for name in WORK}
+    return {name: (_peak_of_term(name, few) - _peak_of_term(name, found)) / (other - size) for name in WORK}
 
 
-def _most(name: str, found: Prediction) -> int:
+def _peak_of_term(name: str, found: Prediction) -> int:
+    """Return the largest size of a category over the step."""
     return max(terms.get(name, 0) for terms in moments_of(found))
 
 

@@ -45,7 +45,7 @@ class Limits:
     host: int | None = None
 
     def hold(self, found: Prediction) -> bool:
-        return _within(found.peak_bytes, self.device) and _within(found.host_bytes, self.host)
+        return _fits(found.peak_bytes, self.device) and _fits(found.host_bytes, self.host)
 
     def size(self, size: int, found: Prediction, growth: Growth) -> int:
         """Return the size at which a step reaches a limit, given its prediction at one size and the growth of its chunk work."""
@@ -56,7 +56,7 @@ class Limits:
         return min(most, int(size * self.host / found.host_bytes))
 
 
-def _within(size: int, limit: int | None) -> bool:
+def _fits(size: int, limit: int | None) -> bool:
     return limit is None or size <= limit
 
 
@@ -75,11 +75,12 @@ def largest(
     `size`, with prediction `found`, to another size; it is called if the first guess is far away.
     """
     best: tuple[int, Prediction] | None = None
-    before: tuple[int, Prediction] | None = None
+    previous: tuple[int, Prediction] | None = None
     failed, size = None, max(first // sought.multiple * sought.multiple, sought.multiple)
 
     def next_size(growth: Growth) -> int:
-        return _between(limits.size(size, found, growth), best[0] if best else 0, failed, sought.multiple)
+        """Return the next size to trace, between the largest that fits and the smallest that does not."""
+        return _next_candidate(limits.size(size, found, growth), best[0] if best else 0, failed, sought.multiple)
 
     for _ in range(MOST_TRACES):
         found = predict(size, {**least_memory(sought.sequences(size), stages, options), **options})
@@ -87,12 +88,12 @@ def largest(
             best = size, found
         else:
             failed = size
-        growth = {} if before is None else growth_of(*before, size, found)
-        if before is None and work is not None and (far := next_size(growth)) >= FAR * size:
-            growth = work(size, found, far)
+        growth = {} if previous is None else growth_of(*previous, size, found)
+        if previous is None and work is not None and (guess := next_size(growth)) >= FAR * size:
+            growth = work(size, found, guess)
         if limits.hold(found) and limits.size(size, found, growth) - size <= CLOSE * size:
             break
-        before, size = (size, found), next_size(growth)
+        previous, size = (size, found), next_size(growth)
         gain = size - best[0] if best else size
         if size < sought.multiple or gain <= CLOSE * size:
             break
@@ -112,7 +113,7 @@ def fewest_bytes(stages: int) -> int:
     return min(KEEP_EVERY, key=lambda every: 1 / every + (every - 1) / max(stages, every))
 
 
-def _between(size: int, low: int, high: int | None, multiple: int) -> int:
+def _next_candidate(size: int, low: int, high: int | None, multiple: int) -> int:
     """Return the guess, or the middle of the interval if the guess lies outside of it, rounded down to a multiple."""
     if high is not None and not low < size < high:
         size = (low + high) // 2
