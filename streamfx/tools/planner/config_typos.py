@@ -36,10 +36,10 @@ def _intended_name(key: str, missing: list[str]) -> str | None:
     """Return the first missing name that a key resembles.
 
     >>> names = ["num_attention_heads", "num_hidden_layers", "sliding_window", "pad_token_id"]
-    >>> [_meant(key, names) for key in ("num_hiden_layers", "num_layers", "slidingWindow")]
+    >>> [_intended_name(key, names) for key in ("num_hiden_layers", "num_layers", "slidingWindow")]
     ['num_hidden_layers', 'num_hidden_layers', 'sliding_window']
-    >>> _meant("is_decoder", ["is_encoder_decoder"])
-    >>> [_meant(key, names) for key in ("sliding_window_pattern", "use_sliding_window", "sep_token_id", "layers")]
+    >>> _intended_name("is_decoder", ["is_encoder_decoder"])
+    >>> [_intended_name(key, names) for key in ("sliding_window_pattern", "use_sliding_window", "sep_token_id", "layers")]
     [None, None, None, None]
     """
     return next((name for is_nearly in (_is_misspelt, _leaves_words_out) for name in missing if is_nearly(key, name)), None)

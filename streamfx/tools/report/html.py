@@ -42,6 +42,7 @@ def picture_of(timeline: Timeline) -> str:
 
 @cache
 def _environment() -> Any:
+    """Return the template environment; values are escaped, and undefined names raise."""
     import jinja2  # imported here because few users of streamfx write reports
 
     folder = Path(__file__).parent / "templates"

@@ -29,14 +29,14 @@ _predicted: WeakKeyDictionary[fx.GraphModule, Cost] = WeakKeyDictionary()
 def log_brief(facts: Facts) -> None:
     """Log and trace the record of a graph; called once for each graph."""
     if log.isEnabledFor(logging.INFO):
-        log.info("%s", _text(facts))
-    trace_artifact("streamfx_stages", lambda: _text(facts))
+        log.info("%s", _record_text(facts))
+    trace_artifact("streamfx_stages", lambda: _record_text(facts))
 
 
-def _text(facts: Facts) -> str:
+def _record_text(facts: Facts) -> str:
     """Return the text. An error while describing a graph must not abort compilation."""
     try:
-        return "\n".join(line.rstrip() for line in _lines(facts))
+        return "\n".join(line.rstrip() for line in _record_lines(facts))
     except Exception as error:
         return f"a graph was compiled, and cannot be described: {told(error)}"
 
@@ -110,7 +110,8 @@ def record_of(facts: Facts, graph: int = 0, cost: Cost | None = None) -> Record:
     return Record(facts, tuple(stage_reports(facts, graph, cost.loops)), cost)
 
 
-def _lines(facts: Facts) -> Iterator[str]:
+def _record_lines(facts: Facts) -> Iterator[str]:
+    """Yield the record of a graph: why it does not stream, or rows, peak and stages."""
     record = record_of(facts)
     if record.cost is None:
         yield f"a graph runs as it stands: {why_no_stages(facts)}"

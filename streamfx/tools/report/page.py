@@ -128,17 +128,19 @@ def place_of_peak(course: StepCourse, stages: Sequence[Stage]) -> str:
 
 def grouped(stages: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> tuple[StageRow, ...]:
     """Group consecutive stages whose names differ only in a number and whose figures are equal."""
-    return tuple(_group(list(run), flops, sequences) for _, run in groupby(stages, key=_alike))
+    return tuple(_stage_row(list(run), flops, sequences) for _, run in groupby(stages, key=_group_key))
 
 
-def _alike(stage: Stage) -> tuple[Any, ...]:
+def _group_key(stage: Stage) -> tuple[Any, ...]:
+    """Return the key under which stages share a line: everything but a number in the name."""
     keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
     return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
 
 
-def _group(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> StageRow:
+def _stage_row(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> StageRow:
+    """Return the line of similar stages: FLOPs share, saved bytes and sequence length."""
     stage, name = run[0], joint_name([stage["name"] for stage in run])
-    share = f"{100 * sum(one['flops'] for one in run) / flops:.1f} %" if flops else "-"
+    share = f"{100 * sum(similar['flops'] for similar in run) / flops:.1f} %" if flops else "-"
     saved = in_bytes(stage["saved_bytes"])
     sequence = sequences[stage["graph"]] if stage["graph"] < len(sequences) else None
     return StageRow(name, len(run), stage, saved if len(run) == 1 else f"{len(run)} x {saved}", share, sequence, run)
@@ -151,10 +153,11 @@ def run_whole(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, ...]
         for item in obstacles_of(stage):
             if item["matters"] == matters:
                 groups.setdefault((item["where"], item["do"]), []).append((stage["name"], item))
-    return tuple(sorted((_whole(*key, items) for key, items in groups.items()), key=lambda row: -row.bytes))
+    return tuple(sorted((_fallback_row(*key, items) for key, items in groups.items()), key=lambda row: -row.bytes))
 
 
-def _whole(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> FallbackRow:
+def _fallback_row(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> FallbackRow:
+    """Return the line of the unchunked operators of one source line."""
     operators = tuple(dict.fromkeys(item["operator"] for _, item in items))
     found = tuple(dict.fromkeys(item["found"] for _, item in items))
     size = sum(item["bytes"] for _, item in items)

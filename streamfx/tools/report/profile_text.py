@@ -121,6 +121,7 @@ def measured(
 
 
 def _seconds(moment: int, begin: int) -> float:
+    """Return the seconds between two moments in nanoseconds."""
     return (moment - begin) / 1e9
 
 
@@ -149,11 +150,11 @@ def table_of(found: MeasuredStep, predicted: int | None) -> Iterator[str]:
         yield f"  {NO_LOOPS}"
         return
     yield ""
-    rows = [HEADER, *(_row(run, found.seconds) for run in _alike(found.loops))]
+    rows = [HEADER, *(_table_row(run, found.seconds) for run in _similar_loops(found.loops))]
     if found.compiled_seconds:
-        rows.append(("compiling", "", "", "", *_time(found.compiled_seconds, found.seconds), ""))
-    rest = max(found.seconds - in_loops - found.compiled_seconds, 0.0)
-    rows.append(("outside of loops", "", "", "", *_time(rest, found.seconds), ""))
+        rows.append(("compiling", "", "", "", *_time_cells(found.compiled_seconds, found.seconds), ""))
+    outside_of_loops = max(found.seconds - in_loops - found.compiled_seconds, 0.0)
+    rows.append(("outside of loops", "", "", "", *_time_cells(outside_of_loops, found.seconds), ""))
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     for row in rows:
         cells = (
@@ -162,7 +163,7 @@ def table_of(found: MeasuredStep, predicted: int | None) -> Iterator[str]:
         yield f"  {'   '.join(cells)}".rstrip()
 
 
-def _alike(loops: Sequence[MeasuredLoop]) -> list[list[MeasuredLoop]]:
+def _similar_loops(loops: Sequence[MeasuredLoop]) -> list[list[MeasuredLoop]]:
     """Group the loops of one graph whose stage names differ only in a number, in the order of their first runs."""
     runs: dict[tuple[str, str], list[MeasuredLoop]] = {}
     for loop in loops:
@@ -170,7 +171,8 @@ def _alike(loops: Sequence[MeasuredLoop]) -> list[list[MeasuredLoop]]:
     return list(runs.values())
 
 
-def _row(run: Sequence[MeasuredLoop], whole: float) -> tuple[str, ...]:
+def _table_row(run: Sequence[MeasuredLoop], whole: float) -> tuple[str, ...]:
+    """Return the cells of similar loops: stages, graph, counts, time, share and peak."""
     names = list(dict.fromkeys(loop.stage for loop in (reversed(run) if run[0].half == "backward" else run)))
     seconds = sum(loop.seconds for loop in run)
     chunks = sum(loop.chunks for loop in run)
@@ -179,7 +181,7 @@ def _row(run: Sequence[MeasuredLoop], whole: float) -> tuple[str, ...]:
     return joint_name(names), run[0].half, f"{len(run):,}", f"{chunks:,}", in_seconds(seconds), _percent(seconds, whole), peak
 
 
-def _time(seconds: float, whole: float) -> tuple[str, str]:
+def _time_cells(seconds: float, whole: float) -> tuple[str, str]:
     return in_seconds(seconds), _percent(seconds, whole)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 
 def unnumbered(name: str) -> str:
+    """Replace each number in a name by `#`."""
     return re.sub(r"\d+", "#", name)
 
 
