@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from streamfx.errors import ModelError, told
-from streamfx.tools.inspect.eager import accepting_real, faker_of
-from streamfx.tools.inspect.side_effect_guard import modules_of, original, untouched
+from streamfx.tools.inspect.eager import allow_real_inputs, faker_of
+from streamfx.tools.inspect.side_effect_guard import modules_of, original, without_side_effects
 from streamfx.torch_private.dynamo import quiet_tracer
 
 LABELS = ("labels", "label", "targets", "target")  # names of forward arguments for the token ids to predict
@@ -114,7 +114,7 @@ def _rows_looked_up(model: Callable[..., Any], ids: str, argument_names: list[st
     model = original(model)
     ids_input, other_input = torch.zeros(SMALL, dtype=torch.int64), torch.zeros(SMALL, dtype=torch.int64)
     mode, faker = faker_of(model, (ids_input, other_input), {})
-    with accepting_real(mode), mode, untouched(model), quiet_tracer(), torch.no_grad():
+    with allow_real_inputs(mode), mode, without_side_effects(model), quiet_tracer(), torch.no_grad():
         faker.replace(modules_of(model), buffers=True)
         ids_input, other_input = faker.fake(ids_input), faker.fake(other_input)
         arguments: Mapping[str, Tensor] = {name: ids_input if name == ids else other_input for name in argument_names}

@@ -30,7 +30,7 @@ class ChunkedCompilation(QuietCompilation):
                 loop.spec = replace(loop.spec, chunk_size=replace(size, most=min(max_size, size.most or max_size)))
 
 
-def what_was_not_cut(compilations: Sequence[Compilation]) -> str:
+def why_not_chunked(compilations: Sequence[Compilation]) -> str:
     """Return why a comparison does not exercise the values passed between chunks, or an empty string if it does."""
     loops = [loop for item in compilations for facts in item.facts if facts.program is not None for loop in facts.program.loops]
     return NOT_CUT if not loops else ONE_CHUNK if any(map(_has_one_chunk, loops)) else ""

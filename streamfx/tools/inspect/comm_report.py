@@ -23,9 +23,9 @@ from streamfx.tools.report.comm_table import (
     bytes_of,
     calls_of,
     far_of,
-    of_halves,
     sent_by_program,
     together,
+    traffic_of_graphs,
 )
 
 
@@ -52,7 +52,7 @@ def _host_traffic(graph: TracedGraph, cost: Cost) -> HostTraffic:
     """Return the communication of a graph by loop, or as one entry if it is not chunked."""
     program = graph.facts.program
     if program is None:
-        return HostTraffic({"": of_halves(cost.forward_wire, cost.backward_wire)}, 0, 0)
+        return HostTraffic({"": traffic_of_graphs(cost.forward_wire, cost.backward_wire)}, 0, 0)
     return sent_by_program(program, graph.num_outputs, cost.loops)
 
 
@@ -61,7 +61,7 @@ def _eager_traffic(call: TracedCall) -> dict[str, Any] | None:
     cost = call.eager if call.checkpointed is None else call.checkpointed
     if cost is None:
         return None
-    sent = of_halves(cost.forward_wire, cost.backward_wire)
+    sent = traffic_of_graphs(cost.forward_wire, cost.backward_wire)
     if not calls_of(sent):
         return None
     return {**as_plain(sent), "bytes": bytes_of(sent), "checkpointed": call.checkpointed is not None}

@@ -24,15 +24,15 @@ from streamfx.cost.nested_tensors import tensors_in
 from streamfx.cost.repeats import Repeat, step_of_all
 from streamfx.log import log
 from streamfx.tools.inspect.full_depth import LayerSubset
-from streamfx.tools.inspect.layer_repeat import Notes, do_the_same
+from streamfx.tools.inspect.layer_repeat import Notes, confirms_repeat
 from streamfx.tools.inspect.layers import first_layers, layers_of, name_of_layers, repeat_of
 from streamfx.tools.inspect.side_effect_guard import (
     FakeConverter,
     device_of,
     held_tensors,
     modules_of,
-    untouched,
     without_gradients,
+    without_side_effects,
 )
 from streamfx.torch_private import FakeTensorMode, fake_mode_of, tree_iter
 
@@ -58,7 +58,7 @@ def eager_cost(model: Callable[..., Any], inputs: Mapping[str, Any], around: Aro
     None if it cannot be traced or has no layers. `alike` is the layer repetition, if already found for these inputs.
     """
     mode, faker = faker_of(model, (), inputs)
-    with accepting_real(mode), mode:
+    with allow_real_inputs(mode), mode:
         return EagerCall(model, (), inputs, faker, alike).cost(around) if layers_of(model) else None
 
 
@@ -70,7 +70,7 @@ def costs_with_one_more(
     The additional layer is assumed to equal the one before the last. None if the layers do not repeat or cannot be traced.
     """
     mode, faker = faker_of(model, (), inputs)
-    with accepting_real(mode), mode, first_layers(model, few):
+    with allow_real_inputs(mode), mode, first_layers(model, few):
         result = EagerCall(model, (), inputs, faker).step(around)
         extended = None if result is None else step_of_all(result[0], Repeat(1, 1, few, few + 1))
         return None if result is None or extended is None else (result[0].cost, extended.cost)
@@ -79,7 +79,7 @@ def costs_with_one_more(
 def alike_layers(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Repeat | None:
     """Return the layer repetition of a call, or None if the layers do not repeat."""
     mode, faker = faker_of(model, (), inputs)
-    with accepting_real(mode), mode:
+    with allow_real_inputs(mode), mode:
         return EagerCall(model, (), inputs, faker).alike
 
 
@@ -92,7 +92,7 @@ def faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 @contextmanager
-def accepting_real(mode: FakeTensorMode) -> Iterator[None]:
+def allow_real_inputs(mode: FakeTensorMode) -> Iterator[None]:
     """Let real parameters be used with fake inputs."""
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
@@ -166,7 +166,7 @@ class EagerCall:
         if few is None:
             return None
         step, notes = self._traced_forward()
-        return repeat if few.forward.is_like(step.forward) and not notes.has_own_backward else None
+        return repeat if few.forward.is_like(step.forward) and not notes.has_custom_backward else None
 
     def _counting_calls(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the forward of a layer so that its calls are counted in `reached`."""
@@ -226,7 +226,10 @@ class EagerCall:
 
         The model has all its layers, or only the first few. Integer inputs stay real.
         """
-        with first_layers(self.model, len(layers_of(self.model)) if repeat is None else repeat.kept), untouched(self.model):
+        with (
+            first_layers(self.model, len(layers_of(self.model)) if repeat is None else repeat.kept),
+            without_side_effects(self.model),
+        ):
             self.faker.replace(modules_of(self.model), buffers=True)
             yield self.faker.inputs((tuple(self.args), dict(self.kwargs)), with_integers=True)
 
@@ -236,7 +239,7 @@ class EagerCall:
         if repeat is None:
             return None
         try:
-            repeats = do_the_same(self._traced_forward(repeat)[1], self._traced_forward()[1], repeat)
+            repeats = confirms_repeat(self._traced_forward(repeat)[1], self._traced_forward()[1], repeat)
         except Exception as error:
             log.info("the forward half is not followed through all layers: %s", error)
             return None

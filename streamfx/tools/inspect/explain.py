@@ -33,15 +33,15 @@ from streamfx.tools.inspect.at_peak import alive_at_peak
 from streamfx.tools.inspect.comm_report import wire_of
 from streamfx.tools.inspect.curves import curve_of_call, curve_of_calls
 from streamfx.tools.inspect.explanation_page import page_of
-from streamfx.tools.inspect.input_checks import AS_TENSORS, DO, arrays_among, empty_among
+from streamfx.tools.inspect.input_checks import AS_TENSORS, DO, empty_inputs_text, numpy_inputs_text
 from streamfx.tools.inspect.keywords import options_among
 from streamfx.tools.inspect.side_effect_guard import original
 from streamfx.tools.inspect.tracing import TracedCall, TracedGraph, traced
 from streamfx.tools.report.dataflow import flow_of
 from streamfx.tools.report.diagram import Diagram, diagram_of
 from streamfx.tools.report.exports import Exports
-from streamfx.tools.report.fallback_reasons import told_of_strict
-from streamfx.tools.report.loop_bodies import bodies_of, bodies_with, python_of
+from streamfx.tools.report.fallback_reasons import strict_refusal_text
+from streamfx.tools.report.loop_bodies import bodies_of, bodies_of_module, python_of
 from streamfx.tools.report.notices import record_of
 from streamfx.tools.report.page import Page
 from streamfx.tools.report.stage_table import StageReport
@@ -85,10 +85,10 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
     """
     backend_options, kwargs = options_among(model, options, args, kwargs, "streamfx.explain(...)")
     model = original(model)
-    arrays = arrays_among((args, kwargs))
+    arrays = numpy_inputs_text((args, kwargs))
     refuse_unless(not arrays, NotTracedError, "streamfx.explain asks for tensors", f"arrays of numpy: {arrays}", AS_TENSORS)
     explanation = Explanation(traced(model, args, kwargs, backend_options))
-    if (empty := empty_among((args, kwargs))) and not flops_of_calls(explanation.costs):
+    if (empty := empty_inputs_text((args, kwargs))) and not flops_of_calls(explanation.costs):
         raise NotTracedError("streamfx.explain asks for a call that computes something", found=f"{empty}, and no products", do=DO)
     return explanation
 
@@ -114,7 +114,7 @@ class Explanation(Unpicklable, Exports):
         self.call, self.updates = call, updates
 
     def __str__(self) -> str:
-        return report_text(self.summary()) + told_of_strict([graph.facts for graph in self.call.graphs], self.call.options)
+        return report_text(self.summary()) + strict_refusal_text([graph.facts for graph in self.call.graphs], self.call.options)
 
     __repr__ = __str__
 
@@ -252,7 +252,7 @@ class Explanation(Unpicklable, Exports):
         asked, do = "print_readable takes the name of a module", "give it as a text, or None for all of the model"
         refuse_unless(module is None or isinstance(module, str), ReportError, asked, module, do)
         facts = [graph.facts for graph in self.call.graphs]
-        text = python_of(bodies_of(facts) if module is None else bodies_with(module, facts))
+        text = python_of(bodies_of(facts) if module is None else bodies_of_module(module, facts))
         if print_output:
             print(text)
         return text

@@ -17,21 +17,21 @@ AS_TENSORS = "give tensors: torch.as_tensor(array)"
 NO_BATCH = "{found} has no dimension for the batch: where the model takes batches of sequences, give tensor[None]"
 
 
-def empty_among(inputs: Any) -> str:
+def empty_inputs_text(inputs: Any) -> str:
     """Return the tensors without elements among the arguments of a call, as text; empty if there are none.
 
     >>> import torch
-    >>> empty_among(((torch.zeros(2, 0),), {"labels": torch.zeros(2)}))
+    >>> empty_inputs_text(((torch.zeros(2, 0),), {"labels": torch.zeros(2)}))
     'input [0] of shape (2, 0)'
     """
     return _inputs_text(inputs, lambda value: isinstance(value, Tensor) and not value.numel())
 
 
-def arrays_among(inputs: Any) -> str:
+def numpy_inputs_text(inputs: Any) -> str:
     """Return the numpy arrays among the arguments of a call, as text; empty if there are none.
 
     >>> import numpy
-    >>> arrays_among(((), {"ids": numpy.zeros((1, 8))}))
+    >>> numpy_inputs_text(((), {"ids": numpy.zeros((1, 8))}))
     "input ['ids'] of shape (1, 8)"
     """
     numpy: Any = sys.modules.get("numpy")
@@ -45,7 +45,7 @@ def advice_on(inputs: Any) -> str:
     >>> advice_on(((torch.zeros(8, dtype=torch.long),), {}))
     'input [0] of shape (8,) has no dimension for the batch: where the model takes batches of sequences, give tensor[None]'
     """
-    if arrays := arrays_among(inputs):
+    if arrays := numpy_inputs_text(inputs):
         return f"{arrays} {'are arrays' if ', input' in arrays else 'is an array'} of numpy: {AS_TENSORS}"
     single = _inputs_text(inputs, lambda value: isinstance(value, Tensor) and value.dim() == 1 and _has_token_ids(value))
     return NO_BATCH.format(found=single) if single else ""

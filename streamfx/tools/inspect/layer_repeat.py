@@ -136,7 +136,7 @@ def _has_custom_backward(out: Any, inputs: Any) -> bool:
     return False
 
 
-def do_the_same(few: Notes, every: Notes, repeat: Repeat) -> bool:
+def confirms_repeat(few: Notes, every: Notes, repeat: Repeat) -> bool:
     """Return whether the notes of all layers equal those of a few with one period repeated."""
     if few.has_custom_backward or every.has_custom_backward:
         return False

@@ -12,7 +12,7 @@ R = TypeVar("R")
 _lock = RLock()  # reentrant: a plan calls `explain`
 
 
-def alone(function: Callable[P, R]) -> Callable[P, R]:
+def serialized(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function so that only one thread at a time runs any function wrapped this way."""
 
     @wraps(function)

@@ -115,13 +115,13 @@ def _is_filled(cell: Any) -> bool:
 
 
 @contextmanager
-def untouched(model: Callable[..., Any]) -> Iterator[None]:
+def without_side_effects(model: Callable[..., Any]) -> Iterator[None]:
     """Undo assignments to attributes, writes to buffers, and random draws on exit. Inside, the model runs as written,
     even if it is enabled or compiled.
     """
     modules = modules_of(model)
     saved = [(module, _attributes(module)) for module in modules]
-    with randomness_kept(), buffers_kept(modules):
+    with restored_randomness(), restored_buffers(modules):
         try:
             for module in modules:
                 _as_written(module)
@@ -140,7 +140,7 @@ def _as_written(module: nn.Module) -> None:
 
 
 @contextmanager
-def buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
+def restored_buffers(modules: list[nn.Module]) -> Iterator[None]:
     """Restore the contents of buffers on exit."""
     buffers = {id(buffer): buffer for module in modules for buffer in module._buffers.values() if _has_data(buffer)}
     with real_values():
@@ -168,7 +168,7 @@ def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def randomness_kept() -> Iterator[None]:
+def restored_randomness() -> Iterator[None]:
     """Restore the random generators of torch, Python and numpy on exit."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
@@ -216,7 +216,7 @@ class FakeConverter:
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return the fake tensor of a tensor; packed weights and fake tensors are returned as they are."""
-        if isinstance(tensor, FakeTensor) or is_more_than_its_values(tensor):
+        if isinstance(tensor, FakeTensor) or has_packed_state(tensor):
             return tensor
         if id(tensor) not in self._converted:
             self._converted[id(tensor)] = tensor, self._make_fake(tensor)  # keep the original alive, so that its id is not reused
@@ -265,7 +265,7 @@ class FakeConverter:
                     module._buffers[name] = self.fake(buffer)
 
 
-def is_more_than_its_values(tensor: Tensor) -> bool:
+def has_packed_state(tensor: Tensor) -> bool:
     """Return whether a tensor's class holds state that a fake tensor would lose, as packed weights hold their scales."""
     is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return _has_data(tensor) and not is_plain and not is_traceable_wrapper_subclass(tensor)

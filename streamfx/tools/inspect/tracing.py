@@ -29,14 +29,14 @@ from streamfx.node_meta import VALUE
 from streamfx.options import Options, resolved
 from streamfx.passes import run_analyses, run_pipeline
 from streamfx.runtime.stagewise import GradientReleaseChain
-from streamfx.tools.inspect.eager import EagerCall, accepting_real, checkpointed, faker_of
+from streamfx.tools.inspect.eager import EagerCall, allow_real_inputs, checkpointed, faker_of
 from streamfx.tools.inspect.full_depth import LayerSubset, of_all_layers
 from streamfx.tools.inspect.input_checks import advice_on
 from streamfx.tools.inspect.layer_segments import LayersDifferError
 from streamfx.tools.inspect.layers import first_layers, layers_of
-from streamfx.tools.inspect.lock import alone
+from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.inspect.repeated_analysis import facts_of_all_layers
-from streamfx.tools.inspect.side_effect_guard import FakeConverter, modules_of, original, parameters_of, untouched
+from streamfx.tools.inspect.side_effect_guard import FakeConverter, modules_of, original, parameters_of, without_side_effects
 from streamfx.tools.report.dump import show_product
 from streamfx.tools.report.fallback_reasons import advice_on_break
 from streamfx.torch_private import default_partition, mutated_inputs, real_values, while_traced
@@ -127,7 +127,7 @@ class TracedCall:
         return bool(self.stopped) or any(item.given_up for item in self.breaks)
 
 
-@alone
+@serialized
 def traced(
     model: Callable[..., Any],
     args: Sequence[Any],
@@ -147,7 +147,7 @@ def traced(
     refuse_partitioned(parameters_of(model).values())
     mode, faker = faker_of(model, args, kwargs)
     backend_options = resolved(options)
-    with accepting_real(mode), mode, quiet_tracer():  # the baselines use the same fake mode
+    with allow_real_inputs(mode), mode, quiet_tracer():  # the baselines use the same fake mode
         eager = EagerCall(model, args, kwargs, faker)
         cost = eager.cost() if baselines else None
         eager_traced = not baselines or cost is not None
@@ -209,7 +209,7 @@ def _trace(
         with real_values(), raised_as_itself(module.graph):
             return (_RecordingCompilation(module, call) if few is None else _SubsetCompilation(module, call, few)).compile(inputs)
 
-    with untouched(model), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
+    with without_side_effects(model), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
         faker.replace(modules_of(model), buffers=False)  # buffers stay real: the compiler reads masks from them
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)))
         try:

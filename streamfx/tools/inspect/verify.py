@@ -18,11 +18,11 @@ from streamfx.errors import NotComparableError, StreamFXError, one, told
 from streamfx.frontend.backend import Compilation
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
 from streamfx.options import resolved
-from streamfx.tools.inspect.chunk_override import ChunkedCompilation, what_was_not_cut
-from streamfx.tools.inspect.input_checks import DO, advice_on, empty_among
+from streamfx.tools.inspect.chunk_override import ChunkedCompilation, why_not_chunked
+from streamfx.tools.inspect.input_checks import DO, advice_on, empty_inputs_text
 from streamfx.tools.inspect.keywords import options_among
-from streamfx.tools.inspect.lock import alone
-from streamfx.tools.inspect.side_effect_guard import original, parameters_of, randomness_kept, untouched
+from streamfx.tools.inspect.lock import serialized
+from streamfx.tools.inspect.side_effect_guard import original, parameters_of, restored_randomness, without_side_effects
 from streamfx.tools.report.notices import Record, record_of
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, compiled_apart, is_switched_off, raised_as_itself
@@ -35,7 +35,7 @@ ASKED = "streamfx.verify asks for a call that can be run twice with the same out
 
 
 @refusing(NotComparableError, "streamfx.verify(...)")
-@alone
+@serialized
 def verify(
     model: Callable[..., Any], *args: Any, loss: Callable[[Any], Tensor] | None = None, options: Any = None, **kwargs: Any
 ) -> Verification:
@@ -85,7 +85,7 @@ def verify(
 
     def run(function: Callable[..., Any]) -> Run:
         """Return the loss and gradients of a function of the call, without side effects on the model."""
-        with untouched(model):
+        with without_side_effects(model):
             return run_of(lambda: function(*args, **kwargs), loss or default_loss, list(sources.values()))
 
     with failing_in_eager((args, kwargs)):
@@ -94,7 +94,7 @@ def verify(
     with compiled_apart(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
     _check_arrived(compilations)
-    precision, not_cut = lowest_precision(compilations, sources.values()), what_was_not_cut(compilations)
+    precision, not_cut = lowest_precision(compilations, sources.values()), why_not_chunked(compilations)
     records = [record_of(facts, number) for number, facts in enumerate(facts for item in compilations for facts in item.facts)]
     verification = Verification(list(sources), eager, streamed, precision, backend_options.adjoints, not_cut, records)
     return _checked_nonzero(verification, (args, kwargs))
@@ -150,7 +150,7 @@ class Run:
 
 def run_of(call: Callable[[], Any], loss: Callable[[Any], Tensor], sources: Sequence[Tensor]) -> Run:
     """Run the call, its loss and the gradients of `sources`; report whether random numbers were drawn."""
-    with randomness_kept(), torch.enable_grad():
+    with restored_randomness(), torch.enable_grad():
         states_before = _generator_states()
         value = loss(call())
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -341,7 +341,7 @@ def _check_functions(model: Any, loss: Any) -> None:
 def _checked_nonzero(verification: Verification, inputs: Any) -> Verification:
     """Return the verification, but raise if nothing was computed: equal zeros are no evidence."""
     if verification.ok and verification.says_nothing:
-        empty = empty_among(inputs)
+        empty = empty_inputs_text(inputs)
         reason, do = (f"{empty}, and {NOTHING}", DO) if empty else (NOTHING, NUMBERS)
         raise NotComparableError("streamfx.verify asks for a call whose numbers can be compared", found=reason, do=do)
     return verification

@@ -59,7 +59,7 @@ class Ulysses:
 
 
 @contextmanager
-def sequences_divided(model: nn.Module, group: Any, ranks: int) -> Iterator[None]:
+def context_parallel_attention(model: nn.Module, group: Any, ranks: int) -> Iterator[None]:
     """Replace the model's attention by the context-parallel one, in place, and restore it on exit."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -46,6 +46,6 @@ def copies_by_loop(program: Program, num_outputs: int) -> dict[str, dict[str, Co
     return by_half
 
 
-def sharing(world: int) -> int:
+def devices_per_host(world: int) -> int:
     """Return how many devices share the memory of a host."""
     return min(world, TOGETHER)

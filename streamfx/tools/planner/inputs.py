@@ -15,7 +15,7 @@ BY_NAME = "let it take a batch and a length, and return a dictionary of tensors 
 AS_ASKED = "let it make tensors of the batch and the length that it is given, as torch.empty(batch, length, device='meta') does"
 
 
-def given_by(inputs: Inputs, batch: int, length: int) -> Mapping[str, Tensor]:
+def checked_inputs(inputs: Inputs, batch: int, length: int) -> Mapping[str, Tensor]:
     """Call the user function and check that it returns tensors by name."""
     asked = f"inputs({batch}, {length}) says what the model takes"
     try:
@@ -34,11 +34,11 @@ def check_inputs(inputs: Inputs, batch: int, length: int, max_batch: bool) -> No
 
     The same holds for the batch if it exceeds one sequence, or if the largest batch is requested.
     """
-    sizes = _sizes(given_by(inputs, batch, length))
+    sizes = _sizes(checked_inputs(inputs, batch, length))
     others = [("length", batch, length // 2)] + ([("batch", batch + 1, length)] if batch > 1 or max_batch else [])
     for what, *size in others:
         try:
-            changed_sizes = _sizes(given_by(inputs, *size))
+            changed_sizes = _sizes(checked_inputs(inputs, *size))
         except PlanError:  # the function may not support this length
             continue
         asked = f"inputs(batch, length) says what the model takes of a {what}"

@@ -30,14 +30,14 @@ NOTHING, NO_COPIES = Traffic(), Copies()
 class OverlapInterval:
     """Consecutive loops of one stage in the forward or backward graph, with their communication and their copies.
 
-    `alone` is the communication without overlap: a loop, or a value between loops, needs its result at once.
+    `exposed` is the communication without overlap: a loop, or a value between loops, needs its result at once.
     """
 
     half: str
     work: Work = NO_WORK
     gathered: Traffic = NOTHING
     reduced: Traffic = NOTHING
-    alone: Traffic = NOTHING
+    exposed: Traffic = NOTHING
     copies: Copies = NO_COPIES
 
 
@@ -76,14 +76,14 @@ def _interval_of(
     columns_of_loops = [sent[name][half] for name in names if name in sent]
     work = summed(loop.work for loop in loops)
     gathered, reduced = (added(columns[kind] for columns in columns_of_loops) for kind in (GATHERS, REDUCTIONS))
-    alone = added(columns[kind] for columns in columns_of_loops for kind in (EXCHANGES, IN_LOOPS))
+    exposed = added(columns[kind] for columns in columns_of_loops for kind in (EXCHANGES, IN_LOOPS))
     copied = Copies(*map(sum, zip(*(copies.get(name, NO_COPIES) for name in names), strict=True)))
-    return OverlapInterval(half, work, gathered, reduced, alone, copied)
+    return OverlapInterval(half, work, gathered, reduced, exposed, copied)
 
 
 def waited(stretches: Sequence[OverlapInterval], seconds: Seconds) -> tuple[float, float]:
     """Return the seconds without computation: waiting for other ranks, and the additional wait for host copies."""
-    sent = sum(seconds.sent(interval.alone) for interval in stretches)
+    sent = sum(seconds.sent(interval.exposed) for interval in stretches)
     copied = 0.0
     for half in HALVES:
         for interval, wire, copies in _concurrent([interval for interval in stretches if interval.half == half]):

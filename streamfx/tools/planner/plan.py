@@ -15,10 +15,10 @@ from streamfx.budget import FORMS, amount_of, bytes_of, is_budget
 from streamfx.errors import OptionError, PlanError
 from streamfx.frontend.gc_pause import uncollected
 from streamfx.options import NAMES, Options, merged, resolved
-from streamfx.tools.inspect.lock import alone
+from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.planner.context import check_heads
 from streamfx.tools.planner.devices import device_called, here
-from streamfx.tools.planner.host_memory import sharing
+from streamfx.tools.planner.host_memory import devices_per_host
 from streamfx.tools.planner.inputs import Inputs, check_inputs
 from streamfx.tools.planner.model_names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
 from streamfx.tools.planner.models import TYPES, built
@@ -76,7 +76,7 @@ class PlanRequest:
 
 
 @refusing(PlanError, "streamfx.plan(...)")
-@alone
+@serialized
 def plan(
     model: Any,
     *,
@@ -193,7 +193,7 @@ def _backend_options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any
 def _limits(memory: Any, host_memory: Any, world: int) -> Limits:
     """Return the limit of a device, and of the host memory per device."""
     device = None if memory is None else bytes_of(memory, here())
-    return Limits(device, None if host_memory is None else bytes_of(host_memory, here()) // sharing(world))
+    return Limits(device, None if host_memory is None else bytes_of(host_memory, here()) // devices_per_host(world))
 
 
 def _check_model(model: nn.Module, tensor: int, context: int) -> None:

@@ -11,11 +11,11 @@ from streamfx.tools.report.page import (
     Figure,
     Page,
     Table,
-    grouped,
-    peak_beside,
+    baseline_figure,
+    fallback_rows,
     place_of_peak,
-    run_whole,
     sentence,
+    stage_rows,
     ways_table,
     wire_table_of,
 )
@@ -37,9 +37,9 @@ def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, d
         gains=gains(ours, others) if others else None,
         figures=tuple(_figures(summary, ours, others, counted, place_of_peak(timeline.ours, summary["stages"]))),
         timeline=timeline,
-        stages=grouped(summary["stages"], summary["flops"], summary["sequence"]),
-        whole=run_whole(summary["stages"], matters=True),
-        small=run_whole(summary["stages"], matters=False),
+        stages=stage_rows(summary["stages"], summary["flops"], summary["sequence"]),
+        whole=fallback_rows(summary["stages"], matters=True),
+        small=fallback_rows(summary["stages"], matters=False),
         tables=tuple(_tables(summary, timeline)),
         options=summary["options"],
         notes=tuple(_notes(summary)),
@@ -69,7 +69,7 @@ def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost],
     fits = {None: "", True: " It fits.", False: " It does not fit."}[summary["fits"]]
     yield Figure("Peak", in_bytes(ours.peak_bytes), f"{at_peak}; {counted}.{fits}")
     for other in others:
-        yield peak_beside(other, ours)
+        yield baseline_figure(other, ours)
     yield Figure("Compute", in_flops(summary["flops"]))
     yield Figure("Time of a step", in_seconds(summary["seconds"]), f"predicted for {summary['device']}")
 

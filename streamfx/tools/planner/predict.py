@@ -20,7 +20,7 @@ from streamfx.tools.inspect.tracing import traced
 from streamfx.tools.planner.host_memory import bytes_on_host
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.overlap import OverlapInterval, stretches_of
-from streamfx.tools.planner.shards import own_bytes
+from streamfx.tools.planner.shards import rank_bytes
 from streamfx.tools.report.dataflow import LoopTraffic, flow_of
 from streamfx.tools.report.text import streams_of
 from streamfx.tools.report.verdict import CHECKPOINTING, EAGER
@@ -96,7 +96,7 @@ def predict(
     of_few = not has_ranks()  # collectives have one order across all layers
     explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines, of_few), updates)
     parameter_bytes, input_bytes = (
-        held_by(model),
+        weight_bytes(model),
         sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values()),
     )
     constant_bytes = parameter_bytes + input_bytes + state
@@ -156,10 +156,10 @@ def _curves(
     return {way: (curve.above(Work(), constant_terms), flops) for way, (curve, flops) in curves.items()}
 
 
-def held_by(model: nn.Module) -> int:
+def weight_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers, or of this rank's part of them, without duplicates."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(map(own_bytes, tensors.values()))
+    return sum(map(rank_bytes, tensors.values()))
 
 
 def _baseline_prediction(cost: Cost, constant_bytes: int) -> StepPrediction:

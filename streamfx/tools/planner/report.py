@@ -14,7 +14,7 @@ from streamfx.cost.comm import Traffic, added
 from streamfx.cost.work import Work
 from streamfx.tools.inspect.explain import OURS
 from streamfx.tools.planner.devices import REACHED, Device
-from streamfx.tools.planner.host_memory import sharing
+from streamfx.tools.planner.host_memory import devices_per_host
 from streamfx.tools.planner.overlap import NOTHING, Seconds, waited
 from streamfx.tools.planner.plan_page import page_of_plan
 from streamfx.tools.planner.predict import Prediction, StepPrediction
@@ -24,7 +24,7 @@ from streamfx.tools.report.diagram import Diagram, diagram_of
 from streamfx.tools.report.exports import Exports
 from streamfx.tools.report.page import Page
 from streamfx.tools.report.stage_titles import joint_name, unnumbered
-from streamfx.tools.report.text import in_flops, in_seconds, marked, reason_lines
+from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, suffix_of
 from streamfx.tools.report.timeline import Timeline, course_of
 from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
@@ -183,7 +183,7 @@ class PlanReport(Exports):
 
     def _host_copies(self) -> dict[str, Any] | None:
         """Return the bytes kept on the host and copied, or None if there are none. Times are None if the rate is unknown."""
-        size, devices = self.prediction.host_bytes, sharing(self.ranks.world)
+        size, devices = self.prediction.host_bytes, devices_per_host(self.ranks.world)
         if not size:
             return None
         limit, rate = None if self.limits.host is None else self.limits.host * devices, self.device.to_host
@@ -372,10 +372,10 @@ def ratio(part: int, whole: int) -> str:
 def _stage_rows(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     """Yield a row of name, chunk size and saved bytes for each group of similar stages."""
     keys = ("chunk_size", "saved_bytes")
-    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), marked(stage), *(stage[key] for key in keys))):
+    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), suffix_of(stage), *(stage[key] for key in keys))):
         alike = list(run)
         stage, saved = alike[0], in_bytes(alike[0]["saved_bytes"])
-        name = joint_name([item["name"] for item in alike]) + marked(stage)
+        name = joint_name([item["name"] for item in alike]) + suffix_of(stage)
         yield [name, str(stage["chunk_size"] or "-"), saved if len(alike) == 1 else f"{len(alike)} x {saved}"]
 
 

@@ -36,7 +36,7 @@ Growth: TypeAlias = "Mapping[str, float]"  # additional bytes of a category per 
 
 def size_within(limit: float, size: int, found: Prediction, growth: Growth) -> int:
     """Return the largest size at which no point of a step exceeds the limit, given a prediction at one size."""
-    slopes = ((sum(terms.values()), _slope(terms, size, growth)) for terms in moments_of(found))
+    slopes = ((sum(terms.values()), _slope(terms, size, growth)) for terms in bytes_at_points(found))
     return int(size + min((limit - total) / max(slope, 1) for total, slope in slopes))
 
 
@@ -52,10 +52,10 @@ def growth_of(size: int, found: Prediction, other: int, few: Prediction) -> Grow
 
 def _peak_of_term(name: str, found: Prediction) -> int:
     """Return the largest size of a category over the step."""
-    return max(terms.get(name, 0) for terms in moments_of(found))
+    return max(terms.get(name, 0) for terms in bytes_at_points(found))
 
 
-def moments_of(found: Prediction) -> list[Mapping[str, int]]:
+def bytes_at_points(found: Prediction) -> list[Mapping[str, int]]:
     """Return the bytes alive by category at all points of the step, or only those of the peak if there is no curve."""
     curve = found.curves.get(OURS)
     return [found.peak_by_term] if curve is None else [point.terms for point in curve[0].points]

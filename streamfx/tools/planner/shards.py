@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from streamfx.argument_checks import one_of
 from streamfx.errors import PlanError
-from streamfx.tools.planner.context import sequences_divided
-from streamfx.tools.planner.tensors import layers_cut
+from streamfx.tools.planner.context import context_parallel_attention
+from streamfx.tools.planner.tensors import tensor_parallel_layers
 from streamfx.torch_private.groups import has_ranks, imagined_ranks
 
 DDP, ZERO1, ZERO2, ZERO3 = SHARDS = "ddp", "zero1", "zero2", "zero3"
@@ -87,11 +87,11 @@ class Sharding:
         with imagined_ranks(self.world), ExitStack() as contexts:
             mesh = init_device_mesh("cpu", (self.world // self.tensor, self.tensor), mesh_dim_names=("alike", "tensor"))
             if self.tensor > 1:
-                contexts.enter_context(layers_cut(model, mesh["tensor"]))
+                contexts.enter_context(tensor_parallel_layers(model, mesh["tensor"]))
             if self.context > 1:
                 sizes = self.world // self.near, self.context, self.tensor
                 group = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "context", "tensor")).get_group("context")
-                contexts.enter_context(sequences_divided(model, group, self.context))
+                contexts.enter_context(context_parallel_attention(model, group, self.context))
             yield mesh["alike"]
 
 
@@ -130,7 +130,7 @@ def _with_parameters_of(model: nn.Module, mesh: Any, is_sharded: bool) -> Iterat
         originals.append((module, module.__class__, parameters))
         for name, value in parameters.items():
             if value not in sharded_parameters:
-                local_part = own_part(value)
+                local_part = rank_part(value)
                 local = _largest_shard(local_part, mesh.size()) if is_sharded else local_part.detach()
                 sharded = DTensor.from_local(
                     local, mesh, [placement], run_check=False, shape=local_part.shape, stride=local_part.stride()
@@ -153,7 +153,7 @@ def _largest_shard(value: Tensor, world: int) -> Tensor:
     return torch.empty((rows, *value.shape[1:]), dtype=value.dtype, device=value.device)
 
 
-def own_part(value: Any) -> Tensor:
+def rank_part(value: Any) -> Tensor:
     """Return this rank's part of a tensor-parallel parameter, or the parameter itself."""
     part: Tensor = value.to_local() if hasattr(value, "to_local") else value
     return part
@@ -181,6 +181,6 @@ def _gathered(parameter: Any) -> Tensor:
     return whole
 
 
-def own_bytes(tensor: Tensor) -> int:
+def rank_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor, or of this rank's part of it."""
-    return own_part(tensor).nbytes
+    return rank_part(tensor).nbytes

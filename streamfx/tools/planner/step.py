@@ -22,10 +22,10 @@ from streamfx.tools.planner.break_even import gains_from
 from streamfx.tools.planner.context import part_of_a_sequence
 from streamfx.tools.planner.devices import Device
 from streamfx.tools.planner.initial_guess import FEWEST, of_all
-from streamfx.tools.planner.inputs import Inputs, given_by
+from streamfx.tools.planner.inputs import Inputs, checked_inputs
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.objectives import Objective
-from streamfx.tools.planner.predict import Prediction, held_by, predict
+from streamfx.tools.planner.predict import Prediction, predict, weight_bytes
 from streamfx.tools.planner.report import PlanReport
 from streamfx.tools.planner.scaling import Growth, growth_of
 from streamfx.tools.planner.search import FIRST_LENGTH, OFFLOADED, Limits, SearchedSize, largest, least_memory
@@ -91,7 +91,7 @@ class TrainingStep:
         if self.ranks.context > 1:
             return part_of_a_sequence(batch, length // self.ranks.context)
         if self.inputs is not None:
-            return given_by(self.inputs, batch, length)
+            return checked_inputs(self.inputs, batch, length)
         return self.objective.inputs(self.objective.sequences * batch, length)
 
     def planned(self, limits: Limits, options: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
@@ -192,7 +192,7 @@ class TrainingStep:
 
     def _constant_bytes(self, inputs: Mapping[str, Tensor]) -> int:
         """Return the constant memory: parameters, buffers, optimizer state and inputs."""
-        return held_by(self.model) + self.state + sum(value.nbytes for value in set(inputs.values()))
+        return weight_bytes(self.model) + self.state + sum(value.nbytes for value in set(inputs.values()))
 
     def _layer_repetition(self, inputs: Mapping[str, Tensor]) -> Repeat | None:
         """Return the layer repetition of the model, or None if there is none."""

@@ -20,7 +20,7 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @contextmanager
-def layers_cut(model: nn.Module, mesh: Any) -> Iterator[None]:
+def tensor_parallel_layers(model: nn.Module, mesh: Any) -> Iterator[None]:
     """Split the model's layers over a mesh, in place, and restore them on exit."""
     saved = [(module, dict(module.__dict__), dict(module._parameters)) for module in model.modules()]
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism

@@ -110,7 +110,7 @@ class Scale:
 def stacked_chart(course: StepCourse, height: int = 330) -> Chart:
     """Stack the live bytes of one step by memory category, and draw its loops below."""
     shortened = course.shortened(MOST_MOMENTS)
-    scale = Scale(course.end, most_of(course.peak_bytes), height)
+    scale = Scale(course.end, axis_limit(course.peak_bytes), height)
     totals = [0] * len(shortened.seconds)
     shapes = []
     for name, sizes in shortened.terms.items():
@@ -120,7 +120,7 @@ def stacked_chart(course: StepCourse, height: int = 330) -> Chart:
     return replace(_chart(scale, shapes[::-1], [course]), blocks=blocks, height=height + STRIP)
 
 
-def beside_chart(timeline: Timeline, height: int = 240) -> Chart:
+def comparison_chart(timeline: Timeline, height: int = 240) -> Chart:
     """Draw all ways of running the step on one scale, the streamed one filled.
 
     The scale fits the streamed step and the first baseline; baselines far above it are cut off.
@@ -128,7 +128,7 @@ def beside_chart(timeline: Timeline, height: int = 240) -> Chart:
     compared = timeline.courses[:2]
     most = max(course.peak_bytes for course in compared)
     highest = max(course.peak_bytes for course in timeline.courses)
-    scale = Scale(max(course.end for course in timeline.courses), most_of(highest if highest <= FAR * most else most), height)
+    scale = Scale(max(course.end for course in timeline.courses), axis_limit(highest if highest <= FAR * most else most), height)
     shapes = []
     for number, course in enumerate(timeline.courses):
         shortened = course.shortened(MOST_MOMENTS)
@@ -171,10 +171,10 @@ def colour_of(term: str, terms: Sequence[str]) -> int:
     return len(COLOURS) + others.index(term) % SPARE
 
 
-def most_of(size: int) -> int:
+def axis_limit(size: int) -> int:
     """Return the upper limit of a byte axis: the first tick above a size, with room for a label.
 
-    >>> most_of(1000), most_of(5 * 2**30) // 2**30
+    >>> axis_limit(1000), axis_limit(5 * 2**30) // 2**30
     (1280, 6)
     """
     step = _tick_distance(max(int(size * 1.08), 1))

@@ -63,7 +63,7 @@ def _traffic_dict(traffic: Traffic) -> dict[str, int]:
     return {"calls": traffic.calls, "bytes": traffic.bytes}
 
 
-def of_halves(forward: Mapping[str, Traffic], backward: Mapping[str, Traffic]) -> Wire:
+def traffic_of_graphs(forward: Mapping[str, Traffic], backward: Mapping[str, Traffic]) -> Wire:
     """Return the traffic of a forward and a backward graph without loops."""
     return together([{FORWARD: dict(forward), BACKWARD: dict(backward)}])
 

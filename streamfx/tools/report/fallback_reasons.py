@@ -261,7 +261,7 @@ def check_budget(facts: Facts, options: Options) -> None:
         )
 
 
-def told_of_strict(found: Sequence[Facts], options: Options) -> str:
+def strict_refusal_text(found: Sequence[Facts], options: Options) -> str:
     """Return the end of a report on a call that `strict=True` refuses; empty if it is not refused."""
     refused = options.strict and any(facts.reasons() for facts in found)
     return "\n\nstrict=True: the backend raises NotStreamedError for what runs whole" if refused else ""

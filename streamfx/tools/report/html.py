@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamfx.budget import in_bytes
-from streamfx.tools.report.chart import LEFT, RIGHT, WIDTH, beside_chart, colour_of, stacked_chart
+from streamfx.tools.report.chart import LEFT, RIGHT, WIDTH, colour_of, comparison_chart, stacked_chart
 from streamfx.tools.report.page import Page, SpanFigure
 from streamfx.tools.report.text import in_flops
 from streamfx.tools.report.timeline import StepCourse, Timeline
@@ -28,7 +28,7 @@ def html_of(page: Page) -> str:
             ours=timeline.ours,
             legend=legend_of(timeline.ours),
             stacked=stacked_chart(timeline.ours),
-            beside=beside_chart(timeline) if timeline.others else None,
+            beside=comparison_chart(timeline) if timeline.others else None,
             width=WIDTH,
             data=data_of(timeline),
         )
@@ -37,7 +37,7 @@ def html_of(page: Page) -> str:
 
 def picture_of(timeline: Timeline) -> str:
     """Return memory over a step, streamed and for every traced baseline, as one SVG."""
-    return str(_environment().get_template(PICTURE).render(beside=beside_chart(timeline), width=WIDTH)).lstrip()
+    return str(_environment().get_template(PICTURE).render(beside=comparison_chart(timeline), width=WIDTH)).lstrip()
 
 
 @cache

@@ -32,7 +32,7 @@ def bodies_of(graphs: Sequence[Facts]) -> dict[str, fx.GraphModule]:
     return bodies
 
 
-def bodies_with(module: str, graphs: Sequence[Facts]) -> dict[str, fx.GraphModule]:
+def bodies_of_module(module: str, graphs: Sequence[Facts]) -> dict[str, fx.GraphModule]:
     """Return the bodies of the stages that contain a module, given by its path in the model.
 
     Raises `ReportError` if no operator comes from this module, or if its stages fall back to the full sequence.

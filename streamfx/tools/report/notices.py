@@ -19,7 +19,7 @@ from streamfx.ir.facts import Facts, known
 from streamfx.log import log
 from streamfx.tools.report.fallback_reasons import why_no_stages
 from streamfx.tools.report.stage_table import StageReport, stage_reports
-from streamfx.tools.report.text import extent, how_far_back, how_many_stream, stage_lines
+from streamfx.tools.report.text import extent, how_many_stream, stage_lines, truncation_text
 from streamfx.tools.report.verdict import NOTHING
 from streamfx.torch_private import trace_artifact
 
@@ -92,7 +92,7 @@ class Record:
         if self.cost is None:
             return f"{NOTHING}: {why_no_stages(self.facts)}"
         number = sum(len(stage.truncated) for stage in self.stages)
-        back = how_far_back(next(iter(self.facts.truncations.values())).rows, number) if number else ""
+        back = truncation_text(next(iter(self.facts.truncations.values())).rows, number) if number else ""
         return how_many_stream(list(map(extent, self.plain)), self.cost.streamed_share) + back
 
     @property

@@ -111,7 +111,7 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def peak_beside(other: StepCost, ours: StepCost) -> Figure:
+def baseline_figure(other: StepCost, ours: StepCost) -> Figure:
     """Return the peak of a baseline and its ratio to the streamed peak."""
     name = f"{other.way[:1].upper()}{other.way[1:]}"
     return Figure(name, in_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} ours")
@@ -126,7 +126,7 @@ def place_of_peak(course: StepCourse, stages: Sequence[Stage]) -> str:
     return f"in {stage}, {half}" if stage is not None else f"in the {half}"
 
 
-def grouped(stages: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> tuple[StageRow, ...]:
+def stage_rows(stages: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> tuple[StageRow, ...]:
     """Group consecutive stages whose names differ only in a number and whose figures are equal."""
     return tuple(_stage_row(list(run), flops, sequences) for _, run in groupby(stages, key=_group_key))
 
@@ -146,7 +146,7 @@ def _stage_row(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]
     return StageRow(name, len(run), stage, saved if len(run) == 1 else f"{len(run)} x {saved}", share, sequence, run)
 
 
-def run_whole(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, ...]:
+def fallback_rows(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, ...]:
     """Group the unchunked operators by source line, most bytes first."""
     groups: dict[tuple[str, str], list[tuple[str, Stage]]] = {}
     for stage in stages:

@@ -18,7 +18,7 @@ from streamfx.kernels.mask_programs import MaskProgram
 from streamfx.node_meta import VALUE
 from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.tools.report.listing import ListingContext, call_text, chunk_text, dtype_text, program_lines, shape_text
-from streamfx.tools.report.weight_collectives import halves_after_buckets, halves_after_put_back, taken_off
+from streamfx.tools.report.weight_collectives import halves_after_buckets, halves_after_put_back, removed_collectives
 from streamfx.torch_private.lines import source_line
 
 Lines = Iterator[str]
@@ -278,7 +278,7 @@ def _bodies(facts: Facts) -> Lines:
 
 
 PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
-    "unshard": taken_off,
+    "unshard": removed_collectives,
     "canonicalize": _sized_graph,
     "recurrences": _recurrences,
     "axes": _axes,

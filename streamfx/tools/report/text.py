@@ -177,15 +177,15 @@ def headline(summary: Mapping[str, Any]) -> str:
     rows = f", {lengths} rows" if lengths else ""
     graphs = f"{counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
     truncated = sum(len(stage["truncated"]) for stage in summary["stages"])
-    return f"{streams_of(summary)}; {graphs}{how_far_back(summary['options']['adjoints'], truncated)}"
+    return f"{streams_of(summary)}; {graphs}{truncation_text(summary['options']['adjoints'], truncated)}"
 
 
-def how_far_back(reach: int | str, truncated: int) -> str:
+def truncation_text(reach: int | str, truncated: int) -> str:
     """Describe how far gradients of recurrences reach back.
 
-    >>> how_far_back("exact", 0), how_far_back(64, 0)
+    >>> truncation_text("exact", 0), truncation_text(64, 0)
     ('', '; adjoints=64: no recurrence is truncated, gradients are exact')
-    >>> how_far_back(64, 2)
+    >>> truncation_text(64, 2)
     "; adjoints=64: gradients are not eager's, those of 2 recurrences reach back 64 rows, rounded up to chunks"
     """
     if reach == "exact":
@@ -243,7 +243,7 @@ def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
         yield "  " + "   ".join(cells)
 
 
-def marked(stage: Stage) -> str:
+def suffix_of(stage: Stage) -> str:
     """Return the suffix for the name of a stage that does not fully stream."""
     return "" if extent(stage) == "streamed" else f" ({extent(stage)})"
 
@@ -260,7 +260,7 @@ def _table_row(run: list[Stage], flops: int) -> tuple[str, ...]:
     share = 100 * sum(stage["flops"] for stage in run) / flops if flops else 0.0
     saved = in_bytes(stage["saved_bytes"])
     return (
-        name + marked(stage),
+        name + suffix_of(stage),
         ", ".join(stage["attention"]) or "-",
         str(stage["chunk_size"] or "-"),
         str(stage["loops"]),

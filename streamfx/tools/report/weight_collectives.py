@@ -13,7 +13,7 @@ from streamfx.node_meta import VALUE
 from streamfx.tools.report.listing import ListingContext, call_text, outer_lines, shape_text
 
 
-def taken_off(facts: Facts) -> Iterator[str]:
+def removed_collectives(facts: Facts) -> Iterator[str]:
     """Yield how each weight is gathered from its shard, and how each gradient is reduced to a rank's shard."""
     collectives = facts.collectives
     if collectives is None:
