@@ -43,9 +43,9 @@ def command() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code (see `codes.py`); refusals go to standard error, without a traceback."""
-    given = parser().parse_args(arguments)
+    parsed = parser().parse_args(arguments)
     try:
-        answer = given.run(given)
+        answer = parsed.run(parsed)
     except StreamFXError as error:
         print(error, file=sys.stderr)
         return REFUSED

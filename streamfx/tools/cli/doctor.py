@@ -30,9 +30,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> CommandResult:
     """Return the text to print and the exit code."""
-    found = findings()
-    healthy = found["entry_point"] == "found" and found["self_test"]["ok"]
-    text = json.dumps(found, indent=2) if arguments.json else _findings_text(found, healthy)
+    results = findings()
+    healthy = results["entry_point"] == "found" and results["self_test"]["ok"]
+    text = json.dumps(results, indent=2) if arguments.json else _findings_text(results, healthy)
     return CommandResult(text, 0 if healthy else NOT_SO)
 
 
@@ -106,19 +106,19 @@ def _package_text(name: str, version: str | None) -> str:
     return f"{name} {version or 'not installed'}{too_old}"
 
 
-def _findings_text(found: dict[str, Any], healthy: bool) -> str:
+def _findings_text(results: dict[str, Any], healthy: bool) -> str:
     """Return the findings as a table, followed by a verdict."""
-    installed = ", ".join(_package_text(name, version) for name, version in found["packages"].items())
-    test = found["self_test"]
+    installed = ", ".join(_package_text(name, version) for name, version in results["packages"].items())
+    test = results["self_test"]
     outcome = f"largest relative difference from eager {test['max_error']:.1e}" if "max_error" in test else test["error"]
     lines = {
-        "streamfx": f"{found['streamfx']}, Python {found['python']}",
+        "streamfx": f"{results['streamfx']}, Python {results['python']}",
         "packages": installed,
-        **({"untested": found["untested"]} if found["untested"] else {}),
-        "device": found["device"],
-        "fused attention": f"streams on {', '.join(found['fused_attention'])}",
-        "entry point": found["entry_point"],
-        "DDP": "set torch._dynamo.config.optimize_ddp = False before training with it" if found["optimize_ddp"] else "ready",
+        **({"untested": results["untested"]} if results["untested"] else {}),
+        "device": results["device"],
+        "fused attention": f"streams on {', '.join(results['fused_attention'])}",
+        "entry point": results["entry_point"],
+        "DDP": "set torch._dynamo.config.optimize_ddp = False before training with it" if results["optimize_ddp"] else "ready",
         "self-test": f"{'passed' if test['ok'] else 'FAILED'} in {test['seconds']:.1f} s, {outcome}",
     }
     verdict = "streamfx works here" if healthy else "something is wrong: see above"

@@ -45,11 +45,11 @@ def arguments_of(model: Callable[..., Any], name: str, batch: int, length: int) 
     lookup_error = functools.partial(ModelError, f"{name} returned a model without arguments")
     table_rows: dict[str, int] = {}
     reason = ""
-    for ids, given in _candidate_calls(model):
+    for ids, argument_names in _candidate_calls(model):
         try:
-            rows = _rows_looked_up(model, ids, given)
+            rows = _rows_looked_up(model, ids, argument_names)
         except Exception as error:
-            reason = reason or f"{', '.join(given) or 'one argument'} of ids is not what it takes: {told(error)}"
+            reason = reason or f"{', '.join(argument_names) or 'one argument'} of ids is not what it takes: {told(error)}"
             continue
         if rows:
             table_rows[ids] = min(rows)

@@ -61,13 +61,13 @@ def _truncate_layers(config: Any, layers: int) -> None:
     """Truncate a configuration to its first layers."""
     layer_count = getattr(config, "num_hidden_layers", None)
     if not isinstance(layer_count, int) or layers > layer_count:
-        found = f"it has {layer_count}" if isinstance(layer_count, int) else "it does not say how many it has"
+        count_text = f"it has {layer_count}" if isinstance(layer_count, int) else "it does not say how many it has"
         do = (
             f"give a number from 1 to {layer_count}, or leave --layers out"
             if isinstance(layer_count, int)
             else "leave --layers out"
         )
-        raise ModelError(f"--layers {layers} asks for so many layers of a configuration", found=found, do=do)
+        raise ModelError(f"--layers {layers} asks for so many layers of a configuration", found=count_text, do=do)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
@@ -81,9 +81,9 @@ def _check_host_memory(model: torch.nn.Module) -> None:
         asked = (
             f"a model is run here whose parameters take {in_bytes(parameters)}, and their gradients as much in each of two runs"
         )
-        found = f"{in_bytes(needed)} needed, without activations, {in_bytes(max(0, free))} free"
+        memory_text = f"{in_bytes(needed)} needed, without activations, {in_bytes(max(0, free))} free"
         do = "give fewer --layers, or a --dtype of fewer bytes; `streamfx explain` needs no such memory"
-        raise ModelError(asked, found=found, do=do)
+        raise ModelError(asked, found=memory_text, do=do)
 
 
 def _pretrained_model(folder: Path, dtype: torch.dtype) -> Any:
@@ -100,9 +100,9 @@ def _pretrained_model(folder: Path, dtype: torch.dtype) -> Any:
 def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Call a factory and return its result: a model called with ids and labels, or a model with its arguments."""
     module_name, _, name = arguments.model.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:
+        sys.path.insert(0, working_directory)
     try:
         factory = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:

@@ -106,17 +106,17 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 @contextmanager
-def traces(most: int) -> Iterator[Callable[[Prediction], None]]:
+def traces(trace_count: int) -> Iterator[Callable[[Prediction], None]]:
     """Show progress on a terminal: the index of the current trace, out of at most `most`, and the result of the last one."""
     done = 1
-    with doing(f"planning {done} of {most}" if most > 1 else "planning") as now:
+    with doing(f"planning {done} of {trace_count}" if trace_count > 1 else "planning") as now:
 
-        def noted(found: Prediction) -> None:
+        def noted(prediction: Prediction) -> None:
             """Show the last prediction and the index of the next trace."""
             nonlocal done
-            done = min(done + 1, most)
-            last = f"{found.batch:,} x {found.length:,} tokens take {in_bytes(found.peak_bytes)}"
-            now(f"planning {done} of {most} ({last})" if most > 1 else f"planning ({last})")
+            done = min(done + 1, trace_count)
+            last_result = f"{prediction.batch:,} x {prediction.length:,} tokens take {in_bytes(prediction.peak_bytes)}"
+            now(f"planning {done} of {trace_count} ({last_result})" if trace_count > 1 else f"planning ({last_result})")
 
         yield noted
 

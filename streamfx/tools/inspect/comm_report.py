@@ -33,10 +33,12 @@ def wire_of(graphs: Sequence[TracedGraph], costs: Sequence[Cost], call: TracedCa
     """Return the communication of these graphs, with that of `call` in eager mode, or None if nothing is sent."""
     pairs = list(zip(graphs, costs, strict=True))
     traffic = [_host_traffic(graph, cost) for graph, cost in pairs]
-    sent = together(wire for one in traffic for wire in one.by_loop.values())
+    sent = together(wire for host_traffic in traffic for wire in host_traffic.by_loop.values())
     if not calls_of(sent):
         return None
-    early, reductions = (sum(counts) for counts in zip(*((one.early, one.reductions) for one in traffic), strict=True))
+    early, reductions = (
+        sum(counts) for counts in zip(*((host_traffic.early, host_traffic.reductions) for host_traffic in traffic), strict=True)
+    )
     peak = max(costs, key=lambda cost: cost.peak)
     return {
         **as_plain(sent),

@@ -15,14 +15,16 @@ def curve_of_calls(costs: Sequence[Cost], gradients: Sequence[int], at_end: int 
 
     `gradients` are the bytes of each graph's parameter gradients. At least `at_end` bytes are alive at the end of the step.
     """
-    curve, held, gradient_bytes = Curve(), 0, 0
+    curve, held_bytes, gradient_bytes = Curve(), 0, 0
     for cost in costs:
-        curve = curve.then(cost.forward_curve.above(curve.work, _nonzero({BETWEEN_GRAPHS: held})))
-        held += cost.held
+        curve = curve.then(cost.forward_curve.above(curve.work, _nonzero({BETWEEN_GRAPHS: held_bytes})))
+        held_bytes += cost.held
     curve = replace(curve, turn=curve.work)
     for cost, size in zip(reversed(costs), reversed(gradients), strict=True):
-        held -= cost.held
-        curve = curve.then(cost.backward_curve.above(curve.work, _nonzero({BETWEEN_GRAPHS: held, GRADIENTS: gradient_bytes})))
+        held_bytes -= cost.held
+        curve = curve.then(
+            cost.backward_curve.above(curve.work, _nonzero({BETWEEN_GRAPHS: held_bytes, GRADIENTS: gradient_bytes}))
+        )
         gradient_bytes += size
     if at_end > (curve.points[-1].total if curve.points else 0):
         curve = curve.then(Curve((Point(curve.work, {GRADIENTS: at_end}),), (), curve.work))

@@ -94,11 +94,11 @@ def faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 @contextmanager
 def allow_real_inputs(mode: FakeTensorMode) -> Iterator[None]:
     """Let real parameters be used with fake inputs."""
-    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    saved, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         yield
     finally:
-        mode.allow_non_fake_inputs = before
+        mode.allow_non_fake_inputs = saved
 
 
 @dataclass
@@ -146,8 +146,8 @@ class EagerCall:
         """Extrapolate the step and its gradient bytes from a few layers, or return None if the layers do not repeat."""
         if self.alike is None:
             return None
-        few, gradients = self._traced_step(around, self.alike)
-        step = step_of_all(few, self.alike)
+        step_of_few, gradients = self._traced_step(around, self.alike)
+        step = step_of_all(step_of_few, self.alike)
         return None if step is None else (step, gradients)
 
     @cached_property
@@ -159,14 +159,14 @@ class EagerCall:
         if repeat is None or self.given is not None:
             return repeat
         try:
-            few = step_of_all(self._traced_forward(repeat)[0], repeat)
+            extrapolated = step_of_all(self._traced_forward(repeat)[0], repeat)
         except Exception as error:
             log.info("a model of few of its layers is not followed: %s", error)
             return None
-        if few is None:
+        if extrapolated is None:
             return None
         step, notes = self._traced_forward()
-        return repeat if few.forward.is_like(step.forward) and not notes.has_custom_backward else None
+        return repeat if extrapolated.forward.is_like(step.forward) and not notes.has_custom_backward else None
 
     def _counting_calls(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the forward of a layer so that its calls are counted in `reached`."""

@@ -206,13 +206,13 @@ class Explanation(Unpicklable, Exports):
             ['streamfx', 'eager']
         """
         at_end = self.baseline.gradients if with_baseline and not self.updates else 0
-        found = {OURS: (curve_of_calls(self.costs, self._gradients, at_end), flops_of_calls(self.costs))}
+        curves_by_way = {OURS: (curve_of_calls(self.costs, self._gradients, at_end), flops_of_calls(self.costs))}
         if with_baseline and self.call.checkpointed is not None:
             checkpointed = self.visible(self.call.checkpointed)
-            found[CHECKPOINTING] = curve_of_call(checkpointed), checkpointed.flops
+            curves_by_way[CHECKPOINTING] = curve_of_call(checkpointed), checkpointed.flops
         if with_baseline:
-            found[EAGER] = curve_of_call(self.baseline), self.baseline.flops
-        return found
+            curves_by_way[EAGER] = curve_of_call(self.baseline), self.baseline.flops
+        return curves_by_way
 
     @property
     def page(self) -> Page:

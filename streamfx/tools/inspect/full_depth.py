@@ -225,7 +225,8 @@ class _LayerExpander:
                 key = tuple(entry[0] for entry in stack.values()), first, periods
                 if key not in self.stacks:
                     self.stacks[key] = {
-                        name: (self._shifted_path(path, first, periods), *rest) for name, (path, *rest) in stack.items()
+                        name: (self._shifted_path(path, first, periods), *entry_rest)
+                        for name, (path, *entry_rest) in stack.items()
                     }
                 node.meta[half] = self.stacks[key]
 

@@ -58,5 +58,5 @@ def _has_token_ids(tensor: Tensor) -> bool:
 
 def _inputs_text(inputs: Any, predicate: Callable[[Any], bool]) -> str:
     """Return names and shapes of the inputs that satisfy the predicate, as text."""
-    found = [(path, value) for path, value in tree_flatten_with_path(inputs)[0] if predicate(value)]
-    return ", ".join(f"input {keystr(path[1:])} of shape {tuple(value.shape)}" for path, value in found)
+    matches = [(path, value) for path, value in tree_flatten_with_path(inputs)[0] if predicate(value)]
+    return ", ".join(f"input {keystr(path[1:])} of shape {tuple(value.shape)}" for path, value in matches)

@@ -91,16 +91,16 @@ class Notes(TorchDispatchMode):
 
     def _origin_of(self, tensor: Tensor) -> Any:
         """Return the origin of a tensor relative to the segment that reads it."""
-        here = len(self.segments) - 1
+        current_segment = len(self.segments) - 1
         origin = self._origins.get(id(tensor))
         if origin is not None and origin[0]() is tensor:  # the id may have been reused
             segment, *number = origin[1]
-            return (BEFORE if segment == BEFORE else segment - here - 1, *number)
+            return (BEFORE if segment == BEFORE else segment - current_segment - 1, *number)
         layer, name = self._names.get(id(tensor), (None, None))
         if name is None:
             self._unnamed.append(tensor)
             name = id(tensor)
-        return "held", name if layer is None else (2 * layer + 1 - here, name)
+        return "held", name if layer is None else (2 * layer + 1 - current_segment, name)
 
 
 def _tensor_properties(tensor: Tensor) -> Any:
@@ -136,11 +136,11 @@ def _has_custom_backward(out: Any, inputs: Any) -> bool:
     return False
 
 
-def confirms_repeat(few: Notes, every: Notes, repeat: Repeat) -> bool:
+def confirms_repeat(notes_of_few: Notes, notes_of_all: Notes, repeat: Repeat) -> bool:
     """Return whether the notes of all layers equal those of a few with one period repeated."""
-    if few.has_custom_backward or every.has_custom_backward:
+    if notes_of_few.has_custom_backward or notes_of_all.has_custom_backward:
         return False
-    if few.order != list(range(repeat.kept)) or every.order != list(range(repeat.count)):
+    if notes_of_few.order != list(range(repeat.kept)) or notes_of_all.order != list(range(repeat.count)):
         return False
     missing, begin = repeat.count - repeat.kept, repeat.front + repeat.period
     source_layers = [
@@ -148,4 +148,4 @@ def confirms_repeat(few: Notes, every: Notes, repeat: Repeat) -> bool:
         for number in range(repeat.count)
     ]
     order = [0, *(source_segment for number in source_layers for source_segment in (2 * number + 1, 2 * number + 2))]
-    return all(every.segments[i] == few.segments[source_segment] for i, source_segment in enumerate(order))
+    return all(notes_of_all.segments[i] == notes_of_few.segments[source_segment] for i, source_segment in enumerate(order))

@@ -137,57 +137,82 @@ class _PeriodMatcher:
             first_nodes, second_nodes = self.periods.first[track], self.periods.second[track]
             if len(first_nodes) != len(second_nodes):
                 raise LayersDifferError(f"{len(first_nodes)} and {len(second_nodes)} of the {track.value}")
-            for before, after in zip(first_nodes, second_nodes, strict=True):
-                self._match_nodes(before, after)
+            for first_node, second_node in zip(first_nodes, second_nodes, strict=True):
+                self._match_nodes(first_node, second_node)
         primals = self.graph.find_nodes(op="placeholder")[: self.num_primals]
         results = results_of(self.graph)
         gradients = dict(zip(primals, results[self.num_outputs :], strict=True))
-        for before, after in zip(self.periods.first[Track.INPUTS], self.periods.second[Track.INPUTS], strict=True):
-            self._match_arguments(gradients[before], gradients[after])
+        for first_node, second_node in zip(self.periods.first[Track.INPUTS], self.periods.second[Track.INPUTS], strict=True):
+            self._match_arguments(gradients[first_node], gradients[second_node])
         self._check_other_users(order, end, results[: self.num_outputs], gradients)
 
-    def _match_nodes(self, before: fx.Node, after: fx.Node) -> None:
+    def _match_nodes(self, first_node: fx.Node, second_node: fx.Node) -> None:
         """Check that two nodes agree in operator, value type and operands."""
-        is_same = (before.op, kind_of(before.meta.get(VALUE))) == (after.op, kind_of(after.meta.get(VALUE)))
-        if not is_same or before.op == "call_module" or (before.op != "placeholder" and before.target != after.target):
-            raise LayersDifferError(f"{before.name} and {after.name}")
-        if before.op != "placeholder":
-            self._match_arguments((before.args, dict(before.kwargs)), (after.args, dict(after.kwargs)))
+        is_same = (first_node.op, kind_of(first_node.meta.get(VALUE))) == (second_node.op, kind_of(second_node.meta.get(VALUE)))
+        if (
+            not is_same
+            or first_node.op == "call_module"
+            or (first_node.op != "placeholder" and first_node.target != second_node.target)
+        ):
+            raise LayersDifferError(f"{first_node.name} and {second_node.name}")
+        if first_node.op != "placeholder":
+            self._match_arguments((first_node.args, dict(first_node.kwargs)), (second_node.args, dict(second_node.kwargs)))
 
-    def _match_arguments(self, before: Any, after: Any) -> None:
+    def _match_arguments(self, first_argument: Any, second_argument: Any) -> None:
         """Check that nested arguments of two corresponding nodes are equal, and match the nodes among them."""
-        if isinstance(before, fx.Node) and isinstance(after, fx.Node):
-            self._match_operands(before, after)
-        elif isinstance(before, (tuple, list)) and type(before) is type(after) and len(before) == len(after):
-            for item, counterpart in zip(before, after, strict=True):
+        if isinstance(first_argument, fx.Node) and isinstance(second_argument, fx.Node):
+            self._match_operands(first_argument, second_argument)
+        elif (
+            isinstance(first_argument, (tuple, list))
+            and type(first_argument) is type(second_argument)
+            and len(first_argument) == len(second_argument)
+        ):
+            for item, counterpart in zip(first_argument, second_argument, strict=True):
                 self._match_arguments(item, counterpart)
-        elif isinstance(before, dict) and isinstance(after, dict) and list(before) == list(after):
-            for key, item in before.items():
-                self._match_arguments(item, after[key])
-        elif type(before) is not type(after) or before != after or isinstance(before, (fx.Node, slice)):
-            raise LayersDifferError(f"{before} and {after}")
+        elif (
+            isinstance(first_argument, dict)
+            and isinstance(second_argument, dict)
+            and list(first_argument) == list(second_argument)
+        ):
+            for key, item in first_argument.items():
+                self._match_arguments(item, second_argument[key])
+        elif (
+            type(first_argument) is not type(second_argument)
+            or first_argument != second_argument
+            or isinstance(first_argument, (fx.Node, slice))
+        ):
+            raise LayersDifferError(f"{first_argument} and {second_argument}")
 
-    def _match_operands(self, before: fx.Node, after: fx.Node) -> None:
+    def _match_operands(self, first_node: fx.Node, second_node: fx.Node) -> None:
         """Match two operands one to one, and record the place of the second period's operand.
 
         A place in the two periods is its period (1 or 2) and its position in the period.
         """
-        first_place, second_place = self.places.get(before), self.places.get(after)
-        place: OperatorPlace | tuple[()] | None
+        first_place, second_place = self.places.get(first_node), self.places.get(second_node)
+        operand_place: OperatorPlace | tuple[()] | None
         if first_place is None and second_place is None:
-            place = None if before is after else ()
+            operand_place = None if first_node is second_node else ()
         elif first_place is not None and second_place is not None:
-            place = second_place[1] if (first_place[0], second_place[0]) == (1, 2) and first_place[1] == second_place[1] else ()
+            operand_place = (
+                second_place[1] if (first_place[0], second_place[0]) == (1, 2) and first_place[1] == second_place[1] else ()
+            )
         elif first_place is None and second_place is not None:  # the second period reads the first, which reads code before it
-            place = second_place[1]._replace(period_offset=-1) if second_place[0] == 1 else ()
+            operand_place = second_place[1]._replace(period_offset=-1) if second_place[0] == 1 else ()
         else:
             assert first_place is not None
-            place = first_place[1]._replace(period_offset=1) if first_place[0] == 2 else ()
-        partners = self.first_of_second.setdefault(after, before), self.second_of_first.setdefault(before, after)
-        if place == () or partners != (before, after) or kind_of(before.meta.get(VALUE)) != kind_of(after.meta.get(VALUE)):
-            raise LayersDifferError(f"{before.name} and {after.name}")
-        if isinstance(place, OperatorPlace):
-            self.periods.roles[after] = place
+            operand_place = first_place[1]._replace(period_offset=1) if first_place[0] == 2 else ()
+        partners = (
+            self.first_of_second.setdefault(second_node, first_node),
+            self.second_of_first.setdefault(first_node, second_node),
+        )
+        if (
+            operand_place == ()
+            or partners != (first_node, second_node)
+            or kind_of(first_node.meta.get(VALUE)) != kind_of(second_node.meta.get(VALUE))
+        ):
+            raise LayersDifferError(f"{first_node.name} and {second_node.name}")
+        if isinstance(operand_place, OperatorPlace):
+            self.periods.roles[second_node] = operand_place
 
     def _check_other_users(
         self, order: Mapping[fx.Node, int], end: int, results: Sequence[Any], gradients: Mapping[fx.Node, Any]

@@ -115,7 +115,7 @@ def repeat_of(model: Callable[..., Any], by_settings: bool = False) -> Repeat | 
     if by_settings:
         kinds = list(zip(kinds, _settings(layers), strict=True))
     best = min(
-        (_repeat_with_period(kinds, period) for period in range(1, count // 4 + 1)), key=lambda one: one.kept, default=None
+        (_repeat_with_period(kinds, period) for period in range(1, count // 4 + 1)), key=lambda repeat: repeat.kept, default=None
     )
     return best if best is not None and second_longest <= best.kept <= count // 2 else None
 
@@ -161,14 +161,16 @@ def _settings(layers: Sequence[nn.Module]) -> list[dict[tuple[str, str], Any]]:
         }
         for layer in layers
     ]
-    indices = {key for key in settings[0] if all(one.get(key) == number for number, one in enumerate(settings))}
-    return [{key: value for key, value in one.items() if key not in indices} for one in settings]
+    indices = {
+        key for key in settings[0] if all(layer_settings.get(key) == number for number, layer_settings in enumerate(settings))
+    }
+    return [{key: value for key, value in layer_settings.items() if key not in indices} for layer_settings in settings]
 
 
 def _tensor_descriptions(module: nn.Module) -> list[Any]:
     """Return name and description of each parameter and buffer of a module."""
-    held = {**module._parameters, **module._buffers}
-    return [(name, None if tensor is None else _tensor_description(tensor)) for name, tensor in held.items()]
+    tensors = {**module._parameters, **module._buffers}
+    return [(name, None if tensor is None else _tensor_description(tensor)) for name, tensor in tensors.items()]
 
 
 def _tensor_description(tensor: Tensor) -> Any:

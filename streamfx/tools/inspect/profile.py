@@ -231,9 +231,9 @@ class _Watch:
             torch.cuda.synchronize()
         return time.time_ns()
 
-    def half(self, about: Any) -> None:
+    def half(self, costed_program: Any) -> None:
         """Record that a forward or backward graph starts."""
-        self.graphs.append(about)
+        self.graphs.append(costed_program)
         self.is_elsewhere |= not is_profiled()
 
     def loop(self, name: str, place: LoopPlace, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:

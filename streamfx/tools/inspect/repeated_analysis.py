@@ -38,9 +38,9 @@ def facts_of_all_layers(facts: Facts, few: LayerSubset) -> Facts:
     joint = facts.joint
     expanded = graph_of_all_layers(joint.graph, len(joint.primals), len(joint.outputs), few)
     for track in Track:
-        for before, after in zip(expanded.periods.first[track], expanded.periods.second[track], strict=True):
-            if _node_facts(before, facts) != _node_facts(after, facts):
-                raise LayersDifferError(f"what is found of {before.name} and {after.name}")
+        for first_node, second_node in zip(expanded.periods.first[track], expanded.periods.second[track], strict=True):
+            if _node_facts(first_node, facts) != _node_facts(second_node, facts):
+                raise LayersDifferError(f"what is found of {first_node.name} and {second_node.name}")
     _name_memories(expanded)
     count = len(joint.primals) + few.repeat.copies * len(expanded.periods.second[Track.INPUTS])
     return _FactCopier(expanded).copy_facts(facts, joint_graph(expanded.graph, count, len(joint.outputs)))

@@ -33,8 +33,8 @@ ENABLED = "_is_of_streamfx"  # attribute of the wrapper that `enable` sets as a 
 
 def original(model: Callable[..., Any]) -> Callable[..., Any]:
     """Return the module or function inside of all `torch.compile` wrappers."""
-    while (inside := inside_of_compiled(model)) is not None:
-        model = inside
+    while (unwrapped := inside_of_compiled(model)) is not None:
+        model = unwrapped
     return model
 
 
@@ -81,7 +81,9 @@ def _reachable_values(function: Any, visited: tuple[Any, ...] = ()) -> list[Any]
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
     names, global_names = getattr(getattr(function, "__code__", None), "co_names", ()), getattr(function, "__globals__", {})
     visited = (*visited, function)
-    inner_functions = [cell for cell in cells if isinstance(cell, WRAPPED) and all(cell is not other for other in visited)]
+    inner_functions = [
+        cell for cell in cells if isinstance(cell, WRAPPED) and all(cell is not visited_function for visited_function in visited)
+    ]
     inner_values = [value for cell in inner_functions for value in _reachable_values(cell, visited)]
     return [
         function,
@@ -103,7 +105,7 @@ def _modules_in(value: Any) -> list[nn.Module]:
 
 def held_tensors(module: nn.Module) -> list[Tensor]:
     """Return a module's own parameters and buffers."""
-    return [tensor for held in (module._parameters, module._buffers) for tensor in held.values() if tensor is not None]
+    return [tensor for by_name in (module._parameters, module._buffers) for tensor in by_name.values() if tensor is not None]
 
 
 def _is_filled(cell: Any) -> bool:

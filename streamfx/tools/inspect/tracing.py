@@ -231,11 +231,11 @@ def _trace(
     return call
 
 
-def _not_traced(found: str, do: str = "") -> NotTracedError:
+def _not_traced(reason: str, do: str = "") -> NotTracedError:
     """Return the error that explains why a call was not traced."""
     return NotTracedError(
         "explain and plan follow calls that torch.compile can trace",
-        found=found,
+        found=reason,
         do=do or "check that model(*args, **kwargs) runs with these arguments",
     )
 
@@ -375,11 +375,11 @@ class _SubsetCompilation(_RecordingCompilation):
 def _fresh_facts(make: Callable[[], Facts]) -> Callable[[], Facts] | None:
     """Return a function that creates the facts anew on each call, or None if they cannot be created."""
     try:
-        first = [make()]
+        unused = [make()]
     except Exception as error:
         log.info("all layers are analysed: %s", error)
         return None
-    return lambda: first.pop() if first else make()
+    return lambda: unused.pop() if unused else make()
 
 
 class _GraphStub:

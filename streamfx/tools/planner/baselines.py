@@ -54,8 +54,8 @@ class OffloadedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """Run the layer and copy its input to the host."""
-        held, result = to_host(hidden), layer(hidden)
-        ctx.layer, ctx.device, ctx.held = layer, hidden.device, free_after_copy(held, hidden)
+        host_copy, result = to_host(hidden), layer(hidden)
+        ctx.layer, ctx.device, ctx.held = layer, hidden.device, free_after_copy(host_copy, hidden)
         return result
 
     @staticmethod
@@ -125,14 +125,14 @@ class Peaks(NamedTuple):
     few: Callable[[int], tuple[int, int] | None]
 
 
-def longest(peaks: Peaks, layers: int, budget: int, first: int, multiple: int) -> int | None:
+def longest(peaks: Peaks, layers: int, budget: int, first_length: int, multiple: int) -> int | None:
     """Return approximately the longest length whose peak fits the budget, confirmed by a trace; 0 if none fits, None if
     no peak is known.
     """
-    initial = guessed(peaks.few, layers, first, int(budget * AIM))
+    initial = guessed(peaks.few, layers, first_length, int(budget * AIM))
     if initial is None and peaks.first(multiple) is None:
         return None
-    size, constant_bytes, best, failed = first, 0.0, 0, None
+    size, constant_bytes, best, failed = first_length, 0.0, 0, None
     if initial is not None:
         size, constant_bytes = initial
     for _ in range(MOST):

@@ -60,8 +60,10 @@ class Device:
         The host launches operators concurrently; the result is at least the launch time.
         """
         by_kernel = {name: getattr(work, name) for name in ATTENTION}
-        others = work.flops - sum(by_kernel.values())
-        computing = others / self.flops + sum(count / self.attention.get(name, self.flops) for name, count in by_kernel.items())
+        other_flops = work.flops - sum(by_kernel.values())
+        computing = other_flops / self.flops + sum(
+            count / self.attention.get(name, self.flops) for name, count in by_kernel.items()
+        )
         waits = work.launches * LAUNCH if self.kind.type == "cuda" else 0
         return max(computing + (work.moved + WAITED * work.total_bytes) / self.bandwidth, waits)
 
@@ -132,10 +134,10 @@ def measured() -> Device:
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     generator = torch.Generator(device).manual_seed(0)  # leaves the user's generators unchanged
     # Random values, as in training: with constant values a GPU draws less power and runs at a higher clock.
-    left, right = (torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2))
-    product = _seconds(lambda: torch.mm(left, right), device)
-    copy = _seconds(lambda: torch.add(left, 1), device)
-    return Device(f"this {device.type}", 2 * size**3 / product, 2 * left.nbytes / copy, kind_of(device))
+    factor, other_factor = (torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    product = _seconds(lambda: torch.mm(factor, other_factor), device)
+    copy = _seconds(lambda: torch.add(factor, 1), device)
+    return Device(f"this {device.type}", 2 * size**3 / product, 2 * factor.nbytes / copy, kind_of(device))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

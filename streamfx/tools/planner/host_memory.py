@@ -35,12 +35,12 @@ def bytes_on_host(facts: Facts) -> int:
 def copies_by_loop(program: Program, num_outputs: int) -> dict[str, dict[str, Copies]]:
     """Return the copies of each loop, by forward or backward graph and by the loop's name."""
     by_half: dict[str, dict[str, Copies]] = {half: {} for half in HALVES}
-    for name, half in halves_of(program, num_outputs):
-        for node, loop_before in half.between():
+    for name, host_program in halves_of(program, num_outputs):
+        for node, loop_before in host_program.between():
             if node.target in (from_host, to_host):
                 is_fetch = node.target is from_host
                 size = bytes_like((node.all_input_nodes[0] if is_fetch else node).meta[VALUE])
-                loop = half.loop_of(node, is_fetch, loop_before)
+                loop = host_program.loop_of(node, is_fetch, loop_before)
                 copies = Copies(fetched=size) if is_fetch else Copies(left=size)
                 by_half[name][loop] = by_half[name].get(loop, Copies()).plus(copies)
     return by_half

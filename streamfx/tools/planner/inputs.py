@@ -24,8 +24,8 @@ def checked_inputs(inputs: Inputs, batch: int, length: int) -> Mapping[str, Tens
         raise PlanError(asked, found=f"it raises {told(error)}", do=BY_NAME) from error
     by_name = isinstance(tensors, Mapping) and all(isinstance(name, str) for name in tensors)
     refuse_unless(by_name and bool(tensors), PlanError, asked, tensors, BY_NAME)
-    other = [f"{name}={described(value)}" for name, value in tensors.items() if not isinstance(value, Tensor)]
-    refuse_unless(not other, PlanError, asked, ", ".join(other), f"{BY_NAME}: torch.as_tensor(...)")
+    non_tensors = [f"{name}={described(value)}" for name, value in tensors.items() if not isinstance(value, Tensor)]
+    refuse_unless(not non_tensors, PlanError, asked, ", ".join(non_tensors), f"{BY_NAME}: torch.as_tensor(...)")
     return tensors
 
 
@@ -35,8 +35,8 @@ def check_inputs(inputs: Inputs, batch: int, length: int, max_batch: bool) -> No
     The same holds for the batch if it exceeds one sequence, or if the largest batch is requested.
     """
     sizes = _sizes(checked_inputs(inputs, batch, length))
-    others = [("length", batch, length // 2)] + ([("batch", batch + 1, length)] if batch > 1 or max_batch else [])
-    for what, *size in others:
+    changed_arguments = [("length", batch, length // 2)] + ([("batch", batch + 1, length)] if batch > 1 or max_batch else [])
+    for what, *size in changed_arguments:
         try:
             changed_sizes = _sizes(checked_inputs(inputs, *size))
         except PlanError:  # the function may not support this length
@@ -46,8 +46,8 @@ def check_inputs(inputs: Inputs, batch: int, length: int, max_batch: bool) -> No
         refuse_unless(changed_sizes != sizes, PlanError, asked, same_text, AS_ASKED)
 
 
-def _sizes(found: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    return {name: tuple(value.shape) for name, value in found.items()}
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items()}
 
 
 def _text(sizes: Mapping[str, tuple[Any, ...]]) -> str:

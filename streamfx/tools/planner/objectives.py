@@ -34,14 +34,14 @@ class Objective:
 
 def objective_called(name: str, group: int) -> Objective:
     """Return an objective by name; `group` is the number of answers per prompt that are compared."""
-    known = {
+    objectives = {
         "sft": Objective(lambda model: model, language_inputs, 1),
         "dpo": Objective(PairsStep, _pair_inputs, 2),
         "grpo": Objective(GroupStep, _group_inputs, group),
     }
-    if name not in known:
-        raise PlanError(f"there is no objective {name!r} to plan for", do=one_of(name, known))
-    return known[name]
+    if name not in objectives:
+        raise PlanError(f"there is no objective {name!r} to plan for", do=one_of(name, objectives))
+    return objectives[name]
 
 
 OBJECTIVES = ("sft", "dpo", "grpo")

@@ -97,7 +97,7 @@ def waited(stretches: Sequence[OverlapInterval], seconds: Seconds) -> tuple[floa
 def _concurrent(intervals: Sequence[OverlapInterval]) -> Iterator[tuple[OverlapInterval | None, list[Traffic], int]]:
     """Yield each interval with the concurrent communication and copies. The first and last items have no computation."""
     for i in range(-1, len(intervals) + 1 if intervals else -1):
-        before, following = intervals[i - 1 : i] if i > 0 else [], intervals[i + 1 : i + 2]
-        wire = [*(part.gathered for part in following), *(part.reduced for part in before)]
-        copies = sum(part.copies.fetched for part in following) + sum(part.copies.left for part in before)
+        previous, following = intervals[i - 1 : i] if i > 0 else [], intervals[i + 1 : i + 2]
+        wire = [*(interval.gathered for interval in following), *(interval.reduced for interval in previous)]
+        copies = sum(interval.copies.fetched for interval in following) + sum(interval.copies.left for interval in previous)
         yield intervals[i] if 0 <= i < len(intervals) else None, wire, copies

@@ -86,12 +86,12 @@ def predict(
     baselines: bool = False,
     state: int = 0,
     updates: bool = False,
-    beside: Mapping[str, tuple[nn.Module, Around]] = MappingProxyType({}),
+    extra_baselines: Mapping[str, tuple[nn.Module, Around]] = MappingProxyType({}),
 ) -> Prediction:
     """Trace a step of a model on the meta device, as compiled with `options`.
 
     An optimizer has a state of `state` bytes; `updates` means that it runs in the backward pass. The baselines are eager mode,
-    gradient checkpointing, and those in `beside`.
+    gradient checkpointing, and those in `extra_baselines`.
     """
     of_few = not has_ranks()  # collectives have one order across all layers
     explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines, of_few), updates)
@@ -115,8 +115,8 @@ def predict(
     baseline_costs = {EAGER: explanation.baseline} if baselines else {}
     if explanation.call.checkpointed is not None:
         baseline_costs[CHECKPOINTING] = explanation.visible(explanation.call.checkpointed)
-    for name, (other, around) in (beside if baselines else {}).items():
-        if (cost := eager_cost(loss_of(other), inputs, around, explanation.call.alike)) is not None:
+    for name, (baseline_model, around) in (extra_baselines if baselines else {}).items():
+        if (cost := eager_cost(loss_of(baseline_model), inputs, around, explanation.call.alike)) is not None:
             baseline_costs[name] = explanation.visible(cost)
     return Prediction(
         length=length,
@@ -140,17 +140,19 @@ def predict(
         options=summary["options"],
         sequence=tuple(summary["sequence"]),
         flows=tuple(map(flow_of, facts)),
-        curves=_curves(explanation, baseline_costs, beside, {PARAMETERS: parameter_bytes, OPTIMIZER: state, INPUTS: input_bytes}),
+        curves=_curves(
+            explanation, baseline_costs, extra_baselines, {PARAMETERS: parameter_bytes, OPTIMIZER: state, INPUTS: input_bytes}
+        ),
     )
 
 
 def _curves(
-    explanation: Explanation, baseline_costs: Mapping[str, Cost], beside: Collection[str], constant_terms: Mapping[str, int]
+    explanation: Explanation, baseline_costs: Mapping[str, Cost], extra_names: Collection[str], constant_terms: Mapping[str, int]
 ) -> dict[str, tuple[Curve, int]]:
     """Return the memory curve of the backend and each baseline, including the constant memory, and their FLOPs."""
     curves = explanation.curves(with_baseline=bool(baseline_costs))
     curves |= {
-        name: (curve_of_call(baseline_costs[name]), baseline_costs[name].flops) for name in beside if name in baseline_costs
+        name: (curve_of_call(baseline_costs[name]), baseline_costs[name].flops) for name in extra_names if name in baseline_costs
     }
     curves = dict(sorted(curves.items(), key=lambda item: item[0] == EAGER))
     return {way: (curve.above(Work(), constant_terms), flops) for way, (curve, flops) in curves.items()}

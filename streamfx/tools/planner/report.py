@@ -115,26 +115,26 @@ class PlanReport(Exports):
             >>> summary["fits"], summary["length"], summary["memory"]
             (True, 1024, 1073741824)
         """
-        found = self.prediction
-        other = {name: self._baseline_summary(way) for name, way in found.ways.items()}
-        twice = found.layers_twice
+        prediction = self.prediction
+        baselines = {name: self._baseline_summary(way) for name, way in prediction.ways.items()}
+        twice = prediction.layers_twice
         return {
             "model": self.name,
-            "length": found.length,
-            "batch": found.batch,
+            "length": prediction.length,
+            "batch": prediction.batch,
             "memory": self.limits.device,
             "max_length": self.max_length,
             "max_batch": self.max_batch,
             "verdict": self.verdict,
             "gains_from": self.gains_from,
             "lengths": dict(self.lengths),
-            "fits": None if self.limits == NONE else self.limits.hold(found),
-            "peak_bytes": found.peak_bytes,
-            "peak_by_term": dict(found.peak_by_term),
-            "flops": found.flops,
+            "fits": None if self.limits == NONE else self.limits.hold(prediction),
+            "peak_bytes": prediction.peak_bytes,
+            "peak_by_term": dict(prediction.peak_by_term),
+            "flops": prediction.flops,
             "baseline_flops": twice[0] if twice else None,
             "flops_by_kind": {name: by_kind(*counts) for name, counts in self._flops_by_way().items()},
-            "seconds": self._seconds(found.work) + sum(self._waited()),
+            "seconds": self._seconds(prediction.work) + sum(self._waited()),
             "optimizer_in_backward": self.updates,
             "world": self.ranks.world,
             "shard": self.ranks.shard,
@@ -142,17 +142,17 @@ class PlanReport(Exports):
             "context": self.ranks.context,
             "host": self._host_copies(),
             "wire": self._sent_in_step(),
-            "launches": found.work.launches,
-            "bytes_of_products": found.work.product_bytes,
-            "bytes_of_totals": found.work.total_bytes,
+            "launches": prediction.work.launches,
+            "bytes_of_products": prediction.work.product_bytes,
+            "bytes_of_totals": prediction.work.total_bytes,
             "device": self.device.name,
-            "ways": other,
-            "choices": found.choices,
-            "stages": found.stages,
-            "sequence": list(found.sequence),
-            "options": dict(found.options),
-            "stopped": found.stopped,
-            "not_checkpointed": found.not_checkpointed,
+            "ways": baselines,
+            "choices": prediction.choices,
+            "stages": prediction.stages,
+            "sequence": list(prediction.sequence),
+            "options": dict(prediction.options),
+            "stopped": prediction.stopped,
+            "not_checkpointed": prediction.not_checkpointed,
         }
 
     @cached_property
@@ -187,7 +187,7 @@ class PlanReport(Exports):
         if not size:
             return None
         limit, rate = None if self.limits.host is None else self.limits.host * devices, self.device.to_host
-        copied = sum(part.copies.left + part.copies.fetched for part in self.prediction.stretches)
+        copied = sum(interval.copies.left + interval.copies.fetched for interval in self.prediction.stretches)
         times = {"seconds": self.device.copying(copied), "waited_seconds": self._waited()[1]} if rate else {}
         return {
             "bytes": size,
@@ -219,9 +219,9 @@ class PlanReport(Exports):
         stretches, device = self.prediction.stretches, self.device
         after_step = NOTHING
         if self.ranks.shard == ZERO1:
-            after_step = added(part.reduced for part in stretches).halved
-            stretches = tuple(replace(part, reduced=part.reduced.halved) for part in stretches)
-        rates = Seconds(lambda part: self._seconds(part.work), device.sending, device.copying)
+            after_step = added(interval.reduced for interval in stretches).halved
+            stretches = tuple(replace(interval, reduced=interval.reduced.halved) for interval in stretches)
+        rates = Seconds(lambda interval: self._seconds(interval.work), device.sending, device.copying)
         sent, copied = waited(stretches, rates)
         return device.sending(after_step) + sent, copied
 
@@ -234,10 +234,10 @@ class PlanReport(Exports):
 
     def _flops_by_way(self) -> dict[str, tuple[int, int]]:
         """Return the FLOPs, and those of attention, of the backend and each baseline."""
-        found = self.prediction
-        works = {"streambp": found.work, **{name: way.work for name, way in found.ways.items()}}
+        prediction = self.prediction
+        works = {"streambp": prediction.work, **{name: way.work for name, way in prediction.ways.items()}}
         counts = {name: (work.flops, work.attention_flops) for name, work in works.items()}
-        return counts | ({LAYERS_TWICE: found.layers_twice} if found.layers_twice else {})
+        return counts | ({LAYERS_TWICE: prediction.layers_twice} if prediction.layers_twice else {})
 
     def _baseline_summary(self, way: StepPrediction) -> dict[str, Any]:
         """Return peak, FLOPs, launches and seconds of a baseline, also as compiled."""
@@ -293,10 +293,10 @@ class PlanReport(Exports):
         limit = self.limits.device
         if limit is not None and (spare := limit - self.prediction.peak_bytes) >= 0:
             reserve = int(RESERVE * limit)
-            found = (
+            text = (
                 f"{in_bytes(spare)} are left, {'at least' if spare >= reserve else 'less than'} the {in_bytes(reserve)} to keep"
             )
-            yield f"  reserve  {found}: {NOT_COUNTED}"
+            yield f"  reserve  {text}: {NOT_COUNTED}"
 
     def _parallelism_text(self) -> str:
         """Describe how devices divide the step; empty for one device."""
@@ -333,9 +333,9 @@ class PlanReport(Exports):
     def _wire_lines(self, wire: dict[str, Any] | None) -> Iterator[str]:
         """Yield the bytes that each device sends, and the time it takes."""
         if wire is not None:
-            parts = {"near": wire["bytes"] - wire["far_bytes"], "far": wire["far_bytes"]}
+            sizes = {"near": wire["bytes"] - wire["far_bytes"], "far": wire["far_bytes"]}
             rates = {name: in_bytes(int(rate)) for name, rate in wire["bytes_per_second"].items()}
-            sent = " and ".join(f"{in_bytes(size)} {name}, at {rates[name]} per second" for name, size in parts.items() if size)
+            sent = " and ".join(f"{in_bytes(size)} {name}, at {rates[name]} per second" for name, size in sizes.items() if size)
             takes, waits = in_seconds(wire["seconds"]), in_seconds(wire["waited_seconds"])
             yield f"  wire     each device sends {sent}: {takes}; {waits} of it waited for"
             yield f"           {ASSUMED_WIRE}"
@@ -373,10 +373,10 @@ def _stage_rows(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     """Yield a row of name, chunk size and saved bytes for each group of similar stages."""
     keys = ("chunk_size", "saved_bytes")
     for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), suffix_of(stage), *(stage[key] for key in keys))):
-        alike = list(run)
-        stage, saved = alike[0], in_bytes(alike[0]["saved_bytes"])
-        name = joint_name([item["name"] for item in alike]) + suffix_of(stage)
-        yield [name, str(stage["chunk_size"] or "-"), saved if len(alike) == 1 else f"{len(alike)} x {saved}"]
+        similar = list(run)
+        stage, saved = similar[0], in_bytes(similar[0]["saved_bytes"])
+        name = joint_name([item["name"] for item in similar]) + suffix_of(stage)
+        yield [name, str(stage["chunk_size"] or "-"), saved if len(similar) == 1 else f"{len(similar)} x {saved}"]
 
 
 def _choice_row(item: dict[str, Any]) -> list[str]:

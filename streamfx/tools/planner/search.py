@@ -44,16 +44,16 @@ class Limits:
     device: int | None = None
     host: int | None = None
 
-    def hold(self, found: Prediction) -> bool:
-        return _fits(found.peak_bytes, self.device) and _fits(found.host_bytes, self.host)
+    def hold(self, prediction: Prediction) -> bool:
+        return _fits(prediction.peak_bytes, self.device) and _fits(prediction.host_bytes, self.host)
 
-    def size(self, size: int, found: Prediction, growth: Growth) -> int:
+    def size(self, size: int, prediction: Prediction, growth: Growth) -> int:
         """Return the size at which a step reaches a limit, given its prediction at one size and the growth of its chunk work."""
         assert self.device is not None
-        most = size_within(self.device * AIM, size, found, growth)
-        if self.host is None or not found.host_bytes:
-            return most
-        return min(most, int(size * self.host / found.host_bytes))
+        size_on_device = size_within(self.device * AIM, size, prediction, growth)
+        if self.host is None or not prediction.host_bytes:
+            return size_on_device
+        return min(size_on_device, int(size * self.host / prediction.host_bytes))
 
 
 def _fits(size: int, limit: int | None) -> bool:
@@ -64,7 +64,7 @@ def largest(
     predict: Predict,
     limits: Limits,
     options: Mapping[str, Any],
-    first: int,
+    first_size: int,
     sought: SearchedSize,
     stages: int,
     work: Work | None = None,
@@ -76,24 +76,24 @@ def largest(
     """
     best: tuple[int, Prediction] | None = None
     previous: tuple[int, Prediction] | None = None
-    failed, size = None, max(first // sought.multiple * sought.multiple, sought.multiple)
+    failed, size = None, max(first_size // sought.multiple * sought.multiple, sought.multiple)
 
     def next_size(growth: Growth) -> int:
         """Return the next size to trace, between the largest that fits and the smallest that does not."""
-        return _next_candidate(limits.size(size, found, growth), best[0] if best else 0, failed, sought.multiple)
+        return _next_candidate(limits.size(size, prediction, growth), best[0] if best else 0, failed, sought.multiple)
 
     for _ in range(MOST_TRACES):
-        found = predict(size, {**least_memory(sought.sequences(size), stages, options), **options})
-        if limits.hold(found):
-            best = size, found
+        prediction = predict(size, {**least_memory(sought.sequences(size), stages, options), **options})
+        if limits.hold(prediction):
+            best = size, prediction
         else:
             failed = size
-        growth = {} if previous is None else growth_of(*previous, size, found)
+        growth = {} if previous is None else growth_of(*previous, size, prediction)
         if previous is None and work is not None and (guess := next_size(growth)) >= FAR * size:
-            growth = work(size, found, guess)
-        if limits.hold(found) and limits.size(size, found, growth) - size <= CLOSE * size:
+            growth = work(size, prediction, guess)
+        if limits.hold(prediction) and limits.size(size, prediction, growth) - size <= CLOSE * size:
             break
-        previous, size = (size, found), next_size(growth)
+        previous, size = (size, prediction), next_size(growth)
         gain = size - best[0] if best else size
         if size < sought.multiple or gain <= CLOSE * size:
             break

@@ -177,8 +177,8 @@ def _gathered(parameter: Any) -> Tensor:
     """Return the full tensor of a distributed parameter; its gradient is averaged over the ranks."""
     from torch.distributed.tensor import Partial, Replicate
 
-    whole: Tensor = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
-    return whole
+    full: Tensor = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+    return full
 
 
 def rank_bytes(tensor: Tensor) -> int:

@@ -72,14 +72,14 @@ class TrainingStep:
         with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
             in_chunks = ways_of(model).get(IN_CHUNKS) if self._has_baselines and chunked else None
             extra_baselines = {} if in_chunks is None else {CHUNKED: in_chunks}
-            found = predict(
+            prediction = predict(
                 model, inputs, length, {**self.ranks.options, **options}, baselines, self.state, self.updates, extra_baselines
             )
         if self.inputs is not None:  # the first custom input may lack a batch dimension
-            found = replace(found, batch=batch)
+            prediction = replace(prediction, batch=batch)
         if self.noted is not None:
-            self.noted(found)
-        return found
+            self.noted(prediction)
+        return prediction
 
     @property
     def _has_baselines(self) -> bool:
@@ -149,15 +149,15 @@ class TrainingStep:
 
         def extrapolated_peaks(length: int) -> tuple[int, int] | None:
             """Extrapolate both peaks from traces of a few layers and of one more."""
-            few, more = peaks_of_first_layers(FEWEST, length), peaks_of_first_layers(FEWEST + 1, length)
-            if few is None or more is None:
+            few_peaks, more_peaks = peaks_of_first_layers(FEWEST, length), peaks_of_first_layers(FEWEST + 1, length)
+            if few_peaks is None or more_peaks is None:
                 return None
-            ours, other = (of_all(*pair, layers - FEWEST) for pair in zip(few, more, strict=True))
-            return int(ours), int(other)
+            ours, checkpointing = (of_all(*pair, layers - FEWEST) for pair in zip(few_peaks, more_peaks, strict=True))
+            return int(ours), int(checkpointing)
 
         return gains_from(extrapolated_peaks if layers > 2 * FEWEST else traced_peaks, traced_peaks, seq, self.ranks.context)
 
-    def lengths(self, limits: Limits, batch: int, first: int) -> dict[str, int]:
+    def lengths(self, limits: Limits, batch: int, first_length: int) -> dict[str, int]:
         """Return the longest length of each baseline, if it can be traced."""
         if not self._has_baselines:
             return {}
@@ -165,8 +165,10 @@ class TrainingStep:
         by_name: dict[str, int] = {}
         layers = len(layers_of(self.model))
         for name, way in ways_of(self.model).items():
-            peak, few = partial(self._peak_of_first_layers, way, batch), partial(self._peaks_of_few, way, batch)
-            length = longest(Peaks(partial(peak, layers), partial(peak, 1), few), layers, limits.device, first, LENGTHS)
+            peak, few_peaks = partial(self._peak_of_first_layers, way, batch), partial(self._peaks_of_few, way, batch)
+            length = longest(
+                Peaks(partial(peak, layers), partial(peak, 1), few_peaks), layers, limits.device, first_length, LENGTHS
+            )
             if length is not None:
                 by_name[name] = length
         return by_name
@@ -187,8 +189,8 @@ class TrainingStep:
             with first_layers(self.model, count):
                 constant.append(self._constant_bytes(inputs))
         with supposed(self.device.kind), uncollected():
-            found = peaks_of_few(way, inputs)
-        return None if found is None else (found[0] + constant[0], found[1] + constant[1])
+            peaks = peaks_of_few(way, inputs)
+        return None if peaks is None else (peaks[0] + constant[0], peaks[1] + constant[1])
 
     def _constant_bytes(self, inputs: Mapping[str, Tensor]) -> int:
         """Return the constant memory: parameters, buffers, optimizer state and inputs."""
@@ -241,7 +243,7 @@ class TrainingStep:
         return FIRST_LENGTH * self.ranks.context * (1 if options.get("offload", "none") == "none" else OFFLOADED)
 
 
-def _peaks(found: Prediction) -> tuple[int, int] | None:
+def _peaks(prediction: Prediction) -> tuple[int, int] | None:
     """Return the peaks of the backend and of checkpointing, or None if the latter cannot be traced."""
-    other = found.ways.get(CHECKPOINTING)
-    return None if other is None else (found.peak_bytes, other.peak_bytes)
+    checkpointing = prediction.ways.get(CHECKPOINTING)
+    return None if checkpointing is None else (prediction.peak_bytes, checkpointing.peak_bytes)

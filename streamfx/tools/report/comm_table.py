@@ -29,11 +29,11 @@ def nothing() -> Wire:
     return {half: dict.fromkeys(COLUMNS, Traffic()) for half in HALVES}
 
 
-def together(parts: Iterable[Wire]) -> Wire:
+def together(traffic_parts: Iterable[Wire]) -> Wire:
     """Return the sum of the traffic of several parts of a step."""
     total = nothing()
-    for part in parts:
-        for half, columns in part.items():
+    for wire in traffic_parts:
+        for half, columns in wire.items():
             for column, traffic in columns.items():
                 total[half][column] = total[half][column].plus(traffic)
     return total
@@ -136,18 +136,18 @@ class ProgramTraffic:
 
     def sent(self) -> Iterable[tuple[str, Sent]]:
         """Yield the collectives between loops, each with the loop that it serves."""
-        for node, before in self.between():
+        for node, loop_before in self.between():
             if (sent := sent_by_node(node)) is not None:
-                yield self.loop_of(node, sent.kind == GATHERS, before), sent
+                yield self.loop_of(node, sent.kind == GATHERS, loop_before), sent
 
     def between(self) -> Iterable[tuple[fx.Node, str]]:
         """Yield all nodes, each with the last loop before it; nodes before the first loop get the first loop."""
-        before = next(iter(self.loops.values()), "")
+        loop_before = next(iter(self.loops.values()), "")
         for node in self.module.graph.nodes:
-            before = self.loops.get(node, before)
-            yield node, before
+            loop_before = self.loops.get(node, loop_before)
+            yield node, loop_before
 
-    def loop_of(self, node: fx.Node, is_for_users: bool, before: str) -> str:
+    def loop_of(self, node: fx.Node, is_for_users: bool, loop_before: str) -> str:
         """Return the loop that a collective serves.
 
         This is the first loop that uses its result, or the last loop that computes its operands. If neither exists, it is the
@@ -155,13 +155,13 @@ class ProgramTraffic:
         """
         reader, writer = self.used_by.get(node), self.made_by.get(node)
         loop_of_reader = None if reader is None else self.loops[reader]
-        return (loop_of_reader or writer if is_for_users else writer or loop_of_reader) or before
+        return (loop_of_reader or writer if is_for_users else writer or loop_of_reader) or loop_before
 
     def early(self) -> tuple[int, int]:
         """Return the number of reductions that begin before the last loop, and the number of all reductions."""
         order = [node for node in self.module.graph.nodes if node in self.loops or _is_reduction(node)]
-        last = max((i for i, node in enumerate(order) if node in self.loops), default=-1)
-        return sum(node not in self.loops for node in order[:last]), len(order) - len(self.loops)
+        last_loop = max((i for i, node in enumerate(order) if node in self.loops), default=-1)
+        return sum(node not in self.loops for node in order[:last_loop]), len(order) - len(self.loops)
 
 
 def _is_reduction(node: fx.Node) -> bool:

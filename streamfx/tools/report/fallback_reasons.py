@@ -119,16 +119,16 @@ def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
     if facts.found_demand is None:
         return {}
     widest = max((bytes_like(node.meta.get(VALUE)) for node in facts.joint.nodes), default=0)
-    return {node: _obstacle(node, found, facts, widest) for node, found in facts.demand.reasons.items()}
+    return {node: _obstacle(node, reason, facts, widest) for node, reason in facts.demand.reasons.items()}
 
 
-def _obstacle(node: fx.Node, found: str, facts: Facts, widest: int) -> Obstacle:
+def _obstacle(node: fx.Node, reason: str, facts: Facts, widest: int) -> Obstacle:
     """Describe why a node is not chunked; `widest` is the size of the largest value in the graph."""
     sizes = {value: bytes_like(value.meta[VALUE]) for value in (node, *tensor_operands(node)) if is_tensor(value)}
     matters = node.target in CONTRACTIONS or max(sizes.values(), default=0) * OF_SUBSTANCE >= widest
     sequence_bytes = sum(size for value, size in sizes.items() if _is_along_sequence(value, facts))
-    found, do = (FROM_RANKS.format(target=node.target), RANKS) if is_from_ranks(node, facts) else (found, _advice(node, facts))
-    return Obstacle(str(node.target), found, source_line(node), do, matters, sequence_bytes)
+    reason, do = (FROM_RANKS.format(target=node.target), RANKS) if is_from_ranks(node, facts) else (reason, _advice(node, facts))
+    return Obstacle(str(node.target), reason, source_line(node), do, matters, sequence_bytes)
 
 
 def is_from_ranks(node: fx.Node, facts: Facts) -> bool:
@@ -187,7 +187,7 @@ def _advice_on_opaque(node: fx.Node) -> str:
 
 def advice_on_break(reason: str, hint: str) -> str:
     """Return advice for a graph break: Dynamo's own hint, unless a better one is known."""
-    return next((advice for found, advice in ON_BREAKS.items() if found in reason), hint)
+    return next((advice for fragment, advice in ON_BREAKS.items() if fragment in reason), hint)
 
 
 def _is_of_recurrent_layer(node: fx.Node) -> bool:
@@ -215,11 +215,11 @@ def why_no_stages(facts: Facts) -> str:
         return f"{'; '.join(facts.faults)}; without that nothing streams"
     if _is_single_row(facts):
         return SINGLE_ROW
-    found = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
+    text = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
     unknown = list(dict.fromkeys(_opaque_text(node) for node in facts.joint.nodes if is_opaque(node)))
     if unknown:
-        return f"{found}, and {'; '.join(unknown[:FEW])}; {NO_RULE}"
-    return f"{found}; {NO_SEQUENCE}"
+        return f"{text}, and {'; '.join(unknown[:FEW])}; {NO_RULE}"
+    return f"{text}; {NO_SEQUENCE}"
 
 
 def _is_single_row(facts: Facts) -> bool:
@@ -261,7 +261,7 @@ def check_budget(facts: Facts, options: Options) -> None:
         )
 
 
-def strict_refusal_text(found: Sequence[Facts], options: Options) -> str:
+def strict_refusal_text(all_facts: Sequence[Facts], options: Options) -> str:
     """Return the end of a report on a call that `strict=True` refuses; empty if it is not refused."""
-    refused = options.strict and any(facts.reasons() for facts in found)
+    refused = options.strict and any(facts.reasons() for facts in all_facts)
     return "\n\nstrict=True: the backend raises NotStreamedError for what runs whole" if refused else ""

@@ -95,12 +95,12 @@ def stairs_of(span: SpanFigure, rows: int | None, chunk: int) -> list[tuple[floa
         return [(0.0, 0.0, SIDE, SIDE)]
     rows = rows or max(chunk, 1)
     count = max(1, min(STAIRS, -(-rows // max(chunk, 1))))
-    low, high = span.bounds
+    low_bound, high_bound = span.bounds
     rectangles = []
     for number in range(count):
         begin, end = number / count, (number + 1) / count
-        left = 0.0 if low is None else min(1.0, max(0.0, begin + low / rows))
-        right = 1.0 if high is None else min(1.0, max(0.0, end + high / rows))
-        if right > left:
-            rectangles.append((SIDE * left, SIDE * begin, SIDE * (right - left), SIDE / count))
+        first_key = 0.0 if low_bound is None else min(1.0, max(0.0, begin + low_bound / rows))
+        last_key = 1.0 if high_bound is None else min(1.0, max(0.0, end + high_bound / rows))
+        if last_key > first_key:
+            rectangles.append((SIDE * first_key, SIDE * begin, SIDE * (last_key - first_key), SIDE / count))
     return rectangles

@@ -238,8 +238,8 @@ def target_text(target: Any) -> str:
 def argument_text(argument: Any, name: Name = own_name) -> str:
     """Format an argument; `name` returns the name of a node."""
     if isinstance(argument, (list, tuple)):
-        inside = ", ".join(argument_text(item, name) for item in argument)
-        return f"[{inside}]" if isinstance(argument, list) else f"({inside})"
+        inner = ", ".join(argument_text(item, name) for item in argument)
+        return f"[{inner}]" if isinstance(argument, list) else f"({inner})"
     if isinstance(argument, fx.Node):
         return name(argument)
     if isinstance(argument, torch.dtype):

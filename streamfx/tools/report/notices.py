@@ -91,9 +91,9 @@ class Record:
         """A phrase that says how much of the graph streams."""
         if self.cost is None:
             return f"{NOTHING}: {why_no_stages(self.facts)}"
-        number = sum(len(stage.truncated) for stage in self.stages)
-        back = truncation_text(next(iter(self.facts.truncations.values())).rows, number) if number else ""
-        return how_many_stream(list(map(extent, self.plain)), self.cost.streamed_share) + back
+        truncated = sum(len(stage.truncated) for stage in self.stages)
+        truncation = truncation_text(next(iter(self.facts.truncations.values())).rows, truncated) if truncated else ""
+        return how_many_stream(list(map(extent, self.plain)), self.cost.streamed_share) + truncation
 
     @property
     def rows(self) -> str:

@@ -159,10 +159,10 @@ def fallback_rows(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, 
 def _fallback_row(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> FallbackRow:
     """Return the line of the unchunked operators of one source line."""
     operators = tuple(dict.fromkeys(item["operator"] for _, item in items))
-    found = tuple(dict.fromkeys(item["found"] for _, item in items))
+    reasons = tuple(dict.fromkeys(item["found"] for _, item in items))
     size = sum(item["bytes"] for _, item in items)
     return FallbackRow(
-        operators, where, found, do, len(items), names_together(list(dict.fromkeys(name for name, _ in items))), size
+        operators, where, reasons, do, len(items), names_together(list(dict.fromkeys(name for name, _ in items))), size
     )
 
 

@@ -22,8 +22,8 @@ def trace_of(timeline: Timeline, stage_of: Mapping[str, str]) -> str:
     events = [event for number, course in enumerate(timeline.courses, 1) for event in _counter_events(course, number, source)]
     events += _track_name(1, STAGES, "stages"), _track_name(1, LOOPS, "loops")
     events += _slices(timeline.ours.loops, stage_of)
-    about = {"source": f"{source} by streamfx", "time": f"{source} seconds: {timeline.clock}"}
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+    metadata = {"source": f"{source} by streamfx", "time": f"{source} seconds: {timeline.clock}"}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": metadata})
 
 
 def _counter_events(course: StepCourse, process: int, source: str) -> Iterator[Event]:
@@ -60,7 +60,7 @@ def _stage_slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Ite
         yield _slice(name, STAGES, loops[0].begins, loops[-1].ends, {"loops": len(loops)})
 
 
-def _slice(name: str, thread: int, begins: float, ends: float, about: Event) -> Event:
+def _slice(name: str, thread: int, begins: float, ends: float, details: Event) -> Event:
     """Return an event from `begins` to `ends` on a track."""
     times = {"ts": begins * MICROSECONDS, "dur": (ends - begins) * MICROSECONDS}
-    return {"ph": "X", "name": name, "cat": "streamfx", "pid": 1, "tid": thread, **times, "args": about}
+    return {"ph": "X", "name": name, "cat": "streamfx", "pid": 1, "tid": thread, **times, "args": details}

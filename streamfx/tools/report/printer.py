@@ -210,8 +210,8 @@ def _plan(facts: Facts) -> Lines:
     """Yield chunk size and saved values of each stage, and what is recomputed from the last saved input."""
     plan = facts.plan
     for number, stage in enumerate(facts.stages):
-        kept = _names_text(plan.kept[number]) or "nothing"
-        yield f"stage {number + 1} {stage.name}: {chunk_text(plan.chunk_sizes[number])}, kept beside its outputs: {kept}"
+        saved = _names_text(plan.kept[number]) or "nothing"
+        yield f"stage {number + 1} {stage.name}: {chunk_text(plan.chunk_sizes[number])}, kept beside its outputs: {saved}"
         if plan.dropped and plan.dropped[number]:
             yield f"  made again from the last boundary: {_names_text(plan.dropped[number])}"
 

@@ -104,28 +104,29 @@ class _ReportBuilder:
     def report(self, stage: Stage) -> StageReport | None:
         """Return the report of a stage, or None if it has neither loops nor unchunked operators."""
         loops, saved = loops_of(stage, self.facts), saved_reports(stage, self.facts)
-        whole = [self.obstacles_by_node[node] for node in (*stage.forward, *stage.backward) if node in self.obstacles_by_node]
-        if not loops and not whole:
+        unchunked = [self.obstacles_by_node[node] for node in (*stage.forward, *stage.backward) if node in self.obstacles_by_node]
+        if not loops and not unchunked:
             return None
-        whole = whole if loops else [replace(item, matters=True) for item in whole]  # the stage has nothing else to report
+        # Without loops, the stage has nothing else to report.
+        unchunked = unchunked if loops else [replace(item, matters=True) for item in unchunked]
         costs = [self.costs[loop.spec.name] for loop in loops]
         attention = attention_kinds(stage, self.facts)
         return StageReport(
             graph=self.graph,
             name=stage.name,
-            reasons=_distinct_texts(item for item in whole if item.matters),
+            reasons=_distinct_texts(item for item in unchunked if item.matters),
             attention=tuple(kind for kind, _ in attention),
             chunk_size=max((cost.rows for cost in costs), default=0),
             loops=len(loops),
             saved_bytes=sum(value.bytes for value in saved),
             flops=sum(cost.flops for cost in costs),
             source=source_lines(stage.forward),
-            also_whole=_distinct_texts(item for item in whole if not item.matters),
+            also_whole=_distinct_texts(item for item in unchunked if not item.matters),
             wire=self._communication(loops),
             spans=tuple(bounds_of(span) for _, span in attention),
             runs=loop_reports(loops, known(self.facts.program), self.costs),
             saved=saved,
-            obstacles=tuple(whole),
+            obstacles=tuple(unchunked),
             truncated=tuple(node.name for node in stage.backward if self._is_truncated(node, costs)),
         )
 
@@ -142,8 +143,8 @@ class _ReportBuilder:
         return as_plain(wire) if calls_of(wire) else None
 
 
-def _distinct_texts(obstacles_by_node: Iterable[Obstacle]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(str(item) for item in obstacles_by_node))
+def _distinct_texts(items: Iterable[Obstacle]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(item) for item in items))
 
 
 def loops_of(stage: Stage, facts: Facts) -> list[Loop]:

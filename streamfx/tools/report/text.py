@@ -51,7 +51,7 @@ def reason_lines(stages: Sequence[Stage]) -> Iterator[str]:
     texts_by_heading: dict[str, list[str]] = {}
     for (kind, found, do), items in _alike_obstacles(stages).items():
         names = names_together(list(dict.fromkeys(name for name, _ in items)))
-        where = _source_lines_text(list(dict.fromkeys(place for _, place in items if place)))
+        where = _source_lines_text(list(dict.fromkeys(line for _, line in items if line)))
         text = ": ".join(filter(None, (f"{found}{where}", do)))
         if kind == "small":
             texts_of_small_operators.setdefault(names, []).append(text)
@@ -93,8 +93,8 @@ def _source_lines_text(lines: Sequence[str]) -> str:
     if not lines:
         return ""
     shown = lines if len(lines) <= PLACES else lines[: PLACES - 1]
-    more = f"; and {counted(len(lines) - len(shown), 'more line')}" if len(shown) < len(lines) else ""
-    return f" ({'; '.join(shown)}{more})"
+    omitted_text = f"; and {counted(len(lines) - len(shown), 'more line')}" if len(shown) < len(lines) else ""
+    return f" ({'; '.join(shown)}{omitted_text})"
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:

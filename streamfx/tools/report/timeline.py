@@ -64,8 +64,8 @@ class StepCourse:
         """Convert the timeline to values that JSON can represent."""
         terms = {name: list(sizes) for name, sizes in self.terms.items()}
         loops = [vars(loop) for loop in self.loops]
-        found = {"way": self.way, "seconds": list(self.seconds), "terms": terms, "loops": loops}
-        return {**found, "turn": self.turn, "end": self.end, "flops": self.flops}
+        course = {"way": self.way, "seconds": list(self.seconds), "terms": terms, "loops": loops}
+        return {**course, "turn": self.turn, "end": self.end, "flops": self.flops}
 
 
 @dataclass(frozen=True)

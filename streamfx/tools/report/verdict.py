@@ -70,14 +70,14 @@ def verdict(
         though = "" if why_whole is None else f", though {NOTHING}, because {why_whole}"
         return f"{times(saving)} less {counted} than {other.way}{_versus_chunked(ours, others)}{_flop_share(ours, other)}{though}"
     if why_whole is not None and saving < LITTLE:
-        found = "no gain" if excess < GAIN else f"{times(excess)} as much {counted} as {other.way}"
-        return f"{found}: {NOTHING}, because {why_whole}"
+        text = "no gain" if excess < GAIN else f"{times(excess)} as much {counted} as {other.way}"
+        return f"{text}: {NOTHING}, because {why_whole}"
     if excess >= GAIN:
-        found = f"{times(excess)} as much {counted} as {other.way} at this length"
+        text = f"{times(excess)} as much {counted} as {other.way} at this length"
     else:
-        found = f"{'little' if saving >= LITTLE else 'no'} gain over {other.way} at this length{_savings_text(ours, other)}"
+        text = f"{'little' if saving >= LITTLE else 'no'} gain over {other.way} at this length{_savings_text(ours, other)}"
     from_length = "" if gains_from is None else f"; from about {gains_from:,} tokens on"
-    return f"{found}{'' if why_whole is None else f'; {NOTHING}, because {why_whole}'}{from_length}"
+    return f"{text}{'' if why_whole is None else f'; {NOTHING}, because {why_whole}'}{from_length}"
 
 
 def verdict_within(budget: int, ours: StepCost, others: Sequence[StepCost], why_whole: str | None = None) -> str:
@@ -150,8 +150,8 @@ def times(factor: float) -> str:
 
 def _versus_chunked(ours: StepCost, others: Sequence[StepCost]) -> str:
     """Compare with checkpointing and a chunked loss, if it is among the baselines."""
-    found = next((other for other in others if other.way == CHUNKED), None)
-    return "" if found is None else f" ({times(ratio(found.peak_bytes, ours.peak_bytes))} {IN_CHUNKS})"
+    chunked = next((other for other in others if other.way == CHUNKED), None)
+    return "" if chunked is None else f" ({times(ratio(chunked.peak_bytes, ours.peak_bytes))} {IN_CHUNKS})"
 
 
 def _flop_share(ours: StepCost, other: StepCost) -> str:
