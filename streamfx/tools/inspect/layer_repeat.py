@@ -56,6 +56,7 @@ class Notes(TorchDispatchMode):
         """Wrap a layer's forward so that its operators form a segment."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            """Run the layer between two new segments, and note whether it defines a custom backward."""
             self.order.append(number)
             self.segments.append([])
             out = forward(*args, **kwargs)

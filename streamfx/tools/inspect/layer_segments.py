@@ -217,19 +217,22 @@ class _PeriodMatcher:
     def _check_other_users(
         self, order: Mapping[fx.Node, int], end: int, results: Sequence[Any], gradients: Mapping[fx.Node, Any]
     ) -> None:
-        """Check that other users of the first period come before it, and other users of the second after it."""
+        """Check that values of the first period are otherwise read by earlier layers only, those of the second by later ones.
+
+        `end` is the index after the backward graph of the first period; backward graphs of earlier layers come after it.
+        """
         output, inputs = self.graph.output_node(), self.periods.first[Track.INPUTS]
         for node, (period, _) in self.places.items():
             for user in node.users:
-                is_front = order[user] >= end
-                if user is not output and user not in self.places and is_front is not (period == 1):
+                is_of_earlier_layer = order[user] >= end
+                if user is not output and user not in self.places and is_of_earlier_layer is not (period == 1):
                     raise LayersDifferError(f"{user.name} reads {node.name}")
         if any(result in self.places for result in results if isinstance(result, fx.Node)):
             raise LayersDifferError("a layer's value is a result")
-        begin = order[inputs[0]] if inputs else 0
+        first_input = order[inputs[0]] if inputs else 0
         for primal, gradient in gradients.items():
-            is_inside = isinstance(gradient, fx.Node) and gradient in self.places and primal not in self.places
-            if is_inside and (order[primal] < begin) is not (self.places[gradient][0] == 1):
+            is_of_period = isinstance(gradient, fx.Node) and gradient in self.places and primal not in self.places
+            if is_of_period and (order[primal] < first_input) is not (self.places[gradient][0] == 1):
                 raise LayersDifferError(f"the gradient of {primal.name} is {gradient.name}")
 
 

@@ -126,14 +126,14 @@ def without_side_effects(model: Callable[..., Any]) -> Iterator[None]:
     with restored_randomness(), restored_buffers(modules):
         try:
             for module in modules:
-                _as_written(module)
+                _unwrap_forward(module)
             yield
         finally:
             for module, attributes in saved:
                 _restore(module.__dict__, attributes)
 
 
-def _as_written(module: nn.Module) -> None:
+def _unwrap_forward(module: nn.Module) -> None:
     """Remove the wrappers that `model.compile()` or `enable` put around a module's forward."""
     module._compiled_call_impl = None
     forward: Any = module.__dict__.get("forward")

@@ -301,6 +301,7 @@ class _RecordingCompilation(QuietCompilation):
         return _GraphStub(module, self.call)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Record the graph of a call without gradients, and return its stub."""
         super().run_inference(module, inputs)
         outputs = module.graph.output_node().args[0]
         count = len(outputs) if isinstance(outputs, (list, tuple)) else 1

@@ -61,6 +61,7 @@ class DequantizedWeight(nn.Module):
         return unpacked
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return uninitialized packed bytes and scales of the right sizes."""
         sizes = self.scheme.packed(weight), self.scheme.scales(weight)
         packed, scales = (torch.empty(size, dtype=torch.uint8, device=weight.device) for size in sizes)
         return packed, scales

@@ -203,40 +203,52 @@ class TrainingStep:
         except Exception:  # a baseline may be traceable even if the plain model is not
             return None
 
-    def searched(self, limits: Limits, given: Mapping[str, Any], sought_by: StepSearch) -> PlanReport:
+    def searched(self, limits: Limits, fixed_options: Mapping[str, Any], search: StepSearch) -> PlanReport:
         """Find the longest sequences or the largest batch. If `few` is set, models of a few layers show the growth of
         the chunk work.
         """
-        batch, seq, max_batch, few, baselines = sought_by
+        batch, seq, max_batch, allow_few_layers, baselines = search
         assert limits.device is not None
         sequences, layers = self.objective.sequences, len(layers_of(self.model))
         if max_batch:
-            sought, first = SearchedSize(1, lambda size: sequences * size), batch
+            sought, first_size = SearchedSize(1, lambda size: sequences * size), batch
         else:
-            sought, first = (
+            sought, first_size = (
                 SearchedSize(LENGTHS * self.ranks.context, lambda _: sequences * batch),
-                max(seq, self._initial_length(given)),
+                max(seq, self._initial_length(fixed_options)),
             )
 
         def at(size: int, options: Mapping[str, Any]) -> Prediction:
             return self.at(size, seq, options) if max_batch else self.at(batch, size, options)
 
-        def work(size: int, found: Prediction, other: int) -> Growth:
-            """Return the growth of the chunk work to size `other`, from a trace of a few layers."""
+        def growth_of_chunk_work(size: int, prediction: Prediction, other_size: int) -> Growth:
+            """Return the growth of the chunk work to `other_size`, from a trace of a few layers."""
             with first_layers(self.model, FEWEST):
-                options = {**least_memory(sought.sequences(other), layers + 1, given), **given}
-                return growth_of(size, found, other, at(other, options))
+                options = {**least_memory(sought.sequences(other_size), layers + 1, fixed_options), **fixed_options}
+                return growth_of(size, prediction, other_size, at(other_size, options))
 
-        best = largest(at, limits, given, first, sought, layers + 1, work if few and layers > 2 * FEWEST else None)
+        best = largest(
+            at,
+            limits,
+            fixed_options,
+            first_size,
+            sought,
+            layers + 1,
+            growth_of_chunk_work if allow_few_layers and layers > 2 * FEWEST else None,
+        )
         if best is None:
             what = "batch" if max_batch else "length"
             refusal = OverBudgetError(f"no {what} fits into {in_bytes(limits.device)}", do="give more memory, or a smaller model")
             least = (1, seq) if max_batch else (batch, sought.multiple)
-            raise self._advise_offload(refusal, limits, {**least_memory(sequences, layers + 1, given), **given}, *least)
-        size, found = best
-        length, most = (None, size) if max_batch else (size, None)
-        others = self.lengths(limits, batch, first) if baselines and not max_batch else {}
-        return PlanReport(self.name, found, self.device, limits, length, most, self.ranks, self.updates, lengths=others)
+            raise self._advise_offload(
+                refusal, limits, {**least_memory(sequences, layers + 1, fixed_options), **fixed_options}, *least
+            )
+        size, prediction = best
+        length, largest_batch = (None, size) if max_batch else (size, None)
+        baseline_lengths = self.lengths(limits, batch, first_size) if baselines and not max_batch else {}
+        return PlanReport(
+            self.name, prediction, self.device, limits, length, largest_batch, self.ranks, self.updates, lengths=baseline_lengths
+        )
 
     def _initial_length(self, options: Mapping[str, Any]) -> int:
         """Return the length at which a search starts; it is longer if stage inputs are offloaded."""

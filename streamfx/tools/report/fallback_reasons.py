@@ -175,7 +175,7 @@ def _advice(node: fx.Node, facts: Facts) -> str:
 
 
 def _advice_on_opaque(node: fx.Node) -> str:
-    """Return a suggested change for an operator without an aten decomposition: a kernel or a higher-order operator."""
+    """Return a suggested change for an opaque operator: a kernel, an in-place operator, or a higher-order operator."""
     if is_triton(node):
         return KERNEL
     if is_attention(node.args[0] if node.target is AUTO_FUNCTIONALIZED else node.target):

@@ -52,13 +52,13 @@ class ListingContext:
 class Scope:
     """Names for the nodes of one graph: names from the joint graph, as long as they are unique."""
 
-    def __init__(self, graph: fx.Graph, known: ListingContext) -> None:
+    def __init__(self, graph: fx.Graph, joint: ListingContext) -> None:
         """Assign names; a joint name that several nodes share is not used."""
-        self.known = known
+        self.joint = joint
         computed_nodes = [node for node in graph.nodes if node.op != "placeholder"]
-        name_counts = Counter(known.name(node) or node.name for node in computed_nodes)
+        name_counts = Counter(joint.name(node) or node.name for node in computed_nodes)
         name_counts.update(node.name for node in graph.nodes if node.op == "placeholder")
-        joint_names = {node: name for node in computed_nodes if (name := known.name(node)) and name_counts[name] == 1}
+        joint_names = {node: name for node in computed_nodes if (name := joint.name(node)) and name_counts[name] == 1}
         used_names = set(joint_names.values())
         self._names = {
             node: joint_names.get(node, f"{node.name}_" if node.name in used_names else node.name) for node in graph.nodes
@@ -69,37 +69,37 @@ class Scope:
 
     def line(self, node: fx.Node) -> str:
         """Return `name = operator(arguments)  # [axes]`."""
-        shape = self.known.shapes.get(self.known.name(node) or "")
+        shape = self.joint.shapes.get(self.joint.name(node) or "")
         return f"{self.name(node)} = {call_text(node, self.name)}" + (f"  # {shape}" if shape else "")
 
     def text(self, argument: Any) -> str:
         return argument_text(argument, self.name)
 
 
-def program_lines(program: Program, known: ListingContext) -> Iterator[str]:
+def program_lines(program: Program, joint: ListingContext) -> Iterator[str]:
     """Yield the full program: host programs, then loops."""
-    yield from outer_lines(program, known)
+    yield from outer_lines(program, joint)
     for module in (program.forward, program.backward):
         for node in module.graph.find_nodes(op="call_module") if module is not None else ():
             spec = getattr(module.get_submodule(str(node.target)), "spec", None)  # type: ignore[union-attr]
             if isinstance(spec, LoopSpec):
                 yield ""
-                yield from _loop_lines(spec, node, known)
+                yield from _loop_lines(spec, node, joint)
 
 
 # -- host programs
 
 
-def outer_lines(program: Program, known: ListingContext) -> Iterator[str]:
+def outer_lines(program: Program, joint: ListingContext) -> Iterator[str]:
     """Yield both host programs, without loop bodies."""
     for name, host in {"forward": program.forward, "backward": program.backward}.items():
         if host is not None:
-            yield from _host_lines(name, host, known)
+            yield from _host_lines(name, host, joint)
 
 
-def _host_lines(name: str, module: fx.GraphModule, known: ListingContext) -> Iterator[str]:
+def _host_lines(name: str, module: fx.GraphModule, joint: ListingContext) -> Iterator[str]:
     """Yield a host program: its inputs, operators, loop calls and outputs."""
-    scope = Scope(module.graph, known)
+    scope = Scope(module.graph, joint)
     yield f"{name}({', '.join(scope.name(node) for node in module.graph.find_nodes(op='placeholder'))})"
     for node in module.graph.nodes:
         if node.op == "output":
@@ -128,13 +128,13 @@ def _result_names(call: fx.Node, scope: Scope) -> str:
 # -- loops
 
 
-def _loop_lines(spec: LoopSpec, call: fx.Node, known: ListingContext) -> Iterator[str]:
+def _loop_lines(spec: LoopSpec, call: fx.Node, joint: ListingContext) -> Iterator[str]:
     """Yield a loop: chunk size, buffers, inputs, body, and where each result is stored."""
-    outer, scope = Scope(call.graph, known), Scope(spec.body.graph, known)
+    outer, scope = Scope(call.graph, joint), Scope(spec.body.graph, joint)
     tensors = call.args[len(spec.symbols) :]
     yield f"loop {spec.name}: {chunk_text(spec.chunk_size)} [s, e), {'last to first' if spec.reverse else 'first to last'}"
     for number, buffer in enumerate(spec.buffers):
-        yield f"  buffer {number} = {_buffer_text(buffer, known)}"
+        yield f"  buffer {number} = {_buffer_text(buffer, joint)}"
     same_for_all: list[str] = []
     for node, feed, source in zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, spec.sources, strict=True):
         source_text = "" if source is None else outer.text(tensors[source])
@@ -160,10 +160,10 @@ def chunk_text(chunk: ChunkSize) -> str:
     return f"chunks of {chunk} rows"
 
 
-def _buffer_text(buffer: Buffer, known: ListingContext) -> str:
+def _buffer_text(buffer: Buffer, joint: ListingContext) -> str:
     """Describe a buffer: its initial content, dtype, axes, and the value that it holds."""
     return (
-        f"{'zeros' if buffer.zeroed else 'empty'} {dtype_text(buffer.dtype)}{known.shapes.get(buffer.name, '')} for {buffer.name}"
+        f"{'zeros' if buffer.zeroed else 'empty'} {dtype_text(buffer.dtype)}{joint.shapes.get(buffer.name, '')} for {buffer.name}"
     )
 
 
