@@ -49,7 +49,7 @@ class Notes(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch that compiled code may run under this mode."""
+        """Tell torch to turn this mode off while it compiles, so that compiled regions inside of a model stay compiled."""
         return True
 
     def _recording(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:

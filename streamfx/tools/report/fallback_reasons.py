@@ -175,7 +175,7 @@ def _advice(node: fx.Node, facts: Facts) -> str:
 
 
 def _advice_on_opaque(node: fx.Node) -> str:
-    """Return a suggested change for an opaque operator: a kernel, an in-place operator, or a higher-order operator."""
+    """Return a suggested change for an operator without an axis rule."""
     if is_triton(node):
         return KERNEL
     if is_attention(node.args[0] if node.target is AUTO_FUNCTIONALIZED else node.target):
@@ -235,7 +235,7 @@ def _sizes_of_rows(value: torch.Tensor) -> Sequence[int | torch.SymInt]:
 
 
 def _opaque_text(node: fx.Node) -> str:
-    """Describe an opaque operator, with its source line."""
+    """Return why an operator has no axis rule, with its source line."""
     line = source_line(node)
     return f"{why_opaque(node)} ({line})" if line else why_opaque(node)
 
