@@ -15,7 +15,7 @@ from streamfx.ir.axis_table import Dim
 from streamfx.ir.facts import Facts
 from streamfx.passes import run_analyses
 from streamfx.tools.inspect import repeated_analysis, tracing
-from streamfx.tools.inspect.eager import EagerCall, accepting_real, checkpointed, faker_of
+from streamfx.tools.inspect.eager import EagerCall, allow_real_inputs, checkpointed, faker_of
 from streamfx.tools.inspect.full_depth import FullGraph, LayerSubset, of_all_layers
 from streamfx.tools.inspect.layer_segments import LayersDifferError
 from streamfx.tools.inspect.layers import layers_of, repeat_of
@@ -121,7 +121,7 @@ def test_few_layers_cost_what_all_cost(make: Callable[[], Stack], stand: bool) -
     model, inputs = make(), {"ids": ids()}
     mode, faker = faker_of(model, (), inputs)
     for around in (None, checkpointed):
-        with accepting_real(mode), mode:
+        with allow_real_inputs(mode), mode:
             call, every = (EagerCall(model, (), inputs, faker) for _ in range(2))
             every.__dict__["alike"] = None
             found, whole = call.cost(around), every.cost(around)
@@ -263,12 +263,12 @@ def test_what_belongs_to_a_graph_as_a_whole_is_looked_for_in_all(does: str, why:
 
 def test_periods_of_which_something_else_is_found_tell_nothing(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[fx.Node] = []
-    own = repeated_analysis._found_of
+    own = repeated_analysis._node_facts
 
     def found(node: fx.Node, facts: Facts) -> Any:
         seen.append(node)
         return (*own(node, facts), node if len(seen) == 7 else None)
 
-    monkeypatch.setattr(repeated_analysis, "_found_of", found)
+    monkeypatch.setattr(repeated_analysis, "_node_facts", found)
     watched.analyse(stack())
     assert watched.told is None and "what is found of" in watched.refused

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.compiled
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """The warnings, of graphs with any work at all."""
-    no_gain_notice._told.clear()
+    no_gain_notice._warned.clear()
     monkeypatch.setattr(no_gain_notice, "MUCH_WORK", 1)
     return lambda: [item.getMessage() for item in caplog.records if (item.levelname, item.name) == ("WARNING", "streamfx")]
 

@@ -126,7 +126,7 @@ def test_a_stage_takes_the_longer_of_loops_and_wire() -> None:
     backward = [OverlapInterval("backward", TEN, gathered=of(gathered), reduced=of(reduced)) for gathered, reduced in sizes]
     assert waited(backward, in_seconds()) == ((6 + 5 - 10) + 2, 0)
     assert waited([*forward, *backward], in_seconds()) == (7 + 3, 0)
-    assert waited([OverlapInterval("forward", TEN, alone=of(5))], in_seconds(0.5)) == (2.5, 0)
+    assert waited([OverlapInterval("forward", TEN, exposed=of(5))], in_seconds(0.5)) == (2.5, 0)
     assert waited([], in_seconds()) == (0, 0)
 
 

@@ -16,7 +16,7 @@ import torch
 import streamfx
 from streamfx.budget import in_bytes
 from streamfx.tools.cli import main
-from streamfx.tools.report.chart import beside_chart, colour_of, stacked_chart
+from streamfx.tools.report.chart import colour_of, comparison_chart, stacked_chart
 from streamfx.tools.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
 from streamfx.tools.report.html import SIDE, html_of, stairs_of
 from streamfx.tools.report.page import SpanFigure
@@ -172,7 +172,7 @@ def test_charts(explanation: streamfx.Explanation) -> None:
     heights = [float(number) for number in re.findall(r"V([\d.]+)", chart.shapes[0].path)]
     assert min(heights) == pytest.approx(chart.marks[0].y, abs=0.1)  # the highest shape reaches the point that is marked
     assert len(chart.blocks) == len(timeline.ours.loops)
-    beside = beside_chart(timeline)
+    beside = comparison_chart(timeline)
     assert [shape.name for shape in beside.shapes] == ["eager", "gradient checkpointing", "streamfx"]
     assert beside.beyond == {course.way for course in timeline.courses if course.peak_bytes > 1.5 * timeline.others[0].peak_bytes}
     assert colour_of("a", ("b", "a")) != colour_of("b", ("b", "a"))

@@ -23,6 +23,7 @@ COMMANDS = (explain, verify, plan, doctor)
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the argument parser with all subcommands."""
     arguments_parser = argparse.ArgumentParser(
         prog="streamfx", description="Train decoders on long sequences: look before you run.", epilog=CODES
     )
@@ -42,9 +43,9 @@ def command() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code (see `codes.py`); refusals go to standard error, without a traceback."""
-    given = parser().parse_args(arguments)
+    parsed = parser().parse_args(arguments)
     try:
-        answer = given.run(given)
+        answer = parsed.run(parsed)
     except StreamFXError as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -52,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     text, code = answer if isinstance(answer, CommandResult) else (answer, 0)
-    return code if _show(text) else REFUSED
+    return code if _print(text) else REFUSED
 
 
-def _show(text: str) -> bool:
+def _print(text: str) -> bool:
     """Print a text. Return False if it could not be written; a reader that closes the pipe is no error."""
     try:
         print(text, flush=True)

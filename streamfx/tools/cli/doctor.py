@@ -30,9 +30,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> CommandResult:
     """Return the text to print and the exit code."""
-    found = findings()
-    healthy = found["entry_point"] == "found" and found["self_test"]["ok"]
-    text = json.dumps(found, indent=2) if arguments.json else _text(found, healthy)
+    results = findings()
+    healthy = results["entry_point"] == "found" and results["self_test"]["ok"]
+    text = json.dumps(results, indent=2) if arguments.json else _findings_text(results, healthy)
     return CommandResult(text, 0 if healthy else NOT_SO)
 
 
@@ -57,6 +57,7 @@ def findings() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
+    """Return the installed version of a package, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -64,6 +65,7 @@ def _version(name: str) -> str | None:
 
 
 def _device() -> str:
+    """Describe the GPU and its free memory, or the CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -73,6 +75,7 @@ def _device() -> str:
 
 
 def _entry_point() -> str:
+    """Return "found" if the backend is registered by name, otherwise what is wrong."""
     points = [point for point in metadata.entry_points(group=GROUP) if point.name == "streambp"]
     if not points:
         return "missing: install streamfx with pip (an editable install will do), or pass backend=streamfx.streambp"
@@ -95,25 +98,27 @@ def self_test() -> dict[str, Any]:
     return {"ok": report.ok, "max_error": report.max_error, "seconds": time.perf_counter() - start}
 
 
-def _installed(name: str, version: str | None) -> str:
+def _package_text(name: str, version: str | None) -> str:
+    """Describe the version of a package, and whether it is too old."""
     from streamfx.integrations.minimum_versions import LEAST, is_too_old
 
     too_old = f" (streamfx.enable needs {LEAST[name]})" if is_too_old(name, version) else ""
     return f"{name} {version or 'not installed'}{too_old}"
 
 
-def _text(found: dict[str, Any], healthy: bool) -> str:
-    installed = ", ".join(_installed(name, version) for name, version in found["packages"].items())
-    test = found["self_test"]
+def _findings_text(results: dict[str, Any], healthy: bool) -> str:
+    """Return the findings as a table, followed by a verdict."""
+    installed = ", ".join(_package_text(name, version) for name, version in results["packages"].items())
+    test = results["self_test"]
     outcome = f"largest relative difference from eager {test['max_error']:.1e}" if "max_error" in test else test["error"]
     lines = {
-        "streamfx": f"{found['streamfx']}, Python {found['python']}",
+        "streamfx": f"{results['streamfx']}, Python {results['python']}",
         "packages": installed,
-        **({"untested": found["untested"]} if found["untested"] else {}),
-        "device": found["device"],
-        "fused attention": f"streams on {', '.join(found['fused_attention'])}",
-        "entry point": found["entry_point"],
-        "DDP": "set torch._dynamo.config.optimize_ddp = False before training with it" if found["optimize_ddp"] else "ready",
+        **({"untested": results["untested"]} if results["untested"] else {}),
+        "device": results["device"],
+        "fused attention": f"streams on {', '.join(results['fused_attention'])}",
+        "entry point": results["entry_point"],
+        "DDP": "set torch._dynamo.config.optimize_ddp = False before training with it" if results["optimize_ddp"] else "ready",
         "self-test": f"{'passed' if test['ok'] else 'FAILED'} in {test['seconds']:.1f} s, {outcome}",
     }
     verdict = "streamfx works here" if healthy else "something is wrong: see above"

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from streamfx.errors import ModelError, told
-from streamfx.tools.inspect.eager import accepting_real, faker_of
-from streamfx.tools.inspect.side_effect_guard import modules_of, original, untouched
+from streamfx.tools.inspect.eager import allow_real_inputs, faker_of
+from streamfx.tools.inspect.side_effect_guard import modules_of, original, without_side_effects
 from streamfx.torch_private.dynamo import quiet_tracer
 
 LABELS = ("labels", "label", "targets", "target")  # names of forward arguments for the token ids to predict
@@ -31,6 +31,7 @@ class _LookupRecorder(TorchFunctionMode):
         self.memory, self.rows = ids.untyped_storage(), list[int]()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, and record the rows of the table if it is a lookup of the ids."""
         ids_index, table_index = TABLES.get(function, (0, 0))
         if ids_index != table_index and len(args) > 1 and all(isinstance(value, Tensor) for value in args[:2]):
             ids, table = args[ids_index], args[table_index]
@@ -41,26 +42,30 @@ class _LookupRecorder(TorchFunctionMode):
 
 def arguments_of(model: Callable[..., Any], name: str, batch: int, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return random ids as arguments for a model without given arguments: for its ids argument, and for its labels."""
-    refused = functools.partial(ModelError, f"{name} returned a model without arguments")
+    lookup_error = functools.partial(ModelError, f"{name} returned a model without arguments")
     table_rows: dict[str, int] = {}
-    why = ""
-    for ids, given in _candidate_calls(model):
+    reason = ""
+    for ids, argument_names in _candidate_calls(model):
         try:
-            rows = _rows_looked_up(model, ids, given)
+            rows = _rows_looked_up(model, ids, argument_names)
         except Exception as error:
-            why = why or f"{', '.join(given) or 'one argument'} of ids is not what it takes: {told(error)}"
+            reason = reason or f"{', '.join(argument_names) or 'one argument'} of ids is not what it takes: {told(error)}"
             continue
         if rows:
             table_rows[ids] = min(rows)
     if len(table_rows) > 1:
-        raise refused(found=type(model).__name__, do=f"{GIVE}{' and '.join(table_rows)} are both looked up in tables")
+        raise lookup_error(found=type(model).__name__, do=f"{GIVE}{' and '.join(table_rows)} are both looked up in tables")
     if not table_rows:
-        why = _missing(model) or why or "no argument of it is looked up in a table of ids as it is"
-        raise refused(found=type(model).__name__, do=f"{GIVE}{why}")
-    (ids, rows_of_table), labels = table_rows.popitem(), _labels(model)
+        reason = _missing_argument_text(model) or reason or "no argument of it is looked up in a table of ids as it is"
+        raise lookup_error(found=type(model).__name__, do=f"{GIVE}{reason}")
+    (ids, rows_of_table), labels = table_rows.popitem(), _label_names(model)
     vocabulary = min(rows_of_table, getattr(getattr(model, "config", None), "vocab_size", rows_of_table))
-    drawn = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
-    return ((drawn,), dict.fromkeys(labels, drawn)) if ids.startswith("*") else ((), dict.fromkeys((ids, *labels), drawn))
+    random_ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+    return (
+        ((random_ids,), dict.fromkeys(labels, random_ids))
+        if ids.startswith("*")
+        else ((), dict.fromkeys((ids, *labels), random_ids))
+    )
 
 
 def _parameters(model: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -68,34 +73,40 @@ def _parameters(model: Callable[..., Any]) -> list[inspect.Parameter]:
     model = original(model)
     if isinstance(model, functools.partial):
         bound = functools.partial(getattr(model.func, "forward", model.func), *model.args, **model.keywords)
-        return [one for name, one in inspect.signature(bound).parameters.items() if name not in model.keywords]
+        return [parameter for name, parameter in inspect.signature(bound).parameters.items() if name not in model.keywords]
     return list(inspect.signature(getattr(model, "forward", model)).parameters.values())
 
 
-def _labels(model: Callable[..., Any]) -> list[str]:
-    return [one.name for one in _parameters(model) if one.name in LABELS]
+def _label_names(model: Callable[..., Any]) -> list[str]:
+    return [parameter.name for parameter in _parameters(model) if parameter.name in LABELS]
 
 
-def _missing(model: Callable[..., Any]) -> str:
+def _missing_argument_text(model: Callable[..., Any]) -> str:
     """Explain which argument is missing if the model requires more than ids and labels; empty otherwise."""
-    named = [one for one in _parameters(model) if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    required = [one.name for one in named if one.default is one.empty and one.name not in LABELS]
+    named = [
+        parameter for parameter in _parameters(model) if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    required = [parameter.name for parameter in named if parameter.default is parameter.empty and parameter.name not in LABELS]
     return f"nobody tells what {required[1]!r} is" if len(required) > 1 else ""
 
 
 def _candidate_calls(model: Callable[..., Any]) -> Iterator[tuple[str, list[str]]]:
     """Yield each argument that may take ids, and all arguments passed with it; besides labels, no other may be required."""
-    parameters, labels = _parameters(model), _labels(model)
-    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in LABELS]
-    required = [one.name for one in named if one.default is one.empty]
-    for one in named:
-        if required in ([], [one.name]):
-            yield one.name, [one.name, *labels]
+    parameters, labels = _parameters(model), _label_names(model)
+    named = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and parameter.name not in LABELS
+    ]
+    required = [parameter.name for parameter in named if parameter.default is parameter.empty]
+    for parameter in named:
+        if required in ([], [parameter.name]):
+            yield parameter.name, [parameter.name, *labels]
     if not required:
-        yield from ((f"*{one.name}", labels) for one in parameters if one.kind is one.VAR_POSITIONAL)
+        yield from ((f"*{parameter.name}", labels) for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL)
 
 
-def _rows_looked_up(model: Callable[..., Any], ids: str, given: list[str]) -> list[int]:
+def _rows_looked_up(model: Callable[..., Any], ids: str, argument_names: list[str]) -> list[int]:
     """Return the rows of the tables that this argument indexes.
 
     Errors after a lookup are ignored, because labels may need other shapes.
@@ -103,10 +114,10 @@ def _rows_looked_up(model: Callable[..., Any], ids: str, given: list[str]) -> li
     model = original(model)
     ids_input, other_input = torch.zeros(SMALL, dtype=torch.int64), torch.zeros(SMALL, dtype=torch.int64)
     mode, faker = faker_of(model, (ids_input, other_input), {})
-    with accepting_real(mode), mode, untouched(model), quiet_tracer(), torch.no_grad():
+    with allow_real_inputs(mode), mode, without_side_effects(model), quiet_tracer(), torch.no_grad():
         faker.replace(modules_of(model), buffers=True)
         ids_input, other_input = faker.fake(ids_input), faker.fake(other_input)
-        arguments: Mapping[str, Tensor] = {name: ids_input if name == ids else other_input for name in given}
+        arguments: Mapping[str, Tensor] = {name: ids_input if name == ids else other_input for name in argument_names}
         with _LookupRecorder(ids_input) as recorder:
             try:
                 model(ids_input, **arguments) if ids.startswith("*") else model(**arguments)

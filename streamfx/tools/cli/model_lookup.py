@@ -34,41 +34,46 @@ def model_and_inputs(arguments: argparse.Namespace, device: str) -> tuple[Callab
             do = "leave --layers out, and let the function make the model with so many layers"
             raise ModelError("--layers is for configurations of Hugging Face", found=f"the function {arguments.model}", do=do)
         return _from_factory(arguments)
-    model = _hugging_face(arguments, device)
+    model = _configured_model(arguments, device)
     ids = torch.zeros(arguments.batch, arguments.seq, dtype=torch.int64, device=device)
     if device != "meta":
         ids = torch.randint(0, model.config.vocab_size, ids.shape, generator=torch.Generator().manual_seed(0))
     return model, (), {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def _hugging_face(arguments: argparse.Namespace, device: str) -> Any:
+def _configured_model(arguments: argparse.Namespace, device: str) -> Any:
+    """Return the model of a configuration: with its weights if the folder has them and no `--layers` is given."""
     config = configuration(arguments.model)
     config = getattr(config, "get_text_config", lambda: config)()
     if arguments.layers is not None:
-        _cut(config, arguments.layers)
+        _truncate_layers(config, arguments.layers)
     dtype = {**TYPES, "float64": torch.float64}[arguments.dtype]
     folder = config_file(arguments.model).parent
     if device != "meta":
-        _check_room(language_model(config, dtype, "meta"))
+        _check_host_memory(language_model(config, dtype, "meta"))
     if device != "meta" and arguments.layers is None and any(folder.glob("*.safetensors")):
-        return _with_weights(folder, dtype)
+        return _pretrained_model(folder, dtype)
     torch.manual_seed(0)
     return language_model(config, dtype, device)
 
 
-def _cut(config: Any, layers: int) -> None:
+def _truncate_layers(config: Any, layers: int) -> None:
     """Truncate a configuration to its first layers."""
-    has = getattr(config, "num_hidden_layers", None)
-    if not isinstance(has, int) or layers > has:
-        found = f"it has {has}" if isinstance(has, int) else "it does not say how many it has"
-        do = f"give a number from 1 to {has}, or leave --layers out" if isinstance(has, int) else "leave --layers out"
-        raise ModelError(f"--layers {layers} asks for so many layers of a configuration", found=found, do=do)
+    layer_count = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layer_count, int) or layers > layer_count:
+        count_text = f"it has {layer_count}" if isinstance(layer_count, int) else "it does not say how many it has"
+        do = (
+            f"give a number from 1 to {layer_count}, or leave --layers out"
+            if isinstance(layer_count, int)
+            else "leave --layers out"
+        )
+        raise ModelError(f"--layers {layers} asks for so many layers of a configuration", found=count_text, do=do)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
 
 
-def _check_room(model: torch.nn.Module) -> None:
+def _check_host_memory(model: torch.nn.Module) -> None:
     """Raise an error if the parameters and the gradients of two runs do not fit into host memory."""
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     needed, free = COPIES * parameters, free_on(torch.device("cpu"))
@@ -76,12 +81,13 @@ def _check_room(model: torch.nn.Module) -> None:
         asked = (
             f"a model is run here whose parameters take {in_bytes(parameters)}, and their gradients as much in each of two runs"
         )
-        found = f"{in_bytes(needed)} needed, without activations, {in_bytes(max(0, free))} free"
+        memory_text = f"{in_bytes(needed)} needed, without activations, {in_bytes(max(0, free))} free"
         do = "give fewer --layers, or a --dtype of fewer bytes; `streamfx explain` needs no such memory"
-        raise ModelError(asked, found=found, do=do)
+        raise ModelError(asked, found=memory_text, do=do)
 
 
-def _with_weights(folder: Path, dtype: torch.dtype) -> Any:
+def _pretrained_model(folder: Path, dtype: torch.dtype) -> Any:
+    """Load the model of a folder with its weights."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -94,9 +100,9 @@ def _with_weights(folder: Path, dtype: torch.dtype) -> Any:
 def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Call a factory and return its result: a model called with ids and labels, or a model with its arguments."""
     module_name, _, name = arguments.model.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:
+        sys.path.insert(0, working_directory)
     try:
         factory = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -108,24 +114,28 @@ def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tu
     if not callable(factory):
         raise ModelError(f"{arguments.model} is a function that returns a model", found=one(type(factory).__name__), do=RETURN)
     try:
-        made = factory if isinstance(factory, torch.nn.Module) else factory()
+        result = factory if isinstance(factory, torch.nn.Module) else factory()
     except Exception as error:
         do = "call it without arguments, and see"
         raise ModelError(f"{arguments.model} makes no model", found=told(error), where=place_of(error), do=do) from error
-    return _model_and_arguments(arguments, made)
+    return _model_and_arguments(arguments, result)
 
 
-def _model_and_arguments(arguments: argparse.Namespace, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def _model_and_arguments(
+    arguments: argparse.Namespace, result: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return a factory's model with its arguments; if the factory gives none, draw random ids."""
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], (Mapping, tuple, list)):
-        model, given = made
-        return (model, (), dict(given)) if isinstance(given, Mapping) else (model, tuple(given), {})
-    if not callable(made):
-        kinds = (
-            f"a tuple of {', '.join(type(item).__name__ for item in made)}" if isinstance(made, tuple) else type(made).__name__
+    if isinstance(result, tuple) and len(result) == 2 and callable(result[0]) and isinstance(result[1], (Mapping, tuple, list)):
+        model, model_arguments = result
+        return (model, (), dict(model_arguments)) if isinstance(model_arguments, Mapping) else (model, tuple(model_arguments), {})
+    if not callable(result):
+        type_text = (
+            f"a tuple of {', '.join(type(item).__name__ for item in result)}"
+            if isinstance(result, tuple)
+            else type(result).__name__
         )
-        raise ModelError(f"{arguments.model} is a function that returns a model", found=kinds, do=RETURN)
-    return made, *arguments_of(made, arguments.model, arguments.batch, arguments.seq)
+        raise ModelError(f"{arguments.model} is a function that returns a model", found=type_text, do=RETURN)
+    return result, *arguments_of(result, arguments.model, arguments.batch, arguments.seq)
 
 
 def place_of(error: BaseException) -> str:

@@ -100,30 +100,34 @@ def run(arguments: argparse.Namespace) -> str:
     searched = arguments.max_length or arguments.max_batch
     with written_as_html(arguments) as reports, traces(MOST_TRACES if searched else 1) as noted:
         with collected() if searched else uncollected():
-            report = _plan(arguments, noted)
+            report = _plan_for(arguments, noted)
         reports.append(report)
     return json.dumps(report.summary(), indent=2) if arguments.json else str(report)
 
 
 @contextmanager
-def traces(most: int) -> Iterator[Callable[[Prediction], None]]:
+def traces(trace_count: int) -> Iterator[Callable[[Prediction], None]]:
     """Show progress on a terminal: the index of the current trace, out of at most `most`, and the result of the last one."""
     done = 1
-    with doing(f"planning {done} of {most}" if most > 1 else "planning") as now:
+    with doing(f"planning {done} of {trace_count}" if trace_count > 1 else "planning") as now:
 
-        def noted(found: Prediction) -> None:
+        def noted(prediction: Prediction) -> None:
+            """Show the last prediction and the index of the next trace."""
             nonlocal done
-            done = min(done + 1, most)
-            last = f"{found.batch:,} x {found.length:,} tokens take {in_bytes(found.peak_bytes)}"
-            now(f"planning {done} of {most} ({last})" if most > 1 else f"planning ({last})")
+            done = min(done + 1, trace_count)
+            last_result = f"{prediction.batch:,} x {prediction.length:,} tokens take {in_bytes(prediction.peak_bytes)}"
+            now(f"planning {done} of {trace_count} ({last_result})" if trace_count > 1 else f"planning ({last_result})")
 
         yield noted
 
 
-def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None]) -> PlanReport:
+def _plan_for(arguments: argparse.Namespace, noted: Callable[[Prediction], None]) -> PlanReport:
+    """Call `streamfx.plan` with the parsed arguments."""
     from streamfx.tools.planner.plan import plan
 
-    given = {name: getattr(arguments, name) for name in ("chunk_size", "loss_chunk_size", "save", "keep_every", "offload")}
+    option_values = {
+        name: getattr(arguments, name) for name in ("chunk_size", "loss_chunk_size", "save", "keep_every", "offload")
+    }
     return plan(
         arguments.model,
         seq=arguments.seq,
@@ -145,6 +149,6 @@ def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None]) ->
         group=arguments.group,
         device=arguments.device,
         baselines=not arguments.no_baselines,
-        options={name: value for name, value in given.items() if value is not None},
+        options={name: value for name, value in option_values.items() if value is not None},
         noted=noted,
     )

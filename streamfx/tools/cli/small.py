@@ -19,6 +19,7 @@ class SmallDecoder(nn.Module):
         self.double()
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the cross-entropy of each next token."""
         x = self.embed(ids)
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -45,36 +45,37 @@ def most_alive(forward: fx.GraphModule, backward: fx.GraphModule | None, num_out
 
 
 def _moments(
-    module: fx.GraphModule, aliased: Mapping[fx.Node, Values], always: Values = frozenset()
+    module: fx.GraphModule, aliased: Mapping[fx.Node, Values], kept_alive: Values = frozenset()
 ) -> Iterator[tuple[int, Values]]:
     """Yield the bytes and the values alive after an operator whenever the bytes exceed all earlier totals.
 
-    `aliased` maps a placeholder of the backward graph to the forward values whose memory it uses; `always` live until the end.
+    `aliased` maps a placeholder of the backward graph to the forward values whose memory it uses; `kept_alive` stay alive.
     """
     values: dict[fx.Node, Values] = {}
-    last: dict[fx.Node, fx.Node] = {}
+    last_user: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         views = (aliased.get(memory, {memory} if memory.op == "call_function" else ()) for memory in memories(node))
         values[node] = frozenset().union(*views)
-        last.update((value, node) for source in node.all_input_nodes for value in values[source] - always)
-    alive = set(always).union(*(shared for node, shared in aliased.items() if node.users))
-    bytes_now, most = bytes_of_values(alive), 0
+        last_user.update((value, node) for source in node.all_input_nodes for value in values[source] - kept_alive)
+    alive = set(kept_alive).union(*(shared for node, shared in aliased.items() if node.users))
+    bytes_now, highest = bytes_of_values(alive), 0
     for node in module.graph.nodes:
         if node in values[node]:
             alive.add(node)
             bytes_now += bytes_of_values([node])
-        if bytes_now > most:
-            most = bytes_now
+        if bytes_now > highest:
+            highest = bytes_now
             yield bytes_now, frozenset(alive)
-        dead = {value for source in node.all_input_nodes for value in values[source] if last.get(value) is node}
+        dead = {value for source in node.all_input_nodes for value in values[source] if last_user.get(value) is node}
         alive -= dead
         bytes_now -= bytes_of_values(dead)
 
 
 def _by_operator(values: Collection[fx.Node]) -> list[dict[str, Any]]:
+    """Return one item per operator with the bytes, count and source line of its values, largest first."""
     groups: dict[str, list[fx.Node]] = {}
     for node in sorted(values, key=lambda node: node.name):
-        groups.setdefault(_operator(node), []).append(node)
+        groups.setdefault(_operator_name(node), []).append(node)
     items = []
     for operator, nodes in groups.items():
         where = next((line for node in nodes if (line := source_line(producer_of(node)) or source_line(node))), "")
@@ -82,6 +83,7 @@ def _by_operator(values: Collection[fx.Node]) -> list[dict[str, Any]]:
     return sorted(items, key=lambda item: -item["bytes"])
 
 
-def _operator(node: fx.Node) -> str:
+def _operator_name(node: fx.Node) -> str:
+    """Return the name of the loop or of the operator that computes a node."""
     producer = producer_of(node)
     return f"loop {producer.target}" if producer.op == "call_module" else str(producer.target)

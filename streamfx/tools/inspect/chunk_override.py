@@ -22,19 +22,21 @@ class ChunkedCompilation(QuietCompilation):
 
     @staticmethod
     def tell(facts: Facts, options: Options) -> None:
+        """Reduce the automatic chunk size of each loop to a third of its length."""
         for loop in () if facts.program is None else facts.program.loops:
             size, length = loop.spec.chunk_size, loop.spec.length
             if isinstance(size, AutoChunk) and isinstance(length, int):
-                most = -(-max(length, 1) // (PARTS * size.granule)) * size.granule
-                loop.spec = replace(loop.spec, chunk_size=replace(size, most=min(most, size.most or most)))
+                max_size = -(-max(length, 1) // (PARTS * size.granule)) * size.granule
+                loop.spec = replace(loop.spec, chunk_size=replace(size, most=min(max_size, size.most or max_size)))
 
 
-def what_was_not_cut(compilations: Sequence[Compilation]) -> str:
+def why_not_chunked(compilations: Sequence[Compilation]) -> str:
     """Return why a comparison does not exercise the values passed between chunks, or an empty string if it does."""
     loops = [loop for item in compilations for facts in item.facts if facts.program is not None for loop in facts.program.loops]
     return NOT_CUT if not loops else ONE_CHUNK if any(map(_has_one_chunk, loops)) else ""
 
 
 def _has_one_chunk(loop: Loop) -> bool:
+    """Return whether a loop over several rows has a single chunk."""
     length = loop.spec.length
     return isinstance(length, int) and length > 1 and loop.rows_per_chunk(length, {}) >= length

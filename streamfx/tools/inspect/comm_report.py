@@ -23,9 +23,9 @@ from streamfx.tools.report.comm_table import (
     bytes_of,
     calls_of,
     far_of,
-    of_halves,
     sent_by_program,
     together,
+    traffic_of_graphs,
 )
 
 
@@ -33,10 +33,12 @@ def wire_of(graphs: Sequence[TracedGraph], costs: Sequence[Cost], call: TracedCa
     """Return the communication of these graphs, with that of `call` in eager mode, or None if nothing is sent."""
     pairs = list(zip(graphs, costs, strict=True))
     traffic = [_host_traffic(graph, cost) for graph, cost in pairs]
-    sent = together(wire for one in traffic for wire in one.by_loop.values())
+    sent = together(wire for host_traffic in traffic for wire in host_traffic.by_loop.values())
     if not calls_of(sent):
         return None
-    early, reductions = (sum(counts) for counts in zip(*((one.early, one.reductions) for one in traffic), strict=True))
+    early, reductions = (
+        sum(counts) for counts in zip(*((host_traffic.early, host_traffic.reductions) for host_traffic in traffic), strict=True)
+    )
     peak = max(costs, key=lambda cost: cost.peak)
     return {
         **as_plain(sent),
@@ -49,17 +51,19 @@ def wire_of(graphs: Sequence[TracedGraph], costs: Sequence[Cost], call: TracedCa
 
 
 def _host_traffic(graph: TracedGraph, cost: Cost) -> HostTraffic:
+    """Return the communication of a graph by loop, or as one entry if it is not chunked."""
     program = graph.facts.program
     if program is None:
-        return HostTraffic({"": of_halves(cost.forward_wire, cost.backward_wire)}, 0, 0)
+        return HostTraffic({"": traffic_of_graphs(cost.forward_wire, cost.backward_wire)}, 0, 0)
     return sent_by_program(program, graph.num_outputs, cost.loops)
 
 
 def _eager_traffic(call: TracedCall) -> dict[str, Any] | None:
+    """Return the communication in eager mode, checkpointed if there are layers; None if unknown or nothing is sent."""
     cost = call.eager if call.checkpointed is None else call.checkpointed
     if cost is None:
         return None
-    sent = of_halves(cost.forward_wire, cost.backward_wire)
+    sent = traffic_of_graphs(cost.forward_wire, cost.backward_wire)
     if not calls_of(sent):
         return None
     return {**as_plain(sent), "bytes": bytes_of(sent), "checkpointed": call.checkpointed is not None}

@@ -15,18 +15,20 @@ def curve_of_calls(costs: Sequence[Cost], gradients: Sequence[int], at_end: int 
 
     `gradients` are the bytes of each graph's parameter gradients. At least `at_end` bytes are alive at the end of the step.
     """
-    found, held, later = Curve(), 0, 0
+    curve, held_bytes, gradient_bytes = Curve(), 0, 0
     for cost in costs:
-        found = found.then(cost.forward_curve.above(found.work, _terms({BETWEEN_GRAPHS: held})))
-        held += cost.held
-    found = replace(found, turn=found.work)
+        curve = curve.then(cost.forward_curve.above(curve.work, _nonzero({BETWEEN_GRAPHS: held_bytes})))
+        held_bytes += cost.held
+    curve = replace(curve, turn=curve.work)
     for cost, size in zip(reversed(costs), reversed(gradients), strict=True):
-        held -= cost.held
-        found = found.then(cost.backward_curve.above(found.work, _terms({BETWEEN_GRAPHS: held, GRADIENTS: later})))
-        later += size
-    if at_end > (found.points[-1].total if found.points else 0):
-        found = found.then(Curve((Point(found.work, {GRADIENTS: at_end}),), (), found.work))
-    return found.shortened()
+        held_bytes -= cost.held
+        curve = curve.then(
+            cost.backward_curve.above(curve.work, _nonzero({BETWEEN_GRAPHS: held_bytes, GRADIENTS: gradient_bytes}))
+        )
+        gradient_bytes += size
+    if at_end > (curve.points[-1].total if curve.points else 0):
+        curve = curve.then(Curve((Point(curve.work, {GRADIENTS: at_end}),), (), curve.work))
+    return curve.shortened()
 
 
 def curve_of_call(cost: Cost) -> Curve:
@@ -35,5 +37,6 @@ def curve_of_call(cost: Cost) -> Curve:
     return replace(forward, turn=forward.turn or forward.work).then(cost.backward_curve.above(forward.work)).shortened()
 
 
-def _terms(sizes: dict[str, int]) -> dict[str, int]:
+def _nonzero(sizes: dict[str, int]) -> dict[str, int]:
+    """Return the categories with a nonzero size."""
     return {name: size for name, size in sizes.items() if size}

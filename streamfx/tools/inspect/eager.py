@@ -24,15 +24,15 @@ from streamfx.cost.nested_tensors import tensors_in
 from streamfx.cost.repeats import Repeat, step_of_all
 from streamfx.log import log
 from streamfx.tools.inspect.full_depth import LayerSubset
-from streamfx.tools.inspect.layer_repeat import Notes, do_the_same
+from streamfx.tools.inspect.layer_repeat import Notes, confirms_repeat
 from streamfx.tools.inspect.layers import first_layers, layers_of, name_of_layers, repeat_of
 from streamfx.tools.inspect.side_effect_guard import (
     FakeConverter,
     device_of,
     held_tensors,
     modules_of,
-    untouched,
     without_gradients,
+    without_side_effects,
 )
 from streamfx.torch_private import FakeTensorMode, fake_mode_of, tree_iter
 
@@ -58,7 +58,7 @@ def eager_cost(model: Callable[..., Any], inputs: Mapping[str, Any], around: Aro
     None if it cannot be traced or has no layers. `alike` is the layer repetition, if already found for these inputs.
     """
     mode, faker = faker_of(model, (), inputs)
-    with accepting_real(mode), mode:
+    with allow_real_inputs(mode), mode:
         return EagerCall(model, (), inputs, faker, alike).cost(around) if layers_of(model) else None
 
 
@@ -70,16 +70,16 @@ def costs_with_one_more(
     The additional layer is assumed to equal the one before the last. None if the layers do not repeat or cannot be traced.
     """
     mode, faker = faker_of(model, (), inputs)
-    with accepting_real(mode), mode, first_layers(model, few):
-        found = EagerCall(model, (), inputs, faker).step(around)
-        more = None if found is None else step_of_all(found[0], Repeat(1, 1, few, few + 1))
-        return None if found is None or more is None else (found[0].cost, more.cost)
+    with allow_real_inputs(mode), mode, first_layers(model, few):
+        result = EagerCall(model, (), inputs, faker).step(around)
+        extended = None if result is None else step_of_all(result[0], Repeat(1, 1, few, few + 1))
+        return None if result is None or extended is None else (result[0].cost, extended.cost)
 
 
 def alike_layers(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Repeat | None:
     """Return the layer repetition of a call, or None if the layers do not repeat."""
     mode, faker = faker_of(model, (), inputs)
-    with accepting_real(mode), mode:
+    with allow_real_inputs(mode), mode:
         return EagerCall(model, (), inputs, faker).alike
 
 
@@ -92,13 +92,13 @@ def faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 @contextmanager
-def accepting_real(mode: FakeTensorMode) -> Iterator[None]:
+def allow_real_inputs(mode: FakeTensorMode) -> Iterator[None]:
     """Let real parameters be used with fake inputs."""
-    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    saved, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         yield
     finally:
-        mode.allow_non_fake_inputs = before
+        mode.allow_non_fake_inputs = saved
 
 
 @dataclass
@@ -125,7 +125,7 @@ class EagerCall:
         step, gradients = result
         if around is not None:
             return replace(step.cost, gradients=gradients, layer_flops=0, layer_attention=0)
-        forward = step if self.alike is None else self._forward()[0]
+        forward = step if self.alike is None else self._traced_forward()[0]
         cost = replace(step.cost, gradients=gradients)
         return replace(cost, layer_flops=forward.layer_flops, layer_attention=forward.layer_attention)
 
@@ -133,7 +133,7 @@ class EagerCall:
         """Return the step and the bytes of its gradients, or None as in `cost`."""
         self.reached = 0
         try:
-            result = self._extrapolated(around) or self._traced(around)
+            result = self._extrapolated_step(around) or self._traced_step(around)
         except Exception as error:
             log.info("no eager baseline: %s", error)
             return None
@@ -142,12 +142,12 @@ class EagerCall:
             return None
         return result
 
-    def _extrapolated(self, around: Around | None) -> tuple[EagerStep, int] | None:
+    def _extrapolated_step(self, around: Around | None) -> tuple[EagerStep, int] | None:
         """Extrapolate the step and its gradient bytes from a few layers, or return None if the layers do not repeat."""
         if self.alike is None:
             return None
-        few, gradients = self._traced(around, self.alike)
-        step = step_of_all(few, self.alike)
+        step_of_few, gradients = self._traced_step(around, self.alike)
+        step = step_of_all(step_of_few, self.alike)
         return None if step is None else (step, gradients)
 
     @cached_property
@@ -159,43 +159,46 @@ class EagerCall:
         if repeat is None or self.given is not None:
             return repeat
         try:
-            few = step_of_all(self._forward(repeat)[0], repeat)
+            extrapolated = step_of_all(self._traced_forward(repeat)[0], repeat)
         except Exception as error:
             log.info("a model of few of its layers is not followed: %s", error)
             return None
-        if few is None:
+        if extrapolated is None:
             return None
-        step, notes = self._forward()
-        return repeat if few.forward.is_like(step.forward) and not notes.has_own_backward else None
+        step, notes = self._traced_forward()
+        return repeat if extrapolated.forward.is_like(step.forward) and not notes.has_custom_backward else None
 
     def _counting_calls(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the forward of a layer so that its calls are counted in `reached`."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             self.reached += 1
             return forward(*args, **kwargs)
 
         return run
 
-    def _forward(self, repeat: Repeat | None = None) -> tuple[EagerStep, Notes]:
+    def _traced_forward(self, repeat: Repeat | None = None) -> tuple[EagerStep, Notes]:
         """Trace the forward pass of all layers, or of a few, with notes on each layer. Traced once per repetition."""
         if repeat not in self._traces:
             notes = Notes()
-            self._traces[repeat] = self._traced(None, repeat, forward_only=True, notes=notes)[0], notes
+            self._traces[repeat] = self._traced_step(None, repeat, forward_only=True, notes=notes)[0], notes
         return self._traces[repeat]
 
-    def _traced(
+    def _traced_step(
         self, around: Around | None, repeat: Repeat | None = None, forward_only: bool = False, notes: Notes | None = None
     ) -> tuple[EagerStep, int]:
         """Trace a step and return it with the bytes of its parameter gradients, including those of the missing layers."""
         try:
-            return self._run(around, repeat, forward_only, notes, True)
+            return self._trace_step(around, repeat, forward_only, notes, sampled=True)
         except IterationsDifferError as error:
             log.info("all turns are followed: %s", error)
-            return self._run(around, repeat, forward_only, notes, False)
+            return self._trace_step(around, repeat, forward_only, notes, sampled=False)
 
-    def _run(
+    def _trace_step(
         self, around: Around | None, repeat: Repeat | None, forward_only: bool, notes: Notes | None, sampled: bool
     ) -> tuple[EagerStep, int]:
-        with self._faked(repeat) as (args, kwargs):
+        """Trace a step; `sampled` follows a function over many equal inputs for only some of them."""
+        with self._fake_call(repeat) as (args, kwargs):
             layers = layers_of(self.model)
             if notes is not None:
                 notes.begin(modules_of(self.model), layers, (args, kwargs))
@@ -218,12 +221,15 @@ class EagerCall:
                 return step, gradients
 
     @contextmanager
-    def _faked(self, repeat: Repeat | None) -> Iterator[tuple[Any, Any]]:
+    def _fake_call(self, repeat: Repeat | None) -> Iterator[tuple[Any, Any]]:
         """Yield fake arguments, and replace the tensors of the model by fake ones.
 
         The model has all its layers, or only the first few. Integer inputs stay real.
         """
-        with first_layers(self.model, len(layers_of(self.model)) if repeat is None else repeat.kept), untouched(self.model):
+        with (
+            first_layers(self.model, len(layers_of(self.model)) if repeat is None else repeat.kept),
+            without_side_effects(self.model),
+        ):
             self.faker.replace(modules_of(self.model), buffers=True)
             yield self.faker.inputs((tuple(self.args), dict(self.kwargs)), with_integers=True)
 
@@ -233,7 +239,7 @@ class EagerCall:
         if repeat is None:
             return None
         try:
-            repeats = do_the_same(self._forward(repeat)[1], self._forward()[1], repeat)
+            repeats = confirms_repeat(self._traced_forward(repeat)[1], self._traced_forward()[1], repeat)
         except Exception as error:
             log.info("the forward half is not followed through all layers: %s", error)
             return None
@@ -246,5 +252,6 @@ def _leaves(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _gradient_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the gradients that the leaves among these tensors hold."""
     gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     return sum(part.nbytes for part in tensors_in(gradients))

@@ -33,15 +33,15 @@ from streamfx.tools.inspect.at_peak import alive_at_peak
 from streamfx.tools.inspect.comm_report import wire_of
 from streamfx.tools.inspect.curves import curve_of_call, curve_of_calls
 from streamfx.tools.inspect.explanation_page import page_of
-from streamfx.tools.inspect.input_checks import AS_TENSORS, DO, arrays_among, empty_among
+from streamfx.tools.inspect.input_checks import AS_TENSORS, DO, empty_inputs_text, numpy_inputs_text
 from streamfx.tools.inspect.keywords import options_among
 from streamfx.tools.inspect.side_effect_guard import original
 from streamfx.tools.inspect.tracing import TracedCall, TracedGraph, traced
 from streamfx.tools.report.dataflow import flow_of
 from streamfx.tools.report.diagram import Diagram, diagram_of
 from streamfx.tools.report.exports import Exports
-from streamfx.tools.report.fallback_reasons import told_of_strict
-from streamfx.tools.report.loop_bodies import bodies_of, bodies_with, python_of
+from streamfx.tools.report.fallback_reasons import strict_refusal_text
+from streamfx.tools.report.loop_bodies import bodies_of, bodies_of_module, python_of
 from streamfx.tools.report.notices import record_of
 from streamfx.tools.report.page import Page
 from streamfx.tools.report.stage_table import StageReport
@@ -83,12 +83,12 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
         >>> [stage.kind for stage in found.stages], found.summary()["graph_breaks"]
         (['streamed', 'streamed'], 0)
     """
-    given, kwargs = options_among(model, options, args, kwargs, "streamfx.explain(...)")
+    backend_options, kwargs = options_among(model, options, args, kwargs, "streamfx.explain(...)")
     model = original(model)
-    arrays = arrays_among((args, kwargs))
+    arrays = numpy_inputs_text((args, kwargs))
     refuse_unless(not arrays, NotTracedError, "streamfx.explain asks for tensors", f"arrays of numpy: {arrays}", AS_TENSORS)
-    explanation = Explanation(traced(model, args, kwargs, given))
-    if (empty := empty_among((args, kwargs))) and not flops_of_calls(explanation.costs):
+    explanation = Explanation(traced(model, args, kwargs, backend_options))
+    if (empty := empty_inputs_text((args, kwargs))) and not flops_of_calls(explanation.costs):
         raise NotTracedError("streamfx.explain asks for a call that computes something", found=f"{empty}, and no products", do=DO)
     return explanation
 
@@ -114,14 +114,14 @@ class Explanation(Unpicklable, Exports):
         self.call, self.updates = call, updates
 
     def __str__(self) -> str:
-        return report_text(self.summary()) + told_of_strict([graph.facts for graph in self.call.graphs], self.call.options)
+        return report_text(self.summary()) + strict_refusal_text([graph.facts for graph in self.call.graphs], self.call.options)
 
     __repr__ = __str__
 
     @cached_property
     def stages(self) -> list[StageReport]:
         """The stages of all graphs, in order."""
-        costs = zip(self.call.graphs, self._streamed, strict=True)
+        costs = zip(self.call.graphs, self._costs_by_graph, strict=True)
         records = (record_of(graph.facts, number, cost) for number, (graph, cost) in enumerate(costs))
         return [stage for record in records for stage in record.stages]
 
@@ -167,13 +167,13 @@ class Explanation(Unpicklable, Exports):
             "checkpointing_peak_bytes": None if self.call.checkpointed is None else self.call.checkpointed.peak,
             "not_checkpointed": (self.call.not_checkpointed or None) if with_baseline else None,
             "trains": self.call.trains,
-            "at_peak": alive_at_peak(self.call.graphs, self._streamed),
+            "at_peak": alive_at_peak(self.call.graphs, self._costs_by_graph),
             "saved_bytes": sum(cost.held for cost in streamed),
             "baseline_saved_bytes": baseline.held,
             "flops": flops_of_calls(streamed),
             "baseline_flops": baseline.flops,
             "checkpointing_flops": None if self.call.checkpointed is None else self.visible(self.call.checkpointed).flops,
-            "wire": wire_of(self._called, streamed, self.call) if with_baseline else wire_of(self._called, streamed),
+            "wire": wire_of(self._graph_calls, streamed, self.call) if with_baseline else wire_of(self._graph_calls, streamed),
             "options": self.call.options.as_dict(),
         }
 
@@ -206,13 +206,13 @@ class Explanation(Unpicklable, Exports):
             ['streamfx', 'eager']
         """
         at_end = self.baseline.gradients if with_baseline and not self.updates else 0
-        found = {OURS: (curve_of_calls(self.costs, self._gradients, at_end), flops_of_calls(self.costs))}
+        curves_by_way = {OURS: (curve_of_calls(self.costs, self._gradients, at_end), flops_of_calls(self.costs))}
         if with_baseline and self.call.checkpointed is not None:
             checkpointed = self.visible(self.call.checkpointed)
-            found[CHECKPOINTING] = curve_of_call(checkpointed), checkpointed.flops
+            curves_by_way[CHECKPOINTING] = curve_of_call(checkpointed), checkpointed.flops
         if with_baseline:
-            found[EAGER] = curve_of_call(self.baseline), self.baseline.flops
-        return found
+            curves_by_way[EAGER] = curve_of_call(self.baseline), self.baseline.flops
+        return curves_by_way
 
     @property
     def page(self) -> Page:
@@ -252,7 +252,7 @@ class Explanation(Unpicklable, Exports):
         asked, do = "print_readable takes the name of a module", "give it as a text, or None for all of the model"
         refuse_unless(module is None or isinstance(module, str), ReportError, asked, module, do)
         facts = [graph.facts for graph in self.call.graphs]
-        text = python_of(bodies_of(facts) if module is None else bodies_with(module, facts))
+        text = python_of(bodies_of(facts) if module is None else bodies_of_module(module, facts))
         if print_output:
             print(text)
         return text
@@ -265,27 +265,29 @@ class Explanation(Unpicklable, Exports):
     # -- costs per graph and per call
 
     @property
-    def _called(self) -> list[TracedGraph]:
+    def _graph_calls(self) -> list[TracedGraph]:
+        """The graph of each call, or all graphs if calls were not recorded."""
         return self.call.calls or self.call.graphs
 
     @property
     def _gradients(self) -> list[int]:
         """Bytes of each call's parameter gradients that stay alive until the end of the step."""
-        return [0 if self.updates else bytes_of_parameters(graph.facts.joint) for graph in self._called]
+        return [0 if self.updates else bytes_of_parameters(graph.facts.joint) for graph in self._graph_calls]
 
-    def _of_calls(self, costs: list[Cost]) -> list[Cost]:
+    def _costs_by_call(self, costs: list[Cost]) -> list[Cost]:
         """Return the cost of each call, given that of each graph."""
         of_graph = {id(graph): cost for graph, cost in zip(self.call.graphs, costs, strict=True)}
-        return [of_graph[id(graph)] for graph in self._called]
+        return [of_graph[id(graph)] for graph in self._graph_calls]
 
     @cached_property
-    def _streamed(self) -> list[Cost]:
+    def _costs_by_graph(self) -> list[Cost]:
+        """The cost of each distinct graph with the backend."""
         return [_cost_with_backend(graph, self.updates) for graph in self.call.graphs]
 
     @property
     def costs(self) -> list[Cost]:
         """The cost of each graph call with the backend."""
-        return self._of_calls(self._streamed)
+        return self._costs_by_call(self._costs_by_graph)
 
     def _streamed_share(self, baseline: Cost) -> float | None:
         """Return the fraction of the call's FLOPs that run in loops.
@@ -324,24 +326,26 @@ class Explanation(Unpicklable, Exports):
         work = cost.work
         if not work.masked_flops:
             return cost
-        shown, charged = (sum(counts) for counts in zip(*map(masked_attention_flops, self._called), strict=True))
-        hidden = work.masked_flops * (charged - shown) // charged if charged else 0
-        in_layers = cost.layer_attention * hidden // work.attention_flops if hidden else 0
+        visible_flops, all_flops = (sum(counts) for counts in zip(*map(masked_attention_flops, self._graph_calls), strict=True))
+        hidden_flops = work.masked_flops * (all_flops - visible_flops) // all_flops if all_flops else 0
+        hidden_in_layers = cost.layer_attention * hidden_flops // work.attention_flops if hidden_flops else 0
         return replace(
             cost,
-            work=work.without_hidden(hidden),
-            layer_flops=cost.layer_flops - in_layers,
-            layer_attention=cost.layer_attention - in_layers,
+            work=work.without_hidden(hidden_flops),
+            layer_flops=cost.layer_flops - hidden_in_layers,
+            layer_attention=cost.layer_attention - hidden_in_layers,
         )
 
     def _baseline_of_graphs(self) -> Cost:
-        costs = self._of_calls([_cost_without_backend(graph) for graph in self.call.graphs])
-        gradients = [bytes_of_parameters(graph.facts.joint) for graph in self._called]
+        """Return the eager cost of the traced graphs, without code between them."""
+        costs = self._costs_by_call([_cost_without_backend(graph) for graph in self.call.graphs])
+        gradients = [bytes_of_parameters(graph.facts.joint) for graph in self._graph_calls]
         peak, curve = peak_of_calls(costs, gradients), curve_of_calls(costs, gradients)
         return Cost(peak, peak, sum(cost.held for cost in costs), summed(cost.work for cost in costs), forward_curve=curve)
 
 
 def _cost_with_backend(graph: TracedGraph, updates: bool) -> Cost:
+    """Return the cost of the graphs that run; with `updates`, an optimizer frees gradients in the backward graph."""
     forward, backward = graph.that_run
     released = taken_by_optimizer(graph, backward) if updates and backward is not None else None
     return cost_of(forward, backward, graph.num_outputs, loss_values(graph.facts), released, recorded=True)
@@ -358,10 +362,10 @@ def taken_by_optimizer(graph: TracedGraph, backward: fx.GraphModule) -> Released
     segments = deliveries(backward, chain.saved)
     if places_of(segments) != chain.places:
         return None
-    late = (number for number, places in enumerate(chain.places) if not chain.kept_out.isdisjoint(places))
-    parameters = {place for place, primal, _ in graph.facts.joint.trained if is_parameter(primal)} - chain.kept_out
-    taken = {place: source.primal for place, source in chain.sources.items() if place in parameters}
-    return ReleasedGradients(segments, max(late, default=0), taken)
+    kept_segments = (number for number, places in enumerate(chain.places) if not chain.kept_out.isdisjoint(places))
+    parameter_places = {place for place, primal, _ in graph.facts.joint.trained if is_parameter(primal)} - chain.kept_out
+    primal_by_place = {place: source.primal for place, source in chain.sources.items() if place in parameter_places}
+    return ReleasedGradients(segments, max(kept_segments, default=0), primal_by_place)
 
 
 def _cost_without_backend(graph: TracedGraph) -> Cost:
@@ -385,10 +389,12 @@ def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:
 
 
 def _flops(node: fx.Node, span: Span) -> int:
+    """Return the FLOPs of a fused attention node on the key positions in `span`."""
     arguments = bound_arguments(node)
     values = {name: arguments[name].meta[VALUE] for name in ("query", "key", "value")}
     return attention_flops(node.target, values, span)
 
 
 def flops_of_calls(costs: list[Cost]) -> int:
+    """Return the sum of the FLOPs of all calls."""
     return sum(cost.flops for cost in costs)

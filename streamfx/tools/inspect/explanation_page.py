@@ -11,11 +11,11 @@ from streamfx.tools.report.page import (
     Figure,
     Page,
     Table,
-    grouped,
-    peak_beside,
+    baseline_figure,
+    fallback_rows,
     place_of_peak,
-    run_whole,
     sentence,
+    stage_rows,
     ways_table,
     wire_table_of,
 )
@@ -37,9 +37,9 @@ def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
         gains=gains(ours, others) if others and not is_traced_in_part(summary) else None,
         figures=tuple(_figures(summary, ours, others, place_of_peak(timeline.ours, stages))),
         timeline=timeline,
-        stages=grouped(stages, summary["flops"], summary["sequence"]),
-        whole=run_whole(stages, matters=True),
-        small=run_whole(stages, matters=False),
+        stages=stage_rows(stages, summary["flops"], summary["sequence"]),
+        whole=fallback_rows(stages, matters=True),
+        small=fallback_rows(stages, matters=False),
         tables=tuple(_tables(summary, timeline)),
         options=summary["options"],
         notes=tuple(_notes(summary)),
@@ -47,9 +47,10 @@ def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
 
 
 def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost], at_peak: str) -> Iterator[Figure]:
+    """Yield the figures at the top of the page: peaks, compute and sequence length."""
     yield Figure("Peak", in_bytes(ours.peak_bytes), f"{at_peak}; {WHAT}")
     for other in others:
-        yield peak_beside(other, ours)
+        yield baseline_figure(other, ours)
     yield Figure("Compute", in_flops(summary["flops"]), share_text(summary))
     lengths = " and ".join(f"{length:,}" for length in dict.fromkeys(summary["sequence"]) if length is not None)
     if lengths:
@@ -57,6 +58,7 @@ def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost],
 
 
 def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
+    """Yield the tables of baselines and of communication, if there are any."""
     if timeline.others:
         yield ways_table(timeline)
     if summary["wire"] is not None:
@@ -64,6 +66,7 @@ def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
 
 
 def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield heading and text of each note: no checkpointing baseline, graph breaks, incomplete trace."""
     if summary["not_checkpointed"]:
         yield NOT_CHECKPOINTED, sentence(summary["not_checkpointed"])
     for item in summary["break_reasons"]:

@@ -72,24 +72,26 @@ class LayerSubset:
         return next((number for number in numbers if number is not None), None)
 
     def _number_in(self, path: str) -> int | None:
+        """Return the layer index in a module path, or None if the path is not that of a layer."""
         match = re.search(rf"(?:^|\.){re.escape(self.name)}\.(\d+)$", plain_path(path))
         return None if match is None else int(match[1])
 
 
 def of_all_layers(
-    joint: fx.GraphModule, num_primals: int, num_outputs: int, said: Mapping[int, Any], few: LayerSubset
+    joint: fx.GraphModule, num_primals: int, num_outputs: int, primal_facts: Mapping[int, Any], few: LayerSubset
 ) -> FullGraph:
     """Build the joint graph of all layers from that of a few.
 
-    `said` are known facts about primals by index; they must be equal for corresponding primals. Raises `LayersDifferError` if
-    the few layers do not represent all.
+    `primal_facts` are known facts about primals by index; they must be equal for corresponding primals. Raises
+    `LayersDifferError` if the few layers do not represent all.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     expanded = graph_of_all_layers(joint.graph, num_primals, num_outputs, few)
     positions = {node: position for position, node in enumerate(placeholders)}
     first, second = expanded.periods.first, expanded.periods.second
     if any(
-        said.get(positions[a]) != said.get(positions[b]) for a, b in zip(first[Track.INPUTS], second[Track.INPUTS], strict=True)
+        primal_facts.get(positions[a]) != primal_facts.get(positions[b])
+        for a, b in zip(first[Track.INPUTS], second[Track.INPUTS], strict=True)
     ):
         raise LayersDifferError("inputs of which other things are known")
     count = num_primals + few.repeat.copies * len(second[Track.INPUTS])
@@ -105,77 +107,86 @@ def graph_of_all_layers(graph: fx.Graph, num_primals: int, num_outputs: int, few
     if len(results_of(graph)) != num_outputs + num_primals:
         raise LayersDifferError("gradients that are none of inputs")
     periods = periods_of(graph, num_primals, num_outputs, few.repeat, few.number_of)
-    return _LayerExpander(graph, num_primals, num_outputs, periods, few).written()
+    return _LayerExpander(graph, num_primals, num_outputs, periods, few).build()
 
 
 def _is_symbolic(node: fx.Node) -> bool:
+    """Return whether a node is a symbolic integer or has a symbolic size."""
     value = node.meta.get(VALUE)
     return isinstance(value, SymInt) or any(isinstance(size, SymInt) for size in getattr(value, "shape", ()))
 
 
 class _LayerExpander:
+    """Builds the graph of all layers: copies of the second period are inserted between the two periods."""
+
     def __init__(self, graph: fx.Graph, num_primals: int, num_outputs: int, periods: Periods, few: LayerSubset) -> None:
         self.graph, self.num_primals, self.num_outputs, self.periods, self.few = graph, num_primals, num_outputs, periods, few
         self.copies, self.expanded = few.repeat.copies, fx.Graph()
         self.places = periods.places
-        self.counterparts: dict[fx.Node, fx.Node] = {}
-        self.copied: list[dict[Track, list[fx.Node]]] = [{track: [] for track in Track} for _ in range(self.copies)]
+        self.new_of_original: dict[fx.Node, fx.Node] = {}
+        self.copies_by_period: list[dict[Track, list[fx.Node]]] = [{track: [] for track in Track} for _ in range(self.copies)]
         self.stacks: dict[Any, Any] = {}
         self.twins: list[dict[int, FakeTensor]] = [{} for _ in range(self.copies)]
 
-    def written(self) -> ExpandedGraph:
+    def build(self) -> ExpandedGraph:
         """Insert the copies between the two periods: after the first one in the forward graph, after the second one in the
         backward graph.
         """
-        insertions: dict[fx.Node, tuple[Track, range]] = {}
+        copies_after: dict[fx.Node, tuple[Track, range]] = {}
         for track, nodes, order in (
             (Track.INPUTS, self.periods.first, range(self.copies)),
             (Track.FORWARD, self.periods.first, range(self.copies)),
             (Track.BACKWARD, self.periods.second, range(self.copies)[::-1]),
         ):
             if nodes[track]:
-                insertions[nodes[track][-1]] = track, order
+                copies_after[nodes[track][-1]] = track, order
         for node in self.graph.nodes:
             if node.op == "output":
                 break
-            self._copy_original(node)
-            track, order = insertions.get(node, (Track.INPUTS, range(0)))
+            self._copy_node(node)
+            track, order = copies_after.get(node, (Track.INPUTS, range(0)))
             for number in order:
                 for pattern in self.periods.second[track]:
-                    self.copied[number][track].append(self._copy(pattern, number))
+                    self.copies_by_period[number][track].append(self._copy_to_period(pattern, number))
         self._finish()
-        patterns = {counterpart: node for node, counterpart in self.counterparts.items()}
-        numbers: dict[fx.Node, int] = {}
-        for number, copy in enumerate(self.copied):
-            for track, copied in copy.items():
-                patterns.update(zip(copied, self.periods.second[track], strict=True))
-                numbers.update(dict.fromkeys(copied, number))
-        stands_for = {node: patterns[node] for node in self.expanded.nodes if node.op != "output"}
-        return ExpandedGraph(self.expanded, stands_for, numbers, self.periods)
+        originals = {counterpart: node for node, counterpart in self.new_of_original.items()}
+        period_of_copy: dict[fx.Node, int] = {}
+        for number, copy in enumerate(self.copies_by_period):
+            for track, copies_by_period in copy.items():
+                originals.update(zip(copies_by_period, self.periods.second[track], strict=True))
+                period_of_copy.update(dict.fromkeys(copies_by_period, number))
+        stands_for = {node: originals[node] for node in self.expanded.nodes if node.op != "output"}
+        return ExpandedGraph(self.expanded, stands_for, period_of_copy, self.periods)
 
     @property
-    def _count(self) -> int:
+    def _num_primals_of_all(self) -> int:
+        """The number of primals of the graph of all layers."""
         return self.num_primals + self.copies * len(self.periods.second[Track.INPUTS])
 
     # -- nodes
 
-    def _copy_original(self, node: fx.Node) -> None:
+    def _copy_node(self, node: fx.Node) -> None:
+        """Copy a node of the short graph, with the layer indices that it has among all layers."""
         period, _ = self.places.get(node, (0, None))
-        new = self.counterparts[node] = self.expanded.node_copy(node, lambda source: self._beside_copies(period, source))
+        new = self.new_of_original[node] = self.expanded.node_copy(node, lambda source: self._operand_of_original(period, source))
         first = {0: self.few.repeat.front + self.few.repeat.period, 1: self.few.repeat.count, 2: 0}[period]
-        self._number(new, first, self.copies)
+        self._shift_layer_indices(new, first, self.copies)
 
-    def _beside_copies(self, period: int, source: fx.Node) -> fx.Node:
-        """Return an operand of an original node: reads across the two periods are redirected to the copies between them."""
+    def _operand_of_original(self, period: int, source: fx.Node) -> fx.Node:
+        """Return an operand of an original node: reads across the two periods are redirected to the copies between them.
+
+        `place` is its period (1 or 2) and its position in the period.
+        """
         place = self.places.get(source)
         if place is None or period == 0 or place[0] == period:
-            return self.counterparts[source]
-        copy = self.copied[0 if period == 1 else -1] if self.copies else None
-        return self.counterparts[source] if copy is None else copy[place[1].track][place[1].number]
+            return self.new_of_original[source]
+        copy = self.copies_by_period[0 if period == 1 else -1] if self.copies else None
+        return self.new_of_original[source] if copy is None else copy[place[1].track][place[1].number]
 
-    def _copy(self, pattern: fx.Node, number: int) -> fx.Node:
+    def _copy_to_period(self, pattern: fx.Node, number: int) -> fx.Node:
+        """Copy a node of the second period to inserted period `number`."""
         new = self.expanded.node_copy(pattern, lambda source: self._operand(source, number))
-        self._number(new, 0, number)
+        self._shift_layer_indices(new, 0, number)
         if VALUE in new.meta:
             new.meta[VALUE] = self._twin(new.meta[VALUE], number)
         return new
@@ -194,18 +205,18 @@ class _LayerExpander:
     def _operand(self, source: fx.Node, number: int) -> fx.Node:
         """Return the operand of a copy that corresponds to an operand of the second period."""
         place = self.periods.roles.get(source)
-        return self.counterparts[source] if place is None else self._at(place, number)
+        return self.new_of_original[source] if place is None else self._node_at(place, number)
 
-    def _at(self, place: OperatorPlace, number: int) -> fx.Node:
+    def _node_at(self, place: OperatorPlace, number: int) -> fx.Node:
         """Return the node at a place relative to a copy: in a copy, or in the first or second period next to the copies."""
-        number += place.beside
+        number += place.period_offset
         if number < 0:
-            return self.counterparts[self.periods.first[place.track][place.number]]
+            return self.new_of_original[self.periods.first[place.track][place.number]]
         if number >= self.copies:
-            return self.counterparts[self.periods.second[place.track][place.number]]
-        return self.copied[number][place.track][place.number]
+            return self.new_of_original[self.periods.second[place.track][place.number]]
+        return self.copies_by_period[number][place.track][place.number]
 
-    def _number(self, node: fx.Node, first: int, periods: int) -> None:
+    def _shift_layer_indices(self, node: fx.Node, first: int, periods: int) -> None:
         """Shift the layer indices in a node's module stack: layers from index `first` on come `periods` periods later."""
         if node.op == "placeholder":
             node.target = node.name
@@ -214,11 +225,13 @@ class _LayerExpander:
                 key = tuple(entry[0] for entry in stack.values()), first, periods
                 if key not in self.stacks:
                     self.stacks[key] = {
-                        name: (self._renamed(path, first, periods), *rest) for name, (path, *rest) in stack.items()
+                        name: (self._shifted_path(path, first, periods), *entry_rest)
+                        for name, (path, *entry_rest) in stack.items()
                     }
                 node.meta[half] = self.stacks[key]
 
-    def _renamed(self, path: str, first: int, periods: int) -> str:
+    def _shifted_path(self, path: str, first: int, periods: int) -> str:
+        """Return a module path with its layer index increased by `periods` periods if it is at least `first`."""
         match = re.fullmatch(rf"(|.*?\.)({re.escape(self.few.name)}\.)(\d+)(|\..*)", plain_path(path))
         if match is None or int(match[3]) < first:
             return path
@@ -233,15 +246,18 @@ class _LayerExpander:
         inputs = self.periods.first[Track.INPUTS], self.periods.second[Track.INPUTS]
         for primal, gradient in zip(primals, results[self.num_outputs :], strict=True):
             period, _ = self.places.get(primal, (0, None))
-            gradients.append(self._beside_copies(period, gradient) if isinstance(gradient, fx.Node) else gradient)
+            gradients.append(self._operand_of_original(period, gradient) if isinstance(gradient, fx.Node) else gradient)
             if inputs[0] and primal is inputs[0][-1]:
                 gradients += self._gradients_of_copies(dict(zip(primals, results[self.num_outputs :], strict=True)))
-        outputs = [self.counterparts[result] if isinstance(result, fx.Node) else result for result in results[: self.num_outputs]]
+        outputs = [
+            self.new_of_original[result] if isinstance(result, fx.Node) else result for result in results[: self.num_outputs]
+        ]
         output = self.expanded.output((*outputs, *gradients))
         output.meta = dict(self.graph.output_node().meta)
-        describe_plain(self.expanded, self._count, self.num_outputs)
+        describe_plain(self.expanded, self._num_primals_of_all, self.num_outputs)
 
     def _gradients_of_copies(self, gradients: dict[fx.Node, Any]) -> list[Any]:
+        """Return the gradients of the primals of all copies, given those of the short graph."""
         patterns = [gradients[primal] for primal in self.periods.second[Track.INPUTS]]
         return [
             self._operand(pattern, number) if isinstance(pattern, fx.Node) else pattern

@@ -17,25 +17,25 @@ AS_TENSORS = "give tensors: torch.as_tensor(array)"
 NO_BATCH = "{found} has no dimension for the batch: where the model takes batches of sequences, give tensor[None]"
 
 
-def empty_among(inputs: Any) -> str:
+def empty_inputs_text(inputs: Any) -> str:
     """Return the tensors without elements among the arguments of a call, as text; empty if there are none.
 
     >>> import torch
-    >>> empty_among(((torch.zeros(2, 0),), {"labels": torch.zeros(2)}))
+    >>> empty_inputs_text(((torch.zeros(2, 0),), {"labels": torch.zeros(2)}))
     'input [0] of shape (2, 0)'
     """
-    return _among(inputs, lambda value: isinstance(value, Tensor) and not value.numel())
+    return _inputs_text(inputs, lambda value: isinstance(value, Tensor) and not value.numel())
 
 
-def arrays_among(inputs: Any) -> str:
+def numpy_inputs_text(inputs: Any) -> str:
     """Return the numpy arrays among the arguments of a call, as text; empty if there are none.
 
     >>> import numpy
-    >>> arrays_among(((), {"ids": numpy.zeros((1, 8))}))
+    >>> numpy_inputs_text(((), {"ids": numpy.zeros((1, 8))}))
     "input ['ids'] of shape (1, 8)"
     """
     numpy: Any = sys.modules.get("numpy")
-    return "" if numpy is None else _among(inputs, lambda value: isinstance(value, numpy.ndarray))
+    return "" if numpy is None else _inputs_text(inputs, lambda value: isinstance(value, numpy.ndarray))
 
 
 def advice_on(inputs: Any) -> str:
@@ -45,16 +45,18 @@ def advice_on(inputs: Any) -> str:
     >>> advice_on(((torch.zeros(8, dtype=torch.long),), {}))
     'input [0] of shape (8,) has no dimension for the batch: where the model takes batches of sequences, give tensor[None]'
     """
-    if arrays := arrays_among(inputs):
+    if arrays := numpy_inputs_text(inputs):
         return f"{arrays} {'are arrays' if ', input' in arrays else 'is an array'} of numpy: {AS_TENSORS}"
-    single = _among(inputs, lambda value: isinstance(value, Tensor) and value.dim() == 1 and _has_token_ids(value))
+    single = _inputs_text(inputs, lambda value: isinstance(value, Tensor) and value.dim() == 1 and _has_token_ids(value))
     return NO_BATCH.format(found=single) if single else ""
 
 
 def _has_token_ids(tensor: Tensor) -> bool:
+    """Return whether a tensor holds several integers."""
     return tensor.numel() > 1 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
-def _among(inputs: Any, predicate: Callable[[Any], bool]) -> str:
-    found = [(path, value) for path, value in tree_flatten_with_path(inputs)[0] if predicate(value)]
-    return ", ".join(f"input {keystr(path[1:])} of shape {tuple(value.shape)}" for path, value in found)
+def _inputs_text(inputs: Any, predicate: Callable[[Any], bool]) -> str:
+    """Return names and shapes of the inputs that satisfy the predicate, as text."""
+    matches = [(path, value) for path, value in tree_flatten_with_path(inputs)[0] if predicate(value)]
+    return ", ".join(f"input {keystr(path[1:])} of shape {tuple(value.shape)}" for path, value in matches)

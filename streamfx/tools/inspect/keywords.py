@@ -28,16 +28,16 @@ def options_among(
     it, or fail. Without explicit options, those that the model was compiled with apply.
     """
     refuse_positional(positional, origin)
-    accepted, takes_others = _named(original(model))
+    accepted, takes_others = _accepted_arguments(original(model))
     for name, value in keywords.items():
         hint = did_you_mean(name, NAMES, NEARLY if takes_others else NEAR)
         if name not in accepted and name not in NAMES and (hint or not takes_others):
             takes = MISSPELT if takes_others else f"the model takes {', '.join(sorted(accepted)) or 'no keywords'}"
             asked = f"{origin} has no option {name!r}, and the model names no such argument"
             raise OptionError(asked, found=f"{name}={described(value)}", do=f"{hint}{takes}")
-    named = {name: value for name, value in keywords.items() if name in NAMES and name not in accepted}
-    given = {**compiled_options(model), **merged(options, named, origin)}
-    return given, {name: value for name, value in keywords.items() if name not in named}
+    option_keywords = {name: value for name, value in keywords.items() if name in NAMES and name not in accepted}
+    backend_options = {**compiled_options(model), **merged(options, option_keywords, origin)}
+    return backend_options, {name: value for name, value in keywords.items() if name not in option_keywords}
 
 
 def compiled_options(model: Callable[..., Any]) -> dict[str, Any]:
@@ -56,7 +56,11 @@ def compiled_options(model: Callable[..., Any]) -> dict[str, Any]:
     return (
         {}
         if not enabled
-        else {name: value for name, value in enabled[0].items() if all(name in one and one[name] == value for one in enabled)}
+        else {
+            name: value
+            for name, value in enabled[0].items()
+            if all(name in others and others[name] == value for others in enabled)
+        }
     )
 
 
@@ -73,11 +77,13 @@ def _options_of(call: Any) -> dict[str, Any] | None:
     return checked(keywords.get("options"), "torch.compile(options=...)") if function is streambp else None
 
 
-def _named(model: Callable[..., Any]) -> tuple[set[str], bool]:
+def _accepted_arguments(model: Callable[..., Any]) -> tuple[set[str], bool]:
     """Return the names of the arguments that a model accepts, and whether it takes `**kwargs`."""
     try:
         parameters = list(inspect.signature(getattr(model, "forward", model)).parameters.values())
     except (TypeError, ValueError):  # not callable, or implemented in C
         return set(), True
-    named = {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
-    return named, any(one.kind is one.VAR_KEYWORD for one in parameters)
+    named = {
+        parameter.name for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

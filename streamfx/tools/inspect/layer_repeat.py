@@ -31,116 +31,122 @@ class Notes(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
+        """Start with one empty segment; `_origins` maps a tensor id to its segment, operator index and result index."""
         super().__init__()
-        self.stretches: list[list[Any]] = [[]]
+        self.segments: list[list[Any]] = [[]]
         self.order: list[int] = []
-        self.has_own_backward = False  # whether a layer defines a custom backward
-        self._held: dict[int, tuple[int | None, Any]] = {}
+        self.has_custom_backward = False  # whether a layer defines a custom backward
+        self._names: dict[int, tuple[int | None, Any]] = {}
         self._origins: dict[int, tuple[weakref.ref[Tensor], tuple[int, int, int]]] = {}
-        self._others: list[Tensor] = []
+        self._unnamed: list[Tensor] = []
 
     def begin(self, modules: Iterable[nn.Module], layers: Sequence[nn.Module], arguments: Any) -> None:
         """Start recording. Parameters, buffers and arguments are identified by name."""
-        self.stretches, self.order = [[]], []
-        self._held = _held_by(modules, layers, list(tensors_in(arguments)))
+        self.segments, self.order = [[]], []
+        self._names = _names_of_tensors(modules, layers, list(tensors_in(arguments)))
         for number, layer in enumerate(layers):
             layer.forward = self._recording(number, layer.forward)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """Tell torch to turn this mode off while it compiles, so that compiled regions inside of a model stay compiled."""
         return True
 
     def _recording(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a layer's forward so that its operators form a segment."""
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            """Run the layer between two new segments, and note whether it defines a custom backward."""
             self.order.append(number)
-            self.stretches.append([])
+            self.segments.append([])
             out = forward(*args, **kwargs)
-            self.stretches.append([])
-            self.has_own_backward |= _has_own_backward(out, (args, kwargs))
+            self.segments.append([])
+            self.has_custom_backward |= _has_custom_backward(out, (args, kwargs))
             return out
 
-        return run
+        return recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run an operator, and note its target, operands, result properties and gradient mode."""
         kwargs = kwargs or {}
         if func is ASKS_DEVICE:  # a query without work; the number of queries may differ between layers
             return args[0].device
-        operands = self._described((args, kwargs))
+        operands = self._describe((args, kwargs))
         out = func(*args, **kwargs)
         results = list(tensors_in(out))
-        notes = self.stretches[-1]
+        notes = self.segments[-1]
         for number, result in enumerate(results):
-            self._origins[id(result)] = weakref.ref(result), (len(self.stretches) - 1, len(notes), number)
-        notes.append((func, operands, tuple(map(_kind, results)), torch.is_grad_enabled()))
+            self._origins[id(result)] = weakref.ref(result), (len(self.segments) - 1, len(notes), number)
+        notes.append((func, operands, tuple(map(_tensor_properties, results)), torch.is_grad_enabled()))
         return out
 
-    def _described(self, item: Any) -> Any:
+    def _describe(self, item: Any) -> Any:
+        """Return nested arguments with each tensor replaced by its origin and properties."""
         if isinstance(item, Tensor):
-            return self._origin_of(item), _kind(item)
+            return self._origin_of(item), _tensor_properties(item)
         if isinstance(item, (tuple, list)):
-            return type(item), tuple([self._described(part) for part in item])
+            return type(item), tuple([self._describe(part) for part in item])
         if isinstance(item, dict):
-            return tuple((key, self._described(part)) for key, part in item.items())
+            return tuple((key, self._describe(part)) for key, part in item.items())
         return type(item), repr(item) if isinstance(item, float) else item
 
     def _origin_of(self, tensor: Tensor) -> Any:
         """Return the origin of a tensor relative to the segment that reads it."""
-        here = len(self.stretches) - 1
+        current_segment = len(self.segments) - 1
         origin = self._origins.get(id(tensor))
         if origin is not None and origin[0]() is tensor:  # the id may have been reused
             segment, *number = origin[1]
-            return (BEFORE if segment == BEFORE else segment - here - 1, *number)
-        layer, name = self._held.get(id(tensor), (None, None))
+            return (BEFORE if segment == BEFORE else segment - current_segment - 1, *number)
+        layer, name = self._names.get(id(tensor), (None, None))
         if name is None:
-            self._others.append(tensor)
+            self._unnamed.append(tensor)
             name = id(tensor)
-        return "held", name if layer is None else (2 * layer + 1 - here, name)
+        return "held", name if layer is None else (2 * layer + 1 - current_segment, name)
 
 
-def _kind(tensor: Tensor) -> Any:
+def _tensor_properties(tensor: Tensor) -> Any:
+    """Return the properties in which tensors of equal layers agree."""
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
 
 
-def _held_by(
+def _names_of_tensors(
     modules: Iterable[nn.Module], layers: Sequence[nn.Module], arguments: Iterable[Tensor]
 ) -> dict[int, tuple[int | None, Any]]:
     """Map each parameter, buffer and argument (by id) to the layer that holds it and its name. All live as long as the model."""
-    holders: dict[int, tuple[int | None, Any]] = {id(tensor): (None, number) for number, tensor in enumerate(arguments)}
+    names: dict[int, tuple[int | None, Any]] = {id(tensor): (None, number) for number, tensor in enumerate(arguments)}
     for root in modules:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            holders.setdefault(id(tensor), (None, name))
+            names.setdefault(id(tensor), (None, name))
     for number, layer in enumerate(layers):
-        own = (*layer.named_parameters(), *layer.named_buffers())
-        holders.update((id(tensor), (number, name)) for name, tensor in own)
-    return holders
+        layer_tensors = (*layer.named_parameters(), *layer.named_buffers())
+        names.update((id(tensor), (number, name)) for name, tensor in layer_tensors)
+    return names
 
 
-def _has_own_backward(out: Any, inputs: Any) -> bool:
+def _has_custom_backward(out: Any, inputs: Any) -> bool:
     """Return whether the autograd graph between a layer's inputs and outputs contains an `autograd.Function`."""
-    seen = {tensor.grad_fn for tensor in tensors_in(inputs)}
-    todo = [tensor.grad_fn for tensor in tensors_in(out)]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+    visited = {tensor.grad_fn for tensor in tensors_in(inputs)}
+    pending = [tensor.grad_fn for tensor in tensors_in(out)]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
             if isinstance(node, BackwardCFunction):
                 return True
-            todo += [source for source, _ in node.next_functions]
+            pending += [source for source, _ in node.next_functions]
     return False
 
 
-def do_the_same(few: Notes, every: Notes, repeat: Repeat) -> bool:
+def confirms_repeat(notes_of_few: Notes, notes_of_all: Notes, repeat: Repeat) -> bool:
     """Return whether the notes of all layers equal those of a few with one period repeated."""
-    if few.has_own_backward or every.has_own_backward:
+    if notes_of_few.has_custom_backward or notes_of_all.has_custom_backward:
         return False
-    if few.order != list(range(repeat.kept)) or every.order != list(range(repeat.count)):
+    if notes_of_few.order != list(range(repeat.kept)) or notes_of_all.order != list(range(repeat.count)):
         return False
     missing, begin = repeat.count - repeat.kept, repeat.front + repeat.period
-    stands_for = [
+    source_layers = [
         number if number < begin else begin + (number - begin) % repeat.period if number < begin + missing else number - missing
         for number in range(repeat.count)
     ]
-    order = [0, *(place for number in stands_for for place in (2 * number + 1, 2 * number + 2))]
-    return all(every.stretches[i] == few.stretches[place] for i, place in enumerate(order))
+    order = [0, *(source_segment for number in source_layers for source_segment in (2 * number + 1, 2 * number + 2))]
+    return all(notes_of_all.segments[i] == notes_of_few.segments[source_segment] for i, source_segment in enumerate(order))

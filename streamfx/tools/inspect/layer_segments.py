@@ -45,7 +45,7 @@ class OperatorPlace(NamedTuple):
 
     track: Track
     number: int
-    beside: int = 0
+    period_offset: int = 0
 
 
 @dataclass
@@ -73,12 +73,13 @@ def periods_of(graph: fx.Graph, num_primals: int, num_outputs: int, repeat: Repe
     """Return the first two periods of the repeated layers, proven to be equal. Raises `LayersDifferError`."""
     nodes, front, period = list(graph.nodes), repeat.front, repeat.period
     calls = [(i, node) for i, node in enumerate(nodes) if node.op == "call_function"]
-    begins, ends = (_firsts(calls, half, number_of) for half in (FORWARD, BACKWARD))
-    ahead = [begins.get(layer) for layer in (front, front + period, front + 2 * period)]
-    back = [ends.get(layer) for layer in (front + 2 * period - 1, front + period - 1, front - 1)]
-    bounds = [bound for bound in (*ahead, *back) if bound is not None]
+    forward_firsts, backward_firsts = (_firsts(calls, half, number_of) for half in (FORWARD, BACKWARD))
+    forward_bounds = [forward_firsts.get(layer) for layer in (front, front + period, front + 2 * period)]
+    backward_bounds = [backward_firsts.get(layer) for layer in (front + 2 * period - 1, front + period - 1, front - 1)]
+    bounds = [bound for bound in (*forward_bounds, *backward_bounds) if bound is not None]
     if len(bounds) < 6 or bounds != sorted(set(bounds)):
         raise LayersDifferError("layers do not follow one another")
+    # The first period is [a, b) in the forward and [e, f) in the backward graph, the second [b, c) and [d, e).
     a, b, c, d, e, f = bounds
     nodes_by_period = [nodes[a:b], nodes[e:f]], [nodes[b:c], nodes[d:e]]
     inputs = _inputs_of(nodes[:num_primals], nodes_by_period[0][0], nodes_by_period[1][0])
@@ -102,28 +103,30 @@ def _firsts(calls: Sequence[tuple[int, fx.Node]], half: str, number_of: NumberOf
 
 def _inputs_of(primals: Sequence[fx.Node], *periods: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """Return the inputs that each period is the first to read. They must be contiguous and in period order."""
-    inside = [set(nodes) for nodes in periods]
-    own: list[list[fx.Node]] = [[] for _ in periods]
+    node_sets = [set(nodes) for nodes in periods]
+    inputs_by_period: list[list[fx.Node]] = [[] for _ in periods]
     indices: list[int] = []
     for position, primal in enumerate(primals):
         reader = next(iter(primal.users), None)
-        for number, nodes in enumerate(inside):
+        for number, nodes in enumerate(node_sets):
             if reader in nodes:
-                own[number].append(primal)
+                inputs_by_period[number].append(primal)
                 indices.append(position)
-    if [primal for nodes in own for primal in nodes] != [primals[position] for position in indices] or indices != list(
-        range(indices[0] if indices else 0, (indices[0] if indices else 0) + len(indices))
-    ):
+    if [primal for nodes in inputs_by_period for primal in nodes] != [
+        primals[position] for position in indices
+    ] or indices != list(range(indices[0] if indices else 0, (indices[0] if indices else 0) + len(indices))):
         raise LayersDifferError("inputs of layers do not follow one another")
-    return own
+    return inputs_by_period
 
 
 class _PeriodMatcher:
+    """Proves that two periods are equal, node by node, and that only neighboring code uses their values."""
+
     def __init__(self, periods: Periods, graph: fx.Graph, num_primals: int, num_outputs: int) -> None:
         self.periods, self.graph, self.num_primals, self.num_outputs = periods, graph, num_primals, num_outputs
         self.places = periods.places
-        self.partners: dict[fx.Node, fx.Node] = {}
-        self.alike: dict[fx.Node, fx.Node] = {}
+        self.first_of_second: dict[fx.Node, fx.Node] = {}
+        self.second_of_first: dict[fx.Node, fx.Node] = {}
 
     def prove(self, order: Mapping[fx.Node, int], middle: int, end: int) -> None:
         """Match the two periods and check all other uses of their values.
@@ -131,70 +134,105 @@ class _PeriodMatcher:
         `middle` is the index of the second period, `end` the index after the backward graph of the first one.
         """
         for track in Track:
-            one, other = self.periods.first[track], self.periods.second[track]
-            if len(one) != len(other):
-                raise LayersDifferError(f"{len(one)} and {len(other)} of the {track.value}")
-            for before, after in zip(one, other, strict=True):
-                self._match(before, after)
+            first_nodes, second_nodes = self.periods.first[track], self.periods.second[track]
+            if len(first_nodes) != len(second_nodes):
+                raise LayersDifferError(f"{len(first_nodes)} and {len(second_nodes)} of the {track.value}")
+            for first_node, second_node in zip(first_nodes, second_nodes, strict=True):
+                self._match_nodes(first_node, second_node)
         primals = self.graph.find_nodes(op="placeholder")[: self.num_primals]
         results = results_of(self.graph)
         gradients = dict(zip(primals, results[self.num_outputs :], strict=True))
-        for before, after in zip(self.periods.first[Track.INPUTS], self.periods.second[Track.INPUTS], strict=True):
-            self._match_arguments(gradients[before], gradients[after])
-        self._guard(order, end, results[: self.num_outputs], gradients)
+        for first_node, second_node in zip(self.periods.first[Track.INPUTS], self.periods.second[Track.INPUTS], strict=True):
+            self._match_arguments(gradients[first_node], gradients[second_node])
+        self._check_other_users(order, end, results[: self.num_outputs], gradients)
 
-    def _match(self, before: fx.Node, after: fx.Node) -> None:
-        is_same = (before.op, kind_of(before.meta.get(VALUE))) == (after.op, kind_of(after.meta.get(VALUE)))
-        if not is_same or before.op == "call_module" or (before.op != "placeholder" and before.target != after.target):
-            raise LayersDifferError(f"{before.name} and {after.name}")
-        if before.op != "placeholder":
-            self._match_arguments((before.args, dict(before.kwargs)), (after.args, dict(after.kwargs)))
+    def _match_nodes(self, first_node: fx.Node, second_node: fx.Node) -> None:
+        """Check that two nodes agree in operator, value type and operands."""
+        is_same = (first_node.op, kind_of(first_node.meta.get(VALUE))) == (second_node.op, kind_of(second_node.meta.get(VALUE)))
+        if (
+            not is_same
+            or first_node.op == "call_module"
+            or (first_node.op != "placeholder" and first_node.target != second_node.target)
+        ):
+            raise LayersDifferError(f"{first_node.name} and {second_node.name}")
+        if first_node.op != "placeholder":
+            self._match_arguments((first_node.args, dict(first_node.kwargs)), (second_node.args, dict(second_node.kwargs)))
 
-    def _match_arguments(self, before: Any, after: Any) -> None:
-        if isinstance(before, fx.Node) and isinstance(after, fx.Node):
-            self._match_operands(before, after)
-        elif isinstance(before, (tuple, list)) and type(before) is type(after) and len(before) == len(after):
-            for one, other in zip(before, after, strict=True):
-                self._match_arguments(one, other)
-        elif isinstance(before, dict) and isinstance(after, dict) and list(before) == list(after):
-            for key, one in before.items():
-                self._match_arguments(one, after[key])
-        elif type(before) is not type(after) or before != after or isinstance(before, (fx.Node, slice)):
-            raise LayersDifferError(f"{before} and {after}")
+    def _match_arguments(self, first_argument: Any, second_argument: Any) -> None:
+        """Check that nested arguments of two corresponding nodes are equal, and match the nodes among them."""
+        if isinstance(first_argument, fx.Node) and isinstance(second_argument, fx.Node):
+            self._match_operands(first_argument, second_argument)
+        elif (
+            isinstance(first_argument, (tuple, list))
+            and type(first_argument) is type(second_argument)
+            and len(first_argument) == len(second_argument)
+        ):
+            for item, counterpart in zip(first_argument, second_argument, strict=True):
+                self._match_arguments(item, counterpart)
+        elif (
+            isinstance(first_argument, dict)
+            and isinstance(second_argument, dict)
+            and list(first_argument) == list(second_argument)
+        ):
+            for key, item in first_argument.items():
+                self._match_arguments(item, second_argument[key])
+        elif (
+            type(first_argument) is not type(second_argument)
+            or first_argument != second_argument
+            or isinstance(first_argument, (fx.Node, slice))
+        ):
+            raise LayersDifferError(f"{first_argument} and {second_argument}")
 
-    def _match_operands(self, before: fx.Node, after: fx.Node) -> None:
-        """Match two operands one to one, and record the place of the second period's operand."""
-        one, other = self.places.get(before), self.places.get(after)
-        place: OperatorPlace | tuple[()] | None
-        if one is None and other is None:
-            place = None if before is after else ()
-        elif one is not None and other is not None:
-            place = other[1] if (one[0], other[0]) == (1, 2) and one[1] == other[1] else ()
-        elif one is None and other is not None:  # the second period reads the first, which reads code before it
-            place = other[1]._replace(beside=-1) if other[0] == 1 else ()
+    def _match_operands(self, first_node: fx.Node, second_node: fx.Node) -> None:
+        """Match two operands one to one, and record the place of the second period's operand.
+
+        A place in the two periods is its period (1 or 2) and its position in the period.
+        """
+        first_place, second_place = self.places.get(first_node), self.places.get(second_node)
+        operand_place: OperatorPlace | tuple[()] | None
+        if first_place is None and second_place is None:
+            operand_place = None if first_node is second_node else ()
+        elif first_place is not None and second_place is not None:
+            operand_place = (
+                second_place[1] if (first_place[0], second_place[0]) == (1, 2) and first_place[1] == second_place[1] else ()
+            )
+        elif first_place is None and second_place is not None:  # the second period reads the first, which reads code before it
+            operand_place = second_place[1]._replace(period_offset=-1) if second_place[0] == 1 else ()
         else:
-            assert one is not None
-            place = one[1]._replace(beside=1) if one[0] == 2 else ()
-        known = self.partners.setdefault(after, before), self.alike.setdefault(before, after)
-        if place == () or known != (before, after) or kind_of(before.meta.get(VALUE)) != kind_of(after.meta.get(VALUE)):
-            raise LayersDifferError(f"{before.name} and {after.name}")
-        if isinstance(place, OperatorPlace):
-            self.periods.roles[after] = place
+            assert first_place is not None
+            operand_place = first_place[1]._replace(period_offset=1) if first_place[0] == 2 else ()
+        partners = (
+            self.first_of_second.setdefault(second_node, first_node),
+            self.second_of_first.setdefault(first_node, second_node),
+        )
+        if (
+            operand_place == ()
+            or partners != (first_node, second_node)
+            or kind_of(first_node.meta.get(VALUE)) != kind_of(second_node.meta.get(VALUE))
+        ):
+            raise LayersDifferError(f"{first_node.name} and {second_node.name}")
+        if isinstance(operand_place, OperatorPlace):
+            self.periods.roles[second_node] = operand_place
 
-    def _guard(self, order: Mapping[fx.Node, int], end: int, results: Sequence[Any], gradients: Mapping[fx.Node, Any]) -> None:
-        """Check that other users of the first period come before it, and other users of the second after it."""
+    def _check_other_users(
+        self, order: Mapping[fx.Node, int], end: int, results: Sequence[Any], gradients: Mapping[fx.Node, Any]
+    ) -> None:
+        """Check that values of the first period are otherwise read by earlier layers only, those of the second by later ones.
+
+        `end` is the index after the backward graph of the first period; backward graphs of earlier layers come after it.
+        """
         output, inputs = self.graph.output_node(), self.periods.first[Track.INPUTS]
         for node, (period, _) in self.places.items():
             for user in node.users:
-                is_front = order[user] >= end
-                if user is not output and user not in self.places and is_front is not (period == 1):
+                is_of_earlier_layer = order[user] >= end
+                if user is not output and user not in self.places and is_of_earlier_layer is not (period == 1):
                     raise LayersDifferError(f"{user.name} reads {node.name}")
         if any(result in self.places for result in results if isinstance(result, fx.Node)):
             raise LayersDifferError("a layer's value is a result")
-        begin = order[inputs[0]] if inputs else 0
+        first_input = order[inputs[0]] if inputs else 0
         for primal, gradient in gradients.items():
-            is_inside = isinstance(gradient, fx.Node) and gradient in self.places and primal not in self.places
-            if is_inside and (order[primal] < begin) is not (self.places[gradient][0] == 1):
+            is_of_period = isinstance(gradient, fx.Node) and gradient in self.places and primal not in self.places
+            if is_of_period and (order[primal] < first_input) is not (self.places[gradient][0] == 1):
                 raise LayersDifferError(f"the gradient of {primal.name} is {gradient.name}")
 
 

@@ -21,30 +21,31 @@ def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
     """Return the repeated layers of a model: the elements of its outermost module lists, the longest list first. A `Sequential`
     or a `ModuleDict` of similar modules counts as such a list.
     """
-    return [layer for modules in sorted(_lists_of(model), key=len, reverse=True) for layer in _in(modules)]
+    return [layer for modules in sorted(_lists_of(model), key=len, reverse=True) for layer in _elements_of(modules)]
 
 
 @contextmanager
 def first_layers(model: Callable[..., Any], count: int) -> Iterator[None]:
     """Truncate each outermost module list of the model to its first `count` layers, in place, and restore it on exit."""
     lists = [module for module in _lists_of(model) if len(module) > count]
-    kept = [module._modules for module in lists]
+    saved = [module._modules for module in lists]
     for module in lists:
         module._modules = dict(list(module._modules.items())[:count])
     try:
         yield
     finally:
-        for module, layers in zip(lists, kept, strict=True):
+        for module, layers in zip(lists, saved, strict=True):
             module._modules = layers
 
 
 def _lists_of(model: Callable[..., Any]) -> list[List]:
+    """Return the outermost lists of layers of a model, in module order."""
     lists: list[List] = []
-    inside: set[nn.Module] = set()
+    nested: set[nn.Module] = set()
     for module in modules_of(model):
-        if _is_list(module) and module not in inside:
+        if _is_list(module) and module not in nested:
             lists.append(module)
-            inside.update(part for layer in _in(module) for part in layer.modules())
+            nested.update(part for layer in _elements_of(module) for part in layer.modules())
     return lists
 
 
@@ -56,13 +57,14 @@ def _is_list(module: nn.Module) -> TypeGuard[List]:
         return True
     if not isinstance(module, (nn.Sequential, nn.ModuleDict)):
         return False
-    layers = _in(module)
+    layers = _elements_of(module)
     are_alike = len(layers) == len(module) > 0 and len({type(layer) for layer in layers}) == 1
     is_around = len(layers) == 1 and any(map(_is_list, layers[0].modules()))
     return are_alike and all(any(layer.children()) for layer in layers) and not is_around
 
 
-def _in(modules: List) -> list[nn.Module]:
+def _elements_of(modules: List) -> list[nn.Module]:
+    """Return the elements of a module list that define `forward`."""
     return [layer for layer in modules._modules.values() if layer is not None and has_forward(layer)]
 
 
@@ -105,36 +107,45 @@ def repeat_of(model: Callable[..., Any], by_settings: bool = False) -> Repeat | 
     lists = sorted(_lists_of(model), key=len)
     if not lists:
         return None
-    layers = _in(lists[-1])
-    count, longest = len(layers), len(lists[-2]) if len(lists) > 1 else 0
+    layers = _elements_of(lists[-1])
+    count, second_longest = len(layers), len(lists[-2]) if len(lists) > 1 else 0
     if not layers or count != len(lists[-1]) or not _share_no_tensors(model, layers):
         return None
-    kinds: list[Any] = [_kind(layer) for layer in layers]
+    kinds: list[Any] = [_layer_description(layer) for layer in layers]
     if by_settings:
         kinds = list(zip(kinds, _settings(layers), strict=True))
-    shortest = min((_repeat(kinds, period) for period in range(1, count // 4 + 1)), key=lambda one: one.kept, default=None)
-    return shortest if shortest is not None and longest <= shortest.kept <= count // 2 else None
+    best = min(
+        (_repeat_with_period(kinds, period) for period in range(1, count // 4 + 1)), key=lambda repeat: repeat.kept, default=None
+    )
+    return best if best is not None and second_longest <= best.kept <= count // 2 else None
 
 
-def _repeat(kinds: Sequence[Any], period: int) -> Repeat:
+def _repeat_with_period(kinds: Sequence[Any], period: int) -> Repeat:
+    """Return the repetition of layers with this period, after the layers in front that differ."""
     count = len(kinds)
     changes = [i for i in range(count - period) if kinds[i] != kinds[i + period]]
     front = max(1, changes[-1] + 1 if changes else 0)
-    least = front + 2 * period + 1
-    return Repeat(front, period, least + (count - least) % period, count)
+    fewest_kept = front + 2 * period + 1
+    return Repeat(front, period, fewest_kept + (count - fewest_kept) % period, count)
 
 
 def _share_no_tensors(model: Callable[..., Any], layers: Sequence[nn.Module]) -> bool:
     """Return whether each tensor of a layer is held in exactly one place."""
-    held = Counter(id(tensor) for module in modules_of(model) for tensor in held_tensors(module))
-    own = Counter(id(tensor) for layer in layers for module in layer.modules() for tensor in held_tensors(module))
-    return all(held[tensor] == count == 1 for tensor, count in own.items())
+    holder_counts = Counter(id(tensor) for module in modules_of(model) for tensor in held_tensors(module))
+    layer_counts = Counter(id(tensor) for layer in layers for module in layer.modules() for tensor in held_tensors(module))
+    return all(holder_counts[tensor] == count == 1 for tensor, count in layer_counts.items())
 
 
-def _kind(layer: nn.Module) -> Any:
+def _layer_description(layer: nn.Module) -> Any:
     """Describe a layer: its modules, their hooks (by identity), and the tensors they hold."""
     return [
-        (name, type(module), module.training, [getattr(module, hooks) and id(module) for hooks in HOOKS], _held_by(module))
+        (
+            name,
+            type(module),
+            module.training,
+            [getattr(module, hooks) and id(module) for hooks in HOOKS],
+            _tensor_descriptions(module),
+        )
         for name, module in layer.named_modules()
     ]
 
@@ -150,15 +161,19 @@ def _settings(layers: Sequence[nn.Module]) -> list[dict[tuple[str, str], Any]]:
         }
         for layer in layers
     ]
-    indices = {key for key in settings[0] if all(one.get(key) == number for number, one in enumerate(settings))}
-    return [{key: value for key, value in one.items() if key not in indices} for one in settings]
+    indices = {
+        key for key in settings[0] if all(layer_settings.get(key) == number for number, layer_settings in enumerate(settings))
+    }
+    return [{key: value for key, value in layer_settings.items() if key not in indices} for layer_settings in settings]
 
 
-def _held_by(module: nn.Module) -> list[Any]:
-    held = {**module._parameters, **module._buffers}
-    return [(name, None if tensor is None else _described(tensor)) for name, tensor in held.items()]
+def _tensor_descriptions(module: nn.Module) -> list[Any]:
+    """Return name and description of each parameter and buffer of a module."""
+    tensors = {**module._parameters, **module._buffers}
+    return [(name, None if tensor is None else _tensor_description(tensor)) for name, tensor in tensors.items()]
 
 
-def _described(tensor: Tensor) -> Any:
+def _tensor_description(tensor: Tensor) -> Any:
+    """Return the properties in which tensors of equal layers agree; hooks are compared by identity."""
     hooks = (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)) and id(tensor)
     return type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad, hooks

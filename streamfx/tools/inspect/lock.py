@@ -12,12 +12,13 @@ R = TypeVar("R")
 _lock = RLock()  # reentrant: a plan calls `explain`
 
 
-def alone(function: Callable[P, R]) -> Callable[P, R]:
+def serialized(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function so that only one thread at a time runs any function wrapped this way."""
 
     @wraps(function)
-    def waits(*args: P.args, **kwargs: P.kwargs) -> R:
+    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function while holding the lock."""
         with _lock:
             return function(*args, **kwargs)
 
-    return waits
+    return locked

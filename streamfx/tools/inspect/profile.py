@@ -55,12 +55,14 @@ class Profile(Unpicklable):
     _keep = "keep summary(), which is a dictionary, or the trace that to_perfetto(path) writes"
 
     def __init__(self) -> None:
+        """Start without a measurement; `_missing` says why there is none yet."""
         self._step: MeasuredStep | None = None
         self._graphs: list[CostedProgram | None] = []
         self._missing = "its block was not entered"
         self._measuring: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Profile:
+        """Start the measurement; a profile can be entered once."""
         if self._measuring is not None:
             raise ProfileError("a step is to be measured", found="a profile that has measured one", do="make another: profile()")
         measuring = self._measure()
@@ -74,7 +76,8 @@ class Profile(Unpicklable):
 
     @contextmanager
     def _measure(self) -> Iterator[None]:
-        _begin()
+        """Record allocations, loops and compilations until the block ends, then store the measured step."""
+        _acquire_profiler()
         try:
             watch = _Watch()
             with noted_compilations() as compiled, allocations() as allocated:
@@ -203,7 +206,8 @@ def profile() -> Profile:
     return Profile()
 
 
-def _begin() -> None:
+def _acquire_profiler() -> None:
+    """Take the lock of measurements, or raise if another profiler is active."""
     asked, do = "a step is to be measured", "measure one thing at a time"
     if not _profiler_lock.acquire(blocking=False):
         raise ProfileError(asked, found="another streamfx.profile() is on", do=do)
@@ -216,6 +220,7 @@ class _Watch:
     """Records loops as they run."""
 
     def __init__(self) -> None:
+        """`ran` lists each loop as (begin, end, name, stage, forward or backward graph, number of chunks)."""
         self.graphs: list[CostedProgram | None] = []
         self.ran: list[tuple[int, int, str, str, str, int]] = []
         self.is_elsewhere = False
@@ -226,11 +231,13 @@ class _Watch:
             torch.cuda.synchronize()
         return time.time_ns()
 
-    def half(self, about: Any) -> None:
-        self.graphs.append(about)
+    def half(self, costed_program: Any) -> None:
+        """Record that a forward or backward graph starts."""
+        self.graphs.append(costed_program)
         self.is_elsewhere |= not is_profiled()
 
     def loop(self, name: str, place: LoopPlace, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Run a loop and record its begin and end."""
         self.is_elsewhere |= not is_profiled()
         begin = self.now()
         results = run()

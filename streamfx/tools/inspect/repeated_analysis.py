@@ -38,12 +38,12 @@ def facts_of_all_layers(facts: Facts, few: LayerSubset) -> Facts:
     joint = facts.joint
     expanded = graph_of_all_layers(joint.graph, len(joint.primals), len(joint.outputs), few)
     for track in Track:
-        for before, after in zip(expanded.periods.first[track], expanded.periods.second[track], strict=True):
-            if _found_of(before, facts) != _found_of(after, facts):
-                raise LayersDifferError(f"what is found of {before.name} and {after.name}")
+        for first_node, second_node in zip(expanded.periods.first[track], expanded.periods.second[track], strict=True):
+            if _node_facts(first_node, facts) != _node_facts(second_node, facts):
+                raise LayersDifferError(f"what is found of {first_node.name} and {second_node.name}")
     _name_memories(expanded)
     count = len(joint.primals) + few.repeat.copies * len(expanded.periods.second[Track.INPUTS])
-    return _FactCopier(expanded).copied(facts, joint_graph(expanded.graph, count, len(joint.outputs)))
+    return _FactCopier(expanded).copy_facts(facts, joint_graph(expanded.graph, count, len(joint.outputs)))
 
 
 def _check_transferable(facts: Facts) -> None:
@@ -61,6 +61,7 @@ def _check_transferable(facts: Facts) -> None:
 
 
 def _holds_nodes(meta: Mapping[str, Any]) -> bool:
+    """Return whether metadata refers to other nodes."""
     values = (item for value in meta.values() for item in (value if isinstance(value, (tuple, list)) else (value,)))
     return any(isinstance(value, fx.Node) for value in values)
 
@@ -75,15 +76,15 @@ def _voted(axes: AxisFacts) -> set[int]:
     return voted
 
 
-def _found_of(node: fx.Node, facts: Facts) -> Any:
+def _node_facts(node: fx.Node, facts: Facts) -> Any:
     """Return all facts about a node that must be equal for corresponding nodes."""
     axes, demand, causality = facts.axes, facts.demand, facts.causality
     signature = axes.signatures.get(node)
-    letters = {letter: _kind((dim,), axes) for letter, dim in axes.letters.get(node, {}).items()}
-    shapes = [_kind(shape, axes) for shape in (axes.shapes.get(node, ()), *axes.results.get(node, ()))]
+    letters = {letter: _sizes_of_dims((dim,), axes) for letter, dim in axes.letters.get(node, {}).items()}
+    shapes = [_sizes_of_dims(shape, axes) for shape in (axes.shapes.get(node, ()), *axes.results.get(node, ()))]
     return (
         None if signature is None else replace(signature, atoms={}),
-        None if signature is None else {letter: _kind((dim,), axes) for letter, dim in signature.atoms.items()},
+        None if signature is None else {letter: _sizes_of_dims((dim,), axes) for letter, dim in signature.atoms.items()},
         letters,
         shapes,
         (axes.declined.get(node), node in axes.static),
@@ -93,7 +94,7 @@ def _found_of(node: fx.Node, facts: Facts) -> Any:
     )
 
 
-def _kind(shape: Shape, axes: AxisFacts) -> Any:
+def _sizes_of_dims(shape: Shape, axes: AxisFacts) -> Any:
     """Describe each dimension of a shape by the sizes of its axes and its axes of the sequence."""
     members = {} if axes.sequence is None else axes.sequence.members
     return [[(axes.table.size(atom), atom if atom in members else None) for atom in axes.table.resolve(dim)] for dim in shape]
@@ -111,48 +112,54 @@ def _name_memories(expanded: ExpandedGraph) -> None:
 
 @dataclass(frozen=True)
 class _FactCopier:
+    """Copies the facts of the short graph to the graph of all layers."""
+
     expanded: ExpandedGraph
 
-    def copied(self, facts: Facts, joint: JointGraph) -> Facts:
+    def copy_facts(self, facts: Facts, joint: JointGraph) -> Facts:
         """Copy the facts. Masks that are no longer read stay in the forward graph."""
         axes, demand, causality = facts.axes, facts.demand, facts.causality
         return replace(
             facts,
-            joint=replace(joint, forward=self._among(facts.joint.forward)),
+            joint=replace(joint, forward=self._copy_nodes(facts.joint.forward)),
             found_axes=replace(
                 axes,
-                shapes=self._of(axes.shapes),
-                results=self._of(axes.results),
-                signatures=self._of(axes.signatures),
-                letters=self._of(axes.letters),
-                declined=self._of(axes.declined),
-                static=self._among(axes.static),
+                shapes=self._copy_mapping(axes.shapes),
+                results=self._copy_mapping(axes.results),
+                signatures=self._copy_mapping(axes.signatures),
+                letters=self._copy_mapping(axes.letters),
+                declined=self._copy_mapping(axes.declined),
+                static=self._copy_nodes(axes.static),
             ),
-            found_demand=AccessFacts(self._of(demand.roles), self._of(demand.forms), self._of(demand.reasons)),
+            found_demand=AccessFacts(
+                self._copy_mapping(demand.roles), self._copy_mapping(demand.forms), self._copy_mapping(demand.reasons)
+            ),
             found_causality=SpanFacts(
-                self._spans(causality.spans),
-                self._of(causality.verdicts),
-                *(self._among(nodes) for nodes in (causality.measured, causality.exact, causality.ordinary)),
+                self._copy_spans(causality.spans),
+                self._copy_mapping(causality.verdicts),
+                *(self._copy_nodes(nodes) for nodes in (causality.measured, causality.exact, causality.ordinary)),
             ),
         )
 
-    def _of(self, facts: Mapping[fx.Node, T]) -> dict[fx.Node, T]:
+    def _copy_mapping(self, facts: Mapping[fx.Node, T]) -> dict[fx.Node, T]:
+        """Map each node of the expanded graph to the fact of its original."""
         return {copy: facts[node] for copy, node in self.expanded.stands_for.items() if node in facts}
 
-    def _among(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-        inside = frozenset(nodes)
-        return frozenset(copy for copy, node in self.expanded.stands_for.items() if node in inside)
+    def _copy_nodes(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+        """Return the nodes of the expanded graph whose originals are among the given nodes."""
+        originals = frozenset(nodes)
+        return frozenset(copy for copy, node in self.expanded.stands_for.items() if node in originals)
 
-    def _spans(self, spans: Mapping[fx.Node, Span]) -> dict[fx.Node, Span]:
+    def _copy_spans(self, spans: Mapping[fx.Node, Span]) -> dict[fx.Node, Span]:
         """Copy spans. Operators analyzed together share one `Span` object; each copied period gets an object of its own."""
-        inside = {node for nodes in self.expanded.periods.second.values() for node in nodes}
-        shared = {id(span) for node, span in spans.items() if node not in inside}
-        copied: dict[tuple[int, int], Span] = {}
+        repeated_nodes = {node for nodes in self.expanded.periods.second.values() for node in nodes}
+        shared = {id(span) for node, span in spans.items() if node not in repeated_nodes}
+        copy_facts: dict[tuple[int, int], Span] = {}
         result: dict[fx.Node, Span] = {}
         for copy, node in self.expanded.stands_for.items():
-            span, number = spans.get(node), self.expanded.copies.get(copy)
+            span, period = spans.get(node), self.expanded.copies.get(copy)
             if span is None:
                 continue
-            is_own = number is None or id(span) in shared
-            result[copy] = span if is_own else copied.setdefault((number, id(span)), replace(span))  # type: ignore[arg-type]
+            keeps_span = period is None or id(span) in shared
+            result[copy] = span if keeps_span else copy_facts.setdefault((period, id(span)), replace(span))  # type: ignore[arg-type]
         return result

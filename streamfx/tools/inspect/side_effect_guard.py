@@ -33,8 +33,8 @@ ENABLED = "_is_of_streamfx"  # attribute of the wrapper that `enable` sets as a 
 
 def original(model: Callable[..., Any]) -> Callable[..., Any]:
     """Return the module or function inside of all `torch.compile` wrappers."""
-    while (inside := inside_of_compiled(model)) is not None:
-        model = inside
+    while (unwrapped := inside_of_compiled(model)) is not None:
+        model = unwrapped
     return model
 
 
@@ -42,7 +42,11 @@ def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
     """Return the modules that a callable is, holds, closes over or names: `model`, `partial(model)`, `trainer.loss`,
     `lambda: model(x)`.
     """
-    roots = [module for value in _within(model) for module in ([value] if isinstance(value, nn.Module) else _held(value))]
+    roots = [
+        module
+        for value in _reachable_values(model)
+        for module in ([value] if isinstance(value, nn.Module) else _modules_in(value))
+    ]
     return list(dict.fromkeys(part for module in roots for part in module.modules()))
 
 
@@ -51,46 +55,61 @@ def parameters_of(model: Callable[..., Any]) -> dict[str, nn.Parameter]:
     if isinstance(model, nn.Module):
         return dict(model.named_parameters())
     modules = modules_of(model)
-    inner = {id(part) for module in modules for part in module.modules() if part is not module}
-    roots = [cast(nn.Module, original(module)) for module in modules if id(module) not in inner]
+    submodule_ids = {id(part) for module in modules for part in module.modules() if part is not module}
+    roots = [cast(nn.Module, original(module)) for module in modules if id(module) not in submodule_ids]
     parameters: dict[str, nn.Parameter] = {}
-    kinds = Counter[str]()
+    class_counts = Counter[str]()
     for root in roots:
-        kind = type(root).__name__
-        kinds[kind] += 1
-        prefix = "" if len(roots) == 1 else f"{kind}." if kinds[kind] == 1 else f"{kind}({kinds[kind]})."
+        class_name = type(root).__name__
+        class_counts[class_name] += 1
+        prefix = (
+            ""
+            if len(roots) == 1
+            else f"{class_name}."
+            if class_counts[class_name] == 1
+            else f"{class_name}({class_counts[class_name]})."
+        )
         parameters |= {f"{prefix}{name}": parameter for name, parameter in root.named_parameters()}
     return parameters
 
 
-def _within(function: Any, visited: tuple[Any, ...] = ()) -> list[Any]:
+def _reachable_values(function: Any, visited: tuple[Any, ...] = ()) -> list[Any]:
     """Return the values that a function can reach by name, including those of functions it closes over (decorated functions)."""
     if isinstance(function, functools.partial):
         bound = [*function.args, *function.keywords.values()]
-        return [*_within(function.func, visited), *bound]
+        return [*_reachable_values(function.func, visited), *bound]
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
-    names, known = getattr(getattr(function, "__code__", None), "co_names", ()), getattr(function, "__globals__", {})
+    names, global_names = getattr(getattr(function, "__code__", None), "co_names", ()), getattr(function, "__globals__", {})
     visited = (*visited, function)
-    inner = [cell for cell in cells if isinstance(cell, WRAPPED) and all(cell is not other for other in visited)]
-    wrapped = [value for cell in inner for value in _within(cell, visited)]
-    return [function, getattr(function, "__self__", None), *cells, *(known[name] for name in names if name in known), *wrapped]
+    inner_functions = [
+        cell for cell in cells if isinstance(cell, WRAPPED) and all(cell is not visited_function for visited_function in visited)
+    ]
+    inner_values = [value for cell in inner_functions for value in _reachable_values(cell, visited)]
+    return [
+        function,
+        getattr(function, "__self__", None),
+        *cells,
+        *(global_names[name] for name in names if name in global_names),
+        *inner_values,
+    ]
 
 
-def _held(value: Any) -> list[nn.Module]:
+def _modules_in(value: Any) -> list[nn.Module]:
     """Return the modules in the attributes of an object, or in a container."""
     if isinstance(value, (list, tuple, dict)):
-        inside = list(value.values()) if isinstance(value, dict) else list(value)
+        values = list(value.values()) if isinstance(value, dict) else list(value)
     else:
-        inside = list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)) else []
-    return [item for item in inside if isinstance(item, nn.Module)]
+        values = list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)) else []
+    return [item for item in values if isinstance(item, nn.Module)]
 
 
 def held_tensors(module: nn.Module) -> list[Tensor]:
     """Return a module's own parameters and buffers."""
-    return [tensor for held in (module._parameters, module._buffers) for tensor in held.values() if tensor is not None]
+    return [tensor for by_name in (module._parameters, module._buffers) for tensor in by_name.values() if tensor is not None]
 
 
 def _is_filled(cell: Any) -> bool:
+    """Return whether a closure cell holds a value."""
     try:
         return cell.cell_contents is not None
     except ValueError:  # the variable is not assigned yet
@@ -98,23 +117,23 @@ def _is_filled(cell: Any) -> bool:
 
 
 @contextmanager
-def untouched(model: Callable[..., Any]) -> Iterator[None]:
+def without_side_effects(model: Callable[..., Any]) -> Iterator[None]:
     """Undo assignments to attributes, writes to buffers, and random draws on exit. Inside, the model runs as written,
     even if it is enabled or compiled.
     """
     modules = modules_of(model)
-    kept = [(module, _attributes(module)) for module in modules]
-    with randomness_kept(), buffers_kept(modules):
+    saved = [(module, _attributes(module)) for module in modules]
+    with restored_randomness(), restored_buffers(modules):
         try:
             for module in modules:
-                _as_written(module)
+                _unwrap_forward(module)
             yield
         finally:
-            for module, attributes in kept:
+            for module, attributes in saved:
                 _restore(module.__dict__, attributes)
 
 
-def _as_written(module: nn.Module) -> None:
+def _unwrap_forward(module: nn.Module) -> None:
     """Remove the wrappers that `model.compile()` or `enable` put around a module's forward."""
     module._compiled_call_impl = None
     forward: Any = module.__dict__.get("forward")
@@ -123,16 +142,16 @@ def _as_written(module: nn.Module) -> None:
 
 
 @contextmanager
-def buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
+def restored_buffers(modules: list[nn.Module]) -> Iterator[None]:
     """Restore the contents of buffers on exit."""
     buffers = {id(buffer): buffer for module in modules for buffer in module._buffers.values() if _has_data(buffer)}
     with real_values():
-        kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+        saved = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     try:
         yield
     finally:
         with real_values(), torch.no_grad():
-            for buffer, value in kept:
+            for buffer, value in saved:
                 if not torch.equal(buffer, value):  # compiled code may write without incrementing the version
                     buffer.copy_(value)
 
@@ -140,18 +159,18 @@ def buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
 @contextmanager
 def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Clear the gradients of leaves, as `zero_grad()` does, and restore them on exit."""
-    kept = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
-    for tensor, _ in kept:
+    saved = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    for tensor, _ in saved:
         tensor.grad = None
     try:
         yield
     finally:
-        for tensor, gradient in kept:
+        for tensor, gradient in saved:
             tensor.grad = gradient
 
 
 @contextmanager
-def randomness_kept() -> Iterator[None]:
+def restored_randomness() -> Iterator[None]:
     """Restore the random generators of torch, Python and numpy on exit."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
@@ -170,20 +189,22 @@ def randomness_kept() -> Iterator[None]:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return a module's attributes, with copies of containers, which may be modified."""
-    return {name: (value, _contents(value)) for name, value in module.__dict__.items()}
+    return {name: (value, _container_copy(value)) for name, value in module.__dict__.items()}
 
 
-def _contents(value: Any) -> Any:
+def _container_copy(value: Any) -> Any:
+    """Return a shallow copy of a builtin container, or None for any other value."""
     return value.copy() if type(value) in (dict, OrderedDict, list, set) else None
 
 
-def _restore(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
+def _restore(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Restore attributes, and the contents of containers, that `_attributes` saved."""
     attributes.clear()
-    for name, (value, contents) in kept.items():
+    for name, (value, container_copy) in saved.items():
         attributes[name] = value
-        if contents is not None:
+        if container_copy is not None:
             value.clear()
-            value.extend(contents) if isinstance(value, list) else value.update(contents)
+            value.extend(container_copy) if isinstance(value, list) else value.update(container_copy)
 
 
 class FakeConverter:
@@ -196,13 +217,15 @@ class FakeConverter:
         self._converted: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor) or is_more_than_its_values(tensor):
+        """Return the fake tensor of a tensor; packed weights and fake tensors are returned as they are."""
+        if isinstance(tensor, FakeTensor) or has_packed_state(tensor):
             return tensor
         if id(tensor) not in self._converted:
-            self._converted[id(tensor)] = tensor, self._new(tensor)  # keep the original alive, so that its id is not reused
+            self._converted[id(tensor)] = tensor, self._make_fake(tensor)  # keep the original alive, so that its id is not reused
         return self._converted[id(tensor)][1]
 
-    def _new(self, tensor: Tensor) -> Tensor:
+    def _make_fake(self, tensor: Tensor) -> Tensor:
+        """Create a fake tensor like a real or meta one, with its `mark_dynamic` flags."""
         if tensor.is_meta:
             fake = self._on_device(tensor).requires_grad_(tensor.requires_grad)
             fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
@@ -244,21 +267,24 @@ class FakeConverter:
                     module._buffers[name] = self.fake(buffer)
 
 
-def is_more_than_its_values(tensor: Tensor) -> bool:
+def has_packed_state(tensor: Tensor) -> bool:
     """Return whether a tensor's class holds state that a fake tensor would lose, as packed weights hold their scales."""
     is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return _has_data(tensor) and not is_plain and not is_traceable_wrapper_subclass(tensor)
 
 
 def _has_data(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether a tensor is real: neither fake nor on the meta device."""
     return tensor is not None and not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
 def _has_integers(tensor: Tensor) -> bool:
+    """Return whether a tensor is real and holds integers or booleans."""
     return _has_data(tensor) and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _cloned(tensor: Tensor) -> Tensor:
+    """Return a real copy of a tensor, even in a fake mode."""
     with real_values():
         return tensor.clone()
 

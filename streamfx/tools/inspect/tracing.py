@@ -29,14 +29,14 @@ from streamfx.node_meta import VALUE
 from streamfx.options import Options, resolved
 from streamfx.passes import run_analyses, run_pipeline
 from streamfx.runtime.stagewise import GradientReleaseChain
-from streamfx.tools.inspect.eager import EagerCall, accepting_real, checkpointed, faker_of
+from streamfx.tools.inspect.eager import EagerCall, allow_real_inputs, checkpointed, faker_of
 from streamfx.tools.inspect.full_depth import LayerSubset, of_all_layers
 from streamfx.tools.inspect.input_checks import advice_on
 from streamfx.tools.inspect.layer_segments import LayersDifferError
 from streamfx.tools.inspect.layers import first_layers, layers_of
-from streamfx.tools.inspect.lock import alone
+from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.inspect.repeated_analysis import facts_of_all_layers
-from streamfx.tools.inspect.side_effect_guard import FakeConverter, modules_of, original, parameters_of, untouched
+from streamfx.tools.inspect.side_effect_guard import FakeConverter, modules_of, original, parameters_of, without_side_effects
 from streamfx.tools.report.dump import show_product
 from streamfx.tools.report.fallback_reasons import advice_on_break
 from streamfx.torch_private import default_partition, mutated_inputs, real_values, while_traced
@@ -99,11 +99,10 @@ class GraphBreak:
 
 @dataclass
 class TracedCall:
-    """All graphs of one call; `calls` lists each graph once per call, in order.
+    """All graphs of one call; `calls` lists each graph once per call, in order. `name` is the name of the callable.
 
-    `eager` is the cost without a compiler, None if that requires data. `checkpointed` is the cost with each layer
-    checkpointed; if it is None, `not_checkpointed` gives the reason. `alike` is the layer repetition, if any. `stopped`
-    is the reason if the call could not be traced to its end. `name` is the name of the callable.
+    `eager` is the cost without a compiler, None if that requires data, and `checkpointed` that with checkpointed layers; if None,
+    `not_checkpointed` is the reason. `alike` is the layer repetition. `stopped` is why the call was not traced to its end.
     """
 
     options: Options
@@ -128,7 +127,7 @@ class TracedCall:
         return bool(self.stopped) or any(item.given_up for item in self.breaks)
 
 
-@alone
+@serialized
 def traced(
     model: Callable[..., Any],
     args: Sequence[Any],
@@ -137,9 +136,8 @@ def traced(
     baselines: bool = True,
     of_few: bool = False,
 ) -> TracedCall:
-    """Trace one call; model and arguments may be real, fake or on the meta device. `baselines` also costs eager mode.
-
-    If a few layers provably represent all, `of_few` traces only these.
+    """Trace one call; model and arguments may be real, fake or on the meta device. `baselines` also costs eager mode;
+    `of_few` traces only a few layers if these provably represent all.
     """
     model = original(model)
     if not callable(model):
@@ -148,20 +146,20 @@ def traced(
         raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
     refuse_partitioned(parameters_of(model).values())
     mode, faker = faker_of(model, args, kwargs)
-    chosen = resolved(options)
-    with accepting_real(mode), mode, quiet_tracer():  # the baselines use the same fake mode
+    backend_options = resolved(options)
+    with allow_real_inputs(mode), mode, quiet_tracer():  # the baselines use the same fake mode
         eager = EagerCall(model, args, kwargs, faker)
         cost = eager.cost() if baselines else None
-        followed = not baselines or cost is not None
-        call = _trace_few(chosen, model, args, kwargs, faker, eager.few()) if of_few and followed else None
-        call = call or _trace(TracedCall(chosen, name=_name_of(model)), model, args, kwargs, faker)
+        eager_traced = not baselines or cost is not None
+        call = _trace_few(backend_options, model, args, kwargs, faker, eager.few()) if of_few and eager_traced else None
+        call = call or _trace(TracedCall(backend_options, name=_name_of(model)), model, args, kwargs, faker)
         if baselines:
             call.eager, call.alike = cost, None if cost is None else eager.alike
-            _compare(call, model, eager)
+            _add_checkpointing_cost(call, model, eager)
     return call
 
 
-def _compare(call: TracedCall, model: Callable[..., Any], eager: EagerCall) -> None:
+def _add_checkpointing_cost(call: TracedCall, model: Callable[..., Any], eager: EagerCall) -> None:
     """Add the cost with checkpointing, which is a baseline only if layers train."""
     if not layers_of(model):
         call.not_checkpointed = NO_LAYERS
@@ -211,7 +209,7 @@ def _trace(
         with real_values(), raised_as_itself(module.graph):
             return (_RecordingCompilation(module, call) if few is None else _SubsetCompilation(module, call, few)).compile(inputs)
 
-    with untouched(model), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
+    with without_side_effects(model), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
         faker.replace(modules_of(model), buffers=False)  # buffers stay real: the compiler reads masks from them
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)))
         try:
@@ -228,15 +226,16 @@ def _trace(
     if not call.graphs and is_switched_off():
         raise _not_traced(SWITCHED_OFF, SWITCH_ON)
     if not call.graphs:
-        found = "; ".join(f"{item.reason} ({item.where})" for item in call.breaks) or "no operator on tensors"
-        raise _not_traced(found, "; ".join(dict.fromkeys(item.do for item in call.breaks if item.do)))
+        breaks_text = "; ".join(f"{item.reason} ({item.where})" for item in call.breaks) or "no operator on tensors"
+        raise _not_traced(breaks_text, "; ".join(dict.fromkeys(item.do for item in call.breaks if item.do)))
     return call
 
 
-def _not_traced(found: str, do: str = "") -> NotTracedError:
+def _not_traced(reason: str, do: str = "") -> NotTracedError:
+    """Return the error that explains why a call was not traced."""
     return NotTracedError(
         "explain and plan follow calls that torch.compile can trace",
-        found=found,
+        found=reason,
         do=do or "check that model(*args, **kwargs) runs with these arguments",
     )
 
@@ -274,9 +273,10 @@ class _RecordingCompilation(QuietCompilation):
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        number = len(self.facts)
+        """Partition a joint graph, and record it with the facts of the passes and its forward and backward graphs."""
+        count_before = len(self.facts)
         halves = super().partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
-        if len(self.facts) > number:
+        if len(self.facts) > count_before:
             facts = self.facts[-1]
             default = while_traced(lambda: default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others))
             plain = (lambda: halves) if facts.program is None else default
@@ -301,6 +301,7 @@ class _RecordingCompilation(QuietCompilation):
         return _GraphStub(module, self.call)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Record the graph of a call without gradients, and return its stub."""
         super().run_inference(module, inputs)
         outputs = module.graph.output_node().args[0]
         count = len(outputs) if isinstance(outputs, (list, tuple)) else 1
@@ -319,13 +320,13 @@ class _SubsetCompilation(_RecordingCompilation):
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """Start the passes from the facts of a few layers if these determine the facts of all."""
         few = self.found_of_few
-        known = None if few is None else _fresh_facts(partial(facts_of_all_layers, few, self.few))
-        return run_pipeline(capture, self.options, show_product, known)
+        make_facts = None if few is None else _fresh_facts(partial(facts_of_all_layers, few, self.few))
+        return run_pipeline(capture, self.options, show_product, make_facts)
 
     def in_parts_or_whole(self, inputs: list[Any], found: TwoSequencesError) -> Callable[..., Any]:
         raise LayersDifferError("a graph of two sequences")
 
-    def analysed_few(self, capture: Callable[[], Facts]) -> Facts | None:
+    def _analyze_few(self, capture: Callable[[], Facts]) -> Facts | None:
         """Analyze the graph of a few layers, or return None if the graph of all layers must be analyzed."""
         try:
             return run_analyses(capture(), self.options)
@@ -340,26 +341,24 @@ class _SubsetCompilation(_RecordingCompilation):
         if not isinstance(joint_inputs, tuple):
             raise LayersDifferError("the body of a nested region")
         count, static = len(joint_inputs[0]), others.pop("static_lifetime_input_indices", None) or ()
-        before = self.watched, self.num_inputs
-        known = {item.position: item for item in self.watched}
-        if len(known) > sum(item.seen is None for item in self.watched):
+        saved_state = self.watched, self.num_inputs
+        watched = {item.position: item for item in self.watched}
+        if len(watched) > sum(item.seen is None for item in self.watched):
             raise LayersDifferError("inputs that hold data")
-        said = {
-            position: (known[position].pattern if position in known else None, position in static) for position in range(count)
-        }
-        about = static, self.patterns(joint.graph, count), mutated_inputs(joint.graph)
-        self.found_of_few = self.analysed_few(partial(captured, joint, count, num_fwd_outputs, *about))
-        full = of_all_layers(joint, count, num_fwd_outputs, said, self.few)
-        self.watched = [replace(known[old], position=i) for i, old in enumerate(full.origins) if old in known]
+        known_facts = {i: (watched[i].pattern if i in watched else None, i in static) for i in range(count)}
+        capture_arguments = static, self.patterns(joint.graph, count), mutated_inputs(joint.graph)
+        self.found_of_few = self._analyze_few(partial(captured, joint, count, num_fwd_outputs, *capture_arguments))
+        full = of_all_layers(joint, count, num_fwd_outputs, known_facts, self.few)
+        self.watched = [replace(watched[origin], position=i) for i, origin in enumerate(full.origins) if origin in watched]
         self.num_inputs = len(full.origins)
         super().partition_in_stretches(
             full.module,
             ([None] * self.num_inputs, joint_inputs[1]),
             num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=[i for i, old in enumerate(full.origins) if old in static],
+            static_lifetime_input_indices=[i for i, origin in enumerate(full.origins) if origin in static],
             **others,
         )
-        self.watched, self.num_inputs = before
+        self.watched, self.num_inputs = saved_state
         self.chain = None  # it refers to the gradients of all layers, but this call has only a few
         return default_partition(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static, **others
@@ -377,11 +376,11 @@ class _SubsetCompilation(_RecordingCompilation):
 def _fresh_facts(make: Callable[[], Facts]) -> Callable[[], Facts] | None:
     """Return a function that creates the facts anew on each call, or None if they cannot be created."""
     try:
-        first = [make()]
+        unused = [make()]
     except Exception as error:
         log.info("all layers are analysed: %s", error)
         return None
-    return lambda: first.pop() if first else make()
+    return lambda: unused.pop() if unused else make()
 
 
 class _GraphStub:
@@ -393,6 +392,7 @@ class _GraphStub:
         self._boxed_call = True  # an instance attribute, because torch._dynamo.disable does not copy class attributes
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
+        """Free the arguments, record the call, and return outputs of the right shapes."""
         arguments.clear()
         self._call.calls.append(self._graph)
         values = (item.meta[VALUE] if isinstance(item, fx.Node) else item for item in self._outputs)  # type: ignore[union-attr]

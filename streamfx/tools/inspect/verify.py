@@ -18,11 +18,11 @@ from streamfx.errors import NotComparableError, StreamFXError, one, told
 from streamfx.frontend.backend import Compilation
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
 from streamfx.options import resolved
-from streamfx.tools.inspect.chunk_override import ChunkedCompilation, what_was_not_cut
-from streamfx.tools.inspect.input_checks import DO, advice_on, empty_among
+from streamfx.tools.inspect.chunk_override import ChunkedCompilation, why_not_chunked
+from streamfx.tools.inspect.input_checks import DO, advice_on, empty_inputs_text
 from streamfx.tools.inspect.keywords import options_among
-from streamfx.tools.inspect.lock import alone
-from streamfx.tools.inspect.side_effect_guard import original, parameters_of, randomness_kept, untouched
+from streamfx.tools.inspect.lock import serialized
+from streamfx.tools.inspect.side_effect_guard import original, parameters_of, restored_randomness, without_side_effects
 from streamfx.tools.report.notices import Record, record_of
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, compiled_apart, is_switched_off, raised_as_itself
@@ -35,7 +35,7 @@ ASKED = "streamfx.verify asks for a call that can be run twice with the same out
 
 
 @refusing(NotComparableError, "streamfx.verify(...)")
-@alone
+@serialized
 def verify(
     model: Callable[..., Any], *args: Any, loss: Callable[[Any], Tensor] | None = None, options: Any = None, **kwargs: Any
 ) -> Verification:
@@ -69,21 +69,23 @@ def verify(
         >>> found.ok, found.max_error < 1e-12
         (True, True)
     """
-    asked, kwargs = options_among(model, options, args, kwargs, "streamfx.verify(...)")
+    option_values, kwargs = options_among(model, options, args, kwargs, "streamfx.verify(...)")
     model = original(model)
-    given = resolved(asked)
+    backend_options = resolved(option_values)
     _check_functions(model, loss)
     sources = gradient_sources(model, (args, kwargs))
     _check_data([*sources.values(), *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))])
     compilations: list[Compilation] = []
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        compilations.append(ChunkedCompilation(module, given))
+        """Compile a graph with several chunks per loop, and record its compilation."""
+        compilations.append(ChunkedCompilation(module, backend_options))
         with raised_as_itself(module.graph):
             return compilations[-1].compile(inputs)
 
     def run(function: Callable[..., Any]) -> Run:
-        with untouched(model):
+        """Return the loss and gradients of a function of the call, without side effects on the model."""
+        with without_side_effects(model):
             return run_of(lambda: function(*args, **kwargs), loss or default_loss, list(sources.values()))
 
     with failing_in_eager((args, kwargs)):
@@ -92,13 +94,14 @@ def verify(
     with compiled_apart(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
     _check_arrived(compilations)
-    precision, not_cut = lowest_precision(compilations, sources.values()), what_was_not_cut(compilations)
+    precision, not_cut = lowest_precision(compilations, sources.values()), why_not_chunked(compilations)
     records = [record_of(facts, number) for number, facts in enumerate(facts for item in compilations for facts in item.facts)]
-    verification = Verification(list(sources), eager, streamed, precision, given.adjoints, not_cut, records)
+    verification = Verification(list(sources), eager, streamed, precision, backend_options.adjoints, not_cut, records)
     return _checked_nonzero(verification, (args, kwargs))
 
 
 def _check_not_random(eager: Run) -> None:
+    """Refuse a model that draws random numbers."""
     if eager.is_random:
         raise NotComparableError(
             ASKED,
@@ -109,6 +112,7 @@ def _check_not_random(eager: Run) -> None:
 
 
 def _check_arrived(compilations: Sequence[Compilation]) -> None:
+    """Refuse a call of which no graph reached the backend."""
     if not compilations:
         raise NotComparableError(
             "streamfx.verify asks for a call that torch.compile can trace",
@@ -145,14 +149,15 @@ class Run:
 
 
 def run_of(call: Callable[[], Any], loss: Callable[[Any], Tensor], sources: Sequence[Tensor]) -> Run:
-    with randomness_kept(), torch.enable_grad():
-        before = _generator_states()
+    """Run the call, its loss and the gradients of `sources`; report whether random numbers were drawn."""
+    with restored_randomness(), torch.enable_grad():
+        states_before = _generator_states()
         value = loss(call())
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise NotComparableError(
-                ASKED, found=f"the loss is {_described(value)}", do="let loss= return a tensor with one element"
+                ASKED, found=f"the loss is {_type_text(value)}", do="let loss= return a tensor with one element"
             )
-        is_random = any(not torch.equal(a, b) for a, b in zip(before, _generator_states(), strict=True))
+        is_random = any(not torch.equal(a, b) for a, b in zip(states_before, _generator_states(), strict=True))
         gradients: tuple[Tensor | None, ...] = tuple(None for _ in sources)
         if value.requires_grad and sources:
             gradients = torch.autograd.grad(value.reshape(()), list(sources), allow_unused=True)
@@ -225,6 +230,7 @@ class Verification:
     __repr__ = __str__
 
     def _lines(self) -> Iterator[str]:
+        """Yield the report: the verdict, the loss, and the largest gradient differences."""
         verdict = "the same as eager" if self.ok else "NOT the same as eager"
         kind = str(self.precision).removeprefix("torch.")
         yield f"streamfx: {verdict}; largest relative difference {self.max_error:.1e}, tolerance {self.tolerance:.0e} ({kind})"
@@ -269,6 +275,7 @@ def _finite(tensor: Tensor | None) -> Tensor | None:
 
 
 def _norm(tensor: Tensor | None) -> float:
+    """Return the Euclidean norm of a tensor in at least double precision; 0 if there is none."""
     if tensor is None:
         return 0.0
     return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float64)))
@@ -286,20 +293,21 @@ def gradient_sources(model: Callable[..., Any], inputs: Any) -> dict[str, Tensor
 
 def default_loss(output: Any) -> Tensor:
     """Return `output.loss`, the output itself if it is a scalar, or a fixed random combination of its tensors."""
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.numel() == 1:
-        return own
+    model_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(model_loss, Tensor) and model_loss.numel() == 1:
+        return model_loss
     if isinstance(output, Tensor) and output.dim() == 0:
         return output
     tensors = [tensor for tensor in tensors_returned(output) if tensor.is_floating_point()]
     if not tensors:
         raise NotComparableError(
-            ASKED, found=f"the output, {_described(output)}, has no loss", do="say with loss= which number to differentiate"
+            ASKED, found=f"the output, {_type_text(output)}, has no loss", do="say with loss= which number to differentiate"
         )
-    return sum((_combined(tensor, seed) for seed, tensor in enumerate(tensors)), tensors[0].new_zeros(()))
+    return sum((_random_combination(tensor, seed) for seed, tensor in enumerate(tensors)), tensors[0].new_zeros(()))
 
 
-def _combined(tensor: Tensor, seed: int) -> Tensor:
+def _random_combination(tensor: Tensor, seed: int) -> Tensor:
+    """Return the sum of a tensor with fixed random weights, scaled by the square root of its size."""
     generator = torch.Generator(tensor.device).manual_seed(seed)
     weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device=tensor.device)
     return (tensor * weights.to(tensor.dtype)).sum() / max(tensor.numel(), 1) ** 0.5
@@ -315,16 +323,17 @@ def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch
 
 
 def _check_functions(model: Any, loss: Any) -> None:
+    """Refuse a model or a loss that is not callable, a class, and parameters that ZeRO-3 has partitioned."""
     if not callable(model):
         raise NotComparableError(
-            ASKED, found=f"{_described(model)}, which cannot be called", do="give a model, or a function of one"
+            ASKED, found=f"{_type_text(model)}, which cannot be called", do="give a model, or a function of one"
         )
     if isinstance(model, type):  # torch.compile would modify the class permanently
-        found = f"a class ({model.__name__}), not an object of it"
-        raise NotComparableError(ASKED, found=found, do="make a model of it: pass Model(...), not Model")
+        class_text = f"a class ({model.__name__}), not an object of it"
+        raise NotComparableError(ASKED, found=class_text, do="make a model of it: pass Model(...), not Model")
     if loss is not None and not callable(loss):
         raise NotComparableError(
-            ASKED, found=f"loss is {_described(loss)}", do="let loss be a function from the output to a number"
+            ASKED, found=f"loss is {_type_text(loss)}", do="let loss be a function from the output to a number"
         )
     refuse_partitioned(parameters_of(model).values())
 
@@ -332,28 +341,31 @@ def _check_functions(model: Any, loss: Any) -> None:
 def _checked_nonzero(verification: Verification, inputs: Any) -> Verification:
     """Return the verification, but raise if nothing was computed: equal zeros are no evidence."""
     if verification.ok and verification.says_nothing:
-        empty = empty_among(inputs)
-        found_what, do = (f"{empty}, and {NOTHING}", DO) if empty else (NOTHING, NUMBERS)
-        raise NotComparableError("streamfx.verify asks for a call whose numbers can be compared", found=found_what, do=do)
+        empty = empty_inputs_text(inputs)
+        reason, do = (f"{empty}, and {NOTHING}", DO) if empty else (NOTHING, NUMBERS)
+        raise NotComparableError("streamfx.verify asks for a call whose numbers can be compared", found=reason, do=do)
     return verification
 
 
 def _check_data(tensors: Sequence[Tensor]) -> None:
+    """Refuse fake and meta tensors, which hold no data to compare."""
     for tensor in tensors:
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             raise NotComparableError(
                 ASKED,
-                found=f"{_described(tensor)} holds no data",
+                found=f"{_type_text(tensor)} holds no data",
                 do="give real tensors, or use streamfx.explain, which needs none",
             )
 
 
-def _described(value: Any) -> str:
+def _type_text(value: Any) -> str:
+    """Return the type of a value, and the shape of a tensor, for error messages."""
     return (
         f"{one(type(value).__name__)} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else one(type(value).__name__)
     )
 
 
 def _generator_states() -> list[Tensor]:
+    """Return the states of the random generators of the CPU and of all CUDA devices in use."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *cuda]

@@ -37,11 +37,12 @@ class LossInChunks(nn.Module):
         self.model, self.backbone, self.head = model, backbone, head
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of the losses of all chunks, each recomputed in the backward graph."""
         hidden = self.backbone(input_ids=input_ids, use_cache=False)[0]
         rows = max(BUSY // hidden.shape[0], 1)
-        pieces = list(zip(hidden.split(rows, 1), labels.split(rows, 1), strict=True))
-        each = in_turn if is_plain(self.head) else one_by_one
-        return torch.stack(each(checkpointed(self._loss), pieces)).sum()
+        chunks = list(zip(hidden.split(rows, 1), labels.split(rows, 1), strict=True))
+        run_in_turn = in_turn if is_plain(self.head) else one_by_one
+        return torch.stack(run_in_turn(checkpointed(self._loss), chunks)).sum()
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(hidden).flatten(0, -2).float(), labels.flatten(), reduction="sum")
@@ -52,12 +53,14 @@ class OffloadedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        held, result = to_host(hidden), layer(hidden)
-        ctx.layer, ctx.device, ctx.held = layer, hidden.device, free_after_copy(held, hidden)
+        """Run the layer and copy its input to the host."""
+        host_copy, result = to_host(hidden), layer(hidden)
+        ctx.layer, ctx.device, ctx.held = layer, hidden.device, free_after_copy(host_copy, hidden)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:  # type: ignore[override]
+        """Copy the input back, recompute the layer, and return the gradient of the input."""
         hidden = wait_for_copy(from_host(ctx.held, ctx.device)).requires_grad_()
         with torch.enable_grad():
             result = ctx.layer(hidden)
@@ -80,7 +83,7 @@ def on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def ways_of(model: nn.Module) -> dict[str, Way]:
     """Return the baselines of a model by name, the most common one first. The chunked loss needs a known backbone and head."""
-    chunked = _in_chunks(model)
+    chunked = _with_loss_in_chunks(model)
     if chunked is None:
         return {CHECKPOINTING: (model, checkpointed), f"with {ON_HOST}": (model, on_host)}
     return {
@@ -90,7 +93,8 @@ def ways_of(model: nn.Module) -> dict[str, Way]:
     }
 
 
-def _in_chunks(model: nn.Module) -> nn.Module | None:
+def _with_loss_in_chunks(model: nn.Module) -> nn.Module | None:
+    """Return the model with head and loss in chunks, or None if backbone or head is not known."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     backbone: Any = getattr(model, "base_model", None)
     is_known = isinstance(head, nn.Module) and isinstance(backbone, nn.Module) and backbone is not model
@@ -121,21 +125,21 @@ class Peaks(NamedTuple):
     few: Callable[[int], tuple[int, int] | None]
 
 
-def longest(peaks: Peaks, layers: int, budget: int, first: int, multiple: int) -> int | None:
+def longest(peaks: Peaks, layers: int, budget: int, first_length: int, multiple: int) -> int | None:
     """Return approximately the longest length whose peak fits the budget, confirmed by a trace; 0 if none fits, None if
     no peak is known.
     """
-    guess = guessed(peaks.few, layers, first, int(budget * AIM))
-    if guess is None and peaks.first(multiple) is None:
+    initial = guessed(peaks.few, layers, first_length, int(budget * AIM))
+    if initial is None and peaks.first(multiple) is None:
         return None
-    size, base, best, failed = first, 0.0, 0, None
-    if guess is not None:
-        size, base = guess
+    size, constant_bytes, best, failed = first_length, 0.0, 0, None
+    if initial is not None:
+        size, constant_bytes = initial
     for _ in range(MOST):
         size = max(size // multiple * multiple, multiple)
         peak = peaks.whole(size) or 0
         best, failed = (size, failed) if peak <= budget else (best, size)
-        slope = max(peak - base, 1) / size
+        slope = max(peak - constant_bytes, 1) / size
         size = int(size + (AIM * budget - peak) / slope)
         if failed is not None and not best < size < failed:
             size = (best + failed) // 2

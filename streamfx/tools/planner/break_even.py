@@ -23,10 +23,10 @@ def gains_from(guess: Peaks, traced: Peaks, length: int, multiple: int) -> int |
     Only lengths above `length`, which has no gain, are candidates.
     """
     for high in range(STRIDE, LAST + 1, STRIDE):
-        at = named(high, multiple)
-        if at > length and _gains(guess, at):
+        candidate = named(high, multiple)
+        if candidate > length and _saves_memory(guess, candidate):
             nearest = named(_first_gain(guess, high - STRIDE, high, length, multiple), multiple)
-            return next((item for item in dict.fromkeys((nearest, at)) if _gains(traced, item)), None)
+            return next((item for item in dict.fromkeys((nearest, candidate)) if _saves_memory(traced, item)), None)
     return None
 
 
@@ -34,12 +34,13 @@ def _first_gain(guess: Peaks, low: int, high: int, length: int, multiple: int) -
     """Return the index of the first candidate after `low` with a gain, by bisection; `high` has one."""
     while high - low > 1:
         middle = (low + high) // 2
-        at = named(middle, multiple)
-        low, high = (low, middle) if at > length and _gains(guess, at) else (middle, high)
+        candidate = named(middle, multiple)
+        low, high = (low, middle) if candidate > length and _saves_memory(guess, candidate) else (middle, high)
     return high
 
 
-def _gains(peaks: Peaks, length: int) -> bool:
+def _saves_memory(peaks: Peaks, length: int) -> bool:
+    """Return whether the baseline takes at least `GAIN` times the memory of the backend."""
     pair = peaks(length)
     return pair is not None and pair[1] >= GAIN * pair[0]
 

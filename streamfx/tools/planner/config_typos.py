@@ -19,27 +19,27 @@ def misspelt_in(values: Mapping[str, Any], config: Any) -> Iterator[tuple[str, s
     is missing.
     """
     try:
-        kept = {*vars(type(config)()), *getattr(config, "attribute_map", {})}
+        default_names = {*vars(type(config)()), *getattr(config, "attribute_map", {})}
     except Exception:  # a composite configuration has no defaults
         return
-    known = kept | _read_by(type(config))
-    missing = sorted(name for name in kept - values.keys() if not name.startswith("_"))
+    known_names = default_names | _read_by(type(config))
+    missing = sorted(name for name in default_names - values.keys() if not name.startswith("_"))
     for key, value in values.items():
-        own = vars(config).get(key)
-        if isinstance(value, Mapping) and hasattr(own, "model_type"):
-            yield from misspelt_in(value, own)
-        elif own is not None and key not in known and (meant := _meant(key, missing)):
-            yield key, meant
+        config_value = vars(config).get(key)
+        if isinstance(value, Mapping) and hasattr(config_value, "model_type"):
+            yield from misspelt_in(value, config_value)
+        elif config_value is not None and key not in known_names and (intended := _intended_name(key, missing)):
+            yield key, intended
 
 
-def _meant(key: str, missing: list[str]) -> str | None:
+def _intended_name(key: str, missing: list[str]) -> str | None:
     """Return the first missing name that a key resembles.
 
     >>> names = ["num_attention_heads", "num_hidden_layers", "sliding_window", "pad_token_id"]
-    >>> [_meant(key, names) for key in ("num_hiden_layers", "num_layers", "slidingWindow")]
+    >>> [_intended_name(key, names) for key in ("num_hiden_layers", "num_layers", "slidingWindow")]
     ['num_hidden_layers', 'num_hidden_layers', 'sliding_window']
-    >>> _meant("is_decoder", ["is_encoder_decoder"])
-    >>> [_meant(key, names) for key in ("sliding_window_pattern", "use_sliding_window", "sep_token_id", "layers")]
+    >>> _intended_name("is_decoder", ["is_encoder_decoder"])
+    >>> [_intended_name(key, names) for key in ("sliding_window_pattern", "use_sliding_window", "sep_token_id", "layers")]
     [None, None, None, None]
     """
     return next((name for is_nearly in (_is_misspelt, _leaves_words_out) for name in missing if is_nearly(key, name)), None)
@@ -48,9 +48,11 @@ def _meant(key: str, missing: list[str]) -> str | None:
 def _is_misspelt(key: str, name: str) -> bool:
     """Return whether the words of the two names are pairwise similar, or differ only in separators and case."""
     pairs = list(zip(key.split("_"), name.split("_"), strict=False))
-    are_as_many = key.count("_") == name.count("_")
+    same_length = key.count("_") == name.count("_")
     is_joined = key.replace("_", "").lower() == name.replace("_", "").lower()
-    return is_joined or (are_as_many and all(SequenceMatcher(None, one, other).ratio() >= NEAR for one, other in pairs))
+    return is_joined or (
+        same_length and all(SequenceMatcher(None, word, intended_word).ratio() >= NEAR for word, intended_word in pairs)
+    )
 
 
 def _leaves_words_out(key: str, name: str) -> bool:
@@ -64,6 +66,6 @@ def _leaves_words_out(key: str, name: str) -> bool:
 
 def _read_by(kind: type) -> set[str]:
     """Return the constructor arguments and the attributes of a configuration's classes."""
-    classes = [one for one in kind.__mro__ if one is not object]
-    taken = {name for one in classes for name in inspect.signature(vars(one).get("__init__", one)).parameters}
-    return taken | {name.removeprefix("_") for one in classes for name in vars(one)}
+    classes = [base for base in kind.__mro__ if base is not object]
+    parameters = {name for base in classes for name in inspect.signature(vars(base).get("__init__", base)).parameters}
+    return parameters | {name.removeprefix("_") for base in classes for name in vars(base)}

@@ -32,14 +32,17 @@ class Ulysses:
     ranks: int
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
     ) -> tuple[Tensor, None]:
-        if mask is not None or given.get("s_aux") is not None:
+        """Run attention on all rows of this rank's heads, and return this rank's rows of all heads."""
+        if mask is not None or keywords.get("s_aux") is not None:
             raise PlanError("context divides causal attention", found="a mask, or a sink", do="plan without context")
         key, value = (part.repeat_interleave(max(1, self.ranks // part.shape[1]), 1) for part in (key, value))
         query, key, value = map(self.all_rows, (query, key, value))
         grouped = key.shape[1] != query.shape[1]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=given.get("scaling"), enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=keywords.get("scaling"), enable_gqa=grouped
+        )
         return self.own_rows(mixed), None
 
     def all_rows(self, heads: Tensor) -> Tensor:
@@ -58,18 +61,18 @@ class Ulysses:
 
 
 @contextmanager
-def sequences_divided(model: nn.Module, group: Any, ranks: int) -> Iterator[None]:
+def context_parallel_attention(model: nn.Module, group: Any, ranks: int) -> Iterator[None]:
     """Replace the model's attention by the context-parallel one, in place, and restore it on exit."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config: Any = model.config
-    before = config._attn_implementation
+    saved = config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[NAME] = Ulysses(group, ranks)
     config._attn_implementation = NAME
     try:
         yield
     finally:
-        config._attn_implementation = before
+        config._attn_implementation = saved
         del ALL_ATTENTION_FUNCTIONS[NAME]
 
 
@@ -95,6 +98,7 @@ def check_heads(model: nn.Module, tensor: int, context: int) -> None:
 
 
 def _divisors(count: int) -> str:
+    """Return the divisors of a count as text."""
     return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
 
 

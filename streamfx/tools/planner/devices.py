@@ -60,8 +60,10 @@ class Device:
         The host launches operators concurrently; the result is at least the launch time.
         """
         by_kernel = {name: getattr(work, name) for name in ATTENTION}
-        others = work.flops - sum(by_kernel.values())
-        computing = others / self.flops + sum(count / self.attention.get(name, self.flops) for name, count in by_kernel.items())
+        other_flops = work.flops - sum(by_kernel.values())
+        computing = other_flops / self.flops + sum(
+            count / self.attention.get(name, self.flops) for name, count in by_kernel.items()
+        )
         waits = work.launches * LAUNCH if self.kind.type == "cuda" else 0
         return max(computing + (work.moved + WAITED * work.total_bytes) / self.bandwidth, waits)
 
@@ -109,16 +111,16 @@ def device_called(name: str) -> Device:
     """Return a device by name; "here" is measured."""
     if name == "here":
         return measured()
-    known = {key.lower(): key for key in PUBLISHED}
-    if str(name).lower() not in known:
+    names_by_lower = {key.lower(): key for key in PUBLISHED}
+    if str(name).lower() not in names_by_lower:
         raise PlanError(f"there are no rates of a device {name!r}", do=one_of(name, (*PUBLISHED, "here")))
-    flops, bandwidth, capability = PUBLISHED[known[name.lower()]]
+    flops, bandwidth, capability = PUBLISHED[names_by_lower[name.lower()]]
     kind = DeviceKind("cuda", capability, has_flash=True, has_cudnn=capability in CUDNN_CAPABILITIES)
-    near, far = WIRES[known[name.lower()]]
-    wires, host = (EFFICIENCY * near, EFFICIENCY * far), EFFICIENCY * HOSTS[known[name.lower()]]
-    attention = ATTENTION_RATES.get(known[name.lower()], {})
-    computing, moving = REACHED.get(known[name.lower()], (EFFICIENCY, EFFICIENCY))
-    return Device(known[name.lower()], computing * flops, moving * bandwidth, kind, wires, host, attention)
+    near, far = WIRES[names_by_lower[name.lower()]]
+    wires, host = (EFFICIENCY * near, EFFICIENCY * far), EFFICIENCY * HOSTS[names_by_lower[name.lower()]]
+    attention = ATTENTION_RATES.get(names_by_lower[name.lower()], {})
+    computing, moving = REACHED.get(names_by_lower[name.lower()], (EFFICIENCY, EFFICIENCY))
+    return Device(names_by_lower[name.lower()], computing * flops, moving * bandwidth, kind, wires, host, attention)
 
 
 def here() -> torch.device:
@@ -128,25 +130,26 @@ def here() -> torch.device:
 
 def measured() -> Device:
     """Measure the device of this machine with one matrix product and one copy."""
-    place = here()
-    size, dtype = (8192, torch.bfloat16) if place.type == "cuda" else (1024, torch.float32)
-    generator = torch.Generator(place).manual_seed(0)  # leaves the user's generators unchanged
+    device = here()
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    generator = torch.Generator(device).manual_seed(0)  # leaves the user's generators unchanged
     # Random values, as in training: with constant values a GPU draws less power and runs at a higher clock.
-    left, right = (torch.randn(size, size, generator=generator, device=place, dtype=dtype) for _ in range(2))
-    product = _seconds(lambda: torch.mm(left, right), place)
-    copy = _seconds(lambda: torch.add(left, 1), place)
-    return Device(f"this {place.type}", 2 * size**3 / product, 2 * left.nbytes / copy, kind_of(place))
+    factor, other_factor = (torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    product = _seconds(lambda: torch.mm(factor, other_factor), device)
+    copy = _seconds(lambda: torch.add(factor, 1), device)
+    return Device(f"this {device.type}", 2 * size**3 / product, 2 * factor.nbytes / copy, kind_of(device))
 
 
-def _seconds(work: Callable[[], object], place: torch.device) -> float:
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the best of four runs, after a warm-up run that loads kernels and waits for earlier work."""
-    _timed(work, place)
-    return min(_timed(work, place) for _ in range(4))
+    _timed(work, device)
+    return min(_timed(work, device) for _ in range(4))
 
 
-def _timed(work: Callable[[], object], place: torch.device) -> float:
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one run, including queued work of the device."""
     start = time.perf_counter()
     work()
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start

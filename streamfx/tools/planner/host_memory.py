@@ -35,17 +35,17 @@ def bytes_on_host(facts: Facts) -> int:
 def copies_by_loop(program: Program, num_outputs: int) -> dict[str, dict[str, Copies]]:
     """Return the copies of each loop, by forward or backward graph and by the loop's name."""
     by_half: dict[str, dict[str, Copies]] = {half: {} for half in HALVES}
-    for name, half in halves_of(program, num_outputs):
-        for node, before in half.between():
+    for name, host_program in halves_of(program, num_outputs):
+        for node, loop_before in host_program.between():
             if node.target in (from_host, to_host):
-                comes = node.target is from_host
-                size = bytes_like((node.all_input_nodes[0] if comes else node).meta[VALUE])
-                loop = half.loop_of(node, comes, before)
-                copies = Copies(fetched=size) if comes else Copies(left=size)
+                is_fetch = node.target is from_host
+                size = bytes_like((node.all_input_nodes[0] if is_fetch else node).meta[VALUE])
+                loop = host_program.loop_of(node, is_fetch, loop_before)
+                copies = Copies(fetched=size) if is_fetch else Copies(left=size)
                 by_half[name][loop] = by_half[name].get(loop, Copies()).plus(copies)
     return by_half
 
 
-def sharing(world: int) -> int:
+def devices_per_host(world: int) -> int:
     """Return how many devices share the memory of a host."""
     return min(world, TOGETHER)

@@ -20,18 +20,22 @@ class InitialGuess(NamedTuple):
     base: float
 
 
-def guessed(peaks: Callable[[int], tuple[int, int] | None], layers: int, first: int, budget: int) -> InitialGuess | None:
+def guessed(peaks: Callable[[int], tuple[int, int] | None], layers: int, first_length: int, budget: int) -> InitialGuess | None:
     """Guess from the `peaks` of a few layers and of one more at two lengths. None if these are unknown, or if one trace
     of all layers is as fast.
     """
-    if layers < 2 * (FEWEST + FEWEST + 1) or (low := peaks(first)) is None or (high := peaks(2 * first)) is None:
+    if (
+        layers < 2 * (FEWEST + FEWEST + 1)
+        or (peaks_at_first := peaks(first_length)) is None
+        or (peaks_at_double := peaks(2 * first_length)) is None
+    ):
         return None
-    before, after = (of_all(*pair, layers - FEWEST) for pair in (low, high))
-    growth = (after - before) / first
-    base = before - growth * first
-    return InitialGuess(int((budget - base) / growth), base) if growth > 0 else None
+    bytes_at_first, bytes_at_double = (of_all(*pair, layers - FEWEST) for pair in (peaks_at_first, peaks_at_double))
+    growth = (bytes_at_double - bytes_at_first) / first_length
+    constant_bytes = bytes_at_first - growth * first_length
+    return InitialGuess(int((budget - constant_bytes) / growth), constant_bytes) if growth > 0 else None
 
 
-def of_all(few: int, more: int, steps: float) -> float:
+def of_all(at_few: int, at_one_more: int, further_layers: float) -> float:
     """Extrapolate to all layers: each further step costs the difference of the two traces."""
-    return few + steps * (more - few)
+    return at_few + further_layers * (at_one_more - at_few)

@@ -15,7 +15,7 @@ BY_NAME = "let it take a batch and a length, and return a dictionary of tensors 
 AS_ASKED = "let it make tensors of the batch and the length that it is given, as torch.empty(batch, length, device='meta') does"
 
 
-def given_by(inputs: Inputs, batch: int, length: int) -> Mapping[str, Tensor]:
+def checked_inputs(inputs: Inputs, batch: int, length: int) -> Mapping[str, Tensor]:
     """Call the user function and check that it returns tensors by name."""
     asked = f"inputs({batch}, {length}) says what the model takes"
     try:
@@ -24,8 +24,8 @@ def given_by(inputs: Inputs, batch: int, length: int) -> Mapping[str, Tensor]:
         raise PlanError(asked, found=f"it raises {told(error)}", do=BY_NAME) from error
     by_name = isinstance(tensors, Mapping) and all(isinstance(name, str) for name in tensors)
     refuse_unless(by_name and bool(tensors), PlanError, asked, tensors, BY_NAME)
-    other = [f"{name}={described(value)}" for name, value in tensors.items() if not isinstance(value, Tensor)]
-    refuse_unless(not other, PlanError, asked, ", ".join(other), f"{BY_NAME}: torch.as_tensor(...)")
+    non_tensors = [f"{name}={described(value)}" for name, value in tensors.items() if not isinstance(value, Tensor)]
+    refuse_unless(not non_tensors, PlanError, asked, ", ".join(non_tensors), f"{BY_NAME}: torch.as_tensor(...)")
     return tensors
 
 
@@ -34,20 +34,20 @@ def check_inputs(inputs: Inputs, batch: int, length: int, max_batch: bool) -> No
 
     The same holds for the batch if it exceeds one sequence, or if the largest batch is requested.
     """
-    sizes = _sizes(given_by(inputs, batch, length))
-    others = [("length", batch, length // 2)] + ([("batch", batch + 1, length)] if batch > 1 or max_batch else [])
-    for what, *size in others:
+    sizes = _sizes(checked_inputs(inputs, batch, length))
+    changed_arguments = [("length", batch, length // 2)] + ([("batch", batch + 1, length)] if batch > 1 or max_batch else [])
+    for what, *size in changed_arguments:
         try:
-            found = _sizes(given_by(inputs, *size))
+            changed_sizes = _sizes(checked_inputs(inputs, *size))
         except PlanError:  # the function may not support this length
             continue
         asked = f"inputs(batch, length) says what the model takes of a {what}"
-        same = f"the same sizes from inputs({batch}, {length}) and inputs({size[0]}, {size[1]}): {_text(sizes)}"
-        refuse_unless(found != sizes, PlanError, asked, same, AS_ASKED)
+        same_text = f"the same sizes from inputs({batch}, {length}) and inputs({size[0]}, {size[1]}): {_text(sizes)}"
+        refuse_unless(changed_sizes != sizes, PlanError, asked, same_text, AS_ASKED)
 
 
-def _sizes(found: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    return {name: tuple(value.shape) for name, value in found.items()}
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items()}
 
 
 def _text(sizes: Mapping[str, tuple[Any, ...]]) -> str:

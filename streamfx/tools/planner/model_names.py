@@ -44,10 +44,10 @@ def config_file(source: str | Path) -> Path:
     cached = _in_cache(str(source))
     if cached is not None:
         return cached
-    asked = str(source).lower()
-    name = names.get(asked) or (names.get(asked.partition("/")[2]) if asked.count("/") == 1 else None)
+    lower_name = str(source).lower()
+    name = names.get(lower_name) or (names.get(lower_name.partition("/")[2]) if lower_name.count("/") == 1 else None)
     if name is None:
-        raise _unknown(str(source))
+        raise _unknown_name_error(str(source))
     return FOLDER / f"{name}.json"
 
 
@@ -72,11 +72,12 @@ def _may_be_of_hub(source: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None and not is_there(Path(source).parent)
 
 
-def _unknown(source: str) -> PlanError:
+def _unknown_name_error(source: str) -> PlanError:
+    """Return the error for an unknown configuration, with a similar name if there is one."""
     names = builtin_names()
-    known = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(source.lower().rpartition("/")[2], known, n=1, cutoff=0.6)
-    hint = f"did you mean {known[near[0]]!r}? " if near else ""
+    names_by_lower = {name.lower(): name for name in names}
+    similar = difflib.get_close_matches(source.lower().rpartition("/")[2], names_by_lower, n=1, cutoff=0.6)
+    hint = f"did you mean {names_by_lower[similar[0]]!r}? " if similar else ""
     download = f"`hf download {source} {FILE}` puts it into the cache, or " if _may_be_of_hub(source) else ""
     return PlanError(
         f"there is no configuration {source!r}",

@@ -27,7 +27,7 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 def configuration(source: Any) -> Any:
     """Return a Hugging Face configuration from an object, a mapping, or a source that `config_file` finds."""
     if isinstance(source, Mapping):
-        return _of_mapping(dict(source), "a mapping")
+        return _configuration_of(dict(source), "a mapping")
     if not isinstance(source, (str, Path)):
         if not hasattr(source, "model_type"):
             raise PlanError(f"{one(type(source).__name__)} is no configuration", do=f"give {KINDS}")
@@ -37,10 +37,11 @@ def configuration(source: Any) -> Any:
         values = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise PlanError(f"{path} is not JSON", found=str(error), do="give the config.json of a Hugging Face model") from None
-    return _of_mapping(values, str(path))
+    return _configuration_of(values, str(path))
 
 
-def _of_mapping(values: dict[str, Any], origin: str) -> Any:
+def _configuration_of(values: dict[str, Any], origin: str) -> Any:
+    """Create the configuration object of a mapping; refuse unknown types and misspelled keys."""
     try:
         import transformers
         from transformers import CONFIG_MAPPING, AutoConfig
@@ -48,10 +49,10 @@ def _of_mapping(values: dict[str, Any], origin: str) -> Any:
         raise PlanError("a configuration needs transformers", do="pip install 'streamfx[plan]'") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise PlanError(f"{origin} has no model_type", do="give the config.json of a Hugging Face model")
-    known, model_type = list(CONFIG_MAPPING), values["model_type"]
-    if model_type not in known:
+    known_types, model_type = list(CONFIG_MAPPING), values["model_type"]
+    if model_type not in known_types:
         asked = f"{origin} is of a model_type that the installed transformers ({transformers.__version__}) does not know"
-        hint = did_you_mean(model_type, known, cutoff=0.7)
+        hint = did_you_mean(model_type, known_types, cutoff=0.7)
         raise PlanError(asked, found=repr(model_type), do=f"{hint}give the config.json of a Hugging Face model")
     try:
         config = AutoConfig.for_model(**values)
@@ -112,10 +113,10 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
         weight = base.weight
-        like: dict[str, Any] = {"bias": False, "device": weight.device, "dtype": weight.dtype}
+        settings: dict[str, Any] = {"bias": False, "device": weight.device, "dtype": weight.dtype}
         self.base = base
-        self.down = nn.Linear(base.in_features, rank, **like)
-        self.up = nn.Linear(rank, base.out_features, **like)
+        self.down = nn.Linear(base.in_features, rank, **settings)
+        self.up = nn.Linear(rank, base.out_features, **settings)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
@@ -136,6 +137,7 @@ def loss_of(model: nn.Module) -> Callable[..., Tensor]:
     """Return a function that computes the loss, as a training loop does, and keeps no other output."""
 
     def loss(**inputs: Tensor) -> Tensor:
+        """Return the model's loss, its scalar output, or the cross-entropy of its logits."""
         outputs = model(**inputs)
         result = getattr(outputs, "loss", None)
         if result is None and isinstance(outputs, Mapping):

@@ -34,14 +34,14 @@ class Objective:
 
 def objective_called(name: str, group: int) -> Objective:
     """Return an objective by name; `group` is the number of answers per prompt that are compared."""
-    known = {
+    objectives = {
         "sft": Objective(lambda model: model, language_inputs, 1),
-        "dpo": Objective(PairsStep, _answers, 2),
-        "grpo": Objective(GroupStep, _rewarded_answers, group),
+        "dpo": Objective(PairsStep, _pair_inputs, 2),
+        "grpo": Objective(GroupStep, _group_inputs, group),
     }
-    if name not in known:
-        raise PlanError(f"there is no objective {name!r} to plan for", do=one_of(name, known))
-    return known[name]
+    if name not in objectives:
+        raise PlanError(f"there is no objective {name!r} to plan for", do=one_of(name, objectives))
+    return objectives[name]
 
 
 OBJECTIVES = ("sft", "dpo", "grpo")
@@ -55,6 +55,7 @@ class PairsStep(nn.Module):
         self.policy, self.reference = policy, reference_of(policy)
 
     def forward(self, ids: Tensor, answer: Tensor) -> Tensor:
+        """Return the DPO loss; `answer` masks the tokens of the answers."""
         with torch.no_grad():
             reference = (token_logps(self.reference, ids) * answer).sum(-1)
         ratio = (token_logps(self.policy, ids) * answer).sum(-1) - reference
@@ -70,6 +71,7 @@ class GroupStep(nn.Module):
         self.policy, self.reference = policy, reference_of(policy)
 
     def forward(self, ids: Tensor, answer: Tensor, advantages: Tensor, sampled: Tensor) -> Tensor:
+        """Return the clipped GRPO loss; `sampled` are the log-probabilities at sampling time."""
         with torch.no_grad():
             reference = token_logps(self.reference, ids)
         logps = token_logps(self.policy, ids)
@@ -101,11 +103,13 @@ def _without_adapters(module: nn.Module) -> nn.Module:
     return bare
 
 
-def _answers(sequences: int, length: int) -> dict[str, Tensor]:
+def _pair_inputs(sequences: int, length: int) -> dict[str, Tensor]:
+    """Return ids and a mask of answer tokens, without data."""
     ids = torch.empty(sequences, length, dtype=torch.int64, device="meta")
     return {"ids": ids, "answer": torch.empty(sequences, length - 1, device="meta")}
 
 
-def _rewarded_answers(sequences: int, length: int) -> dict[str, Tensor]:
+def _group_inputs(sequences: int, length: int) -> dict[str, Tensor]:
+    """Return ids, answer mask, advantages and sampled log-probabilities, without data."""
     sampled = torch.empty(sequences, length - 1, device="meta")
-    return {**_answers(sequences, length), "advantages": torch.empty(sequences, device="meta"), "sampled": sampled}
+    return {**_pair_inputs(sequences, length), "advantages": torch.empty(sequences, device="meta"), "sampled": sampled}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from streamfx.argument_checks import one_of
 from streamfx.errors import PlanError
-from streamfx.tools.planner.shards import Sharding, own_part
+from streamfx.tools.planner.shards import Sharding, rank_part
 
 BLOCK = 256  # elements of an 8-bit state that share a float32 scale (Dettmers et al., 2022, section 2.1)
 
@@ -26,5 +26,5 @@ def state_bytes(model: nn.Module, optimizer: str, ranks: Sharding) -> int:
     if optimizer not in STATES:
         raise PlanError(f"there is no optimizer {optimizer!r} to plan for", do=one_of(optimizer, STATES))
     with ranks.cut(model):
-        trained = [own_part(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        trained = [rank_part(parameter) for parameter in model.parameters() if parameter.requires_grad]
         return -(-sum(map(STATES[optimizer], trained)) // ranks.holders)

@@ -30,14 +30,14 @@ NOTHING, NO_COPIES = Traffic(), Copies()
 class OverlapInterval:
     """Consecutive loops of one stage in the forward or backward graph, with their communication and their copies.
 
-    `alone` is the communication without overlap: a loop, or a value between loops, needs its result at once.
+    `exposed` is the communication without overlap: a loop, or a value between loops, needs its result at once.
     """
 
     half: str
     work: Work = NO_WORK
     gathered: Traffic = NOTHING
     reduced: Traffic = NOTHING
-    alone: Traffic = NOTHING
+    exposed: Traffic = NOTHING
     copies: Copies = NO_COPIES
 
 
@@ -71,32 +71,33 @@ def stretches_of(facts: Facts, cost: Cost) -> tuple[OverlapInterval, ...]:
 def _interval_of(
     half: str, names: Sequence[str], cost: Cost, sent: dict[str, Wire], copies: dict[str, Copies]
 ) -> OverlapInterval:
+    """Sum up work, communication and copies of consecutive loops of one stage."""
     loops = [cost.loops[name] for name in names]
     columns_of_loops = [sent[name][half] for name in names if name in sent]
     work = summed(loop.work for loop in loops)
     gathered, reduced = (added(columns[kind] for columns in columns_of_loops) for kind in (GATHERS, REDUCTIONS))
-    alone = added(columns[kind] for columns in columns_of_loops for kind in (EXCHANGES, IN_LOOPS))
+    exposed = added(columns[kind] for columns in columns_of_loops for kind in (EXCHANGES, IN_LOOPS))
     copied = Copies(*map(sum, zip(*(copies.get(name, NO_COPIES) for name in names), strict=True)))
-    return OverlapInterval(half, work, gathered, reduced, alone, copied)
+    return OverlapInterval(half, work, gathered, reduced, exposed, copied)
 
 
 def waited(stretches: Sequence[OverlapInterval], seconds: Seconds) -> tuple[float, float]:
     """Return the seconds without computation: waiting for other ranks, and the additional wait for host copies."""
-    sent = sum(seconds.sent(part.alone) for part in stretches)
+    sent = sum(seconds.sent(interval.exposed) for interval in stretches)
     copied = 0.0
     for half in HALVES:
-        for part, wire, copies in _concurrent([part for part in stretches if part.half == half]):
-            free = 0.0 if part is None else seconds.loops(part)
-            late = max(0.0, sum(map(seconds.sent, wire)) - free)
-            sent += late
-            copied += max(0.0, seconds.copied(copies) - free - late)
+        for interval, wire, copies in _concurrent([interval for interval in stretches if interval.half == half]):
+            compute_seconds = 0.0 if interval is None else seconds.loops(interval)
+            send_wait = max(0.0, sum(map(seconds.sent, wire)) - compute_seconds)
+            sent += send_wait
+            copied += max(0.0, seconds.copied(copies) - compute_seconds - send_wait)
     return sent, copied
 
 
-def _concurrent(parts: Sequence[OverlapInterval]) -> Iterator[tuple[OverlapInterval | None, list[Traffic], int]]:
+def _concurrent(intervals: Sequence[OverlapInterval]) -> Iterator[tuple[OverlapInterval | None, list[Traffic], int]]:
     """Yield each interval with the concurrent communication and copies. The first and last items have no computation."""
-    for i in range(-1, len(parts) + 1 if parts else -1):
-        before, following = parts[i - 1 : i] if i > 0 else [], parts[i + 1 : i + 2]
-        wire = [*(part.gathered for part in following), *(part.reduced for part in before)]
-        copies = sum(part.copies.fetched for part in following) + sum(part.copies.left for part in before)
-        yield parts[i] if 0 <= i < len(parts) else None, wire, copies
+    for i in range(-1, len(intervals) + 1 if intervals else -1):
+        previous, following = intervals[i - 1 : i] if i > 0 else [], intervals[i + 1 : i + 2]
+        wire = [*(interval.gathered for interval in following), *(interval.reduced for interval in previous)]
+        copies = sum(interval.copies.fetched for interval in following) + sum(interval.copies.left for interval in previous)
+        yield intervals[i] if 0 <= i < len(intervals) else None, wire, copies

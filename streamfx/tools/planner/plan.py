@@ -15,10 +15,10 @@ from streamfx.budget import FORMS, amount_of, bytes_of, is_budget
 from streamfx.errors import OptionError, PlanError
 from streamfx.frontend.gc_pause import uncollected
 from streamfx.options import NAMES, Options, merged, resolved
-from streamfx.tools.inspect.lock import alone
+from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.planner.context import check_heads
 from streamfx.tools.planner.devices import device_called, here
-from streamfx.tools.planner.host_memory import sharing
+from streamfx.tools.planner.host_memory import devices_per_host
 from streamfx.tools.planner.inputs import Inputs, check_inputs
 from streamfx.tools.planner.model_names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
 from streamfx.tools.planner.models import TYPES, built
@@ -76,7 +76,7 @@ class PlanRequest:
 
 
 @refusing(PlanError, "streamfx.plan(...)")
-@alone
+@serialized
 def plan(
     model: Any,
     *,
@@ -135,49 +135,56 @@ def plan(
         >>> streamfx.plan(Mean(64, 64, device="meta"), seq=1024, inputs=inputs).prediction.length
         1024
     """
-    given = _options(options, keywords)
-    step = (model, seq, batch, memory, host_memory, dtype, lora_rank, quantize, optimizer, optimizer_in_backward, world, shard)
-    rest = (tensor, context, max_length, max_batch, device, baselines, objective, group, inputs, given, noted)
-    return _planned(PlanRequest(*map(plain, (*step, *rest))))
+    backend_options = _backend_options(options, keywords)
+    head = (model, seq, batch, memory, host_memory, dtype, lora_rank, quantize, optimizer, optimizer_in_backward, world, shard)
+    rest = (tensor, context, max_length, max_batch, device, baselines, objective, group, inputs, backend_options, noted)
+    return _run_request(PlanRequest(*map(plain, (*head, *rest))))
 
 
-def _planned(asked: PlanRequest) -> PlanReport:
-    _check_kinds(asked)
-    _check(asked.dtype, asked.memory)
-    _check_host_memory(asked.host_memory)
-    _check_budgets(asked.memory, asked.options)
-    _check_counts(seq=(asked.seq, 2), batch=(asked.batch, 1), group=(asked.group, 1))
-    _check_counts(lora_rank=(1 if asked.lora_rank is None else asked.lora_rank, 1))
-    _check_counts(world=(asked.world, 1), tensor=(asked.tensor, 1), context=(asked.context, 1))
-    _check_search(asked.memory, asked.max_length, asked.max_batch)
-    objective = objective_called(asked.objective, asked.group)
-    _check_has_effect(asked)
-    ranks = checked_sharding(asked.world, asked.shard, asked.tensor, asked.context)
-    _check_rows(asked.context, asked.seq)
-    _check_divided(ranks, asked.objective, asked.inputs, asked.lora_rank or asked.quantize)
-    _check_updates(asked.optimizer_in_backward, asked.optimizer, ranks)
+def _run_request(request: PlanRequest) -> PlanReport:
+    """Check the request, build the model on the meta device, and predict one step or search for the largest."""
+    _check_kinds(request)
+    _check_dtype_and_memory(request.dtype, request.memory)
+    _check_host_memory(request.host_memory)
+    _check_budgets(request.memory, request.options)
+    _check_counts(seq=(request.seq, 2), batch=(request.batch, 1), group=(request.group, 1))
+    _check_counts(lora_rank=(1 if request.lora_rank is None else request.lora_rank, 1))
+    _check_counts(world=(request.world, 1), tensor=(request.tensor, 1), context=(request.context, 1))
+    _check_search(request.memory, request.max_length, request.max_batch)
+    objective = objective_called(request.objective, request.group)
+    _check_has_effect(request)
+    ranks = checked_sharding(request.world, request.shard, request.tensor, request.context)
+    _check_context_divides(request.context, request.seq)
+    _check_parallelism(ranks, request.objective, request.inputs, request.lora_rank or request.quantize)
+    _check_updates(request.optimizer_in_backward, request.optimizer, ranks)
     with uncollected():
-        model = objective.step(built(asked.model, asked.dtype, asked.lora_rank, asked.quantize))
-    name = Path(asked.model).name if isinstance(asked.model, str) else type(model).__name__
-    _check_takes_ids(asked.model, asked)
-    if asked.inputs is not None:
-        check_inputs(asked.inputs, asked.batch, asked.seq, asked.max_batch)
-    _check_model(model, asked.tensor, asked.context)
-    state = state_bytes(model, asked.optimizer, ranks)
-    kind = device_called(asked.device)
-    step = TrainingStep(name, model, objective, kind, asked.inputs, state, asked.noted, ranks, asked.optimizer_in_backward)
-    limits = _limits(asked.memory, asked.host_memory, asked.world)
-    if asked.max_length or asked.max_batch:
-        few = not isinstance(asked.model, nn.Module)
-        return step.searched(limits, asked.options, StepSearch(asked.batch, asked.seq, asked.max_batch, few, asked.baselines))
-    return step.planned(limits, asked.options, asked.batch, asked.seq, asked.baselines)
+        model = objective.step(built(request.model, request.dtype, request.lora_rank, request.quantize))
+    name = Path(request.model).name if isinstance(request.model, str) else type(model).__name__
+    _check_takes_ids(request.model, request)
+    if request.inputs is not None:
+        check_inputs(request.inputs, request.batch, request.seq, request.max_batch)
+    _check_model(model, request.tensor, request.context)
+    optimizer_bytes = state_bytes(model, request.optimizer, ranks)
+    device = device_called(request.device)
+    step = TrainingStep(
+        name, model, objective, device, request.inputs, optimizer_bytes, request.noted, ranks, request.optimizer_in_backward
+    )
+    limits = _limits(request.memory, request.host_memory, request.world)
+    if request.max_length or request.max_batch:
+        allow_few_layers = not isinstance(request.model, nn.Module)
+        return step.searched(
+            limits,
+            request.options,
+            StepSearch(request.batch, request.seq, request.max_batch, allow_few_layers, request.baselines),
+        )
+    return step.planned(limits, request.options, request.batch, request.seq, request.baselines)
 
 
-def _options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+def _backend_options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the backend's options. An unknown name may be a misspelled argument, so the error suggests both."""
     for name in keywords.keys() - set(NAMES):
-        known = [*inspect.signature(plan).parameters, *NAMES]
-        hint = did_you_mean(name, known)
+        names = [*inspect.signature(plan).parameters, *NAMES]
+        hint = did_you_mean(name, names)
         asked = f"streamfx.plan(...) has no argument {name!r}, and the backend no such option"
         raise OptionError(asked, found=f"{name}={keywords[name]!r}", do=f"{hint}help(streamfx.plan) says which there are")
     return merged(options, keywords, "streamfx.plan(...)")
@@ -186,7 +193,7 @@ def _options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
 def _limits(memory: Any, host_memory: Any, world: int) -> Limits:
     """Return the limit of a device, and of the host memory per device."""
     device = None if memory is None else bytes_of(memory, here())
-    return Limits(device, None if host_memory is None else bytes_of(host_memory, here()) // sharing(world))
+    return Limits(device, None if host_memory is None else bytes_of(host_memory, here()) // devices_per_host(world))
 
 
 def _check_model(model: nn.Module, tensor: int, context: int) -> None:
@@ -198,23 +205,25 @@ def _check_model(model: nn.Module, tensor: int, context: int) -> None:
 
 
 def _check_host_memory(size: Any) -> None:
+    """Refuse a host memory that is not a number of bytes."""
     if size is not None and not isinstance(amount_of(size), int):
         raise PlanError(f"host_memory cannot be {size!r}", do="give bytes, or a text like '1TiB' or '1T'")
 
 
-def _check_has_effect(asked: PlanRequest) -> None:
+def _check_has_effect(request: PlanRequest) -> None:
     """Refuse arguments that would have no effect."""
-    if asked.group != GROUP and asked.objective != "grpo":
-        found = f"group={asked.group}, and the objective {asked.objective!r}"
+    if request.group != GROUP and request.objective != "grpo":
+        found = f"group={request.group}, and the objective {request.objective!r}"
         do = "plan the objective 'grpo', or leave group out"
         raise PlanError("group has no effect: it is how many answers to a prompt grpo compares", found=found, do=do)
-    if asked.host_memory is not None and (offload := resolved(asked.options).offload) == "none":
-        found = f"host_memory={asked.host_memory!r}, and offload={offload!r}"
+    if request.host_memory is not None and (offload := resolved(request.options).offload) == "none":
+        found = f"host_memory={request.host_memory!r}, and offload={offload!r}"
         do = "give offload='inputs' (--offload) or 'attention', or leave host_memory out"
         raise PlanError("host_memory has no effect: it is for values that wait on the host", found=found, do=do)
 
 
 def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:
+    """Refuse two searches at once, and a search without a limit."""
     if max_length and max_batch:
         raise PlanError("the longest length and the largest batch are asked for at once", do="give one of them")
     if (max_length or max_batch) and memory is None:
@@ -222,31 +231,32 @@ def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:
         raise PlanError(f"the {what} is asked for, but not within which memory", do="give memory='80GiB'")
 
 
-def _check(dtype: Any, memory: Any) -> None:
+def _check_dtype_and_memory(dtype: Any, memory: Any) -> None:
+    """Refuse an unknown dtype, and a memory that is not a budget."""
     if dtype not in TYPES:
         raise PlanError(f"there is no type {dtype!r} to plan for", do=one_of(dtype, TYPES))
     if not is_budget(memory):
         raise PlanError(f"memory cannot be {memory!r}", do=f"give {FORMS}")
 
 
-def _check_kinds(asked: PlanRequest) -> None:
+def _check_kinds(request: PlanRequest) -> None:
     """Check the types of arguments before any lookup: names are strings, switches are booleans, callbacks are callable."""
     for name, choices in CHOICES.items():
-        value = getattr(asked, name)
+        value = getattr(request, name)
         if not isinstance(value, str) and not (value is None and name == "quantize"):
             raise PlanError(f"{name} cannot be {described(value)}", do=one_of(value, choices))
     for name in SWITCHES:
-        if not isinstance(value := getattr(asked, name), bool):
+        if not isinstance(value := getattr(request, name), bool):
             raise PlanError(f"{name} cannot be {described(value)}", do="give True or False")
     for name, do in FUNCTIONS.items():
-        if (value := getattr(asked, name)) is not None and not callable(value):
+        if (value := getattr(request, name)) is not None and not callable(value):
             raise PlanError(f"{name} cannot be {described(value)}", do=do)
 
 
-def _check_takes_ids(model: Any, asked: PlanRequest) -> None:
+def _check_takes_ids(model: Any, request: PlanRequest) -> None:
     """Check that a custom model accepts token ids by name if no function returns its inputs."""
-    names = ("input_ids", "labels") if asked.objective == "sft" else ("input_ids",)
-    if not isinstance(model, nn.Module) or asked.inputs is not None:
+    names = ("input_ids", "labels") if request.objective == "sft" else ("input_ids",)
+    if not isinstance(model, nn.Module) or request.inputs is not None:
         return
     try:
         inspect.signature(model.forward).bind(**dict.fromkeys(names))
@@ -264,6 +274,7 @@ def _check_budgets(memory: Any, options: Mapping[str, Any]) -> None:
 
 
 def _check_updates(in_backward: bool, optimizer: str, ranks: Sharding) -> None:
+    """Refuse an optimizer in the backward pass if there is none, or if zero1 gathers parameters after the step."""
     if in_backward and optimizer == "none":
         found = "none"
         raise PlanError("an optimizer is to run in the backward pass", found=found, do=f"give one of {', '.join(UPDATING)}")
@@ -272,22 +283,24 @@ def _check_updates(in_backward: bool, optimizer: str, ranks: Sharding) -> None:
         raise PlanError("an optimizer is to run in the backward pass", found=found, do="plan with ddp, zero2 or zero3")
 
 
-def _check_rows(context: int, seq: int) -> None:
+def _check_context_divides(context: int, seq: int) -> None:
+    """Refuse a sequence length that the ranks of context parallelism do not divide."""
     if seq % context:
         raise PlanError(f"a sequence is divided among {context} devices", found=f"seq={seq}", do=f"give a multiple of {context}")
 
 
-def _check_divided(ranks: Sharding, objective: str, inputs: Any, changed: Any) -> None:
+def _check_parallelism(ranks: Sharding, objective: str, inputs: Any, is_modified: Any) -> None:
     """Refuse combinations that cannot be split: modified models, custom inputs, and losses across positions."""
     if ranks.context > 1 and (inputs is not None or objective != "sft"):
         found = "inputs of your own" if inputs is not None else f"the objective {objective!r}"
         raise PlanError("context divides sequences of ids and labels", found=found, do="plan the objective 'sft', or context=1")
-    if ranks.tensor > 1 and (changed or objective != "sft"):
-        found = "adapters, or quantized weights" if changed else f"the objective {objective!r}"
+    if ranks.tensor > 1 and (is_modified or objective != "sft"):
+        found = "adapters, or quantized weights" if is_modified else f"the objective {objective!r}"
         raise PlanError("tensor cuts the layers of a configuration", found=found, do="plan all parameters and 'sft', or tensor=1")
 
 
 def _check_counts(**counts: tuple[Any, int]) -> None:
+    """Refuse numbers that are not integers of at least their minimum; each count is (value, minimum)."""
     for name, (value, least) in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise PlanError(f"{name} cannot be {value!r}", do=f"give a whole number, {least} or more")

@@ -11,11 +11,11 @@ from streamfx.tools.report.page import (
     Figure,
     Page,
     Table,
-    grouped,
-    peak_beside,
+    baseline_figure,
+    fallback_rows,
     place_of_peak,
-    run_whole,
     sentence,
+    stage_rows,
     ways_table,
     wire_table_of,
 )
@@ -37,9 +37,9 @@ def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, d
         gains=gains(ours, others) if others else None,
         figures=tuple(_figures(summary, ours, others, counted, place_of_peak(timeline.ours, summary["stages"]))),
         timeline=timeline,
-        stages=grouped(summary["stages"], summary["flops"], summary["sequence"]),
-        whole=run_whole(summary["stages"], matters=True),
-        small=run_whole(summary["stages"], matters=False),
+        stages=stage_rows(summary["stages"], summary["flops"], summary["sequence"]),
+        whole=fallback_rows(summary["stages"], matters=True),
+        small=fallback_rows(summary["stages"], matters=False),
         tables=tuple(_tables(summary, timeline)),
         options=summary["options"],
         notes=tuple(_notes(summary)),
@@ -47,6 +47,7 @@ def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, d
 
 
 def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield heading and text of each note: no checkpointing baseline, incomplete trace."""
     if summary["not_checkpointed"]:
         yield NOT_CHECKPOINTED, sentence(summary["not_checkpointed"])
     if summary["stopped"]:
@@ -64,15 +65,17 @@ def _search_result(summary: Mapping[str, Any]) -> str:
 
 
 def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost], counted: str, at_peak: str) -> Iterator[Figure]:
+    """Yield the figures at the top of the page: peaks, compute and time."""
     fits = {None: "", True: " It fits.", False: " It does not fit."}[summary["fits"]]
     yield Figure("Peak", in_bytes(ours.peak_bytes), f"{at_peak}; {counted}.{fits}")
     for other in others:
-        yield peak_beside(other, ours)
+        yield baseline_figure(other, ours)
     yield Figure("Compute", in_flops(summary["flops"]))
     yield Figure("Time of a step", in_seconds(summary["seconds"]), f"predicted for {summary['device']}")
 
 
 def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
+    """Yield the tables of baselines, lengths, communication, host memory and choices that apply."""
     if timeline.others:
         yield ways_table(timeline)
     if summary["lengths"]:
@@ -87,10 +90,11 @@ def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
         rows_ = (("of this device", in_bytes(host["bytes"])), (f"of {host['devices']} devices", in_bytes(host["bytes_of_all"])))
         yield Table("What waits on the host for the backward half", ("", "bytes"), rows_)
     if summary["choices"]:
-        tried = tuple(_choice(item) for item in summary["choices"])
+        tried = tuple(_choice_row(item) for item in summary["choices"])
         yield Table("Choices tried, in order", ("", "work of a chunk", "peak"), tried, "The first that fits the budget is taken.")
 
 
-def _choice(item: Mapping[str, Any]) -> tuple[str, str, str]:
+def _choice_row(item: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return a row of a tried choice: its name, the work of a chunk, and its peak."""
     work = item["chunk_work_bytes"]
     return item["choice"], "as asked" if work is None else in_bytes(work), in_bytes(item["peak_bytes"])

@@ -20,7 +20,7 @@ from streamfx.tools.inspect.tracing import traced
 from streamfx.tools.planner.host_memory import bytes_on_host
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.overlap import OverlapInterval, stretches_of
-from streamfx.tools.planner.shards import own_bytes
+from streamfx.tools.planner.shards import rank_bytes
 from streamfx.tools.report.dataflow import LoopTraffic, flow_of
 from streamfx.tools.report.text import streams_of
 from streamfx.tools.report.verdict import CHECKPOINTING, EAGER
@@ -86,83 +86,91 @@ def predict(
     baselines: bool = False,
     state: int = 0,
     updates: bool = False,
-    beside: Mapping[str, tuple[nn.Module, Around]] = MappingProxyType({}),
+    extra_baselines: Mapping[str, tuple[nn.Module, Around]] = MappingProxyType({}),
 ) -> Prediction:
     """Trace a step of a model on the meta device, as compiled with `options`.
 
     An optimizer has a state of `state` bytes; `updates` means that it runs in the backward pass. The baselines are eager mode,
-    gradient checkpointing, and those in `beside`.
+    gradient checkpointing, and those in `extra_baselines`.
     """
     of_few = not has_ranks()  # collectives have one order across all layers
     explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines, of_few), updates)
     parameter_bytes, input_bytes = (
-        held_by(model),
+        weight_bytes(model),
         sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values()),
     )
-    held = parameter_bytes + input_bytes + state
+    constant_bytes = parameter_bytes + input_bytes + state
     summary = explanation.summary(with_baseline=baselines)
     costs, facts = explanation.costs, [graph.facts for graph in explanation.call.graphs]
-    called = [graph.facts for graph in explanation.call.calls or explanation.call.graphs]
-    terms = {
+    facts_by_call = [graph.facts for graph in explanation.call.calls or explanation.call.graphs]
+    bytes_by_term = {
         PARAMETERS: parameter_bytes,
         OPTIMIZER: state,
         INPUTS: input_bytes,
         **max(costs, key=lambda cost: cost.peak).peak_terms,
     }
-    peak = held + int(summary["peak_bytes"])
-    terms[OTHER] = terms.get(OTHER, 0) + peak - sum(terms.values())
-    fittings = [one.fitting for one in facts if one.fitting is not None]
-    ways = {EAGER: explanation.baseline} if baselines else {}
+    peak = constant_bytes + int(summary["peak_bytes"])
+    bytes_by_term[OTHER] = bytes_by_term.get(OTHER, 0) + peak - sum(bytes_by_term.values())
+    budget_searches = [graph_facts.fitting for graph_facts in facts if graph_facts.fitting is not None]
+    baseline_costs = {EAGER: explanation.baseline} if baselines else {}
     if explanation.call.checkpointed is not None:
-        ways[CHECKPOINTING] = explanation.visible(explanation.call.checkpointed)
-    for name, (other, around) in (beside if baselines else {}).items():
-        if (cost := eager_cost(loss_of(other), inputs, around, explanation.call.alike)) is not None:
-            ways[name] = explanation.visible(cost)
+        baseline_costs[CHECKPOINTING] = explanation.visible(explanation.call.checkpointed)
+    for name, (baseline_model, around) in (extra_baselines if baselines else {}).items():
+        if (cost := eager_cost(loss_of(baseline_model), inputs, around, explanation.call.alike)) is not None:
+            baseline_costs[name] = explanation.visible(cost)
     return Prediction(
         length=length,
         batch=next(iter(inputs.values())).shape[0],
         peak_bytes=peak,
-        peak_by_term={name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size},
+        peak_by_term={name: size for name, size in sorted(bytes_by_term.items(), key=lambda item: -item[1]) if size},
         work=summed(cost.work for cost in costs),
         stages=list(summary["stages"]),
         streams=streams_of(summary),
-        choices=[item.as_dict() for fitting in fittings for item in fitting.tried],
-        budget=next((fitting.budget for fitting in fittings), None),
-        ways={name: _way(cost, held) for name, cost in ways.items()},
-        layers_twice=_layers_twice(explanation.baseline) if baselines else None,
+        choices=[item.as_dict() for fitting in budget_searches for item in fitting.tried],
+        budget=next((fitting.budget for fitting in budget_searches), None),
+        ways={name: _baseline_prediction(cost, constant_bytes) for name, cost in baseline_costs.items()},
+        layers_twice=_flops_with_layers_twice(explanation.baseline) if baselines else None,
         stopped=summary["stopped"],
         not_checkpointed=summary["not_checkpointed"],
         wire=summary["wire"],
-        stretches=tuple(part for one, cost in zip(called, costs, strict=True) for part in stretches_of(one, cost)),
-        host_bytes=sum(map(bytes_on_host, called)),
+        stretches=tuple(
+            part for graph_facts, cost in zip(facts_by_call, costs, strict=True) for part in stretches_of(graph_facts, cost)
+        ),
+        host_bytes=sum(map(bytes_on_host, facts_by_call)),
         options=summary["options"],
         sequence=tuple(summary["sequence"]),
         flows=tuple(map(flow_of, facts)),
-        curves=_curves(explanation, ways, beside, {PARAMETERS: parameter_bytes, OPTIMIZER: state, INPUTS: input_bytes}),
+        curves=_curves(
+            explanation, baseline_costs, extra_baselines, {PARAMETERS: parameter_bytes, OPTIMIZER: state, INPUTS: input_bytes}
+        ),
     )
 
 
 def _curves(
-    explanation: Explanation, ways: Mapping[str, Cost], beside: Collection[str], held: Mapping[str, int]
+    explanation: Explanation, baseline_costs: Mapping[str, Cost], extra_names: Collection[str], constant_terms: Mapping[str, int]
 ) -> dict[str, tuple[Curve, int]]:
     """Return the memory curve of the backend and each baseline, including the constant memory, and their FLOPs."""
-    curves = explanation.curves(with_baseline=bool(ways))
-    curves |= {name: (curve_of_call(ways[name]), ways[name].flops) for name in beside if name in ways}
+    curves = explanation.curves(with_baseline=bool(baseline_costs))
+    curves |= {
+        name: (curve_of_call(baseline_costs[name]), baseline_costs[name].flops) for name in extra_names if name in baseline_costs
+    }
     curves = dict(sorted(curves.items(), key=lambda item: item[0] == EAGER))
-    return {way: (curve.above(Work(), held), flops) for way, (curve, flops) in curves.items()}
+    return {way: (curve.above(Work(), constant_terms), flops) for way, (curve, flops) in curves.items()}
 
 
-def held_by(model: nn.Module) -> int:
+def weight_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers, or of this rank's part of them, without duplicates."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(map(own_bytes, tensors.values()))
+    return sum(map(rank_bytes, tensors.values()))
 
 
-def _way(cost: Cost, held: int) -> StepPrediction:
-    return StepPrediction(held + cost.peak, cost.work)
+def _baseline_prediction(cost: Cost, constant_bytes: int) -> StepPrediction:
+    """Return the prediction of a baseline: its peak plus the constant memory, and its work."""
+    return StepPrediction(constant_bytes + cost.peak, cost.work)
 
 
-def _layers_twice(eager: Cost) -> tuple[int, int] | None:
+def _flops_with_layers_twice(eager: Cost) -> tuple[int, int] | None:
+    """Return the FLOPs, and those of attention, if each layer runs forward twice; None without layers."""
     if not eager.layer_flops:
         return None
     return eager.flops + eager.layer_flops, eager.work.attention_flops + eager.layer_attention

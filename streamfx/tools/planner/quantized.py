@@ -45,6 +45,7 @@ _library.define("unpacked(Tensor packed, Tensor scales, SymInt[] shape, ScalarTy
 
 @torch.library.register_fake("streamfx::unpacked", lib=_library)  # type: ignore[untyped-decorator]
 def _fake_unpacked(packed: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized tensor of the unpacked shape, for tracing."""
     return packed.new_empty(shape, dtype=dtype)
 
 
@@ -60,6 +61,7 @@ class DequantizedWeight(nn.Module):
         return unpacked
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return uninitialized packed bytes and scales of the right sizes."""
         sizes = self.scheme.packed(weight), self.scheme.scales(weight)
         packed, scales = (torch.empty(size, dtype=torch.uint8, device=weight.device) for size in sizes)
         return packed, scales

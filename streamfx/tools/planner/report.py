@@ -14,7 +14,7 @@ from streamfx.cost.comm import Traffic, added
 from streamfx.cost.work import Work
 from streamfx.tools.inspect.explain import OURS
 from streamfx.tools.planner.devices import REACHED, Device
-from streamfx.tools.planner.host_memory import sharing
+from streamfx.tools.planner.host_memory import devices_per_host
 from streamfx.tools.planner.overlap import NOTHING, Seconds, waited
 from streamfx.tools.planner.plan_page import page_of_plan
 from streamfx.tools.planner.predict import Prediction, StepPrediction
@@ -24,7 +24,7 @@ from streamfx.tools.report.diagram import Diagram, diagram_of
 from streamfx.tools.report.exports import Exports
 from streamfx.tools.report.page import Page
 from streamfx.tools.report.stage_titles import joint_name, unnumbered
-from streamfx.tools.report.text import in_flops, in_seconds, marked, reason_lines
+from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, suffix_of
 from streamfx.tools.report.timeline import Timeline, course_of
 from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
@@ -115,44 +115,44 @@ class PlanReport(Exports):
             >>> summary["fits"], summary["length"], summary["memory"]
             (True, 1024, 1073741824)
         """
-        found = self.prediction
-        other = {name: self._way(way) for name, way in found.ways.items()}
-        twice = found.layers_twice
+        prediction = self.prediction
+        baselines = {name: self._baseline_summary(way) for name, way in prediction.ways.items()}
+        twice = prediction.layers_twice
         return {
             "model": self.name,
-            "length": found.length,
-            "batch": found.batch,
+            "length": prediction.length,
+            "batch": prediction.batch,
             "memory": self.limits.device,
             "max_length": self.max_length,
             "max_batch": self.max_batch,
             "verdict": self.verdict,
             "gains_from": self.gains_from,
             "lengths": dict(self.lengths),
-            "fits": None if self.limits == NONE else self.limits.hold(found),
-            "peak_bytes": found.peak_bytes,
-            "peak_by_term": dict(found.peak_by_term),
-            "flops": found.flops,
+            "fits": None if self.limits == NONE else self.limits.hold(prediction),
+            "peak_bytes": prediction.peak_bytes,
+            "peak_by_term": dict(prediction.peak_by_term),
+            "flops": prediction.flops,
             "baseline_flops": twice[0] if twice else None,
-            "flops_by_kind": {name: by_kind(*counts) for name, counts in self._counts().items()},
-            "seconds": self._seconds(found.work) + sum(self._waited()),
+            "flops_by_kind": {name: by_kind(*counts) for name, counts in self._flops_by_way().items()},
+            "seconds": self._seconds(prediction.work) + sum(self._waited()),
             "optimizer_in_backward": self.updates,
             "world": self.ranks.world,
             "shard": self.ranks.shard,
             "tensor": self.ranks.tensor,
             "context": self.ranks.context,
-            "host": self._host(),
-            "wire": self._wire(),
-            "launches": found.work.launches,
-            "bytes_of_products": found.work.product_bytes,
-            "bytes_of_totals": found.work.total_bytes,
+            "host": self._host_copies(),
+            "wire": self._sent_in_step(),
+            "launches": prediction.work.launches,
+            "bytes_of_products": prediction.work.product_bytes,
+            "bytes_of_totals": prediction.work.total_bytes,
             "device": self.device.name,
-            "ways": other,
-            "choices": found.choices,
-            "stages": found.stages,
-            "sequence": list(found.sequence),
-            "options": dict(found.options),
-            "stopped": found.stopped,
-            "not_checkpointed": found.not_checkpointed,
+            "ways": baselines,
+            "choices": prediction.choices,
+            "stages": prediction.stages,
+            "sequence": list(prediction.sequence),
+            "options": dict(prediction.options),
+            "stopped": prediction.stopped,
+            "not_checkpointed": prediction.not_checkpointed,
         }
 
     @cached_property
@@ -163,12 +163,12 @@ class PlanReport(Exports):
             for way, (curve, flops) in self.prediction.curves.items()
         )
         waiting = "; what a device waits for others is left out" if self.prediction.wire is not None else ""
-        return Timeline(tuple(courses), f"predicted for {self.device.name}, {self._assumed}{waiting}")
+        return Timeline(tuple(courses), f"predicted for {self.device.name}, {self._assumed_rates}{waiting}")
 
     @property
     def page(self) -> Page:
         """The content of the HTML report."""
-        return page_of_plan(self.summary(), self.timeline, self._counted(), self._divided())
+        return page_of_plan(self.summary(), self.timeline, self._counted_text(), self._parallelism_text())
 
     @property
     def diagram(self) -> Diagram:
@@ -176,20 +176,18 @@ class PlanReport(Exports):
         return diagram_of(self.page.stages, self.prediction.flows)
 
     @property
-    def _assumed(self) -> str:
+    def _assumed_rates(self) -> str:
         if self.device.kind.type != "cuda":
             return ASSUMED_HERE
         return ASSUMED.format(rates=MEASURED_RATES if self.device.name in REACHED else PUBLISHED_RATES)
 
-    def _host(self) -> dict[str, Any] | None:
-        """Return the values kept on the host between forward and backward, or None if there are none. Times are None if
-        the rate is unknown.
-        """
-        size, devices = self.prediction.host_bytes, sharing(self.ranks.world)
+    def _host_copies(self) -> dict[str, Any] | None:
+        """Return the bytes kept on the host and copied, or None if there are none. Times are None if the rate is unknown."""
+        size, devices = self.prediction.host_bytes, devices_per_host(self.ranks.world)
         if not size:
             return None
         limit, rate = None if self.limits.host is None else self.limits.host * devices, self.device.to_host
-        copied = sum(part.copies.left + part.copies.fetched for part in self.prediction.stretches)
+        copied = sum(interval.copies.left + interval.copies.fetched for interval in self.prediction.stretches)
         times = {"seconds": self.device.copying(copied), "waited_seconds": self._waited()[1]} if rate else {}
         return {
             "bytes": size,
@@ -203,7 +201,7 @@ class PlanReport(Exports):
             **times,
         }
 
-    def _wire(self) -> dict[str, Any] | None:
+    def _sent_in_step(self) -> dict[str, Any] | None:
         """Return the data each device sends in a step, or None if it sends nothing."""
         wire = self.prediction.wire
         if wire is None:
@@ -219,35 +217,35 @@ class PlanReport(Exports):
         all-gather of updated parameters.
         """
         stretches, device = self.prediction.stretches, self.device
-        late = NOTHING
+        after_step = NOTHING
         if self.ranks.shard == ZERO1:
-            late = added(part.reduced for part in stretches).halved
-            stretches = tuple(replace(part, reduced=part.reduced.halved) for part in stretches)
-        rates = Seconds(lambda part: self._seconds(part.work), device.sending, device.copying)
+            after_step = added(interval.reduced for interval in stretches).halved
+            stretches = tuple(replace(interval, reduced=interval.reduced.halved) for interval in stretches)
+        rates = Seconds(lambda interval: self._seconds(interval.work), device.sending, device.copying)
         sent, copied = waited(stretches, rates)
-        return device.sending(late) + sent, copied
+        return device.sending(after_step) + sent, copied
 
-    def _counted(self) -> str:
+    def _counted_text(self) -> str:
+        """Describe which values the memory figures include."""
         state = self.prediction.peak_by_term.get(OPTIMIZER)
         if self.updates:
             return "parameters included, gradients until they are used" + (", and the optimizer's state" if state else "")
         return "parameters and gradients included, " + ("and the optimizer's state" if state else "without optimizer")
 
-    def _counts(self) -> dict[str, tuple[int, int]]:
+    def _flops_by_way(self) -> dict[str, tuple[int, int]]:
         """Return the FLOPs, and those of attention, of the backend and each baseline."""
-        found = self.prediction
-        works = {"streambp": found.work, **{name: way.work for name, way in found.ways.items()}}
+        prediction = self.prediction
+        works = {"streambp": prediction.work, **{name: way.work for name, way in prediction.ways.items()}}
         counts = {name: (work.flops, work.attention_flops) for name, work in works.items()}
-        return counts | ({LAYERS_TWICE: found.layers_twice} if found.layers_twice else {})
+        return counts | ({LAYERS_TWICE: prediction.layers_twice} if prediction.layers_twice else {})
 
-    def _way(self, way: StepPrediction) -> dict[str, Any]:
+    def _baseline_summary(self, way: StepPrediction) -> dict[str, Any]:
+        """Return peak, FLOPs, launches and seconds of a baseline, also as compiled."""
         seconds = {name: self.device.seconds(work) for name, work in (("seconds", way.work), (COMPILED, way.work.compiled))}
         return {"peak_bytes": way.peak_bytes, "flops": way.flops, "launches": way.work.launches, **seconds}
 
     def _seconds(self, work: Work) -> float:
-        """Return the seconds of the backend's work. A compiler fuses the operators between matrix products, unless loop
-        bodies run in eager mode.
-        """
+        """Return the seconds of the backend's work, with fused element-wise operators unless loop bodies run in eager mode."""
         return self.device.seconds(work if self.prediction.options.get("bodies") == "eager" else work.compiled)
 
     def __str__(self) -> str:
@@ -256,50 +254,52 @@ class PlanReport(Exports):
     __repr__ = __str__
 
     def _lines(self) -> Iterator[str]:
-        summary, found = self.summary(), self.prediction
+        """Yield the page: verdict, memory, comparison, compute, communication, stages and choices."""
+        summary, step = self.summary(), self.prediction
         memory = f", {in_bytes(self.limits.device)} of memory" if self.limits.device is not None else ""
         yield f"{self.name}: {self.verdict}"
-        yield f"  planned  a step of {found.batch} x {found.length:,} tokens{self._divided()}{memory}"
+        yield f"  planned  a step of {step.batch} x {step.length:,} tokens{self._parallelism_text()}{memory}"
         if self.max_length is not None:
             yield f"  longest  {self.max_length:,} tokens fit"
             for way, length in self.lengths.items():
                 yield f"{length:>19,}  {way}{f': ours is {times(self.max_length / length)} as long' if length else ''}"
         if self.max_batch is not None:
             yield f"  largest  a batch of {self.max_batch:,} fits"
-        yield f"  memory   {in_bytes(found.peak_bytes)} at the peak, {self._counted()}:"
-        for term, size in found.peak_by_term.items():
+        yield f"  memory   {in_bytes(step.peak_bytes)} at the peak, {self._counted_text()}:"
+        for term, size in step.peak_by_term.items():
             yield f"             {in_bytes(size):>10}  {term}"
-        yield from self._spare()
-        yield from self._waiting(summary["host"])
+        yield from self._reserve_lines()
+        yield from self._host_lines(summary["host"])
         yield ""
-        yield from table(["", "peak", "compute", f"time on {self.device.name}", "if compiled"], self._comparison(summary))
-        if found.not_checkpointed:
-            yield f"  not compared with gradient checkpointing: {found.not_checkpointed}"
-        yield from self._shares(summary["flops_by_kind"])
-        yield f"  time     {self._assumed}"
-        yield from self._sent(summary["wire"])
+        yield from table(["", "peak", "compute", f"time on {self.device.name}", "if compiled"], self._comparison_rows(summary))
+        if step.not_checkpointed:
+            yield f"  not compared with gradient checkpointing: {step.not_checkpointed}"
+        yield from self._compute_lines(summary["flops_by_kind"])
+        yield f"  time     {self._assumed_rates}"
+        yield from self._wire_lines(summary["wire"])
         yield ""
-        yield f"  {found.streams}"
-        yield from table(["stage", "chunk", "saved"], list(_stages(found.stages)))
-        yield from reason_lines(found.stages)
-        if found.choices:
+        yield f"  {step.streams}"
+        yield from table(["stage", "chunk", "saved"], list(_stage_rows(step.stages)))
+        yield from reason_lines(step.stages)
+        if step.choices:
             yield ""
-            yield from table(["choices tried, in order", "work of a chunk", "peak"], [_choice(item) for item in found.choices])
-        if found.stopped:
+            yield from table(["choices tried, in order", "work of a chunk", "peak"], [_choice_row(item) for item in step.choices])
+        if step.stopped:
             yield ""
-            yield f"the call could not be followed to its end: {found.stopped}"
+            yield f"the call could not be followed to its end: {step.stopped}"
 
-    def _spare(self) -> Iterator[str]:
+    def _reserve_lines(self) -> Iterator[str]:
         """Yield the free memory if the step fits, compared with the reserve."""
         limit = self.limits.device
         if limit is not None and (spare := limit - self.prediction.peak_bytes) >= 0:
             reserve = int(RESERVE * limit)
-            found = (
+            text = (
                 f"{in_bytes(spare)} are left, {'at least' if spare >= reserve else 'less than'} the {in_bytes(reserve)} to keep"
             )
-            yield f"  reserve  {found}: {NOT_COUNTED}"
+            yield f"  reserve  {text}: {NOT_COUNTED}"
 
-    def _divided(self) -> str:
+    def _parallelism_text(self) -> str:
+        """Describe how devices divide the step; empty for one device."""
         ranks = self.ranks
         if ranks.world == 1:
             return ""
@@ -308,7 +308,8 @@ class PlanReport(Exports):
             return f" on each of {ranks.world} devices, {ranks.shard}"
         return f" on each {ranks.near} of {ranks.world} devices, {ranks.shard}{cut}, sequences divided by {ranks.context}"
 
-    def _waiting(self, host: dict[str, Any] | None) -> Iterator[str]:
+    def _host_lines(self, host: dict[str, Any] | None) -> Iterator[str]:
+        """Yield the bytes that wait on the host."""
         if host is not None:
             limit = "" if host["memory"] is None else f" of {in_bytes(host['memory'])}"
             every = (
@@ -317,9 +318,10 @@ class PlanReport(Exports):
                 else f", {in_bytes(host['bytes_of_all'])}{limit} for the {host['devices']} of a machine"
             )
             yield f"  host     {in_bytes(host['bytes'])} wait there for the backward half{every or limit}"
-            yield from self._copied(host)
+            yield from self._copy_lines(host)
 
-    def _copied(self, host: dict[str, Any]) -> Iterator[str]:
+    def _copy_lines(self, host: dict[str, Any]) -> Iterator[str]:
+        """Yield the bytes copied to the host and back, and the time it takes."""
         copied, rate = in_bytes(host["copied_bytes"]), host["bytes_per_second"]
         if rate is None:
             yield f"           {copied} copied there and back, in a time that is not counted: how fast is not known"
@@ -328,16 +330,18 @@ class PlanReport(Exports):
         yield f"           {copied} copied there and back at {in_bytes(int(rate))} per second: {takes}; {adds} of it waited for"
         yield f"           {ASSUMED_HOST}"
 
-    def _sent(self, wire: dict[str, Any] | None) -> Iterator[str]:
+    def _wire_lines(self, wire: dict[str, Any] | None) -> Iterator[str]:
+        """Yield the bytes that each device sends, and the time it takes."""
         if wire is not None:
-            parts = {"near": wire["bytes"] - wire["far_bytes"], "far": wire["far_bytes"]}
+            sizes = {"near": wire["bytes"] - wire["far_bytes"], "far": wire["far_bytes"]}
             rates = {name: in_bytes(int(rate)) for name, rate in wire["bytes_per_second"].items()}
-            sent = " and ".join(f"{in_bytes(size)} {name}, at {rates[name]} per second" for name, size in parts.items() if size)
+            sent = " and ".join(f"{in_bytes(size)} {name}, at {rates[name]} per second" for name, size in sizes.items() if size)
             takes, waits = in_seconds(wire["seconds"]), in_seconds(wire["waited_seconds"])
             yield f"  wire     each device sends {sent}: {takes}; {waits} of it waited for"
             yield f"           {ASSUMED_WIRE}"
 
-    def _comparison(self, summary: dict[str, Any]) -> list[list[str]]:
+    def _comparison_rows(self, summary: dict[str, Any]) -> list[list[str]]:
+        """Return a row of peak, compute and times for the backend and each baseline."""
         rows = [("streambp", summary), *summary["ways"].items()]
         return [
             [
@@ -349,11 +353,11 @@ class PlanReport(Exports):
             for name, row in rows
         ]
 
-    def _shares(self, kinds: dict[str, dict[str, int]]) -> Iterator[str]:
+    def _compute_lines(self, kinds: dict[str, dict[str, int]]) -> Iterator[str]:
         """Yield the compute relative to checkpointing that recomputes each layer completely."""
         if LAYERS_TWICE in kinds:
-            own, other = kinds["streambp"], kinds[LAYERS_TWICE]
-            parts = [f"{in_flops(own[kind])} in {name} ({ratio(own[kind], other[kind])})" for kind, name in KINDS.items()]
+            ours, twice = kinds["streambp"], kinds[LAYERS_TWICE]
+            parts = [f"{in_flops(ours[kind])} in {name} ({ratio(ours[kind], twice[kind])})" for kind, name in KINDS.items()]
             yield f"  compute  {', '.join(parts)} of what it is if each layer's forward half runs twice"
 
 
@@ -365,16 +369,17 @@ def ratio(part: int, whole: int) -> str:
     return f"{part / whole:.3f}" if whole else "-"
 
 
-def _stages(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+def _stage_rows(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    """Yield a row of name, chunk size and saved bytes for each group of similar stages."""
     keys = ("chunk_size", "saved_bytes")
-    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), marked(stage), *(stage[key] for key in keys))):
-        alike = list(run)
-        stage, saved = alike[0], in_bytes(alike[0]["saved_bytes"])
-        name = joint_name([item["name"] for item in alike]) + marked(stage)
-        yield [name, str(stage["chunk_size"] or "-"), saved if len(alike) == 1 else f"{len(alike)} x {saved}"]
+    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), suffix_of(stage), *(stage[key] for key in keys))):
+        similar = list(run)
+        stage, saved = similar[0], in_bytes(similar[0]["saved_bytes"])
+        name = joint_name([item["name"] for item in similar]) + suffix_of(stage)
+        yield [name, str(stage["chunk_size"] or "-"), saved if len(similar) == 1 else f"{len(similar)} x {saved}"]
 
 
-def _choice(item: dict[str, Any]) -> list[str]:
+def _choice_row(item: dict[str, Any]) -> list[str]:
     work = item["chunk_work_bytes"]
     return [item["choice"], "as asked" if work is None else in_bytes(work), in_bytes(item["peak_bytes"])]
 

@@ -34,9 +34,9 @@ WORK = (CHUNK, LOSS)
 Growth: TypeAlias = "Mapping[str, float]"  # additional bytes of a category per additional token or sequence
 
 
-def size_within(limit: float, size: int, found: Prediction, growth: Growth) -> int:
+def size_within(limit: float, size: int, prediction: Prediction, growth: Growth) -> int:
     """Return the largest size at which no point of a step exceeds the limit, given a prediction at one size."""
-    slopes = ((sum(terms.values()), _slope(terms, size, growth)) for terms in moments_of(found))
+    slopes = ((sum(terms.values()), _slope(terms, size, growth)) for terms in bytes_at_points(prediction))
     return int(size + min((limit - total) / max(slope, 1) for total, slope in slopes))
 
 
@@ -45,16 +45,19 @@ def _slope(terms: Mapping[str, int], size: int, growth: Growth) -> float:
     return sum(terms.get(name, 0) for name in GROWING) / size + sum(growth.get(name, 0) for name in WORK if terms.get(name))
 
 
-def growth_of(size: int, found: Prediction, other: int, few: Prediction) -> Growth:
+def growth_of(size: int, prediction: Prediction, other_size: int, other_prediction: Prediction) -> Growth:
     """Return the growth of the chunk work between two sizes; both predictions may have any number of layers."""
-    return {name: (_most(name, few) - _most(name, found)) / (other - size) for name in WORK}
+    return {
+        name: (_peak_of_term(name, other_prediction) - _peak_of_term(name, prediction)) / (other_size - size) for name in WORK
+    }
 
 
-def _most(name: str, found: Prediction) -> int:
-    return max(terms.get(name, 0) for terms in moments_of(found))
+def _peak_of_term(name: str, prediction: Prediction) -> int:
+    """Return the largest size of a category over the step."""
+    return max(terms.get(name, 0) for terms in bytes_at_points(prediction))
 
 
-def moments_of(found: Prediction) -> list[Mapping[str, int]]:
+def bytes_at_points(prediction: Prediction) -> list[Mapping[str, int]]:
     """Return the bytes alive by category at all points of the step, or only those of the peak if there is no curve."""
-    curve = found.curves.get(OURS)
-    return [found.peak_by_term] if curve is None else [point.terms for point in curve[0].points]
+    curve = prediction.curves.get(OURS)
+    return [prediction.peak_by_term] if curve is None else [point.terms for point in curve[0].points]

@@ -44,19 +44,19 @@ class Limits:
     device: int | None = None
     host: int | None = None
 
-    def hold(self, found: Prediction) -> bool:
-        return _within(found.peak_bytes, self.device) and _within(found.host_bytes, self.host)
+    def hold(self, prediction: Prediction) -> bool:
+        return _fits(prediction.peak_bytes, self.device) and _fits(prediction.host_bytes, self.host)
 
-    def size(self, size: int, found: Prediction, growth: Growth) -> int:
+    def size(self, size: int, prediction: Prediction, growth: Growth) -> int:
         """Return the size at which a step reaches a limit, given its prediction at one size and the growth of its chunk work."""
         assert self.device is not None
-        most = size_within(self.device * AIM, size, found, growth)
-        if self.host is None or not found.host_bytes:
-            return most
-        return min(most, int(size * self.host / found.host_bytes))
+        size_on_device = size_within(self.device * AIM, size, prediction, growth)
+        if self.host is None or not prediction.host_bytes:
+            return size_on_device
+        return min(size_on_device, int(size * self.host / prediction.host_bytes))
 
 
-def _within(size: int, limit: int | None) -> bool:
+def _fits(size: int, limit: int | None) -> bool:
     return limit is None or size <= limit
 
 
@@ -64,7 +64,7 @@ def largest(
     predict: Predict,
     limits: Limits,
     options: Mapping[str, Any],
-    first: int,
+    first_size: int,
     sought: SearchedSize,
     stages: int,
     work: Work | None = None,
@@ -75,24 +75,25 @@ def largest(
     `size`, with prediction `found`, to another size; it is called if the first guess is far away.
     """
     best: tuple[int, Prediction] | None = None
-    before: tuple[int, Prediction] | None = None
-    failed, size = None, max(first // sought.multiple * sought.multiple, sought.multiple)
+    previous: tuple[int, Prediction] | None = None
+    failed, size = None, max(first_size // sought.multiple * sought.multiple, sought.multiple)
 
     def next_size(growth: Growth) -> int:
-        return _between(limits.size(size, found, growth), best[0] if best else 0, failed, sought.multiple)
+        """Return the next size to trace, between the largest that fits and the smallest that does not."""
+        return _next_candidate(limits.size(size, prediction, growth), best[0] if best else 0, failed, sought.multiple)
 
     for _ in range(MOST_TRACES):
-        found = predict(size, {**least_memory(sought.sequences(size), stages, options), **options})
-        if limits.hold(found):
-            best = size, found
+        prediction = predict(size, {**least_memory(sought.sequences(size), stages, options), **options})
+        if limits.hold(prediction):
+            best = size, prediction
         else:
             failed = size
-        growth = {} if before is None else growth_of(*before, size, found)
-        if before is None and work is not None and (far := next_size(growth)) >= FAR * size:
-            growth = work(size, found, far)
-        if limits.hold(found) and limits.size(size, found, growth) - size <= CLOSE * size:
+        growth = {} if previous is None else growth_of(*previous, size, prediction)
+        if previous is None and work is not None and (guess := next_size(growth)) >= FAR * size:
+            growth = work(size, prediction, guess)
+        if limits.hold(prediction) and limits.size(size, prediction, growth) - size <= CLOSE * size:
             break
-        before, size = (size, found), next_size(growth)
+        previous, size = (size, prediction), next_size(growth)
         gain = size - best[0] if best else size
         if size < sought.multiple or gain <= CLOSE * size:
             break
@@ -112,7 +113,7 @@ def fewest_bytes(stages: int) -> int:
     return min(KEEP_EVERY, key=lambda every: 1 / every + (every - 1) / max(stages, every))
 
 
-def _between(size: int, low: int, high: int | None, multiple: int) -> int:
+def _next_candidate(size: int, low: int, high: int | None, multiple: int) -> int:
     """Return the guess, or the middle of the interval if the guess lies outside of it, rounded down to a multiple."""
     if high is not None and not low < size < high:
         size = (low + high) // 2

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from streamfx.argument_checks import one_of
 from streamfx.errors import PlanError
-from streamfx.tools.planner.context import sequences_divided
-from streamfx.tools.planner.tensors import layers_cut
+from streamfx.tools.planner.context import context_parallel_attention
+from streamfx.tools.planner.tensors import tensor_parallel_layers
 from streamfx.torch_private.groups import has_ranks, imagined_ranks
 
 DDP, ZERO1, ZERO2, ZERO3 = SHARDS = "ddp", "zero1", "zero2", "zero3"
@@ -85,14 +85,14 @@ class Sharding:
         from torch.distributed.device_mesh import init_device_mesh
 
         with imagined_ranks(self.world), ExitStack() as contexts:
-            alike = init_device_mesh("cpu", (self.world // self.tensor, self.tensor), mesh_dim_names=("alike", "tensor"))
+            mesh = init_device_mesh("cpu", (self.world // self.tensor, self.tensor), mesh_dim_names=("alike", "tensor"))
             if self.tensor > 1:
-                contexts.enter_context(layers_cut(model, alike["tensor"]))
+                contexts.enter_context(tensor_parallel_layers(model, mesh["tensor"]))
             if self.context > 1:
                 sizes = self.world // self.near, self.context, self.tensor
                 group = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "context", "tensor")).get_group("context")
-                contexts.enter_context(sequences_divided(model, group, self.context))
-            yield alike["alike"]
+                contexts.enter_context(context_parallel_attention(model, group, self.context))
+            yield mesh["alike"]
 
 
 ALONE = Sharding()
@@ -114,72 +114,73 @@ def checked_sharding(world: int, shard: Any, tensor: int = 1, context: int = 1) 
 
 
 @contextmanager
-def _with_parameters_of(model: nn.Module, mesh: Any, divided: bool) -> Iterator[None]:
+def _with_parameters_of(model: nn.Module, mesh: Any, is_sharded: bool) -> Iterator[None]:
     """Replace each parameter by a distributed tensor. Reading one returns the full tensor; its gradient is averaged
     over the ranks.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    placement: Any = Shard(0) if divided else Replicate()
-    known: dict[Tensor, nn.Parameter] = {}
-    kept = []
+    placement: Any = Shard(0) if is_sharded else Replicate()
+    sharded_parameters: dict[Tensor, nn.Parameter] = {}
+    originals = []
     for module in list(model.modules()):
-        held = {name: value for name, value in module._parameters.items() if value is not None}
-        if not held:
+        parameters = {name: value for name, value in module._parameters.items() if value is not None}
+        if not parameters:
             continue
-        kept.append((module, module.__class__, held))
-        for name, value in held.items():
-            if value not in known:
-                local_part = own_part(value)
-                local = _part(local_part, mesh.size()) if divided else local_part.detach()
+        originals.append((module, module.__class__, parameters))
+        for name, value in parameters.items():
+            if value not in sharded_parameters:
+                local_part = rank_part(value)
+                local = _largest_shard(local_part, mesh.size()) if is_sharded else local_part.detach()
                 sharded = DTensor.from_local(
                     local, mesh, [placement], run_check=False, shape=local_part.shape, stride=local_part.stride()
                 )
-                known[value] = nn.Parameter(sharded, value.requires_grad)
-            module._parameters[name] = known[value]
-        readers = {name: property(_reader(name, value)) for name, value in held.items()}
+                sharded_parameters[value] = nn.Parameter(sharded, value.requires_grad)
+            module._parameters[name] = sharded_parameters[value]
+        readers = {name: property(_parameter_reader(name, value)) for name, value in parameters.items()}
         module.__class__ = type(type(module).__name__, (type(module),), readers)
     try:
         yield
     finally:
-        for module, kind, held in kept:
+        for module, kind, parameters in originals:
             module.__class__ = kind
-            module._parameters.update(held)
+            module._parameters.update(parameters)
 
 
-def _part(value: Tensor, world: int) -> Tensor:
+def _largest_shard(value: Tensor, world: int) -> Tensor:
     """Return a shard with the size of the first rank's, which is the largest."""
     rows = -(-value.shape[0] // world) if value.dim() else 1
     return torch.empty((rows, *value.shape[1:]), dtype=value.dtype, device=value.device)
 
 
-def own_part(value: Any) -> Tensor:
+def rank_part(value: Any) -> Tensor:
     """Return this rank's part of a tensor-parallel parameter, or the parameter itself."""
-    own: Tensor = value.to_local() if hasattr(value, "to_local") else value
-    return own
+    part: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return part
 
 
-def _reader(name: str, before: Any) -> Callable[[nn.Module], Tensor]:
+def _parameter_reader(name: str, original: Any) -> Callable[[nn.Module], Tensor]:
     """Return a function that reads a parameter in its layout before sharding: the full tensor, or this rank's
     tensor-parallel part.
     """
-    if not hasattr(before, "to_local"):
-        return lambda module: _whole(module._parameters[name])
+    if not hasattr(original, "to_local"):
+        return lambda module: _gathered(module._parameters[name])
     from torch.distributed.tensor import DTensor
 
-    mesh, placements, shape, stride = before.device_mesh, before.placements, before.shape, before.stride()
+    mesh, placements, shape, stride = original.device_mesh, original.placements, original.shape, original.stride()
     return lambda module: DTensor.from_local(
-        _whole(module._parameters[name]), mesh, placements, run_check=False, shape=shape, stride=stride
+        _gathered(module._parameters[name]), mesh, placements, run_check=False, shape=shape, stride=stride
     )
 
 
-def _whole(parameter: Any) -> Tensor:
+def _gathered(parameter: Any) -> Tensor:
+    """Return the full tensor of a distributed parameter; its gradient is averaged over the ranks."""
     from torch.distributed.tensor import Partial, Replicate
 
-    whole: Tensor = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
-    return whole
+    full: Tensor = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+    return full
 
 
-def own_bytes(tensor: Tensor) -> int:
+def rank_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor, or of this rank's part of it."""
-    return own_part(tensor).nbytes
+    return rank_part(tensor).nbytes

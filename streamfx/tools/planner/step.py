@@ -22,10 +22,10 @@ from streamfx.tools.planner.break_even import gains_from
 from streamfx.tools.planner.context import part_of_a_sequence
 from streamfx.tools.planner.devices import Device
 from streamfx.tools.planner.initial_guess import FEWEST, of_all
-from streamfx.tools.planner.inputs import Inputs, given_by
+from streamfx.tools.planner.inputs import Inputs, checked_inputs
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.objectives import Objective
-from streamfx.tools.planner.predict import Prediction, held_by, predict
+from streamfx.tools.planner.predict import Prediction, predict, weight_bytes
 from streamfx.tools.planner.report import PlanReport
 from streamfx.tools.planner.scaling import Growth, growth_of
 from streamfx.tools.planner.search import FIRST_LENGTH, OFFLOADED, Limits, SearchedSize, largest, least_memory
@@ -64,21 +64,25 @@ class TrainingStep:
     ranks: Sharding
     updates: bool = False
 
-    def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False, chunked: bool = True) -> Prediction:
+    def at(
+        self, batch: int, length: int, options: Mapping[str, Any], baselines: bool = False, chunked: bool = True
+    ) -> Prediction:
         """Predict a step. `chunked` adds the baseline of checkpointing with a chunked loss, which is slow to trace."""
         inputs = self._inputs(batch, length)
         with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
-            in_chunks = ways_of(model).get(IN_CHUNKS) if self._is_usual and chunked else None
-            beside = {} if in_chunks is None else {CHUNKED: in_chunks}
-            found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state, self.updates, beside)
+            in_chunks = ways_of(model).get(IN_CHUNKS) if self._has_baselines and chunked else None
+            extra_baselines = {} if in_chunks is None else {CHUNKED: in_chunks}
+            prediction = predict(
+                model, inputs, length, {**self.ranks.options, **options}, baselines, self.state, self.updates, extra_baselines
+            )
         if self.inputs is not None:  # the first custom input may lack a batch dimension
-            found = replace(found, batch=batch)
+            prediction = replace(prediction, batch=batch)
         if self.noted is not None:
-            self.noted(found)
-        return found
+            self.noted(prediction)
+        return prediction
 
     @property
-    def _is_usual(self) -> bool:
+    def _has_baselines(self) -> bool:
         """Whether all baselines can be traced: on one device, with ids and labels as inputs."""
         return self.ranks.world == 1 and self.inputs is None and self.objective.sequences == 1
 
@@ -87,82 +91,94 @@ class TrainingStep:
         if self.ranks.context > 1:
             return part_of_a_sequence(batch, length // self.ranks.context)
         if self.inputs is not None:
-            return given_by(self.inputs, batch, length)
+            return checked_inputs(self.inputs, batch, length)
         return self.objective.inputs(self.objective.sequences * batch, length)
 
-    def planned(self, limits: Limits, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
-        within = {} if limits.device is None else {"memory_budget": max(limits.device - self.state, 1)}
+    def planned(self, limits: Limits, options: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
+        """Predict a step within the limits, with a length that saves memory if this one does not."""
+        budget = {} if limits.device is None else {"memory_budget": max(limits.device - self.state, 1)}
         try:
-            found = self.at(batch, seq, {**given, **within}, baselines)
+            prediction = self.at(batch, seq, {**options, **budget}, baselines)
         except OverBudgetError as error:
-            raise self._naming_offload(error, limits, {**given, **within}, batch, seq) from None
-        report = PlanReport(self.name, found, self.device, limits, ranks=self.ranks, updates=self.updates)
-        if limits.device is not None or CHECKPOINTING not in found.ways or why_nothing_streams(found.stages) is not None:
+            raise self._advise_offload(error, limits, {**options, **budget}, batch, seq) from None
+        report = PlanReport(self.name, prediction, self.device, limits, ranks=self.ranks, updates=self.updates)
+        if (
+            limits.device is not None
+            or CHECKPOINTING not in prediction.ways
+            or why_nothing_streams(prediction.stages) is not None
+        ):
             return report
-        if found.ways[CHECKPOINTING].peak_bytes >= GAIN * found.peak_bytes:
+        if prediction.ways[CHECKPOINTING].peak_bytes >= GAIN * prediction.peak_bytes:
             return report
-        return replace(report, gains_from=self._gains_from(batch, seq, given))
+        return replace(report, gains_from=self._gains_from(batch, seq, options))
 
-    def _naming_offload(
-        self, refusal: OverBudgetError, limits: Limits, given: Mapping[str, Any], batch: int, seq: int
+    def _advise_offload(
+        self, refusal: OverBudgetError, limits: Limits, options: Mapping[str, Any], batch: int, seq: int
     ) -> OverBudgetError:
         """Extend the error by the advice to offload stage inputs if the step then fits."""
-        if given.get("offload", "none") != "none":
+        if options.get("offload", "none") != "none":
             return refusal
         try:
-            found = self.at(batch, seq, {**given, "offload": "inputs"})
+            prediction = self.at(batch, seq, {**options, "offload": "inputs"})
         except StreamFXError:
             return refusal
-        if not limits.hold(found):
+        if not limits.hold(prediction):
             return refusal
-        takes = f"{in_bytes(found.peak_bytes)} at the peak, {in_bytes(found.host_bytes)} wait on the host"
-        naming = OverBudgetError(refusal.asked, refusal.found, refusal.where, f"{OFFLOAD.format(takes=takes)}; or {refusal.do}")
-        naming.smallest, naming.terms = refusal.smallest, refusal.terms
-        return naming
+        memory_text = f"{in_bytes(prediction.peak_bytes)} at the peak, {in_bytes(prediction.host_bytes)} wait on the host"
+        advised = OverBudgetError(
+            refusal.asked, refusal.found, refusal.where, f"{OFFLOAD.format(takes=memory_text)}; or {refusal.do}"
+        )
+        advised.smallest, advised.terms = refusal.smallest, refusal.terms
+        return advised
 
-    def _gains_from(self, batch: int, seq: int, given: Mapping[str, Any]) -> int | None:
+    def _gains_from(self, batch: int, seq: int, options: Mapping[str, Any]) -> int | None:
         """Return a length with a memory gain, guided by traces of a few layers, which are fast."""
         layers = len(layers_of(self.model))
 
-        def traced(length: int) -> tuple[int, int] | None:
+        def traced_peaks(length: int) -> tuple[int, int] | None:
+            """Return the peaks of the backend and of checkpointing by a full trace, or None if untraceable."""
             try:
-                return _peaks(self.at(batch, length, given, baselines=True, chunked=False))
+                return _peaks(self.at(batch, length, options, baselines=True, chunked=False))
             except StreamFXError as error:  # custom inputs or position embeddings may not support this length
                 log.info("whether %d tokens gain is not known: %s", length, told(error))
                 return None
 
-        def of_first(count: int, length: int) -> tuple[int, int] | None:
+        def peaks_of_first_layers(count: int, length: int) -> tuple[int, int] | None:
             with first_layers(self.model, count):
-                return traced(length)
+                return traced_peaks(length)
 
-        def guess(length: int) -> tuple[int, int] | None:
-            few, more = of_first(FEWEST, length), of_first(FEWEST + 1, length)
-            if few is None or more is None:
+        def extrapolated_peaks(length: int) -> tuple[int, int] | None:
+            """Extrapolate both peaks from traces of a few layers and of one more."""
+            few_peaks, more_peaks = peaks_of_first_layers(FEWEST, length), peaks_of_first_layers(FEWEST + 1, length)
+            if few_peaks is None or more_peaks is None:
                 return None
-            ours, other = (of_all(*pair, layers - FEWEST) for pair in zip(few, more, strict=True))
-            return int(ours), int(other)
+            ours, checkpointing = (of_all(*pair, layers - FEWEST) for pair in zip(few_peaks, more_peaks, strict=True))
+            return int(ours), int(checkpointing)
 
-        return gains_from(guess if layers > 2 * FEWEST else traced, traced, seq, self.ranks.context)
+        return gains_from(extrapolated_peaks if layers > 2 * FEWEST else traced_peaks, traced_peaks, seq, self.ranks.context)
 
-    def lengths(self, limits: Limits, batch: int, first: int) -> dict[str, int]:
+    def lengths(self, limits: Limits, batch: int, first_length: int) -> dict[str, int]:
         """Return the longest length of each baseline, if it can be traced."""
-        if not self._is_usual:
+        if not self._has_baselines:
             return {}
         assert limits.device is not None
         by_name: dict[str, int] = {}
         layers = len(layers_of(self.model))
         for name, way in ways_of(self.model).items():
-            peak, few = partial(self._peak_by, way, batch), partial(self._peaks_of_few, way, batch)
-            length = longest(Peaks(partial(peak, layers), partial(peak, 1), few), layers, limits.device, first, LENGTHS)
+            peak, few_peaks = partial(self._peak_of_first_layers, way, batch), partial(self._peaks_of_few, way, batch)
+            length = longest(
+                Peaks(partial(peak, layers), partial(peak, 1), few_peaks), layers, limits.device, first_length, LENGTHS
+            )
             if length is not None:
                 by_name[name] = length
         return by_name
 
-    def _peak_by(self, way: Way, batch: int, count: int, length: int) -> int | None:
+    def _peak_of_first_layers(self, way: Way, batch: int, count: int, length: int) -> int | None:
+        """Return the peak of a baseline with the first `count` layers, or None if it cannot be traced."""
         inputs, layers = self._inputs(batch, length), len(layers_of(self.model))
         with supposed(self.device.kind), uncollected(), first_layers(self.model, count):
             # The layer repetition is the same for all baselines; heads in many chunks are slow to trace.
-            alike = None if count < layers or way[0] is self.model else self._alike(inputs)
+            alike = None if count < layers or way[0] is self.model else self._layer_repetition(inputs)
             peak = peak_of(way, inputs, alike)
             return None if peak is None else peak + self._constant_bytes(inputs)
 
@@ -173,58 +189,73 @@ class TrainingStep:
             with first_layers(self.model, count):
                 constant.append(self._constant_bytes(inputs))
         with supposed(self.device.kind), uncollected():
-            found = peaks_of_few(way, inputs)
-        return None if found is None else (found[0] + constant[0], found[1] + constant[1])
+            peaks = peaks_of_few(way, inputs)
+        return None if peaks is None else (peaks[0] + constant[0], peaks[1] + constant[1])
 
     def _constant_bytes(self, inputs: Mapping[str, Tensor]) -> int:
         """Return the constant memory: parameters, buffers, optimizer state and inputs."""
-        return held_by(self.model) + self.state + sum(value.nbytes for value in set(inputs.values()))
+        return weight_bytes(self.model) + self.state + sum(value.nbytes for value in set(inputs.values()))
 
-    def _alike(self, inputs: Mapping[str, Tensor]) -> Repeat | None:
+    def _layer_repetition(self, inputs: Mapping[str, Tensor]) -> Repeat | None:
+        """Return the layer repetition of the model, or None if there is none."""
         try:
             return alike_layers(loss_of(self.model), inputs)
         except Exception:  # a baseline may be traceable even if the plain model is not
             return None
 
-    def searched(self, limits: Limits, given: Mapping[str, Any], sought_by: StepSearch) -> PlanReport:
+    def searched(self, limits: Limits, fixed_options: Mapping[str, Any], search: StepSearch) -> PlanReport:
         """Find the longest sequences or the largest batch. If `few` is set, models of a few layers show the growth of
         the chunk work.
         """
-        batch, seq, max_batch, few, baselines = sought_by
+        batch, seq, max_batch, allow_few_layers, baselines = search
         assert limits.device is not None
         sequences, layers = self.objective.sequences, len(layers_of(self.model))
         if max_batch:
-            sought, first = SearchedSize(1, lambda size: sequences * size), batch
+            sought, first_size = SearchedSize(1, lambda size: sequences * size), batch
         else:
-            sought, first = (
+            sought, first_size = (
                 SearchedSize(LENGTHS * self.ranks.context, lambda _: sequences * batch),
-                max(seq, self._first_length(given)),
+                max(seq, self._initial_length(fixed_options)),
             )
 
         def at(size: int, options: Mapping[str, Any]) -> Prediction:
             return self.at(size, seq, options) if max_batch else self.at(batch, size, options)
 
-        def work(size: int, found: Prediction, other: int) -> Growth:
+        def growth_of_chunk_work(size: int, prediction: Prediction, other_size: int) -> Growth:
+            """Return the growth of the chunk work to `other_size`, from a trace of a few layers."""
             with first_layers(self.model, FEWEST):
-                options = {**least_memory(sought.sequences(other), layers + 1, given), **given}
-                return growth_of(size, found, other, at(other, options))
+                options = {**least_memory(sought.sequences(other_size), layers + 1, fixed_options), **fixed_options}
+                return growth_of(size, prediction, other_size, at(other_size, options))
 
-        best = largest(at, limits, given, first, sought, layers + 1, work if few and layers > 2 * FEWEST else None)
+        best = largest(
+            at,
+            limits,
+            fixed_options,
+            first_size,
+            sought,
+            layers + 1,
+            growth_of_chunk_work if allow_few_layers and layers > 2 * FEWEST else None,
+        )
         if best is None:
             what = "batch" if max_batch else "length"
             refusal = OverBudgetError(f"no {what} fits into {in_bytes(limits.device)}", do="give more memory, or a smaller model")
             least = (1, seq) if max_batch else (batch, sought.multiple)
-            raise self._naming_offload(refusal, limits, {**least_memory(sequences, layers + 1, given), **given}, *least)
-        size, found = best
-        length, most = (None, size) if max_batch else (size, None)
-        others = self.lengths(limits, batch, first) if baselines and not max_batch else {}
-        return PlanReport(self.name, found, self.device, limits, length, most, self.ranks, self.updates, lengths=others)
+            raise self._advise_offload(
+                refusal, limits, {**least_memory(sequences, layers + 1, fixed_options), **fixed_options}, *least
+            )
+        size, prediction = best
+        length, largest_batch = (None, size) if max_batch else (size, None)
+        baseline_lengths = self.lengths(limits, batch, first_size) if baselines and not max_batch else {}
+        return PlanReport(
+            self.name, prediction, self.device, limits, length, largest_batch, self.ranks, self.updates, lengths=baseline_lengths
+        )
 
-    def _first_length(self, given: Mapping[str, Any]) -> int:
-        return FIRST_LENGTH * self.ranks.context * (1 if given.get("offload", "none") == "none" else OFFLOADED)
+    def _initial_length(self, options: Mapping[str, Any]) -> int:
+        """Return the length at which a search starts; it is longer if stage inputs are offloaded."""
+        return FIRST_LENGTH * self.ranks.context * (1 if options.get("offload", "none") == "none" else OFFLOADED)
 
 
-def _peaks(found: Prediction) -> tuple[int, int] | None:
+def _peaks(prediction: Prediction) -> tuple[int, int] | None:
     """Return the peaks of the backend and of checkpointing, or None if the latter cannot be traced."""
-    other = found.ways.get(CHECKPOINTING)
-    return None if other is None else (found.peak_bytes, other.peak_bytes)
+    checkpointing = prediction.ways.get(CHECKPOINTING)
+    return None if checkpointing is None else (prediction.peak_bytes, checkpointing.peak_bytes)

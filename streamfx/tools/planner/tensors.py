@@ -20,16 +20,16 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @contextmanager
-def layers_cut(model: nn.Module, mesh: Any) -> Iterator[None]:
+def tensor_parallel_layers(model: nn.Module, mesh: Any) -> Iterator[None]:
     """Split the model's layers over a mesh, in place, and restore them on exit."""
-    kept = [(module, dict(module.__dict__), dict(module._parameters)) for module in model.modules()]
+    saved = [(module, dict(module.__dict__), dict(module._parameters)) for module in model.modules()]
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     apply_tensor_parallelism(model, mesh, styles_of(model))
     try:
         yield
     finally:
-        for module, attributes, parameters in kept:
+        for module, attributes, parameters in saved:
             module.__dict__.clear()
             module.__dict__.update(attributes)
             module._parameters.clear()

@@ -49,6 +49,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tick:
+    """A tick of an axis: its coordinate and label."""
+
     at: float
     label: str
 
@@ -107,57 +109,58 @@ class Scale:
 
 def stacked_chart(course: StepCourse, height: int = 330) -> Chart:
     """Stack the live bytes of one step by memory category, and draw its loops below."""
-    short = course.shortened(MOST_MOMENTS)
-    scale = Scale(course.end, most_of(course.peak_bytes), height)
-    totals = [0] * len(short.seconds)
+    shortened = course.shortened(MOST_MOMENTS)
+    scale = Scale(course.end, axis_limit(course.peak_bytes), height)
+    totals = [0] * len(shortened.seconds)
     shapes = []
-    for name, sizes in short.terms.items():
-        totals = [below + size for below, size in zip(totals, sizes, strict=True)]
-        shapes.append(Shape(name, colour_of(name, tuple(short.terms)), area(short.seconds, totals, course.end, scale)))
-    blocks = tuple(_blocks(course.loops, scale))
+    for name, sizes in shortened.terms.items():
+        totals = [total + size for total, size in zip(totals, sizes, strict=True)]
+        shapes.append(Shape(name, colour_of(name, tuple(shortened.terms)), area(shortened.seconds, totals, course.end, scale)))
+    blocks = tuple(_loop_bars(course.loops, scale))
     return replace(_chart(scale, shapes[::-1], [course]), blocks=blocks, height=height + STRIP)
 
 
-def beside_chart(timeline: Timeline, height: int = 240) -> Chart:
+def comparison_chart(timeline: Timeline, height: int = 240) -> Chart:
     """Draw all ways of running the step on one scale, the streamed one filled.
 
     The scale fits the streamed step and the first baseline; baselines far above it are cut off.
     """
-    near = timeline.courses[:2]
-    most = max(course.peak_bytes for course in near)
+    compared = timeline.courses[:2]
+    most = max(course.peak_bytes for course in compared)
     highest = max(course.peak_bytes for course in timeline.courses)
-    scale = Scale(max(course.end for course in timeline.courses), most_of(highest if highest <= FAR * most else most), height)
+    scale = Scale(max(course.end for course in timeline.courses), axis_limit(highest if highest <= FAR * most else most), height)
     shapes = []
     for number, course in enumerate(timeline.courses):
-        short = course.shortened(MOST_MOMENTS)
-        shapes.append(Shape(course.way, number % WAYS, area(short.seconds, short.totals, course.end, scale)))
+        shortened = course.shortened(MOST_MOMENTS)
+        shapes.append(Shape(course.way, number % WAYS, area(shortened.seconds, shortened.totals, course.end, scale)))
     beyond = frozenset(course.way for course in timeline.courses if course.peak_bytes > scale.most)
-    return replace(_chart(scale, shapes[::-1], near), beyond=beyond)
+    return replace(_chart(scale, shapes[::-1], compared), beyond=beyond)
 
 
 def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[StepCourse]) -> Chart:
     """Build a chart from its shapes. The first course in `marked` is the streamed step."""
     ours = marked[0]
     turn = scale.x(ours.turn) if ours.turn < ours.end else None
-    xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _round_steps(scale.seconds))
-    ys = tuple(Tick(scale.y(size), _exactly(size)) for size in range(0, scale.most + 1, _step(scale.most)))
-    marks = tuple(_peak(course, scale) for course in marked if course.seconds)
+    xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _tick_seconds(scale.seconds))
+    ys = tuple(Tick(scale.y(size), _tick_text(size)) for size in range(0, scale.most + 1, _tick_distance(scale.most)))
+    marks = tuple(_peak_mark(course, scale) for course in marked if course.seconds)
     return Chart(scale.height, scale.y(0), tuple(shapes), xs, ys, turn, marks)
 
 
-def _peak(course: StepCourse, scale: Scale) -> ChartMark:
+def _peak_mark(course: StepCourse, scale: Scale) -> ChartMark:
+    """Return the labeled mark at the peak of a course."""
     label = f"{course.way}: {in_bytes(course.peak_bytes)}"
     return ChartMark(scale.x(course.seconds[course.peak]), scale.y(course.peak_bytes), label)
 
 
 def area(seconds: Sequence[float], sizes: Sequence[int], end: float, scale: Scale) -> str:
     """Return a step-shaped path: each size holds until the next moment, and the last size until the end."""
-    parts, place = [f"M{scale.x(0):.1f} {scale.y(0):.1f}"], ("", "")
+    commands, last_point = [f"M{scale.x(0):.1f} {scale.y(0):.1f}"], ("", "")
     for at, size in zip(seconds, sizes, strict=True):
         x, y = f"{scale.x(at):.1f}", f"{scale.y(size):.1f}"
-        parts += ([f"H{x}"] if x != place[0] else []) + ([f"V{y}"] if y != place[1] else [])
-        place = x, y
-    return "".join([*parts, f"H{scale.x(end):.1f}", f"V{scale.y(0):.1f}", "Z"])
+        commands += ([f"H{x}"] if x != last_point[0] else []) + ([f"V{y}"] if y != last_point[1] else [])
+        last_point = x, y
+    return "".join([*commands, f"H{scale.x(end):.1f}", f"V{scale.y(0):.1f}", "Z"])
 
 
 def colour_of(term: str, terms: Sequence[str]) -> int:
@@ -168,17 +171,17 @@ def colour_of(term: str, terms: Sequence[str]) -> int:
     return len(COLOURS) + others.index(term) % SPARE
 
 
-def most_of(size: int) -> int:
+def axis_limit(size: int) -> int:
     """Return the upper limit of a byte axis: the first tick above a size, with room for a label.
 
-    >>> most_of(1000), most_of(5 * 2**30) // 2**30
+    >>> axis_limit(1000), axis_limit(5 * 2**30) // 2**30
     (1280, 6)
     """
-    step = _step(max(int(size * 1.08), 1))
+    step = _tick_distance(max(int(size * 1.08), 1))
     return -(-int(size * 1.08 + 1) // step) * step
 
 
-def _step(most: int) -> int:
+def _tick_distance(most: int) -> int:
     """Return the distance between two ticks in bytes: a round multiple of a power of 1024."""
     unit = 1
     while most >= 1024 * unit:
@@ -188,10 +191,10 @@ def _step(most: int) -> int:
     return next(step for step in (*small, *(unit * factor for factor in factors)) if step * TICKS >= most)
 
 
-def _exactly(size: int) -> str:
+def _tick_text(size: int) -> str:
     """Format a tick's bytes with all significant digits.
 
-    >>> _exactly(0), _exactly(1280 * 2**20), _exactly(3 * 2**18)
+    >>> _tick_text(0), _tick_text(1280 * 2**20), _tick_text(3 * 2**18)
     ('0', '1.25 GiB', '768 KiB')
     """
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
@@ -200,7 +203,7 @@ def _exactly(size: int) -> str:
     return f"{size} bytes" if size else "0"
 
 
-def _round_steps(seconds: float) -> list[float]:
+def _tick_seconds(seconds: float) -> list[float]:
     """Return tick times from 0 on, a round number of seconds apart."""
     if seconds <= 0:
         return [0.0]
@@ -213,7 +216,8 @@ def _round_steps(seconds: float) -> list[float]:
         power *= 10
 
 
-def _blocks(loops: Sequence[LoopTime], scale: Scale) -> Iterator[LoopBar]:
+def _loop_bars(loops: Sequence[LoopTime], scale: Scale) -> Iterator[LoopBar]:
+    """Yield a bar per loop with name, chunks and seconds as its title."""
     for number, loop in enumerate(loops):
         x = scale.x(loop.begins)
         drawn = f", {loop.drawn} of them drawn" if loop.drawn < loop.chunks else ""

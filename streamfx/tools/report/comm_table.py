@@ -25,20 +25,22 @@ Wire = dict[str, dict[str, Traffic]]  # by half, by column
 
 
 def nothing() -> Wire:
+    """Return no traffic in either graph."""
     return {half: dict.fromkeys(COLUMNS, Traffic()) for half in HALVES}
 
 
-def together(parts: Iterable[Wire]) -> Wire:
+def together(traffic_parts: Iterable[Wire]) -> Wire:
     """Return the sum of the traffic of several parts of a step."""
     total = nothing()
-    for part in parts:
-        for half, columns in part.items():
+    for wire in traffic_parts:
+        for half, columns in wire.items():
             for column, traffic in columns.items():
                 total[half][column] = total[half][column].plus(traffic)
     return total
 
 
 def bytes_of(wire: Wire) -> int:
+    """Return the number of bytes of all collectives."""
     return sum(traffic.bytes for columns in wire.values() for traffic in columns.values())
 
 
@@ -48,19 +50,20 @@ def far_of(wire: Wire) -> int:
 
 
 def calls_of(wire: Wire) -> int:
+    """Return the number of all collective calls."""
     return sum(traffic.calls for columns in wire.values() for traffic in columns.values())
 
 
 def as_plain(wire: Wire) -> dict[str, dict[str, dict[str, int]]]:
     """Convert the traffic to values that JSON can represent."""
-    return {half: {name: _plain(traffic) for name, traffic in columns.items()} for half, columns in wire.items()}
+    return {half: {name: _traffic_dict(traffic) for name, traffic in columns.items()} for half, columns in wire.items()}
 
 
-def _plain(traffic: Traffic) -> dict[str, int]:
+def _traffic_dict(traffic: Traffic) -> dict[str, int]:
     return {"calls": traffic.calls, "bytes": traffic.bytes}
 
 
-def of_halves(forward: Mapping[str, Traffic], backward: Mapping[str, Traffic]) -> Wire:
+def traffic_of_graphs(forward: Mapping[str, Traffic], backward: Mapping[str, Traffic]) -> Wire:
     """Return the traffic of a forward and a backward graph without loops."""
     return together([{FORWARD: dict(forward), BACKWARD: dict(backward)}])
 
@@ -112,19 +115,20 @@ class ProgramTraffic:
     used_by: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the first loop that reads a value or a result of it
 
     def __post_init__(self) -> None:
+        """Find for each node the last loop before it and the first loop after it along def-use chains."""
         calls = self.module.graph.find_nodes(op="call_module")
         loops = {node: self.module.get_submodule(node.target) for node in calls}
         self.loops = {node: loop.spec.name for node, loop in loops.items() if isinstance(loop, Loop)}
         position = {node: i for i, node in enumerate(self.module.graph.nodes)}
-        last: dict[fx.Node, fx.Node] = {}  # the last loop that a node depends on, or the node itself if it is a loop
+        last_loop: dict[fx.Node, fx.Node] = {}  # the last loop that a node depends on, or the node itself if it is a loop
         for node in self.module.graph.nodes:
-            before = [last[source] for source in node.all_input_nodes if source in last]
-            inputs = [self.made_by[source] for source in node.all_input_nodes if source in self.made_by]
-            if node in self.loops or before:
-                last[node] = node if node in self.loops else max(before, key=position.__getitem__)
-                self.made_by[node] = self.loops[last[node]]
-            elif inputs:
-                self.made_by[node] = inputs[-1]
+            loops_before = [last_loop[source] for source in node.all_input_nodes if source in last_loop]
+            loops_of_inputs = [self.made_by[source] for source in node.all_input_nodes if source in self.made_by]
+            if node in self.loops or loops_before:
+                last_loop[node] = node if node in self.loops else max(loops_before, key=position.__getitem__)
+                self.made_by[node] = self.loops[last_loop[node]]
+            elif loops_of_inputs:
+                self.made_by[node] = loops_of_inputs[-1]
         for node in reversed(self.module.graph.nodes):
             users = [user if user in self.loops else self.used_by.get(user) for user in node.users]
             if loops_after := [user for user in users if user is not None]:
@@ -132,34 +136,35 @@ class ProgramTraffic:
 
     def sent(self) -> Iterable[tuple[str, Sent]]:
         """Yield the collectives between loops, each with the loop that it serves."""
-        for node, before in self.between():
+        for node, loop_before in self.between():
             if (sent := sent_by_node(node)) is not None:
-                yield self.loop_of(node, sent.kind == GATHERS, before), sent
+                yield self.loop_of(node, sent.kind == GATHERS, loop_before), sent
 
     def between(self) -> Iterable[tuple[fx.Node, str]]:
         """Yield all nodes, each with the last loop before it; nodes before the first loop get the first loop."""
-        before = next(iter(self.loops.values()), "")
+        loop_before = next(iter(self.loops.values()), "")
         for node in self.module.graph.nodes:
-            before = self.loops.get(node, before)
-            yield node, before
+            loop_before = self.loops.get(node, loop_before)
+            yield node, loop_before
 
-    def loop_of(self, node: fx.Node, is_for_users: bool, before: str) -> str:
+    def loop_of(self, node: fx.Node, is_for_users: bool, loop_before: str) -> str:
         """Return the loop that a collective serves.
 
         This is the first loop that uses its result, or the last loop that computes its operands. If neither exists, it is the
         last loop before the node.
         """
-        used, made = self.used_by.get(node), self.made_by.get(node)
-        user = None if used is None else self.loops[used]
-        return (user or made if is_for_users else made or user) or before
+        reader, writer = self.used_by.get(node), self.made_by.get(node)
+        loop_of_reader = None if reader is None else self.loops[reader]
+        return (loop_of_reader or writer if is_for_users else writer or loop_of_reader) or loop_before
 
     def early(self) -> tuple[int, int]:
         """Return the number of reductions that begin before the last loop, and the number of all reductions."""
         order = [node for node in self.module.graph.nodes if node in self.loops or _is_reduction(node)]
-        last = max((i for i, node in enumerate(order) if node in self.loops), default=-1)
-        return sum(node not in self.loops for node in order[:last]), len(order) - len(self.loops)
+        last_loop = max((i for i, node in enumerate(order) if node in self.loops), default=-1)
+        return sum(node not in self.loops for node in order[:last_loop]), len(order) - len(self.loops)
 
 
 def _is_reduction(node: fx.Node) -> bool:
+    """Return whether a node is a collective that reduces."""
     sent = sent_by_node(node)
     return sent is not None and sent.kind == REDUCTIONS

@@ -23,7 +23,7 @@ def wire_totals(wire: Plain | None) -> Iterator[str]:
     parts += [f"{in_bytes(whole)} of whole weights at the peak"] if whole else []
     yield f"  wire     {', '.join(parts)}"
     eager = wire["eager"]
-    yield f"           {'unknown' if eager is None else in_bytes(eager['bytes'])} in {_eager(eager)}"
+    yield f"           {'unknown' if eager is None else in_bytes(eager['bytes'])} in {_eager_text(eager)}"
 
 
 def wire_table(stages: Sequence[Plain], wire: Plain | None) -> Iterator[str]:
@@ -31,21 +31,22 @@ def wire_table(stages: Sequence[Plain], wire: Plain | None) -> Iterator[str]:
     if wire is None:
         return
     rows: list[list[str]] = []
-    shown = [stage for stage in stages if stage["wire"] is not None]
-    for _, run in groupby(shown, key=lambda stage: (stage["graph"], unnumbered(stage["name"]), stage["wire"])):
-        alike = list(run)
-        rows += _rows(joint_name([stage["name"] for stage in alike]), alike[0]["wire"], len(alike))
-    rows += _rows("the step", wire, 1)
-    rows += [] if wire["eager"] is None else _rows(_eager(wire["eager"]), wire["eager"], 1)
-    used = [i for i in range(2 + len(COLUMNS)) if i < 2 or any(row[i] != "-" for row in rows)]
+    communicating = [stage for stage in stages if stage["wire"] is not None]
+    for _, run in groupby(communicating, key=lambda stage: (stage["graph"], unnumbered(stage["name"]), stage["wire"])):
+        similar = list(run)
+        rows += _graph_rows(joint_name([stage["name"] for stage in similar]), similar[0]["wire"], len(similar))
+    rows += _graph_rows("the step", wire, 1)
+    rows += [] if wire["eager"] is None else _graph_rows(_eager_text(wire["eager"]), wire["eager"], 1)
+    columns = [i for i in range(2 + len(COLUMNS)) if i < 2 or any(row[i] != "-" for row in rows)]
     table = [["on the wire", "half", *(name.replace("_", " ") for name in COLUMNS)], *rows]
-    widths = {i: max(len(row[i]) for row in table) for i in used}
+    widths = {i: max(len(row[i]) for row in table) for i in columns}
     yield ""
     for row in table:
-        yield "  " + "   ".join(row[i].ljust(widths[i]) if i < 2 else row[i].rjust(widths[i]) for i in used)
+        yield "  " + "   ".join(row[i].ljust(widths[i]) if i < 2 else row[i].rjust(widths[i]) for i in columns)
 
 
-def _rows(name: str, wire: Plain, count: int) -> Iterator[list[str]]:
+def _graph_rows(name: str, wire: Plain, count: int) -> Iterator[list[str]]:
+    """Yield a row for each graph that sends something; the name is in the first one only."""
     for half in HALVES:
         cells = [_cell(wire[half][column], count) for column in COLUMNS]
         if any(cell != "-" for cell in cells):
@@ -54,9 +55,10 @@ def _rows(name: str, wire: Plain, count: int) -> Iterator[list[str]]:
 
 
 def _cell(traffic: Plain, count: int) -> str:
+    """Format calls and bytes, multiplied by `count`; a dash without calls."""
     each = f"{count} x " if count > 1 else ""
     return f"{each}{traffic['calls']}, {in_bytes(traffic['bytes'])}" if traffic["calls"] else "-"
 
 
-def _eager(eager: Plain | None) -> str:
+def _eager_text(eager: Plain | None) -> str:
     return "eager, layers checkpointed" if eager is not None and eager["checkpointed"] else "eager"

@@ -42,6 +42,7 @@ class SavedReport:
 
 
 def loop_reports(loops: Iterable[Loop], program: Program, costs: Mapping[str, LoopCost]) -> tuple[LoopReport, ...]:
+    """Return the reports of loops, each with its graph and cost."""
     forward = {name for name, _ in program.forward.named_children()}
     return tuple(_loop_report(loop, loop.spec.name in forward, costs[loop.spec.name]) for loop in loops)
 
@@ -53,12 +54,13 @@ def _loop_report(loop: Loop, is_forward: bool, cost: LoopCost) -> LoopReport:
 
 def saved_reports(stage: Stage, facts: Facts) -> tuple[SavedReport, ...]:
     """Return the saved values of a stage, the largest first."""
-    values = {id(node.meta[VALUE]) for node in (*stage.forward, *stage.backward) if is_tensor(node)}
-    saved = [node for node in known(facts.program).saved if id(node.meta.get(VALUE)) in values]
+    ids_of_values = {id(node.meta[VALUE]) for node in (*stage.forward, *stage.backward) if is_tensor(node)}
+    saved = [node for node in known(facts.program).saved if id(node.meta.get(VALUE)) in ids_of_values]
     return tuple(sorted(map(_saved_report, saved), key=lambda item: -item.bytes))
 
 
 def _saved_report(node: fx.Node) -> SavedReport:
+    """Return name, dtype, shape, bytes and source line of a saved value."""
     value = node.meta[VALUE]
     kind = str(value.dtype).removeprefix("torch.")
     where = next(filter(None, map(source_line, (node, *node.all_input_nodes))), "")

@@ -32,6 +32,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Arrow:
+    """The traffic from one box to another; `saved` leads from the forward to the backward graph."""
+
     source: str
     target: str
     label: str
@@ -52,20 +54,22 @@ def diagram_of(lines: Sequence[StageRow], flows: Sequence[Iterable[LoopTraffic]]
     groups = []
     for number, line in enumerate(lines):
         line_boxes = list(_boxes(line, f"s{number}"))
-        groups.append(Group(f"s{number}", _title(line), tuple(line_boxes)))
+        groups.append(Group(f"s{number}", _group_title(line), tuple(line_boxes)))
         for stage in line.every if line.stage["runs"] else ():
             names = [run["name"] for run in stage["runs"]]
             boxes.update(((stage["graph"], name), box) for name, box in zip(names, line_boxes, strict=True))
     return Diagram(tuple(groups), tuple(_arrows(boxes, flows)))
 
 
-def _title(line: StageRow) -> str:
+def _group_title(line: StageRow) -> str:
+    """Return the name of similar stages, how much of them is chunked, and the kinds of attention."""
     kinds = ", ".join(line.stage["attention"])
     whole = {"streamed": "", "in part": " runs whole in part", "whole": " runs whole"}[extent(line.stage)]
     return f"{line.name}{whole}" + (f" ({kinds})" if kinds else "")
 
 
 def _boxes(line: StageRow, key: str) -> Iterator[Box]:
+    """Yield a box per loop of similar stages, or one box if they have no loops."""
     runs = line.stage["runs"]
     if not runs:
         yield Box(f"{key}_0", ("whole",), "forward")
@@ -103,6 +107,7 @@ def as_mermaid(diagram: Diagram) -> str:
 
 
 def _mermaid_lines(diagram: Diagram) -> Iterator[str]:
+    """Yield the lines of a Mermaid flowchart."""
     yield "flowchart TB"
     for group in diagram.groups:
         yield f'  subgraph {group.key}["{_in_mermaid(group.title)}"]'
@@ -125,6 +130,7 @@ def as_dot(diagram: Diagram) -> str:
 
 
 def _dot_lines(diagram: Diagram) -> Iterator[str]:
+    """Yield the lines of a DOT graph: stages as clusters, loops as boxes."""
     yield "digraph streamfx {"
     yield '  node [shape=box, style=rounded, fontname="sans-serif", fontsize=11];'
     yield '  edge [fontname="sans-serif", fontsize=9];'

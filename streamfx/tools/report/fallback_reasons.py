@@ -109,6 +109,7 @@ class Obstacle:
     bytes: int = 0
 
     def __str__(self) -> str:
+        """Return the reason, the source line and the advice."""
         where = f" ({self.where})" if self.where else ""
         return f"{self.found}{where}: {self.do}"
 
@@ -118,42 +119,45 @@ def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
     if facts.found_demand is None:
         return {}
     widest = max((bytes_like(node.meta.get(VALUE)) for node in facts.joint.nodes), default=0)
-    return {node: _obstacle(node, found, facts, widest) for node, found in facts.demand.reasons.items()}
+    return {node: _obstacle(node, reason, facts, widest) for node, reason in facts.demand.reasons.items()}
 
 
-def _obstacle(node: fx.Node, found: str, facts: Facts, widest: int) -> Obstacle:
+def _obstacle(node: fx.Node, reason: str, facts: Facts, widest: int) -> Obstacle:
+    """Describe why a node is not chunked; `widest` is the size of the largest value in the graph."""
     sizes = {value: bytes_like(value.meta[VALUE]) for value in (node, *tensor_operands(node)) if is_tensor(value)}
     matters = node.target in CONTRACTIONS or max(sizes.values(), default=0) * OF_SUBSTANCE >= widest
-    along = sum(size for value, size in sizes.items() if _is_along_sequence(value, facts))
-    found, do = (FROM_RANKS.format(target=node.target), RANKS) if is_from_ranks(node, facts) else (found, _advice(node, facts))
-    return Obstacle(str(node.target), found, source_line(node), do, matters, along)
+    sequence_bytes = sum(size for value, size in sizes.items() if _is_along_sequence(value, facts))
+    reason, do = (FROM_RANKS.format(target=node.target), RANKS) if is_from_ranks(node, facts) else (reason, _advice(node, facts))
+    return Obstacle(str(node.target), reason, source_line(node), do, matters, sequence_bytes)
 
 
 def is_from_ranks(node: fx.Node, facts: Facts) -> bool:
     """Return whether collectives supply all rows that an operator reads, and no loop works on them in between."""
     if is_collective(node) or is_opaque(node):
         return False
-    pending, seen, is_found = [node], {node}, False
+    pending, visited, has_collective = [node], {node}, False
     while pending:
         for operand in tensor_operands(pending.pop()):
             producer = producer_of(operand)
-            if operand in facts.axes.static or producer in seen or not _is_along_sequence(operand, facts):
+            if operand in facts.axes.static or producer in visited or not _is_along_sequence(operand, facts):
                 continue
             is_sent = is_collective(producer)
             if not is_sent and (producer.op == "placeholder" or facts.demand.form(operand) is not StorageClass.WHOLE):
                 return False
-            is_found |= is_sent
-            seen.add(producer)
+            has_collective |= is_sent
+            visited.add(producer)
             pending += [] if is_sent else [producer]
-    return is_found
+    return has_collective
 
 
 def _is_along_sequence(value: fx.Node, facts: Facts) -> bool:
+    """Return whether a value has a sequence axis, or an unknown shape."""
     shape = facts.axes.shapes.get(value)
     return shape is None or bool(facts.axes.sequence_dims(shape))
 
 
 def _advice(node: fx.Node, facts: Facts) -> str:
+    """Return a suggested change for an operator that falls back to the full sequence."""
     if is_collective(node):
         return RANKS
     if is_opaque(node):
@@ -171,6 +175,7 @@ def _advice(node: fx.Node, facts: Facts) -> str:
 
 
 def _advice_on_opaque(node: fx.Node) -> str:
+    """Return a suggested change for an operator without an axis rule."""
     if is_triton(node):
         return KERNEL
     if is_attention(node.args[0] if node.target is AUTO_FUNCTIONALIZED else node.target):
@@ -182,7 +187,7 @@ def _advice_on_opaque(node: fx.Node) -> str:
 
 def advice_on_break(reason: str, hint: str) -> str:
     """Return advice for a graph break: Dynamo's own hint, unless a better one is known."""
-    return next((advice for found, advice in ON_BREAKS.items() if found in reason), hint)
+    return next((advice for fragment, advice in ON_BREAKS.items() if fragment in reason), hint)
 
 
 def _is_of_recurrent_layer(node: fx.Node) -> bool:
@@ -210,11 +215,11 @@ def why_no_stages(facts: Facts) -> str:
         return f"{'; '.join(facts.faults)}; without that nothing streams"
     if _is_single_row(facts):
         return SINGLE_ROW
-    found = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
-    unknown = list(dict.fromkeys(_unknown(node) for node in facts.joint.nodes if is_opaque(node)))
+    text = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
+    unknown = list(dict.fromkeys(_opaque_text(node) for node in facts.joint.nodes if is_opaque(node)))
     if unknown:
-        return f"{found}, and {'; '.join(unknown[:FEW])}; {NO_RULE}"
-    return f"{found}; {NO_SEQUENCE}"
+        return f"{text}, and {'; '.join(unknown[:FEW])}; {NO_RULE}"
+    return f"{text}; {NO_SEQUENCE}"
 
 
 def _is_single_row(facts: Facts) -> bool:
@@ -229,7 +234,8 @@ def _sizes_of_rows(value: torch.Tensor) -> Sequence[int | torch.SymInt]:
     return value.shape[:-1] if value.is_floating_point() and value.dim() > 1 else value.shape
 
 
-def _unknown(node: fx.Node) -> str:
+def _opaque_text(node: fx.Node) -> str:
+    """Return why an operator has no axis rule, with its source line."""
     line = source_line(node)
     return f"{why_opaque(node)} ({line})" if line else why_opaque(node)
 
@@ -255,7 +261,7 @@ def check_budget(facts: Facts, options: Options) -> None:
         )
 
 
-def told_of_strict(found: Sequence[Facts], options: Options) -> str:
+def strict_refusal_text(all_facts: Sequence[Facts], options: Options) -> str:
     """Return the end of a report on a call that `strict=True` refuses; empty if it is not refused."""
-    refused = options.strict and any(facts.reasons() for facts in found)
+    refused = options.strict and any(facts.reasons() for facts in all_facts)
     return "\n\nstrict=True: the backend raises NotStreamedError for what runs whole" if refused else ""

@@ -32,12 +32,13 @@ class Compiled:
     def text(self) -> str:
         """The line. An error while describing the graph must not keep the step from running."""
         try:
-            outcome = self._found()
+            outcome = self._outcome()
         except Exception as error:
             outcome = f"it cannot be described: {told(error)}"
         return f"compiled in {self.seconds:.1f} s: {outcome}"
 
-    def _found(self) -> str:
+    def _outcome(self) -> str:
+        """Describe how much streams, rows per chunk, and the predicted peak."""
         facts = self.facts
         if facts is None:
             return f"{NOTHING}: {FITS}, and Inductor compiles it; {MORE}"
@@ -53,9 +54,9 @@ _noted: ContextVar[list[Compiled] | None] = ContextVar("streamfx_noted", default
 
 
 @contextmanager
-def noted_in(seen: list[Compiled] | None) -> Iterator[None]:
+def noted_in(compiled_graphs: list[Compiled] | None) -> Iterator[None]:
     """Append training graphs compiled inside the context to a list."""
-    token = _noted.set(seen)
+    token = _noted.set(compiled_graphs)
     try:
         yield
     finally:

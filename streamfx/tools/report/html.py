@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamfx.budget import in_bytes
-from streamfx.tools.report.chart import LEFT, RIGHT, WIDTH, beside_chart, colour_of, stacked_chart
+from streamfx.tools.report.chart import LEFT, RIGHT, WIDTH, colour_of, comparison_chart, stacked_chart
 from streamfx.tools.report.page import Page, SpanFigure
 from streamfx.tools.report.text import in_flops
 from streamfx.tools.report.timeline import StepCourse, Timeline
@@ -28,7 +28,7 @@ def html_of(page: Page) -> str:
             ours=timeline.ours,
             legend=legend_of(timeline.ours),
             stacked=stacked_chart(timeline.ours),
-            beside=beside_chart(timeline) if timeline.others else None,
+            beside=comparison_chart(timeline) if timeline.others else None,
             width=WIDTH,
             data=data_of(timeline),
         )
@@ -37,11 +37,12 @@ def html_of(page: Page) -> str:
 
 def picture_of(timeline: Timeline) -> str:
     """Return memory over a step, streamed and for every traced baseline, as one SVG."""
-    return str(_environment().get_template(PICTURE).render(beside=beside_chart(timeline), width=WIDTH)).lstrip()
+    return str(_environment().get_template(PICTURE).render(beside=comparison_chart(timeline), width=WIDTH)).lstrip()
 
 
 @cache
 def _environment() -> Any:
+    """Return the template environment; values are escaped, and undefined names raise."""
     import jinja2  # imported here because few users of streamfx write reports
 
     folder = Path(__file__).parent / "templates"
@@ -94,12 +95,12 @@ def stairs_of(span: SpanFigure, rows: int | None, chunk: int) -> list[tuple[floa
         return [(0.0, 0.0, SIDE, SIDE)]
     rows = rows or max(chunk, 1)
     count = max(1, min(STAIRS, -(-rows // max(chunk, 1))))
-    low, high = span.bounds
+    low_bound, high_bound = span.bounds
     rectangles = []
     for number in range(count):
         begin, end = number / count, (number + 1) / count
-        left = 0.0 if low is None else min(1.0, max(0.0, begin + low / rows))
-        right = 1.0 if high is None else min(1.0, max(0.0, end + high / rows))
-        if right > left:
-            rectangles.append((SIDE * left, SIDE * begin, SIDE * (right - left), SIDE / count))
+        first_key = 0.0 if low_bound is None else min(1.0, max(0.0, begin + low_bound / rows))
+        last_key = 1.0 if high_bound is None else min(1.0, max(0.0, end + high_bound / rows))
+        if last_key > first_key:
+            rectangles.append((SIDE * first_key, SIDE * begin, SIDE * (last_key - first_key), SIDE / count))
     return rectangles

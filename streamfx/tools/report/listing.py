@@ -52,50 +52,54 @@ class ListingContext:
 class Scope:
     """Names for the nodes of one graph: names from the joint graph, as long as they are unique."""
 
-    def __init__(self, graph: fx.Graph, known: ListingContext) -> None:
-        self.known = known
-        computed = [node for node in graph.nodes if node.op != "placeholder"]
-        wanted = Counter(known.name(node) or node.name for node in computed)
-        wanted.update(node.name for node in graph.nodes if node.op == "placeholder")
-        joint = {node: name for node in computed if (name := known.name(node)) and wanted[name] == 1}
-        taken = set(joint.values())
-        self._names = {node: joint.get(node, f"{node.name}_" if node.name in taken else node.name) for node in graph.nodes}
+    def __init__(self, graph: fx.Graph, joint: ListingContext) -> None:
+        """Assign names; a joint name that several nodes share is not used."""
+        self.joint = joint
+        computed_nodes = [node for node in graph.nodes if node.op != "placeholder"]
+        name_counts = Counter(joint.name(node) or node.name for node in computed_nodes)
+        name_counts.update(node.name for node in graph.nodes if node.op == "placeholder")
+        joint_names = {node: name for node in computed_nodes if (name := joint.name(node)) and name_counts[name] == 1}
+        used_names = set(joint_names.values())
+        self._names = {
+            node: joint_names.get(node, f"{node.name}_" if node.name in used_names else node.name) for node in graph.nodes
+        }
 
     def name(self, node: fx.Node) -> str:
         return self._names[node]
 
     def line(self, node: fx.Node) -> str:
         """Return `name = operator(arguments)  # [axes]`."""
-        shape = self.known.shapes.get(self.known.name(node) or "")
+        shape = self.joint.shapes.get(self.joint.name(node) or "")
         return f"{self.name(node)} = {call_text(node, self.name)}" + (f"  # {shape}" if shape else "")
 
     def text(self, argument: Any) -> str:
         return argument_text(argument, self.name)
 
 
-def program_lines(program: Program, known: ListingContext) -> Iterator[str]:
+def program_lines(program: Program, joint: ListingContext) -> Iterator[str]:
     """Yield the full program: host programs, then loops."""
-    yield from outer_lines(program, known)
-    for host in (program.forward, program.backward):
-        for node in host.graph.find_nodes(op="call_module") if host is not None else ():
-            spec = getattr(host.get_submodule(str(node.target)), "spec", None)  # type: ignore[union-attr]
+    yield from outer_lines(program, joint)
+    for module in (program.forward, program.backward):
+        for node in module.graph.find_nodes(op="call_module") if module is not None else ():
+            spec = getattr(module.get_submodule(str(node.target)), "spec", None)  # type: ignore[union-attr]
             if isinstance(spec, LoopSpec):
                 yield ""
-                yield from _loop_lines(spec, node, known)
+                yield from _loop_lines(spec, node, joint)
 
 
 # -- host programs
 
 
-def outer_lines(program: Program, known: ListingContext) -> Iterator[str]:
+def outer_lines(program: Program, joint: ListingContext) -> Iterator[str]:
     """Yield both host programs, without loop bodies."""
     for name, host in {"forward": program.forward, "backward": program.backward}.items():
         if host is not None:
-            yield from _outer_lines(name, host, known)
+            yield from _host_lines(name, host, joint)
 
 
-def _outer_lines(name: str, module: fx.GraphModule, known: ListingContext) -> Iterator[str]:
-    scope = Scope(module.graph, known)
+def _host_lines(name: str, module: fx.GraphModule, joint: ListingContext) -> Iterator[str]:
+    """Yield a host program: its inputs, operators, loop calls and outputs."""
+    scope = Scope(module.graph, joint)
     yield f"{name}({', '.join(scope.name(node) for node in module.graph.find_nodes(op='placeholder'))})"
     for node in module.graph.nodes:
         if node.op == "output":
@@ -103,17 +107,18 @@ def _outer_lines(name: str, module: fx.GraphModule, known: ListingContext) -> It
         elif node.op == "call_module":
             expression = getattr(module.get_submodule(str(node.target)), "expression", None)
             call = f"{node.target}{scope.text(tuple(node.args))}" if expression is None else str(expression)
-            yield f"  {_results(node, scope)} = {call}"
+            yield f"  {_result_names(node, scope)} = {call}"
         elif node.op == "call_function" and not _is_part_of_loop(node):
             yield f"  {scope.line(node)}"
 
 
 def _is_part_of_loop(node: fx.Node) -> bool:
+    """Return whether a node extracts one result of a loop call."""
     source = node.args[0] if node.args else None
     return node.target is operator.getitem and isinstance(source, fx.Node) and source.op == "call_module"
 
 
-def _results(call: fx.Node, scope: Scope) -> str:
+def _result_names(call: fx.Node, scope: Scope) -> str:
     """Return the names of a loop's results in index order; unused results are left out."""
     parts = [user for user in call.users if user.target is operator.getitem]
     parts.sort(key=lambda part: part.args[1])  # type: ignore[arg-type,return-value]
@@ -123,28 +128,29 @@ def _results(call: fx.Node, scope: Scope) -> str:
 # -- loops
 
 
-def _loop_lines(spec: LoopSpec, call: fx.Node, known: ListingContext) -> Iterator[str]:
-    around, scope = Scope(call.graph, known), Scope(spec.body.graph, known)
+def _loop_lines(spec: LoopSpec, call: fx.Node, joint: ListingContext) -> Iterator[str]:
+    """Yield a loop: chunk size, buffers, inputs, body, and where each result is stored."""
+    outer, scope = Scope(call.graph, joint), Scope(spec.body.graph, joint)
     tensors = call.args[len(spec.symbols) :]
     yield f"loop {spec.name}: {chunk_text(spec.chunk_size)} [s, e), {'last to first' if spec.reverse else 'first to last'}"
     for number, buffer in enumerate(spec.buffers):
-        yield f"  buffer {number} = {_buffer_text(buffer, known)}"
-    same: list[str] = []
+        yield f"  buffer {number} = {_buffer_text(buffer, joint)}"
+    same_for_all: list[str] = []
     for node, feed, source in zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, spec.sources, strict=True):
-        taken = "" if source is None else around.text(tensors[source])
+        source_text = "" if source is None else outer.text(tensors[source])
         if isinstance(feed, Broadcast):
-            same.append(node.name if node.name == taken else f"{node.name} = {taken}")
+            same_for_all.append(node.name if node.name == source_text else f"{node.name} = {source_text}")
         else:
-            yield f"  {node.name} = {feed_text(feed, taken)}"
-    yield f"  the same for all chunks: {', '.join(same) or 'nothing'}"
+            yield f"  {node.name} = {feed_text(feed, source_text)}"
+    yield f"  the same for all chunks: {', '.join(same_for_all) or 'nothing'}"
     yield "  body"
     for node in spec.body.graph.nodes:
         if node.op in ("call_function", "call_module"):
             yield f"    {scope.line(node)}"
-    given = iter(spec.body.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = iter(spec.body.graph.output_node().args[0])  # type: ignore[arg-type]
     for item, label in zip(spec.yields, spec.labels, strict=False):
-        value = label if isinstance(item, BufferOutput) else scope.text(next(given))
-        yield f"  {label}{'' if value == label else f' = {value}'}{yield_text(item, [around.text(tensor) for tensor in tensors])}"
+        value = label if isinstance(item, BufferOutput) else scope.text(next(results))
+        yield f"  {label}{'' if value == label else f' = {value}'}{yield_text(item, [outer.text(tensor) for tensor in tensors])}"
 
 
 def chunk_text(chunk: ChunkSize) -> str:
@@ -154,9 +160,10 @@ def chunk_text(chunk: ChunkSize) -> str:
     return f"chunks of {chunk} rows"
 
 
-def _buffer_text(buffer: Buffer, known: ListingContext) -> str:
+def _buffer_text(buffer: Buffer, joint: ListingContext) -> str:
+    """Describe a buffer: its initial content, dtype, axes, and the value that it holds."""
     return (
-        f"{'zeros' if buffer.zeroed else 'empty'} {dtype_text(buffer.dtype)}{known.shapes.get(buffer.name, '')} for {buffer.name}"
+        f"{'zeros' if buffer.zeroed else 'empty'} {dtype_text(buffer.dtype)}{joint.shapes.get(buffer.name, '')} for {buffer.name}"
     )
 
 
@@ -164,9 +171,9 @@ def feed_text(feed: Any, source: str) -> str:
     """Describe how an input of a loop body is computed."""
     match feed:
         case ChunkSlice():
-            return f"{source} {_where_text(feed.where)}"
+            return f"{source} {_rows_text(feed.where)}"
         case BufferPart():
-            return f"buffer {feed.buffer} {_where_text(feed.where)}"
+            return f"buffer {feed.buffer} {_rows_text(feed.where)}"
         case Number():
             return str(sympy.sympify(feed.value).subs({START: sympy.Symbol("s"), STOP: sympy.Symbol("e")}))
         case ChunkKey():
@@ -176,11 +183,13 @@ def feed_text(feed: Any, source: str) -> str:
     return str(feed)
 
 
-def _where_text(where: tuple[tuple[Placement, Selector], ...]) -> str:
+def _rows_text(where: tuple[tuple[Placement, Selector], ...]) -> str:
+    """Describe the rows of each chunked dimension that a chunk reads."""
     return ", ".join(f"rows {_selector_text(selector)} of dim {placement.dim}" for placement, selector in where)
 
 
 def _selector_text(selector: Selector) -> str:
+    """Describe the rows that a selector takes for the chunk [s, e)."""
     if isinstance(selector, ShiftedRows):
         window = f" to {selector.by + selector.reach}" if selector.reach else ""
         return f"[s, e) shifted by {selector.by}{window}"
@@ -217,6 +226,7 @@ def call_text(node: fx.Node, name: Name = own_name) -> str:
 
 
 def target_text(target: Any) -> str:
+    """Return the name of an operator without the `aten` namespace, or of a function with its module."""
     if isinstance(target, OpOverload):
         namespace = "" if target.namespace == "aten" else f"{target.namespace}."
         return namespace + target.overloadpacket.__name__
@@ -226,9 +236,10 @@ def target_text(target: Any) -> str:
 
 
 def argument_text(argument: Any, name: Name = own_name) -> str:
+    """Format an argument; `name` returns the name of a node."""
     if isinstance(argument, (list, tuple)):
-        inside = ", ".join(argument_text(item, name) for item in argument)
-        return f"[{inside}]" if isinstance(argument, list) else f"({inside})"
+        inner = ", ".join(argument_text(item, name) for item in argument)
+        return f"[{inner}]" if isinstance(argument, list) else f"({inner})"
     if isinstance(argument, fx.Node):
         return name(argument)
     if isinstance(argument, torch.dtype):
@@ -246,4 +257,5 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def shape_text(value: torch.Tensor) -> str:
+    """Format the shape of a tensor as `[2 8]`."""
     return f"[{' '.join(map(str, shape_of(value)))}]"

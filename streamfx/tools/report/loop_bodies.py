@@ -32,24 +32,25 @@ def bodies_of(graphs: Sequence[Facts]) -> dict[str, fx.GraphModule]:
     return bodies
 
 
-def bodies_with(module: str, graphs: Sequence[Facts]) -> dict[str, fx.GraphModule]:
+def bodies_of_module(module: str, graphs: Sequence[Facts]) -> dict[str, fx.GraphModule]:
     """Return the bodies of the stages that contain a module, given by its path in the model.
 
     Raises `ReportError` if no operator comes from this module, or if its stages fall back to the full sequence.
     """
     stages = [(facts, stage) for facts in graphs if facts.program is not None for stage in facts.stages]
-    matching = [(facts, stage) for facts, stage in stages if any(_is_within(path, module) for path in _paths(stage))]
+    matching = [(facts, stage) for facts, stage in stages if any(_is_within(path, module) for path in _module_paths(stage))]
     if not matching:
-        raise _unknown(module, {path for _, stage in stages for path in _paths(stage)})
+        raise _unknown_module_error(module, {path for _, stage in stages for path in _module_paths(stage)})
     body_ids = {id(loop.spec.body) for facts, stage in matching for loop in loops_of(stage, facts)}
     bodies = {name: body for name, body in bodies_of(graphs).items() if id(body) in body_ids}
     if not bodies:
         names = ", ".join(stage.name for _, stage in matching)
-        raise ReportError(_asked(module), found=f"{names} has no loops: it runs whole", do="print(explanation) says why")
+        raise ReportError(_request_text(module), found=f"{names} has no loops: it runs whole", do="print(explanation) says why")
     return bodies
 
 
-def _paths(stage: Stage) -> set[str]:
+def _module_paths(stage: Stage) -> set[str]:
+    """Return the module paths of the operators of a stage."""
     return {path for node in (*stage.forward, *stage.backward) if (path := module_path(node))}
 
 
@@ -57,16 +58,20 @@ def _is_within(path: str, module: str) -> bool:
     return path == module or path.startswith(f"{module}.")
 
 
-def _asked(module: str) -> str:
+def _request_text(module: str) -> str:
     return f"bodies of loops with the module {module!r} are asked for"
 
 
-def _unknown(module: str, paths: set[str]) -> ReportError:
+def _unknown_module_error(module: str, paths: set[str]) -> ReportError:
     """Return an error that suggests similar module paths, or else the first ones."""
-    parts = {".".join(path.split(".")[:count]) for path in paths for count in range(1, path.count(".") + 2)}
-    near = get_close_matches(module, sorted(parts), FEW) or sorted(parts)[:FEW]
-    do = f"give the path of a module, for example {', '.join(map(repr, near))}" if near else "the model has no modules in loops"
-    return ReportError(_asked(module), found="no operator that streams comes from it", do=do)
+    known_paths = {".".join(path.split(".")[:count]) for path in paths for count in range(1, path.count(".") + 2)}
+    similar = get_close_matches(module, sorted(known_paths), FEW) or sorted(known_paths)[:FEW]
+    do = (
+        f"give the path of a module, for example {', '.join(map(repr, similar))}"
+        if similar
+        else "the model has no modules in loops"
+    )
+    return ReportError(_request_text(module), found="no operator that streams comes from it", do=do)
 
 
 def python_of(bodies: Mapping[str, fx.GraphModule]) -> str:
@@ -76,7 +81,7 @@ def python_of(bodies: Mapping[str, fx.GraphModule]) -> str:
     """
     codes = {name: body.graph.python_code("self", verbose=True) for name, body in bodies.items()}
     imports = dict.fromkeys(line for code in codes.values() for line in _imports(code.src, code.globals))
-    classes = [_class(name, codes[name].src, _held(bodies[name])) for name in bodies]
+    classes = [_class_text(name, codes[name].src, _attribute_names(bodies[name])) for name in bodies]
     head = ["import torch", "", "import streamfx.frontend.backend  # its operators", *imports]
     return "\n".join([*head, *(f"\n\n{text}" for text in classes)]) + "\n"
 
@@ -85,38 +90,41 @@ def _imports(source: str, names: Mapping[str, Any]) -> Iterator[str]:
     """Yield the import lines for the global names that a function uses."""
     for name, value in names.items():
         if name != "torch" and re.search(rf"(?<![\w.]){re.escape(name)}\b", source):
-            yield _import(name, value)
+            yield _import_line(name, value)
 
 
-def _import(name: str, value: Any) -> str:
+def _import_line(name: str, value: Any) -> str:
+    """Return the line that imports or defines a global name of generated code."""
     if value is NoneType or (isinstance(value, float) and not math.isfinite(value)):
         return PLAIN[name]
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
     module, path = getattr(value, "__module__", ""), getattr(value, "__qualname__", getattr(value, "__name__", ""))
-    if module and path and _is_there(module, path, value):
+    if module and path and _is_importable(module, path, value):
         return f"from {module} import {path}" + ("" if path == name else f" as {name}")
     return f"# {name}: {type(value).__name__}, which no module holds by name: set it before you run this"
 
 
-def _is_there(module: str, path: str, value: Any) -> bool:
+def _is_importable(module: str, path: str, value: Any) -> bool:
+    """Return whether importing `path` from the module returns this very value."""
     try:
         return getattr(importlib.import_module(module), path, None) is value
     except ImportError:
         return False
 
 
-def _held(body: fx.GraphModule) -> list[str]:
+def _attribute_names(body: fx.GraphModule) -> list[str]:
     """Return the names of the attributes that a body reads."""
     nodes = (node for node in body.graph.nodes if node.op in ("get_attr", "call_module"))
     return list(dict.fromkeys(str(node.target).split(".")[0] for node in nodes))
 
 
-def _class(name: str, source: str, held: Sequence[str]) -> str:
+def _class_text(name: str, source: str, attributes: Sequence[str]) -> str:
+    """Return a module class whose `forward` is the source of a loop body."""
     lines = [f"class {_identifier(name)}(torch.nn.Module):"]
-    if held:
-        given = [f"        self.{item} = {item}" for item in held]
-        lines += [f"    def __init__(self, {', '.join(held)}):", "        super().__init__()", *given, ""]
+    if attributes:
+        assignments = [f"        self.{item} = {item}" for item in attributes]
+        lines += [f"    def __init__(self, {', '.join(attributes)}):", "        super().__init__()", *assignments, ""]
     return "\n".join([*lines, *(f"    {line}" if line.strip() else "" for line in source.strip("\n").splitlines())])
 
 

@@ -73,7 +73,7 @@ def tell_of_no_gain(facts: Facts, options: Options) -> None:
         return
     if facts.program is None:
         why = why_no_stages(facts)
-        _warn_once((unnumbered(why), _code(facts)), WHOLE_GRAPH.format(flops=float(flops), why=why))
+        _warn_once((unnumbered(why), _model_key(facts)), WHOLE_GRAPH.format(flops=float(flops), why=why))
     elif options.memory_budget is None and not has_collectives(facts.joint.graph):
         try:
             ours, other = predicted(facts).peak, checkpointing_bytes(facts)
@@ -81,7 +81,9 @@ def tell_of_no_gain(facts: Facts, options: Options) -> None:
             log.info("not known whether a graph saves memory: %s", told(error))
             return
         if ours >= other:
-            _warn_once((NO_GAIN, _code(facts)), NO_GAIN.format(flops=float(flops), ours=in_bytes(ours), other=in_bytes(other)))
+            _warn_once(
+                (NO_GAIN, _model_key(facts)), NO_GAIN.format(flops=float(flops), ours=in_bytes(ours), other=in_bytes(other))
+            )
 
 
 def checkpointing_bytes(facts: Facts) -> int:
@@ -100,16 +102,17 @@ def checkpointing_bytes(facts: Facts) -> int:
     return peak + gradients
 
 
-_told: set[Hashable] = set()
+_warned: set[Hashable] = set()
 
 
-def _warn_once(about: Hashable, text: str) -> None:
-    if about not in _told:
-        _told.add(about)
+def _warn_once(key: Hashable, text: str) -> None:
+    """Log a warning unless one with this key was logged before."""
+    if key not in _warned:
+        _warned.add(key)
         log.warning("%s", text)
 
 
-def _code(facts: Facts) -> Hashable:
+def _model_key(facts: Facts) -> Hashable:
     """Return a key that a graph shares with graphs of the same model at other lengths: source lines and weight types."""
     weights = (primal.meta[VALUE] for primal in facts.joint.primals if is_parameter(primal))
     return source_lines(facts.joint.nodes), tuple((value.dtype, tuple(value.shape)) for value in weights)

@@ -19,7 +19,7 @@ from streamfx.ir.facts import Facts, known
 from streamfx.log import log
 from streamfx.tools.report.fallback_reasons import why_no_stages
 from streamfx.tools.report.stage_table import StageReport, stage_reports
-from streamfx.tools.report.text import extent, how_far_back, how_many_stream, stage_lines
+from streamfx.tools.report.text import extent, how_many_stream, stage_lines, truncation_text
 from streamfx.tools.report.verdict import NOTHING
 from streamfx.torch_private import trace_artifact
 
@@ -29,14 +29,14 @@ _predicted: WeakKeyDictionary[fx.GraphModule, Cost] = WeakKeyDictionary()
 def log_brief(facts: Facts) -> None:
     """Log and trace the record of a graph; called once for each graph."""
     if log.isEnabledFor(logging.INFO):
-        log.info("%s", _text(facts))
-    trace_artifact("streamfx_stages", lambda: _text(facts))
+        log.info("%s", _record_text(facts))
+    trace_artifact("streamfx_stages", lambda: _record_text(facts))
 
 
-def _text(facts: Facts) -> str:
+def _record_text(facts: Facts) -> str:
     """Return the text. An error while describing a graph must not abort compilation."""
     try:
-        return "\n".join(line.rstrip() for line in _lines(facts))
+        return "\n".join(line.rstrip() for line in _record_lines(facts))
     except Exception as error:
         return f"a graph was compiled, and cannot be described: {told(error)}"
 
@@ -91,9 +91,9 @@ class Record:
         """A phrase that says how much of the graph streams."""
         if self.cost is None:
             return f"{NOTHING}: {why_no_stages(self.facts)}"
-        number = sum(len(stage.truncated) for stage in self.stages)
-        back = how_far_back(next(iter(self.facts.truncations.values())).rows, number) if number else ""
-        return how_many_stream(list(map(extent, self.plain)), self.cost.streamed_share) + back
+        truncated = sum(len(stage.truncated) for stage in self.stages)
+        truncation = truncation_text(next(iter(self.facts.truncations.values())).rows, truncated) if truncated else ""
+        return how_many_stream(list(map(extent, self.plain)), self.cost.streamed_share) + truncation
 
     @property
     def rows(self) -> str:
@@ -110,7 +110,8 @@ def record_of(facts: Facts, graph: int = 0, cost: Cost | None = None) -> Record:
     return Record(facts, tuple(stage_reports(facts, graph, cost.loops)), cost)
 
 
-def _lines(facts: Facts) -> Iterator[str]:
+def _record_lines(facts: Facts) -> Iterator[str]:
+    """Yield the record of a graph: why it does not stream, or rows, peak and stages."""
     record = record_of(facts)
     if record.cost is None:
         yield f"a graph runs as it stands: {why_no_stages(facts)}"

@@ -111,7 +111,7 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def peak_beside(other: StepCost, ours: StepCost) -> Figure:
+def baseline_figure(other: StepCost, ours: StepCost) -> Figure:
     """Return the peak of a baseline and its ratio to the streamed peak."""
     name = f"{other.way[:1].upper()}{other.way[1:]}"
     return Figure(name, in_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} ours")
@@ -126,40 +126,43 @@ def place_of_peak(course: StepCourse, stages: Sequence[Stage]) -> str:
     return f"in {stage}, {half}" if stage is not None else f"in the {half}"
 
 
-def grouped(stages: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> tuple[StageRow, ...]:
+def stage_rows(stages: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> tuple[StageRow, ...]:
     """Group consecutive stages whose names differ only in a number and whose figures are equal."""
-    return tuple(_group(list(run), flops, sequences) for _, run in groupby(stages, key=_alike))
+    return tuple(_stage_row(list(run), flops, sequences) for _, run in groupby(stages, key=_group_key))
 
 
-def _alike(stage: Stage) -> tuple[Any, ...]:
+def _group_key(stage: Stage) -> tuple[Any, ...]:
+    """Return the key under which stages share a line: everything but a number in the name."""
     keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
     return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
 
 
-def _group(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> StageRow:
+def _stage_row(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> StageRow:
+    """Return the line of similar stages: FLOPs share, saved bytes and sequence length."""
     stage, name = run[0], joint_name([stage["name"] for stage in run])
-    share = f"{100 * sum(one['flops'] for one in run) / flops:.1f} %" if flops else "-"
+    share = f"{100 * sum(similar['flops'] for similar in run) / flops:.1f} %" if flops else "-"
     saved = in_bytes(stage["saved_bytes"])
     sequence = sequences[stage["graph"]] if stage["graph"] < len(sequences) else None
     return StageRow(name, len(run), stage, saved if len(run) == 1 else f"{len(run)} x {saved}", share, sequence, run)
 
 
-def run_whole(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, ...]:
+def fallback_rows(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, ...]:
     """Group the unchunked operators by source line, most bytes first."""
     groups: dict[tuple[str, str], list[tuple[str, Stage]]] = {}
     for stage in stages:
         for item in obstacles_of(stage):
             if item["matters"] == matters:
                 groups.setdefault((item["where"], item["do"]), []).append((stage["name"], item))
-    return tuple(sorted((_whole(*key, items) for key, items in groups.items()), key=lambda row: -row.bytes))
+    return tuple(sorted((_fallback_row(*key, items) for key, items in groups.items()), key=lambda row: -row.bytes))
 
 
-def _whole(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> FallbackRow:
+def _fallback_row(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> FallbackRow:
+    """Return the line of the unchunked operators of one source line."""
     operators = tuple(dict.fromkeys(item["operator"] for _, item in items))
-    found = tuple(dict.fromkeys(item["found"] for _, item in items))
+    reasons = tuple(dict.fromkeys(item["found"] for _, item in items))
     size = sum(item["bytes"] for _, item in items)
     return FallbackRow(
-        operators, where, found, do, len(items), names_together(list(dict.fromkeys(name for name, _ in items))), size
+        operators, where, reasons, do, len(items), names_together(list(dict.fromkeys(name for name, _ in items))), size
     )
 
 

@@ -19,14 +19,15 @@ def trace_of(timeline: Timeline, stage_of: Mapping[str, str]) -> str:
     Each way of running the step is a process of its own. `stage_of` maps loop names to stage names.
     """
     source = timeline.source
-    events = [event for number, course in enumerate(timeline.courses, 1) for event in _of_course(course, number, source)]
-    events += _named(1, STAGES, "stages"), _named(1, LOOPS, "loops")
+    events = [event for number, course in enumerate(timeline.courses, 1) for event in _counter_events(course, number, source)]
+    events += _track_name(1, STAGES, "stages"), _track_name(1, LOOPS, "loops")
     events += _slices(timeline.ours.loops, stage_of)
-    about = {"source": f"{source} by streamfx", "time": f"{source} seconds: {timeline.clock}"}
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+    metadata = {"source": f"{source} by streamfx", "time": f"{source} seconds: {timeline.clock}"}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": metadata})
 
 
-def _of_course(course: StepCourse, process: int, source: str) -> Iterator[Event]:
+def _counter_events(course: StepCourse, process: int, source: str) -> Iterator[Event]:
+    """Yield the process name, and the bytes alive by category at each moment."""
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"{course.way} ({source})"}}
     for i, at in enumerate(course.seconds):
         sizes = {name: column[i] for name, column in course.terms.items()}
@@ -35,7 +36,8 @@ def _of_course(course: StepCourse, process: int, source: str) -> Iterator[Event]
     yield {"ph": "C", "name": "bytes alive", "pid": process, "ts": course.end * MICROSECONDS, "args": nothing}
 
 
-def _named(process: int, thread: int, name: str) -> Event:
+def _track_name(process: int, thread: int, name: str) -> Event:
+    """Return the event that names a track."""
     return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
 
 
@@ -44,19 +46,21 @@ def _slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[
     open_: list[LoopTime] = []
     for loop in loops:
         if open_ and stage_of.get(open_[0].name) != stage_of.get(loop.name):
-            yield from _stage(open_, stage_of)
+            yield from _stage_slices(open_, stage_of)
             open_ = []
         open_.append(loop)
         chunks = {"chunks": loop.chunks, "chunks drawn": loop.drawn}
         yield _slice(loop.name, LOOPS, loop.begins, loop.ends, chunks)
-    yield from _stage(open_, stage_of)
+    yield from _stage_slices(open_, stage_of)
 
 
-def _stage(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
+def _stage_slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
+    """Yield a slice that covers consecutive loops of one stage."""
     if loops and (name := stage_of.get(loops[0].name)):
         yield _slice(name, STAGES, loops[0].begins, loops[-1].ends, {"loops": len(loops)})
 
 
-def _slice(name: str, thread: int, begins: float, ends: float, about: Event) -> Event:
+def _slice(name: str, thread: int, begins: float, ends: float, details: Event) -> Event:
+    """Return an event from `begins` to `ends` on a track."""
     times = {"ts": begins * MICROSECONDS, "dur": (ends - begins) * MICROSECONDS}
-    return {"ph": "X", "name": name, "cat": "streamfx", "pid": 1, "tid": thread, **times, "args": about}
+    return {"ph": "X", "name": name, "cat": "streamfx", "pid": 1, "tid": thread, **times, "args": details}

@@ -18,7 +18,7 @@ from streamfx.kernels.mask_programs import MaskProgram
 from streamfx.node_meta import VALUE
 from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.tools.report.listing import ListingContext, call_text, chunk_text, dtype_text, program_lines, shape_text
-from streamfx.tools.report.weight_collectives import halves_after_buckets, halves_after_put_back, taken_off
+from streamfx.tools.report.weight_collectives import halves_after_buckets, halves_after_put_back, removed_collectives
 from streamfx.torch_private.lines import source_line
 
 Lines = Iterator[str]
@@ -32,40 +32,46 @@ def text_of(facts: Facts, product: str) -> str:
 # -- canonicalize, recurrences, axes: the graph with the shape of each value
 
 
-def _graph(facts: Facts) -> Lines:
-    yield from _listing(facts, _sizes)
+def _sized_graph(facts: Facts) -> Lines:
+    """Yield the joint graph with the dtype and shape of each value."""
+    yield from _graph_listing(facts, _sizes_text)
 
 
 def _recurrences(facts: Facts) -> Lines:
+    """Yield the joint graph if a loop over rows was unrolled."""
     if any(isinstance(node.target, Recurrence) for node in facts.joint.nodes):
-        yield from _graph(facts)
+        yield from _sized_graph(facts)
     else:
         yield "no loop over rows was unrolled"
 
 
 def _axes(facts: Facts) -> Lines:
+    """Yield the joint graph with the axes of each value, and the operators without axes."""
     axes, letters = facts.axes, Letters(facts.joint, facts.axes)
     if axes.sequence is None:
         yield "no sequence"
     yield f"axes {letters.legend()}"
-    yield from _listing(facts, lambda node: " ".join(letters.shape(shape) for shape in _shapes(node, facts)))
+    yield from _graph_listing(facts, lambda node: " ".join(letters.shape(shape) for shape in _result_shapes(node, facts)))
     for node, reason in axes.declined.items():
         yield f"unknown {node.name}: {reason}"
 
 
-def _shapes(node: fx.Node, facts: Facts) -> Sequence[Any]:
+def _result_shapes(node: fx.Node, facts: Facts) -> Sequence[Any]:
+    """Return the shape of a tensor node, or of each result of an operator with several."""
     if is_tensor(node):
         return (facts.axes.shapes[node],)
     return facts.axes.results.get(node, ())
 
 
-def _sizes(node: fx.Node) -> str:
+def _sizes_text(node: fx.Node) -> str:
+    """Return dtype and shape of the tensors that a node computes."""
     values = node.meta.get(VALUE)
     values = values if isinstance(values, (tuple, list)) else (values,)
     return ", ".join(f"{dtype_text(value.dtype)}{shape_text(value)}" for value in values if isinstance(value, torch.Tensor))
 
 
-def _listing(facts: Facts, describe: Callable[[fx.Node], str]) -> Lines:
+def _graph_listing(facts: Facts, describe: Callable[[fx.Node], str]) -> Lines:
+    """Yield inputs, forward and backward nodes, outputs and gradients; `describe` comments each node."""
     joint = facts.joint
     yield "inputs"
     for node in joint.sources:
@@ -77,33 +83,35 @@ def _listing(facts: Facts, describe: Callable[[fx.Node], str]) -> Lines:
     for half, nodes in halves.items():
         yield half
         for node in nodes:
-            described = describe(node)
-            yield f"  {node.name} = {call_text(node)}" + (f"  # {described}" if described else "")
-    yield f"outputs {_names(joint.outputs)}"
+            description = describe(node)
+            yield f"  {node.name} = {call_text(node)}" + (f"  # {description}" if description else "")
+    yield f"outputs {_names_text(joint.outputs)}"
     if joint.gradients:
-        yield f"gradients {_names(joint.gradients)}"
+        yield f"gradients {_names_text(joint.gradients)}"
 
 
-def _names(values: Sequence[Any]) -> str:
+def _names_text(values: Sequence[Any]) -> str:
+    """Return the names of nodes, and other values as they are, separated by commas."""
     return ", ".join(value.name if isinstance(value, fx.Node) else str(value) for value in values)
 
 
 # -- demand: the rows that each operator needs, and the storage class of its result
 
 
-def _demand(facts: Facts) -> Lines:
+def _access_roles(facts: Facts) -> Lines:
+    """Yield each operator with the rows that it needs and the storage class of its results."""
     letters = Letters(facts.joint, facts.axes)
     yield "t: the chunk's rows, s: the keys they see, T: all rows"
     for node in facts.joint.nodes:
         if node.target is operator.getitem or node not in facts.demand.forms:
             continue
-        forms = ", ".join(_plain(form) for form in facts.demand.forms[node])
-        yield f"  {forms:<9} {node.name} = {_roles_text(node, facts, letters)}"
+        storage = ", ".join(_storage_text(form) for form in facts.demand.forms[node])
+        yield f"  {storage:<9} {node.name} = {_roles_text(node, facts, letters)}"
     for node, reason in facts.demand.reasons.items():
         yield f"whole {node.name}: {reason}"
 
 
-def _plain(form: StorageClass) -> str:
+def _storage_text(form: StorageClass) -> str:
     return form.name.lower()
 
 
@@ -111,26 +119,29 @@ def _roles_text(node: fx.Node, facts: Facts, letters: Letters) -> str:
     """Return the call with the rows that it needs of each operand, and the shape of its result for a chunk."""
     signature, roles = facts.axes.signatures.get(node), facts.demand.roles.get(node, {})
     if signature is None:
-        return f"{_operator(node)}(?)"
+        return f"{_operator_name(node)}(?)"
 
-    def shape(value: Any, of: LetterShape) -> str:
-        dim_roles = {i: roles[letter] for i, dim in enumerate(of) for letter in dim if letter in roles}
-        return letters.shape(value, dim_roles if roles else dict.fromkeys(range(len(of)), Role.WHOLE))
+    def shape_text(value: Any, notation: LetterShape) -> str:
+        dim_roles = {i: roles[letter] for i, dim in enumerate(notation) for letter in dim if letter in roles}
+        return letters.shape(value, dim_roles if roles else dict.fromkeys(range(len(notation)), Role.WHOLE))
 
     operands = zip(tensor_operands(node), signature.operands, strict=True)
-    taken = ", ".join(f"{operand.name} {shape(facts.axes.shapes[operand], of)}" for operand, of in operands)
-    made = zip(facts.axes.results[node], signature.results, strict=False)
-    return f"{_operator(node)}({taken}) -> {', '.join(shape(value, of) for value, of in made)}"
+    operands_text = ", ".join(
+        f"{operand.name} {shape_text(facts.axes.shapes[operand], notation)}" for operand, notation in operands
+    )
+    results = zip(facts.axes.results[node], signature.results, strict=False)
+    return f"{_operator_name(node)}({operands_text}) -> {', '.join(shape_text(value, notation) for value, notation in results)}"
 
 
-def _operator(node: fx.Node) -> str:
+def _operator_name(node: fx.Node) -> str:
     return call_text(node).split("(", 1)[0]
 
 
 # -- causality
 
 
-def _causality(facts: Facts) -> Lines:
+def _key_spans(facts: Facts) -> Lines:
+    """Yield the key span of each attention, and the nodes that share it."""
     groups: dict[int, list[fx.Node]] = {}
     for node, span in facts.causality.spans.items():
         groups.setdefault(id(span), []).append(node)
@@ -147,6 +158,7 @@ def _causality(facts: Facts) -> Lines:
 
 
 def _stages(facts: Facts) -> Lines:
+    """Yield all stages: operators, inputs, outputs and gradients."""
     letters = Letters(facts.joint, facts.axes)
     for number in range(len(facts.stages)):
         yield from _stage(number, facts, letters)
@@ -162,24 +174,26 @@ def _loss_gradient(facts: Facts) -> Lines:
 
 
 def _stage(number: int, facts: Facts, letters: Letters) -> Lines:
+    """Yield the operators, inputs, outputs and gradients of stage `number`."""
     stages, axes = facts.stages, facts.axes
     stage = stages[number]
 
-    def values(nodes: Sequence[fx.Node]) -> str:
+    def values_text(nodes: Sequence[fx.Node]) -> str:
         return ", ".join(f"{node.name} {letters.shape(axes.shapes[node])}" for node in nodes if is_tensor(node)) or "nothing"
 
-    inside = {*stage.forward, *stage.backward}
-    taken = [source for node in stage.forward for source in node.all_input_nodes if source not in inside]
-    taken = [node for node in dict.fromkeys(taken) if node.op != "placeholder" and node not in axes.static]
+    stage_nodes = {*stage.forward, *stage.backward}
+    inputs = [source for node in stage.forward for source in node.all_input_nodes if source not in stage_nodes]
+    inputs = [node for node in dict.fromkeys(inputs) if node.op != "placeholder" and node not in axes.static]
     yield f"stage {number + 1} of {len(stages)}   {stage.name}   {first_line(stage)}".rstrip()
-    yield f"  forward    {_stretch(stage.forward)}"
-    yield f"  backward   {_stretch(stage.backward)}{', run in the forward loop' if stage.gradient_in_forward else ''}"
-    yield f"  in         {values(taken)}"
-    yield f"  out        {values(stage.outputs)}"
-    yield f"  gradients  {values(stage.gradients)}"
+    yield f"  forward    {_nodes_text(stage.forward)}"
+    yield f"  backward   {_nodes_text(stage.backward)}{', run in the forward loop' if stage.gradient_in_forward else ''}"
+    yield f"  in         {values_text(inputs)}"
+    yield f"  out        {values_text(stage.outputs)}"
+    yield f"  gradients  {values_text(stage.gradients)}"
 
 
-def _stretch(nodes: Sequence[fx.Node]) -> str:
+def _nodes_text(nodes: Sequence[fx.Node]) -> str:
+    """Return the number of nodes, and the first and the last name."""
     return f"{len(nodes)} operators, {nodes[0].name} .. {nodes[-1].name}" if nodes else "nothing"
 
 
@@ -193,15 +207,17 @@ def first_line(stage: Stage) -> str:
 
 
 def _plan(facts: Facts) -> Lines:
+    """Yield chunk size and saved values of each stage, and what is recomputed from the last saved input."""
     plan = facts.plan
     for number, stage in enumerate(facts.stages):
-        kept = _names(plan.kept[number]) or "nothing"
-        yield f"stage {number + 1} {stage.name}: {chunk_text(plan.chunk_sizes[number])}, kept beside its outputs: {kept}"
+        saved = _names_text(plan.kept[number]) or "nothing"
+        yield f"stage {number + 1} {stage.name}: {chunk_text(plan.chunk_sizes[number])}, kept beside its outputs: {saved}"
         if plan.dropped and plan.dropped[number]:
-            yield f"  made again from the last boundary: {_names(plan.dropped[number])}"
+            yield f"  made again from the last boundary: {_names_text(plan.dropped[number])}"
 
 
-def _fit(facts: Facts) -> Lines:
+def _budget_search(facts: Facts) -> Lines:
+    """Yield the candidates of the memory budget search with their peaks."""
     if facts.fitting is None:
         yield "no memory budget"
         return
@@ -213,6 +229,7 @@ def _fit(facts: Facts) -> Lines:
 
 
 def _program(facts: Facts) -> Lines:
+    """Yield the host programs and loops, with the axes of each value."""
     if facts.program is None:
         yield "no program: the graph runs as it stands"
         return
@@ -247,7 +264,7 @@ def _masks(facts: Facts) -> Lines:
         for program in loop.body.children():
             users.setdefault(program, []).append(loop.spec.name)
     for program, names in users.items():
-        yield f"mask({_names(program.body.graph.find_nodes(op='placeholder'))}) in {', '.join(names)}"
+        yield f"mask({_names_text(program.body.graph.find_nodes(op='placeholder'))}) in {', '.join(names)}"
         calls = [node for node in program.body.graph.nodes if node.op == "call_function"]
         yield from (f"  {node.name} = {call_text(node)}" for node in calls)
     if not users:
@@ -261,19 +278,19 @@ def _bodies(facts: Facts) -> Lines:
 
 
 PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
-    "unshard": taken_off,
-    "canonicalize": _graph,
+    "unshard": removed_collectives,
+    "canonicalize": _sized_graph,
     "recurrences": _recurrences,
     "axes": _axes,
-    "demand": _demand,
+    "demand": _access_roles,
     "truncations": _truncations,
-    "causality": _causality,
+    "causality": _key_spans,
     "stages": _stages,
     "loss gradient": _loss_gradient,
     "plan": _plan,
     "rewrite": _program,
     "put back": halves_after_put_back,
-    "fit": _fit,
+    "fit": _budget_search,
     "buckets": halves_after_buckets,
     "visibility": _masks,
     "lower": _bodies,

@@ -121,6 +121,7 @@ def measured(
 
 
 def _seconds(moment: int, begin: int) -> float:
+    """Return the seconds between two moments in nanoseconds."""
     return (moment - begin) / 1e9
 
 
@@ -130,30 +131,28 @@ def _highest(moments: Sequence[int], alive: Sequence[int], first: int, last: int
     return max(alive[max(low - 1, 0) : bisect_right(moments, last)], default=0)
 
 
-def table_of(found: MeasuredStep, predicted: int | None) -> Iterator[str]:
+def table_of(step: MeasuredStep, predicted: int | None) -> Iterator[str]:
     """Yield the lines of a measured step: measured and predicted peak, and one line per group of similar loops."""
-    in_loops = sum(loop.seconds for loop in found.loops)
-    share = (
-        f", {_percent(in_loops, found.seconds)} of it in {counted(len(found.loops), 'loop')} over chunks" if found.loops else ""
-    )
-    yield f"streamfx: a step of {in_seconds(found.seconds)}{share}"
-    if found.compiled_seconds:
-        yield COMPILED.format(seconds=in_seconds(found.compiled_seconds))
+    in_loops = sum(loop.seconds for loop in step.loops)
+    share = f", {_percent(in_loops, step.seconds)} of it in {counted(len(step.loops), 'loop')} over chunks" if step.loops else ""
+    yield f"streamfx: a step of {in_seconds(step.seconds)}{share}"
+    if step.compiled_seconds:
+        yield COMPILED.format(seconds=in_seconds(step.compiled_seconds))
     prediction = "" if predicted is None else f"; {in_bytes(predicted)} were predicted for activations and gradients"
-    peak = found.peak_bytes
+    peak = step.peak_bytes
     if peak is None:
-        yield f"  memory   not measured: {found.unseen}{prediction}"
+        yield f"  memory   not measured: {step.unseen}{prediction}"
     else:
-        yield f"  memory   {in_bytes(peak)} at the peak, over what was alive before ({found.device}){prediction}"
-    if not found.loops:
+        yield f"  memory   {in_bytes(peak)} at the peak, over what was alive before ({step.device}){prediction}"
+    if not step.loops:
         yield f"  {NO_LOOPS}"
         return
     yield ""
-    rows = [HEADER, *(_row(run, found.seconds) for run in _alike(found.loops))]
-    if found.compiled_seconds:
-        rows.append(("compiling", "", "", "", *_time(found.compiled_seconds, found.seconds), ""))
-    rest = max(found.seconds - in_loops - found.compiled_seconds, 0.0)
-    rows.append(("outside of loops", "", "", "", *_time(rest, found.seconds), ""))
+    rows = [HEADER, *(_table_row(run, step.seconds) for run in _similar_loops(step.loops))]
+    if step.compiled_seconds:
+        rows.append(("compiling", "", "", "", *_time_cells(step.compiled_seconds, step.seconds), ""))
+    outside_of_loops = max(step.seconds - in_loops - step.compiled_seconds, 0.0)
+    rows.append(("outside of loops", "", "", "", *_time_cells(outside_of_loops, step.seconds), ""))
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     for row in rows:
         cells = (
@@ -162,7 +161,7 @@ def table_of(found: MeasuredStep, predicted: int | None) -> Iterator[str]:
         yield f"  {'   '.join(cells)}".rstrip()
 
 
-def _alike(loops: Sequence[MeasuredLoop]) -> list[list[MeasuredLoop]]:
+def _similar_loops(loops: Sequence[MeasuredLoop]) -> list[list[MeasuredLoop]]:
     """Group the loops of one graph whose stage names differ only in a number, in the order of their first runs."""
     runs: dict[tuple[str, str], list[MeasuredLoop]] = {}
     for loop in loops:
@@ -170,32 +169,33 @@ def _alike(loops: Sequence[MeasuredLoop]) -> list[list[MeasuredLoop]]:
     return list(runs.values())
 
 
-def _row(run: Sequence[MeasuredLoop], whole: float) -> tuple[str, ...]:
+def _table_row(run: Sequence[MeasuredLoop], total: float) -> tuple[str, ...]:
+    """Return the cells of similar loops: stages, graph, counts, time, share and peak."""
     names = list(dict.fromkeys(loop.stage for loop in (reversed(run) if run[0].half == "backward" else run)))
     seconds = sum(loop.seconds for loop in run)
     chunks = sum(loop.chunks for loop in run)
     peaks = [loop.peak_bytes for loop in run if loop.peak_bytes is not None]
     peak = in_bytes(max(peaks)) if peaks else "-"
-    return joint_name(names), run[0].half, f"{len(run):,}", f"{chunks:,}", in_seconds(seconds), _percent(seconds, whole), peak
+    return joint_name(names), run[0].half, f"{len(run):,}", f"{chunks:,}", in_seconds(seconds), _percent(seconds, total), peak
 
 
-def _time(seconds: float, whole: float) -> tuple[str, str]:
-    return in_seconds(seconds), _percent(seconds, whole)
+def _time_cells(seconds: float, total: float) -> tuple[str, str]:
+    return in_seconds(seconds), _percent(seconds, total)
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+def _percent(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f} %" if total else "-"
 
 
-def as_plain(found: MeasuredStep, predicted: int | None) -> dict[str, Any]:
+def as_plain(step: MeasuredStep, predicted: int | None) -> dict[str, Any]:
     """Convert a measured step to values that JSON can represent."""
-    loops = [{**vars(loop), "seconds": loop.seconds} for loop in found.loops]
+    loops = [{**vars(loop), "seconds": loop.seconds} for loop in step.loops]
     return {
-        "seconds": found.seconds,
-        "compiled_seconds": found.compiled_seconds,
-        "peak_bytes": found.peak_bytes,
+        "seconds": step.seconds,
+        "compiled_seconds": step.compiled_seconds,
+        "peak_bytes": step.peak_bytes,
         "predicted_peak_bytes": predicted,
-        "unseen": found.unseen or None,
-        "device": found.device,
+        "unseen": step.unseen or None,
+        "device": step.device,
         "loops": loops,
     }

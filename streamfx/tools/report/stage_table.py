@@ -56,6 +56,7 @@ class StageReport:
         return "whole" if self.reasons else "streamed"
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the report as values that JSON can represent."""
         items = {key: list(item) if isinstance(item, tuple) else item for key, item in asdict(self).items()}
         return {"kind": self.kind, "reason": "; ".join(self.reasons) or None, **items}
 
@@ -63,8 +64,8 @@ class StageReport:
 def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> list[StageReport]:
     """Return the reports of all stages that have work along the sequence."""
     if facts.program is None:
-        return [_whole_graph(facts, graph)] if computes(facts) else []
-    view = _View(facts, graph, costs)
+        return [_unchunked_graph(facts, graph)] if computes(facts) else []
+    view = _ReportBuilder(facts, graph, costs)
     return [report for stage in facts.stages if (report := view.report(stage)) is not None]
 
 
@@ -79,47 +80,53 @@ def computes(facts: Facts) -> bool:
     return bool(works) and not facts.axes.static.issuperset(facts.joint.nodes)
 
 
-def _whole_graph(facts: Facts, graph: int) -> StageReport:
+def _unchunked_graph(facts: Facts, graph: int) -> StageReport:
+    """Return the report of a graph without stages, with the reason."""
     nodes = [node for node in facts.joint.nodes if node in facts.joint.forward]
     return StageReport(graph, f"graph {graph}", (why_no_stages(facts),), (), 0, 0, 0, 0, source_lines(nodes))
 
 
 @dataclass
-class _View:
+class _ReportBuilder:
+    """Builds the reports of the stages of one graph."""
+
     facts: Facts
     graph: int
     costs: Mapping[str, LoopCost]
-    found: dict[fx.Node, Obstacle] = field(init=False)
-    sent: dict[str, Wire] = field(init=False)
+    obstacles_by_node: dict[fx.Node, Obstacle] = field(init=False)
+    traffic_by_loop: dict[str, Wire] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.found = obstacles(self.facts)
-        self.sent = sent_by_program(known(self.facts.program), len(self.facts.joint.outputs), self.costs).by_loop
+        """Find the unchunked operators, and the traffic of each loop."""
+        self.obstacles_by_node = obstacles(self.facts)
+        self.traffic_by_loop = sent_by_program(known(self.facts.program), len(self.facts.joint.outputs), self.costs).by_loop
 
     def report(self, stage: Stage) -> StageReport | None:
+        """Return the report of a stage, or None if it has neither loops nor unchunked operators."""
         loops, saved = loops_of(stage, self.facts), saved_reports(stage, self.facts)
-        whole = [self.found[node] for node in (*stage.forward, *stage.backward) if node in self.found]
-        if not loops and not whole:
+        unchunked = [self.obstacles_by_node[node] for node in (*stage.forward, *stage.backward) if node in self.obstacles_by_node]
+        if not loops and not unchunked:
             return None
-        whole = whole if loops else [replace(item, matters=True) for item in whole]  # the stage has nothing else to report
+        # Without loops, the stage has nothing else to report.
+        unchunked = unchunked if loops else [replace(item, matters=True) for item in unchunked]
         costs = [self.costs[loop.spec.name] for loop in loops]
         attention = attention_kinds(stage, self.facts)
         return StageReport(
             graph=self.graph,
             name=stage.name,
-            reasons=_texts(item for item in whole if item.matters),
+            reasons=_distinct_texts(item for item in unchunked if item.matters),
             attention=tuple(kind for kind, _ in attention),
             chunk_size=max((cost.rows for cost in costs), default=0),
             loops=len(loops),
             saved_bytes=sum(value.bytes for value in saved),
             flops=sum(cost.flops for cost in costs),
             source=source_lines(stage.forward),
-            also_whole=_texts(item for item in whole if not item.matters),
-            wire=self._wire(loops),
+            also_whole=_distinct_texts(item for item in unchunked if not item.matters),
+            wire=self._communication(loops),
             spans=tuple(bounds_of(span) for _, span in attention),
             runs=loop_reports(loops, known(self.facts.program), self.costs),
             saved=saved,
-            obstacles=tuple(whole),
+            obstacles=tuple(unchunked),
             truncated=tuple(node.name for node in stage.backward if self._is_truncated(node, costs)),
         )
 
@@ -130,13 +137,14 @@ class _View:
         rows = self.facts.truncations[node].rows
         return any(cost.chunks - 1 > -(-(rows - 1) // max(cost.rows, 1)) for cost in costs)
 
-    def _wire(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:
-        wire = together(self.sent[loop.spec.name] for loop in loops if loop.spec.name in self.sent)
+    def _communication(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:
+        """Return the communication of the loops, or None if they send nothing."""
+        wire = together(self.traffic_by_loop[loop.spec.name] for loop in loops if loop.spec.name in self.traffic_by_loop)
         return as_plain(wire) if calls_of(wire) else None
 
 
-def _texts(found: Iterable[Obstacle]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(str(item) for item in found))
+def _distinct_texts(items: Iterable[Obstacle]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(item) for item in items))
 
 
 def loops_of(stage: Stage, facts: Facts) -> list[Loop]:
@@ -170,12 +178,12 @@ def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]
             kinds.setdefault(id(spans[node]), (verdicts[node], spans[node]))
         elif is_fused_attention(node.target) and facts.demand.roles.get(node, {}).get(M) is Role.ROWS:
             kinds[node] = "all keys", None
-        elif is_fused_attention(node.target) or (node in facts.demand.reasons and _is_pair(node, facts)):
+        elif is_fused_attention(node.target) or (node in facts.demand.reasons and _is_over_row_pairs(node, facts)):
             kinds[node.meta.get(PART_OF, node)] = ("all ranks' rows" if is_from_ranks(node, facts) else "whole"), None
     return list(kinds.values())
 
 
-def _is_pair(node: fx.Node, facts: Facts) -> bool:
+def _is_over_row_pairs(node: fx.Node, facts: Facts) -> bool:
     """Return whether an operator normalizes a value over query and key positions, as attention does."""
     signature = facts.axes.signatures.get(node)
     if signature is None or not signature.whole or not is_tensor(node):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 
 def unnumbered(name: str) -> str:
+    """Replace each number in a name by `#`."""
     return re.sub(r"\d+", "#", name)
 
 
@@ -26,5 +27,7 @@ def names_together(names: Sequence[str]) -> str:
     'layers.0 and 1 like it, head'
     """
     counts = Counter(unnumbered(name) for name in names)
-    first = {unnumbered(name): name for name in reversed(names)}
-    return ", ".join(first[kind] if count == 1 else f"{first[kind]} and {count - 1} like it" for kind, count in counts.items())
+    first_by_kind = {unnumbered(name): name for name in reversed(names)}
+    return ", ".join(
+        first_by_kind[kind] if count == 1 else f"{first_by_kind[kind]} and {count - 1} like it" for kind, count in counts.items()
+    )

@@ -24,18 +24,19 @@ HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
 
 def report_text(summary: Mapping[str, Any]) -> str:
     """Return the report: at most one page for a model of equal layers."""
-    return "\n".join(line.rstrip() for line in _lines(summary))
+    return "\n".join(line.rstrip() for line in _report_lines(summary))
 
 
-def _lines(summary: Mapping[str, Any]) -> Iterator[str]:
+def _report_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the report: verdict, headline, totals, stages, communication, sequence splits and graph breaks."""
     yield f"streamfx: {verdict_of(summary)}"
     yield f"  {headline(summary)}"
     yield from _totals(summary)
     yield ""
     yield from stage_lines(summary["stages"], summary["flops"])
     yield from wire_table(summary["stages"], summary["wire"])
-    yield from _splits(summary)
-    yield from _breaks(summary)
+    yield from _split_lines(summary)
+    yield from _break_lines(summary)
 
 
 def stage_lines(stages: Sequence[Stage], flops: int) -> Iterator[str]:
@@ -46,22 +47,22 @@ def stage_lines(stages: Sequence[Stage], flops: int) -> Iterator[str]:
 
 def reason_lines(stages: Sequence[Stage]) -> Iterator[str]:
     """Yield each distinct reason once, with the stages and source lines to which it applies."""
-    small: dict[str, list[str]] = {}
-    headed: dict[str, list[str]] = {}
+    texts_of_small_operators: dict[str, list[str]] = {}
+    texts_by_heading: dict[str, list[str]] = {}
     for (kind, found, do), items in _alike_obstacles(stages).items():
         names = names_together(list(dict.fromkeys(name for name, _ in items)))
-        where = _places(list(dict.fromkeys(place for _, place in items if place)))
+        where = _source_lines_text(list(dict.fromkeys(line for _, line in items if line)))
         text = ": ".join(filter(None, (f"{found}{where}", do)))
         if kind == "small":
-            small.setdefault(names, []).append(text)
+            texts_of_small_operators.setdefault(names, []).append(text)
         else:
             heading = f"{names} runs whole:" if kind == "whole" else IN_PART_HEADING.format(names=names)
-            headed.setdefault(heading, []).append(text)
-    for heading, texts in headed.items():
+            texts_by_heading.setdefault(heading, []).append(text)
+    for heading, texts in texts_by_heading.items():
         yield ""
         yield heading
         yield from (f"  {text}" for text in texts)
-    for names, texts in small.items():
+    for names, texts in texts_of_small_operators.items():
         yield from (f"{names}: a small operator runs whole: {text}" for text in texts)
 
 
@@ -83,17 +84,17 @@ def obstacles_of(stage: Stage) -> Sequence[Mapping[str, Any]]:
     return [{**empty, "found": reason} for reason in stage["reasons"]]
 
 
-def _places(lines: Sequence[str]) -> str:
+def _source_lines_text(lines: Sequence[str]) -> str:
     """Format source lines, with a count of those left out.
 
-    >>> _places(["a.py:1: x"]), _places(["a.py:1: x", "a.py:2: y", "a.py:3: z", "a.py:4: w"])
+    >>> _source_lines_text(["a.py:1: x"]), _source_lines_text(["a.py:1: x", "a.py:2: y", "a.py:3: z", "a.py:4: w"])
     (' (a.py:1: x)', ' (a.py:1: x; a.py:2: y; and 2 more lines)')
     """
     if not lines:
         return ""
     shown = lines if len(lines) <= PLACES else lines[: PLACES - 1]
-    more = f"; and {counted(len(lines) - len(shown), 'more line')}" if len(shown) < len(lines) else ""
-    return f" ({'; '.join(shown)}{more})"
+    omitted_text = f"; and {counted(len(lines) - len(shown), 'more line')}" if len(shown) < len(lines) else ""
+    return f" ({'; '.join(shown)}{omitted_text})"
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
@@ -136,14 +137,14 @@ def how_many_stream(extents: Sequence[str], share: float | None, traced: str = "
     """
     if all(extent == "whole" for extent in extents):
         return NOTHING
-    whole, partly = extents.count("whole"), extents.count("in part")
-    if whole:
-        others = f", {partly} stream{'s' if partly == 1 else ''} but for some operators" if partly else ""
-        return f"{whole} of {len(extents)} {traced}stages run whole{others}"
-    every = f"every {traced}stage streams"
+    whole_count, part_count = extents.count("whole"), extents.count("in part")
+    if whole_count:
+        others = f", {part_count} stream{'s' if part_count == 1 else ''} but for some operators" if part_count else ""
+        return f"{whole_count} of {len(extents)} {traced}stages run whole{others}"
+    streams = f"every {traced}stage streams"
     if share is not None and share < IN_PART:
-        every += f" in part: {in_percent(share)} of the FLOPs are in loops"
-    return f"{every}, {partly} of {len(extents)} but for some operators" if partly else every
+        streams += f" in part: {in_percent(share)} of the FLOPs are in loops"
+    return f"{streams}, {part_count} of {len(extents)} but for some operators" if part_count else streams
 
 
 def share_text(summary: Mapping[str, Any]) -> str:
@@ -151,8 +152,8 @@ def share_text(summary: Mapping[str, Any]) -> str:
     share = summary["streamed_flops_share"]
     if share is None:
         return "without what is not traced; how much of it all is in loops is not known"
-    of = "of the whole call's" if is_traced_in_part(summary) else "of it"
-    return f"{in_percent(share)} {of} in loops over chunks"
+    of_which = "of the whole call's" if is_traced_in_part(summary) else "of it"
+    return f"{in_percent(share)} {of_which} in loops over chunks"
 
 
 def in_percent(share: float) -> str:
@@ -171,19 +172,20 @@ def streams_of(summary: Mapping[str, Any]) -> str:
 
 
 def headline(summary: Mapping[str, Any]) -> str:
+    """Describe on one line how much streams, the graphs, graph breaks, rows, and truncated gradients."""
     lengths = " and ".join(str(length) for length in dict.fromkeys(summary["sequence"]) if length is not None)
     rows = f", {lengths} rows" if lengths else ""
     graphs = f"{counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
     truncated = sum(len(stage["truncated"]) for stage in summary["stages"])
-    return f"{streams_of(summary)}; {graphs}{how_far_back(summary['options']['adjoints'], truncated)}"
+    return f"{streams_of(summary)}; {graphs}{truncation_text(summary['options']['adjoints'], truncated)}"
 
 
-def how_far_back(reach: int | str, truncated: int) -> str:
+def truncation_text(reach: int | str, truncated: int) -> str:
     """Describe how far gradients of recurrences reach back.
 
-    >>> how_far_back("exact", 0), how_far_back(64, 0)
+    >>> truncation_text("exact", 0), truncation_text(64, 0)
     ('', '; adjoints=64: no recurrence is truncated, gradients are exact')
-    >>> how_far_back(64, 2)
+    >>> truncation_text(64, 2)
     "; adjoints=64: gradients are not eager's, those of 2 recurrences reach back 64 rows, rounded up to chunks"
     """
     if reach == "exact":
@@ -197,40 +199,42 @@ def how_far_back(reach: int | str, truncated: int) -> str:
 
 
 def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield peak and FLOPs next to those of the baselines, then the communication."""
     peak, baseline = summary["peak_bytes"], summary["baseline_peak_bytes"]
     checkpointing = summary["checkpointing_peak_bytes"]
-    flops, before = summary["flops"], summary["baseline_flops"]
-    ratio = f" ({flops / before:.2f} times)" if before else ""
+    flops, baseline_flops = summary["flops"], summary["baseline_flops"]
+    ratio = f" ({flops / baseline_flops:.2f} times)" if baseline_flops else ""
     yield f"  memory   {in_bytes(peak)} at the peak for activations and gradients"
     checkpointed = f", {in_bytes(checkpointing)} with every layer checkpointed" if checkpointing is not None else ""
     yield f"           {in_bytes(baseline)} in eager{checkpointed}"
     if checkpointing is not None and checkpointing < peak:
-        yield f"           more by {in_bytes(peak - checkpointing)}; most at the peak: {_values(summary['at_peak'], peak)}"
+        yield f"           more by {in_bytes(peak - checkpointing)}; most at the peak: {_peak_values(summary['at_peak'], peak)}"
     if summary["not_checkpointed"]:
         yield f"           not compared with gradient checkpointing: {summary['not_checkpointed']}"
     yield f"  compute  {in_flops(flops)}, {share_text(summary)}"
-    yield f"           {in_flops(before)} in eager{ratio}"
+    yield f"           {in_flops(baseline_flops)} in eager{ratio}"
     yield from wire_totals(summary["wire"])
 
 
-def _values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
+def _peak_values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
     """List the values that take most of the peak; if they take less than half, loops come first.
 
     >>> sort = {"operator": "aten.sort.stable", "where": "a.py:1: x.sort()", "bytes": 2048, "values": 2}
-    >>> _values([sort], 4096)
+    >>> _peak_values([sort], 4096)
     '2.0 KiB, 2 results of aten.sort.stable (a.py:1: x.sort())'
-    >>> _values([sort], 5000)
+    >>> _peak_values([sort], 5000)
     'what loops compute for a chunk, less with a smaller chunk_size; 2.0 KiB, 2 results of aten.sort.stable (a.py:1: x.sort())'
     """
     texts = [] if 2 * sum(item["bytes"] for item in items) >= peak else [CHUNK_WORK]
     for item in items:
-        where = _places(list(filter(None, [item["where"]])))
+        where = _source_lines_text(list(filter(None, [item["where"]])))
         texts.append(f"{in_bytes(item['bytes'])}, {counted(item['values'], 'result')} of {item['operator']}{where}")
     return "; ".join(texts)
 
 
 def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
-    rows = [HEADER, *(_row(list(run), flops) for _, run in groupby(stages, key=_alike))]
+    """Yield a line per group of similar stages, with aligned columns."""
+    rows = [HEADER, *(_table_row(list(run), flops) for _, run in groupby(stages, key=_table_key))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     for row in rows:
         cells = [
@@ -239,23 +243,24 @@ def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
         yield "  " + "   ".join(cells)
 
 
-def marked(stage: Stage) -> str:
+def suffix_of(stage: Stage) -> str:
     """Return the suffix for the name of a stage that does not fully stream."""
     return "" if extent(stage) == "streamed" else f" ({extent(stage)})"
 
 
-def _alike(stage: Stage) -> tuple[Any, ...]:
+def _table_key(stage: Stage) -> tuple[Any, ...]:
     """Return the key under which stages share a table line: everything but a number in the name."""
     keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
     return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
 
 
-def _row(run: list[Stage], flops: int) -> tuple[str, ...]:
+def _table_row(run: list[Stage], flops: int) -> tuple[str, ...]:
+    """Return the cells of a group of similar stages."""
     stage, name = run[0], joint_name([stage["name"] for stage in run])
     share = 100 * sum(stage["flops"] for stage in run) / flops if flops else 0.0
     saved = in_bytes(stage["saved_bytes"])
     return (
-        name + marked(stage),
+        name + suffix_of(stage),
         ", ".join(stage["attention"]) or "-",
         str(stage["chunk_size"] or "-"),
         str(stage["loops"]),
@@ -264,14 +269,16 @@ def _row(run: list[Stage], flops: int) -> tuple[str, ...]:
     )
 
 
-def _splits(summary: Mapping[str, Any]) -> Iterator[str]:
+def _split_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the places at which a graph is split because another sequence begins."""
     if summary["splits"]:
         yield ""
         yield "split where another sequence begins: each part streams by itself, and what crosses is kept whole"
         yield from (f"  {line}" for line in summary["splits"])
 
 
-def _breaks(summary: Mapping[str, Any]) -> Iterator[str]:
+def _break_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each graph break with its advice, and where tracing stopped."""
     if summary["break_reasons"]:
         yield ""
         yield "graph breaks: each piece that is traced streams by itself, and what crosses from one to the next is kept whole"
@@ -288,10 +295,12 @@ def _breaks(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def counted(number: int, thing: str) -> str:
+    """Format a count with its noun: `no graphs`, `1 graph`, `2 graphs`."""
     return f"{number or 'no'} {thing}{'' if number == 1 else 's'}"
 
 
 def in_flops(number: int) -> str:
+    """Format FLOPs with a suitable unit."""
     for unit, size in (("P", 10**15), ("T", 10**12), ("G", 10**9), ("M", 10**6)):
         if number >= size:
             return f"{number / size:.2f} {unit}FLOP"

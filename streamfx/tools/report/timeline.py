@@ -56,15 +56,16 @@ class StepCourse:
 
     def shortened(self, most: int) -> StepCourse:
         """Return a copy with at most `most` moments that keeps all peaks."""
-        kept = standing_out(self.totals, most)
-        terms = {name: tuple(sizes[i] for i in kept) for name, sizes in self.terms.items()}
-        return replace(self, seconds=tuple(self.seconds[i] for i in kept), terms=terms)
+        moments = standing_out(self.totals, most)
+        terms = {name: tuple(sizes[i] for i in moments) for name, sizes in self.terms.items()}
+        return replace(self, seconds=tuple(self.seconds[i] for i in moments), terms=terms)
 
     def as_dict(self) -> dict[str, Any]:
+        """Convert the timeline to values that JSON can represent."""
         terms = {name: list(sizes) for name, sizes in self.terms.items()}
         loops = [vars(loop) for loop in self.loops]
-        found = {"way": self.way, "seconds": list(self.seconds), "terms": terms, "loops": loops}
-        return {**found, "turn": self.turn, "end": self.end, "flops": self.flops}
+        course = {"way": self.way, "seconds": list(self.seconds), "terms": terms, "loops": loops}
+        return {**course, "turn": self.turn, "end": self.end, "flops": self.flops}
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,9 @@ def _terms_of(curve: Curve) -> dict[str, tuple[int, ...]]:
     names = list(dict.fromkeys(name for point in curve.points for name in point.terms))
     sizes = {name: tuple(point.terms.get(name, 0) for point in curve.points) for name in names}
     present = {name: column for name, column in sizes.items() if any(column)}
-    return dict(sorted(present.items(), key=lambda item: _coming_and_going(item[1]) / max(item[1])))
+    return dict(sorted(present.items(), key=lambda item: _total_variation(item[1]) / max(item[1])))
 
 
-def _coming_and_going(sizes: Sequence[int]) -> int:
+def _total_variation(sizes: Sequence[int]) -> int:
+    """Return the sum of all increases and decreases of a size over the step."""
     return sum(abs(after - before) for before, after in pairwise(sizes))

@@ -65,19 +65,19 @@ def verdict(
     if not others:
         return f"{NOTHING}, because {why_whole}" if why_whole is not None else "compared with nothing: no other way was followed"
     other = others[0]
-    less, more = ratio(other.peak_bytes, ours.peak_bytes), ratio(ours.peak_bytes, other.peak_bytes)
-    if less >= GAIN:
+    saving, excess = ratio(other.peak_bytes, ours.peak_bytes), ratio(ours.peak_bytes, other.peak_bytes)
+    if saving >= GAIN:
         though = "" if why_whole is None else f", though {NOTHING}, because {why_whole}"
-        return f"{times(less)} less {counted} than {other.way}{_in_chunks(ours, others)}{_flops(ours, other)}{though}"
-    if why_whole is not None and less < LITTLE:
-        found = "no gain" if more < GAIN else f"{times(more)} as much {counted} as {other.way}"
-        return f"{found}: {NOTHING}, because {why_whole}"
-    if more >= GAIN:
-        found = f"{times(more)} as much {counted} as {other.way} at this length"
+        return f"{times(saving)} less {counted} than {other.way}{_versus_chunked(ours, others)}{_flop_share(ours, other)}{though}"
+    if why_whole is not None and saving < LITTLE:
+        text = "no gain" if excess < GAIN else f"{times(excess)} as much {counted} as {other.way}"
+        return f"{text}: {NOTHING}, because {why_whole}"
+    if excess >= GAIN:
+        text = f"{times(excess)} as much {counted} as {other.way} at this length"
     else:
-        found = f"{'little' if less >= LITTLE else 'no'} gain over {other.way} at this length{_beside(ours, other)}"
-    later = "" if gains_from is None else f"; from about {gains_from:,} tokens on"
-    return f"{found}{'' if why_whole is None else f'; {NOTHING}, because {why_whole}'}{later}"
+        text = f"{'little' if saving >= LITTLE else 'no'} gain over {other.way} at this length{_savings_text(ours, other)}"
+    from_length = "" if gains_from is None else f"; from about {gains_from:,} tokens on"
+    return f"{text}{'' if why_whole is None else f'; {NOTHING}, because {why_whole}'}{from_length}"
 
 
 def verdict_within(budget: int, ours: StepCost, others: Sequence[StepCost], why_whole: str | None = None) -> str:
@@ -135,6 +135,7 @@ def gains(ours: StepCost, others: Sequence[StepCost]) -> bool:
 
 
 def ratio(part: int, whole: int) -> float:
+    """Return a quotient, or 1 if the divisor is 0."""
     return part / whole if whole else 1.0
 
 
@@ -147,18 +148,20 @@ def times(factor: float) -> str:
     return f"{factor:.1f} times" if factor < 10 else f"{factor:,.0f} times"
 
 
-def _in_chunks(ours: StepCost, others: Sequence[StepCost]) -> str:
-    found = next((other for other in others if other.way == CHUNKED), None)
-    return "" if found is None else f" ({times(ratio(found.peak_bytes, ours.peak_bytes))} {IN_CHUNKS})"
+def _versus_chunked(ours: StepCost, others: Sequence[StepCost]) -> str:
+    """Compare with checkpointing and a chunked loss, if it is among the baselines."""
+    chunked = next((other for other in others if other.way == CHUNKED), None)
+    return "" if chunked is None else f" ({times(ratio(chunked.peak_bytes, ours.peak_bytes))} {IN_CHUNKS})"
 
 
-def _flops(ours: StepCost, other: StepCost) -> str:
+def _flop_share(ours: StepCost, other: StepCost) -> str:
+    """Return the FLOPs relative to those of a baseline; empty if unknown."""
     if not ours.flops or not other.flops:
         return ""
     return f", {ours.flops / other.flops:.2f} of its FLOPs"
 
 
-def _beside(ours: StepCost, other: StepCost) -> str:
+def _savings_text(ours: StepCost, other: StepCost) -> str:
     """Format the memory and FLOPs that are lower than the baseline's although the memory gain is small."""
     memory = ratio(ours.peak_bytes, other.peak_bytes)
     savings = [f"{memory:.2f} of its memory"] if ratio(other.peak_bytes, ours.peak_bytes) >= LITTLE else []

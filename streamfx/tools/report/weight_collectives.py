@@ -13,17 +13,17 @@ from streamfx.node_meta import VALUE
 from streamfx.tools.report.listing import ListingContext, call_text, outer_lines, shape_text
 
 
-def taken_off(facts: Facts) -> Iterator[str]:
+def removed_collectives(facts: Facts) -> Iterator[str]:
     """Yield how each weight is gathered from its shard, and how each gradient is reduced to a rank's shard."""
-    found = facts.collectives
-    if found is None:
+    collectives = facts.collectives
+    if collectives is None:
         yield "no collectives"
         return
-    for weight, gather in found.gathers.items():
-        yield f"weight {weight.name} {_shape(weight)} = {_chain(gather.stretch)}"
+    for weight, gather in collectives.gathers.items():
+        yield f"weight {weight.name} {_shape(weight)} = {_chain_text(gather.stretch)}"
     trained = {position: primal for position, primal, _ in facts.joint.trained}
-    for position, stretch in found.reductions.items():
-        yield f"gradient of {trained[position].name} = {_chain(stretch)}"
+    for position, stretch in collectives.reductions.items():
+        yield f"gradient of {trained[position].name} = {_chain_text(stretch)}"
 
 
 def halves_after_put_back(facts: Facts) -> Iterator[str]:
@@ -47,7 +47,7 @@ def _halves(facts: Facts, otherwise: str) -> Iterator[str]:
     yield from outer_lines(facts.program, ListingContext({}, {id(node.meta[VALUE]): node.name for node in values}))
 
 
-def _chain(stretch: Subgraph) -> str:
+def _chain_text(stretch: Subgraph) -> str:
     """Format a chain of operators as nested calls."""
     text = {stretch.source: f"{stretch.source.name} {_shape(stretch.source)}"}
     for node in stretch.nodes:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import streamfx
-from streamfx.tools.planner.predict import held_by
+from streamfx.tools.planner.predict import weight_bytes
 from tests.support.fake_cuda.report import model_of
 
 
@@ -17,7 +17,7 @@ def planned(model: str, length: int, device: str, layers: int = 2) -> dict[str, 
     """Rows per chunk, and figures beside parameters and inputs."""
     traced = model_of(model, layers, None)
     found = streamfx.plan(traced.config, seq=length, device=device, baselines=False).prediction
-    own = held_by(traced) + found.peak_by_term["inputs"]
+    own = weight_bytes(traced) + found.peak_by_term["inputs"]
     return {
         "rows": [stage["chunk_size"] for stage in found.stages],
         "peak": found.peak_bytes - own,
