@@ -14,7 +14,7 @@ from streamfx.frontend.register_rules import TENSORS, overload_of
 from streamfx.ir.scan_schema import NotStatefulError, Stateful, StatefulPlan, backward_plan, forward_plan
 from streamfx.passes.ops.rules.stateful import STATEFUL
 from streamfx.runtime.chunked_recurrences import Recurrence
-from streamfx.runtime.custom_scan import Backward, Forward, called, rows_of
+from streamfx.runtime.custom_scan import Backward, Forward, call_operator, rows_of
 from streamfx.torch_private import FakeTensor
 
 LAW = "in chunks of {size} rows, each given the state that the last one left, {what} is off by {error:.1e} from that of all rows"
@@ -93,7 +93,7 @@ class _Law:
         wanted = [n for n, dim in enumerate(declared.results) if dim is not None or n in declared.states.values()]
         try:
             self.plan, self.kinds = forward_plan(declared, _kinds(arguments), wanted)
-            self.results = called(self.plan, arguments)
+            self.results = call_operator(self.plan, arguments)
         except NotStatefulError:
             raise
         except Exception as error:
