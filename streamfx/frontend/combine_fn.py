@@ -76,9 +76,9 @@ def _is_of_torch(node: fx.Node) -> bool:
 
 def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
     """Return the number of the combine function for rows of these elements; None if it does more than compute."""
-    rows = [_row(node) for node in (*elements, *elements)]  # distinct tensors, since tracing identifies inputs by object
+    rows = [_empty_row(node) for node in (*elements, *elements)]  # distinct tensors, since tracing identifies inputs by object
     try:
-        traced = traced_on_rows(_module(body, len(rows)), [*rows, *map(_whole, body.given)])
+        traced = traced_on_rows(_module(body, len(rows)), [*rows, *map(_empty_like, body.given)])
     except Exception:  # operators raise many kinds of errors on unsupported fake rows
         return None
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
@@ -87,12 +87,12 @@ def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
     return known_combine(ScanStep(traced.graph, 0).with_views().graph, len(body.given))
 
 
-def _row(node: fx.Node) -> Tensor:
+def _empty_row(node: fx.Node) -> Tensor:
     value: Tensor = node.meta[EXAMPLE]
     return value.new_empty(value.shape[1:])
 
 
-def _whole(node: fx.Node) -> Tensor:
+def _empty_like(node: fx.Node) -> Tensor:
     value: Tensor = node.meta[EXAMPLE]
     return value.new_empty(value.shape)
 
@@ -100,13 +100,13 @@ def _whole(node: fx.Node) -> Tensor:
 def _module(body: Body, rows: int) -> fx.GraphModule:
     """Build the function, which takes this many rows, and tensors from outside."""
     graph = fx.Graph()
-    known: dict[Any, fx.Node] = {CombineInput(number): graph.placeholder(f"row_{number}") for number in range(rows)}
-    known |= {node: graph.placeholder(f"given_{number}") for number, node in enumerate(body.given)}
+    node_of: dict[Any, fx.Node] = {CombineInput(number): graph.placeholder(f"row_{number}") for number in range(rows)}
+    node_of |= {node: graph.placeholder(f"given_{number}") for number, node in enumerate(body.given)}
     for number, (kind, target, args, kwargs) in enumerate(body.operators):
-        own = tree_map(
-            lambda item: known.get(item, item) if isinstance(item, (CombineInput, CombineValue, fx.Node)) else item,
+        arguments = tree_map(
+            lambda item: node_of.get(item, item) if isinstance(item, (CombineInput, CombineValue, fx.Node)) else item,
             (args, kwargs),
         )
-        known[CombineValue(number)] = graph.create_node(kind, target, *own)
-    graph.output(tuple(known[result] for result in body.results))
+        node_of[CombineValue(number)] = graph.create_node(kind, target, *arguments)
+    graph.output(tuple(node_of[result] for result in body.results))
     return fx.GraphModule(torch.nn.Module(), graph)

@@ -40,6 +40,7 @@ class DeferredCall:
         tensors = [self._deferred(recipe, arguments, outputs, sizes, agreement) for recipe in self.plan.recipes]
 
         def result(item: ReturnedOutput | RebuiltOutput) -> Any:
+            """Return an output of the graph, or a view of a deferred tensor."""
             return (
                 outputs[item.position]
                 if isinstance(item, ReturnedOutput)

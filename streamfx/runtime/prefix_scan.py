@@ -83,10 +83,10 @@ def _combine_nonempty(combine: Combine, left: Rows, right: Rows) -> Rows:
     return combine(left, right) if len(left[0]) else left
 
 
-def _interleaved(evens: Tensor, odds: Tensor) -> Tensor:
+def _interleaved(leading: Tensor, following: Tensor) -> Tensor:
     """Interleave the rows of two tensors; the first tensor may have one more."""
-    interleaved = torch.stack((evens[: len(odds)], odds), 1).flatten(0, 1)
-    return interleaved if len(evens) == len(odds) else torch.cat((interleaved, evens[len(odds) :]))
+    interleaved = torch.stack((leading[: len(following)], following), 1).flatten(0, 1)
+    return interleaved if len(leading) == len(following) else torch.cat((interleaved, leading[len(following) :]))
 
 
 def pulled_back(

@@ -48,6 +48,7 @@ class TruncatedRecurrence(Recurrence):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Run the chunk once per carry q_k, ... q_1, shifting each to the next; return the gradients that q_k gives."""
         if before == 0:
             outputs = self.run.retreat(before, after, carry[0], states, chunk, *operands)
             carry[1:].copy_(carry[:1])
@@ -57,12 +58,12 @@ class TruncatedRecurrence(Recurrence):
         for start, stop in adjoint_slices:
             untruncated[start:stop].zero_()
         results: list[tuple[Tensor, ...]] = []
-        for chunks in range(len(carry) - 1, -1, -1):
+        for num_chunks in range(len(carry) - 1, -1, -1):
             restarted = untruncated.clone()
-            for start, stop in adjoint_slices if chunks else ():
-                restarted[start:stop].copy_(carry[chunks - 1, start:stop])
+            for start, stop in adjoint_slices if num_chunks else ():
+                restarted[start:stop].copy_(carry[num_chunks - 1, start:stop])
             results.append(self.run.retreat(before, after, restarted, states, chunk, *operands))
-            carry[chunks].copy_(restarted)
+            carry[num_chunks].copy_(restarted)
         return results[0]
 
     def advance(
