@@ -169,8 +169,12 @@ def rows_over_ranks(facts: Facts) -> list[fx.Node]:
 
 def groups_of_weights(facts: Facts) -> list[str]:
     """Return the groups over which weights are gathered and their gradients reduced."""
-    found = facts.collectives
-    stretches = () if found is None else (*(gather.stretch for gather in found.gathers.values()), *found.reductions.values())
+    collectives = facts.collectives
+    stretches = (
+        ()
+        if collectives is None
+        else (*(gather.stretch for gather in collectives.gathers.values()), *collectives.reductions.values())
+    )
     return groups_of(node for stretch in stretches for node in stretch.graph.nodes)
 
 

@@ -43,8 +43,10 @@ class Tree:
 
 def with_trees(module: fx.GraphModule) -> fx.GraphModule:
     """Return a Dynamo graph with one operator in place of each tree; the graph itself if it has none."""
-    inner = {name: with_trees(part) for name, part in module.named_children() if isinstance(part, fx.GraphModule)}
-    changed = {name: part for name, part in inner.items() if part is not getattr(module, name)}
+    submodules = {
+        name: with_trees(submodule) for name, submodule in module.named_children() if isinstance(submodule, fx.GraphModule)
+    }
+    changed = {name: submodule for name, submodule in submodules.items() if submodule is not getattr(module, name)}
     trees = _trees(module.graph)
     numbered_trees = [(tree, number) for tree in trees if (number := combine_of(tree.body, tree.elements)) is not None]
     if not numbered_trees and not changed:
@@ -52,8 +54,8 @@ def with_trees(module: fx.GraphModule) -> fx.GraphModule:
     copy, copies = dynamo_copy(module)
     for tree, number in numbered_trees:
         _replace_tree(tree, number, copies)
-    for name, part in changed.items():
-        setattr(copy, name, part)
+    for name, submodule in changed.items():
+        setattr(copy, name, submodule)
     copy.recompile()
     return copy
 
@@ -72,9 +74,9 @@ def _replace_tree(tree: Tree, number: int, copies: dict[fx.Node, fx.Node]) -> No
     """Insert one scan before the tree's last operator, and replace the results of the tree."""
     graph, first_operator = copies[tree.matched[0]].graph, copies[tree.matched[0]]
     elements = [copies[node] for node in tree.elements]
-    given = [copies[node] for node in tree.body.given]
+    shared = [copies[node] for node in tree.body.given]
     with graph.inserting_before(copies[tree.matched[-1]]):
-        scan = graph.call_function(TREE_SCAN, (elements, given, number))
+        scan = graph.call_function(TREE_SCAN, (elements, shared, number))
         results = [graph.call_function(operator.getitem, (scan, index)) for index in range(len(elements))]
     scan.meta = {**first_operator.meta, EXAMPLE: [node.meta[EXAMPLE] for node in tree.results]}
     for result, node in zip(results, tree.results, strict=True):
@@ -115,13 +117,13 @@ class _TreeReader:
         """Match all operators of the tree; raise `NoTreeError` if others use its inner values."""
         elements = self._first_operands()
         results = self._match_scan(elements)
-        own = set(self.matched)
+        matched = set(self.matched)
         for size in reversed(self.sizes):
-            if own.issuperset(size.users):
-                own.add(size)
-        if self.body is None or any(user not in own for node in own.difference(results) for user in node.users):
+            if matched.issuperset(size.users):
+                matched.add(size)
+        if self.body is None or any(user not in matched for node in matched.difference(results) for user in node.users):
             raise NoTreeError
-        return Tree(elements, results, [node for node in elements[0].graph.nodes if node in own], self.body)
+        return Tree(elements, results, [node for node in elements[0].graph.nodes if node in matched], self.body)
 
     def _first_operands(self) -> list[fx.Node]:
         """Return the operands of the first slices."""
@@ -148,8 +150,8 @@ class _TreeReader:
         odds = self._match_scan(self._match_combine(left_and_right, rows, count // 2))
         odds_before = self._match_slices(odds, 0, -1) if count % 2 == 0 else odds
         evens = self._match_combine([*odds_before, *self._match_slices(rows, 2, None, 2)], rows, (count - 1) // 2)
-        with_first = [self._match_prepend(*both, is_alone=count == 2) for both in zip(rows, evens, strict=True)]
-        return [self._match_interleave(*both) for both in zip(with_first, odds, strict=True)]
+        with_first = [self._match_prepend(*pair, is_alone=count == 2) for pair in zip(rows, evens, strict=True)]
+        return [self._match_interleave(*pair) for pair in zip(with_first, odds, strict=True)]
 
     def _match_slices(self, values: Sequence[fx.Node], *bounds: Any) -> list[fx.Node]:
         """Match one slice of each value."""

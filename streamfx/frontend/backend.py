@@ -268,9 +268,9 @@ class Compilation(SplittableCompilation):
         self.check_part(capture().joint if self.is_part else None)
         may_run_whole = not has_collectives(joint.graph)  # with collectives, another rank could decide differently
         budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
-        if budget is not None and may_fit_whole((whole := capture()).joint, budget):
+        if budget is not None and may_fit_whole((unchunked_facts := capture()).joint, budget):
             halves = unchunked()
-            if self.check_fits_unchunked(whole, *halves):
+            if self.check_fits_unchunked(unchunked_facts, *halves):
                 return halves
         facts = self.analysed(capture, [partial(copied, fn) for fn in (default_partition, min_cut_rematerialization_partition)])
         if self.standing is not None and self.standing[1] is not None:

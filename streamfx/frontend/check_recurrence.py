@@ -93,9 +93,9 @@ class _ChunkLaw:
     def __init__(self, declared: Stateful, arguments: Mapping[str, Any], chunk_size: int | None, asked: str) -> None:
         """Run the operator on all rows, and choose the chunk sizes to compare."""
         self.declared, self.arguments, self.asked = declared, arguments, asked
-        wanted = [n for n, dim in enumerate(declared.results) if dim is not None or n in declared.states.values()]
+        result_indices = [n for n, dim in enumerate(declared.results) if dim is not None or n in declared.states.values()]
         try:
-            self.plan, self.kinds = forward_plan(declared, _kinds(arguments), wanted)
+            self.plan, self.kinds = forward_plan(declared, _kinds(arguments), result_indices)
             self.results = call_operator(self.plan, arguments)
         except NotStatefulError:
             raise

@@ -41,19 +41,23 @@ class Body:
     given: tuple[fx.Node, ...]
 
     @classmethod
-    def read(cls, rows: Sequence[fx.Node], inside: Sequence[fx.Node], results: Sequence[Any]) -> Body | None:
+    def read(cls, rows: Sequence[fx.Node], operators_inside: Sequence[fx.Node], results: Sequence[Any]) -> Body | None:
         """Read a body; return None if a value depends on anything but rows and plain tensors from outside."""
         names: dict[fx.Node, Any] = {row: CombineInput(number) for number, row in enumerate(rows)}
-        names |= {node: CombineValue(number) for number, node in enumerate(inside)}
-        sources = [source for node in inside for source in node.all_input_nodes]
-        given = dict.fromkeys(source for source in sources if source not in names)
-        if not all(map(is_plain, given)) or not all(map(_is_of_torch, inside)) or not all(result in names for result in results):
+        names |= {node: CombineValue(number) for number, node in enumerate(operators_inside)}
+        sources = [source for node in operators_inside for source in node.all_input_nodes]
+        outer_tensors = dict.fromkeys(source for source in sources if source not in names)
+        if (
+            not all(map(is_plain, outer_tensors))
+            or not all(map(_is_of_torch, operators_inside))
+            or not all(result in names for result in results)
+        ):
             return None
         operators = [
             (node.op, node.target, *fx.node.map_arg((node.args, node.kwargs), lambda source: names.get(source, source)))
-            for node in inside
+            for node in operators_inside
         ]
-        return cls(tuple(operators), tuple(names[result] for result in results), tuple(given))
+        return cls(tuple(operators), tuple(names[result] for result in results), tuple(outer_tensors))
 
 
 def is_plain(node: fx.Node) -> bool:

@@ -156,8 +156,8 @@ def _pattern_of_input(tensor: Tensor, is_held_by_model: bool) -> Pieces | None:
 def watched_inputs(inputs: Sequence[Any], held_by_model: Sequence[bool]) -> list[WatchedInput]:
     """Return the inputs with a known pattern, among those that belong to the model (`held`) and not to its caller."""
     watched = []
-    for position, (tensor, belongs) in enumerate(zip(inputs, held_by_model, strict=True)):
-        pattern = _pattern_of_input(tensor, belongs) if isinstance(tensor, Tensor) else None
+    for position, (tensor, is_held) in enumerate(zip(inputs, held_by_model, strict=True)):
+        pattern = _pattern_of_input(tensor, is_held) if isinstance(tensor, Tensor) else None
         if pattern is not None and _is_watchable(tensor, pattern):
             watched.append(WatchedInput.of(position, tensor, pattern))
     return watched

@@ -233,8 +233,8 @@ class _Declaration:
             if str(argument.type) in TENSORS
         }
         for option, names in (("always", stateful.always), ("counts", stateful.counts), ("only", stateful.only)):
-            known = takes if option == "only" else takes - tensors
-            unknown = sorted(name for name in names if name not in known)
+            allowed = takes if option == "only" else takes - tensors
+            unknown = sorted(name for name in names if name not in allowed)
             self._require(
                 not unknown, f"{', '.join(unknown)} in {option}", f"name arguments of it, no tensors: {sorted(takes - tensors)}"
             )
@@ -247,10 +247,12 @@ class _Declaration:
 
     def _require_tensors(self, option: str, names: Iterable[str], operator: OpOverload[Any, Any]) -> None:
         """Require that an option names tensors among the operator's arguments."""
-        known = tensors_of(operator)
-        unknown = [name for name in names if name not in known]
+        tensor_names = tensors_of(operator)
+        unknown = [name for name in names if name not in tensor_names]
         self._require(
-            not unknown, f"{', '.join(map(str, unknown))} in {option}", f"name tensors that {operator} takes: {', '.join(known)}"
+            not unknown,
+            f"{', '.join(map(str, unknown))} in {option}",
+            f"name tensors that {operator} takes: {', '.join(tensor_names)}",
         )
 
     def _require_result_indices(self, option: str, numbers: Mapping[str, int], count: int) -> None:

@@ -118,11 +118,11 @@ def _check_notation(notation: str, operator: OpOverload[Any, Any], asked: str) -
         raise RuleError(
             asked, found=f"{notation!r}", do='write it like "m k, k n -> m n": letters, `!`, `...`, commas, one arrow'
         )
-    twice = [part for side in sides for part in side.split(",") if len({*letters(part)}) < len(letters(part))]
-    if twice:
+    repeating = [tensor for side in sides for tensor in side.split(",") if len({*letters(tensor)}) < len(letters(tensor))]
+    if repeating:
         raise RuleError(
             asked,
-            found=f"{twice[0].strip()!r} names a letter twice",
+            found=f"{repeating[0].strip()!r} names a letter twice",
             do="give each dimension a letter of its own, and mark both with `!`: a diagonal needs all rows and all columns",
         )
     if "..." in letters(sides[1].replace(",", " ")) and "..." not in letters(sides[0].replace(",", " ")):

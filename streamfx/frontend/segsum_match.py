@@ -283,11 +283,11 @@ def _cut_off(reader: Reader, node: fx.Node, source: fx.Node, least: int, value: 
         return None
     if fact.kind is FactKind.REPEATED:
         fact = replace(fact, rows=fact.dims[-2])
-    square, sizes = shape_of(node.meta[EXAMPLE])[-2:], shape_of(mask.meta[EXAMPLE])
+    square_sizes, mask_sizes = shape_of(node.meta[EXAMPLE])[-2:], shape_of(mask.meta[EXAMPLE])
     kind = _CUTS.get((fact.kind, least, -inf if value <= NOTHING_LEFT else float(value)))
-    if kind is None or not fact.has_last_square or square[0] != square[1] or sizes[-2:] != square:
+    if kind is None or not fact.has_last_square or square_sizes[0] != square_sizes[1] or mask_sizes[-2:] != square_sizes:
         return None
-    return replace(fact, kind=kind) if mask is node or all(size == 1 for size in sizes[:-2]) else None
+    return replace(fact, kind=kind) if mask is node or all(size == 1 for size in mask_sizes[:-2]) else None
 
 
 def _match_cumsum(reader: Reader, node: fx.Node) -> Fact | None:

@@ -73,6 +73,7 @@ class GraphSplit:
 
     @staticmethod
     def of(module: fx.GraphModule, place: fx.Node) -> GraphSplit:
+        """Split a module in front of a node."""
         return GraphSplit(module.graph, split_in_front_of(module, place), source_line(place))
 
     def inputs_of(self, part: GraphPart, inputs: Sequence[Any]) -> list[Any]:
@@ -146,8 +147,8 @@ class SplittableCompilation(ABC):
         """Return the graph in two parts; None if they do not take less memory, or the graph cannot be split."""
         split = GraphSplit.of(self.module, two_sequences.place)
         parts = [self.part_of(part.module) for part in split.parts]
-        for part, begins in zip(parts, (self.begins, split.begins), strict=True):
-            part.is_part, part.begins, part.splits = True, begins, self.splits + 1
+        for part, part_begins in zip(parts, (self.begins, split.begins), strict=True):
+            part.is_part, part.begins, part.splits = True, part_begins, self.splits + 1
         parts[0].handed_on, parts[1].handed_on = split.handed_on(self.handed_on)
         parts[0].options = replace(parts[0].options, outputs="dense")  # the second part reads them
         try:
@@ -216,15 +217,15 @@ class SplittableCompilation(ABC):
 
     def told_of_split(self, error: OverBudgetError, capture: Callable[[], Facts]) -> OverBudgetError:
         """Return the error, with a note that no split was tried if one exists without a budget."""
-        free = replace(self.options, memory_budget=None)
-        place = attempted(lambda: self.place_without_budget(run_pipeline(capture, free)), None, NOT_SPLIT, strict=False)
+        without_budget = replace(self.options, memory_budget=None)
+        place = attempted(lambda: self.place_without_budget(run_pipeline(capture, without_budget)), None, NOT_SPLIT, strict=False)
         if place is None:
             return error
-        other = OverBudgetError(
+        extended = OverBudgetError(
             error.asked, error.found, error.where, f"{error.do}; {NOT_TRIED.format(begins=source_line(place))}"
         )
-        other.smallest, other.terms = error.smallest, error.terms
-        return other
+        extended.smallest, extended.terms = error.smallest, error.terms
+        return extended
 
     def check_strict(self, facts: Facts) -> None:
         """Raise under `strict=True` if an operator is not chunked, unless it may be chunked in two parts."""

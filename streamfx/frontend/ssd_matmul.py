@@ -55,25 +55,31 @@ class Product:
 
     @property
     def batch(self) -> Letters:
+        """The labels of batch dimensions, in the order of the product."""
         return tuple(letter for letter in self.out if letter in self.decays[1] and letter != self.c)
 
     @property
     def features(self) -> Letters:
+        """The labels of dimensions that the decays do not have, in the order of the product."""
         return tuple(letter for letter in self.out if letter not in self.decays[1])
 
 
 def with_block_products(module: fx.GraphModule) -> fx.GraphModule:
     """Return a Dynamo graph with one operator in place of each such product; the graph itself if it has none."""
-    inner = {name: with_block_products(part) for name, part in module.named_children() if isinstance(part, fx.GraphModule)}
-    changed = {name: part for name, part in inner.items() if part is not getattr(module, name)}
+    submodules = {
+        name: with_block_products(submodule)
+        for name, submodule in module.named_children()
+        if isinstance(submodule, fx.GraphModule)
+    }
+    changed = {name: submodule for name, submodule in submodules.items() if submodule is not getattr(module, name)}
     products = list(_products(module.graph))
     if not products and not changed:
         return module
     copy, copies = dynamo_copy(module)
     for product in products:
         _ProductBuilder(product, copies).write()
-    for name, part in changed.items():
-        setattr(copy, name, part)
+    for name, submodule in changed.items():
+        setattr(copy, name, submodule)
     copy.graph.eliminate_dead_code(is_impure_node=lambda node: node not in _unused(products, copies))
     copy.recompile()
     return copy

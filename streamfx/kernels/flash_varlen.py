@@ -42,7 +42,7 @@ def forward(
         return flash_window.forward(query, key, value, bias, causal, scale)
     query, key, value, scale = cuda_attention.readable(query, key, value, scale)
     results = [_flash(*sequence, causal, scale) for sequence in zip(query, key, value, strict=True)]
-    out, lse = (_stacked(parts) for parts in zip(*results, strict=True))
+    out, lse = (_stacked(of_sequences) for of_sequences in zip(*results, strict=True))
     return out, lse
 
 
@@ -64,7 +64,7 @@ def backward(
     query, key, value, scale = cuda_attention.readable(query, key, value, scale)
     gradient, out = cuda_attention.readable_results(gradient, out, query)
     results = [_gradients(sequence, causal, scale) for sequence in zip(gradient, query, key, value, out, lse, strict=True)]
-    dq, dk, dv = (_stacked(parts) for parts in zip(*results, strict=True))
+    dq, dk, dv = (_stacked(of_sequences) for of_sequences in zip(*results, strict=True))
     return dq, dk, dv
 
 
@@ -99,9 +99,9 @@ def _simplified(causal: Causal) -> Causal:
     return BottomRightCausal(causal.left) if causal.causal else False
 
 
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Stack the results of sequences along a new batch dimension."""
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(tuple(parts))
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tuple(tensors))
 
 
 # -- one sequence: heads [h m d]
@@ -115,7 +115,7 @@ def _gradients(items: Items, documents: Varlen, scale: float | None) -> tuple[Te
         rows, keys = (slice(ends[first], ends[stop]) for ends in (documents.rows, documents.keys))
         call_items = gradient[:, rows], query[:, rows], key[:, keys], value[:, keys], out[:, rows], lse[:, rows]
         results.append(_call_gradients(call_items, _documents_slice(documents, first, stop), scale))
-    dq, dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*results, strict=True))
+    dq, dk, dv = (of_calls[0] if len(of_calls) == 1 else torch.cat(of_calls, 1) for of_calls in zip(*results, strict=True))
     return dq, dk, dv
 
 

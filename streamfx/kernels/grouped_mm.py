@@ -101,13 +101,13 @@ def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *stops], stops, strict=False))
 
 
-def has_kernel(x: Tensor, other: Tensor) -> bool:
+def has_kernel(x: Tensor, weight: Tensor) -> bool:
     """Return whether the device multiplies all groups in one call, without their sizes on the host."""
     kind = kind_of(x.device)
-    if kind.type != "cuda" or kind.capability < FAST or x.dtype != torch.bfloat16 or other.dtype != x.dtype:
+    if kind.type != "cuda" or kind.capability < FAST or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
         return False
-    is_dense = sorted(other.stride()[-2:]) in ([1, other.shape[-1]], [1, other.shape[-2]])
-    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *other.shape[-2:]))
+    is_dense = sorted(weight.stride()[-2:]) in ([1, weight.shape[-1]], [1, weight.shape[-2]])
+    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *weight.shape[-2:]))
     return is_dense and aligned
 
 
@@ -127,10 +127,10 @@ def multiplies_by_group(x: Tensor, weight: Tensor) -> bool:
     return _has_half_products(x, weight) and (_is_planned(x) or _multiplies_right(x.device, x.dtype))
 
 
-def _has_half_products(x: Tensor, other: Tensor) -> bool:
+def _has_half_products(x: Tensor, weight: Tensor) -> bool:
     """Return whether tensor cores multiply these operands: both of one half dtype, on a new enough device."""
     kind = kind_of(x.device)
-    return kind.type == "cuda" and kind.capability >= HALF_PRODUCTS and x.dtype in HALF and other.dtype == x.dtype
+    return kind.type == "cuda" and kind.capability >= HALF_PRODUCTS and x.dtype in HALF and weight.dtype == x.dtype
 
 
 def _is_planned(x: Tensor) -> bool:

@@ -47,10 +47,10 @@ def frontier_of(target: fx.Node, values: DynamoValues) -> Frontier | None:
     for node in reversed(tuple(cone)):
         if (node, "in") in start_side and not recomputed.isdisjoint(node.users):
             recomputed.add(node)
-    given = tuple(node for node in cone if node not in recomputed and not recomputed.isdisjoint(node.users))
+    saved = tuple(node for node in cone if node not in recomputed and not recomputed.isdisjoint(node.users))
     rebuilt = tuple(node for node in cone if node in recomputed)
-    cost = sum(bytes_of(node) or 0 for node in given if not is_parameter(node))
-    return Frontier(given, (*rebuilt, target), cost)
+    cost = sum(bytes_of(node) or 0 for node in saved if not is_parameter(node))
+    return Frontier(saved, (*rebuilt, target), cost)
 
 
 @dataclass(frozen=True)

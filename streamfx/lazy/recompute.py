@@ -52,7 +52,7 @@ class Modes:
 
 
 @contextmanager
-def _rounding(wanted: tuple[int, str]) -> Iterator[None]:
+def _rounding(rounding: tuple[int, str]) -> Iterator[None]:
     """Set the modes that change how products round, because a user may change them between a call and the use of its outputs."""
 
     def set_to(threads: int, precision: str) -> None:
@@ -62,12 +62,12 @@ def _rounding(wanted: tuple[int, str]) -> Iterator[None]:
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
 
-    before = (torch.get_num_threads(), torch.get_float32_matmul_precision())
-    set_to(*wanted)
+    previous = (torch.get_num_threads(), torch.get_float32_matmul_precision())
+    set_to(*rounding)
     try:
         yield
     finally:
-        set_to(*before)
+        set_to(*previous)
 
 
 class _Runner(fx.Interpreter):
@@ -224,8 +224,10 @@ class RecomputeSource:
 
     def leaves(self) -> list[int]:
         """Return the indices of the given values that need gradients."""
-        held = enumerate(self._values)
-        return [i for i, value in held if self.differentiable and isinstance(value, _HeldOutput) and value.requires_grad]
+        numbered_values = enumerate(self._values)
+        return [
+            i for i, value in numbered_values if self.differentiable and isinstance(value, _HeldOutput) and value.requires_grad
+        ]
 
     def rebuild(self) -> Tensor:
         """Return the dense tensor, detached. If it is computed at once, keep the values that its gradient needs."""

@@ -123,13 +123,13 @@ def _drop_comparable(
     """
     while True:
         removed = {output for base in chosen for output in groups[base]}
-        kept = [output for output in outputs if isinstance(output, fx.Node) and output not in removed]
-        given = [node for frontier in chosen.values() for node in frontier.given]
+        kept_outputs = [output for output in outputs if isinstance(output, fx.Node) and output not in removed]
+        saved_values = [node for frontier in chosen.values() for node in frontier.given]
         comparable = {
             base
             for base, frontier in chosen.items()
-            if _reveals_elements(kept, {base, *_of_kind(frontier, CONTRACTING)}, _is_scalar_sum, values)
-            or _reveals_elements(given, _of_kind(frontier, set(OpKind) - ALIASING), _is_sum, values)
+            if _reveals_elements(kept_outputs, {base, *_of_kind(frontier, CONTRACTING)}, _is_scalar_sum, values)
+            or _reveals_elements(saved_values, _of_kind(frontier, set(OpKind) - ALIASING), _is_sum, values)
         }
         if not comparable:
             return chosen
@@ -326,5 +326,5 @@ HOLDERS = ("self", "_modules", "_parameters", "_buffers")
 
 def _readable(source: str) -> str:
     """Format `L['self']._modules['lm_head']._parameters['weight']` as `lm_head.weight`; Dynamo's own names begin with `___`."""
-    parts = [first or second for first, second in re.findall(r"\['([^']+)'\]|\.(\w+)", source)]
-    return ".".join(part for part in parts if part not in HOLDERS and not part.startswith("___"))
+    names = [first or second for first, second in re.findall(r"\['([^']+)'\]|\.(\w+)", source)]
+    return ".".join(name for name in names if name not in HOLDERS and not name.startswith("___"))

@@ -32,8 +32,8 @@ def _follows(node: fx.Node, followed: FollowsByNode) -> Follows:
     rule = RULES.get(kind_of(node))  # type: ignore[arg-type]
     follows = rule(node, followed) if rule is not None else ()
     rank = example(node).dim()
-    kept = set.intersection(*(set(followed[operand]) for operand in node.all_input_nodes if operand in followed))
-    return tuple(dim if dim in kept else None for dim in follows) if len(follows) == rank else (None,) * rank
+    dims_of_all_operands = set.intersection(*(set(followed[operand]) for operand in node.all_input_nodes if operand in followed))
+    return tuple(dim if dim in dims_of_all_operands else None for dim in follows) if len(follows) == rank else (None,) * rank
 
 
 def _dims_followed(node: object, followed: FollowsByNode) -> Follows:

@@ -92,8 +92,8 @@ class RowsInChunks:
             builder = _GraphBuilder()
             results = _run(builder, [builder.output_of(source, *bounds)])
             if results is not None:
-                part: Tensor = results[0].narrow(row_dim, start - bounds[0], stop - start)
-                return part
+                rows: Tensor = results[0].narrow(row_dim, start - bounds[0], stop - start)
+                return rows
         raise AssertionError("what streams once streams again")
 
 

@@ -105,7 +105,7 @@ def gradients_of(
 ) -> tuple[list[Tensor], Blocks]:
     """Return the gradients of rows, of shared tensors and of the blocks before the rows, each in its own memory."""
     with recorded_inside_operators():
-        gradients_or_none, before = pulled_back(
+        gradients_or_none, block_gradients = pulled_back(
             lambda rows, given, blocks: scan_of(number, rows, given, blocks, first),
             rows,
             given,
@@ -113,10 +113,13 @@ def gradients_of(
             gradients,
             after_gradients,
         )
-    filled = [
-        torch.zeros_like(value) if each is None else each for each, value in zip(gradients_or_none, (*rows, *given), strict=True)
+    value_gradients = [
+        torch.zeros_like(value) if value_gradient is None else value_gradient
+        for value_gradient, value in zip(gradients_or_none, (*rows, *given), strict=True)
     ]
-    return [each.clone() if len(rows[0]) == 1 else each for each in filled], before
+    return [
+        value_gradient.clone() if len(rows[0]) == 1 else value_gradient for value_gradient in value_gradients
+    ], block_gradients
 
 
 # -- the differentiable operator
@@ -129,7 +132,7 @@ def _scan(rows: Sequence[Tensor], given: Sequence[Tensor], combine: int) -> list
         torch.no_grad(),
     ):  # `vmap` needs dispatch keys that are disabled inside an operator's implementation
         results = scan_of(combine, rows, given, {}, 0)[0]
-    return [each.clone() if len(rows[0]) == 1 else each for each in results]
+    return [result.clone() if len(rows[0]) == 1 else result for result in results]
 
 
 def _scan_backward(

@@ -34,7 +34,7 @@ class _Stateful(Recurrence):
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Call the operator on all rows."""
         outputs = call_operator(self.plan, self._with_recomputed(dict(zip(self.plan.operands, operands, strict=True))))
-        return tuple(outputs[part.number] for part in self.plan.results)
+        return tuple(outputs[result.number] for result in self.plan.results)
 
     def _with_recomputed(self, operands: Arguments) -> Arguments:
         """Add saved values that the graph does not pass; the forward operator has none."""

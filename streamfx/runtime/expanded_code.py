@@ -151,7 +151,7 @@ class _Source:
 def function_of(
     title: str, inputs: Sequence[fx.Node], calls: Sequence[CodeCall], result: Any, boxed: bool = False
 ) -> Callable[..., Any]:
-    """Generate a function of the values of `given`, which it takes as positional arguments or, if boxed, in a list that
+    """Generate a function of the values of `inputs`, which it takes as positional arguments or, if boxed, in a list that
     it empties.
     """
     text = Text(node.name for node in (*inputs, *(node for call in calls for node in call.made)))
@@ -191,7 +191,7 @@ def write_drop(text: Text, values: Sequence[fx.Node]) -> None:
 
 
 def write_except(text: Text, nodes_by_line: dict[int, tuple[fx.Node, ...]]) -> None:
-    """Write the `except` clause that closes `try`; `at` maps line numbers to the nodes that the line executes."""
+    """Write the `except` clause that closes `try`; `nodes_by_line` maps line numbers to the nodes that the line executes."""
     error = text.unused("error")
     text.line(f"except Exception as {error}:")
     text.line(f"{text.name('failed', _blame(nodes_by_line))}({error})", 2)

@@ -73,7 +73,7 @@ def stretches_of(
     for (delivery, calls), (dead_at_begin, *dead_after_calls, dead_at_end) in zip(
         stretches, _split(dead_after, map(len, steps)), strict=True
     ):
-        text.line(f"{text.name('unchanged', unchanged)}({versions}, {_by_name(delivery.reads)})", 2)
+        text.line(f"{text.name('unchanged', check_unchanged)}({versions}, {_by_name(delivery.reads)})", 2)
         write_drop(text, dead_at_begin)
         for call, values in zip(calls, dead_after_calls, strict=True):
             write_call(text, call)
@@ -105,9 +105,9 @@ def versions_of(**values: Any) -> dict[str, int]:
     return {name: value._version for name, value in values.items() if isinstance(value, Tensor) and not value.is_inference()}
 
 
-def unchanged(versions: dict[str, int], **values: Any) -> None:
+def check_unchanged(versions: dict[str, int], **values: Any) -> None:
     """Raise an error if a tensor was modified in place since its version was recorded."""
     for name, value in values.items():
-        before = versions.get(name)
-        if before is not None and value._version != before:
-            raise RuntimeError(CHANGED.format(name=name, now=value._version, before=before))
+        expected = versions.get(name)
+        if expected is not None and value._version != expected:
+            raise RuntimeError(CHANGED.format(name=name, now=value._version, before=expected))

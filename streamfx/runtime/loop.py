@@ -127,21 +127,21 @@ class Loop(nn.Module):
         return self._new_buffer(item, env, zeroed=False)
 
     def _result_of_single_chunk(
-        self, given: list[Any], item: ConcatOutput, tensors: Sequence[Any], env: Env
+        self, taken_tensors: list[Any], item: ConcatOutput, tensors: Sequence[Any], env: Env
     ) -> Callable[..., tuple[Tensor, bool]]:
         """Return a function of a single chunk's rows that yields the result, and whether the rows must still be copied
         into it.
 
-        No copy is needed if the rows already have the layout of the result. Memory of the loop's inputs (`given`), or
+        No copy is needed if the rows already have the layout of the result. Memory in `taken_tensors` (the loop's inputs), or
         of an earlier result, is not used for another result.
         """
         shape = [self.size(size, env) for size in item.shape]
 
         def adopt(rows: Tensor) -> tuple[Tensor, bool]:
             """Return the rows as the result if nothing shares their memory, else new memory and True."""
-            if not is_alone(rows, item, given):
+            if not is_alone(rows, item, taken_tensors):
                 return self._result(item, tensors, env), True
-            given.append(rows)
+            taken_tensors.append(rows)
             return self._adopted(item, rows).view(shape), False
 
         return adopt
@@ -156,14 +156,14 @@ class Loop(nn.Module):
         return (total / count if count != 1 else total).to(item.dtype)
 
 
-def is_alone(rows: Tensor, item: ConcatOutput, given: Iterable[Any]) -> bool:
-    """Return whether rows have the dtype and order of the result, and occupy all of a storage that no tensor of `given`
+def is_alone(rows: Tensor, item: ConcatOutput, others: Iterable[Any]) -> bool:
+    """Return whether rows have the dtype and order of the result, and occupy all of a storage that no tensor of `others`
     shares.
     """
     if not item.is_fresh or (rows.dtype, rows.device) != (item.dtype, item.device):
         return False
     storage = rows.untyped_storage()
-    other_storages = (value.untyped_storage() for value in given if isinstance(value, Tensor))
+    other_storages = (value.untyped_storage() for value in others if isinstance(value, Tensor))
     return (
         rows.is_contiguous()
         and storage.nbytes() == rows.nbytes

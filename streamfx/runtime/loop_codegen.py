@@ -98,8 +98,8 @@ class LoopWriter:
         text = SizePrinter().doprint(size)
         if text.isidentifier() or text.isdigit():
             return Code(text, moves)
-        is_whole = all(isinstance(part, WHOLE) for part in sympy.preorder_traversal(size))
-        return self.named(Code(text if is_whole else f"{type_of_size.__name__}({text})", moves), "n")[0]
+        is_integer = all(isinstance(subexpression, WHOLE) for subexpression in sympy.preorder_traversal(size))
+        return self.named(Code(text if is_integer else f"{type_of_size.__name__}({text})", moves), "n")[0]
 
     def _rows(self) -> Code:
         """Return the variable that holds the number of rows of the current chunk."""
@@ -127,25 +127,25 @@ class LoopWriter:
         is the sequence.
         """
         texts = [argument.text for argument in arguments]
-        rows, whole = self._length, self._length.text
-        if function == "member_bounds" and texts[2:] == [whole, "0", whole]:
+        length_code, length = self._length, self._length.text
+        if function == "member_bounds" and texts[2:] == [length, "0", length]:
             return START, self._rows()
         if function == "span_bounds":
             low, high = texts[3:5]
             if (low, high) == ("None", "None"):
                 return Code("0"), arguments[6]
-            if texts[5:] == ["0", whole] and (low == "None" or int(low) <= 0) and high in ("None", "0"):
+            if texts[5:] == ["0", length] and (low == "None" or int(low) <= 0) and high in ("None", "0"):
                 first = Code("0") if low == "None" else self.named(Code(f"max(start + {low}, 0)", True), "n")[0]
-                last = rows if high == "None" else STOP
+                last = length_code if high == "None" else STOP
                 return first, last if first.text == "0" else self.named(Code(f"{last} - {first}", True), "n")[0]
         first_row, count = self.named(Code(f"{function}({', '.join(texts)})", True), "first", "count")
         return first_row, count
 
     # -- rows
 
-    def part(self, tensor: Code, where: Iterable[tuple[Placement, Selector]], view: bool) -> Code:
+    def part(self, tensor: Code, placements: Iterable[tuple[Placement, Selector]], view: bool) -> Code:
         """Return a slice of a tensor along each placement."""
-        for placement, selector in where:
+        for placement, selector in placements:
             first, count = self._selected(placement, selector)
             outer, inner, dim = self.size(placement.outer), self.size(placement.inner), placement.dim
             rows = self.size(placement.rows.length)

@@ -100,7 +100,7 @@ def pulled_back(
     """Return the gradients of rows and shared tensors (None if absent), and of the blocks before the rows (zeros if
     absent).
 
-    They follow from the gradients of the results, and from `left`, the gradients of the blocks after the rows. The
+    They follow from the gradients of the results, and from `after_gradients`, the gradients of the blocks after the rows. The
     rows are recombined under autograd.
     """
     row_leaves, given_leaves = [_leaf(value) for value in rows], [_leaf(value) for value in given]

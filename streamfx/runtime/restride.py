@@ -26,18 +26,18 @@ def laid_out(value: Any, *strides: int) -> Any:
     )
 
 
-def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *where: int) -> Tensor:
-    """Return a tensor in the memory of `base`, with sizes and strides (`where`), that begins `offset` elements after
+def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *sizes_and_strides: int) -> Tensor:
+    """Return a tensor in the memory of `base`, with sizes and strides (`sizes_and_strides`), that begins `offset` elements after
     `base`.
 
     It is not a view to autograd: a view of a tensor that requires gradients requires them, too, even if the code has
     detached it.
     """
-    sizes, strides = where[:rank], where[rank:]
+    sizes, strides = sizes_and_strides[:rank], sizes_and_strides[rank:]
     if dtype == base.dtype:
         return base.as_strided(sizes, strides, base.storage_offset() + offset).detach()
-    begins = base.storage_offset() * base.element_size() // dtype.itemsize + offset
-    return torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), begins, sizes, strides)
+    storage_offset = base.storage_offset() * base.element_size() // dtype.itemsize + offset
+    return torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), storage_offset, sizes, strides)
 
 
 def is_marked(value: Tensor) -> bool:
@@ -148,4 +148,4 @@ class RestridedOperator:
         result = self.target(*args, **kwargs)
         if not self.makes_view:
             return result
-        return result.clone() if isinstance(result, Tensor) else [part.clone() for part in result]
+        return result.clone() if isinstance(result, Tensor) else [item.clone() for item in result]

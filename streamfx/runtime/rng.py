@@ -74,8 +74,8 @@ def _dropout(rows: Tensor, p: float, train: bool | None, *, generator: torch.Gen
     """Implement `native_dropout`: kept elements are scaled, so that the mean is preserved."""
     if train is False or not rows.numel():
         return rows.clone(), torch.ones_like(rows, dtype=torch.bool)
-    kept = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
-    return (rows * kept).mul_(1 / (1 - p) if p < 1 else 0.0), kept
+    is_kept = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return (rows * is_kept).mul_(1 / (1 - p) if p < 1 else 0.0), is_kept
 
 
 def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:

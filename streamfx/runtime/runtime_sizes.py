@@ -76,9 +76,9 @@ def span_bounds(start: int, stop: int, length: int, low: int | None, high: int |
 def shifted_bounds(
     start: int, stop: int, length: int, offset: int, rows: int, shift: int, num_rows: int, reach: int = 0, block: int = 1
 ) -> tuple[int, int]:
-    """Return the rows, of an axis with `own` rows, that correspond to a chunk of the axis (offset, rows).
+    """Return the rows, of an axis with `num_rows` rows, that correspond to a chunk of the axis (offset, rows).
 
-    Row i corresponds to rows i + by .. i + by + reach.
+    Row i corresponds to rows i + shift .. i + shift + reach.
     """
     first, count = member_bounds(start, stop, length, offset, rows, block)
     low, high = min(max(first + shift, 0), num_rows), min(max(first + count + shift + reach, 0), num_rows)
@@ -114,26 +114,26 @@ def _member_arguments(rows: RowRange) -> tuple[Any, ...]:
     return (rows.offset, rows.length, rows.block) if rows.block != 1 else (rows.offset, rows.length)
 
 
-def rows_shifted(shifted: ShiftedRows, own: Size, length: Size) -> Size:
-    """Return the number of rows of a shifted axis with `own` rows in the current chunk, as an expression."""
-    return shifted_count(START, STOP, length, *_shift_arguments(shifted, own))
+def rows_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
+    """Return the number of rows of a shifted axis with `num_rows` rows in the current chunk, as an expression."""
+    return shifted_count(START, STOP, length, *_shift_arguments(shifted, num_rows))
 
 
-def first_shifted(shifted: ShiftedRows, own: Size, length: Size) -> Size:
+def first_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
     """Return the first row of a shifted axis in the current chunk, as an expression."""
-    return shifted_start(START, STOP, length, *_shift_arguments(shifted, own))
+    return shifted_start(START, STOP, length, *_shift_arguments(shifted, num_rows))
 
 
-def rows_before_shifted(shifted: ShiftedRows, own: Size, length: Size) -> Size:
+def rows_before_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
     """Return the number of the chunk's rows that map to indices below 0, as an expression."""
-    return shifted_before(START, STOP, length, *_shift_arguments(shifted, own))
+    return shifted_before(START, STOP, length, *_shift_arguments(shifted, num_rows))
 
 
-def _shift_arguments(shifted: ShiftedRows, own: Size) -> tuple[Any, ...]:
+def _shift_arguments(shifted: ShiftedRows, num_rows: Size) -> tuple[Any, ...]:
     """Return the arguments of a size function that describe a shift; default reach and block are omitted."""
     block = shifted.rows.block
     window = (shifted.reach, block) if block != 1 else (shifted.reach,) if shifted.reach else ()
-    return shifted.rows.offset, shifted.rows.length, shifted.by, own, *window
+    return shifted.rows.offset, shifted.rows.length, shifted.by, num_rows, *window
 
 
 def rows_in_span(rows: RowRange, span: Span, length: Size) -> Size:
@@ -188,9 +188,9 @@ BOUNDS: dict[str, tuple[str, int]] = {
 }
 
 
-def _item_of(function: Callable[..., tuple[int, int]], part: int) -> Callable[..., int]:
+def _item_of(function: Callable[..., tuple[int, int]], index: int) -> Callable[..., int]:
     """Return a function that returns item `part` of a bounds function."""
-    return lambda *arguments: function(*arguments)[part]
+    return lambda *arguments: function(*arguments)[index]
 
 
 FUNCTIONS: dict[str, Any] = {

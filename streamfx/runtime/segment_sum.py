@@ -23,24 +23,24 @@ from streamfx.ir.scan_schema import Stateful
 _library = torch.library.Library("streamfx", "FRAGMENT")
 
 
-def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, behind: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the sums [... n f] before each row, or after it if `behind`, and the last sum [... f].
+def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, after_row: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the sums [... n f] before each row, or after it if `after_row`, and the last sum [... f].
 
     The operands are decays [... n], rows [... n f] and first [... f].
     """
     _require_sizes(decays, rows, first)
     weights = _weights(decays)
     row_weights, first_weights = weights[..., 1:], weights[..., :1]
-    sums = row_weights[..., 1:, :] @ rows if behind else row_weights[..., :-1, :-1] @ rows[..., :-1, :]
-    last = sums[..., -1, :].clone() if behind else (row_weights[..., -1:, :] @ rows).squeeze(-2)
+    sums = row_weights[..., 1:, :] @ rows if after_row else row_weights[..., :-1, :-1] @ rows[..., :-1, :]
+    last = sums[..., -1, :].clone() if after_row else (row_weights[..., -1:, :] @ rows).squeeze(-2)
     if first is not None:
-        sums += (first_weights[..., 1:, :] if behind else first_weights[..., :-1, :]) * first.unsqueeze(-2)
+        sums += (first_weights[..., 1:, :] if after_row else first_weights[..., :-1, :]) * first.unsqueeze(-2)
         last += first_weights[..., -1, :] * first
     return sums, last
 
 
 def decayed_sums_backward(
-    dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None, behind: bool = False
+    dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None, after_row: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of decays, rows and first, from the gradients of the sums and of the last sum."""
     weights = _weights(decays)
@@ -49,7 +49,7 @@ def decayed_sums_backward(
     dlast = dlast.unsqueeze(-2)
     if first is None:
         weights[..., :1] = 0  # without a first sum it has no weight; an unbounded weight times zero would be NaN
-    summed_rows = slice(1, None) if behind else slice(None, -1)
+    summed_rows = slice(1, None) if after_row else slice(None, -1)
     row_weights = weights[..., 1:]
     drows = row_weights[..., summed_rows, :].mT @ dsums
     drows += row_weights[..., -1:, :].mT * dlast
@@ -118,12 +118,12 @@ def _flops_of_gradients(dsums: Any, dlast: Any, decays: Any, rows: Any, first: A
     return 2 * _flops(decays, rows, first)
 
 
-def _declared(name: str, behind: bool) -> tuple[Any, Any, Stateful]:
+def _declared(name: str, after_row: bool) -> tuple[Any, Any, Stateful]:
     """Register the operator of this name and its backward, and return both with the description of how they run in chunks."""
     backward_name, forward, backward = (
         f"{name}_backward",
-        partial(decayed_sums, behind=behind),
-        partial(decayed_sums_backward, behind=behind),
+        partial(decayed_sums, after_row=after_row),
+        partial(decayed_sums_backward, after_row=after_row),
     )
     _library.define(f"{name}(Tensor decays, Tensor rows, Tensor? first) -> (Tensor, Tensor)")
     _library.define(
@@ -162,5 +162,5 @@ def _declared(name: str, behind: bool) -> tuple[Any, Any, Stateful]:
     return operator.default, backward_operator.default, stateful
 
 
-DECAYED_SUMS, BACKWARD, IN_FRONT = _declared("decayed_sums", behind=False)
-SUMS_BEHIND, BEHIND_BACKWARD, BEHIND = _declared("decayed_sums_behind", behind=True)
+DECAYED_SUMS, BACKWARD, IN_FRONT = _declared("decayed_sums", after_row=False)
+SUMS_BEHIND, BEHIND_BACKWARD, BEHIND = _declared("decayed_sums_behind", after_row=True)

@@ -50,7 +50,7 @@ class FamilyCode:
         return self.run(*tensors) if self.family.at is None else self.run(numbers[self.family.at], *tensors)
 
     def bound(self, numbers: Numbers, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return the callable for all inputs with the layout of `given`, whose packed sizes and strides are `numbers`."""
+        """Return the callable for all inputs with the layout of `inputs`, whose packed sizes and strides are `numbers`."""
         run = self.run.forward if isinstance(self.run, fx.GraphModule) else self.run
         if self.family.at is not None:
             run = partial(run, numbers[self.family.at])

@@ -178,7 +178,7 @@ class Identity(torch.autograd.Function):
         run = ctx.call.runs.get(backward_pass())
         gradients: Sequence[Tensor | None] = autograd_gradients
         if run is not None:
-            gradients = [_combined(*both) for both in zip(run.take(ctx.segment, ctx.places), autograd_gradients, strict=True)]
+            gradients = [_combined(*pair) for pair in zip(run.take(ctx.segment, ctx.places), autograd_gradients, strict=True)]
             if torch.is_grad_enabled():
                 gradients = _NotTwiceDifferentiable.apply(torch.empty(0, requires_grad=True), *gradients)
         elif all(gradient is None for gradient in autograd_gradients):
@@ -212,8 +212,8 @@ class _NotTwiceDifferentiable(torch.autograd.Function):
 class StagewiseRunner:
     """A boxed callable for a backward graph that pauses where gradients are complete, for the calls that are chained."""
 
-    def __init__(self, whole: HostProgramRunner, deliveries: Sequence[ReleaseSegment], chain: GradientReleaseChain) -> None:
-        self.whole, self.deliveries, self.chain = whole, deliveries, chain
+    def __init__(self, full_runner: HostProgramRunner, segments: Sequence[ReleaseSegment], chain: GradientReleaseChain) -> None:
+        self.full_runner, self.release_segments, self.chain = full_runner, segments, chain
         self._generated: Stretches | None = None
         self._boxed_call = True
 
@@ -221,7 +221,7 @@ class StagewiseRunner:
         """Run the segments that no identity will run, and return their gradients; run the full graph if no call is chained."""
         call_and_chained = _link(self.chain.sources) if self.chain.is_used else None
         if call_and_chained is None:
-            return self.whole(arguments)
+            return self.full_runner(arguments)
         call, chained = call_and_chained
         arguments[:] = map(unmarked, arguments)
         objects = self._non_tensor_results(arguments)
@@ -231,21 +231,21 @@ class StagewiseRunner:
         )
         call.runs[backward_pass()] = run
         after_this_backward(run.finish)
-        places = range(len(outputs_of(self.whole.module.graph)))
+        places = range(len(outputs_of(self.full_runner.module.graph)))
         return [
             objects[i] if i in objects else self._placeholder_result(i) if i in chained else run.results.pop(i) for i in places
         ]
 
     def _placeholder_result(self, index: int) -> Tensor | None:
         """Return the result for a gradient that an identity will release later."""
-        part = self.chain.sources[index].part
-        return None if part is None else part.stand_in()
+        sharded = self.chain.sources[index].part
+        return None if sharded is None else sharded.stand_in()
 
     def _non_tensor_results(self, arguments: Sequence[Any]) -> dict[int, Any]:
         """Return the results that are not tensors, by index: None, and objects among the graph's inputs (the mesh of a
         sharded tensor).
         """
-        graph = self.whole.module.graph
+        graph = self.full_runner.module.graph
         values = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=True))
         outputs = enumerate(outputs_of(graph))
         return {i: values.get(output, output) for i, output in outputs if not is_tensor(output)}
@@ -253,8 +253,8 @@ class StagewiseRunner:
     def _segments(self) -> Stretches:
         """Return the generator function of the backward graph's segments, generated on first use."""
         if self._generated is None:
-            module = self.whole.module
-            calls = [(delivery, [call_of(node, module) for node in delivery.operators]) for delivery in self.deliveries]
+            module = self.full_runner.module
+            calls = [(delivery, [call_of(node, module) for node in delivery.operators]) for delivery in self.release_segments]
             self._generated = stretches_of("backward", module.graph.find_nodes(op="placeholder"), calls)
         return self._generated
 
