@@ -136,12 +136,12 @@ class _Run:
         self._mask_cache = found_before(arguments)
         self._remaining = segments(arguments, self.results)
         self._autocast, self._context = autocast_is_on(), contextvars.copy_context()
-        self._last_run = -1
+        self._num_run = -1
         self._advance()
 
     def until(self, segment: int) -> None:
         """Run the remaining segments up to and including this one."""
-        while self._last_run <= segment:
+        while self._num_run <= segment:
             self._context.run(self._advance)
 
     def take(self, segment: int, indices: Sequence[int]) -> list[Tensor | None]:
@@ -160,7 +160,7 @@ class _Run:
         """
         with torch.no_grad(), looking(self._mask_cache), nullcontext() if self._autocast else no_autocast():
             next(self._remaining)
-        self._last_run += 1
+        self._num_run += 1
 
 
 class Identity(torch.autograd.Function):
