@@ -141,6 +141,7 @@ def _known_by(facts: Facts, group: str) -> str:
 
 
 def _raise_unless_same(texts: Sequence[str]) -> None:
+    """Raise an error about the first difference if the texts of ranks differ."""
     if len(set(texts)) > 1:
         raise other_collectives(*_first_difference(texts))
 

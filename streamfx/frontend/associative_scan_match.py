@@ -110,6 +110,7 @@ class _TreeReader:
     """Matches operators in the order in which `generic_associative_scan` calls them, in PyTorch 2.11 to 2.13."""
 
     def __init__(self, first: fx.Node) -> None:
+        """Begin at the first slice of a tree; `matched` collects its operators, `sizes` those that compute sizes."""
         self.current, self.matched, self.sizes = first, list[fx.Node](), list[fx.Node]()
         self.body: Body | None = None
 

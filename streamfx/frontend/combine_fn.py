@@ -82,7 +82,7 @@ def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
     """Return the number of the combine function for rows of these elements; None if it does more than compute."""
     rows = [_empty_row(node) for node in (*elements, *elements)]  # distinct tensors, since tracing identifies inputs by object
     try:
-        traced = traced_on_rows(_module(body, len(rows)), [*rows, *map(_empty_like, body.given)])
+        traced = traced_on_rows(_build_module(body, len(rows)), [*rows, *map(_empty_like, body.given)])
     except Exception:  # operators raise many kinds of errors on unsupported fake rows
         return None
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
@@ -92,16 +92,18 @@ def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
 
 
 def _empty_row(node: fx.Node) -> Tensor:
+    """Return an uninitialized row of a value: without its first dimension."""
     value: Tensor = node.meta[EXAMPLE]
     return value.new_empty(value.shape[1:])
 
 
 def _empty_like(node: fx.Node) -> Tensor:
+    """Return an uninitialized tensor with the shape of a value."""
     value: Tensor = node.meta[EXAMPLE]
     return value.new_empty(value.shape)
 
 
-def _module(body: Body, rows: int) -> fx.GraphModule:
+def _build_module(body: Body, rows: int) -> fx.GraphModule:
     """Build the function, which takes this many rows, and tensors from outside."""
     graph = fx.Graph()
     node_of: dict[Any, fx.Node] = {CombineInput(number): graph.placeholder(f"row_{number}") for number in range(rows)}

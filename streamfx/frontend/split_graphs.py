@@ -47,6 +47,7 @@ class TwoSequencesError(Exception):
     """Raised during partitioning if a graph may take less memory in two parts than its `peak` bytes in one."""
 
     def __init__(self, place: fx.Node, peak: int) -> None:
+        """Report that the second part would begin at `place`."""
         super().__init__(place, peak)
         self.place, self.peak = place, peak
 

@@ -260,6 +260,7 @@ class _ProductBuilder:
     """Writes the operator before a product, and replaces the users of the product."""
 
     def __init__(self, product: Product, copies: dict[fx.Node, fx.Node]) -> None:
+        """Prepare to replace a product in a copied graph; `copies` maps original nodes to their copies."""
         self.product, self.copies = product, copies
         self.product_copy = copies[product.node]
         self.widths = self._sizes(product.features)

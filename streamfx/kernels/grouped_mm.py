@@ -140,11 +140,13 @@ def _is_planned(x: Tensor) -> bool:
 
 @kernel_selftest.isolated("sums of experts' outer products")
 def _adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
+    """Return whether the device's Triton kernel accumulates correctly, by a test on small integers."""
     return _triton().adds_right(device, dtype, total_type)  # type: ignore[no-any-return]
 
 
 @kernel_selftest.isolated("products with experts' weights")
 def _multiplies_right(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the device's Triton kernel multiplies correctly, by a test on small integers."""
     return _triton().multiply_is_correct(device, dtype)  # type: ignore[no-any-return]
 
 

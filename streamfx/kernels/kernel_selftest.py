@@ -117,6 +117,7 @@ class IsolatedTrial:
     """A test `check(device, *arguments)` that runs once per question. On CUDA it runs in a child process."""
 
     def __init__(self, label: str, check: Callable[..., bool]) -> None:
+        """Wrap a check, with a label for warnings; outcomes are kept by device and arguments."""
         update_wrapper(self, check)
         self.label, self.check = label, check
         self._outcomes: dict[Any, Outcome] = {}

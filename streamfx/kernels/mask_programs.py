@@ -34,6 +34,7 @@ class MaskCache:
     """The results of mask programs in one step, keyed by program and inputs, and the memory of these inputs."""
 
     def __init__(self) -> None:
+        """Start without results; `_tiles` caches the tiles for each batch size and number of rows and keys."""
         self._intervals: dict[Hashable, tuple[SeenIntervals, list[Any]]] = {}
         self._tiles: dict[Hashable, tuple[MaskTile, ...]] = {}
 
@@ -61,7 +62,7 @@ _upcoming: ContextVar[Callable[[Any], Iterable[Inputs]] | None] = ContextVar("st
 
 
 @contextmanager
-def coming(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]:
+def upcoming_inputs(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]:
     """While a loop runs, provide the inputs of each of its mask programs for all of its chunks."""
     token = _upcoming.set(inputs)
     try:

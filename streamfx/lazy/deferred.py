@@ -163,6 +163,7 @@ class DeferredOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: RecomputeSource, like: Tensor, *values: Any) -> Tensor:
+        """Return a deferred tensor with the metadata of `like`; `values` only connect it to autograd."""
         ctx.source, ctx.freed = source, frozenset()
         ctx.set_materialize_grads(False)
         return DeferredTensor(Cell(like, source), source.recipe.device)

@@ -119,12 +119,12 @@ def defer_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], de
     if max(cell.depth for cell in operands) > DEEPEST:
         return None
     try:
-        result_metas = _likes(func, args, kwargs)
+        metas = _result_metas(func, args, kwargs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):  # the operator itself raises this later
         return None
-    if not result_metas or any(like is None for like in result_metas):  # a gradient that is not requested
+    if not metas or any(like is None for like in metas):  # a gradient that is not requested
         return None
-    if (widest := max(widest, *(like.numel() for like in result_metas))) < LEAST:
+    if (widest := max(widest, *(like.numel() for like in metas))) < LEAST:
         return None
     small_copies = [_small_copy(item, widest // SMALL) for item in pytree.tree_leaves((args, dict(kwargs))) if _is_dense(item)]
     if any(item is None for item in small_copies):
@@ -132,7 +132,7 @@ def defer_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], de
     copies = iter(small_copies)
     step = DeferredOperator(func, *pytree.tree_map_only(_is_dense, lambda item: next(copies), (tuple(args), dict(kwargs))))
     has_several = len(func._schema.returns) > 1
-    return [Cell(like, step=step, result=index if has_several else None) for index, like in enumerate(result_metas)]
+    return [Cell(like, step=step, result=index if has_several else None) for index, like in enumerate(metas)]
 
 
 def defer_write(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:
@@ -168,7 +168,7 @@ def _function_of(func: Any) -> Any:
 def _is_function(func: Any, kwargs: Mapping[str, Any], device: torch.device) -> bool:
     """Return whether an operator is pure, returns new tensors, and stays on the device of the deferred tensor."""
     tensors = all(str(result.type) == "Tensor" for result in func._schema.returns)
-    impure = any(tag in func.tags for tag in IMPURE) and func is not aten.index.Tensor  # for mask indices, `_likes` fails
+    impure = any(tag in func.tags for tag in IMPURE) and func is not aten.index.Tensor  # for mask indices, `_result_metas` fails
     pure = not func._schema.is_mutable and not impure
     return tensors and pure and kwargs.get("device") in (None, device)
 
@@ -192,7 +192,7 @@ def compacted(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _likes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _result_metas(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return meta tensors with the metadata of the results."""
     on_meta = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
     args, kwargs = pytree.tree_map(_meta_operand, (tuple(args), dict(kwargs)))

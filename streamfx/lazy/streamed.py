@@ -85,7 +85,7 @@ class RowsInChunks:
 
     def rows(self, source: RecomputeSource, start: int, stop: int) -> Tensor:
         """Return rows along the longest dimension of rows, by computing the chunks that contain them."""
-        rows_per_chunk, (row_dim, _) = rows_of(source), source.longest
+        rows_per_chunk, (row_dim, _) = rows_per_chunk_of(source), source.longest
         first = max(0, min(start, stop - 2)) // rows_per_chunk * rows_per_chunk  # a single row is no sequence
         last = min(source.length, -(-stop // rows_per_chunk) * rows_per_chunk)
         for bounds in ((first, last), (0, source.length)):
@@ -97,7 +97,7 @@ class RowsInChunks:
         raise AssertionError("what streams once streams again")
 
 
-def rows_of(source: RecomputeSource) -> int:
+def rows_per_chunk_of(source: RecomputeSource) -> int:
     """Return the rows per chunk, the same in every pass over the source."""
     compiler = source.agreement.compiler
     return compiler.rows_per_chunk(source.numel, source.length) if compiler is not None else source.length
@@ -208,7 +208,7 @@ class _GraphBuilder:
 
     def may_cut(self) -> bool:
         """Return whether all sources may be computed in chunks, and have the same number of rows per chunk."""
-        return all(source.agreement.may_cut() for source in self.sources) and len({*map(rows_of, self.sources)}) == 1
+        return all(source.agreement.may_cut() for source in self.sources) and len({*map(rows_per_chunk_of, self.sources)}) == 1
 
     def _record_recipe(self, source: RecomputeSource, start: int, stop: int | None) -> tuple[fx.Node, list[fx.Node | None]]:
         """Add rows [start, stop) of a source's recipe; return its output and a leaf (or None) per given value."""
@@ -280,7 +280,7 @@ def _code_for(builder: _GraphBuilder, results: Sequence[fx.Node]) -> FamilyCode 
     source = next(iter(builder.sources))
     assert source.agreement.compiler is not None
     builder.graph.output(tuple(results))
-    cut = RowCut(rows_of(source), tuple(builder.along))
+    cut = RowCut(rows_per_chunk_of(source), tuple(builder.along))
     kinds, numbers = layout_of(builder.inputs)
     key = (structure(builder.graph), kinds, tuple(sorted(builder.shared)), source.agreement.compiler, cut)
     if key not in _forms and len(_forms) == MOST_GRAPHS:
@@ -313,15 +313,16 @@ def _compiled(builder: _GraphBuilder, family: Family, numbers: Numbers, cut: Row
     shared = [index_of[position] for position in tensors if position in builder.shared]
     tensor_cut = RowCut(cut.rows, tuple((index_of[position], dim) for position, dim in cut.along))
 
-    def compile(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
+    def compile_graph(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
+        """Return the compiled graph, or `_not_streamed` if the compiler refuses it."""
         assert compiler is not None
         return compiler(graph, values, shared, builder.widest, tensor_cut) or _not_streamed
 
     try:
         with no_modes():
             if family.at is None:
-                return FamilyCode(family, compile(graph, [inputs[position] for position in tensors]), any_size)
-            run, holds = with_sizes(compile, graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))
+                return FamilyCode(family, compile_graph(graph, [inputs[position] for position in tensors]), any_size)
+            run, holds = with_sizes(compile_graph, graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))
             return FamilyCode(family, run, holds)
     except StreamFXError:
         raise

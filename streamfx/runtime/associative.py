@@ -138,6 +138,7 @@ def _scan(rows: Sequence[Tensor], given: Sequence[Tensor], combine: int) -> list
 def _scan_backward(
     gradients: Sequence[Tensor | None], rows: Sequence[Tensor], given: Sequence[Tensor], combine: int
 ) -> list[Tensor]:
+    """Return the gradients of rows and shared tensors: the implementation of the backward operator."""
     return gradients_of(combine, rows, given, {}, 0, gradients, {})[0]
 
 

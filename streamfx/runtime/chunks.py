@@ -21,10 +21,12 @@ class Chunks(Sequence[tuple[int, int]]):
         return len(self._starts)
 
     def __getitem__(self, number: Any) -> Any:
+        """Return the bounds of the chunk with this index in execution order."""
         start = self._starts[-1 - number if self.reverse else number]
         return start, min(start + self.step, self.length)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield the bounds of the chunks in execution order."""
         step, length = self.step, self.length
         for start in reversed(self._starts) if self.reverse else self._starts:
             yield start, min(start + step, length)

@@ -86,10 +86,11 @@ class Segment:
         self._ready: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self._pause = CompilePause()
 
-    def __call__(self, *given: Any, several: bool = False) -> Sequence[Any]:
-        layout = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in given])
-        run = self._ready.get(layout) or self._select_code(given, layout, several)
-        return run(*given)
+    def __call__(self, *inputs: Any, several: bool = False) -> Sequence[Any]:
+        """Run the code for inputs with this layout; `several`: the loop has chunks of more than one length."""
+        layout = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in inputs])
+        run = self._ready.get(layout) or self._select_code(inputs, layout, several)
+        return run(*inputs)
 
     def _select_code(self, given: Sequence[Any], layout: Hashable, several: bool) -> Callable[..., Sequence[Any]]:
         """Return the callable for inputs with this layout."""
@@ -108,14 +109,14 @@ class Segment:
         run = self._ready[layout] = self._interpreted if code is None else code.bound(numbers, given)
         return run
 
-    def _interpreted(self, *given: Any) -> Sequence[Any]:
+    def _interpreted(self, *inputs: Any) -> Sequence[Any]:
         """Run the subgraph eagerly."""
-        return self.module.forward(*map(packed, given))  # type: ignore[no-any-return]
+        return self.module.forward(*map(packed, inputs))  # type: ignore[no-any-return]
 
     def _compile_new(
         self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], codes: Sequence[FamilyCode], several: bool
     ) -> FamilyCode | None:
-        """Compile for these sizes, and for the whole family that they form with sizes of earlier calls."""
+        """Return code for these sizes and their family; None if a second length is still unknown, or memory ran out."""
         if several:
             first_numbers = self._first_numbers.setdefault(kinds, numbers)
             if first_numbers == numbers:

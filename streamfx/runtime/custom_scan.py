@@ -87,6 +87,7 @@ class Forward(_Stateful):
         return self._run_chunk(before, after, chunk, carry, states_before, values)
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Run the chunk's rows again from the states in `states`."""
         values = dict(zip(self.plan.operands, operands, strict=True))
         return self._run_chunk(before, after, chunk, None, states_from_carry(self.plan, states[chunk]), values)
 

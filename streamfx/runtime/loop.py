@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from streamfx.ir.program import Buffer, BufferOutput, ConcatOutput, LoopSpec
 from streamfx.ir.sizes import Size
-from streamfx.kernels.mask_programs import Inputs, MaskProgram, coming
+from streamfx.kernels.mask_programs import Inputs, MaskProgram, upcoming_inputs
 from streamfx.runtime.chunks import Chunks
 from streamfx.runtime.compiled import CompiledBody
 from streamfx.runtime.loop_codegen import generate_inputs, generate_loop
@@ -56,7 +56,7 @@ class Loop(nn.Module):
         return probe.loop(self.spec.name, loop_place, num_chunks, lambda: self._run(arguments, env, length, step))
 
     def _run(self, arguments: Sequence[Any], env: Env, length: int, step: int) -> tuple[Any, ...]:
-        """Allocate buffers and results, run the generated code over the chunks, and return the results."""
+        """Allocate buffers and results, run the generated code over the chunks, and return results, then buffers."""
         spec, tensors = self.spec, arguments[len(self.spec.symbols) :]
         env["chunks"] = chunks = max(1, -(-length // step))
         env["step"] = step
@@ -70,7 +70,7 @@ class Loop(nn.Module):
         if len(bounds):
             code, masks = self._code(is_single)
             loop_arguments = bounds, step, chunks, env, tensors, buffers, results
-            with coming(lambda program: _upcoming(masks, program, loop_arguments)) if masks else nullcontext():
+            with upcoming_inputs(lambda program: _upcoming(masks, program, loop_arguments)) if masks else nullcontext():
                 code(run, *loop_arguments)
         buffer_results = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, BufferOutput))
         return (*results, *buffer_results)

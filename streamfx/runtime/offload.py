@@ -84,6 +84,7 @@ class _Copy:
         self.is_waited_for = True
 
     def __del__(self) -> None:
+        """Wait for the copy if an exception ended the graph before it was waited for."""
         if not self.is_waited_for:
             self.wait(self.compute)
 

@@ -59,6 +59,7 @@ def _like(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
 
 
 def _register(name: str, function: Any) -> Any:
+    """Register an operator and its fake implementation, and return it."""
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"streamfx::{name}", _like, lib=_library)
     return getattr(torch.ops.streamfx, name).default

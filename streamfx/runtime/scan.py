@@ -53,6 +53,7 @@ class ChunkedScan(Recurrence):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Run the chunk's rows, last to first, from the carry."""
         return self._run_chunk(before, after, carry, operands)
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:

@@ -82,6 +82,7 @@ class _StagewiseCall:
     """One call of the compiled function; `tensors` are the indices of the inputs that are tensors."""
 
     def __init__(self, tensors: Sequence[int]) -> None:
+        """Start without runs; a backward pass adds its run."""
         self.tensors = tensors
         self.runs: WeakValueDictionary[int, _Run] = WeakValueDictionary()  # keyed by backward pass
 
@@ -168,6 +169,7 @@ class Identity(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _StagewiseCall, segment: int, places: list[int], token: Tensor | None, *values: Tensor) -> Any:
+        """Return the token, then the values; keep which gradients this segment releases."""
         ctx.set_materialize_grads(False)
         ctx.call, ctx.segment, ctx.places = call, segment, places
         return torch.empty(0, dtype=values[0].dtype, device=values[0].device), *(value.detach() for value in values)
@@ -213,6 +215,7 @@ class StagewiseRunner:
     """A boxed callable for a backward graph that pauses where gradients are complete, for the calls that are chained."""
 
     def __init__(self, full_runner: HostProgramRunner, segments: Sequence[ReleaseSegment], chain: GradientReleaseChain) -> None:
+        """Wrap the runner of the full backward graph, with its segments."""
         self.full_runner, self.release_segments, self.chain = full_runner, segments, chain
         self._generated: Stretches | None = None
         self._boxed_call = True
@@ -260,7 +263,7 @@ class StagewiseRunner:
 
 
 def _link(sources: Sources) -> tuple[_StagewiseCall, set[int]] | None:
-    """Return the chained call whose backward node is running, and the indices of its chained gradients; None without a chain."""
+    """Return the running backward's call and the indices of its chained gradients; None without a chain (output 0 is a token)."""
     node = current_autograd_node()
     next_edges = () if node is None else node.next_functions
     identity_edges = [(function, index) if isinstance(function, _IDENTITY) else (None, 0) for function, index in next_edges]
