@@ -210,7 +210,7 @@ class Compilation(SplittableCompilation):
         return MaskGuard(compiled, watched, self.without_patterns()) if watched else compiled
 
     def fits_by_far(self, inputs: list[Any]) -> bool:
-        """Return whether Inductor compiles the graph without any tracing here, because the sequence is short."""
+        """Return whether Inductor compiles the (short) graph without tracing here; guard the lengths for which this holds."""
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
         if budget is None or not self.is_alone(inputs) or not compiles_whole(self.options, inputs):
             return False

@@ -126,7 +126,7 @@ class WatchedInput:
         return self.seen.sums is not None or tensor.data_ptr() == self.address
 
     def still_holds(self, tensor: Any) -> bool:
-        """Return whether the input still has the pattern; it is recomputed only if the input has changed."""
+        """Return whether the input still has the pattern; if it has changed, recompute the pattern and the fingerprint."""
         if self.looks_the_same(tensor) and (self.seen is None or self.seen.hidden_change(tensor) is None):
             return True
         if not isinstance(tensor, Tensor) or pattern_of(tensor) != self.pattern:

@@ -74,7 +74,7 @@ class Reader:
     matched: set[fx.Node] = field(default_factory=set)
 
     def fact(self, node: fx.Node) -> Fact:
-        """Return the formula of a value; if no rule matches, the value is its own source."""
+        """Return the formula of a value and record its operators; if no rule matches, the value is its own source."""
         rule = _RULES.get(name_of(node))
         matched_fact = rule(self, node) if rule is not None and all(map(_is_tensor_or_size, node.all_input_nodes)) else None
         if matched_fact is not None:
@@ -83,7 +83,7 @@ class Reader:
         return Fact(FactKind.SOURCE, node, tuple(range(node.meta[EXAMPLE].dim())))
 
     def triangle(self, node: Any) -> Triangle | None:
-        """Return the triangle that a boolean mask describes, or None."""
+        """Return the triangle that a boolean mask describes and record its operators, or None."""
         name = name_of(node)
         if name == "logical_not" or (name == "invert" and node.meta[EXAMPLE].dtype == torch.bool):
             inner = self.triangle(node.args[0])
@@ -99,7 +99,7 @@ class Reader:
         return triangle
 
     def _triangle_of_ones(self, node: fx.Node) -> Triangle | None:
-        """Return the triangle that `tril` or `triu` cuts out of ones, or None."""
+        """Return the triangle that `tril` or `triu` cuts out of ones and record the ones, or None."""
         arguments = arguments_of(node, "input", "diagonal")
         if arguments is None or name_of(arguments["input"]) != "ones":
             return None

@@ -14,7 +14,7 @@ _number_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def numbers_of_weights(values: Iterable[Any]) -> list[int]:
-    """Return the numbers of the parameters among some values, in order."""
+    """Return the numbers of the parameters among some values, in order; new parameters get the next numbers."""
     weights = [value for value in values if isinstance(value, Parameter)]
     for weight in weights:
         if weight not in _number_of:

@@ -101,7 +101,7 @@ def numbers_of(mask: Tensor, finite_hides: bool) -> Tensor:
 
 
 def _intervals(seen: SeenIntervals, keys: int) -> list[list[RowInterval]]:
-    """Return the row intervals of each sequence."""
+    """Return the row intervals of each sequence: [first, stop) of its visible keys, and whether all inside are visible."""
     is_broadcast = seen.keys != keys  # the mask is broadcast along keys
     return [
         [RowInterval(first, keys if is_broadcast else stop, bool(sees_all)) for first, stop, sees_all in rows]

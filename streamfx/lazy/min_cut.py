@@ -34,7 +34,7 @@ class Frontier:
 
 
 def frontier_of(target: fx.Node, values: DynamoValues) -> Frontier | None:
-    """Return the cheapest frontier, or None if there is none."""
+    """Return the fewest bytes of values from which `target` can be recomputed, or None if it cannot."""
     if not _is_recomputable(target, values):
         return None
     cone = _cone(target, values)

@@ -239,7 +239,7 @@ class _OutputRewriter:
         return self.values.bases.get(output) if isinstance(output, fx.Node) else None
 
     def _returned(self, node: Any) -> int:
-        """Return the index of a value among the outputs of the new graph."""
+        """Return the index of a value among the outputs of the new graph; add it if it is none yet."""
         if node not in self.returned:
             self.returned.append(node)
         return self.returned.index(node)
@@ -291,7 +291,7 @@ class _OutputRewriter:
         return RowAxes(frontier.given.index(largest), dims) if any(dim is not None for dim in dims) else None
 
     def _recipe_input(self, node: fx.Node) -> Given:
-        """Describe a value that a recipe reads: an input if autograd or the model keeps it, else an output of the new graph."""
+        """Describe a value that a recipe reads: an input if autograd or the model keeps it, else a (new) output of the graph."""
         if is_parameter(node) or (node.op == "placeholder" and example(node).requires_grad):
             return GivenInput(self.inputs[node], _readable(placeholder_source(node)) or node.name)
         return GivenOutput(self._returned(node), node.name)

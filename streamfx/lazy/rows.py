@@ -64,7 +64,7 @@ def _same(node: fx.Node, followed: FollowsByNode) -> Follows:
 
 
 def _index(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Handle x[:, 0:, ...] with full slices only."""
+    """Follow all dimensions of x[:, 0:, ...] if every slice is full; none otherwise."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     full = all(item is Ellipsis or item in (slice(None), slice(0, None), slice(0, None, 1)) for item in index)
     return _dims_followed(node.args[0], followed) if full else ()

@@ -58,7 +58,7 @@ class CompilePause:
         self.left, self.length = self.length, 2 * self.length
 
     def lasts(self) -> bool:
-        """Return whether the current call is part of the pause."""
+        """Count the current call, and return whether it is part of the pause."""
         self.left -= self.left > 0
         return self.left > 0
 

@@ -93,14 +93,14 @@ class Text:
         self.lines.append("    " * depth + text)
 
     def unused(self, hint: str) -> str:
-        """Return a name that is not in use."""
+        """Reserve and return a name that is not in use."""
         while (name := f"{hint}_{self._next[hint]}") in self._taken:
             self._next[hint] += 1
         self._taken.add(name)
         return name
 
     def name(self, hint: str, value: Any) -> str:
-        """Return a name by which the text can refer to an object."""
+        """Add an object to the function's globals under a new name, and return the name."""
         name = self.unused(hint)
         self.names[name] = value
         return name
