@@ -311,8 +311,8 @@ def test_sizes_are_written_as_they_are_computed(seed: int) -> None:
     wanted = [drawn_size(random) for _ in range(16)]
     writer = LoopWriter(SimpleNamespace(length=ROWS))  # type: ignore[arg-type]
     texts = [writer.size(size).text for size in wanted]
-    lines = [*writer.once, "found = []", "for start, stop in bounds:"]
-    lines += [f"    {line}" for line in (*writer.each, f"found.append([{', '.join(texts)}])")]
+    lines = [*writer.before_loop, "found = []", "for start, stop in bounds:"]
+    lines += [f"    {line}" for line in (*writer.per_chunk, f"found.append([{', '.join(texts)}])")]
     length, step = random.choice(((13, 5), (12, 4), (3, 8), (1, 1))), random.choice((7, 20))
     bounds, env = list(Chunks(*length)), {"s0": length[0], "s1": step}
     space: dict[str, Any] = {**runtime_sizes.FUNCTIONS, **env, "bounds": bounds}

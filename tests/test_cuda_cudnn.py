@@ -160,7 +160,7 @@ def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatc
         def remove(self) -> None: ...
 
     calls = noted(monkeypatch, cuda_attention, "_flash_block", lambda *given: (given[1].shape[2], given[2].shape[2]))
-    of_torch, tried = torch.nn.attention, len(flash_window.hides._known)
+    of_torch, tried = torch.nn.attention, len(flash_window.hides._outcomes)
     of_torch.register_flash_attention_impl("stand-in", register_fn=Handle)
     of_torch.activate_flash_attention_impl("stand-in")
     try:
@@ -168,7 +168,7 @@ def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatc
         check_chunk(*heads, 16)
         assert hopper == [[], []] and calls == [(8, KEYS)]
         attention.forward(*heads, None, 16, (-5, 0))
-        assert len(flash_window.hides._known) == tried + 1
+        assert len(flash_window.hides._outcomes) == tried + 1
     finally:
         of_torch.restore_flash_attention_impl()
     check_chunk(*heads, 16)

@@ -178,7 +178,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[
 
 
 def test_it_is_computed_once_and_only_when_its_values_are_needed(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = count_calls(monkeypatch, RecomputeSource, "_recorded")
+    computed = count_calls(monkeypatch, RecomputeSource, "_run_and_record")
     logits = compiled.deferred()
     pytree.tree_map(lambda x: x.detach(), {"logits": [logits]})
     lazy = [logits.detach(), logits.float(), logits[:, -1], logits[0, :3].bfloat16()]

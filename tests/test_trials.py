@@ -104,10 +104,10 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, child: Child) -> Itera
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(kernel_selftest, "_CHILD", child)
-    kernel_selftest._folder.cache_clear()
+    kernel_selftest._cache_folder.cache_clear()
     even.cache_clear()
     yield tmp_path / "streamfx" / "trials.json"
-    kernel_selftest._folder.cache_clear()
+    kernel_selftest._cache_folder.cache_clear()
     even.cache_clear()
 
 
@@ -139,4 +139,4 @@ def test_a_user_without_a_home_keeps_nothing(card: Path, monkeypatch: pytest.Mon
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    assert even(torch.device("cuda"), 4) and kernel_selftest._kept() == {}
+    assert even(torch.device("cuda"), 4) and kernel_selftest._cached_outcomes() == {}

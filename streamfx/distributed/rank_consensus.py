@@ -61,7 +61,7 @@ def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exch
     """
     channel = _Channel(capture, exchange or written_by_all, asked)
     try:
-        return _agreed(run, capture, channel)
+        return _agree_in_all_groups(run, capture, channel)
     except _RankFailedError as error:
         channel.leave(error.failure)
         raise failed_elsewhere(error.failure) from None
@@ -80,6 +80,7 @@ class _RankFailedError(Exception):
 
 
 def _refused(error: Exception) -> Exception:
+    """Return the error to raise on this rank, with what is known of the other ranks."""
     if isinstance(error, RankChangedError):
         return other_order_than_before(str(error))
     return nothing_from_others(error) if isinstance(error, RanksMissingError) else error
@@ -116,19 +117,20 @@ class _Channel:
         return self.capture().joint.graph
 
 
-def _agreed(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
+def _agree_in_all_groups(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
+    """Return this rank's facts after all its groups have confirmed that they run the same collectives."""
     facts = _rows_agreed(run, capture, channel)
-    reduced = groups_of(rows_over_ranks(facts))
+    row_groups = groups_of(rows_over_ranks(facts))
     known_by = {group: _known_by(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
-    compared = [group for group in known_by if group not in reduced]
-    for group in reduced if len(reduced) > 1 else ():
+    other_groups = [group for group in known_by if group not in row_groups]
+    for group in row_groups if len(row_groups) > 1 else ():
         _raise_unless_same(channel.read(order_between_loops(facts, group), group))
-    for group in compared:
+    for group in other_groups:
         _raise_unless_same(channel.read(order_between_loops(facts, group), group, known_by[group]))
-    groups = [*reduced, *compared]
+    groups = [*row_groups, *other_groups]
     for _ in groups[1:]:  # a rank may have refused in another group: each round carries the notice one group further
         for group in groups:
-            channel.read(GOES_ON, group, f"{GOES_ON}\n{known_by[group]}" if group in compared else None)
+            channel.read(GOES_ON, group, f"{GOES_ON}\n{known_by[group]}" if group in other_groups else None)
     return facts
 
 
@@ -139,6 +141,7 @@ def _known_by(facts: Facts, group: str) -> str:
 
 
 def _raise_unless_same(texts: Sequence[str]) -> None:
+    """Raise an error about the first difference if the texts of ranks differ."""
     if len(set(texts)) > 1:
         raise other_collectives(*_first_difference(texts))
 
@@ -161,14 +164,18 @@ def rows_over_ranks(facts: Facts) -> list[fx.Node]:
     axes = facts.found_axes
     if axes is None or axes.sequence is None:
         return []
-    reduced = (node for node in facts.joint.graph.nodes if is_reduced_over_ranks(node) or is_all_reduce(node))
-    return [node for node in reduced if axes.sequence_dims(axes.shapes[node])]
+    reductions = (node for node in facts.joint.graph.nodes if is_reduced_over_ranks(node) or is_all_reduce(node))
+    return [node for node in reductions if axes.sequence_dims(axes.shapes[node])]
 
 
 def groups_of_weights(facts: Facts) -> list[str]:
     """Return the groups over which weights are gathered and their gradients reduced."""
-    found = facts.collectives
-    stretches = () if found is None else (*(gather.stretch for gather in found.gathers.values()), *found.reductions.values())
+    collectives = facts.collectives
+    stretches = (
+        ()
+        if collectives is None
+        else (*(gather.stretch for gather in collectives.gathers.values()), *collectives.reductions.values())
+    )
     return groups_of(node for stretch in stretches for node in stretch.graph.nodes)
 
 
@@ -185,6 +192,6 @@ def is_same_on_all_ranks(facts: Facts, group: str, channel: _Channel) -> bool:
 
 def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:
     """Return the first rank that differs from rank 0, and the first lines in which their texts differ."""
-    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
-    lines = zip_longest(texts[0].split("\n"), texts[other].split("\n"), fillvalue=NOTHING_MORE)
-    return (other, *next((one.strip(), another.strip()) for one, another in lines if one != another))
+    other_rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    lines = zip_longest(texts[0].split("\n"), texts[other_rank].split("\n"), fillvalue=NOTHING_MORE)
+    return (other_rank, *next((left.strip(), right.strip()) for left, right in lines if left != right))

@@ -37,23 +37,25 @@ class Tree:
 
     elements: list[fx.Node]
     results: list[fx.Node]
-    own: list[fx.Node]
+    matched: list[fx.Node]
     body: Body
 
 
 def with_trees(module: fx.GraphModule) -> fx.GraphModule:
     """Return a Dynamo graph with one operator in place of each tree; the graph itself if it has none."""
-    inner = {name: with_trees(part) for name, part in module.named_children() if isinstance(part, fx.GraphModule)}
-    changed = {name: part for name, part in inner.items() if part is not getattr(module, name)}
+    submodules = {
+        name: with_trees(submodule) for name, submodule in module.named_children() if isinstance(submodule, fx.GraphModule)
+    }
+    changed = {name: submodule for name, submodule in submodules.items() if submodule is not getattr(module, name)}
     trees = _trees(module.graph)
-    written = [(tree, number) for tree in trees if (number := combine_of(tree.body, tree.elements)) is not None]
-    if not written and not changed:
+    numbered_trees = [(tree, number) for tree in trees if (number := combine_of(tree.body, tree.elements)) is not None]
+    if not numbered_trees and not changed:
         return module
     copy, copies = dynamo_copy(module)
-    for tree, number in written:
-        _write(tree, number, copies)
-    for name, part in changed.items():
-        setattr(copy, name, part)
+    for tree, number in numbered_trees:
+        _replace_tree(tree, number, copies)
+    for name, submodule in changed.items():
+        setattr(copy, name, submodule)
     copy.recompile()
     return copy
 
@@ -64,22 +66,23 @@ def _trees(graph: fx.Graph) -> list[Tree]:
     for node in graph.nodes:
         if node not in inside and (tree := _tree_at(node)) is not None:
             trees.append(tree)
-            inside.update(tree.own)
+            inside.update(tree.matched)
     return trees
 
 
-def _write(tree: Tree, number: int, copies: dict[fx.Node, fx.Node]) -> None:
-    graph, place = copies[tree.own[0]].graph, copies[tree.own[0]]
+def _replace_tree(tree: Tree, number: int, copies: dict[fx.Node, fx.Node]) -> None:
+    """Insert one scan before the tree's last operator, and replace the results of the tree."""
+    graph, first_operator = copies[tree.matched[0]].graph, copies[tree.matched[0]]
     elements = [copies[node] for node in tree.elements]
-    given = [copies[node] for node in tree.body.given]
-    with graph.inserting_before(copies[tree.own[-1]]):
-        scan = graph.call_function(TREE_SCAN, (elements, given, number))
-        results = [graph.call_function(operator.getitem, (scan, place)) for place in range(len(elements))]
-    scan.meta = {**place.meta, EXAMPLE: [node.meta[EXAMPLE] for node in tree.results]}
+    shared = [copies[node] for node in tree.body.given]
+    with graph.inserting_before(copies[tree.matched[-1]]):
+        scan = graph.call_function(TREE_SCAN, (elements, shared, number))
+        results = [graph.call_function(operator.getitem, (scan, index)) for index in range(len(elements))]
+    scan.meta = {**first_operator.meta, EXAMPLE: [node.meta[EXAMPLE] for node in tree.results]}
     for result, node in zip(results, tree.results, strict=True):
-        result.meta = {**place.meta, EXAMPLE: node.meta[EXAMPLE]}
+        result.meta = {**first_operator.meta, EXAMPLE: node.meta[EXAMPLE]}
         copies[node].replace_all_uses_with(result, propagate_meta=False)
-    for node in reversed(tree.own):
+    for node in reversed(tree.matched):
         graph.erase_node(copies[node])
 
 
@@ -88,7 +91,7 @@ def _tree_at(node: fx.Node) -> Tree | None:
     if node.target is not SLICE or node.args[1:] != (0, 0, -1, 2) or _is_under_autocast(node):
         return None
     try:
-        return _Reader(node).tree()
+        return _TreeReader(node).tree()
     except NoTreeError:
         return None
 
@@ -103,27 +106,29 @@ def _is_under_autocast(node: fx.Node) -> bool:
     return entered != 0
 
 
-class _Reader:
+class _TreeReader:
     """Matches operators in the order in which `generic_associative_scan` calls them, in PyTorch 2.11 to 2.13."""
 
     def __init__(self, first: fx.Node) -> None:
-        self.at, self.own, self.sizes = first, list[fx.Node](), list[fx.Node]()
+        """Begin at the first slice of a tree; `matched` collects its operators, `sizes` those that compute sizes."""
+        self.current, self.matched, self.sizes = first, list[fx.Node](), list[fx.Node]()
         self.body: Body | None = None
 
     def tree(self) -> Tree:
-        elements = self._elements()
-        results = self._scan(elements)
-        own = set(self.own)
+        """Match all operators of the tree; raise `NoTreeError` if others use its inner values."""
+        elements = self._first_operands()
+        results = self._match_scan(elements)
+        matched = set(self.matched)
         for size in reversed(self.sizes):
-            if own.issuperset(size.users):
-                own.add(size)
-        if self.body is None or any(user not in own for node in own.difference(results) for user in node.users):
+            if matched.issuperset(size.users):
+                matched.add(size)
+        if self.body is None or any(user not in matched for node in matched.difference(results) for user in node.users):
             raise NoTreeError
-        return Tree(elements, results, [node for node in elements[0].graph.nodes if node in own], self.body)
+        return Tree(elements, results, [node for node in elements[0].graph.nodes if node in matched], self.body)
 
-    def _elements(self) -> list[fx.Node]:
+    def _first_operands(self) -> list[fx.Node]:
         """Return the operands of the first slices."""
-        elements, node = list[fx.Node](), self.at
+        elements, node = list[fx.Node](), self.current
         while node.target is SLICE and node.args[1:] == (0, 0, -1, 2):
             elements.append(node.args[0])  # type: ignore[arg-type]
             node = node.next
@@ -137,71 +142,79 @@ class _Reader:
             raise NoTreeError
         return elements
 
-    def _scan(self, rows: list[fx.Node]) -> list[fx.Node]:
+    def _match_scan(self, rows: list[fx.Node]) -> list[fx.Node]:
+        """Match the scan of rows at one level, recursively, and return its results."""
         count = _count(rows[0])
         if count < 2:
             return rows
-        halves = [*self._slices(rows, 0, -1, 2), *self._slices(rows, 1, None, 2)]
-        odds = self._scan(self._combined(halves, rows, count // 2))
-        left = self._slices(odds, 0, -1) if count % 2 == 0 else odds
-        evens = self._combined([*left, *self._slices(rows, 2, None, 2)], rows, (count - 1) // 2)
-        with_first = [self._with_first(*both, is_alone=count == 2) for both in zip(rows, evens, strict=True)]
-        return [self._interleaved(*both) for both in zip(with_first, odds, strict=True)]
+        left_and_right = [*self._match_slices(rows, 0, -1, 2), *self._match_slices(rows, 1, None, 2)]
+        odds = self._match_scan(self._match_combine(left_and_right, rows, count // 2))
+        odds_before = self._match_slices(odds, 0, -1) if count % 2 == 0 else odds
+        evens = self._match_combine([*odds_before, *self._match_slices(rows, 2, None, 2)], rows, (count - 1) // 2)
+        with_first = [self._match_prepend(*pair, is_alone=count == 2) for pair in zip(rows, evens, strict=True)]
+        return [self._match_interleave(*pair) for pair in zip(with_first, odds, strict=True)]
 
-    def _slices(self, values: Sequence[fx.Node], *bounds: Any) -> list[fx.Node]:
-        return [self._take(SLICE, value, 0, *bounds) for value in values]
+    def _match_slices(self, values: Sequence[fx.Node], *bounds: Any) -> list[fx.Node]:
+        """Match one slice of each value."""
+        return [self._expect(SLICE, value, 0, *bounds) for value in values]
 
-    def _with_first(self, row: fx.Node, rest: fx.Node, is_alone: bool) -> fx.Node:
-        first = self._take(SLICE, row, 0, 0, 1)
-        return first if is_alone else self._take(torch.cat, [first, rest], dim=0)
+    def _match_prepend(self, row: fx.Node, rest: fx.Node, is_alone: bool) -> fx.Node:
+        """Match the first row, concatenated with the rest unless it is alone."""
+        first = self._expect(SLICE, row, 0, 0, 1)
+        return first if is_alone else self._expect(torch.cat, [first, rest], dim=0)
 
-    def _interleaved(self, one: fx.Node, other: fx.Node) -> fx.Node:
-        count, more = _count(one), _count(one) != _count(other)
-        if more:
-            before = 2 * (one.meta[EXAMPLE].dim() - 1) + 1
-            other = self._take(PAD, other, [*(0 for _ in range(before)), 1], "constant", None)
-        both = self._take(torch.stack, [one, other], dim=1)
-        flat = self._take(torch.flatten, both, start_dim=0, end_dim=1)
-        return self._take(SLICE, flat, 0, 0, 2 * count - 1) if more else flat
+    def _match_interleave(self, leading: fx.Node, following: fx.Node) -> fx.Node:
+        """Match the interleaving of rows of two values; the first may have one row more."""
+        count, is_longer = _count(leading), _count(leading) != _count(following)
+        if is_longer:
+            zeros_before = 2 * (leading.meta[EXAMPLE].dim() - 1) + 1
+            following = self._expect(PAD, following, [*(0 for _ in range(zeros_before)), 1], "constant", None)
+        stacked = self._expect(torch.stack, [leading, following], dim=1)
+        flat = self._expect(torch.flatten, stacked, start_dim=0, end_dim=1)
+        return self._expect(SLICE, flat, 0, 0, 2 * count - 1) if is_longer else flat
 
-    def _combined(self, operands: Sequence[fx.Node], like: Sequence[fx.Node], count: int) -> list[fx.Node]:
+    def _match_combine(self, operands: Sequence[fx.Node], like: Sequence[fx.Node], count: int) -> list[fx.Node]:
         """Match one application of the combine function, which must be the same on every level."""
-        self._take(LOAD)
-        self._take(ENTER_VMAP, count, "error")
-        rows = [self._take(ADD_BATCH, operand, 0, OUTERMOST) for operand in operands]
+        self._expect(LOAD)
+        self._expect(ENTER_VMAP, count, "error")
+        rows = [self._expect(ADD_BATCH, operand, 0, OUTERMOST) for operand in operands]
         inside = list[fx.Node]()
-        while self.at.target is not REMOVE_BATCH:
-            inside.append(self._next(self.at.op in ("call_function", "call_method")))
-        ends = _row_of(self.at, len(like))
+        while self.current.target is not REMOVE_BATCH:
+            inside.append(self._next(self.current.op in ("call_function", "call_method")))
+        ends = _consecutive(self.current, len(like))
         body = Body.read(rows, inside, [end.args[0] for end in ends])
-        results = [self._take(REMOVE_BATCH, end.args[0], OUTERMOST, count, 0) for end in ends]
-        self._take(LEAVE_VMAP)
+        results = [self._expect(REMOVE_BATCH, end.args[0], OUTERMOST, count, 0) for end in ends]
+        self._expect(LEAVE_VMAP)
         if body is None or (self.body is not None and self.body != body):
             raise NoTreeError
         self.body = body
-        if any(_kind(node) != _kind(row) or _count(node) != count for node, row in zip(results, like, strict=True)):
+        if any(_row_type(node) != _row_type(row) or _count(node) != count for node, row in zip(results, like, strict=True)):
             raise NoTreeError
         return results
 
-    def _take(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def _expect(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Match the next operator: a call of `target` with these arguments."""
         self._pass_sizes()
-        return self._next(self.at.target is target and _with_numbers(self.at.args) == args and self.at.kwargs == kwargs)
+        return self._next(
+            self.current.target is target and _with_numbers(self.current.args) == args and self.current.kwargs == kwargs
+        )
 
     def _pass_sizes(self) -> None:
         """Skip operators on sizes, which are interspersed if a length is symbolic."""
-        while isinstance(self.at.meta.get(EXAMPLE), torch.SymInt):
-            self.sizes.append(self.at)
-            self.at = self.at.next
+        while isinstance(self.current.meta.get(EXAMPLE), torch.SymInt):
+            self.sizes.append(self.current)
+            self.current = self.current.next
 
-    def _next(self, is_it: bool) -> fx.Node:
-        if not is_it:
+    def _next(self, is_expected: bool) -> fx.Node:
+        """Advance by one operator; raise `NoTreeError` unless it is as expected."""
+        if not is_expected:
             raise NoTreeError
-        node, self.at = self.at, self.at.next
-        self.own.append(node)
+        node, self.current = self.current, self.current.next
+        self.matched.append(node)
         return node
 
 
-def _row_of(node: fx.Node, count: int) -> list[fx.Node]:
+def _consecutive(node: fx.Node, count: int) -> list[fx.Node]:
     """Return this many consecutive operators, starting at this one."""
     nodes = [node]
     while len(nodes) < count:
@@ -217,7 +230,8 @@ def _count(node: Any) -> int:
     return int(value.shape[0])
 
 
-def _kind(node: fx.Node) -> Any:
+def _row_type(node: fx.Node) -> Any:
+    """Return shape, dtype and device of a row."""
     value = node.meta[EXAMPLE]
     return shape_of(value)[1:], value.dtype, value.device
 

@@ -109,8 +109,8 @@ def streambp(
         >>> import torch
         >>> torch.compile(torch.nn.Linear(8, 8), backend="streambp")(torch.randn(1, 64, 8)).square().mean().backward()
     """
-    asked = "streamfx.streambp(...) takes a graph that Dynamo has traced"
-    refuse_unless(isinstance(module, fx.GraphModule), IntegrationError, asked, module, COMPILE)
+    requirement = "streamfx.streambp(...) takes a graph that Dynamo has traced"
+    refuse_unless(isinstance(module, fx.GraphModule), IntegrationError, requirement, module, COMPILE)
     with raised_as_itself(module.graph):
         check_mode(mode)
         tell_of_untested_torch()
@@ -163,14 +163,15 @@ class Compilation(SplittableCompilation):
         except FitsUnchunkedError:
             return self._compile_whole(inputs)
         except TwoSequencesError as error:
-            found = error.with_traceback(None)  # otherwise it keeps all values of the trace alive
+            split_error = error.with_traceback(None)  # otherwise it keeps all values of the trace alive
         except RuntimeError as error:
             if self.options.strict or not told_of_meta(inputs, error):
                 raise
             return self.module.forward
-        return self.in_parts_or_whole(inputs, found)
+        return self.in_parts_or_whole(inputs, split_error)
 
     def _compile_whole(self, inputs: list[Any]) -> Callable[..., Any]:
+        """Return the unchunked graph compiled by Inductor; if Inductor fails, compile it as loops with eager bodies."""
         try:
             with doing("compiling", self.options.progress):
                 return compile_whole(self.module, inputs)
@@ -184,10 +185,11 @@ class Compilation(SplittableCompilation):
             return self.compile(inputs)
 
     def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile with AOTAutograd and the passes; wrap the result for deferred outputs, early gradients and mask guards."""
         self.standing = None
         if self.reads_inputs:
-            held = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
-            self.watched = watched_inputs(inputs, held)
+            model_owned = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
+            self.watched = watched_inputs(inputs, model_owned)
         self.num_inputs, self.weights, self.inputs_are_own = len(inputs), numbers_of_weights(inputs), self.is_alone(inputs)
         compiler = aot_autograd(
             fw_compiler=self.run_forward,
@@ -208,17 +210,16 @@ class Compilation(SplittableCompilation):
         return MaskGuard(compiled, watched, self.without_patterns()) if watched else compiled
 
     def fits_by_far(self, inputs: list[Any]) -> bool:
-        """Return whether Inductor compiles the graph without any tracing here, because the sequence is short."""
+        """Return whether Inductor compiles the (short) graph without tracing here; guard the lengths for which this holds."""
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
         if budget is None or not self.is_alone(inputs) or not compiles_whole(self.options, inputs):
             return False
-        furthest = attempted(partial(fits_by_far, self.module.graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
-        if furthest:
-            furthest.guard(self.module.graph)
-        return furthest is not None
+        longest_lengths = attempted(partial(fits_by_far, self.module.graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
+        if longest_lengths:
+            longest_lengths.guard(self.module.graph)
+        return longest_lengths is not None
 
     def part_of(self, module: fx.GraphModule) -> Compilation:
-        """Return a compilation of a part of the graph; it is not reported unless the split is taken."""
         return Compilation(module, self.options, exchange=self.exchange)
 
     def deferral(self) -> Deferral | None:
@@ -231,10 +232,7 @@ class Compilation(SplittableCompilation):
         return deferral
 
     def without_patterns(self) -> Callable[..., Any]:
-        """Return the same graph compiled on its first call, without assumptions about input values.
-
-        Dynamo compiles it for the lengths of that call, which may differ from the lengths of this compilation.
-        """
+        """Return the same graph, compiled without input-value assumptions for the lengths of its first call."""
 
         def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return Compilation(module, self.options, self.facts, reads_inputs=False).compile(example_inputs)
@@ -250,31 +248,31 @@ class Compilation(SplittableCompilation):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split the joint graph into a forward and a backward graph. AOTAutograd calls this method."""
 
-        def partitioned(way: Callable[..., Any], graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return way(graph, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        def partitioned(partitioner: Callable[..., Any], graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return partitioner(graph, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
 
         def unchunked() -> tuple[fx.GraphModule, fx.GraphModule]:
             return partitioned(min_cut_rematerialization_partition if has_unused_waits(joint.graph) else default_partition, joint)
 
-        def copied(way: Callable[..., Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return partitioned(way, fx.GraphModule(joint, graph_copy(joint.graph)))
+        def copied(partitioner: Callable[..., Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return partitioned(partitioner, fx.GraphModule(joint, graph_copy(joint.graph)))
 
         if not isinstance(joint_inputs, tuple):  # the body of a nested region, which is not rewritten
             return unchunked()
         self.num_outputs = num_fwd_outputs
         pair_dimensions(joint.graph)
-        count = len(joint_inputs[0])
+        num_primals = len(joint_inputs[0])
         static = others.get("static_lifetime_input_indices") or ()
-        patterns = self.patterns(joint.graph, count)
-        capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
+        patterns = self.patterns(joint.graph, num_primals)
+        capture = partial(captured, joint, num_primals, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         self.check_part(capture().joint if self.is_part else None)
         may_run_whole = not has_collectives(joint.graph)  # with collectives, another rank could decide differently
         budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
-        if budget is not None and may_fit_whole((whole := capture()).joint, budget):
+        if budget is not None and may_fit_whole((unchunked_facts := capture()).joint, budget):
             halves = unchunked()
-            if self.fits_as_it_stands(whole, *halves):
+            if self.check_fits_unchunked(unchunked_facts, *halves):
                 return halves
-        facts = self.analysed(capture, [partial(copied, way) for way in (default_partition, min_cut_rematerialization_partition)])
+        facts = self.analysed(capture, [partial(copied, fn) for fn in (default_partition, min_cut_rematerialization_partition)])
         if self.standing is not None and self.standing[1] is not None:
             return self.standing[0], self.standing[1]
         if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is requested
@@ -290,8 +288,8 @@ class Compilation(SplittableCompilation):
             plan_chain(self.chain, joint.graph, forward.graph, backward, num_fwd_outputs, self.num_inputs)
         return forward, backward
 
-    def fits_as_it_stands(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
-        """Return whether AOTAutograd's graphs stay within the budget; raise if Inductor is to compile the graph."""
+    def check_fits_unchunked(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
+        """Return whether the unchunked graphs fit the budget; record it, and raise if Inductor is to compile the graph."""
         budget, num_outputs = self.options.memory_budget, len(facts.joint.outputs)
         assert budget is not None
         compiled = compiles_whole(self.options, [node.meta.get(VALUE) for node in facts.joint.graph.find_nodes(op="placeholder")])
@@ -299,27 +297,27 @@ class Compilation(SplittableCompilation):
         def fits(lengths: Lengths) -> bool:
             return fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)
 
-        now = Lengths.now(facts.joint.graph)
-        furthest = now.furthest_beyond(fits) if fits(now) else None
+        traced = Lengths.now(facts.joint.graph)
+        furthest = traced.furthest_beyond(fits) if fits(traced) else None
         if furthest is None:
             return False
-        self.found(replace(facts, fits="compiled" if compiled else "eager", lengths=furthest))
+        self.record_facts(replace(facts, fits="compiled" if compiled else "eager", lengths=furthest))
         if compiled:
             self.hand_over()
         return True
 
-    def found(self, facts: Facts) -> None:
+    def record_facts(self, facts: Facts) -> None:
+        """Record the final facts of the graph, with its loops placed and priced."""
         facts = replace(facts, begins=self.begins)
         place_loops(facts)
         self.costs = self.priced(facts)
         self.keep(facts)
 
     def deferred_bytes(self) -> int:
-        """Return the bytes of deferred outputs."""
         return 0 if self.deferred is None else max(0, bytes_of_results(self.module) - bytes_of_results(self.deferred.module))
 
     def hand_over(self) -> None:
-        """Leave the graph to Inductor as Dynamo traced it."""
+        """Raise `FitsUnchunkedError`, so that Inductor compiles the graph as Dynamo traced it."""
         raise FitsUnchunkedError
 
     def analysed(self, capture: Callable[[], Facts], ways: Sequence[Callable[[], Halves]]) -> Facts:
@@ -341,26 +339,26 @@ class Compilation(SplittableCompilation):
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
         check_budget(facts, self.options)
-        in_loops = facts
+        chunked_facts = facts
         if may_stand(facts, self.options):
             facts = attempted(partial(self.unless_smaller, facts, capture(), ways), facts, NOT_COMPARED, strict=False)
-        self.raise_if_two(in_loops)
-        self.found(facts)
+        self.raise_if_two(chunked_facts)
+        self.record_facts(facts)
         if facts.fits == "compiled":
             self.hand_over()
         return facts
 
     def unless_smaller(self, facts: Facts, traced: Facts, ways: Sequence[Callable[[], Halves]]) -> Facts:
-        """Return the facts as `traced`, and record the unchunked graphs, if these take less memory than the loops."""
-        ours = None if facts.program is None else predicted(facts)
-        piece = smaller_than(ours, facts, traced.joint, ways)
-        if piece is None:
+        """Return `facts`, or `traced` facts if an unchunked graph takes less memory; then record its halves in `standing`."""
+        loops = None if facts.program is None else predicted(facts)
+        whole = smaller_than(loops, facts, traced.joint, ways)
+        if whole is None:
             return facts
-        self.standing, trains, peak = piece.halves, piece.halves[1] is not None, piece.cost.peak
-        if ours is None:
-            return replace(facts, lengths=piece.lengths)
-        compiled = trains and uses_inductor(self.options, facts.joint.graph) and peak + self.deferred_bytes() <= ours.peak
-        return replace(traced, stands=why_smaller(ours.peak, peak), fits="compiled" if compiled else None, lengths=piece.lengths)
+        self.standing, trains, peak = whole.halves, whole.halves[1] is not None, whole.cost.peak
+        if loops is None:
+            return replace(facts, lengths=whole.lengths)
+        compiled = trains and uses_inductor(self.options, facts.joint.graph) and peak + self.deferred_bytes() <= loops.peak
+        return replace(traced, stands=why_smaller(loops.peak, peak), fits="compiled" if compiled else None, lengths=whole.lengths)
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """Run the passes; a refusal under `strict=True` is raised here, so that other ranks learn of it."""
@@ -369,6 +367,7 @@ class Compilation(SplittableCompilation):
         return facts
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return a runner for the forward host program; AOTAutograd calls this as its forward compiler."""
         keep_saved_tensors()
         if self.chain is not None:
             self.chain.keep_out(inputs_in_results())
@@ -377,6 +376,7 @@ class Compilation(SplittableCompilation):
         return runner
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return a runner for the backward host program; AOTAutograd calls this as its backward compiler."""
         runner = HostProgramRunner(module, is_backward=True)
         return runner if self.chain is None else in_stretches(runner, self.chain)
 
@@ -394,7 +394,7 @@ class Compilation(SplittableCompilation):
 def compiled_use(
     graph: fx.GraphModule, inputs: list[Any], options: Options, weights: Sequence[int]
 ) -> tuple[Callable[..., Any], Facts | None]:
-    """Compile a use of deferred outputs; return the function and its facts."""
+    """Compile a use of deferred outputs; return the function and its facts (None if Inductor compiled the unchunked graph)."""
     compilation = Compilation(graph, options, parameters=weights)
     run = compilation.compile(inputs)
     return run, compilation.facts[-1] if compilation.facts else None

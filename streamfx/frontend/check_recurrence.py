@@ -14,7 +14,7 @@ from streamfx.frontend.register_rules import TENSORS, overload_of
 from streamfx.ir.scan_schema import NotStatefulError, Stateful, StatefulPlan, backward_plan, forward_plan
 from streamfx.passes.ops.rules.stateful import STATEFUL
 from streamfx.runtime.chunked_recurrences import Recurrence
-from streamfx.runtime.custom_scan import Backward, Forward, called, rows_of
+from streamfx.runtime.custom_scan import Backward, Forward, call_operator, rows_of
 from streamfx.torch_private import FakeTensor
 
 LAW = "in chunks of {size} rows, each given the state that the last one left, {what} is off by {error:.1e} from that of all rows"
@@ -53,11 +53,11 @@ def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: in
     schema = overload._schema.arguments
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
         raise RuleError(asked, found=f"chunk_size={chunk_size!r}", do="give a number of rows, 1 or more")
-    given = {argument.name: arguments.get(argument.name, argument.default_value) for argument in schema}
-    own = {name: value.detach() if isinstance(value, Tensor) else value for name, value in given.items()}
+    call_arguments = {argument.name: arguments.get(argument.name, argument.default_value) for argument in schema}
+    detached = {name: value.detach() if isinstance(value, Tensor) else value for name, value in call_arguments.items()}
     try:
         with torch.no_grad():
-            _Law(declared, own, chunk_size, asked).check()
+            _ChunkLaw(declared, detached, chunk_size, asked).check()
     except NotStatefulError as error:
         raise RuleError(asked, found=str(error), do=DO) from error
 
@@ -69,31 +69,34 @@ def _check_arguments(operator: Any, arguments: Any, asked: str) -> None:
     refuse_unless(isinstance(arguments, Mapping), RuleError, asked, f"arguments={described(arguments)}", do)
     if unknown := [str(name) for name in arguments if name not in {argument.name for argument in schema}]:
         raise RuleError(asked, found=f"{', '.join(unknown)} among the arguments", do=f"give those of {operator._schema}")
-    needed = [one.name for one in schema if not one.has_default_value() and not str(one.type).startswith("Optional")]
+    needed = [
+        argument.name for argument in schema if not argument.has_default_value() and not str(argument.type).startswith("Optional")
+    ]
     if missing := [name for name in needed if name not in arguments]:
         raise RuleError(asked, found=f"no {', '.join(missing)} among the arguments", do=do)
-    for one in schema:
-        value = arguments.get(one.name)
-        is_said = one.name in arguments and str(one.type) in TENSORS
-        fits = isinstance(value, Tensor) or (value is None and str(one.type) != "Tensor")
-        refuse_unless(not is_said or fits, RuleError, asked, f"{one.name}={described(value)}", do)
+    for argument in schema:
+        value = arguments.get(argument.name)
+        is_given_tensor = argument.name in arguments and str(argument.type) in TENSORS
+        fits = isinstance(value, Tensor) or (value is None and str(argument.type) != "Tensor")
+        refuse_unless(not is_given_tensor or fits, RuleError, asked, f"{argument.name}={described(value)}", do)
         if isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
-            raise RuleError(asked, found=f"{one.name} holds no data", do="give real tensors: their numbers are compared")
+            raise RuleError(asked, found=f"{argument.name} holds no data", do="give real tensors: their numbers are compared")
 
 
 Chunks: TypeAlias = "list[tuple[Tensor, ...]]"
 
 
-class _Law:
+class _ChunkLaw:
     size: int
     starts: range
 
     def __init__(self, declared: Stateful, arguments: Mapping[str, Any], chunk_size: int | None, asked: str) -> None:
+        """Run the operator on all rows, and choose the chunk sizes to compare."""
         self.declared, self.arguments, self.asked = declared, arguments, asked
-        wanted = [n for n, dim in enumerate(declared.results) if dim is not None or n in declared.states.values()]
+        result_indices = [n for n, dim in enumerate(declared.results) if dim is not None or n in declared.states.values()]
         try:
-            self.plan, self.kinds = forward_plan(declared, _kinds(arguments), wanted)
-            self.results = called(self.plan, arguments)
+            self.plan, self.kinds = forward_plan(declared, _kinds(arguments), result_indices)
+            self.results = call_operator(self.plan, arguments)
         except NotStatefulError:
             raise
         except Exception as error:
@@ -110,6 +113,7 @@ class _Law:
             raise RuleError(asked, found=f"{self.length} rows", do=do)
 
     def check(self) -> None:
+        """Compare with all rows for each chunk size."""
         for size in self.sizes:
             self.size, self.starts = size, range(0, self.length, size)
             self.check_chunks()
@@ -120,13 +124,13 @@ class _Law:
         forward = Forward(self.plan)
         chunks = self._run(lambda: self._forward_chunks(forward, states))
         self._compare(self.plan, _alike(dict(enumerate(self.results)), self.kinds), chunks, "result")
-        known = self._given_to_backward()
-        numbers = [n for n, name in enumerate(self.declared.gradients) if name is not None and self._is_there(name)]
-        plan, kinds = backward_plan(self.declared, self.plan, _kinds(known), self.kinds, numbers)
+        backward_arguments = self._backward_arguments()
+        numbers = [n for n, name in enumerate(self.declared.gradients) if name is not None and self._is_tensor(name)]
+        plan, kinds = backward_plan(self.declared, self.plan, _kinds(backward_arguments), self.kinds, numbers)
         run = Backward(plan)
-        whole = run(*(known[name] for name in plan.operands))
-        chunks = self._run(lambda: self._backward_chunks(run, states, known))
-        self._compare(plan, _alike(dict(zip(numbers, whole, strict=True)), kinds), chunks, "gradient")
+        results_of_all_rows = run(*(backward_arguments[name] for name in plan.operands))
+        chunks = self._run(lambda: self._backward_chunks(run, states, backward_arguments))
+        self._compare(plan, _alike(dict(zip(numbers, results_of_all_rows, strict=True)), kinds), chunks, "gradient")
 
     def _run(self, chunks: Callable[[], Chunks]) -> Chunks:
         """Report an operator's error on chunks as an error of the declaration."""
@@ -136,33 +140,35 @@ class _Law:
             problem = f"in chunks of {self.size} rows it raises {told(error)}"
             raise RuleError(self.asked, found=problem, do=DO) from error
 
-    def _is_there(self, name: str) -> bool:
+    def _is_tensor(self, name: str) -> bool:
         return isinstance(self.arguments[name], Tensor)
 
-    def _given_to_backward(self) -> dict[str, Any]:
+    def _backward_arguments(self) -> dict[str, Any]:
         """Return the backward operator's arguments: inputs of the call, random cotangents, and saved results."""
         declared, draw = self.declared, torch.Generator().manual_seed(0)
-        own = {name: self.arguments[name] for name in declared.takes if declared.remade or name in declared.backward_takes}
-        own |= dict.fromkeys(declared.counts & set(declared.backward_takes), self.length)
+        values = {name: self.arguments[name] for name in declared.takes if declared.remade or name in declared.backward_takes}
+        values |= dict.fromkeys(declared.counts & set(declared.backward_takes), self.length)
         for name, number in declared.cotangents.items():
             like, dense = self.kinds[number], torch.randn(self.kinds[number].shape, generator=draw, dtype=torch.float64)
-            own[name] = dense.to(self.device, like.dtype)
-        return own | {name: self.results[number] for name, number in declared.saved.items() if name not in declared.remade}
+            values[name] = dense.to(self.device, like.dtype)
+        return values | {name: self.results[number] for name, number in declared.saved.items() if name not in declared.remade}
 
     def _forward_chunks(self, run: Recurrence, states: Tensor) -> Chunks:
+        """Return the results of each chunk of the operator, and save the states before each in `states`."""
         carry = torch.zeros_like(states[0])
         chunks = []
         for i, start in enumerate(self.starts):
-            own = self._operands(self.plan, self.arguments, start)
-            chunks.append(run.advance(start, self.length - self._stop(start), carry, states, i, *own))
+            operands = self._operands(self.plan, self.arguments, start)
+            chunks.append(run.advance(start, self.length - self._stop(start), carry, states, i, *operands))
         return chunks
 
-    def _backward_chunks(self, run: Backward, states: Tensor, known: Mapping[str, Any]) -> Chunks:
+    def _backward_chunks(self, run: Backward, states: Tensor, backward_arguments: Mapping[str, Any]) -> Chunks:
+        """Return the results of each chunk of the backward, in order of rows."""
         carry = torch.zeros(int(run.plan.carried), dtype=torch.uint8, device=states.device)
         chunks = []
         for i, start in reversed([*enumerate(self.starts)]):
-            own = self._operands(run.plan, known, start)
-            chunks.append(run.retreat(self.length - self._stop(start), start, carry, states, i, *own))
+            operands = self._operands(run.plan, backward_arguments, start)
+            chunks.append(run.retreat(self.length - self._stop(start), start, carry, states, i, *operands))
         return chunks[::-1]
 
     def _stop(self, start: int) -> int:
@@ -174,15 +180,16 @@ class _Law:
         return [values[n].narrow(plan.rows[n], start, count) if n in plan.rows else values[n] for n in plan.operands]
 
     def _compare(self, plan: StatefulPlan, truth: Mapping[int, Any], chunks: Sequence[tuple[Tensor, ...]], what: str) -> None:
-        for place, part in enumerate(plan.results):
-            if part.number not in truth:
+        """Raise `RuleError` if concatenated (or summed) results of chunks differ from those of all rows."""
+        for index, result in enumerate(plan.results):
+            if result.number not in truth:
                 continue
-            parts = [chunk[place] for chunk in chunks]
-            computed = torch.cat(parts, part.rows) if part.rows is not None else torch.stack(parts).sum(0)
-            error = _relative(computed, truth[part.number])
+            chunk_results = [chunk[index] for chunk in chunks]
+            computed = torch.cat(chunk_results, result.rows) if result.rows is not None else torch.stack(chunk_results).sum(0)
+            error = _relative(computed, truth[result.number])
             tolerance = torch.finfo(computed.dtype).eps ** 0.5 if computed.is_floating_point() or computed.is_complex() else 0.0
             if not error <= tolerance:
-                named = self.declared.gradients[part.number] if what == "gradient" else part.number
+                named = self.declared.gradients[result.number] if what == "gradient" else result.number
                 found = LAW.format(size=self.size, what=f"{what} {named}", error=error)
                 raise RuleError(self.asked, found=found, do=DO)
 
@@ -198,6 +205,7 @@ def _alike(truth: Mapping[int, Any], kinds: Sequence[Any]) -> dict[int, Tensor]:
 
 
 def _relative(computed: Tensor, truth: Tensor) -> float:
+    """Return the distance between two tensors relative to the norm of `truth`; infinite for different shapes."""
     if computed.shape != truth.shape:
         return float("inf")
     wide = torch.complex128 if truth.is_complex() else torch.float64

@@ -41,19 +41,23 @@ class Body:
     given: tuple[fx.Node, ...]
 
     @classmethod
-    def read(cls, rows: Sequence[fx.Node], inside: Sequence[fx.Node], results: Sequence[Any]) -> Body | None:
+    def read(cls, rows: Sequence[fx.Node], operators_inside: Sequence[fx.Node], results: Sequence[Any]) -> Body | None:
         """Read a body; return None if a value depends on anything but rows and plain tensors from outside."""
         names: dict[fx.Node, Any] = {row: CombineInput(number) for number, row in enumerate(rows)}
-        names |= {node: CombineValue(number) for number, node in enumerate(inside)}
-        sources = [source for node in inside for source in node.all_input_nodes]
-        given = dict.fromkeys(source for source in sources if source not in names)
-        if not all(map(is_plain, given)) or not all(map(_is_of_torch, inside)) or not all(result in names for result in results):
+        names |= {node: CombineValue(number) for number, node in enumerate(operators_inside)}
+        sources = [source for node in operators_inside for source in node.all_input_nodes]
+        outer_tensors = dict.fromkeys(source for source in sources if source not in names)
+        if (
+            not all(map(is_plain, outer_tensors))
+            or not all(map(_is_of_torch, operators_inside))
+            or not all(result in names for result in results)
+        ):
             return None
         operators = [
             (node.op, node.target, *fx.node.map_arg((node.args, node.kwargs), lambda source: names.get(source, source)))
-            for node in inside
+            for node in operators_inside
         ]
-        return cls(tuple(operators), tuple(names[result] for result in results), tuple(given))
+        return cls(tuple(operators), tuple(names[result] for result in results), tuple(outer_tensors))
 
 
 def is_plain(node: fx.Node) -> bool:
@@ -76,9 +80,9 @@ def _is_of_torch(node: fx.Node) -> bool:
 
 def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
     """Return the number of the combine function for rows of these elements; None if it does more than compute."""
-    rows = [_row(node) for node in (*elements, *elements)]  # distinct tensors, since tracing identifies inputs by object
+    rows = [_empty_row(node) for node in (*elements, *elements)]  # distinct tensors, since tracing identifies inputs by object
     try:
-        traced = traced_on_rows(_module(body, len(rows)), [*rows, *map(_whole, body.given)])
+        traced = traced_on_rows(_build_module(body, len(rows)), [*rows, *map(_empty_like, body.given)])
     except Exception:  # operators raise many kinds of errors on unsupported fake rows
         return None
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
@@ -87,26 +91,28 @@ def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
     return known_combine(ScanStep(traced.graph, 0).with_views().graph, len(body.given))
 
 
-def _row(node: fx.Node) -> Tensor:
+def _empty_row(node: fx.Node) -> Tensor:
+    """Return an uninitialized row of a value: without its first dimension."""
     value: Tensor = node.meta[EXAMPLE]
     return value.new_empty(value.shape[1:])
 
 
-def _whole(node: fx.Node) -> Tensor:
+def _empty_like(node: fx.Node) -> Tensor:
+    """Return an uninitialized tensor with the shape of a value."""
     value: Tensor = node.meta[EXAMPLE]
     return value.new_empty(value.shape)
 
 
-def _module(body: Body, rows: int) -> fx.GraphModule:
+def _build_module(body: Body, rows: int) -> fx.GraphModule:
     """Build the function, which takes this many rows, and tensors from outside."""
     graph = fx.Graph()
-    known: dict[Any, fx.Node] = {CombineInput(number): graph.placeholder(f"row_{number}") for number in range(rows)}
-    known |= {node: graph.placeholder(f"given_{number}") for number, node in enumerate(body.given)}
+    node_of: dict[Any, fx.Node] = {CombineInput(number): graph.placeholder(f"row_{number}") for number in range(rows)}
+    node_of |= {node: graph.placeholder(f"given_{number}") for number, node in enumerate(body.given)}
     for number, (kind, target, args, kwargs) in enumerate(body.operators):
-        own = tree_map(
-            lambda item: known.get(item, item) if isinstance(item, (CombineInput, CombineValue, fx.Node)) else item,
+        arguments = tree_map(
+            lambda item: node_of.get(item, item) if isinstance(item, (CombineInput, CombineValue, fx.Node)) else item,
             (args, kwargs),
         )
-        known[CombineValue(number)] = graph.create_node(kind, target, *own)
-    graph.output(tuple(known[result] for result in body.results))
+        node_of[CombineValue(number)] = graph.create_node(kind, target, *arguments)
+    graph.output(tuple(node_of[result] for result in body.results))
     return fx.GraphModule(torch.nn.Module(), graph)

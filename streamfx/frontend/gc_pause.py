@@ -16,16 +16,17 @@ class _PauseCount:
     """Counts active pauses across threads; the collector resumes when the last one ends."""
 
     def __init__(self) -> None:
-        self.lock, self.count, self.worked = Lock(), 0, True
+        self.lock, self.count, self.was_enabled = Lock(), 0, True
 
     def change(self, by: int) -> None:
+        """Add to the number of pauses; disable collection with the first one, restore it after the last one."""
         with self.lock:
             if self.count == 0:
-                self.worked = gc.isenabled()
+                self.was_enabled = gc.isenabled()
             self.count += by
             if self.count > 0:
                 gc.disable()
-            elif self.worked:
+            elif self.was_enabled:
                 gc.enable()
 
 
@@ -45,9 +46,9 @@ def uncollected() -> Iterator[None]:
 @contextmanager
 def collected() -> Iterator[None]:
     """Enable collection inside an `uncollected` context; only for a process without other threads in such contexts."""
-    around = _rests.count
-    _rests.change(-around)
+    num_pauses = _rests.count
+    _rests.change(-num_pauses)
     try:
         yield
     finally:
-        _rests.change(around)
+        _rests.change(num_pauses)

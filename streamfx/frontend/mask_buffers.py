@@ -36,7 +36,11 @@ def pattern_of(tensor: Tensor) -> Pieces | None:
         return None
     n = tensor.shape[-1] if tensor.dim() > 1 else 0
     is_mask = n > 1 and tensor.shape[-2] == n and not tensor.is_complex() and not tensor.requires_grad
-    return (_mask_pattern(tensor.detach().reshape(-1, n, n)) if is_mask else None) or _ordinary(tensor) or _places(tensor)
+    return (
+        (_mask_pattern(tensor.detach().reshape(-1, n, n)) if is_mask else None)
+        or _ordinary_numbers(tensor)
+        or _index_table(tensor)
+    )
 
 
 def _mask_pattern(values: Tensor) -> Pieces | None:
@@ -53,7 +57,7 @@ def _mask_pattern(values: Tensor) -> Pieces | None:
     return joined((0, 1), (below or inside, inside, above or inside))
 
 
-def _ordinary(tensor: Tensor) -> Pieces | None:
+def _ordinary_numbers(tensor: Tensor) -> Pieces | None:
     """Return the pattern of ordinary numbers, as in trained weights, if all elements are."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.dtype.itemsize == 1:
         return None
@@ -63,7 +67,7 @@ def _ordinary(tensor: Tensor) -> Pieces | None:
     return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None  # it violates the assumption on weights
 
 
-def _places(tensor: Tensor) -> Pieces | None:
+def _index_table(tensor: Tensor) -> Pieces | None:
     """Return the pattern of indices if an integer table has no negative element.
 
     A scalar may count steps, so it has no pattern.
@@ -75,15 +79,17 @@ def _places(tensor: Tensor) -> Pieces | None:
 
 
 def _toeplitz(values: Tensor) -> Pieces | None:
-    along = torch.cat((values[1:, 0].flip(0), values[0])).tolist()  # delta = -(n - 1) .. n - 1
+    """Describe a matrix that is constant along each diagonal; None if it has too many pieces."""
+    by_delta = torch.cat((values[1:, 0].flip(0), values[0])).tolist()  # delta = -(n - 1) .. n - 1
     first = -(values.shape[0] - 1)
-    cuts = [first + i for i in range(1, len(along)) if along[i] != along[i - 1]]
+    cuts = [first + i for i in range(1, len(by_delta)) if by_delta[i] != by_delta[i - 1]]
     if len(cuts) >= MOST_PIECES:
         return None
-    return joined(cuts, [constant(along[0]), *(constant(along[cut - first]) for cut in cuts)])
+    return joined(cuts, [constant(by_delta[0]), *(constant(by_delta[cut - first]) for cut in cuts)])
 
 
 def _constant_above(values: Tensor, diagonal: int) -> Range | None:
+    """Return the number that all elements from this diagonal upward have, or None."""
     n = values.shape[-1]
     above = torch.ones(n, n, dtype=torch.bool, device=values.device).triu_(diagonal)
     first = values[0, 0, n - 1]
@@ -104,9 +110,12 @@ class WatchedInput:
 
     @staticmethod
     def of(position: int, tensor: Tensor, pattern: Pieces) -> WatchedInput:
+        """Return an input with a fingerprint of its values; trained weights get none."""
         if tensor.requires_grad or not has_memory(tensor):
             return WatchedInput(position, pattern, None)
-        return WatchedInput(position, pattern, Fingerprint.of(tensor, reads=_is_read(tensor, pattern)), tensor.data_ptr())
+        return WatchedInput(
+            position, pattern, Fingerprint.of(tensor, reads=_is_read_each_call(tensor, pattern)), tensor.data_ptr()
+        )
 
     def looks_the_same(self, tensor: Any) -> bool:
         """Return whether the input is unchanged, as far as this is visible without reading its values."""
@@ -117,7 +126,7 @@ class WatchedInput:
         return self.seen.sums is not None or tensor.data_ptr() == self.address
 
     def still_holds(self, tensor: Any) -> bool:
-        """Return whether the input still has the pattern; it is recomputed only if the input has changed."""
+        """Return whether the input still has the pattern; if it has changed, recompute the pattern and the fingerprint."""
         if self.looks_the_same(tensor) and (self.seen is None or self.seen.hidden_change(tensor) is None):
             return True
         if not isinstance(tensor, Tensor) or pattern_of(tensor) != self.pattern:
@@ -127,42 +136,42 @@ class WatchedInput:
         return True
 
 
-def _is_read(tensor: Tensor, pattern: Pieces) -> bool:
+def _is_read_each_call(tensor: Tensor, pattern: Pieces) -> bool:
     """Return whether an input is read at each call; for large frozen weights, version and address are compared."""
     return bool(pattern.cuts) or bytes_like(tensor) <= MOST_READ
 
 
 def _is_watchable(tensor: Tensor, pattern: Pieces) -> bool:
     """Return whether changes are detectable: tensors created in inference mode have no version counter."""
-    return bytes_like(tensor) <= MOST_BYTES if _is_read(tensor, pattern) else not tensor.is_inference()
+    return bytes_like(tensor) <= MOST_BYTES if _is_read_each_call(tensor, pattern) else not tensor.is_inference()
 
 
-def _pattern(tensor: Tensor, belongs: bool) -> Pieces | None:
+def _pattern_of_input(tensor: Tensor, is_held_by_model: bool) -> Pieces | None:
     """Return the pattern of an input; inputs of the caller may hold anything, even with a gradient (a bias)."""
-    if belongs:
+    if is_held_by_model:
         return pattern_of(tensor)
     return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None
 
 
-def watched_inputs(inputs: Sequence[Any], held: Sequence[bool]) -> list[WatchedInput]:
+def watched_inputs(inputs: Sequence[Any], held_by_model: Sequence[bool]) -> list[WatchedInput]:
     """Return the inputs with a known pattern, among those that belong to the model (`held`) and not to its caller."""
     watched = []
-    for position, (tensor, belongs) in enumerate(zip(inputs, held, strict=True)):
-        pattern = _pattern(tensor, belongs) if isinstance(tensor, Tensor) else None
+    for position, (tensor, is_held) in enumerate(zip(inputs, held_by_model, strict=True)):
+        pattern = _pattern_of_input(tensor, is_held) if isinstance(tensor, Tensor) else None
         if pattern is not None and _is_watchable(tensor, pattern):
             watched.append(WatchedInput.of(position, tensor, pattern))
     return watched
 
 
-def patterns_of(watched: Sequence[WatchedInput], count: int, given: Sequence[int | None]) -> dict[int, Pieces]:
+def patterns_of(watched: Sequence[WatchedInput], count: int, dynamo_index: Sequence[int | None]) -> dict[int, Pieces]:
     """Map patterns of Dynamo's inputs to indices of the traced graph's inputs, where sharded tensors are unwrapped.
 
     Dynamo's graph has `count` inputs; `given` has, for each input of the traced graph, its index among them.
     """
-    if count == len(given):
+    if count == len(dynamo_index):
         return {item.position: item.pattern for item in watched}
-    unsharded = {position: i for i, position in enumerate(given) if position is not None}
-    if None not in given:  # AOTAutograd has merged inputs
+    unsharded = {position: i for i, position in enumerate(dynamo_index) if position is not None}
+    if None not in dynamo_index:  # AOTAutograd has merged inputs
         return {}
     return {unsharded[item.position]: item.pattern for item in watched if item.position in unsharded}
 

@@ -44,12 +44,13 @@ def fits_by_far(graph: fx.Graph, inputs: Sequence[Any], budget: int | float | st
     trained = sum(value.nbytes for value in tensors if value.requires_grad)
 
     def fits(lengths: Lengths) -> bool:
-        held = sum(map(bytes_like, tensors))
-        left = bytes_of(budget, next(iter(devices)), held, trained) - held - trained
-        return (bytes_at_most(graph) or 0) <= left
+        """Return whether a step of these lengths fits: inputs, gradients of weights, and the bound on activations."""
+        input_bytes = sum(map(bytes_like, tensors))
+        available = bytes_of(budget, next(iter(devices)), input_bytes, trained) - input_bytes - trained
+        return (bytes_at_most(graph) or 0) <= available
 
-    now = Lengths.now(graph)
-    return now.furthest_beyond(fits) if fits(now) else None
+    traced = Lengths.now(graph)
+    return traced.furthest_beyond(fits) if fits(traced) else None
 
 
 def bytes_at_most(graph: fx.Graph) -> int | None:
@@ -75,11 +76,12 @@ def _is_plain(node: fx.Node) -> bool:
 def _bytes_at(node: fx.Node) -> int:
     """Return the bytes of an operator's operands and results; for attention, also those of all query-key pairs."""
     values = [*(_values(source) for source in node.all_input_nodes), _values(node)]
-    total = sum(bytes_like(value) for own in values for value in own)
-    return total + (_pairs(node) if node.target is ATTENTION else 0)
+    total = sum(bytes_like(value) for node_values in values for value in node_values)
+    return total + (_pair_bytes(node) if node.target is ATTENTION else 0)
 
 
-def _pairs(node: fx.Node) -> int:
+def _pair_bytes(node: fx.Node) -> int:
+    """Return the bytes of all query-key pairs of an attention, in the widest dtype."""
     operands: dict[str, Any] = dict(zip(("query", "key"), node.args, strict=False)) | node.kwargs
     query, key = (next(_values(operands[name])) for name in ("query", "key"))
     return WIDEST * math.prod(size_hint(size) for size in (*query.shape[:-1], key.shape[-2]))

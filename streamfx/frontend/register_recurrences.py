@@ -96,153 +96,174 @@ class _Declaration:
     stateful: Stateful
 
     def __init__(self, operator: Any, backward: Any) -> None:
+        """Resolve both operators to overloads; `asked` says in errors what was asked."""
         self.asked = f"a recurrence of {operator}"
-        self.own, self.other = (
+        self.forward_operator, self.backward_operator = (
             overload_of(operator, self.asked),
             overload_of(backward, f"{self.asked}, whose backward is {backward}"),
         )
 
-    def check(self, **how: Any) -> None:
+    def check(self, **options: Any) -> None:
+        """Check all options and set `stateful`; raise `RuleError` if one does not fit."""
         for name in ("rows", "states", "cotangents", "saved", "always", "only"):
-            known = how.get(name, {})
-            by_name = isinstance(known, Mapping) and all(isinstance(key, str) for key in known)
-            self._needs(by_name, f"{name}={described(known)}", "give a dictionary, by the names of arguments")
+            option = options.get(name, {})
+            is_by_name = isinstance(option, Mapping) and all(isinstance(key, str) for key in option)
+            self._require(is_by_name, f"{name}={described(option)}", "give a dictionary, by the names of arguments")
         for name in ("results", "gradients"):
-            known = how[name]
-            self._needs(isinstance(known, (list, tuple)), f"{name}={described(known)}", "give a list, one entry for each result")
+            option = options[name]
+            self._require(
+                isinstance(option, (list, tuple)), f"{name}={described(option)}", "give a list, one entry for each result"
+            )
         for name, kind in (("gradients", str), ("counts", str), ("results", int)):
-            known = how.get(name, ())
-            is_list = isinstance(known, (list, tuple, set, frozenset))
-            fits = is_list and all(type(one) is kind or (one is None and name != "counts") for one in known)
-            self._needs(fits, f"{name}={described(known)}", f"give a list of {WHAT[name]}")
-        unknown = [name for name in how if name not in {*GIVEN, *ExtraDeclaration.__annotations__}]
+            option = options.get(name, ())
+            is_list = isinstance(option, (list, tuple, set, frozenset))
+            fits = is_list and all(type(item) is kind or (item is None and name != "counts") for item in option)
+            self._require(fits, f"{name}={described(option)}", f"give a list of {WHAT[name]}")
+        unknown = [name for name in options if name not in {*GIVEN, *ExtraDeclaration.__annotations__}]
         hint = did_you_mean(unknown[0], ExtraDeclaration.__annotations__) if unknown else ""
-        self._needs(not unknown, f"{', '.join(unknown)}", f"{hint}it may be {', '.join(ExtraDeclaration.__annotations__)}")
-        takes, backward_takes = ([argument.name for argument in one._schema.arguments] for one in (self.own, self.other))
+        self._require(not unknown, f"{', '.join(unknown)}", f"{hint}it may be {', '.join(ExtraDeclaration.__annotations__)}")
+        takes, backward_takes = (
+            [argument.name for argument in item._schema.arguments] for item in (self.forward_operator, self.backward_operator)
+        )
         copied: dict[str, Any] = {
             name: dict(value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value
-            for name, value in how.items()
+            for name, value in options.items()
         }
-        copied["counts"] = frozenset(how.get("counts", ()))
-        names = self.own.name(), self.other.name()
+        copied["counts"] = frozenset(options.get("counts", ()))
+        names = self.forward_operator.name(), self.backward_operator.name()
         self.stateful = Stateful(
             name=names[0].replace("::", "_"),
             operators=names,
-            forward=self.own,
-            backward=self.other,
+            forward=self.forward_operator,
+            backward=self.backward_operator,
             takes=tuple(takes),
             backward_takes=tuple(backward_takes),
             **copied,
         )
-        for operator in (self.own, self.other):
+        for operator in (self.forward_operator, self.backward_operator):
             self._check_operator(operator)
         self._check_forward()
         self._check_backward()
         self._check_options()
 
     def _check_operator(self, operator: OpOverload[Any, Any]) -> None:
-        self._needs(not has_rule(operator), f"{operator} has a rule already", "leave it: rules that are there are tested")
-        self._needs(
+        """Require an operator without a rule, that writes to no argument and takes no lists of tensors."""
+        self._require(not has_rule(operator), f"{operator} has a rule already", "leave it: rules that are there are tested")
+        self._require(
             not operator._schema.is_mutable,
             f"{operator} writes into its arguments: {operator._schema}",
             "wrap it in an operator that returns what it writes (mutates_args=())",
         )
         lists = [argument.name for argument in operator._schema.arguments if "List[Tensor]" in str(argument.type)]
-        self._needs(not lists, f"{operator} takes lists of tensors: {', '.join(lists)}", "give it each as an argument of its own")
+        self._require(
+            not lists, f"{operator} takes lists of tensors: {', '.join(lists)}", "give it each as an argument of its own"
+        )
 
     def _check_forward(self) -> None:
-        stateful, count = self.stateful, len(self.own._schema.returns)
-        self._are_tensors("rows", stateful.rows, self.own)
-        self._are_tensors("states", stateful.states, self.own)
-        self._needs(bool(stateful.rows), "no argument with rows", "name those that have rows, and the dimension: rows={'x': 1}")
-        self._needs(bool(stateful.states), "no state", "an operator without one takes a rule: streamfx.register_rule")
-        both = sorted(set(stateful.rows) & set(stateful.states))
-        self._needs(not both, f"{', '.join(both)} among rows and among states", "a state has no rows")
-        self._needs(
+        """Require rows, states and results that fit the operator's schema."""
+        stateful, count = self.stateful, len(self.forward_operator._schema.returns)
+        self._require_tensors("rows", stateful.rows, self.forward_operator)
+        self._require_tensors("states", stateful.states, self.forward_operator)
+        self._require(bool(stateful.rows), "no argument with rows", "name those that have rows, and the dimension: rows={'x': 1}")
+        self._require(bool(stateful.states), "no state", "an operator without one takes a rule: streamfx.register_rule")
+        in_both = sorted(set(stateful.rows) & set(stateful.states))
+        self._require(not in_both, f"{', '.join(in_both)} among rows and among states", "a state has no rows")
+        self._require(
             len(stateful.results) == count,
             f"{len(stateful.results)} entries in results",
             f"write one for each of its {count} results",
         )
-        self._are_numbers("states", stateful.states, count)
+        self._require_result_indices("states", stateful.states, count)
         with_rows = [name for name, number in stateful.states.items() if stateful.results[number] is not None]
-        self._needs(not with_rows, f"the last {', '.join(with_rows)} has rows", "a state has none: write None in results")
+        self._require(not with_rows, f"the last {', '.join(with_rows)} has rows", "a state has none: write None in results")
         dims = [*stateful.rows.values(), *(dim for dim in stateful.results if dim is not None)]
-        self._needs(all(type(dim) is int for dim in dims), f"dimensions {dims}", "give each as a number")
+        self._require(all(type(dim) is int for dim in dims), f"dimensions {dims}", "give each as a number")
 
     def _check_backward(self) -> None:
-        stateful, count = self.stateful, len(self.other._schema.returns)
-        for what, names in (("cotangents", stateful.cotangents), ("saved", stateful.saved)):
-            self._are_tensors(what, names, self.other)
-            self._are_numbers(what, names, len(stateful.results))
-            own = sorted(set(names) & set(stateful.takes))
-            self._needs(not own, f"{', '.join(own)} in {what}, a name of the operator's own", "give it a name of its own")
-        both = sorted(set(stateful.saved) & set(stateful.cotangents))
-        self._needs(not both, f"{', '.join(both)} among cotangents and among saved", "an argument is one of the two")
-        self._needs(
+        """Require cotangents, saved values and gradients that fit the backward's schema."""
+        stateful, count = self.stateful, len(self.backward_operator._schema.returns)
+        for option, names in (("cotangents", stateful.cotangents), ("saved", stateful.saved)):
+            self._require_tensors(option, names, self.backward_operator)
+            self._require_result_indices(option, names, len(stateful.results))
+            clashing = sorted(set(names) & set(stateful.takes))
+            self._require(
+                not clashing, f"{', '.join(clashing)} in {option}, a name of the operator's own", "give it a name of its own"
+            )
+        in_both = sorted(set(stateful.saved) & set(stateful.cotangents))
+        self._require(not in_both, f"{', '.join(in_both)} among cotangents and among saved", "an argument is one of the two")
+        self._require(
             len(stateful.gradients) == count,
             f"{len(stateful.gradients)} entries in gradients",
             f"write one for each of its {count} results",
         )
         named = [name for name in stateful.gradients if name is not None]
-        self._are_tensors("gradients", named, self.own)
-        self._needs(len({*named}) == len(named), f"gradients {named}, one of them twice", "name each argument once")
+        self._require_tensors("gradients", named, self.forward_operator)
+        self._require(len({*named}) == len(named), f"gradients {named}, one of them twice", "name each argument once")
         unknown = [
-            name for name in tensors_of(self.other) if name not in (*stateful.takes, *stateful.cotangents, *stateful.saved)
+            name
+            for name in tensors_of(self.backward_operator)
+            if name not in (*stateful.takes, *stateful.cotangents, *stateful.saved)
         ]
-        self._needs(
+        self._require(
             not unknown,
             f"{', '.join(unknown)} of the backward, of which nothing is said",
             "name it as the operator does, or say what it is in cotangents or saved",
         )
         for name, number in stateful.states.items():
-            self._needs(name in named, f"the backward gives no gradient of {name}", "a chunk hands it to the chunk before it")
-            self._needs(
+            self._require(name in named, f"the backward gives no gradient of {name}", "a chunk hands it to the chunk before it")
+            self._require(
                 number in stateful.cotangents.values(),
                 f"the backward takes no gradient of result {number}, the last {name}",
                 "a chunk is given it by the chunk after it",
             )
         with_rows = [name for name, number in stateful.cotangents.items() if stateful.results[number] is not None]
         with_rows += [name for name in stateful.backward_takes if name in stateful.rows]
-        self._needs(
+        self._require(
             bool(with_rows), "no argument of the backward has rows", "say of which results it takes gradients: cotangents"
         )
 
     def _check_options(self) -> None:
+        """Require that the remaining options name arguments that are no tensors."""
         stateful = self.stateful
         takes = {*stateful.takes, *stateful.backward_takes}
         tensors = {
             argument.name
-            for operator in (self.own, self.other)
+            for operator in (self.forward_operator, self.backward_operator)
             for argument in operator._schema.arguments
             if str(argument.type) in TENSORS
         }
-        for what, names in (("always", stateful.always), ("counts", stateful.counts), ("only", stateful.only)):
-            known = takes if what == "only" else takes - tensors
-            unknown = sorted(name for name in names if name not in known)
-            self._needs(
-                not unknown, f"{', '.join(unknown)} in {what}", f"name arguments of it, no tensors: {sorted(takes - tensors)}"
+        for option, names in (("always", stateful.always), ("counts", stateful.counts), ("only", stateful.only)):
+            allowed = takes if option == "only" else takes - tensors
+            unknown = sorted(name for name in names if name not in allowed)
+            self._require(
+                not unknown, f"{', '.join(unknown)} in {option}", f"name arguments of it, no tensors: {sorted(takes - tensors)}"
             )
         is_size = type(stateful.block) is int and stateful.block > 0
-        self._needs(
+        self._require(
             is_size or stateful.block in set(stateful.takes) - tensors,
             f"block={stateful.block!r}",
             "give a number of rows, 1 or more, or the operator's argument that is one",
         )
 
-    def _are_tensors(self, what: str, names: Iterable[str], operator: OpOverload[Any, Any]) -> None:
-        known = tensors_of(operator)
-        unknown = [name for name in names if name not in known]
-        self._needs(
-            not unknown, f"{', '.join(map(str, unknown))} in {what}", f"name tensors that {operator} takes: {', '.join(known)}"
+    def _require_tensors(self, option: str, names: Iterable[str], operator: OpOverload[Any, Any]) -> None:
+        """Require that an option names tensors among the operator's arguments."""
+        tensor_names = tensors_of(operator)
+        unknown = [name for name in names if name not in tensor_names]
+        self._require(
+            not unknown,
+            f"{', '.join(map(str, unknown))} in {option}",
+            f"name tensors that {operator} takes: {', '.join(tensor_names)}",
         )
 
-    def _are_numbers(self, what: str, numbers: Mapping[str, int], count: int) -> None:
+    def _require_result_indices(self, option: str, numbers: Mapping[str, int], count: int) -> None:
+        """Require that an option's values are distinct indices of results."""
         values = list(numbers.values())
         wrong = [number for number in values if type(number) is not int or not 0 <= number < count]
-        self._needs(not wrong, f"results {wrong} in {what}", f"the operator has results 0 to {count - 1}")
-        self._needs(len({*values}) == len(values), f"{what} {dict(numbers)}, a result twice", "name each result once")
+        self._require(not wrong, f"results {wrong} in {option}", f"the operator has results 0 to {count - 1}")
+        self._require(len({*values}) == len(values), f"{option} {dict(numbers)}, a result twice", "name each result once")
 
-    def _needs(self, holds: bool, found: str, do: str) -> None:
+    def _require(self, holds: bool, found: str, do: str) -> None:
+        """Raise `RuleError` unless a condition holds."""
         if not holds:
             raise RuleError(self.asked, found=found, do=do)
 

@@ -72,6 +72,7 @@ def has_rule(operator: OpOverload[Any, Any]) -> bool:
 
 
 def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
+    """Return the overload of an operator that graphs hold; raise `RuleError` if there is none or there are several."""
     if isinstance(operator, OpOverloadPacket):
         if len(operator.overloads()) > 1:
             names = ", ".join(f"{operator}.{name}" for name in operator.overloads())
@@ -91,6 +92,7 @@ def _without_diagonals(rule: Callable[[RuleCall], Signature | None]) -> Callable
     """Wrap a rule so that it declines if a tensor has the same letter twice."""
 
     def declining(call: RuleCall) -> Signature | None:
+        """Return the rule's signature; None if a tensor has the same letter twice."""
         signature = rule(call)
         if not isinstance(signature, Signature):
             return signature  # `said_by` reports its type
@@ -100,26 +102,27 @@ def _without_diagonals(rule: Callable[[RuleCall], Signature | None]) -> Callable
     return declining
 
 
-def letters(part: str) -> list[str]:
+def letters(tensor: str) -> list[str]:
     """Return the letters of one tensor in the notation.
 
     >>> letters("... d! e")
     ['...', 'd', 'e']
     """
-    return [token.rstrip("!") for token in part.split()]
+    return [token.rstrip("!") for token in tensor.split()]
 
 
 def _check_notation(notation: str, operator: OpOverload[Any, Any], asked: str) -> None:
+    """Raise `RuleError` unless the notation fits itself and the operator's schema."""
     sides = notation.split("->")
     if len(sides) != 2 or any(not _TOKEN.match(token) for token in notation.replace("->", " ").replace(",", " ").split()):
         raise RuleError(
             asked, found=f"{notation!r}", do='write it like "m k, k n -> m n": letters, `!`, `...`, commas, one arrow'
         )
-    twice = [part for side in sides for part in side.split(",") if len({*letters(part)}) < len(letters(part))]
-    if twice:
+    repeating = [tensor for side in sides for tensor in side.split(",") if len({*letters(tensor)}) < len(letters(tensor))]
+    if repeating:
         raise RuleError(
             asked,
-            found=f"{twice[0].strip()!r} names a letter twice",
+            found=f"{repeating[0].strip()!r} names a letter twice",
             do="give each dimension a letter of its own, and mark both with `!`: a diagonal needs all rows and all columns",
         )
     if "..." in letters(sides[1].replace(",", " ")) and "..." not in letters(sides[0].replace(",", " ")):

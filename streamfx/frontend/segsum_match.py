@@ -69,40 +69,41 @@ class Triangle:
 
 @dataclass
 class Reader:
-    """Matches values of a Dynamo graph; `own` collects the matched operators."""
+    """Matches values of a Dynamo graph; `matched` collects the matched operators."""
 
-    own: set[fx.Node] = field(default_factory=set)
+    matched: set[fx.Node] = field(default_factory=set)
 
     def fact(self, node: fx.Node) -> Fact:
-        """Return the formula of a value; if no rule matches, the value is its own source."""
+        """Return the formula of a value and record its operators; if no rule matches, the value is its own source."""
         rule = _RULES.get(name_of(node))
-        found = rule(self, node) if rule is not None and all(map(_is_tensor_or_size, node.all_input_nodes)) else None
-        if found is not None:
-            self.own.add(node)
-            return found
+        matched_fact = rule(self, node) if rule is not None and all(map(_is_tensor_or_size, node.all_input_nodes)) else None
+        if matched_fact is not None:
+            self.matched.add(node)
+            return matched_fact
         return Fact(FactKind.SOURCE, node, tuple(range(node.meta[EXAMPLE].dim())))
 
     def triangle(self, node: Any) -> Triangle | None:
-        """Return the triangle that a boolean mask describes, or None."""
+        """Return the triangle that a boolean mask describes and record its operators, or None."""
         name = name_of(node)
         if name == "logical_not" or (name == "invert" and node.meta[EXAMPLE].dtype == torch.bool):
-            known = self.triangle(node.args[0])
-            triangle = None if known is None else replace(known, inside=not known.inside)
+            inner = self.triangle(node.args[0])
+            triangle = None if inner is None else replace(inner, inside=not inner.inside)
         elif name in ("tril", "triu"):
-            triangle = self._cut(node)
+            triangle = self._triangle_of_ones(node)
         elif name in ("bool", "to") and node.meta[EXAMPLE].dtype == torch.bool:
             triangle = self.triangle(node.args[0])
         else:
             triangle = None
         if triangle is not None:
-            self.own.add(node)
+            self.matched.add(node)
         return triangle
 
-    def _cut(self, node: fx.Node) -> Triangle | None:
+    def _triangle_of_ones(self, node: fx.Node) -> Triangle | None:
+        """Return the triangle that `tril` or `triu` cuts out of ones and record the ones, or None."""
         arguments = arguments_of(node, "input", "diagonal")
         if arguments is None or name_of(arguments["input"]) != "ones":
             return None
-        self.own.add(arguments["input"])
+        self.matched.add(arguments["input"])
         return _triangle_of(node, arguments)
 
 
@@ -158,74 +159,79 @@ def arguments_of(node: fx.Node, *names: str) -> dict[str, Any] | None:
 
 
 def _dim(value: Any, rank: int) -> int | None:
+    """Return a dimension counted from the front; None if it is not a valid number."""
     return value % rank if type(value) is int and -rank <= value < rank else None
 
 
 # -- operators that keep each element at its (c, z)
 
 
-def _permuted(reader: Reader, node: fx.Node) -> Fact | None:
-    known = reader.fact(node.args[0])  # type: ignore[arg-type]
+def _match_permute(reader: Reader, node: fx.Node) -> Fact | None:
+    """Match a permutation of dimensions."""
+    fact = reader.fact(node.args[0])  # type: ignore[arg-type]
     dims = node.args[1:] if len(node.args) > 2 or isinstance(node.args[-1], int) else node.args[1]
-    order = [_dim(dim, len(known.dims)) for dim in dims]  # type: ignore[union-attr]
+    order = [_dim(dim, len(fact.dims)) for dim in dims]  # type: ignore[union-attr]
     if node.kwargs or None in order:
         return None
-    return replace(known, dims=tuple(known.dims[dim] for dim in order))  # type: ignore[index]
+    return replace(fact, dims=tuple(fact.dims[dim] for dim in order))  # type: ignore[index]
 
 
-def _transposed(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_transpose(reader: Reader, node: fx.Node) -> Fact | None:
+    """Match an exchange of two dimensions."""
     arguments = arguments_of(node, "input", "dim0", "dim1")
     if arguments is None:
         return None
-    known = reader.fact(arguments["input"])
-    one, other = (_dim(arguments.get(name), len(known.dims)) for name in ("dim0", "dim1"))
-    if one is None or other is None:
+    fact = reader.fact(arguments["input"])
+    dim0, dim1 = (_dim(arguments.get(name), len(fact.dims)) for name in ("dim0", "dim1"))
+    if dim0 is None or dim1 is None:
         return None
-    dims = list(known.dims)
-    dims[one], dims[other] = dims[other], dims[one]
-    return replace(known, dims=tuple(dims))
+    dims = list(fact.dims)
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return replace(fact, dims=tuple(dims))
 
 
-def _unsqueezed(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_unsqueeze(reader: Reader, node: fx.Node) -> Fact | None:
+    """Match a new dimension of size one."""
     arguments = arguments_of(node, "input", "dim")
     if arguments is None:
         return None
-    known = reader.fact(arguments["input"])
-    dim = _dim(arguments.get("dim"), len(known.dims) + 1)
-    return None if dim is None else replace(known, dims=(*known.dims[:dim], None, *known.dims[dim:]))
+    fact = reader.fact(arguments["input"])
+    dim = _dim(arguments.get("dim"), len(fact.dims) + 1)
+    return None if dim is None else replace(fact, dims=(*fact.dims[:dim], None, *fact.dims[dim:]))
 
 
-def _indexed(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_index(reader: Reader, node: fx.Node) -> Fact | None:
     """Match indexing that only adds dimensions of size one: x[..., None], x[:, None, :]."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    known = reader.fact(node.args[0])  # type: ignore[arg-type]
-    taken = sum(item == slice(None) for item in index if isinstance(item, slice))
+    fact = reader.fact(node.args[0])  # type: ignore[arg-type]
+    num_slices = sum(item == slice(None) for item in index if isinstance(item, slice))
     if index.count(...) > 1 or not all(item is None or item is ... or item == slice(None) for item in index):
         return None
-    left, dims = list(known.dims), list[Place]()
+    remaining, dims = list(fact.dims), list[Place]()
     for item in index:
-        count = len(known.dims) - taken if item is ... else 0 if item is None else 1
-        dims += [None] if item is None else left[:count]
-        del left[:count]
-    return replace(known, dims=(*dims, *left))
+        count = len(fact.dims) - num_slices if item is ... else 0 if item is None else 1
+        dims += [None] if item is None else remaining[:count]
+        del remaining[:count]
+    return replace(fact, dims=(*dims, *remaining))
 
 
-def _expanded(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_expand(reader: Reader, node: fx.Node) -> Fact | None:
+    """Match a repetition along columns."""
     return _with_column(reader.fact(node.args[0]), node)  # type: ignore[arg-type]
 
 
-def _with_column(known: Fact, node: fx.Node) -> Fact | None:
+def _with_column(fact: Fact, node: fx.Node) -> Fact | None:
     """Match a repetition along one new dimension, which becomes the column, and along no dimension of the source."""
-    shape, own = shape_of(node.meta[EXAMPLE]), shape_of(known.source.meta[EXAMPLE])
-    if len(shape) != len(known.dims) or any(own[place] != size for place, size in _of_source(known.dims, shape)):
+    shape, source_shape = shape_of(node.meta[EXAMPLE]), shape_of(fact.source.meta[EXAMPLE])
+    if len(shape) != len(fact.dims) or any(source_shape[place] != size for place, size in _of_source(fact.dims, shape)):
         return None
-    wide = [i for i, (place, size) in enumerate(zip(known.dims, shape, strict=True)) if place is None and size != 1]
-    if not wide:
-        return known
-    if known.kind is not FactKind.SOURCE or len(wide) > 1:
+    repeated = [i for i, (place, size) in enumerate(zip(fact.dims, shape, strict=True)) if place is None and size != 1]
+    if not repeated:
+        return fact
+    if fact.kind is not FactKind.SOURCE or len(repeated) > 1:
         return None
     return replace(
-        known, kind=FactKind.REPEATED, dims=tuple(COLUMN if i in wide else place for i, place in enumerate(known.dims))
+        fact, kind=FactKind.REPEATED, dims=tuple(COLUMN if i in repeated else place for i, place in enumerate(fact.dims))
     )
 
 
@@ -237,7 +243,8 @@ def _of_source(dims: tuple[Place, ...], shape: tuple[Size, ...]) -> Iterator[tup
 # -- operators that turn one kind into another
 
 
-def _filled(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_masked_fill(reader: Reader, node: fx.Node) -> Fact | None:
+    """Match masked_fill(x, complement of a triangle, number)."""
     arguments = arguments_of(node, "input", "mask", "value")
     triangle = None if arguments is None else reader.triangle(arguments["mask"])
     if arguments is None or triangle is None or triangle.inside:
@@ -245,8 +252,8 @@ def _filled(reader: Reader, node: fx.Node) -> Fact | None:
     return _cut_off(reader, node, arguments["input"], triangle.least, arguments["value"], arguments["mask"])
 
 
-def _chosen(reader: Reader, node: fx.Node) -> Fact | None:
-    """where(triangle, x, number)"""
+def _match_where(reader: Reader, node: fx.Node) -> Fact | None:
+    """Match where(triangle, x, number)."""
     arguments = arguments_of(node, "condition", "input", "other")
     triangle = None if arguments is None or len(arguments) != 3 else reader.triangle(arguments["condition"])
     if arguments is None or triangle is None or not triangle.inside or not isinstance(arguments["input"], fx.Node):
@@ -254,7 +261,8 @@ def _chosen(reader: Reader, node: fx.Node) -> Fact | None:
     return _cut_off(reader, node, arguments["input"], triangle.least, arguments["other"], arguments["condition"])
 
 
-def _lower(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_tril(reader: Reader, node: fx.Node) -> Fact | None:
+    """Match the replacement of elements above a diagonal by zero."""
     arguments = arguments_of(node, "input", "diagonal")
     triangle = None if arguments is None else _triangle_of(node, arguments)
     return None if arguments is None or triangle is None else _cut_off(reader, node, arguments["input"], triangle.least, 0, node)
@@ -270,66 +278,67 @@ _CUTS = {  # by the least c - z that is kept, and the number elsewhere
 
 def _cut_off(reader: Reader, node: fx.Node, source: fx.Node, least: int, value: Any, mask: fx.Node) -> Fact | None:
     """Match the replacement of all elements above a diagonal by a number."""
-    known = _with_column(reader.fact(source), node)
-    if known is None or not isinstance(value, (int, float)) or len(known.dims) < 2:
+    fact = _with_column(reader.fact(source), node)
+    if fact is None or not isinstance(value, (int, float)) or len(fact.dims) < 2:
         return None
-    if known.kind is FactKind.REPEATED:
-        known = replace(known, rows=known.dims[-2])
-    square, sizes = shape_of(node.meta[EXAMPLE])[-2:], shape_of(mask.meta[EXAMPLE])
-    kind = _CUTS.get((known.kind, least, -inf if value <= NOTHING_LEFT else float(value)))
-    if kind is None or not known.has_last_square or square[0] != square[1] or sizes[-2:] != square:
+    if fact.kind is FactKind.REPEATED:
+        fact = replace(fact, rows=fact.dims[-2])
+    square_sizes, mask_sizes = shape_of(node.meta[EXAMPLE])[-2:], shape_of(mask.meta[EXAMPLE])
+    kind = _CUTS.get((fact.kind, least, -inf if value <= NOTHING_LEFT else float(value)))
+    if kind is None or not fact.has_last_square or square_sizes[0] != square_sizes[1] or mask_sizes[-2:] != square_sizes:
         return None
-    return replace(known, kind=kind) if mask is node or all(size == 1 for size in sizes[:-2]) else None
+    return replace(fact, kind=kind) if mask is node or all(size == 1 for size in mask_sizes[:-2]) else None
 
 
-def _summed(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_cumsum(reader: Reader, node: fx.Node) -> Fact | None:
     """Match a running sum over the rows."""
     arguments = arguments_of(node, "input", "dim")
-    known = None if arguments is None else reader.fact(arguments["input"])
-    dim = None if arguments is None or known is None else _dim(arguments.get("dim"), len(known.dims))
-    if known is None or dim is None or known.dims[dim] in (None, COLUMN):
+    fact = None if arguments is None else reader.fact(arguments["input"])
+    dim = None if arguments is None or fact is None else _dim(arguments.get("dim"), len(fact.dims))
+    if fact is None or dim is None or fact.dims[dim] in (None, COLUMN):
         return None
-    if known.kind is FactKind.SOURCE:
-        return replace(known, kind=FactKind.RUNNING, rows=known.dims[dim])
-    is_total = known.kind is FactKind.STRICT and known.dims[dim] == known.rows
-    return replace(known, kind=FactKind.TOTALS) if is_total else None
+    if fact.kind is FactKind.SOURCE:
+        return replace(fact, kind=FactKind.RUNNING, rows=fact.dims[dim])
+    is_total = fact.kind is FactKind.STRICT and fact.dims[dim] == fact.rows
+    return replace(fact, kind=FactKind.TOTALS) if is_total else None
 
 
-def _difference(reader: Reader, node: fx.Node) -> Fact | None:
-    """cumsum(x)[c] - cumsum(x)[z]"""
+def _match_difference(reader: Reader, node: fx.Node) -> Fact | None:
+    """Match cumsum(x)[c] - cumsum(x)[z], which are totals."""
     arguments = arguments_of(node, "input", "other")
     if arguments is None or not isinstance(arguments.get("other"), fx.Node) or not is_plain(arguments["other"]):
         return None
-    one, other = reader.fact(arguments["input"]), reader.fact(arguments["other"])
-    if {one.kind, other.kind} != {FactKind.RUNNING} or (one.source, one.rows) != (other.source, other.rows):
+    left, right = reader.fact(arguments["input"]), reader.fact(arguments["other"])
+    if {left.kind, right.kind} != {FactKind.RUNNING} or (left.source, left.rows) != (right.source, right.rows):
         return None
-    if len(one.dims) != len(other.dims):
+    if len(left.dims) != len(right.dims):
         return None
-    pairs = [*zip(one.dims, other.dims, strict=True)]
-    if pairs.count((one.rows, None)) != 1 or pairs.count((None, one.rows)) != 1:
+    pairs = [*zip(left.dims, right.dims, strict=True)]
+    if pairs.count((left.rows, None)) != 1 or pairs.count((None, left.rows)) != 1:
         return None
-    if any(a != b for a, b in pairs if (a, b) not in ((one.rows, None), (None, one.rows))):
+    if any(a != b for a, b in pairs if (a, b) not in ((left.rows, None), (None, left.rows))):
         return None
-    return replace(one, kind=FactKind.TOTALS, dims=tuple(COLUMN if a is None and b is not None else a for a, b in pairs))
+    return replace(left, kind=FactKind.TOTALS, dims=tuple(COLUMN if a is None and b is not None else a for a, b in pairs))
 
 
-def _exponential(reader: Reader, node: fx.Node) -> Fact | None:
-    known = reader.fact(node.args[0])  # type: ignore[arg-type]
-    kinds = {FactKind.HIDDEN: FactKind.WEIGHTS, FactKind.TOTALS: FactKind.GROWN}
-    return replace(known, kind=kinds[known.kind]) if known.kind in kinds and len(node.args) == 1 and not node.kwargs else None
+def _match_exp(reader: Reader, node: fx.Node) -> Fact | None:
+    """Match exp of totals."""
+    fact = reader.fact(node.args[0])  # type: ignore[arg-type]
+    exp_of = {FactKind.HIDDEN: FactKind.WEIGHTS, FactKind.TOTALS: FactKind.GROWN}
+    return replace(fact, kind=exp_of[fact.kind]) if fact.kind in exp_of and len(node.args) == 1 and not node.kwargs else None
 
 
 _RULES: dict[str, Callable[[Reader, fx.Node], Fact | None]] = {
-    "permute": _permuted,
-    "transpose": _transposed,
-    "swapaxes": _transposed,
-    "unsqueeze": _unsqueezed,
-    "getitem": _indexed,
-    "expand": _expanded,
-    "masked_fill": _filled,
-    "where": _chosen,
-    "tril": _lower,
-    "cumsum": _summed,
-    "sub": _difference,
-    "exp": _exponential,
+    "permute": _match_permute,
+    "transpose": _match_transpose,
+    "swapaxes": _match_transpose,
+    "unsqueeze": _match_unsqueeze,
+    "getitem": _match_index,
+    "expand": _match_expand,
+    "masked_fill": _match_masked_fill,
+    "where": _match_where,
+    "tril": _match_tril,
+    "cumsum": _match_cumsum,
+    "sub": _match_difference,
+    "exp": _match_exp,
 }

@@ -47,6 +47,7 @@ class TwoSequencesError(Exception):
     """Raised during partitioning if a graph may take less memory in two parts than its `peak` bytes in one."""
 
     def __init__(self, place: fx.Node, peak: int) -> None:
+        """Report that the second part would begin at `place`."""
         super().__init__(place, peak)
         self.place, self.peak = place, peak
 
@@ -73,6 +74,7 @@ class GraphSplit:
 
     @staticmethod
     def of(module: fx.GraphModule, place: fx.Node) -> GraphSplit:
+        """Split a module in front of a node."""
         return GraphSplit(module.graph, split_in_front_of(module, place), source_line(place))
 
     def inputs_of(self, part: GraphPart, inputs: Sequence[Any]) -> list[Any]:
@@ -93,6 +95,7 @@ class GraphSplit:
         output = self.graph.output_node().args[0]
 
         def run(*arguments: Any) -> tuple[Any, ...]:
+            """Run both parts on the graph's inputs."""
             values = dict(zip(placeholders, arguments, strict=True))
             for part, compiled in zip(self.parts, runs, strict=True):
                 values.update(zip(part.results, compiled(*(values[node] for node in part.given)), strict=True))
@@ -141,23 +144,25 @@ class SplittableCompilation(ABC):
         self.may_split = False
         return self.compile(inputs)
 
-    def in_parts(self, inputs: Sequence[Any], whole: TwoSequencesError) -> Callable[..., Any] | None:
+    def in_parts(self, inputs: Sequence[Any], two_sequences: TwoSequencesError) -> Callable[..., Any] | None:
         """Return the graph in two parts; None if they do not take less memory, or the graph cannot be split."""
-        split = GraphSplit.of(self.module, whole.place)
+        split = GraphSplit.of(self.module, two_sequences.place)
         parts = [self.part_of(part.module) for part in split.parts]
-        for part, begins in zip(parts, (self.begins, split.begins), strict=True):
-            part.is_part, part.begins, part.splits = True, begins, self.splits + 1
+        for part, part_begins in zip(parts, (self.begins, split.begins), strict=True):
+            part.is_part, part.begins, part.splits = True, part_begins, self.splits + 1
         parts[0].handed_on, parts[1].handed_on = split.handed_on(self.handed_on)
         parts[0].options = replace(parts[0].options, outputs="dense")  # the second part reads them
         try:
-            runs = [part.compile(split.inputs_of(own, inputs)) for part, own in zip(parts, split.parts, strict=True)]
+            runs = [
+                part.compile(split.inputs_of(graph_part, inputs)) for part, graph_part in zip(parts, split.parts, strict=True)
+            ]
         except (NotStreamedError, InseparableError) as error:
             log.info("a graph of two sequences is not split in front of %s: %r", split.begins, error)
             return None
         costs = [cost for part in parts for cost in part.costs]
         peak = peak_of_calls(*zip(*costs, strict=True))
-        log.info("split in front of %s a graph takes %d bytes, in one part %d", split.begins, peak, whole.peak)
-        if (1.0 if self.options.strict else GAIN) * peak > whole.peak:
+        log.info("split in front of %s a graph takes %d bytes, in one part %d", split.begins, peak, two_sequences.peak)
+        if (1.0 if self.options.strict else GAIN) * peak > two_sequences.peak:
             return None
         self.take(parts)
         return split.run_by(runs)
@@ -213,15 +218,15 @@ class SplittableCompilation(ABC):
 
     def told_of_split(self, error: OverBudgetError, capture: Callable[[], Facts]) -> OverBudgetError:
         """Return the error, with a note that no split was tried if one exists without a budget."""
-        free = replace(self.options, memory_budget=None)
-        place = attempted(lambda: self.place_without_budget(run_pipeline(capture, free)), None, NOT_SPLIT, strict=False)
+        without_budget = replace(self.options, memory_budget=None)
+        place = attempted(lambda: self.place_without_budget(run_pipeline(capture, without_budget)), None, NOT_SPLIT, strict=False)
         if place is None:
             return error
-        other = OverBudgetError(
+        extended = OverBudgetError(
             error.asked, error.found, error.where, f"{error.do}; {NOT_TRIED.format(begins=source_line(place))}"
         )
-        other.smallest, other.terms = error.smallest, error.terms
-        return other
+        extended.smallest, extended.terms = error.smallest, error.terms
+        return extended
 
     def check_strict(self, facts: Facts) -> None:
         """Raise under `strict=True` if an operator is not chunked, unless it may be chunked in two parts."""

@@ -46,11 +46,11 @@ def add_looked_up(total: Tensor, gradient: Tensor, index: Tensor, padding: int) 
 
     If an index equals `padding`, its row gets no gradient.
     """
-    rows, width = index.reshape(-1), gradient.shape[-1]
-    parts = gradient.reshape(-1, width).to(total.dtype)
+    indices, width = index.reshape(-1), gradient.shape[-1]
+    row_gradients = gradient.reshape(-1, width).to(total.dtype)
     if padding >= 0:
-        parts = parts.masked_fill((rows == padding).unsqueeze(-1), 0)
-    total.index_add_(0, rows, parts)
+        row_gradients = row_gradients.masked_fill((indices == padding).unsqueeze(-1), 0)
+    total.index_add_(0, indices, row_gradients)
 
 
 def put(total: Tensor, dim: int, index: Tensor, rows: Tensor) -> None:

@@ -61,17 +61,17 @@ def forward(
     """
     pieces, bias, last, is_open = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
     if _is_single_call(pieces, query, key):
-        full = [query.new_empty(*query.shape[:-1], value.shape[-1])] if is_open else []  # alive with a tile's
+        full_output = [query.new_empty(*query.shape[:-1], value.shape[-1])] if is_open else []  # alive with a tile's
         result = _forward(pieces[0], query, key, value, bias, last, scale)
-        del full
+        del full_output
         return result
     out = query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]).transpose(1, 2)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
-    for piece in pieces:
-        operands = _rows(piece, query), _keys(piece, key), _keys(piece, value)
-        result = _forward(piece, *operands, _bias_of(piece, bias), None, scale)
-        _rows(piece, out).copy_(result[0])
-        _rows(piece, lse).copy_(result[1])
+    for tile in pieces:
+        operands = _rows_of_tile(tile, query), _keys_of_tile(tile, key), _keys_of_tile(tile, value)
+        result = _forward(tile, *operands, _bias_of(tile, bias), None, scale)
+        _rows_of_tile(tile, out).copy_(result[0])
+        _rows_of_tile(tile, lse).copy_(result[1])
     return out, lse
 
 
@@ -92,36 +92,37 @@ def backward(
     """Return the gradients of the queries, and the chunk's contribution to the gradients of its visible keys and values."""
     pieces, bias, last, is_open = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
     if _is_single_call(pieces, query, key):
-        full = [torch.empty_like(item) for item in (query, key, value)] if is_open else []  # alive with a tile's
+        full_gradients = [torch.empty_like(item) for item in (query, key, value)] if is_open else []  # alive with a tile's
         gradients = _backward(pieces[0], gradient, query, key, value, out, lse, bias, last, scale)
-        del full
+        del full_gradients
         return gradients
     dq, dk, dv = torch.full_like(query, -0.0), torch.zeros_like(key), torch.zeros_like(value)  # -0 + x == x, also for x = -0
-    for piece in pieces:
-        own_gradient, own_query, own_out, own_lse = (_rows(piece, item) for item in (gradient, query, out, lse))
-        keys, values, own_bias = _keys(piece, key), _keys(piece, value), _bias_of(piece, bias)
-        sums = _rows(piece, dq), _keys(piece, dk), _keys(piece, dv)
-        for within, call in _calls(piece, own_gradient, own_query, keys, values, own_out, own_lse, own_bias, None, scale):
-            _add_to(sums, within, call())
+    for tile in pieces:
+        tile_gradient, tile_query, tile_out, tile_lse = (_rows_of_tile(tile, item) for item in (gradient, query, out, lse))
+        keys, values, tile_bias = _keys_of_tile(tile, key), _keys_of_tile(tile, value), _bias_of(tile, bias)
+        totals = _rows_of_tile(tile, dq), _keys_of_tile(tile, dk), _keys_of_tile(tile, dv)
+        for key_range, call in _calls(tile, tile_gradient, tile_query, keys, values, tile_out, tile_lse, tile_bias, None, scale):
+            _add_to(totals, key_range, call())
     return dq, dk, dv
 
 
-def _add_to(sums: Gradients, key_range: slice, gradients: Gradients) -> None:
+def _add_to(totals: Gradients, key_range: slice, gradients: Gradients) -> None:
     """Add the gradients of one call to `sums`; the caller drops them, so that only `sums` is alive in the next call."""
-    sums[0].add_(gradients[0])
-    sums[1][:, :, key_range].add_(gradients[1])
-    sums[2][:, :, key_range].add_(gradients[2])
+    totals[0].add_(gradients[0])
+    totals[1][:, :, key_range].add_(gradients[1])
+    totals[2][:, :, key_range].add_(gradients[2])
 
 
 # -- one call, or one for the past and one for the diagonal
 
 
 def _forward(
-    piece: MaskTile, query: Tensor, key: Tensor, value: Tensor, bias: Bias, last: BottomRightCausal | None, scale: float | None
+    tile: MaskTile, query: Tensor, key: Tensor, value: Tensor, bias: Bias, last: BottomRightCausal | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    kind = piece.kind
-    if piece.documents is not None:
-        return sdpa.forward(query, key, value, None, piece.documents, scale)
+    """Return output and log-sum-exp of a tile: one call, or one for the past and one for the diagonal."""
+    kind = tile.kind
+    if tile.documents is not None:
+        return sdpa.forward(query, key, value, None, tile.documents, scale)
     if kind is TileKind.MIXED and last is not None and sdpa.aligns_last(query, key, value, scale, last):
         return sdpa.forward(query, key, value, None, last, scale)
     if kind is not TileKind.CAUSAL:
@@ -144,7 +145,7 @@ def _backward(*arguments: Any) -> Gradients:
 
 
 def _calls(
-    piece: MaskTile,
+    tile: MaskTile,
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -157,24 +158,25 @@ def _calls(
 ) -> list[tuple[slice, Callable[[], Gradients]]]:
     """Return the kernel calls that compute the gradients, each with the slice of keys that it reads."""
 
-    def call(within: slice, mask: Bias, causal: Any) -> tuple[slice, Callable[[], Gradients]]:
-        keys, values = (key, value) if within == whole else (key[:, :, within], value[:, :, within])
-        return within, lambda: sdpa.backward(gradient, query, keys, values, out, lse, mask(), causal, scale)
+    def call(key_range: slice, mask: Bias, causal: Any) -> tuple[slice, Callable[[], Gradients]]:
+        """Return the slice of keys, and a function that runs the backward kernel on it."""
+        keys, values = (key, value) if key_range == all_keys else (key[:, :, key_range], value[:, :, key_range])
+        return key_range, lambda: sdpa.backward(gradient, query, keys, values, out, lse, mask(), causal, scale)
 
-    kind, whole = piece.kind, slice(None)
-    if piece.documents is not None:
-        return [call(whole, _no_bias, piece.documents)]
+    kind, all_keys = tile.kind, slice(None)
+    if tile.documents is not None:
+        return [call(all_keys, _without_bias, tile.documents)]
     if kind is TileKind.MIXED and last is not None and sdpa.aligns_last(query, key, value, scale, last):
-        return [call(whole, _no_bias, last)]
+        return [call(all_keys, _without_bias, last)]
     if kind is not TileKind.CAUSAL:
-        return [call(whole, bias if kind is TileKind.MIXED else _no_bias, False)]
+        return [call(all_keys, bias if kind is TileKind.MIXED else _without_bias, False)]
     past = key.shape[2] - query.shape[2]
     if past == 0 or sdpa.aligns_last(query, key, value, scale, LAST):
-        return [call(whole, _no_bias, LAST if past else True)]
-    return [call(slice(past), _no_bias, False), call(slice(past, None), _no_bias, True)]
+        return [call(all_keys, _without_bias, LAST if past else True)]
+    return [call(slice(past), _without_bias, False), call(slice(past, None), _without_bias, True)]
 
 
-def _no_bias() -> None:
+def _without_bias() -> None:
     """Return no bias."""
 
 
@@ -199,15 +201,16 @@ def _visible_keys(
     scale: float | None,
     finite_hides: bool,
 ) -> VisibleKeys:
+    """Return the tiles of the queries: from a data-dependent mask without a window, else a single tile."""
     batch, rows, keys = query.shape[0], query.shape[2], key.shape[2]
-    bounded = first is not None and window is not None and window != (None, None)
-    if isinstance(mask, Mask) and not bounded:
-        packs = sdpa.takes_documents(query, key, value, scale)
+    has_window = first is not None and window is not None and window != (None, None)
+    if isinstance(mask, Mask) and not has_window:
+        packs_documents = sdpa.takes_documents(query, key, value, scale)
         is_open = isinstance(query, FakeTensor) and mask.dense().shape[1] == 1
-        return VisibleKeys(mask.pieces(rows, keys, batch, finite_hides, packs), mask.dense, None, is_open)
+        return VisibleKeys(mask.pieces(rows, keys, batch, finite_hides, packs_documents), mask.dense, None, is_open)
     dense = mask.dense() if isinstance(mask, Mask) else mask
     last = _bottom_right(rows, keys, first, window) if dense is None else None
-    kind = TileKind.FULL if dense is None and not bounded else TileKind.CAUSAL if last == LAST else TileKind.MIXED
+    kind = TileKind.FULL if dense is None and not has_window else TileKind.CAUSAL if last == LAST else TileKind.MIXED
     tile = MaskTile(kind, (0, rows), (0, keys), (0, batch))
     return VisibleKeys((tile,), lambda: _with_window(query, key, dense, first, window), last)
 
@@ -230,25 +233,28 @@ def _is_single_call(pieces: Sequence[MaskTile], query: Tensor, key: Tensor) -> b
     return (pieces[0].rows, pieces[0].keys, pieces[0].batch) == full
 
 
-def _rows(piece: MaskTile, tensor: Tensor) -> Tensor:
-    return tensor[slice(*piece.batch), :, slice(*piece.rows)]
+def _rows_of_tile(tile: MaskTile, tensor: Tensor) -> Tensor:
+    """Return a tensor's query positions of a tile."""
+    return tensor[slice(*tile.batch), :, slice(*tile.rows)]
 
 
-def _keys(piece: MaskTile, tensor: Tensor) -> Tensor:
-    return tensor[slice(*piece.batch), :, slice(*piece.keys)]
+def _keys_of_tile(tile: MaskTile, tensor: Tensor) -> Tensor:
+    """Return a tensor's key positions of a tile."""
+    return tensor[slice(*tile.batch), :, slice(*tile.keys)]
 
 
-def _bias_of(piece: MaskTile, bias: Bias) -> Bias:
+def _bias_of(tile: MaskTile, bias: Bias) -> Bias:
     """Return the tile's slice of the mask [b 1 m n], where b is the batch size or 1."""
 
-    def part() -> Tensor | None:
+    def tile_bias() -> Tensor | None:
+        """Return the bias of the tile, or None without one."""
         mask = bias()
         if mask is None:
             return None
-        batch_mask = mask if mask.shape[0] == 1 else mask[slice(*piece.batch)]
-        return batch_mask[:, :, slice(*piece.rows), slice(*piece.keys)]
+        batch_mask = mask if mask.shape[0] == 1 else mask[slice(*tile.batch)]
+        return batch_mask[:, :, slice(*tile.rows), slice(*tile.keys)]
 
-    return part
+    return tile_bias
 
 
 def _with_window(query: Tensor, key: Tensor, mask: Tensor | None, first: int | None, window: Window | None) -> Tensor | None:

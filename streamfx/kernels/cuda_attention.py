@@ -128,6 +128,7 @@ def _flash_backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients by flash attention, in blocks if its workspace would be large."""
     out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop reads its pointer and ignores its strides
     return gradients(_flash_block, (gradient, query, key, value, out, lse), causal, scale, sizes)
 
@@ -142,6 +143,7 @@ def _flash_block(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Run flash attention's backward on one block of rows and keys."""
     ends = (None, None, query.shape[2], key.shape[2])
     return aten._scaled_dot_product_flash_attention_backward(
         gradient, query, key, value, out, lse, *ends, 0.0, bool(causal), *no_dropout(query.device), scale=scale
@@ -160,6 +162,7 @@ def sizes(query: Tensor, key: Tensor) -> TileSizes:
 
 
 def _rows_at_once(query: Tensor) -> int:
+    """Return the number of rows per call that keeps the accumulator of the queries' gradients within ACCUMULATED."""
     batch, heads, _, width = query.shape
     row_bytes = batch * heads * (1 + width) * 4  # flash_api.cpp: mha_bwd: softmax_d, dq_accum; cuDNN allocates the same
     return max(_in_tiles(ACCUMULATED // row_bytes), 1)
@@ -177,6 +180,7 @@ def keys_at_once(query: Tensor, key: Tensor) -> int:
 
 
 def _in_tiles(size: int) -> int:
+    """Round a number of rows down to full kernel tiles, unless it is less than one."""
     return size // cuda_cudnn.MULTIPLE * cuda_cudnn.MULTIPLE or size
 
 
@@ -191,6 +195,7 @@ def _efficient_backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients by memory-efficient attention, with keys and values repeated for all heads."""
     groups = key.shape[1]
     key, value = (for_all_heads(item, query) for item in (key, value))
     bias, lse = _readable_bias(bias, query, key), readable_lse(lse)

@@ -30,6 +30,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> 
 
 
 def _add_in_place(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    """Add a product to a total of another dtype, in the kernel itself; overwrite the total if `is_first`."""
     is_matrix = left.dim() == 2
     if is_first:
         (aten.mm if is_matrix else aten.bmm).dtype_out(left, right, total.dtype, out=total)

@@ -41,11 +41,12 @@ def kind_of(device: torch.device) -> DeviceKind:
     planned = _supposed.get()
     if planned is not None and device.type == "cpu":
         return planned
-    return _own_kind(device)
+    return _kind_of_real_device(device)
 
 
 @cache
-def _own_kind(device: torch.device) -> DeviceKind:
+def _kind_of_real_device(device: torch.device) -> DeviceKind:
+    """Return the kind of the actual device."""
     if device.type != "cuda":
         return DeviceKind(device.type)
     capability = torch.cuda.get_device_capability(device)

@@ -37,12 +37,12 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output [b h m e] and log-sum-exp [b h m], as `flash_window.forward` does, also for documents."""
-    causal = _simplest(causal)
+    causal = _simplified(causal)
     if not isinstance(causal, Varlen):
         return flash_window.forward(query, key, value, bias, causal, scale)
     query, key, value, scale = cuda_attention.readable(query, key, value, scale)
-    results = [_flash(*own, causal, scale) for own in zip(query, key, value, strict=True)]
-    out, lse = (_stacked(parts) for parts in zip(*results, strict=True))
+    results = [_flash(*sequence, causal, scale) for sequence in zip(query, key, value, strict=True)]
+    out, lse = (_stacked(of_sequences) for of_sequences in zip(*results, strict=True))
     return out, lse
 
 
@@ -58,13 +58,13 @@ def backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
-    causal = _simplest(causal)
+    causal = _simplified(causal)
     if not isinstance(causal, Varlen):
         return flash_window.backward(gradient, query, key, value, out, lse, bias, causal, scale)
     query, key, value, scale = cuda_attention.readable(query, key, value, scale)
     gradient, out = cuda_attention.readable_results(gradient, out, query)
-    results = [_gradients(own, causal, scale) for own in zip(gradient, query, key, value, out, lse, strict=True)]
-    dq, dk, dv = (_stacked(parts) for parts in zip(*results, strict=True))
+    results = [_gradients(sequence, causal, scale) for sequence in zip(gradient, query, key, value, out, lse, strict=True)]
+    dq, dk, dv = (_stacked(of_sequences) for of_sequences in zip(*results, strict=True))
     return dq, dk, dv
 
 
@@ -79,10 +79,11 @@ def takes(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> boo
 @kernel_selftest.isolated("flash attention of documents")
 def keeps_apart(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether the device's flash attention separates documents at this head width, by a test on a few rows."""
-    return all(_is_right(documents, device, dtype, width) for documents in TRIED)
+    return all(_agrees(documents, device, dtype, width) for documents in TRIED)
 
 
-def _is_right(documents: Varlen, device: torch.device, dtype: torch.dtype, width: int) -> bool:
+def _agrees(documents: Varlen, device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Return whether the kernels match plain operators on these documents."""
     return kernel_selftest.agree(
         lambda q, k, v: forward(q, k, v, None, documents, None),
         lambda g, q, k, v, out, lse: backward(g, q, k, v, out, lse, None, documents, None),
@@ -91,15 +92,16 @@ def _is_right(documents: Varlen, device: torch.device, dtype: torch.dtype, width
     )
 
 
-def _simplest(causal: Causal) -> Causal:
+def _simplified(causal: Causal) -> Causal:
     """Simplify a single document to a window, or to no mask, over all rows."""
     if not isinstance(causal, Varlen) or len(causal.rows) > 2:
         return causal
     return BottomRightCausal(causal.left) if causal.causal else False
 
 
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(tuple(parts))
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack the results of sequences along a new batch dimension."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tuple(tensors))
 
 
 # -- one sequence: heads [h m d]
@@ -112,8 +114,8 @@ def _gradients(items: Items, documents: Varlen, scale: float | None) -> tuple[Te
     for first, stop in _calls(query, key, documents):
         rows, keys = (slice(ends[first], ends[stop]) for ends in (documents.rows, documents.keys))
         call_items = gradient[:, rows], query[:, rows], key[:, keys], value[:, keys], out[:, rows], lse[:, rows]
-        results.append(_of_call(call_items, _part(documents, first, stop), scale))
-    dq, dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*results, strict=True))
+        results.append(_call_gradients(call_items, _documents_slice(documents, first, stop), scale))
+    dq, dk, dv = (of_calls[0] if len(of_calls) == 1 else torch.cat(of_calls, 1) for of_calls in zip(*results, strict=True))
     return dq, dk, dv
 
 
@@ -123,22 +125,23 @@ def _calls(query: Tensor, key: Tensor, documents: Varlen) -> Iterator[tuple[int,
     The workspace of a call stays near that of its rows, or that of a few documents, and a call has no more keys than
     `cuda_attention` allows at once.
     """
-    most, size = max(FEW, query.shape[1] // MARGIN), cuda_attention.keys_at_once(query[None], key[None])
+    max_documents, max_keys = max(FEW, query.shape[1] // MARGIN), cuda_attention.keys_at_once(query[None], key[None])
     first, count = 0, len(documents.rows) - 1
     for stop in range(1, count + 1):
-        if stop == count or stop - first == most or documents.keys[stop + 1] - documents.keys[first] > size:
+        if stop == count or stop - first == max_documents or documents.keys[stop + 1] - documents.keys[first] > max_keys:
             yield first, stop
             first = stop
 
 
-def _part(documents: Varlen, first: int, stop: int) -> Varlen:
+def _documents_slice(documents: Varlen, first: int, stop: int) -> Varlen:
     """Return documents [first, stop), with rows and keys counted from the first of them."""
     rows, keys = (tuple(end - ends[first] for end in ends[first : stop + 1]) for ends in (documents.rows, documents.keys))
     return Varlen(rows, keys, documents.causal, documents.left)
 
 
-def _of_call(items: Items, documents: Varlen, scale: float | None) -> Sequence[Tensor]:
-    causal = _simplest(documents)
+def _call_gradients(items: Items, documents: Varlen, scale: float | None) -> Sequence[Tensor]:
+    """Return the gradients of one call; a single document takes the kernels for windows."""
+    causal = _simplified(documents)
     if isinstance(causal, Varlen):
         return _flash_backward(items, causal, scale)
     gradient, query, key, value, out, lse = (item.unsqueeze(0) for item in items)
@@ -150,6 +153,7 @@ def _of_call(items: Items, documents: Varlen, scale: float | None) -> Sequence[T
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Run the variable-length kernel; return the output and log-sum-exp of one sequence."""
     by_rows = (item.transpose(0, 1) for item in (query, key, value))
     ends = _ends(documents, query.device)
     out, lse, *_ = aten._flash_attention_forward(*by_rows, *ends, 0.0, False, False, scale=scale, **_window(documents))
@@ -157,6 +161,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Varlen, scale: 
 
 
 def _flash_backward(items: Items, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward of the variable-length kernel on one sequence."""
     gradient, query, key, value, out, lse = items
     out, lse = layouts.aligned(out), lse.contiguous()  # set_params_fprop reads its pointer and ignores its strides
     by_rows = (item.transpose(0, 1) for item in (gradient, query, key, value, out))
@@ -171,7 +176,7 @@ def _ends(documents: Varlen, device: torch.device) -> tuple[Tensor, Tensor, int,
     ends = torch.tensor((documents.rows, documents.keys), dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_initialized())
     rows, keys = ends.to(device, non_blocking=True).unbind()
     longest_rows, longest_keys = (
-        max(stop - start for start, stop in pairwise(ends_of_one)) for ends_of_one in (documents.rows, documents.keys)
+        max(stop - start for start, stop in pairwise(ends_by_document)) for ends_by_document in (documents.rows, documents.keys)
     )
     return rows, keys, longest_rows, longest_keys
 

@@ -95,6 +95,7 @@ def _readable(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
 
 @torch.library.impl(_library, "attention_window", "CompositeExplicitAutograd")
 def _forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Run attention in a window: the operator's implementation, with a bias if the device's kernels are wrong."""
     if not cuda_attention.takes_flash(query, value, scale):
         return efficient_bottom_right.forward(query, key, value, left, scale)
     if hides(query.device, query.dtype, query.shape[3]):
@@ -115,6 +116,7 @@ def _backward(
     left: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward of attention in a window: the operator's implementation."""
     if not cuda_attention.takes_flash(query, value, scale):
         return efficient_bottom_right.backward(grad_out, query, key, value, out, logsumexp, left, scale)
     if hides(query.device, query.dtype, query.shape[3]):
@@ -135,6 +137,7 @@ def hides(device: torch.device, dtype: torch.dtype, width: int) -> bool:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Run flash attention with a window of `left` keys before a query's own."""
     by_rows = (item.transpose(1, 2) for item in (query, key, value))
     ends = (None, None, query.shape[2], key.shape[2])
     window = {"window_size_left": left, "window_size_right": 0}
@@ -145,6 +148,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | 
 def _flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, left: int, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward of flash attention with a window."""
     out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop reads its pointer and ignores its strides
     by_rows = (item.transpose(1, 2) for item in (gradient, query, key, value, out))
     ends = (None, None, query.shape[2], key.shape[2])
@@ -157,6 +161,7 @@ def _flash_backward(
 
 @torch.library.register_fake("streamfx::attention_window", lib=_library)  # type: ignore[untyped-decorator]
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return uninitialized results with the layout of the real ones."""
     by_rows = query.transpose(1, 2)
     out = by_rows.new_empty(*by_rows.shape[:-1], value.shape[3]).transpose(1, 2)
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -166,6 +171,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale
 def _fake_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *, left: int, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized gradients with the layout of the real ones."""
     dq, dk, dv = (torch.empty_like(item.transpose(1, 2)).transpose(1, 2) for item in (query, key, value))
     return dq, dk, dv
 

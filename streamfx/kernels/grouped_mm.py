@@ -62,7 +62,7 @@ def arranged_mm(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tenso
         products = products.masked_fill_((torch.arange(len(order), device=x.device) >= ends[-1]).unsqueeze(1), 0)
     else:
         products = rows.new_zeros(len(order), weight.shape[2])
-        for index, (start, stop) in enumerate(_spans(ends)):
+        for index, (start, stop) in enumerate(_group_ranges(ends)):
             if start < stop:
                 torch.mm(rows[start:stop], weight[index], out=products[start:stop])
     return torch.empty_like(products).index_copy_(0, order, products)
@@ -90,23 +90,24 @@ def add_arranged_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends:
         total.add_(arranged_outer(x, y, order, ends))
         return
     x, y = x[order], y[order]
-    for index, (start, stop) in enumerate(_spans(ends)):
+    for index, (start, stop) in enumerate(_group_ranges(ends)):
         if start < stop:
             accumulate.add_product(total[index], x[start:stop].t(), y[start:stop], is_first=False)
 
 
-def _spans(ends: Tensor) -> list[tuple[int, int]]:
+def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
+    """Return the rows [start, stop) of each group in sorted order; on CUDA the host waits for the device."""
     stops = ends.tolist()
     return list(zip([0, *stops], stops, strict=False))
 
 
-def has_kernel(x: Tensor, other: Tensor) -> bool:
+def has_kernel(x: Tensor, weight: Tensor) -> bool:
     """Return whether the device multiplies all groups in one call, without their sizes on the host."""
     kind = kind_of(x.device)
-    if kind.type != "cuda" or kind.capability < FAST or x.dtype != torch.bfloat16 or other.dtype != x.dtype:
+    if kind.type != "cuda" or kind.capability < FAST or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
         return False
-    is_dense = sorted(other.stride()[-2:]) in ([1, other.shape[-1]], [1, other.shape[-2]])
-    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *other.shape[-2:]))
+    is_dense = sorted(weight.stride()[-2:]) in ([1, weight.shape[-1]], [1, weight.shape[-2]])
+    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *weight.shape[-2:]))
     return is_dense and aligned
 
 
@@ -126,26 +127,31 @@ def multiplies_by_group(x: Tensor, weight: Tensor) -> bool:
     return _has_half_products(x, weight) and (_is_planned(x) or _multiplies_right(x.device, x.dtype))
 
 
-def _has_half_products(x: Tensor, other: Tensor) -> bool:
+def _has_half_products(x: Tensor, weight: Tensor) -> bool:
+    """Return whether tensor cores multiply these operands: both of one half dtype, on a new enough device."""
     kind = kind_of(x.device)
-    return kind.type == "cuda" and kind.capability >= HALF_PRODUCTS and x.dtype in HALF and other.dtype == x.dtype
+    return kind.type == "cuda" and kind.capability >= HALF_PRODUCTS and x.dtype in HALF and weight.dtype == x.dtype
 
 
 def _is_planned(x: Tensor) -> bool:
+    """Return whether the device is only planned for: tensors are fake, or on the CPU."""
     return isinstance(x, FakeTensor) or x.device.type != "cuda"
 
 
 @kernel_selftest.isolated("sums of experts' outer products")
 def _adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
+    """Return whether the device's Triton kernel accumulates correctly, by a test on small integers."""
     return _triton().adds_right(device, dtype, total_type)  # type: ignore[no-any-return]
 
 
 @kernel_selftest.isolated("products with experts' weights")
 def _multiplies_right(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the device's Triton kernel multiplies correctly, by a test on small integers."""
     return _triton().multiply_is_correct(device, dtype)  # type: ignore[no-any-return]
 
 
 def _triton() -> ModuleType:
+    """Import the Triton kernels on first use: only CUDA builds have Triton."""
     from streamfx.kernels import triton_grouped_mm
 
     return triton_grouped_mm
@@ -176,6 +182,7 @@ def _fake_arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _register(name: str, function: Any, fake: Any, flops: Any = None) -> Any:
+    """Register an operator with its fake implementation and its FLOP formula, and return it."""
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"streamfx::{name}", fake, lib=_library)
     packet = getattr(torch.ops.streamfx, name)

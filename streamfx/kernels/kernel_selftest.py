@@ -89,6 +89,7 @@ def agree(forward: Forward, backward: Backward, causal: Causal, sizes: Attention
 
 
 def _reference(causal: Causal, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    """Return the outputs and gradients of plain operators."""
     results = plain_attention.forward(query, key, value, None, causal, None)
     return (*results, *plain_attention.backward(gradient, query, key, value, *results, None, causal, None))
 
@@ -104,6 +105,7 @@ def _random(sizes: AttentionSizes, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether two tensors agree up to the rounding of half dtypes."""
     actual = actual.double()
     return bool((actual - expected).abs().max() <= CLOSE * expected.abs().max())
 
@@ -115,21 +117,23 @@ class IsolatedTrial:
     """A test `check(device, *arguments)` that runs once per question. On CUDA it runs in a child process."""
 
     def __init__(self, label: str, check: Callable[..., bool]) -> None:
+        """Wrap a check, with a label for warnings; outcomes are kept by device and arguments."""
         update_wrapper(self, check)
         self.label, self.check = label, check
-        self._known: dict[Any, Outcome] = {}
+        self._outcomes: dict[Any, Outcome] = {}
 
     def __call__(self, device: torch.device, *arguments: Any) -> bool:
+        """Return whether the kernels are right."""
         return self.outcome(device, *arguments).is_right
 
     def outcome(self, device: torch.device, *arguments: Any) -> Outcome:
         """Return whether the kernels are right, and the reason if not. Arguments are dtypes and numbers."""
         flash = torch.nn.attention.current_flash_attention_impl()
         key = (device, flash, arguments)
-        outcome = self._known.get(key)
+        outcome = self._outcomes.get(key)
         if outcome is None:
             question = {"check": self.name, "arguments": [_encoded(item) for item in arguments], "flash": flash}
-            outcome = self._known[key] = _ask_child(question, device) if device.type == "cuda" else _run_test(question, device)
+            outcome = self._outcomes[key] = _ask_child(question, device) if device.type == "cuda" else _run_test(question, device)
             if not outcome.is_right:
                 log.warning(NOT_USED, self.label, device, ", ".join(map(str, arguments)), outcome.why)
         return outcome
@@ -139,7 +143,7 @@ class IsolatedTrial:
         return f"{self.check.__module__}:{self.check.__qualname__}"
 
     def cache_clear(self) -> None:
-        self._known.clear()
+        self._outcomes.clear()
 
 
 def isolated(label: str) -> Callable[[Callable[..., bool]], IsolatedTrial]:
@@ -171,13 +175,13 @@ def _run_test(question: Question, device: torch.device) -> Outcome:
 def _ask_child(question: Question, device: torch.device) -> Outcome:
     """Return the outcome of a test on a CUDA device, from the cache or from the child process."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    key = _key(question, index)
-    if (cached := _kept().get(key)) is not None:
+    key = _cache_key(question, index)
+    if (cached := _cached_outcomes().get(key)) is not None:
         return cached
     with _CHILD.lock:
         outcome = _CHILD.answer({**question, "device": f"cuda:{index}"})
     if outcome.lasts:
-        _keep(key, outcome)
+        _write_to_cache(key, outcome)
     return outcome
 
 
@@ -185,6 +189,7 @@ class Child:
     """The process that tests kernels, started for the first question and restarted once it has ended."""
 
     def __init__(self) -> None:
+        """Describe the child's command; the process starts with the first question."""
         self.lock = threading.Lock()
         self.command = [sys.executable, "-m", "streamfx.kernels.kernel_selftest"]
         self._process: subprocess.Popen[bytes] | None = None
@@ -199,12 +204,12 @@ class Child:
     def _answer(self, question: Question) -> tuple[Outcome, bool]:
         """Return the outcome, and whether the child had exited normally."""
         try:
-            process = self._running()
+            process = self._running_process()
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(question).encode() + b"\n")
                 process.stdin.flush()
-            line = self._line(process)
+            line = self._read_line(process)
         except OSError as error:
             self.stop()
             return Outcome(False, f"no process could be started to try them in ({told(error)})", lasts=False), False
@@ -214,12 +219,12 @@ class Child:
                 return Outcome(bool(is_right), str(why), bool(lasts)), False
             self.stop()
             return Outcome(False, "the process that tried them gave an answer that cannot be read", lasts=False), False
-        why = f"said nothing for {LONGEST} s" if line is None else self._end(process)
+        why = f"said nothing for {LONGEST} s" if line is None else self._how_it_ended(process)
         has_ended = line is not None and process.returncode == 0
         self.stop()
         return Outcome(False, f"the process that tried them {why}", lasts=False), has_ended
 
-    def _line(self, process: subprocess.Popen[bytes]) -> bytes | None:
+    def _read_line(self, process: subprocess.Popen[bytes]) -> bytes | None:
         """Read the child's output until a line or the output ends; return None on timeout."""
         assert process.stdout is not None
         answers, deadline, output = process.stdout.fileno(), time.monotonic() + LONGEST, b""
@@ -232,7 +237,8 @@ class Child:
             output += data
         return output
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running_process(self) -> subprocess.Popen[bytes]:
+        """Return the child process; start one if there is none or it has ended."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -247,7 +253,8 @@ class Child:
             )
         return self._process
 
-    def _end(self, process: subprocess.Popen[bytes]) -> str:
+    def _how_it_ended(self, process: subprocess.Popen[bytes]) -> str:
+        """Wait for the process to end; return how it ended, with the last line of its errors."""
         try:
             code = process.wait(ENDING)
         except subprocess.TimeoutExpired:
@@ -297,7 +304,7 @@ def main() -> None:
 
 
 @cache
-def _folder() -> Path | None:
+def _cache_folder() -> Path | None:
     """Return the cache folder, or None if the user has no home, as in some containers."""
     with contextlib.suppress(RuntimeError):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamfx"
@@ -311,14 +318,16 @@ def _sources() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def _key(question: Question, index: int) -> str:
+def _cache_key(question: Question, index: int) -> str:
+    """Return the cache key of a question: with the device, the versions and the source."""
     card = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     versions = version("torch"), torch.version.cuda, torch.backends.cudnn.version()
     return json.dumps([question, card, versions, _sources()])
 
 
-def _kept() -> dict[str, Outcome]:
-    folder = _folder()
+def _cached_outcomes() -> dict[str, Outcome]:
+    """Return the outcomes in the cache file, by key; none if it is missing or has another format."""
+    folder = _cache_folder()
     try:
         entries = json.loads((folder / "trials.json").read_text()) if folder is not None else {}
         return {key: Outcome(bool(is_right), str(why)) for key, (is_right, why, _) in entries.items()}
@@ -326,15 +335,15 @@ def _kept() -> dict[str, Outcome]:
         return {}
 
 
-def _keep(key: str, outcome: Outcome) -> None:
+def _write_to_cache(key: str, outcome: Outcome) -> None:
     """Write an answer to the cache. If the folder is not writable, the next process repeats the test."""
-    folder = _folder()
+    folder = _cache_folder()
     if folder is None:
         return
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            json.dump({**dict(list(_kept().items())[-MOST_KEPT:]), key: outcome}, file)
+            json.dump({**dict(list(_cached_outcomes().items())[-MOST_KEPT:]), key: outcome}, file)
         try:
             Path(file.name).replace(folder / "trials.json")
         except OSError:

@@ -22,9 +22,10 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def is_aligned(tensor: Tensor) -> bool:
+    """Return whether the address and all strides but a dense last one are aligned."""
     *outer, last = tensor.stride()
-    begins = _address(tensor) % (ALIGNED * tensor.element_size()) == 0
-    return begins and last == 1 and not any(stride % ALIGNED for stride in outer)
+    starts_aligned = _address(tensor) % (ALIGNED * tensor.element_size()) == 0
+    return starts_aligned and last == 1 and not any(stride % ALIGNED for stride in outer)
 
 
 def _address(tensor: Tensor) -> int:

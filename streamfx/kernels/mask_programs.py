@@ -34,25 +34,26 @@ class MaskCache:
     """The results of mask programs in one step, keyed by program and inputs, and the memory of these inputs."""
 
     def __init__(self) -> None:
-        self._seen: dict[Hashable, tuple[SeenIntervals, list[Any]]] = {}
-        self._pieces: dict[Hashable, tuple[MaskTile, ...]] = {}
+        """Start without results; `_tiles` caches the tiles for each batch size and number of rows and keys."""
+        self._intervals: dict[Hashable, tuple[SeenIntervals, list[Any]]] = {}
+        self._tiles: dict[Hashable, tuple[MaskTile, ...]] = {}
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._seen
+        return key in self._intervals
 
     def keep(self, key: Hashable, seen: SeenIntervals, inputs: Sequence[Any]) -> None:
         """Cache a result, and keep the storages of its inputs alive.
 
         The tensors themselves are not kept: one may be a view of a tensor to which this cache is attached.
         """
-        self._seen[key] = seen, [item.untyped_storage() for item in inputs if isinstance(item, Tensor)]
+        self._intervals[key] = seen, [item.untyped_storage() for item in inputs if isinstance(item, Tensor)]
 
     def pieces(self, key: Hashable, batch: int, rows: int, keys: int, packs: bool) -> tuple[MaskTile, ...] | None:
         """Return the tiles for a batch size and numbers of rows and keys, or None if the mask has not been evaluated."""
         sizes = (batch, rows, keys, packs)
-        tiles = self._pieces.get((key, sizes))
-        if tiles is None and key in self._seen:
-            tiles = self._pieces[key, sizes] = pieces_in(self._seen[key][0], *sizes)
+        tiles = self._tiles.get((key, sizes))
+        if tiles is None and key in self._intervals:
+            tiles = self._tiles[key, sizes] = pieces_in(self._intervals[key][0], *sizes)
         return tiles
 
 
@@ -61,7 +62,7 @@ _upcoming: ContextVar[Callable[[Any], Iterable[Inputs]] | None] = ContextVar("st
 
 
 @contextmanager
-def coming(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]:
+def upcoming_inputs(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]:
     """While a loop runs, provide the inputs of each of its mask programs for all of its chunks."""
     token = _upcoming.set(inputs)
     try:
@@ -71,11 +72,11 @@ def coming(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]:
 
 
 @contextmanager
-def looking(looks: MaskCache) -> Iterator[MaskCache]:
+def looking(cache: MaskCache) -> Iterator[MaskCache]:
     """Use `looks` as the cache while the forward or backward graph of a step runs inside this context."""
-    token = _looks.set(looks)
+    token = _looks.set(cache)
     try:
-        yield looks
+        yield cache
     finally:
         _looks.reset(token)
 
@@ -110,10 +111,10 @@ class MaskProgram(nn.Module):
             return None
         if key is None:
             return pieces_of(dense.expand(-1, -1, rows, keys)[:, 0], batch, finite_hides, packs)
-        self._look(mask, key, finite_hides)
+        self._evaluate_all(mask, key, finite_hides)
         return mask.looks.pieces(key, batch, rows, keys, packs)
 
-    def _look(self, mask: Mask, key: Hashable, finite_hides: bool) -> None:
+    def _evaluate_all(self, mask: Mask, key: Hashable, finite_hides: bool) -> None:
         """Evaluate the masks of all chunks of the loop at once: see NOTE [One evaluation for all chunks]."""
         upcoming = _upcoming.get() or (lambda _: ())
         evaluated: dict[Hashable, tuple[Inputs, Tensor, int]] = {}
@@ -168,6 +169,7 @@ class Mask:
 
 
 def _identity(item: Any, literal: Hashable | None) -> Hashable:
+    """Return what identifies an input: its memory and version, or the literal that it is computed from, and its layout."""
     if not isinstance(item, Tensor):
         return item
     memory = (item.data_ptr(), item._version) if literal is None else (literal, item.storage_offset())

@@ -70,14 +70,15 @@ def pieces_of(mask: Tensor, batch: int, finite_hides: bool = True, packs: bool =
 def pieces_in(seen: SeenIntervals, batch: int, rows: int, keys: int, packs: bool) -> tuple[MaskTile, ...]:
     """Return the tiles for a number of rows and keys; with `packs`, consecutive documents form one tile."""
     tiles_by_sequence = [
-        tuple(_pieces(intervals if len(intervals) == rows else intervals * rows, packs)) for intervals in _intervals(seen, keys)
+        tuple(_tiles_of_sequence(intervals if len(intervals) == rows else intervals * rows, packs))
+        for intervals in _intervals(seen, keys)
     ]
     if len(tiles_by_sequence) == 1:
         return tuple(replace(piece, batch=(0, batch)) for piece in tiles_by_sequence[0])
     tiles: list[MaskTile] = []
-    for pieces, group in groupby(range(len(tiles_by_sequence)), key=tiles_by_sequence.__getitem__):
-        members = list(group)
-        tiles.extend(replace(piece, batch=(members[0], members[-1] + 1)) for piece in pieces)
+    for sequence_tiles, group in groupby(range(len(tiles_by_sequence)), key=tiles_by_sequence.__getitem__):
+        sequences = list(group)
+        tiles.extend(replace(piece, batch=(sequences[0], sequences[-1] + 1)) for piece in sequence_tiles)
     return tuple(tiles)
 
 
@@ -100,28 +101,29 @@ def numbers_of(mask: Tensor, finite_hides: bool) -> Tensor:
 
 
 def _intervals(seen: SeenIntervals, keys: int) -> list[list[RowInterval]]:
-    """Return the row intervals of each sequence."""
-    spread = seen.keys != keys  # the mask is broadcast along keys
+    """Return the row intervals of each sequence: [first, stop) of its visible keys, and whether all inside are visible."""
+    is_broadcast = seen.keys != keys  # the mask is broadcast along keys
     return [
-        [RowInterval(first, keys if spread else stop, bool(solid)) for first, stop, solid in rows]
+        [RowInterval(first, keys if is_broadcast else stop, bool(sees_all)) for first, stop, sees_all in rows]
         for rows in seen.numbers.tolist()
     ]
 
 
-def _pieces(rows: Sequence[RowInterval], packs: bool) -> Iterator[MaskTile]:
+def _tiles_of_sequence(rows: Sequence[RowInterval], packs: bool) -> Iterator[MaskTile]:
     """Yield long runs of rows with equal visibility, and masked tiles for the rows between them."""
     runs = list(_packed(rows) if packs else _runs(rows, 0, len(rows)))
     for is_short, group in groupby(runs, key=_is_short):
-        members = list(group)
-        if not is_short or (len(members) == 1 and members[0].kind is not TileKind.MIXED):
-            yield from members
+        group_runs = list(group)
+        if not is_short or (len(group_runs) == 1 and group_runs[0].kind is not TileKind.MIXED):
+            yield from group_runs
             continue
-        inside = range(members[0].rows[0], members[-1].rows[1])
-        keys = min(rows[i].first for i in inside), max(rows[i].stop for i in inside)
-        yield MaskTile(TileKind.MIXED, (inside.start, inside.stop), keys)
+        group_rows = range(group_runs[0].rows[0], group_runs[-1].rows[1])
+        keys = min(rows[i].first for i in group_rows), max(rows[i].stop for i in group_rows)
+        yield MaskTile(TileKind.MIXED, (group_rows.start, group_rows.stop), keys)
 
 
 def _is_short(piece: MaskTile) -> bool:
+    """Return whether a tile is masked, or too short to be worth a call of its own."""
     return piece.kind is TileKind.MIXED or (piece.kind is not TileKind.PACKED and piece.count < LEAST_ROWS)
 
 
@@ -136,11 +138,12 @@ def _packed(rows: Sequence[RowInterval]) -> Iterator[MaskTile]:
 
 
 def _runs(rows: Sequence[RowInterval], start: int, end: int) -> Iterator[MaskTile]:
+    """Yield maximal runs of rows that see one interval in full, or causally; rows with a mask of their own are single runs."""
     while start < end:
         row, stop = rows[start], start + 1
-        grows = stop < end and rows[stop].stop == row.stop + 1
-        while row.solid and stop < end and rows[stop] == RowInterval(row.first, row.stop + grows * (stop - start), True):
+        is_causal = stop < end and rows[stop].stop == row.stop + 1
+        while row.solid and stop < end and rows[stop] == RowInterval(row.first, row.stop + is_causal * (stop - start), True):
             stop += 1
-        kind = TileKind.CAUSAL if grows and stop > start + 1 else TileKind.FULL
+        kind = TileKind.CAUSAL if is_causal and stop > start + 1 else TileKind.FULL
         yield MaskTile(kind if row.solid else TileKind.MIXED, (start, stop), (row.first, rows[stop - 1].stop))
         start = stop

@@ -46,7 +46,7 @@ def forward(
 
     The output of a row without visible keys is 0. Half dtypes are computed in float32.
     """
-    dtype, (query, key, value) = query.dtype, _wide(query, key, value)
+    dtype, (query, key, value) = query.dtype, _widened(query, key, value)
     key, value = (for_all_heads(item, query) for item in (key, value))
     scores = _scores(query, key, bias, causal, scale)
     lse = scores.logsumexp(-1)
@@ -65,7 +65,7 @@ def backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
-    dtype, (gradient, query, key, value, out) = query.dtype, _wide(gradient, query, key, value, out)
+    dtype, (gradient, query, key, value, out) = query.dtype, _widened(gradient, query, key, value, out)
     keys, values = (for_all_heads(item, query) for item in (key, value))
     weights = _weights(_scores(query, keys, bias, causal, scale), lse)
     inner = weights * (gradient @ values.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)) * _scale(query, scale)
@@ -75,14 +75,15 @@ def backward(
     return dq, dk, dv
 
 
-def _wide(*items: Tensor) -> list[Tensor]:
+def _widened(*items: Tensor) -> list[Tensor]:
+    """Convert half dtypes to float32."""
     return [item.to(torch.promote_types(item.dtype, torch.float32)) for item in items]
 
 
 def triangle(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
     """Return a bias that hides later keys, keys before a window, and keys of other documents."""
     if isinstance(causal, Varlen):
-        return _documents(query, causal)
+        return _document_bias(query, causal)
     past = key.shape[2] - query.shape[2] if isinstance(causal, BottomRightCausal) else 0
     hidden = query.new_full((query.shape[2], key.shape[2]), float("-inf"))
     bias = hidden.triu(1 + past)
@@ -91,7 +92,8 @@ def triangle(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
     return bias.expand(1, 1, -1, -1)
 
 
-def _documents(query: Tensor, documents: Varlen) -> Tensor:
+def _document_bias(query: Tensor, documents: Varlen) -> Tensor:
+    """Return a bias [1 1 m n] that shows each row the keys of its document."""
     bias = query.new_full((documents.rows[-1], documents.keys[-1]), float("-inf"))
     for (start, stop), (first, end) in zip(pairwise(documents.rows), pairwise(documents.keys), strict=True):
         document_query, keys = query[:, :, start:stop], query.new_empty(1, 1, end - first, 1)
@@ -107,14 +109,17 @@ def for_all_heads(heads: Tensor, query: Tensor) -> Tensor:
 
 
 def for_groups(gradient: Tensor, groups: int) -> Tensor:
+    """Sum the gradient of all query heads [b h n d] over the heads that share keys: [b g n d]."""
     return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
 
 
 def _scale(query: Tensor, scale: float | None) -> float:
+    """Return the scale of the scores; by default the inverse square root of the width."""
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Tensor:
+    """Return the scaled scores with bias and causal mask added."""
     scores = query @ key.transpose(-1, -2) * _scale(query, scale)
     scores = scores if bias is None else scores + bias
     return scores + triangle(query, key, causal) if causal else scores

@@ -50,7 +50,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, caus
     if not math.prod(query.shape[:3]) or not key.shape[2]:  # kernels divide by these sizes
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
         return query.new_zeros((*query.shape[:3], value.shape[3])), lse
-    bias, causal = _visible(query, key, bias, causal, scale)
+    bias, causal = _bias_and_causal(query, key, bias, causal, scale)
     key, value = _with_equal_heads(query, key, value)
     out, lse = _kernels(query).forward(query, key, value, bias, causal, scale)
     return out[..., : value.shape[3]], lse
@@ -72,7 +72,7 @@ def backward(
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     if bias is not None:  # if it hides all keys of a row, all probabilities of the row are 0: exp(x - inf)
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    bias, causal = _visible(query, key, bias, causal, scale)
+    bias, causal = _bias_and_causal(query, key, bias, causal, scale)
     keys, values = _with_equal_heads(query, key, value)
     dq, dk, dv = _kernels(query).backward(gradient, query, keys, values, out, lse, bias, causal, scale)
     dk, dv = (
@@ -105,7 +105,7 @@ def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     return plain_attention.for_all_heads(key, query), plain_attention.for_all_heads(value, query)
 
 
-def _visible(
+def _bias_and_causal(
     query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor | None, Causal]:
     """Return the bias with four dimensions, and the causal mask that is left to the kernel.
@@ -125,6 +125,7 @@ def _visible(
 
 
 def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
+    """Run the CPU's flash attention."""
     query, key, value, scale = _for_cpu(query, key, value, scale)
     return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
 
@@ -140,6 +141,7 @@ def _cpu_backward(
     causal: Causal,
     scale: float | None,
 ) -> Gradients:
+    """Run the backward of the CPU's flash attention."""
     query, key, value, scale = _for_cpu(query, key, value, scale)
     gradient, out = (layouts.dense(layouts.widened(item, query.shape[3])) for item in (gradient, out))
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -198,6 +200,7 @@ def _attention(
     is_causal: Causal = False,
     scale: float | None = None,
 ) -> Result:
+    """Run attention: the operator's implementation."""
     return forward(query, key, value, attn_mask, is_causal, scale)
 
 
@@ -214,6 +217,7 @@ def _attention_backward(
     is_causal: Causal = False,
     scale: float | None = None,
 ) -> Gradients:
+    """Run the backward of attention: the operator's implementation."""
     return backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
 
 
@@ -227,6 +231,7 @@ def _fake_attention(
     is_causal: Causal = False,
     scale: float | None = None,
 ) -> Result:
+    """Return uninitialized results, with the layout of the real ones: heads last but one in memory."""
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = query.transpose(1, 2)
     out = rows.new_empty(*rows.shape[:-1], value.shape[-1]).transpose(1, 2)
@@ -246,6 +251,7 @@ def _fake_attention_backward(
     is_causal: Causal = False,
     scale: float | None = None,
 ) -> Gradients:
+    """Return uninitialized gradients, with the layout of the real ones."""
     dq, dk, dv = (torch.empty_like(item.transpose(1, 2)).transpose(1, 2) for item in (query, key, value))
     return dq, dk, dv
 

@@ -32,23 +32,23 @@ def _add_outer(  # type: ignore[no-untyped-def]
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     stop = tl.load(ends + group)
     if start < stop:
-        across = tl.cdiv(width, TILE)
+        tiles_across = tl.cdiv(width, TILE)
         # int64, because strides may be as long as the sequence
-        i = ((tl.program_id(0) // across) * TILE + tl.arange(0, TILE)).to(tl.int64)
-        j = ((tl.program_id(0) % across) * TILE + tl.arange(0, TILE)).to(tl.int64)
-        made = tl.zeros((TILE, TILE), dtype=tl.float32)
+        i = ((tl.program_id(0) // tiles_across) * TILE + tl.arange(0, TILE)).to(tl.int64)
+        j = ((tl.program_id(0) % tiles_across) * TILE + tl.arange(0, TILE)).to(tl.int64)
+        accumulated = tl.zeros((TILE, TILE), dtype=tl.float32)
         for first in range(start, stop, ROWS):
-            at = first + tl.arange(0, ROWS)
-            row = tl.load(order + at, mask=at < stop, other=0).to(tl.int64)
-            is_left = (at < stop)[:, None] & (i < height)[None, :]
-            is_right = (at < stop)[:, None] & (j < width)[None, :]
+            positions = first + tl.arange(0, ROWS)
+            row = tl.load(order + positions, mask=positions < stop, other=0).to(tl.int64)
+            is_left = (positions < stop)[:, None] & (i < height)[None, :]
+            is_right = (positions < stop)[:, None] & (j < width)[None, :]
             left = tl.load(x + row[:, None] * x_row + i[None, :] * x_column, mask=is_left, other=0.0)
             right = tl.load(y + row[:, None] * y_row + j[None, :] * y_column, mask=is_right, other=0.0)
-            made = tl.dot(tl.trans(left), right, made)
-        place = total + group.to(tl.int64) * total_group + i[:, None] * total_row + j[None, :] * total_column
-        is_there = (i < height)[:, None] & (j < width)[None, :]
-        before = tl.load(place, mask=is_there, other=0.0).to(tl.float32)
-        tl.store(place, (before + made).to(total.dtype.element_ty), mask=is_there)
+            accumulated = tl.dot(tl.trans(left), right, accumulated)
+        pointers = total + group.to(tl.int64) * total_group + i[:, None] * total_row + j[None, :] * total_column
+        is_inside = (i < height)[:, None] & (j < width)[None, :]
+        previous = tl.load(pointers, mask=is_inside, other=0.0).to(tl.float32)
+        tl.store(pointers, (previous + accumulated).to(total.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -59,29 +59,29 @@ def _multiply(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute one output tile: `ROWS` rows of one group, which is the first whose tiles end after this one."""
     tile = tl.program_id(0)
-    number = tl.arange(0, GROUPS)
-    stops = tl.load(ends + number, mask=number < groups, other=0)
-    starts = tl.load(ends + number - 1, mask=(number > 0) & (number < groups), other=0)
+    indices = tl.arange(0, GROUPS)
+    stops = tl.load(ends + indices, mask=indices < groups, other=0)
+    starts = tl.load(ends + indices - 1, mask=(indices > 0) & (indices < groups), other=0)
     tiles = tl.cdiv(tl.maximum(stops - starts, 0), ROWS)
     group = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32))
     if group < groups:
-        own = number == group
-        first = tl.sum(tl.where(own, starts, 0)) + (tile - tl.sum(tl.where(number < group, tiles, 0))) * ROWS
-        at = first + tl.arange(0, ROWS)
-        is_row = at < tl.sum(tl.where(own, stops, 0))
-        row = tl.load(order + at, mask=is_row, other=0).to(tl.int64)
+        is_group = indices == group
+        first = tl.sum(tl.where(is_group, starts, 0)) + (tile - tl.sum(tl.where(indices < group, tiles, 0))) * ROWS
+        positions = first + tl.arange(0, ROWS)
+        is_row = positions < tl.sum(tl.where(is_group, stops, 0))
+        row = tl.load(order + positions, mask=is_row, other=0).to(tl.int64)
         j = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
-        made = tl.zeros((ROWS, TILE), dtype=tl.float32)
-        of_group = weight + group.to(tl.int64) * weight_group
-        for begin in range(0, depth, DEPTH):
-            k = (begin + tl.arange(0, DEPTH)).to(tl.int64)
+        accumulated = tl.zeros((ROWS, TILE), dtype=tl.float32)
+        group_weight = weight + group.to(tl.int64) * weight_group
+        for first_k in range(0, depth, DEPTH):
+            k = (first_k + tl.arange(0, DEPTH)).to(tl.int64)
             is_left = is_row[:, None] & (k < depth)[None, :]
             is_right = (k < depth)[:, None] & (j < width)[None, :]
             left = tl.load(x + row[:, None] * x_row + k[None, :] * x_column, mask=is_left, other=0.0)
-            right = tl.load(of_group + k[:, None] * weight_row + j[None, :] * weight_column, mask=is_right, other=0.0)
-            made = tl.dot(left, right, made)
-        place = out + row[:, None] * out_row + j[None, :] * out_column
-        tl.store(place, made.to(out.dtype.element_ty), mask=is_row[:, None] & (j < width)[None, :])
+            right = tl.load(group_weight + k[:, None] * weight_row + j[None, :] * weight_column, mask=is_right, other=0.0)
+            accumulated = tl.dot(left, right, accumulated)
+        pointers = out + row[:, None] * out_row + j[None, :] * out_column
+        tl.store(pointers, accumulated.to(out.dtype.element_ty), mask=is_row[:, None] & (j < width)[None, :])
 
 
 def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
@@ -124,26 +124,26 @@ HEIGHT, WIDTH = TILE + 8, 24
 
 def adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
     """Test sums for groups with no row, one row, and more rows than one iteration takes; rows of no group must not contribute."""
-    order, ends, parts = _rows()
+    order, ends, rows_of_groups = _rows()
     x, y, expected = _integers(len(order), HEIGHT), _integers(len(order), WIDTH), _integers(len(SIZES), HEIGHT, WIDTH)
     x[order[-1]] = y[order[-2]] = torch.nan
     actual = expected.to(device, total_type, copy=True)
     add_outer(actual, x.to(device, dtype), y.to(device, dtype), order.to(device), ends.to(device))
-    for total, rows in zip(expected, parts, strict=True):
+    for total, rows in zip(expected, rows_of_groups, strict=True):
         total += x[rows].t() @ y[rows]
     return torch.equal(actual.cpu().double(), expected)
 
 
 def multiply_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
     """Test products for contiguous and transposed weights; weights of groups without rows must not be read."""
-    order, ends, parts = _rows()
+    order, ends, rows_of_groups = _rows()
     x, weight, expected = (
         _integers(len(order), HEIGHT),
         _integers(len(SIZES), HEIGHT, WIDTH),
         torch.zeros(len(order), WIDTH).double(),
     )
     x[order[-1]] = weight[0] = weight[3] = torch.nan
-    for matrix, rows in zip(weight, parts, strict=True):
+    for matrix, rows in zip(weight, rows_of_groups, strict=True):
         expected[rows] = x[rows] @ matrix
     contiguous = weight.to(device, dtype)
     transposed = contiguous.transpose(1, 2).contiguous().transpose(1, 2)

@@ -45,23 +45,24 @@ def _longest(rows: Sequence[RowInterval], start: int, causal: bool) -> DocumentI
 
     It has a window if each of some consecutive rows drops one key.
     """
-    begins, width, at = [start], None, start + 1
+    starts, width, index = [start], None, start + 1
     longest = rows[start].stop - rows[start].first
-    while at < len(rows) and rows[at - 1].solid and rows[at].solid:
-        previous, current = rows[at - 1], rows[at]
+    while index < len(rows) and rows[index - 1].solid and rows[index].solid:
+        previous, current = rows[index - 1], rows[index]
         length, is_next = current.stop - current.first, current.first == previous.stop
         slides = causal and not is_next and (current.first, current.stop) == (previous.first + 1, previous.stop + 1)
-        goes_on = current.first == previous.first and current.stop == previous.stop + causal
+        continues = current.first == previous.first and current.stop == previous.stop + causal
         shown = width if not slides else length if width is None else min(width, length)
-        if not (is_next or slides or goes_on) or (shown is not None and max(longest, length) > shown):
+        if not (is_next or slides or continues) or (shown is not None and max(longest, length) > shown):
             break
         width, longest = shown, max(longest, length)
-        begins += [at] * is_next
-        at += 1
-    return _interval(rows, [*begins, at], causal, None if width is None else width - 1)
+        starts += [index] * is_next
+        index += 1
+    return _interval(rows, [*starts, index], causal, None if width is None else width - 1)
 
 
 def _interval(rows: Sequence[RowInterval], ends: Sequence[int], causal: bool, left: int | None) -> DocumentInterval:
+    """Return consecutive documents whose rows begin at all but the last of `ends`, with their keys."""
     first, stop = rows[ends[0]].first, rows[ends[-1] - 1].stop
     keys = (*(rows[end].first - first for end in ends[:-1]), stop - first)
     documents = Varlen(tuple(end - ends[0] for end in ends), keys, causal, left)

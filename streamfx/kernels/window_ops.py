@@ -15,36 +15,36 @@ def convolve(
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    around: tuple[int, int],
+    zeros_around: tuple[int, int],
     dilation: int,
     transposed: bool,
     groups: int,
 ) -> Tensor:
-    """Return the chunk's rows of a convolution [b c t], from the rows of their windows and `around` = (zeros before,
+    """Return the chunk's rows of a convolution [b c t], from the rows of their windows and `zeros_around` = (zeros before,
     zeros after) them.
     """
     reach = dilation * (weight.shape[-1] - 1)
-    if rows.shape[-1] + sum(around) <= reach:  # the chunk has no rows
+    if rows.shape[-1] + sum(zeros_around) <= reach:  # the chunk has no rows
         return rows.new_empty(rows.shape[0], _channels(weight, transposed, groups), 0)
     padding = reach if transposed else 0  # keep only complete windows
-    padded = F.pad(rows, around) if any(around) else rows
+    padded = F.pad(rows, zeros_around) if any(zeros_around) else rows
     output: Tensor = aten.convolution(padded, weight, bias, [1], [padding], [dilation], transposed, [0], groups)
     return output
 
 
 def weight_gradient(
-    gradient: Tensor, rows: Tensor, weight: Tensor, around: tuple[int, int], dilation: int, transposed: bool, groups: int
+    gradient: Tensor, rows: Tensor, weight: Tensor, zeros_around: tuple[int, int], dilation: int, transposed: bool, groups: int
 ) -> tuple[None, Tensor, None]:
     """Return the contribution of the chunk's rows of x to the gradient of a convolution's weight.
 
-    `gradient` contains the rows of dy whose windows include them; `around` is the number of missing zeros before and
+    `gradient` contains the rows of dy whose windows include them; `zeros_around` is the number of missing zeros before and
     after.
     """
     reach = dilation * (weight.shape[-1] - 1)
     if rows.shape[-1] == 0:
         return None, torch.zeros_like(weight), None
     padding = 0 if transposed else reach
-    padded = F.pad(gradient, around) if any(around) else gradient
+    padded = F.pad(gradient, zeros_around) if any(zeros_around) else gradient
     arguments: Any = (None, [1], [padding], [dilation], transposed, [0], groups, [False, True, False])
     return None, aten.convolution_backward(padded, rows, weight, *arguments)[1], None
 
@@ -66,4 +66,5 @@ def mixing_gradient(gradient: Tensor, rows: Tensor, weight: Tensor, *options: An
 
 
 def _channels(weight: Tensor, transposed: bool, groups: int) -> int:
+    """Return the number of output channels."""
     return weight.shape[1] * groups if transposed else weight.shape[0]

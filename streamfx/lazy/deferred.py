@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from streamfx.errors import TransposedOutputError
 from streamfx.lazy.lazy_values import Cell, DeferredOperator
 from streamfx.lazy.recompute import RecomputeSource
-from streamfx.lazy.steps import cast, is_cut_from, is_lazy_cast, is_part, is_wide, overwritten, postponed, viewed
-from streamfx.lazy.streamed import gradients_in_chunks, made_in_chunks
+from streamfx.lazy.steps import cast, defer_function, defer_write, is_cut_from, is_lazy_cast, is_part, is_wide, view_cells
+from streamfx.lazy.streamed import computed_in_chunks, gradients_in_chunks
 from streamfx.passes.ops.aliasing import is_view
 from streamfx.torch_private import (
     DISABLED_TORCH_FUNCTION,
@@ -89,6 +89,7 @@ class DeferredTensor(Tensor):
     def __tensor_unflatten__(
         cls, inner: Mapping[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> DeferredTensor:
+        """Return a tensor over the plain tensor `_memory`, for compilers that trace it."""
         memory = inner["_memory"]
         return cls(Cell(memory, value=memory), memory.device, traced=True)
 
@@ -102,7 +103,7 @@ class DeferredTensor(Tensor):
     def data(self) -> Tensor:
         """The same memory with a separate version counter: autograd does not see writes to it."""
         alias = self.detach()
-        return alias if self._traced or not isinstance(alias, DeferredTensor) else _tensor(alias._cell, self.device)
+        return alias if self._traced or not isinstance(alias, DeferredTensor) else _tensor_of_cell(alias._cell, self.device)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -162,6 +163,7 @@ class DeferredOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: RecomputeSource, like: Tensor, *values: Any) -> Tensor:
+        """Return a deferred tensor with the metadata of `like`; `values` only connect it to autograd."""
         ctx.source, ctx.freed = source, frozenset()
         ctx.set_materialize_grads(False)
         return DeferredTensor(Cell(like, source), source.recipe.device)
@@ -170,6 +172,7 @@ class DeferredOutput(torch.autograd.Function):
     @torch.autograd.function.once_differentiable  # type: ignore[override]
     @untraced
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        """Return None for `source` and `like`, and the gradients of the values that the recipe reads."""
         if gradient is None:
             return (None,) * (2 + len(ctx.source.recipe.program.given))
         running = nodes_that_run(ctx.next_functions)
@@ -190,11 +193,11 @@ def _gradients(source: RecomputeSource, gradient: Tensor) -> Sequence[Tensor | N
     return _with_distinct_memory(dense, gradient)
 
 
-def _with_distinct_memory(values: Iterable[Tensor | None], given: Tensor) -> list[Tensor | None]:
+def _with_distinct_memory(values: Iterable[Tensor | None], kept: Tensor) -> list[Tensor | None]:
     """Clone values that share memory, because autograd may accumulate the next gradient in place; keep the given tensor."""
-    addresses, results = {_storage_address(given)}, list[Tensor | None]()
+    addresses, results = {_storage_address(kept)}, list[Tensor | None]()
     for value in values:
-        address = None if value is given else _storage_address(value)
+        address = None if value is kept else _storage_address(value)
         results.append(value.clone() if value is not None and address is not None and address in addresses else value)
         addresses.add(address)
     return results
@@ -220,46 +223,50 @@ def deferred(source: RecomputeSource, like: Tensor, values: Sequence[Any]) -> Te
 
 
 def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator below autograd: return deferred results if possible, else run it on dense values."""
     if is_composite(func):  # inference mode dispatches composite operators here, which are otherwise decomposed before
         return func.decompose(*args, **kwargs)
-    given = [item for item in pytree.tree_leaves((args, dict(kwargs))) if isinstance(item, DeferredTensor)]
-    for tensor in given:
+    deferred_operands = [item for item in pytree.tree_leaves((args, dict(kwargs))) if isinstance(item, DeferredTensor)]
+    for tensor in deferred_operands:
         _register_gradient_hook(tensor)
     if torch.Tag.inplace_view in func.tags:
         return _run_inplace_view(func, args, kwargs)
     if func._schema.is_mutable:
         return _run_write(func, args, kwargs)
-    if not any(tensor._traced for tensor in given):
-        waiting = _deferred_results(func, args, kwargs, given)
-        if waiting is not None:
-            return waiting
-    return func(*_plain(args, _read), **_plain(kwargs, _read))
+    if not any(tensor._traced for tensor in deferred_operands):
+        results = _deferred_results(func, args, kwargs, deferred_operands)
+        if results is not None:
+            return results
+    return func(*_map_deferred(args, _read_dense), **_map_deferred(kwargs, _read_dense))
 
 
-def _deferred_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[DeferredTensor]) -> Any:
+def _deferred_results(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], deferred_operands: Sequence[DeferredTensor]
+) -> Any:
     """Return the deferred results of an operator, or None if the operator has to run now."""
-    device = given[0].device
-    args, kwargs = _plain(tuple(args), _cell_of), _plain(dict(kwargs), _cell_of)
-    first = args[0] if args and isinstance(args[0], Cell) else None
-    if first is not None and is_view(func):
-        given[0]._has_views = True
+    device = deferred_operands[0].device
+    args, kwargs = _map_deferred(tuple(args), _cell_of), _map_deferred(dict(kwargs), _cell_of)
+    first_cell = args[0] if args and isinstance(args[0], Cell) else None
+    if first_cell is not None and is_view(func):
+        deferred_operands[0]._has_views = True
         with reentrant_dispatch():
-            parts = viewed(func, first, args[1:], kwargs)
-        return [_tensor(part, device) for part in parts] if isinstance(parts, list) else _tensor(parts, device)
-    if first is not None and is_lazy_cast(func, first, kwargs, device):
-        return _tensor(cast(func, first, kwargs), device)
-    cells = postponed(func, args, kwargs, device)
+            views = view_cells(func, first_cell, args[1:], kwargs)
+        return [_tensor_of_cell(view, device) for view in views] if isinstance(views, list) else _tensor_of_cell(views, device)
+    if first_cell is not None and is_lazy_cast(func, first_cell, kwargs, device):
+        return _tensor_of_cell(cast(func, first_cell, kwargs), device)
+    cells = defer_function(func, args, kwargs, device)
     if cells is None:
         return None
-    results = [_tensor(cell, device) for cell in cells]
+    results = [_tensor_of_cell(cell, device) for cell in cells]
     if all(is_part(cell) for cell in cells):
         _compute(cells)
-        recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in deferred_operands)
         results = [tensor if recorded else tensor._cell.value for tensor in results]  # type: ignore[misc]
     return results[0] if len(func._schema.returns) == 1 else tuple(results)
 
 
-def _tensor(cell: Cell, device: torch.device) -> DeferredTensor:
+def _tensor_of_cell(cell: Cell, device: torch.device) -> DeferredTensor:
+    """Wrap a cell; `_is_part` says that gradients of this small part should stay deferred."""
     tensor = DeferredTensor(cell, device)
     tensor._is_part = is_part(cell) or is_cut_from(cell)
     return tensor
@@ -277,18 +284,20 @@ def _register_gradient_hook(tensor: DeferredTensor) -> None:
 
 
 def _defer_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    def spreading(gradient: Tensor) -> Tensor:
+    """Replace plain gradients by deferred copies: a hook that runs before the `grad_fn` of a small part."""
+
+    def deferred_copy(gradient: Tensor) -> Tensor:
         copy = gradient.detach().clone()  # a hook may write into the gradient before the deferred gradient is computed
         return DeferredTensor(Cell(copy, value=copy, spreads=True), gradient.device)
 
     # with create_graph=True, a gradient has a history of its own and must keep it
-    return tuple(spreading(item) if type(item) is Tensor and not item.requires_grad else item for item in gradients)
+    return tuple(deferred_copy(item) if type(item) is Tensor and not item.requires_grad else item for item in gradients)
 
 
 def _compute(cells: Sequence[Cell]) -> None:
     """Compute the values of cells, in chunks if that avoids materializing the large values that they depend on."""
     with reentrant_dispatch():
-        values = made_in_chunks(cells)
+        values = computed_in_chunks(cells)
         for cell, value in zip(cells, values or (), strict=False):
             cell.keep(value)
         for cell in cells:
@@ -304,7 +313,8 @@ def _shared_memory(tensor: DeferredTensor) -> Tensor:
     return tensor._cell.writable().detach()
 
 
-def _read(tensor: DeferredTensor) -> Tensor:
+def _read_dense(tensor: DeferredTensor) -> Tensor:
+    """Return the dense values of a deferred tensor; compute a small part in chunks."""
     if is_part(tensor._cell):
         _compute([tensor._cell])
     with reentrant_dispatch():  # a recipe runs under the modes of its call, not under ours
@@ -316,8 +326,9 @@ def _writable(tensor: DeferredTensor) -> Tensor:
         return tensor._cell.writable()
 
 
-def _plain(values: Any, get: Callable[[DeferredTensor], Any]) -> Any:
-    return pytree.tree_map_only(DeferredTensor, get, values)
+def _map_deferred(values: Any, convert: Callable[[DeferredTensor], Any]) -> Any:
+    """Apply a function to all deferred tensors in nested arguments."""
+    return pytree.tree_map_only(DeferredTensor, convert, values)
 
 
 def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -326,18 +337,19 @@ def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     for value in targets.values():
         _refuse_transposed(value, func)
     target, *rest = args if args and isinstance(args[0], DeferredTensor) else (None,)
-    if target is not None and not target._traced and _overwritten(func, target, rest, kwargs):
+    if target is not None and not target._traced and _defer_write(func, target, rest, kwargs):
         return target
     by_value: dict[int, DeferredTensor] = {}
 
     def get(tensor: DeferredTensor) -> Tensor:
+        """Return the dense memory of a deferred tensor; if the operator writes it, remember whose memory it is."""
         if id(tensor) not in targets:
-            return _read(tensor)
+            return _read_dense(tensor)
         value = _writable(tensor)
         by_value[id(value)] = tensor
         return value
 
-    result = func(*_plain(args, get), **_plain(kwargs, get))
+    result = func(*_map_deferred(args, get), **_map_deferred(kwargs, get))
     for tensor in by_value.values():
         torch.autograd.graph.increment_version(tensor._cell.read())
     return pytree.tree_map_only(Tensor, lambda value: by_value.get(id(value), value), result)
@@ -358,8 +370,11 @@ def _refuse_transposed(tensor: DeferredTensor, func: Any) -> None:
         )
 
 
-def _overwritten(func: Any, target: DeferredTensor, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return overwritten(func, target._cell, _plain(tuple(rest), _cell_of), _plain(dict(kwargs), _cell_of), target.device)
+def _defer_write(func: Any, target: DeferredTensor, others: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Defer an in-place operator on `target`, whose other operands are `others`; return whether this was possible."""
+    return defer_write(
+        func, target._cell, _map_deferred(tuple(others), _cell_of), _map_deferred(dict(kwargs), _cell_of), target.device
+    )
 
 
 def _written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

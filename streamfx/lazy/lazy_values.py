@@ -55,19 +55,21 @@ class CellRows:
     single: frozenset[int] = frozenset()
 
     def of(self, dim: int) -> range:
+        """Return the selected indices of a dimension."""
         return self.ranges.get(dim, range(self.shape[dim]))
 
     def narrowed(self, position: int, index: int | slice) -> CellRows:
         """Return the part of this part that `index` selects along the dimension at `position`."""
         dim = [dim for dim in range(len(self.shape)) if dim not in self.single][position]
         if isinstance(index, slice):
-            wanted = self.of(dim)[index]
-            full = wanted == range(self.shape[dim])
-            return self if full else CellRows(self.shape, {**self.ranges, dim: wanted}, self.single)
+            selected = self.of(dim)[index]
+            full = selected == range(self.shape[dim])
+            return self if full else CellRows(self.shape, {**self.ranges, dim: selected}, self.single)
         row = self.of(dim)[index]
         return CellRows(self.shape, {**self.ranges, dim: range(row, row + 1)}, self.single | {dim})
 
     def numel(self) -> int:
+        """Return the number of selected elements."""
         return prod(len(self.of(dim)) for dim in range(len(self.shape)))
 
 
@@ -109,6 +111,7 @@ class Cell:
         is_view: bool = False,
         spreads: bool = False,
     ) -> None:
+        """Build a cell whose value comes from `source`, `step` or `value`; it is then a reader of its operands' memory."""
         self.like, self.source, self.step, self.result, self.value, self.rows = like, source, step, result, value, rows
         self.spreads = spreads
         operands = step.operands() if step is not None else []
@@ -182,7 +185,7 @@ class Cell:
         return self.aliased()
 
     def keep(self, value: Tensor) -> None:
-        """Set the value to one that was computed without the operands."""
+        """Set the value to one that was computed elsewhere (in chunks), without reading the operands."""
         assert (value.dtype, value.shape) == (self.like.dtype, self.like.shape)
         self._publish(laid_out(value, self.like) if self.root is self else value, was_whole=False)
 
@@ -209,8 +212,8 @@ class Cell:
         """Return whether this is a view of rows that can be computed without the rest."""
         return self.rows is not None and not self.is_whole and self.root._can_compute_rows(self.rows)
 
-    def _compute_root(self, step: DeferredOperator | None) -> Tensor:
-        return laid_out(self._run_step(step) if self.source is None else self.source.rebuild(), self.like)
+    def _compute_root(self, operator: DeferredOperator | None) -> Tensor:
+        return laid_out(self._run_step(operator) if self.source is None else self.source.rebuild(), self.like)
 
     def _drop_recipe(self) -> None:
         """Drop the step and the copies of parts, because the value has changed or has its own memory now."""
@@ -222,13 +225,15 @@ class Cell:
             cell.value = None
         self._copies.clear()
 
-    def _compute_view(self, step: DeferredOperator | None) -> Tensor:
-        return self.root._rows(self.rows) if self.rows is not None and self.has_rows() else self._run_step(step)
+    def _compute_view(self, operator: DeferredOperator | None) -> Tensor:
+        """Return a view's value: computed separately if it selects few rows, else by running the view on its operand."""
+        return self.root._compute_rows(self.rows) if self.rows is not None and self.has_rows() else self._run_step(operator)
 
-    def _run_step(self, step: DeferredOperator | None) -> Tensor:
-        assert step is not None
-        on_copies = self.root is self or step.func in ON_COPIES
-        return step.run(Cell.read if on_copies else Cell.aliased, self.result)
+    def _run_step(self, operator: DeferredOperator | None) -> Tensor:
+        """Run the operator on its operands: on copies if that is correct, else on the memory that views share."""
+        assert operator is not None
+        on_copies = self.root is self or operator.func in ON_COPIES
+        return operator.run(Cell.read if on_copies else Cell.aliased, self.result)
 
     def _can_compute_rows(self, rows: CellRows) -> bool:
         """Return whether rows of this root should be computed separately: they can be, and copies stay below half of it."""
@@ -243,25 +248,28 @@ class Cell:
         return 2 * (self._copied + rows.numel()) <= prod(rows.shape)
 
     def _is_cast(self) -> bool:
+        """Return whether the value is a copy of its operand with another dtype."""
         step = self.step
         return step is not None and step.func is aten._to_copy.default
 
-    def _rows(self, rows: CellRows) -> Tensor:
+    def _compute_rows(self, rows: CellRows) -> Tensor:
+        """Compute rows of this root without the rest, count their elements, and drop the dimensions indexed away."""
         self._copied += rows.numel()
-        value = self._ranges(rows.ranges)
+        value = self._compute_ranges(rows.ranges)
         for dim in sorted(rows.single, reverse=True):
             value = value.select(dim, 0)
         return value
 
-    def _ranges(self, ranges: Mapping[int, range]) -> Tensor:
+    def _compute_ranges(self, ranges: Mapping[int, range]) -> Tensor:
+        """Return this value restricted to index ranges, computed from the source, the value or the operand of a cast."""
         if self.source is not None:
             return self.source.rebuild_rows(ranges)
         step, value = self.step, self.value
         if step is None:
             assert value is not None
-            wanted = (ranges.get(dim, range(size)) for dim, size in enumerate(value.shape))
-            return value[tuple(slice(rows.start, rows.stop, rows.step) for rows in wanted)]
-        return step.run(lambda cell: cell._ranges(ranges), self.result)
+            selected = (ranges.get(dim, range(size)) for dim, size in enumerate(value.shape))
+            return value[tuple(slice(rows.start, rows.stop, rows.step) for rows in selected)]
+        return step.run(lambda cell: cell._compute_ranges(ranges), self.result)
 
 
 def laid_out(value: Tensor, like: Tensor) -> Tensor:

@@ -34,23 +34,23 @@ class Frontier:
 
 
 def frontier_of(target: fx.Node, values: DynamoValues) -> Frontier | None:
-    """Return the cheapest frontier, or None if there is none."""
-    if not _can_rebuild(target, values):
+    """Return the fewest bytes of values from which `target` can be recomputed, or None if it cannot."""
+    if not _is_recomputable(target, values):
         return None
     cone = _cone(target, values)
     network = _network(target, cone, values)
     try:
-        _, (near, _) = networkx.minimum_cut(network, target, START)  # of all minimum cuts, the one nearest to START
+        _, (start_side, _) = networkx.minimum_cut(network, target, START)  # of all minimum cuts, the one nearest to START
     except networkx.NetworkXUnbounded:
         return None
-    rerun: set[fx.Node] = {target}
+    recomputed: set[fx.Node] = {target}
     for node in reversed(tuple(cone)):
-        if (node, "in") in near and not rerun.isdisjoint(node.users):
-            rerun.add(node)
-    given = tuple(node for node in cone if node not in rerun and not rerun.isdisjoint(node.users))
-    rebuilt = tuple(node for node in cone if node in rerun)
-    cost = sum(bytes_of(node) or 0 for node in given if not is_parameter(node))
-    return Frontier(given, (*rebuilt, target), cost)
+        if (node, "in") in start_side and not recomputed.isdisjoint(node.users):
+            recomputed.add(node)
+    saved = tuple(node for node in cone if node not in recomputed and not recomputed.isdisjoint(node.users))
+    rebuilt = tuple(node for node in cone if node in recomputed)
+    cost = sum(bytes_of(node) or 0 for node in saved if not is_parameter(node))
+    return Frontier(saved, (*rebuilt, target), cost)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _cone(target: fx.Node, values: DynamoValues) -> Mapping[fx.Node, _Downstream
         if node not in products:
             continue
         depth = products[node] + int(kind_of(node) in CONTRACTING)
-        can_rerun = node is target or (_can_rebuild(node, values) and depth <= DEPTH)
+        can_rerun = node is target or (_is_recomputable(node, values) and depth <= DEPTH)
         if node is not target:
             cone[node] = _Downstream(products[node], can_rerun)
         for operand in _operands(node, values) if can_rerun else ():
@@ -85,8 +85,8 @@ def _network(target: fx.Node, cone: Mapping[fx.Node, _Downstream], values: Dynam
     for node, downstream in cone.items():
         capacity = _capacity(node, downstream, values)
         network.add_edge((node, "out"), (node, "in"), **({} if capacity is None else {"capacity": capacity}))
-        before = [(operand, "out") for operand in _operands(node, values)] if downstream.can_rerun else [START]
-        network.add_edges_from(((node, "in"), source) for source in before)
+        sources = [(operand, "out") for operand in _operands(node, values)] if downstream.can_rerun else [START]
+        network.add_edges_from(((node, "in"), source) for source in sources)
     return network
 
 
@@ -96,13 +96,14 @@ def _operands(node: fx.Node, values: DynamoValues) -> tuple[fx.Node, ...]:
 
 
 def is_known_size(node: fx.Node, values: DynamoValues) -> bool:
+    """Return whether a node is a size that is constant, or determined by the sizes of the inputs."""
     value = example(node)
     if isinstance(value, torch.SymInt):
         return values.sizes.knows(value.node.expr)
     return isinstance(value, int)
 
 
-def _can_rebuild(node: fx.Node, values: DynamoValues) -> bool:
+def _is_recomputable(node: fx.Node, values: DynamoValues) -> bool:
     """Return whether a node is a pure function of values that still exist when it is recomputed."""
     kind = kind_of(node)
     if kind is None or not (is_dense(node) or is_number(node)) or (is_dense(node) and values.is_written(node)):

@@ -33,22 +33,29 @@ class DeferredCall:
     unread: frozenset[int] = frozenset()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        """Run the compiled graph, and return the original outputs in order, deferred ones as deferred tensors."""
         outputs = self.compiled(*(_detached(it) if i in self.unread else it for i, it in enumerate(arguments)))
         sizes = self.plan.sizes.values(arguments)
         agreement = Agreement(self.compiler, RowsInChunks())
         tensors = [self._deferred(recipe, arguments, outputs, sizes, agreement) for recipe in self.plan.recipes]
 
         def result(item: ReturnedOutput | RebuiltOutput) -> Any:
-            return outputs[item.position] if isinstance(item, ReturnedOutput) else _view(tensors[item.recipe], item.view, sizes)
+            """Return an output of the graph, or a view of a deferred tensor."""
+            return (
+                outputs[item.position]
+                if isinstance(item, ReturnedOutput)
+                else _apply_view(tensors[item.recipe], item.view, sizes)
+            )
 
         results = [result(item) for item in self.plan.results]
-        return tuple(None if place is None else results[place] for place in self.plan.order)
+        return tuple(None if index is None else results[index] for index in self.plan.order)
 
     def _deferred(
         self, recipe: Recipe, arguments: Sequence[Any], outputs: Sequence[Any], sizes: Mapping[str, int], agreement: Agreement
     ) -> Tensor:
-        values = [_value(given, arguments, outputs, sizes) for given in recipe.program.given]
-        shape, strides = ([_size(size, sizes) for size in some] for some in (recipe.shape, recipe.strides))
+        """Return the deferred tensor for a recipe, from this call's inputs, outputs and sizes."""
+        values = [_given_value(given, arguments, outputs, sizes) for given in recipe.program.given]
+        shape, strides = ([_size(size, sizes) for size in dims] for dims in (recipe.shape, recipe.strides))
         like = torch.empty_strided(shape, strides, dtype=recipe.dtype, device="meta")
         return deferred(RecomputeSource(recipe, values, like.numel(), agreement), like, values)
 
@@ -57,14 +64,16 @@ def _detached(argument: Any) -> Any:
     return argument.detach() if isinstance(argument, Tensor) and argument.requires_grad else argument
 
 
-def _view(tensor: Tensor, view: RecipeProgram | None, sizes: Mapping[str, int]) -> Tensor:
+def _apply_view(tensor: Tensor, view: RecipeProgram | None, sizes: Mapping[str, int]) -> Tensor:
+    """Return a view of a deferred tensor by a recorded program; the tensor itself without one."""
     if view is None:
         return tensor
-    result: Tensor = run_program(view, [tensor, *(_value(given, (), (), sizes) for given in view.given)])
+    result: Tensor = run_program(view, [tensor, *(_given_value(given, (), (), sizes) for given in view.given)])
     return result
 
 
-def _value(given: Given, arguments: Sequence[Any], outputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+def _given_value(given: Given, arguments: Sequence[Any], outputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+    """Return the value that a recipe reads: an input of the call, an output of the compiled graph, or a size."""
     if isinstance(given, GivenInput):
         return arguments[given.position]
     if isinstance(given, GivenOutput):
@@ -73,7 +82,8 @@ def _value(given: Given, arguments: Sequence[Any], outputs: Sequence[Any], sizes
 
 
 def _size(size: Size, sizes: Mapping[str, int]) -> int:
-    return size if isinstance(size, int) else _function(size)(dict(sizes))
+    """Return a size as a number, from the values of its symbols."""
+    return size if isinstance(size, int) else _size_function(size)(dict(sizes))
 
 
-_function = cache(compiled_size)
+_size_function = cache(compiled_size)

@@ -31,6 +31,7 @@ class Modes:
 
     @staticmethod
     def now(device: torch.device) -> Modes:
+        """Return the modes that are active now, for tensors on `device`."""
         types = [name for name in dict.fromkeys(("cpu", device.type)) if torch.amp.is_autocast_available(name)]
         autocasts = ((name, torch.get_autocast_dtype(name), torch.is_autocast_enabled(name)) for name in types)
         rounding = (torch.get_num_threads(), torch.get_float32_matmul_precision())
@@ -38,6 +39,7 @@ class Modes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
+        """Enter these modes for a `with` block."""
         with ExitStack() as stack:
             if self.inference != torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(self.inference))
@@ -50,21 +52,22 @@ class Modes:
 
 
 @contextmanager
-def _rounding(wanted: tuple[int, str]) -> Iterator[None]:
+def _rounding(rounding: tuple[int, str]) -> Iterator[None]:
     """Set the modes that change how products round, because a user may change them between a call and the use of its outputs."""
 
     def set_to(threads: int, precision: str) -> None:
+        """Set the number of threads and the matmul precision, if they differ."""
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
 
-    before = (torch.get_num_threads(), torch.get_float32_matmul_precision())
-    set_to(*wanted)
+    previous = (torch.get_num_threads(), torch.get_float32_matmul_precision())
+    set_to(*rounding)
     try:
         yield
     finally:
-        set_to(*before)
+        set_to(*previous)
 
 
 class _Runner(fx.Interpreter):
@@ -76,6 +79,7 @@ class _Runner(fx.Interpreter):
         self.extra_traceback = False  # errors keep the message they have in eager
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node; an error names the user's line that it comes from."""
         try:
             return self._run_under_modes(n)
         except Exception as error:
@@ -83,6 +87,7 @@ class _Runner(fx.Interpreter):
             raise
 
     def _run_under_modes(self, n: fx.Node) -> Any:
+        """Run a node under the autocasts and the grad mode that the graph set for it."""
         context = self.contexts.get(n)
         if context is None:
             return super().run_node(n)
@@ -95,6 +100,7 @@ class _Runner(fx.Interpreter):
 
 
 def run_program(program: RecipeProgram, values: Sequence[Any]) -> Any:
+    """Run a recipe's graph on the values of its inputs."""
     return _Runner(program).run(*values)
 
 
@@ -112,6 +118,7 @@ class _HeldOutput:
 
     @staticmethod
     def of(name: str, tensor: Tensor, waits: bool) -> _HeldOutput:
+        """Return an alias of a tensor with its fingerprint; `waits`: it will be read later, so hidden writes matter."""
         alias = tensor.detach()
         return _HeldOutput(name, alias, tensor.requires_grad, Fingerprint.of(alias, reads=waits))
 
@@ -143,7 +150,7 @@ class UseCompiler(Protocol):
     """Compiles graphs that compute results from deferred outputs."""
 
     def __call__(
-        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: RowCut
+        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], widest: int, cut: RowCut
     ) -> Callable[..., Any] | None:
         """Return the graph as loops; None if a value other than a result has `most / 2` elements, or if the cut differs."""
 
@@ -174,7 +181,7 @@ class Agreement:
     _lock: Any = field(default_factory=threading.Lock)
 
     def may_cut(self) -> bool:
-        """Return whether all live outputs of the call can be computed in chunks, and none was computed otherwise before."""
+        """Return whether the call's live outputs can all be computed in chunks; if not, fix that none is."""
         if self.in_chunks is None:
             maker = self.maker
             if maker is None or not all(maker.can_cut(source) for source in self.sources):
@@ -182,7 +189,7 @@ class Agreement:
         return self.in_chunks is not False
 
     def settled(self, in_chunks: bool) -> bool:
-        """Return how the outputs are computed, and record the given way if it was undecided."""
+        """Fix how all outputs of the call are computed, unless it is fixed already; return whether that is in chunks."""
         with self._lock:
             self.in_chunks = in_chunks if self.in_chunks is None else self.in_chunks
             return self.in_chunks
@@ -195,6 +202,7 @@ class RecomputeSource:
     """
 
     def __init__(self, recipe: Recipe, values: Sequence[Any], numel: int, agreement: Agreement) -> None:
+        """Hold the values that the recipe reads, with fingerprints of the tensors, and join the outputs of the same call."""
         self.recipe, self.numel, self.agreement = recipe, numel, agreement
         self.modes = Modes.now(recipe.device)
         self.waits = SMALL * numel >= max((value.numel() for value in values if isinstance(value, Tensor)), default=0)
@@ -216,25 +224,30 @@ class RecomputeSource:
 
     def leaves(self) -> list[int]:
         """Return the indices of the given values that need gradients."""
-        held = enumerate(self._values)
-        return [i for i, value in held if self.differentiable and isinstance(value, _HeldOutput) and value.requires_grad]
+        numbered_values = enumerate(self._values)
+        return [
+            i for i, value in numbered_values if self.differentiable and isinstance(value, _HeldOutput) and value.requires_grad
+        ]
 
     def rebuild(self) -> Tensor:
         """Return the dense tensor, detached. If it is computed at once, keep the values that its gradient needs."""
         if self.agreement.settled(in_chunks=False):
             assert self.agreement.maker is not None
             return self.agreement.maker.rows(self, 0, self.length)
-        output, tape = self._recorded()
+        output, tape = self._run_and_record()
         self._tapes[:] = [] if tape is None else [tape]
         return output
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The longest dimension of rows, as a dimension of the tensor and of the given value that supplies the rows."""
+        """The longest dimension of rows: its index in the deferred tensor, and in the given value that supplies the rows."""
         rows = self.recipe.rows
         assert rows is not None
         shape = self._values[rows.given].tensor.shape
-        return max(((dim, place) for dim, place in enumerate(rows.dims) if place is not None), key=lambda item: shape[item[1]])
+        return max(
+            ((dim, given_dim) for dim, given_dim in enumerate(rows.dims) if given_dim is not None),
+            key=lambda item: shape[item[1]],
+        )
 
     @property
     def length(self) -> int:
@@ -251,11 +264,11 @@ class RecomputeSource:
         """Return the dense tensor restricted to ranges of some of its dimensions, detached."""
         assert self.agreement.maker is not None
         longest = self.longest[0]
-        wanted = ranges.get(longest, range(self.length))
-        rows = self.agreement.maker.rows(self, wanted.start, wanted[-1] + 1)
-        within = {**ranges, longest: range(0, wanted[-1] + 1 - wanted.start, wanted.step)}
+        selected = ranges.get(longest, range(self.length))
+        rows = self.agreement.maker.rows(self, selected.start, selected[-1] + 1)
+        in_rows = {**ranges, longest: range(0, selected[-1] + 1 - selected.start, selected.step)}
         index = tuple(
-            slice(within[dim].start, within[dim].stop, within[dim].step) if dim in within else slice(None)
+            slice(in_rows[dim].start, in_rows[dim].stop, in_rows[dim].step) if dim in in_rows else slice(None)
             for dim in range(rows.dim())
         )
         return rows[index].clone(memory_format=torch.contiguous_format)
@@ -265,7 +278,7 @@ class RecomputeSource:
         try:
             tape: _Tape | None = self._tapes.pop()
         except IndexError:
-            tape = self._recorded()[1]
+            tape = self._run_and_record()[1]
         else:
             self.current(with_counter=False)  # autograd checks version counters itself
         if tape is None:
@@ -274,11 +287,12 @@ class RecomputeSource:
         gradients = iter(torch.autograd.grad([tape.output], reached, [gradient], allow_unused=True))
         return tuple(None if leaf is None else next(gradients) for leaf in tape.leaves)
 
-    def _recorded(self) -> tuple[Tensor, _Tape | None]:
+    def _run_and_record(self) -> tuple[Tensor, _Tape | None]:
+        """Run the recipe and return its detached output, with the tape for its gradients (None if it requires none)."""
         values = self.current()
         leaves: list[Tensor | None] = [None] * len(values)
-        for position in self.leaves():
-            values[position] = leaves[position] = values[position].detach().requires_grad_()
+        for index in self.leaves():
+            values[index] = leaves[index] = values[index].detach().requires_grad_()
         with self.modes.restored(), no_saved_tensor_hooks():  # hooks active at the place of use must not apply
             output: Tensor = run_program(self.recipe.program, values)
         if not output.requires_grad:

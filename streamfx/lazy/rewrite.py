@@ -90,7 +90,7 @@ def _chosen(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Node, Front
             needed.update(values.bases[node] for node in frontier.given)
     read = _ancestors([output for output in filter(is_dense, outputs) if values.bases[output] not in chosen])
     chosen = {base: frontier for base, frontier in chosen.items() if base in read or not is_made_whole(base)}
-    return _incomparable(chosen, groups, outputs, values)
+    return _drop_comparable(chosen, groups, outputs, values)
 
 
 def is_made_whole(base: fx.Node) -> bool:
@@ -113,7 +113,7 @@ def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return ancestors
 
 
-def _incomparable(
+def _drop_comparable(
     chosen: dict[fx.Node, Frontier], groups: Mapping[fx.Node, Sequence[fx.Node]], outputs: Sequence[Any], values: DynamoValues
 ) -> dict[fx.Node, Frontier]:
     """Drop outputs whose elements can be compared, to the last bit, with another output of the call.
@@ -123,13 +123,13 @@ def _incomparable(
     """
     while True:
         removed = {output for base in chosen for output in groups[base]}
-        kept = [output for output in outputs if isinstance(output, fx.Node) and output not in removed]
-        given = [node for frontier in chosen.values() for node in frontier.given]
+        kept_outputs = [output for output in outputs if isinstance(output, fx.Node) and output not in removed]
+        saved_values = [node for frontier in chosen.values() for node in frontier.given]
         comparable = {
             base
             for base, frontier in chosen.items()
-            if _tell_of(kept, {base, *_of_kind(frontier, CONTRACTING)}, _is_one_sum, values)
-            or _tell_of(given, _of_kind(frontier, set(OpKind) - ALIASING), _is_sum, values)
+            if _reveals_elements(kept_outputs, {base, *_of_kind(frontier, CONTRACTING)}, _is_scalar_sum, values)
+            or _reveals_elements(saved_values, _of_kind(frontier, set(OpKind) - ALIASING), _is_sum, values)
         }
         if not comparable:
             return chosen
@@ -141,11 +141,11 @@ def _of_kind(frontier: Frontier, kinds: Collection[OpKind]) -> set[fx.Node]:
     return {node for node in frontier.rebuilt if kind_of(node) in kinds}
 
 
-def _tell_of(
-    kept: Sequence[fx.Node], recomputed: Collection[fx.Node], is_sum: Callable[[fx.Node], bool], values: DynamoValues
+def _reveals_elements(
+    observed: Sequence[fx.Node], recomputed: Collection[fx.Node], is_sum: Callable[[fx.Node], bool], values: DynamoValues
 ) -> bool:
-    """Return whether any kept value depends on elements of recomputed nodes other than through sums."""
-    ancestors, pending = set(kept), list(kept)
+    """Return whether any observed value depends on elements of recomputed nodes other than through sums."""
+    ancestors, pending = set(observed), list(observed)
     while pending:
         node = pending.pop()
         if node in recomputed:
@@ -157,7 +157,7 @@ def _tell_of(
     return False
 
 
-def _is_one_sum(node: fx.Node) -> bool:
+def _is_scalar_sum(node: fx.Node) -> bool:
     """Return whether a value is a zero-dimensional sum of several numbers."""
     return _is_sum(node) and example(node).dim() == 0
 
@@ -174,6 +174,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _has_known_shape(node: fx.Node, values: DynamoValues) -> bool:
+    """Return whether the sizes and strides of a tensor are determined by the sizes of the inputs."""
     tensor = example(node)
     return bytes_of(node) is not None and all(values.sizes.knows(size_of(size)) for size in (*tensor.shape, *tensor.stride()))
 
@@ -200,6 +201,7 @@ class _OutputRewriter:
     def __init__(
         self, module: fx.GraphModule, values: DynamoValues, outputs: Sequence[Any], chosen: dict[fx.Node, Frontier]
     ) -> None:
+        """Copy the module; `copies` maps the original nodes to those of the copy."""
         self.values, self.outputs, self.chosen = values, outputs, chosen
         self.module, self.copies = dynamo_copy(module)
         self.inputs = {node: i for i, node in enumerate(module.graph.find_nodes(op="placeholder"))}
@@ -207,6 +209,7 @@ class _OutputRewriter:
         self.recipes: list[Recipe] = []
 
     def result(self) -> Deferral:
+        """Return the rewritten graph and the plan that restores the original outputs."""
         results, order = self._results()
         graph = self.module.graph
         graph.output_node().args = (tuple(self._exported(node) for node in self.returned),)
@@ -216,25 +219,27 @@ class _OutputRewriter:
         return Deferral(self.module, OutputPlan(tuple(self.recipes), tuple(results), tuple(order), self.values.sizes))
 
     def _results(self) -> tuple[list[ReturnedOutput | RebuiltOutput], list[int | None]]:
+        """Add the new graph's outputs and the recipes; return all results, and the index of each original output among them."""
         results: list[ReturnedOutput | RebuiltOutput] = []
-        places: dict[Any, int] = {}
+        result_index: dict[Any, int] = {}
         deferred = [output for output in self.outputs if self._base(output) in self.chosen]
         for output in dict.fromkeys(self.outputs):
             if output is not None and output not in deferred:
-                places[output] = len(results)
+                result_index[output] = len(results)
                 results.append(ReturnedOutput(self._returned(output)))
-        recipes = {base: self._recipe(base) for base in self.chosen}
+        recipes = {base: self._add_recipe(base) for base in self.chosen}
         for output in dict.fromkeys(deferred):
             base = self._base(output)
-            places[output] = len(results)
-            results.append(RebuiltOutput(recipes[base], self._view(base, output)))
-        return results, [places.get(output) for output in self.outputs]
+            result_index[output] = len(results)
+            results.append(RebuiltOutput(recipes[base], self._view_program(base, output)))
+        return results, [result_index.get(output) for output in self.outputs]
 
     def _base(self, output: Any) -> Any:
+        """Return the node whose memory an output shares; None for outputs that are not tensors."""
         return self.values.bases.get(output) if isinstance(output, fx.Node) else None
 
     def _returned(self, node: Any) -> int:
-        """Return the index of a value among the outputs of the new graph."""
+        """Return the index of a value among the outputs of the new graph; add it if it is none yet."""
         if node not in self.returned:
             self.returned.append(node)
         return self.returned.index(node)
@@ -252,14 +257,16 @@ class _OutputRewriter:
         return clone
 
     def _erase_unused(self) -> None:
+        """Erase the recomputed nodes that the new graph no longer uses."""
         for frontier in self.chosen.values():
             for node in reversed(frontier.rebuilt):
                 if node in self.copies and not self.copies[node].users:
                     self.module.graph.erase_node(self.copies.pop(node))
 
-    def _recipe(self, base: fx.Node) -> int:
+    def _add_recipe(self, base: fx.Node) -> int:
+        """Add the recipe of a deferred base to `recipes`, and return its index."""
         frontier, tensor = self.chosen[base], example(base)
-        program = self._program(frontier.given, frontier.rebuilt, self._given)
+        program = self._program(frontier.given, frontier.rebuilt, self._recipe_input)
         self.recipes.append(
             Recipe(
                 name=base.name,
@@ -269,26 +276,28 @@ class _OutputRewriter:
                 dtype=tensor.dtype,
                 device=tensor.device,
                 requires_grad=tensor.requires_grad,
-                rows=self._rows(frontier),
+                rows=self._row_axes(frontier),
             )
         )
         return len(self.recipes) - 1
 
-    def _rows(self, frontier: Frontier) -> RowAxes | None:
-        streamed = [node for node in frontier.given if not is_parameter(node)]
-        if not streamed:
+    def _row_axes(self, frontier: Frontier) -> RowAxes | None:
+        """Return the largest given value that is no parameter, and which of its dimensions are rows; None if there are none."""
+        with_rows = [node for node in frontier.given if not is_parameter(node)]
+        if not with_rows:
             return None
-        largest = max(streamed, key=lambda node: bytes_of(node) or 0)
+        largest = max(with_rows, key=lambda node: bytes_of(node) or 0)
         dims = rows_of_program(largest, frontier.rebuilt)
         return RowAxes(frontier.given.index(largest), dims) if any(dim is not None for dim in dims) else None
 
-    def _given(self, node: fx.Node) -> Given:
-        """Keep a reference to an input if it outlives the call unchanged or autograd keeps it anyway; else return it."""
+    def _recipe_input(self, node: fx.Node) -> Given:
+        """Describe a value that a recipe reads: an input if autograd or the model keeps it, else a (new) output of the graph."""
         if is_parameter(node) or (node.op == "placeholder" and example(node).requires_grad):
             return GivenInput(self.inputs[node], _readable(placeholder_source(node)) or node.name)
         return GivenOutput(self._returned(node), node.name)
 
-    def _view(self, base: fx.Node, output: fx.Node) -> RecipeProgram | None:
+    def _view_program(self, base: fx.Node, output: fx.Node) -> RecipeProgram | None:
+        """Return the views that lead from a base to an output, as a program; None if the output is the base."""
         nodes = _view_nodes(base, output, self.values)
         return self._program((base,), nodes, None) if nodes else None
 
@@ -317,5 +326,5 @@ HOLDERS = ("self", "_modules", "_parameters", "_buffers")
 
 def _readable(source: str) -> str:
     """Format `L['self']._modules['lm_head']._parameters['weight']` as `lm_head.weight`; Dynamo's own names begin with `___`."""
-    parts = [first or second for first, second in re.findall(r"\['([^']+)'\]|\.(\w+)", source)]
-    return ".".join(part for part in parts if part not in HOLDERS and not part.startswith("___"))
+    names = [first or second for first, second in re.findall(r"\['([^']+)'\]|\.(\w+)", source)]
+    return ".".join(name for name in names if name not in HOLDERS and not name.startswith("___"))

@@ -15,62 +15,64 @@ from streamfx.lazy.op_kinds import OpKind, kind_of
 from streamfx.lazy.values import example, is_dense
 
 Follows: TypeAlias = "tuple[int | None, ...]"
-Known: TypeAlias = "Mapping[fx.Node, Follows]"
+FollowsByNode: TypeAlias = "Mapping[fx.Node, Follows]"
 
 
-def rows_of_program(given: fx.Node, rebuilt: tuple[fx.Node, ...]) -> Follows:
+def rows_of_program(source: fx.Node, rebuilt: tuple[fx.Node, ...]) -> Follows:
     """Return, for each dimension of the last node, the dimension of `given` whose rows it follows, or None."""
-    known: dict[fx.Node, Follows] = {given: tuple(range(example(given).dim()))}  # for nodes that depend on the given tensor
+    followed: dict[fx.Node, Follows] = {source: tuple(range(example(source).dim()))}  # for nodes that depend on the given tensor
     for node in rebuilt:
-        if not known.keys().isdisjoint(node.all_input_nodes):
-            known[node] = _follows(node, known) if is_dense(node) else ()
-    return _of(rebuilt[-1], known)
+        if not followed.keys().isdisjoint(node.all_input_nodes):
+            followed[node] = _follows(node, followed) if is_dense(node) else ()
+    return _dims_followed(rebuilt[-1], followed)
 
 
-def _follows(node: fx.Node, known: Known) -> Follows:
+def _follows(node: fx.Node, followed: FollowsByNode) -> Follows:
     """Apply the rule of a node. If any operand has lost a dimension (e.g. to a sum), the result has lost it, too."""
     rule = RULES.get(kind_of(node))  # type: ignore[arg-type]
-    follows = rule(node, known) if rule is not None else ()
+    follows = rule(node, followed) if rule is not None else ()
     rank = example(node).dim()
-    kept = set.intersection(*(set(known[operand]) for operand in node.all_input_nodes if operand in known))
-    return tuple(dim if dim in kept else None for dim in follows) if len(follows) == rank else (None,) * rank
+    dims_of_all_operands = set.intersection(*(set(followed[operand]) for operand in node.all_input_nodes if operand in followed))
+    return tuple(dim if dim in dims_of_all_operands else None for dim in follows) if len(follows) == rank else (None,) * rank
 
 
-def _of(node: object, known: Known) -> Follows:
+def _dims_followed(node: object, followed: FollowsByNode) -> Follows:
+    """Return the followed dimensions of an operand: none for one that does not depend on the given tensor."""
     if isinstance(node, fx.Node) and is_dense(node):
-        return known.get(node, (None,) * example(node).dim())
+        return followed.get(node, (None,) * example(node).dim())
     return ()
 
 
-def _pointwise(node: fx.Node, known: Known) -> Follows:
+def _pointwise(node: fx.Node, followed: FollowsByNode) -> Follows:
     """Align dimensions from the last. All operands that have a dimension, unless broadcast, must follow the same one."""
     rank = example(node).dim()
     aligned: list[set[int | None]] = [set() for _ in range(rank)]
     for operand in filter(is_dense, node.all_input_nodes):
-        shape, follows = example(operand).shape, _of(operand, known)
-        for place, (size, dim) in enumerate(zip(shape, follows, strict=True), rank - len(shape)):
+        shape, follows = example(operand).shape, _dims_followed(operand, followed)
+        for position, (size, dim) in enumerate(zip(shape, follows, strict=True), rank - len(shape)):
             if not (isinstance(size, int) and size == 1):
-                aligned[place].add(dim)
+                aligned[position].add(dim)
     return tuple(dims.pop() if len(dims) == 1 else None for dims in aligned)
 
 
-def _first(node: fx.Node) -> object:
+def _first_operand(node: fx.Node) -> object:
     return node.args[0] if node.args else node.kwargs.get("input")
 
 
-def _same(node: fx.Node, known: Known) -> Follows:
-    return _of(_first(node), known)
+def _same(node: fx.Node, followed: FollowsByNode) -> Follows:
+    return _dims_followed(_first_operand(node), followed)
 
 
-def _index(node: fx.Node, known: Known) -> Follows:
-    """Handle x[:, 0:, ...] with full slices only."""
+def _index(node: fx.Node, followed: FollowsByNode) -> Follows:
+    """Follow all dimensions of x[:, 0:, ...] if every slice is full; none otherwise."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     full = all(item is Ellipsis or item in (slice(None), slice(0, None), slice(0, None, 1)) for item in index)
-    return _of(node.args[0], known) if full else ()
+    return _dims_followed(node.args[0], followed) if full else ()
 
 
-def _softmax(node: fx.Node, known: Known) -> Follows:
-    follows = list(_of(_first(node), known))
+def _softmax(node: fx.Node, followed: FollowsByNode) -> Follows:
+    """Follow all dimensions but the one that is normalized."""
+    follows = list(_dims_followed(_first_operand(node), followed))
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if not isinstance(dim, int) or not follows:
         return ()
@@ -78,42 +80,42 @@ def _softmax(node: fx.Node, known: Known) -> Follows:
     return tuple(follows)
 
 
-def _reduction(node: fx.Node, known: Known) -> Follows:
+def _reduction(node: fx.Node, followed: FollowsByNode) -> Follows:
     """Handle sums over one or several dimensions, with or without keepdim. No dimension means all of them."""
-    follows = _of(_first(node), known)
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    dims = given if isinstance(given, (tuple, list)) else (given,)
+    follows = _dims_followed(_first_operand(node), followed)
+    dim_argument = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = dim_argument if isinstance(dim_argument, (tuple, list)) else (dim_argument,)
     if not follows or not dims or not all(type(dim) is int for dim in dims):
         return ()
     summed = {dim % len(follows) for dim in dims}
     is_kept = example(node).dim() == len(follows)
-    return tuple(None if at in summed else dim for at, dim in enumerate(follows) if is_kept or at not in summed)
+    return tuple(None if index in summed else dim for index, dim in enumerate(follows) if is_kept or index not in summed)
 
 
-def _norm(node: fx.Node, known: Known) -> Follows:
+def _norm(node: fx.Node, followed: FollowsByNode) -> Follows:
     """Handle norms over the last dimensions, given by a shape, if the weights have no rows of the given tensor."""
     shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
-    if not isinstance(shape, (tuple, list)) or not shape or not _only_first_has_rows(node, known):
+    if not isinstance(shape, (tuple, list)) or not shape or not _only_first_has_rows(node, followed):
         return ()
-    return (*_of(_first(node), known)[: -len(shape)], *(None for _ in shape))
+    return (*_dims_followed(_first_operand(node), followed)[: -len(shape)], *(None for _ in shape))
 
 
-def _linear(node: fx.Node, known: Known) -> Follows:
+def _linear(node: fx.Node, followed: FollowsByNode) -> Follows:
     """Handle x [..., k] with a weight [k, n] that has no rows of the given tensor."""
     if len(node.args) < 2 or not is_dense(node.args[1]) or example(node.args[1]).dim() != 2:
         return ()
-    return (*_of(node.args[0], known)[:-1], None) if _only_first_has_rows(node, known) else ()
+    return (*_dims_followed(node.args[0], followed)[:-1], None) if _only_first_has_rows(node, followed) else ()
 
 
-def _only_first_has_rows(node: fx.Node, known: Known) -> bool:
+def _only_first_has_rows(node: fx.Node, followed: FollowsByNode) -> bool:
     """Return whether only the first operand has rows of the given tensor, and it is used as an operand once."""
-    first = _first(node)
+    first = _first_operand(node)
     weights = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, fx.Node) and item is not first]
     is_repeated = sum(item is first for item in (*node.args, *node.kwargs.values())) > 1
-    return not is_repeated and all(dim is None for weight in weights for dim in _of(weight, known))
+    return not is_repeated and all(dim is None for weight in weights for dim in _dims_followed(weight, followed))
 
 
-RULES: dict[OpKind, Callable[[fx.Node, Known], Follows]] = {
+RULES: dict[OpKind, Callable[[fx.Node, FollowsByNode], Follows]] = {
     OpKind.POINTWISE: _pointwise,
     OpKind.SAME: _same,
     OpKind.INDEX: _index,

@@ -33,7 +33,7 @@ def widest_below(cell: Cell) -> int:
     """Return the number of elements of the largest wide value that reading a cell would compute; 0 if there is none."""
     seen, pending, widest = {cell}, [cell], 0
     while pending:
-        for operand in _asked_for(pending.pop()):
+        for operand in _operands_to_read(pending.pop()):
             if operand not in seen:
                 seen.add(operand)
                 pending.append(operand)
@@ -41,7 +41,7 @@ def widest_below(cell: Cell) -> int:
     return widest
 
 
-def _asked_for(cell: Cell) -> list[Cell]:
+def _operands_to_read(cell: Cell) -> list[Cell]:
     """Return the operands that a cell must read to compute its value."""
     step = cell.step  # before the value: see NOTE [Cells that several threads read]
     is_computed = cell.value is not None or (cell.root is not cell and (cell.is_whole or cell.has_rows()))
@@ -61,22 +61,23 @@ def is_cut_from(cell: Cell) -> bool:
 # -- views and casts
 
 
-def viewed(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cell | list[Cell]:
+def view_cells(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cell | list[Cell]:
     """Return deferred views of a deferred tensor (see NOTE [Memory shared by views]). `args` follow the tensor argument."""
     step = DeferredOperator(func, (cell, *args), kwargs)
     on_metadata = not cell.is_whole and func is not aten.as_strided.default
-    parts = func(meta_of(cell.like) if on_metadata else cell.aliased(), *args, **kwargs)
-    if not isinstance(parts, Tensor):
-        return [_part(part, step, number) for number, part in enumerate(parts)]
-    return _part(parts, step, None, _rows(func, cell, args))
+    views = func(meta_of(cell.like) if on_metadata else cell.aliased(), *args, **kwargs)
+    if not isinstance(views, Tensor):
+        return [_view_cell(view, step, index) for index, view in enumerate(views)]
+    return _view_cell(views, step, None, _selected_rows(func, cell, args))
 
 
-def _part(part: Tensor, step: DeferredOperator, result: int | None, rows: CellRows | None = None) -> Cell:
-    value, spreads = None if part.is_meta else part, step.operands()[0].spreads
-    return Cell(part, step=step, result=result, value=value, rows=rows, is_view=True, spreads=spreads)
+def _view_cell(view: Tensor, step: DeferredOperator, result: int | None, rows: CellRows | None = None) -> Cell:
+    """Return the cell of a view; `result` is its index if the operator returns several views."""
+    value, spreads = None if view.is_meta else view, step.operands()[0].spreads
+    return Cell(view, step=step, result=result, value=value, rows=rows, is_view=True, spreads=spreads)
 
 
-def _rows(func: Any, cell: Cell, args: Sequence[Any]) -> CellRows | None:
+def _selected_rows(func: Any, cell: Cell, args: Sequence[Any]) -> CellRows | None:
     """Return the rows of the root that a view selects; None if the view does more than that."""
     rows = cell.rows if cell.root is not cell else CellRows(tuple(cell.like.shape), {})
     if rows is None or func in (aten.alias.default, aten.detach.default):
@@ -91,13 +92,14 @@ def _rows(func: Any, cell: Cell, args: Sequence[Any]) -> CellRows | None:
 
 def is_lazy_cast(func: Any, cell: Cell, kwargs: Mapping[str, Any], device: torch.device) -> bool:
     """Return whether a copy changes only the dtype of a value that is not computed yet."""
-    given = {name for name, value in kwargs.items() if value not in (None, False)}
+    options = {name for name, value in kwargs.items() if value not in (None, False)}
     same_device = kwargs.get("device") in (None, device)
-    is_cast = func is aten._to_copy.default and given <= {"dtype", "device", "layout", "memory_format"}
+    is_cast = func is aten._to_copy.default and options <= {"dtype", "device", "layout", "memory_format"}
     return is_cast and same_device and cell.value is None
 
 
 def cast(func: Any, cell: Cell, kwargs: Mapping[str, Any]) -> Cell:
+    """Return the cell of a deferred change of dtype."""
     kwargs = {name: value for name, value in kwargs.items() if name != "device"}
     return Cell(func(meta_of(cell.like), **kwargs), step=DeferredOperator(func, (cell,), kwargs))
 
@@ -105,7 +107,7 @@ def cast(func: Any, cell: Cell, kwargs: Mapping[str, Any]) -> Cell:
 # -- all other operators
 
 
-def postponed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> list[Cell] | None:
+def defer_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> list[Cell] | None:
     """Return the results of a function of large deferred values, or large results of operands that `spread`.
 
     Return None for any other operator. The arguments contain cells in place of deferred tensors.
@@ -117,24 +119,24 @@ def postponed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device:
     if max(cell.depth for cell in operands) > DEEPEST:
         return None
     try:
-        likes = _likes(func, args, kwargs)
+        metas = _result_metas(func, args, kwargs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):  # the operator itself raises this later
         return None
-    if not likes or any(like is None for like in likes):  # a gradient that is not requested
+    if not metas or any(like is None for like in metas):  # a gradient that is not requested
         return None
-    if (widest := max(widest, *(like.numel() for like in likes))) < LEAST:
+    if (widest := max(widest, *(like.numel() for like in metas))) < LEAST:
         return None
-    operands_kept = [_small_copy(item, widest // SMALL) for item in pytree.tree_leaves((args, dict(kwargs))) if _is_dense(item)]
-    if any(item is None for item in operands_kept):
+    small_copies = [_small_copy(item, widest // SMALL) for item in pytree.tree_leaves((args, dict(kwargs))) if _is_dense(item)]
+    if any(item is None for item in small_copies):
         return None
-    copies = iter(operands_kept)
+    copies = iter(small_copies)
     step = DeferredOperator(func, *pytree.tree_map_only(_is_dense, lambda item: next(copies), (tuple(args), dict(kwargs))))
-    several = len(func._schema.returns) > 1
-    return [Cell(like, step=step, result=number if several else None) for number, like in enumerate(likes)]
+    has_several = len(func._schema.returns) > 1
+    return [Cell(like, step=step, result=index if has_several else None) for index, like in enumerate(metas)]
 
 
-def overwritten(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    """Defer an in-place operator on a large value that is not computed yet, if nothing else has yet to read the old value.
+def defer_write(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:
+    """Defer an in-place operator on a large value that is not computed yet, if no other cell has yet to read the old value.
 
     `args` follow the written value, with cells in place of deferred tensors. Return whether the operator was deferred.
     """
@@ -142,11 +144,11 @@ def overwritten(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str,
     others = [item for item in pytree.tree_leaves((args, dict(kwargs))) if isinstance(item, Cell) and item is not cell]
     if function is None or not is_wide(cell) or any(other.root is cell for other in others):
         return False
-    before = cell.before_a_write()
-    if before is None:
+    previous = cell.before_a_write()
+    if previous is None:
         return False
-    args, kwargs = pytree.tree_map(lambda item: before if item is cell else item, (tuple(args), dict(kwargs)))
-    cells = postponed(function, (before, *args), kwargs, device)
+    args, kwargs = pytree.tree_map(lambda item: previous if item is cell else item, (tuple(args), dict(kwargs)))
+    cells = defer_function(function, (previous, *args), kwargs, device)
     if cells is None or len(cells) != 1 or (cells[0].like.dtype, cells[0].like.shape) != (cell.like.dtype, cell.like.shape):
         return False
     assert cells[0].step is not None
@@ -166,7 +168,7 @@ def _function_of(func: Any) -> Any:
 def _is_function(func: Any, kwargs: Mapping[str, Any], device: torch.device) -> bool:
     """Return whether an operator is pure, returns new tensors, and stays on the device of the deferred tensor."""
     tensors = all(str(result.type) == "Tensor" for result in func._schema.returns)
-    impure = any(tag in func.tags for tag in IMPURE) and func is not aten.index.Tensor  # for mask indices, `_likes` fails
+    impure = any(tag in func.tags for tag in IMPURE) and func is not aten.index.Tensor  # for mask indices, `_result_metas` fails
     pure = not func._schema.is_mutable and not impure
     return tensors and pure and kwargs.get("device") in (None, device)
 
@@ -175,12 +177,12 @@ def _is_dense(item: Any) -> bool:
     return isinstance(item, Tensor)
 
 
-def _small_copy(tensor: Tensor, most: int) -> Tensor | None:
+def _small_copy(tensor: Tensor, max_numel: int) -> Tensor | None:
     """Return a copy of a small operand that keeps its expanded dimensions; None if it is large or no plain tensor."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return None
     compact = compacted(tensor.detach())
-    return compact.clone().expand(tensor.shape) if compact.numel() <= most else None
+    return compact.clone().expand(tensor.shape) if compact.numel() <= max_numel else None
 
 
 def compacted(tensor: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ def compacted(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _likes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _result_metas(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return meta tensors with the metadata of the results."""
     on_meta = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
     args, kwargs = pytree.tree_map(_meta_operand, (tuple(args), dict(kwargs)))
@@ -199,6 +201,7 @@ def _likes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Te
 
 
 def _meta_operand(item: Any) -> Any:
+    """Return a meta tensor for a cell or a tensor; a zero-dimensional tensor or another argument unchanged."""
     if isinstance(item, Cell):
         return meta_of(item.like)
     return meta_of(item) if isinstance(item, Tensor) and item.dim() else item

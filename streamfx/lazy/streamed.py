@@ -49,7 +49,7 @@ MOST_GRAPHS = 64  # compiled per process: a program that needs more has numbers 
 MOST_FORMS = 6  # code variants per graph, for sizes that cannot share one
 
 
-def made_in_chunks(cells: Sequence[Cell]) -> Sequence[Tensor] | None:
+def computed_in_chunks(cells: Sequence[Cell]) -> Sequence[Tensor] | None:
     """Return the values of cells without materializing large operands; None if that does not stream."""
     builder = _GraphBuilder()
     results = [builder.node(cell) for cell in cells]
@@ -59,10 +59,12 @@ def made_in_chunks(cells: Sequence[Cell]) -> Sequence[Tensor] | None:
 def gradients_in_chunks(source: RecomputeSource, gradient: Cell) -> Sequence[Tensor | None] | None:
     """Return the gradients of a source's given values, from the gradient of its output; None if that does not stream."""
     builder = _GraphBuilder()
-    driving = builder.node(gradient)
-    output, leaves = builder.recorded(source)
+    output_gradient = builder.node(gradient)
+    output, leaves = builder.recipe_output(source)
     positions = [position for position, leaf in enumerate(leaves) if leaf is not None]
-    gradients = builder.call(torch.autograd.grad, (output,), [leaves[p] for p in positions], (driving,), allow_unused=True)
+    gradients = builder.call(
+        torch.autograd.grad, (output,), [leaves[p] for p in positions], (output_gradient,), allow_unused=True
+    )
     results = [builder.call(operator.getitem, gradients, number) for number in range(len(positions))]
     computed = _run(builder, results) if builder.may_cut() else None
     if computed is None:
@@ -79,23 +81,23 @@ class RowsInChunks:
         if source.numel < steps.LEAST or source.recipe.rows is None or source.agreement.compiler is None:
             return False
         builder = _GraphBuilder(checks=False)
-        return _form(builder, [builder.whole(source)]) is not None
+        return _code_for(builder, [builder.output_of(source)]) is not None
 
     def rows(self, source: RecomputeSource, start: int, stop: int) -> Tensor:
         """Return rows along the longest dimension of rows, by computing the chunks that contain them."""
-        step, (dim, _) = rows_of(source), source.longest
-        first = max(0, min(start, stop - 2)) // step * step  # a single row is no sequence
-        last = min(source.length, -(-stop // step) * step)
+        rows_per_chunk, (row_dim, _) = rows_per_chunk_of(source), source.longest
+        first = max(0, min(start, stop - 2)) // rows_per_chunk * rows_per_chunk  # a single row is no sequence
+        last = min(source.length, -(-stop // rows_per_chunk) * rows_per_chunk)
         for bounds in ((first, last), (0, source.length)):
             builder = _GraphBuilder()
-            results = _run(builder, [builder.whole(source, *bounds)])
+            results = _run(builder, [builder.output_of(source, *bounds)])
             if results is not None:
-                part: Tensor = results[0].narrow(dim, start - bounds[0], stop - start)
-                return part
+                rows: Tensor = results[0].narrow(row_dim, start - bounds[0], stop - start)
+                return rows
         raise AssertionError("what streams once streams again")
 
 
-def rows_of(source: RecomputeSource) -> int:
+def rows_per_chunk_of(source: RecomputeSource) -> int:
     """Return the rows per chunk, the same in every pass over the source."""
     compiler = source.agreement.compiler
     return compiler.rows_per_chunk(source.numel, source.length) if compiler is not None else source.length
@@ -105,6 +107,7 @@ class _GraphBuilder:
     """Builds a graph from cells, with the inputs of their sources, small tensors and sizes as inputs."""
 
     def __init__(self, checks: bool = True) -> None:
+        """Start an empty graph; `checks`: raise if an input has changed since the call that made it."""
         self.checks = checks  # whether to check that the inputs have not changed since the call
         self.graph = fx.Graph()
         self.inputs: list[Any] = []
@@ -146,17 +149,19 @@ class _GraphBuilder:
         return self.given(number) if 2 <= number < 1 << 31 else number
 
     def node(self, cell: Cell) -> fx.Node:
+        """Return the node of a cell, adding it on first use."""
         if cell not in self._cells:
             self._cells[cell] = self._cell_node(cell)
         return self._cells[cell]
 
     def _cell_node(self, cell: Cell) -> fx.Node:
+        """Add the operators that compute a cell; the widest value on the way sets `widest`."""
         step, value = cell.step, cell.value  # in this order: see NOTE [Cells that several threads read]
         if value is not None:
             return self.tensor(value)
         self.widest = max(self.widest, cell.numel)
         if cell.source is not None:
-            return self.whole(cell.source)
+            return self.output_of(cell.source)
         assert step is not None
         if step not in self._steps:
             self._steps[step] = self._step_node(step)
@@ -169,6 +174,7 @@ class _GraphBuilder:
         names = [argument.name for argument in step.func._schema.arguments]
 
         def converted(name: str, item: Any) -> Any:
+            """Return an argument as an operand of the graph; integer sizes become inputs."""
             if isinstance(item, Cell):
                 return self.node(item)
             if isinstance(item, Tensor):
@@ -184,25 +190,28 @@ class _GraphBuilder:
         }
         return self.call(COPIES_WHERE_NEEDED.get(step.func, step.func), *args, **kwargs)
 
-    def whole(self, source: RecomputeSource, start: int = 0, stop: int | None = None) -> fx.Node:
+    def output_of(self, source: RecomputeSource, start: int = 0, stop: int | None = None) -> fx.Node:
         """Add the output of a source's recipe, or some of its rows, detached."""
         self.widest = max(self.widest, source.numel)
-        return self.call(aten.detach.default, self.recorded(source, start, stop)[0])
+        return self.call(aten.detach.default, self.recipe_output(source, start, stop)[0])
 
-    def recorded(self, source: RecomputeSource, start: int = 0, stop: int | None = None) -> tuple[fx.Node, list[fx.Node | None]]:
+    def recipe_output(
+        self, source: RecomputeSource, start: int = 0, stop: int | None = None
+    ) -> tuple[fx.Node, list[fx.Node | None]]:
         """Add a source's recipe; return its output, and the leaf of each given value that needs a gradient.
 
         The recipe is recorded even if no gradient is taken, so that the same operators run in both cases.
         """
         if source not in self.sources:
-            self.sources[source] = self._recipe(source, start, stop)
+            self.sources[source] = self._record_recipe(source, start, stop)
         return self.sources[source]
 
     def may_cut(self) -> bool:
         """Return whether all sources may be computed in chunks, and have the same number of rows per chunk."""
-        return all(source.agreement.may_cut() for source in self.sources) and len({*map(rows_of, self.sources)}) == 1
+        return all(source.agreement.may_cut() for source in self.sources) and len({*map(rows_per_chunk_of, self.sources)}) == 1
 
-    def _recipe(self, source: RecomputeSource, start: int, stop: int | None) -> tuple[fx.Node, list[fx.Node | None]]:
+    def _record_recipe(self, source: RecomputeSource, start: int, stop: int | None) -> tuple[fx.Node, list[fx.Node | None]]:
+        """Add rows [start, stop) of a source's recipe; return its output and a leaf (or None) per given value."""
         rows, values = source.recipe.rows, source.current() if self.checks else source.unchecked()
         dim = 0 if rows is None else source.longest[1]
         nodes = []
@@ -258,31 +267,31 @@ _forms: dict[Hashable, list[FamilyCode]] = {}
 
 def _run(builder: _GraphBuilder, results: Sequence[fx.Node]) -> Sequence[Any] | None:
     """Run the graph in chunks and return the results; from then on, all outputs of the call are computed in these chunks."""
-    form = _form(builder, results)
-    if form is None or not all(source.agreement.settled(in_chunks=True) for source in builder.sources):
+    code = _code_for(builder, results)
+    if code is None or not all(source.agreement.settled(in_chunks=True) for source in builder.sources):
         return None
     with _plain_modes(builder):
-        results_in_chunks: Sequence[Any] = form.call(layout_of(builder.inputs)[1], builder.inputs)
+        results_in_chunks: Sequence[Any] = code.call(layout_of(builder.inputs)[1], builder.inputs)
         return results_in_chunks
 
 
-def _form(builder: _GraphBuilder, results: Sequence[fx.Node]) -> FamilyCode | None:
+def _code_for(builder: _GraphBuilder, results: Sequence[fx.Node]) -> FamilyCode | None:
     """Return the code for a graph and its sizes; None if it does not stream, or if the limits on code are reached."""
-    first = next(iter(builder.sources))
-    assert first.agreement.compiler is not None
+    source = next(iter(builder.sources))
+    assert source.agreement.compiler is not None
     builder.graph.output(tuple(results))
-    cut = RowCut(rows_of(first), tuple(builder.along))
+    cut = RowCut(rows_per_chunk_of(source), tuple(builder.along))
     kinds, numbers = layout_of(builder.inputs)
-    key = (structure(builder.graph), kinds, tuple(sorted(builder.shared)), first.agreement.compiler, cut)
+    key = (structure(builder.graph), kinds, tuple(sorted(builder.shared)), source.agreement.compiler, cut)
     if key not in _forms and len(_forms) == MOST_GRAPHS:
         return None
-    forms = _forms.setdefault(key, [])
-    form = fitting(forms, numbers)
-    if form is None and len(forms) < MOST_FORMS:
+    codes = _forms.setdefault(key, [])
+    code = fitting(codes, numbers)
+    if code is None and len(codes) < MOST_FORMS:
         with compiling(), _plain_modes(builder):
-            form = fitting(forms, numbers) or _compiled(builder, wider(forms, numbers), numbers, cut)
-            forms += [form] if form not in forms else []
-    return None if form is None or form.run is _nothing else form
+            code = fitting(codes, numbers) or _compiled(builder, wider(codes, numbers), numbers, cut)
+            codes += [code] if code not in codes else []
+    return None if code is None or code.run is _not_streamed else code
 
 
 @contextmanager
@@ -304,22 +313,24 @@ def _compiled(builder: _GraphBuilder, family: Family, numbers: Numbers, cut: Row
     shared = [index_of[position] for position in tensors if position in builder.shared]
     tensor_cut = RowCut(cut.rows, tuple((index_of[position], dim) for position, dim in cut.along))
 
-    def compile(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
+    def compile_graph(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
+        """Return the compiled graph, or `_not_streamed` if the compiler refuses it."""
         assert compiler is not None
-        return compiler(graph, values, shared, builder.widest, tensor_cut) or _nothing
+        return compiler(graph, values, shared, builder.widest, tensor_cut) or _not_streamed
 
     try:
         with no_modes():
             if family.at is None:
-                return FamilyCode(family, compile(graph, [inputs[position] for position in tensors]), any_size)
-            run, holds = with_sizes(compile, graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))
+                return FamilyCode(family, compile_graph(graph, [inputs[position] for position in tensors]), any_size)
+            run, holds = with_sizes(compile_graph, graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))
             return FamilyCode(family, run, holds)
     except StreamFXError:
         raise
     except Exception as error:
         log.info("a use of deferred outputs makes them whole: %s", error)
-        return FamilyCode(family, _nothing, any_size)
+        return FamilyCode(family, _not_streamed, any_size)
 
 
-def _nothing(*inputs: Any) -> None:
+def _not_streamed(*inputs: Any) -> None:
+    """Run in place of a graph that does not stream; the caller then materializes the large values."""
     return None

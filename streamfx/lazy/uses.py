@@ -36,14 +36,14 @@ class Uses:
     compiled: Callable[[fx.GraphModule, list[Any], Options, Sequence[int]], tuple[Callable[..., Any], Facts | None]]
 
     def __call__(
-        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: RowCut
+        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], widest: int, cut: RowCut
     ) -> Callable[..., Any] | None:
         """Return the graph as loops; None if a value other than a result has `most / 2` elements, or if the cut differs."""
         options = replace(self.options, outputs="dense", strict=False, memory_budget=None, bodies="eager")
         options = replace(options, gradients="at once", chunk_size=cut.rows, loss_chunk_size=cut.rows)
         run, facts = self.compiled(graph, inputs, options, weights)
         program = None if facts is None else facts.program
-        if program is None or any(2 * numel_of(node) >= most for node in made_between(program.forward.graph)):
+        if program is None or any(2 * numel_of(node) >= widest for node in computed_outside_loops(program.forward.graph)):
             log.info("a use of deferred outputs does not stream, and makes them whole")
             return None
         if not is_cut(known(facts), cut):
@@ -53,8 +53,8 @@ class Uses:
 
     def rows_per_chunk(self, numel: int, length: int) -> int:
         """Return the chunk size of the options; if none is set, a power of two, so that many lengths share it."""
-        asked = (size for size in (self.options.loss_chunk_size, self.options.chunk_size) if isinstance(size, int))
-        return next(asked, None) or rows_at_work(numel, length)
+        requested = (size for size in (self.options.loss_chunk_size, self.options.chunk_size) if isinstance(size, int))
+        return next(requested, None) or rows_at_work(numel, length)
 
 
 def is_cut(facts: Facts, cut: RowCut) -> bool:
@@ -70,7 +70,7 @@ def is_cut(facts: Facts, cut: RowCut) -> bool:
     return all(spec.chunk_size == cut.rows and spec.length == axes.sequence.length for spec in specs)
 
 
-def made_between(graph: fx.Graph) -> list[fx.Node]:
+def computed_outside_loops(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that a graph computes outside of its loops, except views of inputs and of results, and the results."""
     results, inputs = set(graph.output_node().all_input_nodes), set(graph.find_nodes(op="placeholder"))
     for node in reversed(graph.nodes):
@@ -83,6 +83,7 @@ def made_between(graph: fx.Graph) -> list[fx.Node]:
 
 
 def numel_of(node: fx.Node) -> int:
+    """Return the number of elements of a tensor node, at the traced sizes; 0 for other nodes."""
     return size_hint(node.meta[VALUE].numel()) if is_tensor(node) else 0
 
 
@@ -93,8 +94,8 @@ def rows_at_work(numel: int, length: int) -> int:
     256
     """
     row_bytes = BYTES_AT_WORK * -(-numel // max(length, 1))
-    most = max(LEAST_ROWS, max(LEAST_WORKING_SET, numel // PARTS) // max(row_bytes, 1))
-    return 1 << (most.bit_length() - 1)
+    max_rows = max(LEAST_ROWS, max(LEAST_WORKING_SET, numel // PARTS) // max(row_bytes, 1))
+    return 1 << (max_rows.bit_length() - 1)
 
 
 def bytes_of_results(module: fx.GraphModule) -> int:

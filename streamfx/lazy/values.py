@@ -72,7 +72,8 @@ def bytes_of(node: fx.Node) -> int | None:
 
 
 def values_of(graph: fx.Graph) -> DynamoValues:
-    bases, written = _memory(graph)
+    """Return the facts about a Dynamo graph."""
+    bases, written = _memory_bases(graph)
     outputs = frozenset(graph.output_node().all_input_nodes)
     return DynamoValues(graph, bases, written, dict(_contexts(graph)), _size_sources(graph), outputs)
 
@@ -82,7 +83,8 @@ def has_nested_modes(graph: fx.Graph) -> bool:
     return any(str(getattr(node.target, "__module__", "")).startswith(NESTED_MODES) for node in graph.nodes)
 
 
-def _memory(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], frozenset[fx.Node]]:
+def _memory_bases(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], frozenset[fx.Node]]:
+    """Return the first node with each node's memory, and the set of these bases that some function writes into."""
     first: dict[int, fx.Node] = {}
     bases: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -124,6 +126,7 @@ def _contexts(graph: fx.Graph) -> Iterator[tuple[fx.Node, Context]]:
 
 
 def _size_sources(graph: fx.Graph) -> SizeSources:
+    """Find where each size symbol is read: an input's position, and its dimension (None if the input is the number)."""
     sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         value = example(node)

@@ -52,14 +52,16 @@ def known_combine(graph: fx.Graph, given: int) -> int:
     because integer arguments get no gradient.
     """
     values = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder")]
-    kinds = [(value.dtype, value.dim()) for value in values]
-    text = repr((structure(graph), kinds, given, by_element := is_by_element(graph, given)))
+    argument_types = [(value.dtype, value.dim()) for value in values]
+    text = repr((structure(graph), argument_types, given, by_element := is_by_element(graph, given)))
     number = int.from_bytes(blake2s(text.encode(), digest_size=7).digest(), "big")
     if number not in COMBINES:
-        one = fx.GraphModule(torch.nn.Module(), graph).forward
+        combine_rows = fx.GraphModule(torch.nn.Module(), graph).forward
         rows = len(graph.find_nodes(op="placeholder")) - given
-        many = one if by_element else torch.vmap(one, in_dims=(*(0 for _ in range(rows)), *[None] * given))
-        COMBINES[number] = Combine(graph, given, many, reach_of(graph, one, given))
+        combine_all = (
+            combine_rows if by_element else torch.vmap(combine_rows, in_dims=(*(0 for _ in range(rows)), *[None] * given))
+        )
+        COMBINES[number] = Combine(graph, given, combine_all, reach_of(graph, combine_rows, given))
     return number
 
 
@@ -70,15 +72,15 @@ def is_by_element(graph: fx.Graph, given: int) -> bool:
     have a lower one. (Zero-dimensional values are excluded: type promotion treats them differently.)
     """
     inputs = list(graph.find_nodes(op="placeholder"))
-    of_rows, rank = set(inputs[: len(inputs) - given]), inputs[0].meta[VALUE].dim()
+    row_values, rank = set(inputs[: len(inputs) - given]), inputs[0].meta[VALUE].dim()
     for node in (node for node in graph.nodes if node.op == "call_function"):
         if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
             return False
-        if not of_rows.isdisjoint(node.all_input_nodes):
-            of_rows.add(node)
+        if not row_values.isdisjoint(node.all_input_nodes):
+            row_values.add(node)
     ranks = {node: node.meta[VALUE].dim() for node in (*inputs, *graph.nodes) if VALUE in node.meta}
-    is_fitting = all(own == rank if node in of_rows else own <= rank for node, own in ranks.items())
-    return rank > 0 and is_fitting and of_rows.issuperset(graph.output_node().args[0])  # type: ignore[arg-type]
+    is_fitting = all(value_rank == rank if node in row_values else value_rank <= rank for node, value_rank in ranks.items())
+    return rank > 0 and is_fitting and row_values.issuperset(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def scan_of(
@@ -88,8 +90,8 @@ def scan_of(
 
     Also return the blocks after them.
     """
-    many = COMBINES[number].many
-    return scanned(lambda left, right: list(many(*left, *right, *given)), list(rows), blocks, first)
+    combine_all = COMBINES[number].many
+    return scanned(lambda left, right: list(combine_all(*left, *right, *given)), list(rows), blocks, first)
 
 
 def gradients_of(
@@ -99,38 +101,49 @@ def gradients_of(
     blocks: Mapping[int, Rows],
     first: int,
     gradients: Sequence[Tensor | None],
-    left: Mapping[int, Sequence[Tensor]],
+    after_gradients: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[Tensor], Blocks]:
     """Return the gradients of rows, of shared tensors and of the blocks before the rows, each in its own memory."""
     with recorded_inside_operators():
-        gradients_or_none, before = pulled_back(
-            lambda rows, given, blocks: scan_of(number, rows, given, blocks, first), rows, given, blocks, gradients, left
+        gradients_or_none, block_gradients = pulled_back(
+            lambda rows, given, blocks: scan_of(number, rows, given, blocks, first),
+            rows,
+            given,
+            blocks,
+            gradients,
+            after_gradients,
         )
-    filled = [
-        torch.zeros_like(value) if each is None else each for each, value in zip(gradients_or_none, (*rows, *given), strict=True)
+    value_gradients = [
+        torch.zeros_like(value) if value_gradient is None else value_gradient
+        for value_gradient, value in zip(gradients_or_none, (*rows, *given), strict=True)
     ]
-    return [each.clone() if len(rows[0]) == 1 else each for each in filled], before
+    return [
+        value_gradient.clone() if len(rows[0]) == 1 else value_gradient for value_gradient in value_gradients
+    ], block_gradients
 
 
 # -- the differentiable operator
 
 
 def _scan(rows: Sequence[Tensor], given: Sequence[Tensor], combine: int) -> list[Tensor]:
+    """Run the full scan: the operator's implementation."""
     with (
         recorded_inside_operators(),
         torch.no_grad(),
     ):  # `vmap` needs dispatch keys that are disabled inside an operator's implementation
         results = scan_of(combine, rows, given, {}, 0)[0]
-    return [each.clone() if len(rows[0]) == 1 else each for each in results]
+    return [result.clone() if len(rows[0]) == 1 else result for result in results]
 
 
 def _scan_backward(
     gradients: Sequence[Tensor | None], rows: Sequence[Tensor], given: Sequence[Tensor], combine: int
 ) -> list[Tensor]:
+    """Return the gradients of rows and shared tensors: the implementation of the backward operator."""
     return gradients_of(combine, rows, given, {}, 0, gradients, {})[0]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save the operands for the backward: autograd's context hook."""
     rows, given, ctx.combine = inputs
     ctx.rows = len(rows)
     ctx.set_materialize_grads(False)
@@ -138,13 +151,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return the gradients of rows and shared tensors; None for those that no result with a gradient depends on."""
     values, count = ctx.saved_tensors, ctx.rows
     results = SCAN_BACKWARD(list(gradients), list(values[:count]), list(values[count:]), ctx.combine)
     present = [number for number, gradient in enumerate(gradients) if gradient is not None]
     reached = COMBINES[ctx.combine].reach.reached(present, len(values[0]))
     reached_gradients = [
-        each if number in reached and (value.is_floating_point() or value.is_complex()) else None
-        for number, (each, value) in enumerate(zip(results, values, strict=True))
+        value_gradient if number in reached and (value.is_floating_point() or value.is_complex()) else None
+        for number, (value_gradient, value) in enumerate(zip(results, values, strict=True))
     ]
     return reached_gradients[:count], reached_gradients[count:], None
 
@@ -172,6 +186,7 @@ def bytes_of_blocks(rows: Sequence[Sequence[Size]], types: Sequence[torch.dtype]
 
 
 def _width(types: Sequence[torch.dtype]) -> int:
+    """Return the bytes of the widest dtype."""
     return max(dtype.itemsize for dtype in types)
 
 
@@ -181,6 +196,7 @@ class _Tree(Recurrence):
     carry_type = torch.uint8
 
     def __init__(self, plan: TreePlan) -> None:
+        """Take name, axes and carry size from the plan; torch names the operator by `__name__`."""
         self.plan = plan
         self.name, self.axes, self.carried = plan.name, plan.axes, plan.carried
         self.__name__ = self.__qualname__ = plan.name
@@ -188,16 +204,17 @@ class _Tree(Recurrence):
 
     def _read(self, carry: Tensor, rows: int, like: Sequence[Tensor]) -> Blocks:
         """Copy the blocks after `rows` rows out of the carry, because the carry will be overwritten."""
-        places = self._places(carry, like)
-        return {level: [place[level : level + 1].clone() for place in places] for level in levels_behind(rows)}
+        leaf_views = self._leaf_views(carry, like)
+        return {level: [leaf_view[level : level + 1].clone() for leaf_view in leaf_views] for level in levels_behind(rows)}
 
     def _write(self, carry: Tensor, blocks: Blocks, like: Sequence[Tensor]) -> None:
-        places = self._places(carry, like)
+        """Copy blocks into the bytes of the carry, each at its level."""
+        leaf_views = self._leaf_views(carry, like)
         for level, block in blocks.items():
-            for place, value in zip(places, block, strict=True):
-                place[level : level + 1].copy_(value)
+            for leaf_view, value in zip(leaf_views, block, strict=True):
+                leaf_view[level : level + 1].copy_(value)
 
-    def _places(self, carry: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    def _leaf_views(self, carry: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         """Return the views of each leaf's blocks, of all levels, in the bytes of a carry."""
         levels, width, start, views = self.plan.length.bit_length(), _width(self.plan.types), 0, []
         for value in like[: len(self.plan.types)]:
@@ -219,13 +236,15 @@ class Associative(_Tree):
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Scan the chunk's rows from the blocks in the carry, and store the blocks after them; save the old carry in `states`."""
         if states is not None:
             states[chunk].copy_(carry)
-        results, left = self._scanned(operands, self._read(carry, before, operands), before)
-        self._write(carry, left, operands)
+        results, later_blocks = self._scanned(operands, self._read(carry, before, operands), before)
+        self._write(carry, later_blocks, operands)
         return results
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Scan the chunk's rows again, from the blocks with which the chunk began."""
         return self._scanned(operands, self._read(states[chunk], before, operands), before)[0]
 
     def retreat(
@@ -234,9 +253,10 @@ class Associative(_Tree):
         raise NotImplementedError("its rows go from the first to the last")
 
     def _scanned(self, operands: Sequence[Tensor], blocks: Blocks, first: int) -> tuple[tuple[Tensor, ...], Blocks]:
+        """Scan rows from the blocks before them; return the results that the graph uses, and the blocks after the rows."""
         leaves = len(self.plan.types)
-        results, left = scan_of(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
-        return tuple(results[number] for number in self.plan.results), left
+        results, later_blocks = scan_of(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
+        return tuple(results[number] for number in self.plan.results), later_blocks
 
 
 class AssociativeBackward(_Tree):
@@ -246,15 +266,17 @@ class AssociativeBackward(_Tree):
     needs_states = True
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of all rows."""
         return self._gradients(operands, {}, 0, {})[0]
 
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return the chunk's gradients from those of the later blocks in the carry, and store those of the earlier blocks."""
         assert states is not None
         rows = operands[len(self.plan.types) - len(self.plan.absent) :]
-        left = self._read(carry, self.plan.length - before, rows) if before else {}
-        results, block_gradients = self._gradients(operands, self._read(states[chunk], after, rows), after, left)
+        after_gradients = self._read(carry, self.plan.length - before, rows) if before else {}
+        results, block_gradients = self._gradients(operands, self._read(states[chunk], after, rows), after, after_gradients)
         self._write(carry, block_gradients, rows)
         return results
 
@@ -267,11 +289,14 @@ class AssociativeBackward(_Tree):
         raise NotImplementedError("its rows go from the last to the first")
 
     def _gradients(
-        self, operands: Sequence[Tensor], blocks: Blocks, first: int, left: Blocks
+        self, operands: Sequence[Tensor], blocks: Blocks, first: int, after_gradients: Blocks
     ) -> tuple[tuple[Tensor, ...], Blocks]:
+        """Return the gradients that the graph uses, and those of the blocks before row `first`."""
         plan, leaves = self.plan, len(self.plan.types)
         present = iter(operands)
         gradients = [None if number in plan.absent else next(present) for number in range(leaves)]
         values = list(present)
-        results, block_gradients = gradients_of(plan.combine, values[:leaves], values[leaves:], blocks, first, gradients, left)
+        results, block_gradients = gradients_of(
+            plan.combine, values[:leaves], values[leaves:], blocks, first, gradients, after_gradients
+        )
         return tuple(results[number] for number in plan.results), block_gradients

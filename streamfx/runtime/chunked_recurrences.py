@@ -90,6 +90,7 @@ class UnrolledRecurrence(Recurrence):
     """A recurrence that was traced row by row: a chunk runs the operators of its rows."""
 
     def __init__(self, plan: RecurrencePlan) -> None:
+        """Take name, direction and carry from the plan; torch names the operator by `__name__`."""
         self.plan = plan
         self.name, self.axes, self.reverse = plan.name, plan.axes, plan.own.reverse
         self.carried, self.carry_type = plan.own.carried, plan.own.dtype
@@ -98,81 +99,91 @@ class UnrolledRecurrence(Recurrence):
         self.__module__ = __name__
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        env, rows = self._begun(operands)
+        """Run all rows: first the forward steps if the plan recomputes them (`again`), then its own steps."""
+        env, rows = self._environment(operands)
         length = self.plan.length
         if self.plan.again is not None:
-            run(self.plan.again, env, rows, 0, length, keeps=True)
-        run(self.plan.own, env, rows, 0, length)
-        return results(self.plan.own, env, 0, length, operands[0])
+            run_steps(self.plan.again, env, rows, 0, length, keeps=True)
+        run_steps(self.plan.own, env, rows, 0, length)
+        return collect_results(self.plan.own, env, 0, length, operands[0])
 
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Run the chunk's rows from the carry; save the old carry in `states`."""
         if states is not None:
             states[chunk].copy_(carry)
-        return self._carried(before, carry, *self._begun(operands), operands[0])
+        return self._run_rows(before, carry, *self._environment(operands), operands[0])
 
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
         """Recompute the chunk's forward steps, then run the cotangents' steps."""
-        env, rows = self._begun(operands)
-        first = self.plan.length - before - self._count(rows)
+        env, rows = self._environment(operands)
+        first = self.plan.length - before - self._num_rows(rows)
         if self.plan.again is not None:
             if states is not None:
-                restore(self.plan.again, env, first, states[chunk])
-            run(self.plan.again, env, rows, first, first + self._count(rows), keeps=True)
-        return self._carried(first, carry, env, rows, operands[0])
+                restore_carry(self.plan.again, env, first, states[chunk])
+            run_steps(self.plan.again, env, rows, first, first + self._num_rows(rows), keeps=True)
+        return self._run_rows(first, carry, env, rows, operands[0])
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        env, rows = self._begun(operands)
-        stop = before + self._count(rows)
-        restore(self.plan.own, env, before, states[chunk])
-        run(self.plan.own, env, rows, before, stop)
-        return results(self.plan.own, env, before, stop, operands[0])
+        """Run the chunk's rows from the saved state."""
+        env, rows = self._environment(operands)
+        stop = before + self._num_rows(rows)
+        restore_carry(self.plan.own, env, before, states[chunk])
+        run_steps(self.plan.own, env, rows, before, stop)
+        return collect_results(self.plan.own, env, before, stop, operands[0])
 
     def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
-        env, rows = self._begun(operands)
-        stop = before + self._count(rows)
-        restore(self.plan.own, env, before, states[chunk])
-        run(self.plan.own, env, rows, before, stop, keeps=True)
-        values = results(self.plan.own, env, before, stop, operands[0])
-        count = len(self.plan.own.joins)
-        return (*values[:count], *(final.clone() for final in values[count:]), env)
+        """Run `resume` keeping all steps' values, and append them (as `env`) to the results."""
+        env, rows = self._environment(operands)
+        stop = before + self._num_rows(rows)
+        restore_carry(self.plan.own, env, before, states[chunk])
+        run_steps(self.plan.own, env, rows, before, stop, keeps=True)
+        values = collect_results(self.plan.own, env, before, stop, operands[0])
+        num_joins = len(self.plan.own.joins)
+        return (*values[:num_joins], *(final.clone() for final in values[num_joins:]), env)
 
     def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
-        env, rows = self._begun(operands)
-        return self._carried(self.plan.length - before - self._count(rows), carry, {**kept, **env}, rows, operands[0])
+        """Run the cotangents' steps on the values that `resume_kept` of the forward recurrence has kept."""
+        env, rows = self._environment(operands)
+        return self._run_rows(self.plan.length - before - self._num_rows(rows), carry, {**kept, **env}, rows, operands[0])
 
     def can_reuse_kept(self, forward: Recurrence) -> bool:
+        """Return whether the forward recurrence runs exactly the steps that this one would recompute."""
         if not isinstance(forward, UnrolledRecurrence) or forward.plan.own is not self.plan.again:
             return False
         return set(forward.plan.operands) <= set(self.plan.operands)
 
-    def _carried(self, first: int, carry: Tensor, env: Env, rows: Mapping[Number, Tensor], like: Tensor) -> tuple[Tensor, ...]:
-        steps, stop = self.plan.own, first + self._count(rows)
-        begin, end = (stop, first) if steps.reverse else (first, stop)
-        restore(steps, env, begin, carry)
-        run(steps, env, rows, first, stop)
-        values = results(steps, env, first, stop, like)
+    def _run_rows(self, first: int, carry: Tensor, env: Env, rows: Mapping[Number, Tensor], like: Tensor) -> tuple[Tensor, ...]:
+        """Run rows from `first` on, starting from the carry, and update the carry; return the chunk's results."""
+        steps, stop = self.plan.own, first + self._num_rows(rows)
+        start_boundary, end_boundary = (stop, first) if steps.reverse else (first, stop)
+        restore_carry(steps, env, start_boundary, carry)
+        run_steps(steps, env, rows, first, stop)
+        values = collect_results(steps, env, first, stop, like)
         if stop > first:
-            store(steps, env, end, carry)
+            store_carry(steps, env, end_boundary, carry)
         return values
 
-    def _begun(self, operands: tuple[Tensor, ...]) -> tuple[Env, dict[Number, Tensor]]:
-        by_number = dict(zip(self.plan.operands, operands, strict=True))
-        env = {value: by_number[number] for number, value in self.plan.given.items()}
-        return env, {number: by_number[number] for number in self.plan.rows}
+    def _environment(self, operands: tuple[Tensor, ...]) -> tuple[Env, dict[Number, Tensor]]:
+        """Return the values of operands without rows by step value, and the operands with rows by operand number."""
+        operand_of = dict(zip(self.plan.operands, operands, strict=True))
+        env = {value: operand_of[number] for number, value in self.plan.given.items()}
+        return env, {number: operand_of[number] for number in self.plan.rows}
 
-    def _count(self, rows: Mapping[Number, Tensor]) -> int:
+    def _num_rows(self, rows: Mapping[Number, Tensor]) -> int:
+        """Return the number of rows of the chunk."""
         number, dim = next(iter(self.plan.rows.items()))
         return rows[number].shape[dim]
 
 
-def run(steps: Steps, env: Env, rows: Mapping[Number, Tensor], first: int, stop: int, keeps: bool = False) -> None:
+def run_steps(steps: Steps, env: Env, rows: Mapping[Number, Tensor], first: int, stop: int, keeps: bool = False) -> None:
     """Run steps [first, stop). Drop each value after its last use, unless the backward graph's steps need it (`keeps`)."""
 
-    def value(item: Any) -> Any:
+    def resolved(item: Any) -> Any:
+        """Return the value of a step value; other arguments unchanged."""
         return env[item.number] if isinstance(item, StepValue) else item
 
     for step in range(stop - 1, first - 1, -1) if steps.reverse else range(first, stop):
@@ -180,14 +191,14 @@ def run(steps: Steps, env: Env, rows: Mapping[Number, Tensor], first: int, stop:
             if isinstance(item, RowRead):
                 env[item.made] = rows[item.operand].select(item.dim, item.step - first)
             else:
-                args, kwargs = pytree.tree_map(value, (item.args, dict(item.kwargs)))
+                args, kwargs = pytree.tree_map(resolved, (item.args, dict(item.kwargs)))
                 env[item.made] = item.target(*args, **kwargs)
         if steps.dead and not keeps:
             for number in steps.dead[step]:
                 env.pop(number, None)
 
 
-def results(steps: Steps, env: Env, first: int, stop: int, like: Tensor) -> tuple[Tensor, ...]:
+def collect_results(steps: Steps, env: Env, first: int, stop: int, like: Tensor) -> tuple[Tensor, ...]:
     """Return rows [first, stop) of the stacked results, and the final results of single steps."""
     values: list[Tensor] = []
     for join in steps.joins:
@@ -195,16 +206,18 @@ def results(steps: Steps, env: Env, first: int, stop: int, like: Tensor) -> tupl
         empty = like.new_empty((*join.shape[: join.dim], 0, *join.shape[join.dim + 1 :]), dtype=join.dtype)
         values.append(torch.stack(rows, join.dim) if rows else empty)
     for final in steps.finals:
-        is_made = first <= final.step < stop
-        values.append(env[final.value] if is_made else nothing_to_add(final.shape, final.dtype, like.device))
+        is_in_chunk = first <= final.step < stop
+        values.append(env[final.value] if is_in_chunk else nothing_to_add(final.shape, final.dtype, like.device))
     return tuple(values)
 
 
-def restore(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
+def restore_carry(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
+    """Copy the values that cross a boundary between two steps out of the carry."""
     for slot in steps.crossing[boundary]:
         env[slot.value] = carry[slot.start : slot.stop].to(slot.dtype, copy=True).view(slot.shape)
 
 
-def store(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
+def store_carry(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
+    """Copy the values that cross a boundary between two steps into the carry."""
     for slot in steps.crossing[boundary]:
         carry[slot.start : slot.stop].copy_(env[slot.value].reshape(-1))

@@ -49,24 +49,24 @@ def advance(
     dim: int,
     dtype: torch.dtype,
     carry: Tensor,
-    before: int,
+    rows_before: int,
     states: Tensor | None,
     index: int,
 ) -> Tensor:
     """Return the chunk's rows of a scan after `before` rows, and update the carry."""
     if states is not None:
         states[index].copy_(carry)
-    scanned = _scanned(kind, reverse, rows, dim, carry, before)
+    scanned = _scanned(kind, reverse, rows, dim, carry, rows_before)
     if scanned.shape[dim]:
         carry.copy_(scanned.narrow(dim, 0 if reverse else scanned.shape[dim] - 1, 1))
     return scanned.to(dtype)
 
 
 def resume(
-    kind: str, reverse: bool, rows: Tensor, dim: int, dtype: torch.dtype, before: int, states: Tensor, index: int
+    kind: str, reverse: bool, rows: Tensor, dim: int, dtype: torch.dtype, rows_before: int, states: Tensor, index: int
 ) -> Tensor:
     """Recompute the chunk's rows from the state with which the chunk began."""
-    return _scanned(kind, reverse, rows, dim, states[index], before).to(dtype)
+    return _scanned(kind, reverse, rows, dim, states[index], rows_before).to(dtype)
 
 
 def _scanned(kind: str, reverse: bool, rows: Tensor, dim: int, carry: Tensor, before: int) -> Tensor:

@@ -21,10 +21,12 @@ class Chunks(Sequence[tuple[int, int]]):
         return len(self._starts)
 
     def __getitem__(self, number: Any) -> Any:
+        """Return the bounds of the chunk with this index in execution order."""
         start = self._starts[-1 - number if self.reverse else number]
         return start, min(start + self.step, self.length)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield the bounds of the chunks in execution order."""
         step, length = self.step, self.length
         for start in reversed(self._starts) if self.reverse else self._starts:
             yield start, min(start + step, length)
@@ -36,9 +38,9 @@ class Chunks(Sequence[tuple[int, int]]):
 
     def touching(self, row: int) -> set[int]:
         """Return the indices of the chunks that contain a row, or begin or end there."""
-        near = {min(max(0, row // self.step + offset), len(self) - 1) for offset in (-1, 0)}
-        numbers = {len(self) - 1 - place if self.reverse else place for place in near}
-        return {number for number in numbers if self[number][0] <= row <= self[number][1]}
+        candidates = {min(max(0, row // self.step + offset), len(self) - 1) for offset in (-1, 0)}
+        in_order = {len(self) - 1 - index if self.reverse else index for index in candidates}
+        return {position for position in in_order if self[position][0] <= row <= self[position][1]}
 
 
 Block = tuple[int, int, int, bool]
@@ -50,12 +52,12 @@ def blocks_of(bounds: Sequence[tuple[int, int]]) -> list[Block]:
     """
     if not isinstance(bounds, Chunks):
         return [(start, stop - start, 1, False) for start, stop in bounds]
-    length, step, back = bounds.length, bounds.step, bounds.reverse
+    length, step, is_reversed = bounds.length, bounds.step, bounds.reverse
     full_chunks = length // step
-    blocks = [(first * step, step, min(BLOCK, full_chunks - first), back) for first in range(0, full_chunks, BLOCK)]
+    blocks = [(first * step, step, min(BLOCK, full_chunks - first), is_reversed) for first in range(0, full_chunks, BLOCK)]
     if full_chunks < len(bounds):
-        blocks.append((full_chunks * step, length - full_chunks * step, 1, back))
-    return blocks[::-1] if back else blocks
+        blocks.append((full_chunks * step, length - full_chunks * step, 1, is_reversed))
+    return blocks[::-1] if is_reversed else blocks
 
 
 def in_turn(tensor: Tensor, dim: int, inner: int, blocks: Sequence[Block]) -> Iterator[Tensor]:
@@ -63,15 +65,15 @@ def in_turn(tensor: Tensor, dim: int, inner: int, blocks: Sequence[Block]) -> It
 
     Creating many views at once costs a third of creating them one by one.
     """
-    for start, rows, count, back in blocks:
+    for start, rows, count, is_reversed in blocks:
         if count == 1:
             yield tensor.narrow(dim, start * inner, rows * inner)
             continue
         shape, strides = tensor.shape, tensor.stride()
-        step, begins = strides[dim] * inner, tensor.storage_offset()
+        step, offset = strides[dim] * inner, tensor.storage_offset()
         views = tensor.as_strided(
             (*shape[:dim], count, rows * inner, *shape[dim + 1 :]),
             (*strides[:dim], rows * step, *strides[dim:]),
-            begins + start * step,
+            offset + start * step,
         ).unbind(dim)
-        yield from reversed(views) if back else views
+        yield from reversed(views) if is_reversed else views

@@ -25,7 +25,8 @@ def single_call(node: fx.Node, body: fx.GraphModule) -> CodeCall:
     return CodeCall(run, node.args, dict(node.kwargs), node, (node,))
 
 
-def _of_several(call: CodeCall) -> CodeCall:
+def _for_several_lengths(call: CodeCall) -> CodeCall:
+    """Return the call of a segment for chunks of several lengths; other calls unchanged."""
     return replace(call, run=partial(call.run, several=True)) if isinstance(call.run, Segment) else call
 
 
@@ -59,16 +60,17 @@ class CompiledBody:
 
     def for_chunks(self, lengths: int) -> Callable[..., Sequence[Any]]:
         """Return the body as a function for a loop with `lengths` distinct chunk lengths; it is generated on first use."""
-        return self._for_one if lengths == 1 else self._for_several
+        return self._code_for_one if lengths == 1 else self._code_for_several
 
     @cached_property
-    def _for_one(self) -> Callable[..., Sequence[Any]]:
-        return self._written(self._calls)
+    def _code_for_one(self) -> Callable[..., Sequence[Any]]:
+        return self._generate(self._calls)
 
     @cached_property
-    def _for_several(self) -> Callable[..., Sequence[Any]]:
-        return self._written([_of_several(call) for call in self._calls])
+    def _code_for_several(self) -> Callable[..., Sequence[Any]]:
+        return self._generate([_for_several_lengths(call) for call in self._calls])
 
-    def _written(self, calls: Sequence[CodeCall]) -> Callable[..., Sequence[Any]]:
+    def _generate(self, calls: Sequence[CodeCall]) -> Callable[..., Sequence[Any]]:
+        """Return the function that runs these calls, with the body's inputs and results."""
         graph = self._body.graph
         return function_of("body", graph.find_nodes(op="placeholder"), calls, graph.output_node().args[0])

@@ -54,10 +54,11 @@ class CompilePause:
     left: int = 0
 
     def begin(self) -> None:
+        """Begin a pause, and double the length of the next one."""
         self.left, self.length = self.length, 2 * self.length
 
     def lasts(self) -> bool:
-        """Return whether the current call is part of the pause."""
+        """Count the current call, and return whether it is part of the pause."""
         self.left -= self.left > 0
         return self.left > 0
 
@@ -77,48 +78,51 @@ class Segment:
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
+        """Wrap a subgraph of a loop body; `_ready` maps layouts to code, `_first_numbers` the sizes of the first call."""
         self.module = module
         self.structure = structure(module.graph)
         self.tally: Tally | None = None  # of all segments of the same program
-        self._seen: dict[Hashable, Numbers] = {}
+        self._first_numbers: dict[Hashable, Numbers] = {}
         self._ready: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self._pause = CompilePause()
 
-    def __call__(self, *given: Any, several: bool = False) -> Sequence[Any]:
-        lie = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in given])
-        run = self._ready.get(lie) or self._prepared(given, lie, several)
-        return run(*given)
+    def __call__(self, *inputs: Any, several: bool = False) -> Sequence[Any]:
+        """Run the code for inputs with this layout; `several`: the loop has chunks of more than one length."""
+        layout = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in inputs])
+        run = self._ready.get(layout) or self._select_code(inputs, layout, several)
+        return run(*inputs)
 
-    def _prepared(self, given: Sequence[Any], lie: Hashable, several: bool) -> Callable[..., Sequence[Any]]:
+    def _select_code(self, given: Sequence[Any], layout: Hashable, several: bool) -> Callable[..., Sequence[Any]]:
         """Return the callable for inputs with this layout."""
         inputs = [packed(value) for value in given]
         kinds, numbers = layout_of(inputs)
-        forms = _forms.setdefault((self.structure, kinds), [])
-        form = fitting(forms, numbers)
-        if form is None and len(forms) < MOST_FORMS and not self._pause.lasts():
+        codes = _forms.setdefault((self.structure, kinds), [])
+        code = fitting(codes, numbers)
+        if code is None and len(codes) < MOST_FORMS and not self._pause.lasts():
             with compiling():
-                form = fitting(forms, numbers) or self._new_form(kinds, numbers, inputs, forms, several)
-                forms += [form] if form is not None and form not in forms else []
-        if form is None and len(forms) < MOST_FORMS:
+                code = fitting(codes, numbers) or self._compile_new(kinds, numbers, inputs, codes, several)
+                codes += [code] if code is not None and code not in codes else []
+        if code is None and len(codes) < MOST_FORMS:
             return self._interpreted  # not cached: a later call may find a compiled version
         if len(self._ready) >= MOST_READY:
             self._ready.clear()
-        run = self._ready[lie] = self._interpreted if form is None else form.bound(numbers, given)
+        run = self._ready[layout] = self._interpreted if code is None else code.bound(numbers, given)
         return run
 
-    def _interpreted(self, *given: Any) -> Sequence[Any]:
-        return self.module.forward(*map(packed, given))  # type: ignore[no-any-return]
+    def _interpreted(self, *inputs: Any) -> Sequence[Any]:
+        """Run the subgraph eagerly."""
+        return self.module.forward(*map(packed, inputs))  # type: ignore[no-any-return]
 
-    def _new_form(
-        self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], forms: Sequence[FamilyCode], several: bool
+    def _compile_new(
+        self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], codes: Sequence[FamilyCode], several: bool
     ) -> FamilyCode | None:
-        """Compile for these sizes, and for the whole family that they form with sizes of earlier calls."""
+        """Return code for these sizes and their family; None if a second length is still unknown, or memory ran out."""
         if several:
-            first_numbers = self._seen.setdefault(kinds, numbers)
+            first_numbers = self._first_numbers.setdefault(kinds, numbers)
             if first_numbers == numbers:
                 return None
             return self._compiled(family_of(first_numbers, numbers) or single(numbers), numbers, inputs)
-        return self._compiled(wider(forms, numbers), numbers, inputs)
+        return self._compiled(wider(codes, numbers), numbers, inputs)
 
     def _compiled(self, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode | None:
         """Return the compiled version for a family, or None if memory ran out."""
@@ -142,10 +146,10 @@ def compiled(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: S
     graph = graph_for(module, family, inputs)
     try:
         try:
-            return _form(graph, family, numbers, inputs)
+            return _compile_family(graph, family, numbers, inputs)
         except InductorMemoryError:
             torch.cuda.empty_cache()  # kernels are loaded into the driver's memory, which the allocator's cache may occupy
-            return _form(graph, family, numbers, inputs)
+            return _compile_family(graph, family, numbers, inputs)
     except InductorMemoryError:
         raise
     except Exception as error:
@@ -153,7 +157,8 @@ def compiled(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: S
         return FamilyCode(family, graph, any_size)
 
 
-def _form(graph: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode:
+def _compile_family(graph: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode:
+    """Compile a graph for one size, or for all sizes of a family that Inductor's guards allow."""
     if family.at is None:
         return FamilyCode(family, compile_for_one_size(graph, [value for value in inputs if isinstance(value, Tensor)]), any_size)
     run, holds = compile_for_sizes(graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))

@@ -25,19 +25,22 @@ class _Stateful(Recurrence):
     carry_type = torch.uint8
 
     def __init__(self, plan: StatefulPlan) -> None:
+        """Take name, axes, carry size and block from the plan; torch names the operator by `__name__`."""
         self.plan = plan
         self.name, self.axes, self.carried, self.block = plan.name, plan.axes, plan.carried, plan.block
         self.__name__ = self.__qualname__ = plan.name
         self.__module__ = __name__
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        outputs = called(self.plan, self._with_remade(dict(zip(self.plan.operands, operands, strict=True))))
-        return tuple(outputs[part.number] for part in self.plan.results)
+        """Call the operator on all rows."""
+        outputs = call_operator(self.plan, self._with_recomputed(dict(zip(self.plan.operands, operands, strict=True))))
+        return tuple(outputs[result.number] for result in self.plan.results)
 
-    def _with_remade(self, operands: Arguments) -> Arguments:
+    def _with_recomputed(self, operands: Arguments) -> Arguments:
+        """Add saved values that the graph does not pass; the forward operator has none."""
         return operands
 
-    def _carried(
+    def _run_chunk(
         self, before: int, after: int, chunk: int, carry: Tensor | None, states: Arguments, operands: Arguments
     ) -> tuple[Tensor, ...]:
         """Run the chunk's rows from the given states, and store the final states in the carry.
@@ -45,27 +48,27 @@ class _Stateful(Recurrence):
         Only the last chunk returns them.
         """
         plan, count = self.plan, rows_of(self.plan, operands)
-        first = {slot.argument: states[slot.argument] for slot in plan.slots}
+        states_before = {slot.argument: states[slot.argument] for slot in plan.slots}
         outputs: Sequence[Any] | Mapping[int, Any]
         if count:
-            outputs = called(plan, {**operands, **states}, count)
-            left = {slot.result: outputs[slot.result] for slot in plan.slots}
+            outputs = call_operator(plan, {**operands, **states}, count)
+            final_states = {slot.result: outputs[slot.result] for slot in plan.slots}
             if carry is not None:
-                store(plan, left, carry)
+                store_states(plan, final_states, carry)
         else:
-            outputs = of_no_rows(plan, {**operands, **states})
-            left = {slot.result: first[slot.argument].clone() for slot in plan.slots}
+            outputs = results_of_no_rows(plan, {**operands, **states})
+            final_states = {slot.result: states_before[slot.argument].clone() for slot in plan.slots}
         has_last = after == 0 and (count > 0 or (before == 0 and chunk == 0))
-        return tuple(self._result(part, outputs, left, has_last) for part in plan.results)
+        return tuple(self._result(result, outputs, final_states, has_last) for result in plan.results)
 
     def _result(
-        self, part: StatefulResult, outputs: Sequence[Any] | Mapping[int, Any], left: Mapping[int, Tensor], has_last: bool
+        self, item: StatefulResult, outputs: Sequence[Any] | Mapping[int, Any], final_states: Mapping[int, Tensor], has_last: bool
     ) -> Tensor:
         """Return one result. Only the chunk with the last row returns the final state; others return an additive identity."""
-        if part.number not in left:
-            return outputs[part.number]
-        state = left[part.number]
-        return state.to(part.dtype) if has_last else nothing_to_add(state.shape, part.dtype, state.device)
+        if item.number not in final_states:
+            return outputs[item.number]
+        state = final_states[item.number]
+        return state.to(item.dtype) if has_last else nothing_to_add(state.shape, item.dtype, state.device)
 
 
 class Forward(_Stateful):
@@ -76,15 +79,17 @@ class Forward(_Stateful):
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        own = dict(zip(self.plan.operands, operands, strict=True))
-        first = started(self.plan, own, carry) if before == 0 else restored(self.plan, carry)
+        """Run the chunk's rows from the states in the carry (or the initial states), saved in `states` first."""
+        values = dict(zip(self.plan.operands, operands, strict=True))
+        states_before = initial_states(self.plan, values, carry) if before == 0 else states_from_carry(self.plan, carry)
         if states is not None:
-            store(self.plan, {slot.result: first[slot.argument] for slot in self.plan.slots}, states[chunk])
-        return self._carried(before, after, chunk, carry, first, own)
+            store_states(self.plan, {slot.result: states_before[slot.argument] for slot in self.plan.slots}, states[chunk])
+        return self._run_chunk(before, after, chunk, carry, states_before, values)
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        own = dict(zip(self.plan.operands, operands, strict=True))
-        return self._carried(before, after, chunk, None, restored(self.plan, states[chunk]), own)
+        """Run the chunk's rows again from the states in `states`."""
+        values = dict(zip(self.plan.operands, operands, strict=True))
+        return self._run_chunk(before, after, chunk, None, states_from_carry(self.plan, states[chunk]), values)
 
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -98,26 +103,27 @@ class Backward(_Stateful):
     reverse = True
     needs_states = True
 
-    def _with_remade(self, operands: Arguments) -> Arguments:
+    def _with_recomputed(self, operands: Arguments) -> Arguments:
         """Add the saved values that have no rows, by recomputing the operator."""
-        again, remade = self.plan.again, self.plan.remade
-        operands = {**operands, **nothing(self.plan, operands)}
-        if again is None or not remade:
+        forward_plan, recomputed = self.plan.again, self.plan.remade
+        operands = {**operands, **empty_saved(self.plan, operands)}
+        if forward_plan is None or not recomputed:
             return operands
-        outputs = called(again, operands)
-        return {**operands, **{name: outputs[number] for name, number in remade.items()}}
+        outputs = call_operator(forward_plan, operands)
+        return {**operands, **{name: outputs[number] for name, number in recomputed.items()}}
 
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Run the chunk's backward from the states before it, and the cotangents of the states after it."""
         assert states is not None and self.plan.again is not None
-        own = {**dict(zip(self.plan.operands, operands, strict=True)), **restored(self.plan.again, states[chunk])}
-        own |= nothing(self.plan, own)
-        if self.plan.remade and (count := rows_of(self.plan, own)):
-            outputs = called(self.plan.again, own, count)
-            own |= {name: outputs[number] for name, number in self.plan.remade.items()}
-        left = started(self.plan, own, carry) if before == 0 else restored(self.plan, carry)
-        return self._carried(before, after, chunk, carry, left, own)
+        values = {**dict(zip(self.plan.operands, operands, strict=True)), **states_from_carry(self.plan.again, states[chunk])}
+        values |= empty_saved(self.plan, values)
+        if self.plan.remade and (count := rows_of(self.plan, values)):
+            outputs = call_operator(self.plan.again, values, count)
+            values |= {name: outputs[number] for name, number in self.plan.remade.items()}
+        cotangents = initial_states(self.plan, values, carry) if before == 0 else states_from_carry(self.plan, carry)
+        return self._run_chunk(before, after, chunk, carry, cotangents, values)
 
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -131,66 +137,68 @@ class Backward(_Stateful):
 # -- calls
 
 
-def called(plan: StatefulPlan, values: Mapping[str, Any], count: int | None = None) -> Sequence[Any]:
+def call_operator(plan: StatefulPlan, values: Mapping[str, Any], count: int | None = None) -> Sequence[Any]:
     """Call the operator on arguments that are laid out in memory as they were when they were traced.
 
     `count` is the number of rows of a chunk, or None for the original call over all rows.
     """
     arguments = {name: laid_out(value, plan.orders.get(name)) for name, value in values.items() if name in plan.takes}
-    given = {name: value for name, value in plan.given.items() if name in plan.takes}
-    given |= dict.fromkeys(plan.counts & plan.takes, rows_of(plan, values) if count is None else count)
+    constants = {name: value for name, value in plan.given.items() if name in plan.takes}
+    constants |= dict.fromkeys(plan.counts & plan.takes, rows_of(plan, values) if count is None else count)
     if count is not None:
-        given |= plan.always
-    return listed(plan.function(**{**given, **arguments}))
+        constants |= plan.always
+    return listed(plan.function(**{**constants, **arguments}))
 
 
 def laid_out(value: Any, order: tuple[int, ...] | None) -> Any:
-    """Make a tensor dense in this order of dimensions, beginning at an address that kernels accept."""
+    """Make a tensor dense in this order of dimensions, at an address that kernels accept; return other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     order = order or tuple(range(value.dim()))
     dense = value.permute(order).contiguous()
     if dense.storage_offset() * dense.element_size() % ALIGNED:
         dense = dense.clone()
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return dense.permute(back)
+    inverse_order = sorted(range(len(order)), key=order.__getitem__)
+    return dense.permute(inverse_order)
 
 
-def nothing(plan: StatefulPlan, values: Mapping[str, Any]) -> Arguments:
+def empty_saved(plan: StatefulPlan, values: Mapping[str, Any]) -> Arguments:
     """Return the operator's saved values that have no elements."""
     example = next(value for value in values.values() if isinstance(value, Tensor))
     return {name: example.new_empty(shape, dtype=dtype) for name, (shape, dtype) in plan.nothing.items()}
 
 
-def of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[int, Tensor]:
+def results_of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[int, Tensor]:
     """Return results for no rows, without calling a kernel; sums over rows are zero."""
     example = next(value for value in values.values() if isinstance(value, Tensor))
-    outputs, empty = of_a_block(plan, values), {}
-    for part in plan.results:
-        shape = list(outputs[part.number].shape)
-        if part.rows is not None:
-            shape[part.rows] = 0
-        empty[part.number] = example.new_zeros(shape, dtype=part.dtype)
+    outputs, empty = meta_results_of_block(plan, values), {}
+    for result in plan.results:
+        shape = list(outputs[result.number].shape)
+        if result.rows is not None:
+            shape[result.rows] = 0
+        empty[result.number] = example.new_zeros(shape, dtype=result.dtype)
     return empty
 
 
-def of_a_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequence[Any]:
+def meta_results_of_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequence[Any]:
     """Return the operator's results on a block of rows, on the meta device. Few operators accept zero rows, even there."""
 
     def like(name: str, value: Any) -> Any:
+        """Return a meta tensor with one block of rows in place of the value's rows."""
         if not isinstance(value, Tensor):
             return value
         shape = [plan.block if dim == plan.rows.get(name) else size for dim, size in enumerate(value.shape)]
         return value.new_empty(shape, device="meta")
 
-    given = {name: like(name, value) for name, value in values.items()}
+    meta_values = {name: like(name, value) for name, value in values.items()}
     if plan.again is not None and plan.remade:
-        outputs = of_a_block(plan.again, values)
-        given |= {name: outputs[number] for name, number in plan.remade.items()}
-    return called(plan, given, plan.block)
+        outputs = meta_results_of_block(plan.again, values)
+        meta_values |= {name: outputs[number] for name, number in plan.remade.items()}
+    return call_operator(plan, meta_values, plan.block)
 
 
 def rows_of(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
+    """Return the number of rows of the operands."""
     name, dim = next(iter(plan.rows.items()))
     count: int = operands[name].shape[dim]
     return count
@@ -199,24 +207,26 @@ def rows_of(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
 # -- states
 
 
-def started(plan: StatefulPlan, operands: Mapping[str, Any], carry: Tensor) -> Arguments:
+def initial_states(plan: StatefulPlan, operands: Mapping[str, Any], carry: Tensor) -> Arguments:
     """Return the states before the first row: the given ones, or the zeros with which the carry was initialized."""
-    nothing = restored(plan, carry)
-    return {name: zeros if name in plan.absent else operands[name].to(zeros.dtype) for name, zeros in nothing.items()}
+    initial = states_from_carry(plan, carry)
+    return {name: zeros if name in plan.absent else operands[name].to(zeros.dtype) for name, zeros in initial.items()}
 
 
-def restored(plan: StatefulPlan, carry: Tensor) -> Arguments:
+def states_from_carry(plan: StatefulPlan, carry: Tensor) -> Arguments:
     """Return copies of the states in a carry, because the carry will be overwritten."""
-    return {slot.argument: _read(slot, carry) for slot in plan.slots}
+    return {slot.argument: _state_from_carry(slot, carry) for slot in plan.slots}
 
 
-def _read(slot: StateSlot, carry: Tensor) -> Tensor:
+def _state_from_carry(slot: StateSlot, carry: Tensor) -> Tensor:
+    """Return a copy of one state in the carry."""
     if 0 in slot.shape:  # an empty slice may not be aligned for a view of this dtype
         return carry.new_empty(slot.shape, dtype=slot.dtype)
     return carry[slot.start : slot.stop].view(slot.dtype).view(slot.shape).clone()
 
 
-def store(plan: StatefulPlan, left: Mapping[int, Tensor], carry: Tensor) -> None:
+def store_states(plan: StatefulPlan, final_states: Mapping[int, Tensor], carry: Tensor) -> None:
+    """Copy states into the bytes of the carry; `final_states` is keyed by the index of the operator's result."""
     for slot in (slot for slot in plan.slots if 0 not in slot.shape):
-        part = carry[slot.start : slot.stop].view(slot.dtype)
-        part.copy_(left[slot.result].reshape(-1))
+        destination = carry[slot.start : slot.stop].view(slot.dtype)
+        destination.copy_(final_states[slot.result].reshape(-1))

@@ -12,7 +12,7 @@ from torch import fx
 
 from streamfx.torch_private.lines import source_line
 
-_SAID = "  raised by "
+_NOTE_PREFIX = "  raised by "
 _ASSIGNED = re.compile(r"\s*(\w+)\b[^=]* = ")
 
 
@@ -21,32 +21,36 @@ def name_line(error: BaseException, running: Sequence[fx.Node]) -> None:
 
     If the operator ran inside a graph (a loop body), the traceback identifies it. This function runs only on errors.
     """
-    if not hasattr(error, "add_note") or any(note.startswith(_SAID) for note in getattr(error, "__notes__", ())):
+    if not hasattr(error, "add_note") or any(note.startswith(_NOTE_PREFIX) for note in getattr(error, "__notes__", ())):
         return  # Python 3.10 has no notes
-    inner = list(_in_graphs(error))
-    for nodes in (*reversed(inner), running):
+    in_graphs = list(_in_graphs(error))
+    for nodes in (*reversed(in_graphs), running):
         lines = list(dict.fromkeys(filter(None, map(source_line, nodes))))
         if lines:
-            error.add_note(f"{_SAID}{_named(nodes)}, which comes from {lines[0]}" + _further(lines))
+            error.add_note(f"{_NOTE_PREFIX}{_operator_name(nodes)}, which comes from {lines[0]}" + _last_line(lines))
             return
 
 
 def _in_graphs(error: BaseException) -> Iterator[list[fx.Node]]:
     """Yield, from the outermost to the innermost graph that the error passed through, the operator that was running there."""
-    for frame, number in traceback.walk_tb(error.__traceback__):
+    for frame, line_number in traceback.walk_tb(error.__traceback__):
         module, file = frame.f_locals.get("self"), frame.f_code.co_filename
         if isinstance(module, fx.GraphModule) and file.startswith("<eval_with_key>"):
-            assigned = _ASSIGNED.match(linecache.getline(file, number, frame.f_globals))
+            assigned_name = _ASSIGNED.match(linecache.getline(file, line_number, frame.f_globals))
             nodes = list(module.graph.nodes)
-            at = next((i for i, node in enumerate(nodes) if assigned is not None and node.name == assigned[1]), len(nodes))
+            running_index = next(
+                (i for i, node in enumerate(nodes) if assigned_name is not None and node.name == assigned_name[1]), len(nodes)
+            )
             # inserted nodes have no source line, so use a neighbor
-            with_line = (node for node in chain(nodes[at:], nodes[:at][::-1]) if source_line(node))
+            with_line = (node for node in chain(nodes[running_index:], nodes[:running_index][::-1]) if source_line(node))
             yield [node] if (node := next(with_line, None)) is not None else []
 
 
-def _named(nodes: Sequence[fx.Node]) -> str:
+def _operator_name(nodes: Sequence[fx.Node]) -> str:
+    """Return the operator's name if a single one was running."""
     return str(nodes[0].target) if len(nodes) == 1 and nodes[0].op == "call_function" else "an operator"
 
 
-def _further(lines: Sequence[str]) -> str:
+def _last_line(lines: Sequence[str]) -> str:
+    """Return the end of the note if several lines are possible."""
     return f", or one of the lines up to {lines[-1]}" if len(lines) > 1 else ""

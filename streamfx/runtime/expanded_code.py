@@ -66,9 +66,11 @@ class CodeStep(Protocol):
 
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
+    """Return the nodes among nested arguments, in order."""
     nodes: list[fx.Node] = []
 
     def visit(node: fx.Node) -> fx.Node:
+        """Collect a node, and keep it unchanged."""
         nodes.append(node)
         return node
 
@@ -80,23 +82,25 @@ class Text:
     """The lines of a function, and the objects that its names refer to."""
 
     def __init__(self, taken: Iterable[str]) -> None:
+        """Start an empty function; `taken` are names that are in use."""
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
         self._taken = set(taken)
         self._next: Counter[str] = Counter()  # by hint: the first suffix that may be free
 
     def line(self, text: str, depth: int = 1) -> None:
+        """Append a line, indented by `depth` levels."""
         self.lines.append("    " * depth + text)
 
     def unused(self, hint: str) -> str:
-        """Return a name that is not in use."""
+        """Reserve and return a name that is not in use."""
         while (name := f"{hint}_{self._next[hint]}") in self._taken:
             self._next[hint] += 1
         self._taken.add(name)
         return name
 
     def name(self, hint: str, value: Any) -> str:
-        """Return a name by which the text can refer to an object."""
+        """Add an object to the function's globals under a new name, and return the name."""
         name = self.unused(hint)
         self.names[name] = value
         return name
@@ -115,6 +119,7 @@ class Text:
         return self.name("value", value)
 
     def _collection(self, value: Any) -> str:
+        """Return a dict, slice, list, tuple or named tuple as Python source."""
         if isinstance(value, dict):
             return "{" + ", ".join(f"{key!r}: {self.argument(item)}" for key, item in value.items()) + "}"
         if isinstance(value, slice):
@@ -144,68 +149,73 @@ class _Source:
 
 
 def function_of(
-    title: str, given: Sequence[fx.Node], calls: Sequence[CodeCall], result: Any, boxed: bool = False
+    title: str, inputs: Sequence[fx.Node], calls: Sequence[CodeCall], result: Any, boxed: bool = False
 ) -> Callable[..., Any]:
-    """Generate a function of the values of `given`, which it takes as positional arguments or, if boxed, in a list that
+    """Generate a function of the values of `inputs`, which it takes as positional arguments or, if boxed, in a list that
     it empties.
     """
-    text = Text(node.name for node in (*given, *(node for call in calls for node in call.made)))
-    names, arguments = ", ".join(node.name for node in given), text.unused("arguments")
+    text = Text(node.name for node in (*inputs, *(node for call in calls for node in call.made)))
+    names, arguments = ", ".join(node.name for node in inputs), text.unused("arguments")
     text.line(f"def {title}({arguments if boxed else names}):", 0)
     text.line("try:")
     if boxed:
         text.line(f"[{names}] = {arguments}", 2)
         text.line(f"{arguments}.clear()", 2)
-    before, *after = dying(given, calls, result)
-    drop(text, before)
-    at: dict[int, tuple[fx.Node, ...]] = {}  # keyed by line number
-    for call, values in zip(calls, after, strict=True):
-        write(text, call)
-        at[len(text.lines)] = call.stands_for
-        drop(text, values)
+    dead_first, *dead_after = dead_values(inputs, calls, result)
+    write_drop(text, dead_first)
+    nodes_by_line: dict[int, tuple[fx.Node, ...]] = {}  # keyed by line number
+    for call, values in zip(calls, dead_after, strict=True):
+        write_call(text, call)
+        nodes_by_line[len(text.lines)] = call.stands_for
+        write_drop(text, values)
     text.line(f"return {text.argument(result)}", 2)
-    end(text, at)
+    write_except(text, nodes_by_line)
     return text.function(title)
 
 
-def write(text: Text, call: CodeCall) -> None:
-    named = {key: text.argument(item) for key, item in call.kwargs.items()}
+def write_call(text: Text, call: CodeCall) -> None:
+    """Append the line that runs a call and assigns its results; arguments named like keywords are passed as `**{...}`."""
+    keywords = {key: text.argument(item) for key, item in call.kwargs.items()}
     arguments = [text.argument(item) for item in call.args] + [
-        f"{key}={item}" for key, item in named.items() if not iskeyword(key)
+        f"{key}={item}" for key, item in keywords.items() if not iskeyword(key)
     ]
-    arguments += [f"**{{{key!r}: {item}}}" for key, item in named.items() if iskeyword(key)]
-    made = call.makes.name if isinstance(call.makes, fx.Node) else f"[{', '.join(node.name for node in call.makes)}]"
-    text.line(f"{made} = {text.name('run', call.run)}({', '.join(arguments)})", 2)
+    arguments += [f"**{{{key!r}: {item}}}" for key, item in keywords.items() if iskeyword(key)]
+    targets = call.makes.name if isinstance(call.makes, fx.Node) else f"[{', '.join(node.name for node in call.makes)}]"
+    text.line(f"{targets} = {text.name('run', call.run)}({', '.join(arguments)})", 2)
 
 
-def drop(text: Text, values: Sequence[fx.Node]) -> None:
+def write_drop(text: Text, values: Sequence[fx.Node]) -> None:
+    """Append the line that sets dead values to None."""
     if values:
         text.line(" = ".join([*(node.name for node in values), "None"]), 2)
 
 
-def end(text: Text, at: dict[int, tuple[fx.Node, ...]]) -> None:
-    """Write the `except` clause that closes `try`; `at` maps line numbers to the nodes that the line executes."""
+def write_except(text: Text, nodes_by_line: dict[int, tuple[fx.Node, ...]]) -> None:
+    """Write the `except` clause that closes `try`; `nodes_by_line` maps line numbers to the nodes that the line executes."""
     error = text.unused("error")
     text.line(f"except Exception as {error}:")
-    text.line(f"{text.name('failed', _blame(at))}({error})", 2)
+    text.line(f"{text.name('failed', _blame(nodes_by_line))}({error})", 2)
     text.line("raise", 2)
 
 
-def dying(given: Sequence[fx.Node], calls: Sequence[CodeStep], result: Any) -> list[list[fx.Node]]:
+def dead_values(inputs: Sequence[fx.Node], calls: Sequence[CodeStep], result: Any) -> list[list[fx.Node]]:
     """Return the values that are dead before the first call, and after each call."""
-    last: dict[fx.Node, int] = dict.fromkeys(given, -1)
+    last: dict[fx.Node, int] = dict.fromkeys(inputs, -1)
     for position, call in enumerate(calls):
         last.update(dict.fromkeys((*call.used, *call.made), position))
     last.update(dict.fromkeys(nodes_in((result,)), len(calls)))
-    after: list[list[fx.Node]] = [[] for _ in range(len(calls) + 2)]
+    dead_after: list[list[fx.Node]] = [[] for _ in range(len(calls) + 2)]
     for node, position in last.items():
-        after[position + 1].append(node)
-    return after[:-1]
+        dead_after[position + 1].append(node)
+    return dead_after[:-1]
 
 
-def _blame(at: dict[int, tuple[fx.Node, ...]]) -> Callable[[Exception], None]:
+def _blame(nodes_by_line: dict[int, tuple[fx.Node, ...]]) -> Callable[[Exception], None]:
+    """Return a function that adds to an error which nodes ran, judging by the line of the generated code."""
+
     def failed(error: Exception) -> None:
+        """Name the user's line for the nodes of the generated line that raised."""
         trace = error.__traceback__
-        name_line(error, at.get(trace.tb_lineno, ()) if trace is not None else ())
+        name_line(error, nodes_by_line.get(trace.tb_lineno, ()) if trace is not None else ())
 
     return failed

@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from streamfx.ir.release_plan import ReleaseSegment
-from streamfx.runtime.expanded_code import CodeCall, CodeStep, Text, drop, dying, end, write
+from streamfx.runtime.expanded_code import CodeCall, CodeStep, Text, dead_values, write_call, write_drop, write_except
 
 Stretches = Callable[[list[Any], dict[int, Any]], Generator[None, None, None]]
 CHANGED = (
@@ -50,48 +50,54 @@ class Border:
 
 
 def stretches_of(
-    title: str, given: Sequence[fx.Node], stretches: Sequence[tuple[ReleaseSegment, Sequence[CodeCall]]]
+    title: str, inputs: Sequence[fx.Node], stretches: Sequence[tuple[ReleaseSegment, Sequence[CodeCall]]]
 ) -> Stretches:
     """Generate a generator function for the segments of a graph and the calls of each."""
     steps: list[list[CodeStep]] = [
         [Border(delivery.reads), *calls, Border(tuple(delivery.gradients.values()))] for delivery, calls in stretches
     ]
-    text = Text(node.name for node in (*given, *(node for some in steps for step in some for node in step.made)))
+    text = Text(
+        node.name for node in (*inputs, *(node for segment_steps in steps for step in segment_steps for node in step.made))
+    )
     arguments, results, versions = map(text.unused, ("arguments", "results", "versions"))
     text.line(f"def {title}({arguments}, {results}):", 0)
     text.line("try:")
-    text.line(f"[{', '.join(node.name for node in given)}] = {arguments}", 2)
+    text.line(f"[{', '.join(node.name for node in inputs)}] = {arguments}", 2)
     text.line(f"{arguments}.clear()", 2)
-    watched = dict.fromkeys(node for delivery, _ in stretches for node in delivery.reads)
-    text.line(f"{versions} = {text.name('versions_of', versions_of)}({_by_name(watched)})", 2)
+    all_reads = dict.fromkeys(node for delivery, _ in stretches for node in delivery.reads)
+    text.line(f"{versions} = {text.name('versions_of', versions_of)}({_by_name(all_reads)})", 2)
     text.line("yield", 2)
-    before, *after = dying(given, [step for some in steps for step in some], ())
-    drop(text, before)
-    at: dict[int, tuple[fx.Node, ...]] = {}
-    for (delivery, calls), (first, *dead, last) in zip(stretches, _split(after, map(len, steps)), strict=True):
-        text.line(f"{text.name('unchanged', unchanged)}({versions}, {_by_name(delivery.reads)})", 2)
-        drop(text, first)
-        for call, values in zip(calls, dead, strict=True):
-            write(text, call)
-            at[len(text.lines)] = call.stands_for
-            drop(text, values)
+    dead_first, *dead_after = dead_values(inputs, [step for segment_steps in steps for step in segment_steps], ())
+    write_drop(text, dead_first)
+    nodes_by_line: dict[int, tuple[fx.Node, ...]] = {}
+    for (delivery, calls), (dead_at_begin, *dead_after_calls, dead_at_end) in zip(
+        stretches, _split(dead_after, map(len, steps)), strict=True
+    ):
+        text.line(f"{text.name('unchanged', check_unchanged)}({versions}, {_by_name(delivery.reads)})", 2)
+        write_drop(text, dead_at_begin)
+        for call, values in zip(calls, dead_after_calls, strict=True):
+            write_call(text, call)
+            nodes_by_line[len(text.lines)] = call.stands_for
+            write_drop(text, values)
         for position, node in delivery.gradients.items():
             text.line(f"{results}[{position}] = {node.name}", 2)
-        drop(text, last)
+        write_drop(text, dead_at_end)
         text.line("yield", 2)
-    end(text, at)
+    write_except(text, nodes_by_line)
     return text.function(title)
 
 
 def _by_name(values: Iterable[fx.Node]) -> str:
+    """Return keyword arguments that pass values by their names, as source."""
     return ", ".join(f"{node.name}={node.name}" for node in values)
 
 
-def _split(items: Sequence[Any], lengths: Iterable[int]) -> Iterator[Sequence[Any]]:
-    begin = 0
+def _split(elements: Sequence[Any], lengths: Iterable[int]) -> Iterator[Sequence[Any]]:
+    """Yield consecutive slices of these lengths."""
+    start = 0
     for length in lengths:
-        yield items[begin : begin + length]
-        begin += length
+        yield elements[start : start + length]
+        start += length
 
 
 def versions_of(**values: Any) -> dict[str, int]:
@@ -99,9 +105,9 @@ def versions_of(**values: Any) -> dict[str, int]:
     return {name: value._version for name, value in values.items() if isinstance(value, Tensor) and not value.is_inference()}
 
 
-def unchanged(versions: dict[str, int], **values: Any) -> None:
+def check_unchanged(versions: dict[str, int], **values: Any) -> None:
     """Raise an error if a tensor was modified in place since its version was recorded."""
     for name, value in values.items():
-        before = versions.get(name)
-        if before is not None and value._version != before:
-            raise RuntimeError(CHANGED.format(name=name, now=value._version, before=before))
+        expected = versions.get(name)
+        if expected is not None and value._version != expected:
+            raise RuntimeError(CHANGED.format(name=name, now=value._version, before=expected))

@@ -68,6 +68,7 @@ def _new_file(size: int) -> Iterator[Path]:
 
 
 def _reserve(file: int, size: int) -> None:
+    """Reserve disk space for a file, or raise `OSError`."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
         return
@@ -78,20 +79,21 @@ def _reserve(file: int, size: int) -> None:
 def _no_room(folder: str, size: int, cause: OSError) -> OffloadSpaceError:
     """Build the error. Free space is reported only if the disk is full, because a file size limit does not depend on it."""
     free, limit = _free_bytes(folder), limit_of("RLIMIT_FSIZE") if cause.errno == errno.EFBIG else None
-    left = f"; {in_bytes(free)} are free" if free is not None and cause.errno == errno.ENOSPC else ""
-    left += "" if limit is None else f"; RLIMIT_FSIZE lets a file have {in_bytes(limit)}"
-    do = "let the environment variable TMPDIR name a folder on a disk with more room, or leave out offload"
+    details = f"; {in_bytes(free)} are free" if free is not None and cause.errno == errno.ENOSPC else ""
+    details += "" if limit is None else f"; RLIMIT_FSIZE lets a file have {in_bytes(limit)}"
+    advice = "let the environment variable TMPDIR name a folder on a disk with more room, or leave out offload"
     error = OffloadSpaceError(
         "offload keeps values of stages in files",
-        found=f"no room for {in_bytes(size)}: {cause.strerror or cause}{left}",
+        found=f"no room for {in_bytes(size)}: {cause.strerror or cause}{details}",
         where=folder,
-        do=do if limit is None else "raise the limit (`ulimit -f unlimited`), or leave out offload",
+        do=advice if limit is None else "raise the limit (`ulimit -f unlimited`), or leave out offload",
     )
     error.folder, error.needed, error.free = folder, size, free
     return error
 
 
 def _free_bytes(folder: str) -> int | None:
+    """Return the free bytes on a folder's disk; None if the system does not tell."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -113,7 +115,9 @@ def kind_of_disk(folder: str) -> str:
         return ""
     resolved = Path(folder).resolve()
     ancestors = (resolved, *resolved.parents)
-    mounts = [(len(place.parts), kind) for _, name, kind, *_ in lines if (place := Path(_unescaped(name))) in ancestors]
+    mounts = [
+        (len(mount_point.parts), kind) for _, name, kind, *_ in lines if (mount_point := Path(_unescaped(name))) in ancestors
+    ]
     return max(mounts, key=operator.itemgetter(0))[1] if mounts else ""
 
 

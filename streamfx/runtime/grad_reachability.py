@@ -31,18 +31,19 @@ class Reach:
 
     def reached(self, present: Sequence[int], length: int) -> frozenset[int]:
         """Return the indices of leaves, followed by shared tensors, that get a gradient if the results `present` have one."""
-        dependencies = self._scanned(tuple(frozenset({leaf}) for leaf in range(len(self.left))), length)
+        dependencies = self._scan_dependencies(tuple(frozenset({leaf}) for leaf in range(len(self.left))), length)
         return frozenset[int]().union(*(dependencies[number] for number in present))
 
-    def _scanned(self, rows: Pattern, length: int) -> Pattern:
+    def _scan_dependencies(self, rows: Pattern, length: int) -> Pattern:
         """Return the dependencies of any row of a scan, which is a tree of pairs (see `prefix_scan.py`)."""
         if length < 2:
             return rows
-        odds = self._scanned(self._combined(rows, rows), length // 2)
-        row_kinds = [rows, odds, *([self._combined(odds, rows)] if length > 2 else [])]
+        odds = self._scan_dependencies(self._pair_dependencies(rows, rows), length // 2)
+        row_kinds = [rows, odds, *([self._pair_dependencies(odds, rows)] if length > 2 else [])]
         return tuple(frozenset[int]().union(*dependencies) for dependencies in zip(*row_kinds, strict=True))
 
-    def _combined(self, left: Pattern, right: Pattern) -> Pattern:
+    def _pair_dependencies(self, left: Pattern, right: Pattern) -> Pattern:
+        """Return what the combination of two rows depends on, from the dependencies of the left and the right row."""
         leaves = len(self.left)
         return tuple(
             frozenset[int]().union(
@@ -86,6 +87,7 @@ def _dependencies(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Te
 
 
 def _depends_on(result: Tensor, value: Tensor) -> bool:
+    """Return whether autograd passes a gradient from a result to a value."""
     if result is value:
         return True
     if not result.requires_grad:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from streamfx.ir.program import Buffer, BufferOutput, ConcatOutput, LoopSpec
 from streamfx.ir.sizes import Size
-from streamfx.kernels.mask_programs import Inputs, MaskProgram, coming
+from streamfx.kernels.mask_programs import Inputs, MaskProgram, upcoming_inputs
 from streamfx.runtime.chunks import Chunks
 from streamfx.runtime.compiled import CompiledBody
-from streamfx.runtime.loop_codegen import written_inputs, written_loop
+from streamfx.runtime.loop_codegen import generate_inputs, generate_loop
 from streamfx.runtime.probes import LoopPlace, watching
 from streamfx.runtime.runtime_sizes import compiled_size
 
@@ -29,13 +29,14 @@ class Loop(nn.Module):
     """Runs a `LoopSpec`: called with the values of its symbols and its tensors, it returns a tuple of its results."""
 
     def __init__(self, spec: LoopSpec) -> None:
+        """Wrap a loop; its code and its size functions are generated on first use."""
         super().__init__()
         self.spec = spec
         self.body = spec.body
         self.compiled: CompiledBody | None = None  # if set, it runs instead of the body
         self.place: LoopPlace | None = None  # if set, probes measure this loop
         self._sizes: dict[Size, Callable[[Env], int]] = {}
-        self._written: tuple[LoopSpec, dict[bool, Run], Masks] | None = None
+        self._generated: tuple[LoopSpec, dict[bool, Run], Masks] | None = None
 
     def chunks(self, length: int, env: Env) -> Sequence[tuple[int, int]]:
         """Return the bounds of the chunks, in execution order."""
@@ -48,41 +49,42 @@ class Loop(nn.Module):
         env: Env = {symbol.name: int(value) for symbol, value in zip(self.spec.symbols, arguments, strict=False)}
         length = self.size(self.spec.length, env)
         step = self.rows_per_chunk(length, env)
-        watch, place = watching.by, self.place
-        if watch is None or place is None:
+        probe, loop_place = watching.by, self.place
+        if probe is None or loop_place is None:
             return self._run(arguments, env, length, step)
-        count = -(-length // step)
-        return watch.loop(self.spec.name, place, count, lambda: self._run(arguments, env, length, step))
+        num_chunks = -(-length // step)
+        return probe.loop(self.spec.name, loop_place, num_chunks, lambda: self._run(arguments, env, length, step))
 
     def _run(self, arguments: Sequence[Any], env: Env, length: int, step: int) -> tuple[Any, ...]:
+        """Allocate buffers and results, run the generated code over the chunks, and return results, then buffers."""
         spec, tensors = self.spec, arguments[len(self.spec.symbols) :]
         env["chunks"] = chunks = max(1, -(-length // step))
         env["step"] = step
         buffers = [self._new_buffer(buffer, env, buffer.zeroed) for buffer in spec.buffers]
         bounds = self.chunks(length, env)
         run = self.runner(bounds)
-        stacked = [item for item in spec.yields if isinstance(item, ConcatOutput)]
+        concat_outputs = [item for item in spec.yields if isinstance(item, ConcatOutput)]
         is_single = chunks == 1 and len(bounds) == 1
-        make = partial(self._once_made, [*tensors, *buffers]) if is_single else self._result
-        results: list[Any] = [make(item, tensors, env) for item in stacked]
+        make_result = partial(self._result_of_single_chunk, [*tensors, *buffers]) if is_single else self._result
+        results: list[Any] = [make_result(item, tensors, env) for item in concat_outputs]
         if len(bounds):
             code, masks = self._code(is_single)
-            given = bounds, step, chunks, env, tensors, buffers, results
-            with coming(lambda program: _upcoming(masks, program, given)) if masks else nullcontext():
-                code(run, *given)
-        kept = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, BufferOutput))
-        return (*results, *kept)
+            loop_arguments = bounds, step, chunks, env, tensors, buffers, results
+            with upcoming_inputs(lambda program: _upcoming(masks, program, loop_arguments)) if masks else nullcontext():
+                code(run, *loop_arguments)
+        buffer_results = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, BufferOutput))
+        return (*results, *buffer_results)
 
     def _code(self, is_single: bool) -> tuple[Run, Masks]:
         """Return the generated code for several chunks, or for a single one, and the mask programs; the code is
         generated on first use.
         """
-        spec, generated = self.spec, self._written
+        spec, generated = self.spec, self._generated
         if generated is None or generated[0] is not spec:
-            generated = self._written = spec, {}, _masks_of(spec)
+            generated = self._generated = spec, {}, _mask_inputs_of(spec)
         _, codes, masks = generated
         if is_single not in codes:
-            codes[is_single] = written_loop(spec, is_single)
+            codes[is_single] = generate_loop(spec, is_single)
         return codes[is_single], masks
 
     def runner(self, bounds: Sequence[tuple[int, int]]) -> Callable[..., Sequence[Any]]:
@@ -93,12 +95,14 @@ class Loop(nn.Module):
         return self.compiled.for_chunks(bounds.lengths)
 
     def rows_per_chunk(self, length: int, env: Env) -> int:
+        """Return the chunk size: fixed, or computed from the bytes per row at these sizes."""
         chunk = self.spec.chunk_size
         if isinstance(chunk, int):
             return chunk
         return chunk.rows(length, self.size(chunk.row_bytes, env), self.size(chunk.stream_bytes, env))
 
     def size(self, size: Size, env: Env) -> int:
+        """Return a size as a number, for these values of the symbols."""
         if isinstance(size, int):
             return size
         function = self._sizes.get(size)
@@ -107,67 +111,77 @@ class Loop(nn.Module):
         return function(env)
 
     def _new_buffer(self, item: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
+        """Allocate a buffer or a result, with zeros if `zeroed`; a loop of one chunk may use another dtype."""
         sizes = [self.size(size, env) for size in item.shape]
-        make = torch.zeros if zeroed else torch.empty
-        is_alone = isinstance(item, Buffer) and item.of_one is not None and env["chunks"] == 1
-        return make(sizes, dtype=item.of_one if is_alone else item.dtype, device=item.device)  # type: ignore[union-attr]
+        allocate = torch.zeros if zeroed else torch.empty
+        is_only_chunk = isinstance(item, Buffer) and item.of_one is not None and env["chunks"] == 1
+        return allocate(sizes, dtype=item.of_one if is_only_chunk else item.dtype, device=item.device)  # type: ignore[union-attr]
 
     # -- results
 
     def _result(self, item: ConcatOutput, tensors: Sequence[Any], env: Env) -> Tensor:
+        """Return the tensor for a concatenated result: an input that it may overwrite, or new memory."""
         if item.reuse is not None:
             reused: Tensor = tensors[item.reuse]
             return reused
         return self._new_buffer(item, env, zeroed=False)
 
-    def _once_made(
-        self, given: list[Any], item: ConcatOutput, tensors: Sequence[Any], env: Env
+    def _result_of_single_chunk(
+        self, taken_tensors: list[Any], item: ConcatOutput, tensors: Sequence[Any], env: Env
     ) -> Callable[..., tuple[Tensor, bool]]:
         """Return a function of a single chunk's rows that yields the result, and whether the rows must still be copied
         into it.
 
-        No copy is needed if the rows already have the layout of the result. Memory of the loop's inputs (`given`), or
+        No copy is needed if the rows already have the layout of the result. Memory in `taken_tensors` (the loop's inputs), or
         of an earlier result, is not used for another result.
         """
         shape = [self.size(size, env) for size in item.shape]
 
-        def result(made: Tensor) -> tuple[Tensor, bool]:
-            if not is_alone(made, item, given):
+        def adopt(rows: Tensor) -> tuple[Tensor, bool]:
+            """Return the rows as the result if nothing shares their memory, else new memory and True."""
+            if not is_alone(rows, item, taken_tensors):
                 return self._result(item, tensors, env), True
-            given.append(made)
-            return self._adopted(item, made).view(shape), False
+            taken_tensors.append(rows)
+            return self._adopted(item, rows).view(shape), False
 
-        return result
+        return adopt
 
-    def _adopted(self, item: ConcatOutput, made: Tensor) -> Tensor:
-        return made
+    def _adopted(self, item: ConcatOutput, rows: Tensor) -> Tensor:
+        """Return the rows that become a result; subclasses may observe them."""
+        return rows
 
     def _finished(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
+        """Return a buffer as a result: divided by its count for means, in the dtype of the result."""
         total, count = buffers[item.buffer], self.size(item.count, env)
         return (total / count if count != 1 else total).to(item.dtype)
 
 
-def is_alone(made: Tensor, item: ConcatOutput, given: Iterable[Any]) -> bool:
-    """Return whether rows have the dtype and order of the result, and occupy all of a storage that no tensor of `given`
+def is_alone(rows: Tensor, item: ConcatOutput, others: Iterable[Any]) -> bool:
+    """Return whether rows have the dtype and order of the result, and occupy all of a storage that no tensor of `others`
     shares.
     """
-    if not item.is_fresh or (made.dtype, made.device) != (item.dtype, item.device):
+    if not item.is_fresh or (rows.dtype, rows.device) != (item.dtype, item.device):
         return False
-    storage = made.untyped_storage()
-    others = (value.untyped_storage() for value in given if isinstance(value, Tensor))
-    return made.is_contiguous() and storage.nbytes() == made.nbytes and all(other._cdata != storage._cdata for other in others)
+    storage = rows.untyped_storage()
+    other_storages = (value.untyped_storage() for value in others if isinstance(value, Tensor))
+    return (
+        rows.is_contiguous()
+        and storage.nbytes() == rows.nbytes
+        and all(other._cdata != storage._cdata for other in other_storages)
+    )
 
 
-def _masks_of(spec: LoopSpec) -> Masks:
+def _mask_inputs_of(spec: LoopSpec) -> Masks:
     """Return, for each mask program of a loop body, functions that compute the inputs of its calls."""
     position = {node: i for i, node in enumerate(spec.body.graph.find_nodes(op="placeholder"))}
-    masks: Masks = {}
+    inputs_of: Masks = {}
     for call in spec.body.graph.find_nodes(op="call_module"):
         program = spec.body.get_submodule(str(call.target))
         if isinstance(program, MaskProgram):
-            masks.setdefault(program, []).append(written_inputs(spec, [position[source] for source in call.args]))
-    return masks
+            inputs_of.setdefault(program, []).append(generate_inputs(spec, [position[source] for source in call.args]))
+    return inputs_of
 
 
-def _upcoming(masks: Masks, program: MaskProgram, given: tuple[Any, ...]) -> Iterator[Inputs]:
-    return chain.from_iterable(inputs(None, *given) for inputs in masks.get(program, ()))
+def _upcoming(masks: Masks, program: MaskProgram, loop_arguments: tuple[Any, ...]) -> Iterator[Inputs]:
+    """Yield the inputs of all calls of a mask program in the loop, for all chunks."""
+    return chain.from_iterable(inputs(None, *loop_arguments) for inputs in masks.get(program, ()))

@@ -66,23 +66,24 @@ class LoopWriter:
     """Generates the code that runs before a loop, and the code that runs for each chunk."""
 
     def __init__(self, spec: LoopSpec) -> None:
+        """Start with empty code; `before_loop` and `per_chunk` collect the lines that assign variables."""
         self.spec = spec
-        self.once: list[str] = []
-        self.each: list[str] = []
-        self.counts = False  # whether the code uses the chunk index
-        self.turns: dict[str, Code] = {}  # loop variables, keyed by the iterator that yields them
-        self._known: dict[str, tuple[Code, ...]] = {}
+        self.before_loop: list[str] = []
+        self.per_chunk: list[str] = []
+        self.uses_chunk_index = False  # whether the code uses the chunk index
+        self.row_iterators: dict[str, Code] = {}  # loop variables, keyed by the iterator that yields them
+        self._variables: dict[str, tuple[Code, ...]] = {}
         self._length = self.size(spec.length)
 
     # -- values with names
 
     def named(self, code: Code, *hints: str) -> tuple[Code, ...]:
         """Assign a value, or the items that it consists of, to variables; equal expressions share one."""
-        variables = self._known.get(code.text)
+        variables = self._variables.get(code.text)
         if variables is None:
-            variables = tuple(Code(f"{hint}_{len(self._known)}", code.moves) for hint in hints)
-            self._known[code.text] = variables
-            (self.each if code.moves else self.once).append(f"{', '.join(map(str, variables))} = {code}")
+            variables = tuple(Code(f"{hint}_{len(self._variables)}", code.moves) for hint in hints)
+            self._variables[code.text] = variables
+            (self.per_chunk if code.moves else self.before_loop).append(f"{', '.join(map(str, variables))} = {code}")
         return variables
 
     def size(self, size: Size) -> Code:
@@ -90,23 +91,24 @@ class LoopWriter:
         if isinstance(size, int):
             return Code(str(size))
         symbols = free_symbols([size])
-        moves, self.counts = not symbols.isdisjoint(MOVING), self.counts or CHUNK in symbols
-        kind, size = kind_of_size(size), simplified(size.replace(_is_bound, self._found))
+        moves, self.uses_chunk_index = not symbols.isdisjoint(MOVING), self.uses_chunk_index or CHUNK in symbols
+        type_of_size, size = kind_of_size(size), simplified(size.replace(_is_bound, self._bounds_variable))
         if size == program.STOP - program.START:
             return self._rows()
         text = SizePrinter().doprint(size)
         if text.isidentifier() or text.isdigit():
             return Code(text, moves)
-        is_whole = all(isinstance(part, WHOLE) for part in sympy.preorder_traversal(size))
-        return self.named(Code(text if is_whole else f"{kind.__name__}({text})", moves), "n")[0]
+        is_integer = all(isinstance(subexpression, WHOLE) for subexpression in sympy.preorder_traversal(size))
+        return self.named(Code(text if is_integer else f"{type_of_size.__name__}({text})", moves), "n")[0]
 
     def _rows(self) -> Code:
+        """Return the variable that holds the number of rows of the current chunk."""
         return self.named(Code("stop - start", True), "n")[0]
 
-    def _found(self, expression: Any) -> Any:
+    def _bounds_variable(self, expression: Any) -> Any:
         """Return the variable, or the number, for a size function that is the first row or the number of rows of some bounds."""
-        function, part = BOUNDS[type(expression).__name__]
-        text = self.bounds(function, [self._argument(argument) for argument in expression.args])[part].text
+        bounds_function, index = BOUNDS[type(expression).__name__]
+        text = self.bounds(bounds_function, [self._argument(argument) for argument in expression.args])[index].text
         return sympy.Integer(text) if text.isdigit() else sympy.Symbol(text, integer=True)
 
     def _argument(self, argument: Any) -> Code:
@@ -114,35 +116,36 @@ class LoopWriter:
         text = SizePrinter().doprint(argument)
         return Code(text) if text.isidentifier() or text.removeprefix("-").isdigit() else self.size(argument)
 
-    def times(self, one: Code, other: Code) -> Code:
-        if "1" in (one.text, other.text):
-            return one if other.text == "1" else other
-        return self.named(Code(f"{one} * {other}", one.moves or other.moves), "n")[0]
+    def times(self, left: Code, right: Code) -> Code:
+        """Return code for a product; a factor of 1 is omitted."""
+        if "1" in (left.text, right.text):
+            return left if right.text == "1" else right
+        return self.named(Code(f"{left} * {right}", left.moves or right.moves), "n")[0]
 
     def bounds(self, function: str, arguments: Sequence[Code]) -> tuple[Code, Code]:
         """Return the first row and the number of rows, by a function of `runtime_sizes.py`; without a call if the axis
         is the sequence.
         """
         texts = [argument.text for argument in arguments]
-        rows, whole = self._length, self._length.text
-        if function == "member_bounds" and texts[2:] == [whole, "0", whole]:
+        length_code, length = self._length, self._length.text
+        if function == "member_bounds" and texts[2:] == [length, "0", length]:
             return START, self._rows()
         if function == "span_bounds":
             low, high = texts[3:5]
             if (low, high) == ("None", "None"):
                 return Code("0"), arguments[6]
-            if texts[5:] == ["0", whole] and (low == "None" or int(low) <= 0) and high in ("None", "0"):
+            if texts[5:] == ["0", length] and (low == "None" or int(low) <= 0) and high in ("None", "0"):
                 first = Code("0") if low == "None" else self.named(Code(f"max(start + {low}, 0)", True), "n")[0]
-                last = rows if high == "None" else STOP
+                last = length_code if high == "None" else STOP
                 return first, last if first.text == "0" else self.named(Code(f"{last} - {first}", True), "n")[0]
-        found, count = self.named(Code(f"{function}({', '.join(texts)})", True), "first", "count")
-        return found, count
+        first_row, count = self.named(Code(f"{function}({', '.join(texts)})", True), "first", "count")
+        return first_row, count
 
     # -- rows
 
-    def part(self, tensor: Code, where: Iterable[tuple[Placement, Selector]], view: bool) -> Code:
+    def part(self, tensor: Code, placements: Iterable[tuple[Placement, Selector]], view: bool) -> Code:
         """Return a slice of a tensor along each placement."""
-        for placement, selector in where:
+        for placement, selector in placements:
             first, count = self._selected(placement, selector)
             outer, inner, dim = self.size(placement.outer), self.size(placement.inner), placement.dim
             rows = self.size(placement.rows.length)
@@ -151,17 +154,17 @@ class LoopWriter:
                 take = "rows_view" if view else "rows_of"
                 tensor = Code(f"{take}({tensor}, {dim}, {outer}, {inner}, {rows}, {first}, {count})", moves)
                 continue
-            end = ""
+            flatten_suffix = ""
             if placement.outer != 1:
                 split = Code(f"{tensor}.unflatten({dim}, ({outer}, {self.times(rows, inner)}))", tensor.moves)
                 tensor = split if split.moves else self.named(split, "split")[0]
-                dim, end = dim + 1, "" if view else f".flatten({dim}, {dim + 1})"
+                dim, flatten_suffix = dim + 1, "" if view else f".flatten({dim}, {dim + 1})"
             if first is START and not tensor.moves:
-                turn = f"in_turn({tensor}, {dim}, {inner}, blocks)"
-                tensor = self.turns.setdefault(turn, Code(f"rows_{len(self.turns)}", True))
+                row_iterator = f"in_turn({tensor}, {dim}, {inner}, blocks)"
+                tensor = self.row_iterators.setdefault(row_iterator, Code(f"rows_{len(self.row_iterators)}", True))
             else:
                 tensor = Code(f"{tensor}.narrow({dim}, {self.times(first, inner)}, {self.times(count, inner)})", moves)
-            tensor = Code(f"{tensor}{end}", tensor.moves)
+            tensor = Code(f"{tensor}{flatten_suffix}", tensor.moves)
         return tensor if tensor.moves or tensor.text.isidentifier() else self.named(tensor, "part")[0]
 
     def _selected(self, placement: Placement, selector: Selector) -> tuple[Code, Code]:
@@ -172,19 +175,20 @@ class LoopWriter:
             return self.bounds("span_bounds", (*chunk, Code(str(selector.low)), Code(str(selector.high)), offset, rows))
         if selector is None:
             return self.bounds("member_bounds", (*chunk, offset, rows, *[Code(str(block))] * (block != 1)))
-        other, by = (self.size(selector.rows.offset), self.size(selector.rows.length)), self.size(selector.by)
+        source_rows, shift = (self.size(selector.rows.offset), self.size(selector.rows.length)), self.size(selector.by)
         reach, block = Code(str(selector.reach)), selector.rows.block
         window = (reach, Code(str(block))) if block != 1 else (reach,) if selector.reach else ()
-        return self.bounds("shifted_bounds", (*chunk, *other, by, rows, *window))
+        return self.bounds("shifted_bounds", (*chunk, *source_rows, shift, rows, *window))
 
     # -- inputs of the loop body
 
     def feeds(self, positions: Iterable[int]) -> list[str]:
         """Return the inputs of these placeholders of the loop body, or None for a placeholder without users."""
-        given = self.spec.body.graph.find_nodes(op="placeholder")
-        return [self._feed(self.spec.feeds[i], self.spec.sources[i]).text if given[i].users else "None" for i in positions]
+        placeholders = self.spec.body.graph.find_nodes(op="placeholder")
+        return [self._feed(self.spec.feeds[i], self.spec.sources[i]).text if placeholders[i].users else "None" for i in positions]
 
     def _feed(self, feed: Feed, source: int | None) -> Code:
+        """Return code for one input of the loop body; `source` is the index of the tensor it comes from, if any."""
         match feed:
             case Broadcast():
                 return Code(f"tensor_{source}")
@@ -201,15 +205,16 @@ class LoopWriter:
 
 
 def _is_bound(expression: Any) -> bool:
+    """Return whether an expression is a size function whose value is one of a pair of bounds."""
     return type(expression).__name__ in BOUNDS
 
 
-def put(own: Tensor, rows: Tensor) -> None:
+def put(destination: Tensor, rows: Tensor) -> None:
     """Copy rows into a chunk's slice of the result, which has an additional dimension if the sequence is an inner factor."""
-    own.copy_(rows if rows.shape == own.shape else rows.reshape(own.shape))
+    destination.copy_(rows if rows.shape == destination.shape else rows.reshape(destination.shape))
 
 
-def written_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None]:
+def generate_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None]:
     """Generate loop(run, bounds, step, chunks, env, tensors, buffers, results), which runs the body per chunk and fills
     the results.
 
@@ -217,46 +222,47 @@ def written_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None]
     empty.
     """
     writer = LoopWriter(spec)
-    stacked = [item for item in spec.yields if isinstance(item, ConcatOutput)]
+    concat_outputs = [item for item in spec.yields if isinstance(item, ConcatOutput)]
     feeds = writer.feeds(range(len(spec.feeds)))
-    made = [f"made_{i}" for i in range(len(stacked))]
-    body = [f"[{', '.join(made)}] = run({', '.join(feeds)})"]
-    for i, item in enumerate(stacked):
+    chunk_results = [f"made_{i}" for i in range(len(concat_outputs))]
+    body = [f"[{', '.join(chunk_results)}] = run({', '.join(feeds)})"]
+    for i, item in enumerate(concat_outputs):
         result = Code(f"results[{i}]" if is_single else f"result_{i}", moves=is_single)
         put = f"put({writer.part(result, ((item.placement, None),), view=True)}, made_{i})"
         if is_single:
             body.append(f"results[{i}], is_empty = result_{i}(made_{i})")
             put = f"if is_empty: {put}"
         body.append(put)
-    body += [" = ".join([*made, "None"])] if made else []
-    return _function(_text(writer, body, len(stacked)))
+    body += [" = ".join([*chunk_results, "None"])] if chunk_results else []
+    return _function(_loop_source(writer, body, len(concat_outputs)))
 
 
-def written_inputs(spec: LoopSpec, positions: Sequence[int]) -> Callable[..., Iterable[tuple[Any, ...]]]:
+def generate_inputs(spec: LoopSpec, positions: Sequence[int]) -> Callable[..., Iterable[tuple[Any, ...]]]:
     """Generate a function with the same arguments that yields the inputs of these placeholders of the loop body for each
     chunk.
     """
     writer = LoopWriter(spec)
     feeds = writer.feeds(positions)
-    stacked = sum(isinstance(item, ConcatOutput) for item in spec.yields)
-    return _function(_text(writer, [f"yield ({''.join(f'{feed}, ' for feed in feeds)})"], stacked))
+    num_results = sum(isinstance(item, ConcatOutput) for item in spec.yields)
+    return _function(_loop_source(writer, [f"yield ({''.join(f'{feed}, ' for feed in feeds)})"], num_results))
 
 
-def _text(writer: LoopWriter, body: Sequence[str], results: int) -> str:
+def _loop_source(writer: LoopWriter, body: Sequence[str], results: int) -> str:
+    """Return the source of the loop function: unpacked arguments, code before the loop, then the loop with `body`."""
     spec = writer.spec
     tensors = len({source for source in spec.sources if source is not None})
-    before = [f"{symbol.name} = env[{symbol.name!r}]" for symbol in spec.symbols]
+    prologue = [f"{symbol.name} = env[{symbol.name!r}]" for symbol in spec.symbols]
     for name, count in (("tensor", tensors), ("buffer", len(spec.buffers)), ("result", results)):
-        before.append(f"[{', '.join(f'{name}_{i}' for i in range(count))}] = {name}s")
-    number = [f"{CHUNK.name} = start // step"] if writer.counts else []
+        prologue.append(f"[{', '.join(f'{name}_{i}' for i in range(count))}] = {name}s")
+    chunk_index = [f"{CHUNK.name} = start // step"] if writer.uses_chunk_index else []
     lines = ["def loop(run, bounds, step, chunks, env, tensors, buffers, results):"]
-    each = "for start, stop in bounds:"
-    if writer.turns:
-        names, turns = ", ".join(map(str, writer.turns.values())), ", ".join(writer.turns)
-        each = f"for (start, stop), {names} in zip(bounds, {turns}, strict=True):"
-        before.append("blocks = blocks_of(bounds)")
-    lines += [f"    {line}" for line in (*before, *writer.once, each)]
-    lines += [f"        {line}" for line in (*number, *writer.each, *body)]
+    loop_header = "for start, stop in bounds:"
+    if writer.row_iterators:
+        names, row_iterators = ", ".join(map(str, writer.row_iterators.values())), ", ".join(writer.row_iterators)
+        loop_header = f"for (start, stop), {names} in zip(bounds, {row_iterators}, strict=True):"
+        prologue.append("blocks = blocks_of(bounds)")
+    lines += [f"    {line}" for line in (*prologue, *writer.before_loop, loop_header)]
+    lines += [f"        {line}" for line in (*chunk_index, *writer.per_chunk, *body)]
     return "\n".join(lines) + "\n"
 
 

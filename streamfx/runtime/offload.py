@@ -60,8 +60,8 @@ class _CopyStream:
         """
         compute = self.beside.current_stream(self.device)
         self.stream.wait_stream(compute)
-        running: AbstractContextManager[Any] = self.beside.stream(self.stream)
-        with running:
+        on_copy_stream: AbstractContextManager[Any] = self.beside.stream(self.stream)
+        with on_copy_stream:
             target.copy_(source, non_blocking=True)
             event = self.beside.Event()
             event.record(self.stream)
@@ -79,10 +79,12 @@ class _Copy:
         self.is_waited_for = False
 
     def wait(self, compute: Any) -> None:
+        """Make the compute stream wait for the copy."""
         compute.wait_event(self.event)
         self.is_waited_for = True
 
     def __del__(self) -> None:
+        """Wait for the copy if an exception ended the graph before it was waited for."""
         if not self.is_waited_for:
             self.wait(self.compute)
 
@@ -103,6 +105,7 @@ def copy_stream(device: torch.device) -> _CopyStream | None:
 
 @torch.library.impl(_library, "to_host", "CompositeExplicitAutograd")
 def _to_host(value: Tensor) -> Tensor:
+    """Copy a value to pinned host memory (or to a file, if there is no copy stream); the copy may still run on return."""
     stream = copy_stream(value.device)
     if stream is None:
         return mapped(value)
@@ -115,6 +118,7 @@ def _to_host(value: Tensor) -> Tensor:
 
 @torch.library.impl(_library, "from_host", "CompositeExplicitAutograd")
 def _from_host(held: Tensor, device: torch.device) -> Tensor:
+    """Copy a held value to a device; the copy may still run on return."""
     stream = copy_stream(device)
     if stream is None:
         return held.to(device, copy=True)

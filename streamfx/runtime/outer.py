@@ -30,17 +30,18 @@ COPIES_WHERE_NEEDED: dict[Any, Any] = {
     aten._unsafe_view.default: aten.reshape.default,
     aten.view.dtype: reinterpreted,
 }
-LOOKS = "_streamfx_looks"  # attribute of a value saved by a forward graph: the mask cache of its step
+MASK_CACHE_ATTRIBUTE = "_streamfx_looks"  # attribute of a value saved by a forward graph: the mask cache of its step
 
 
 class HostProgram:
     """A host program as a function; it holds no state of a run."""
 
     def __init__(self, module: fx.GraphModule) -> None:
+        """Generate the function of the host program."""
         graph = module.graph
         calls = [call_of(node, module) for node in graph.nodes if node.op not in ("placeholder", "output")]
-        given, result = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
-        self._function = function_of("outer", given, calls, result, boxed=True)
+        inputs, result = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
+        self._function = function_of("outer", inputs, calls, result, boxed=True)
 
     def run(self, arguments: list[Any]) -> Any:
         """Return the results. `arguments` is emptied, so that nothing holds a value after its last use."""
@@ -48,6 +49,7 @@ class HostProgram:
 
 
 def call_of(node: fx.Node, module: fx.GraphModule) -> CodeCall:
+    """Return the generated-code call of a node; for a loop it represents all operators of the body, so errors name them."""
     run = _function_of(node, module)
     body = getattr(getattr(run, "__self__", None), "body", None)
     operators = tuple(body.graph.nodes) if isinstance(body, fx.GraphModule) else (node,)
@@ -88,6 +90,7 @@ class HostProgramRunner:
     def __init__(
         self, module: fx.GraphModule, saves_after: int | None = None, asks: Sequence[bool] = (), is_backward: bool = False
     ) -> None:
+        """Wrap a host program; see the class for the flags."""
         self.module = module
         self._graph = HostProgram(module)
         self._saves_after, self._asks, self._is_backward = saves_after, tuple(asks), is_backward
@@ -95,42 +98,44 @@ class HostProgramRunner:
         self._boxed_call = True  # on the instance, because torch._dynamo.disable does not copy class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:
+        """Run the host program without gradients; a forward graph also passes its mask cache on to its backward graph."""
         self._check_gradients(arguments)
         if watching.by is not None and self._saves_after is not None:
             watching.by.half(self.about)
         if self._is_backward:
             arguments[:] = map(unmarked, arguments)
-        given = {id(argument) for argument in arguments} if self._saves_after is not None else set()
-        with torch.no_grad(), looking(found_before(arguments)) as looks:
+        input_ids = {id(argument) for argument in arguments} if self._saves_after is not None else set()
+        with torch.no_grad(), looking(found_before(arguments)) as mask_cache:
             results = self._graph.run(arguments)
         if self._saves_after is None:
             return results
         results = [_savable(result) for result in results]
-        _attach_cache(looks, results[: self._saves_after], results[self._saves_after :], given)
+        _attach_cache(mask_cache, results[: self._saves_after], results[self._saves_after :], input_ids)
         return results
 
     def _check_gradients(self, arguments: Sequence[Any]) -> None:
         """Refuse inputs that require gradients which the graph was not compiled for (torch 2.11 does not detect them)."""
-        late = [i for i, asked in enumerate(self._asks) if not asked and _asks_gradient(arguments[i])]
-        if late:
+        newly_requiring = [i for i, is_computed in enumerate(self._asks) if not is_computed and _asks_gradient(arguments[i])]
+        if newly_requiring:
             names = [node.name for node in self.module.graph.find_nodes(op="placeholder")]
             raise StaleGraphError(
                 "a parameter asks for a gradient that the compiled graph does not compute",
-                found=f"requires_grad was switched on after compilation for {', '.join(names[i] for i in late)}",
+                found=f"requires_grad was switched on after compilation for {', '.join(names[i] for i in newly_requiring)}",
                 do="call torch._dynamo.reset() after requires_grad_(True), so that the model is compiled again",
             )
 
 
 def _asks_gradient(value: Any) -> bool:
+    """Return whether a value is a tensor that requires a gradient."""
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _attach_cache(looks: MaskCache, results: Sequence[Any], saved: Sequence[Any], given: set[int]) -> None:
+def _attach_cache(mask_cache: MaskCache, results: Sequence[Any], saved: Sequence[Any], input_ids: set[int]) -> None:
     """Attach the mask cache to a value that is saved only for the backward graph, so that the backward graph finds it."""
-    others = given.union(map(id, results))
+    excluded_ids = input_ids.union(map(id, results))
     for value in saved:
-        if isinstance(value, Tensor) and id(value) not in others:
-            setattr(value, LOOKS, looks)
+        if isinstance(value, Tensor) and id(value) not in excluded_ids:
+            setattr(value, MASK_CACHE_ATTRIBUTE, mask_cache)
 
 
 def found_before(arguments: Sequence[Any]) -> MaskCache:
@@ -138,5 +143,5 @@ def found_before(arguments: Sequence[Any]) -> MaskCache:
 
     It is also empty if saved tensor hooks have packed the values.
     """
-    caches = (getattr(argument, LOOKS, None) for argument in arguments if isinstance(argument, Tensor))
-    return next((looks for looks in caches if looks is not None), None) or MaskCache()
+    caches = (getattr(argument, MASK_CACHE_ATTRIBUTE, None) for argument in arguments if isinstance(argument, Tensor))
+    return next((mask_cache for mask_cache in caches if mask_cache is not None), None) or MaskCache()

@@ -60,15 +60,16 @@ class PinnedBlock:
 
 
 class PinnedBlocks:
-    """The pinned blocks of one device. `beside` is the module of its streams and runtime, `stream` its copy stream."""
+    """The pinned blocks of one device. `runtime` is the module of its streams (`torch.cuda`), `stream` its copy stream."""
 
-    def __init__(self, beside: Any, device: torch.device, stream: Any) -> None:
-        self.beside, self.device, self.stream = beside, device, stream
+    def __init__(self, runtime: Any, device: torch.device, stream: Any) -> None:
+        """Start without blocks; see the class for the arguments."""
+        self.runtime, self.device, self.stream = runtime, device, stream
         self.in_use = 0  # bytes
         self.unused: list[PinnedBlock] = []  # most recently used last
         self.registers = True
         self._returned: deque[PinnedBlock] = deque()  # filled by finalizers, which may run in any thread and must not take a lock
-        self._lately: deque[int] = deque(maxlen=LATELY)  # bytes in use at each recent allocation
+        self._recent_bytes: deque[int] = deque(maxlen=LATELY)  # bytes in use at each recent allocation
         self._lock = threading.Lock()
 
     def empty_like(self, value: Tensor) -> Tensor:
@@ -77,27 +78,29 @@ class PinnedBlocks:
         Raises:
             OffloadSpaceError: if the host has no memory left.
         """
-        shape = torch.empty_like(value, device="meta")
+        layout = torch.empty_like(value, device="meta")
         if not value.numel():
             return torch.empty_like(value, device="cpu")
         tensor = torch.empty(0, dtype=value.dtype)
         with torch.no_grad():
-            return tensor.set_(self._bytes(value.nbytes).untyped_storage(), 0, shape.shape, shape.stride())
+            return tensor.set_(self._allocate(value.nbytes).untyped_storage(), 0, layout.shape, layout.stride())
 
-    def _bytes(self, size: int) -> Tensor:
+    def _allocate(self, size: int) -> Tensor:
+        """Return `size` bytes in a new or unused block, which is returned when the tensor's storage dies."""
         with self._lock:
-            self._collect()
-            block = self._unused_for(size) or self._new(size)
+            self._collect_returned()
+            block = self._unused_for(size) or self._new_block(size)
             if block is None:
-                return self._of_torch(size)
+                return self._allocate_by_torch(size)
             self.in_use += block.size
-            self._lately.append(self.in_use)
+            self._recent_bytes.append(self.in_use)
             self._shrink(self.in_use)
         view = memoryview(block.memory)[:size]
         weakref.finalize(view, self._returned.append, block).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)  # the tensor holds the view until its storage is freed
 
-    def _collect(self) -> None:
+    def _collect_returned(self) -> None:
+        """Move the blocks whose tensors have died to the unused ones."""
         while self._returned:
             block = self._returned.popleft()
             self.in_use -= block.size
@@ -114,19 +117,20 @@ class PinnedBlocks:
 
     def _shrink(self, needed: int) -> None:
         """Release the oldest unused blocks, until the total is at most `needed` or the recent peak, whichever is larger."""
-        excess = needed + sum(block.size for block in self.unused) - max(needed, *self._lately, 0)
+        excess = needed + sum(block.size for block in self.unused) - max(needed, *self._recent_bytes, 0)
         count = 0
         while excess > 0:
             excess -= self.unused[count].size
             count += 1
         if count:
-            self._give_back(count)
+            self._release_oldest(count)
 
-    def _give_back(self, count: int) -> None:
+    def _release_oldest(self, count: int) -> None:
+        """Wait for the copy stream, and return the `count` oldest unused blocks to the system."""
         self.stream.synchronize()  # see NOTE [When a block is used again]
         for block in self.unused[:count]:
-            with self.beside.stream(self.stream):  # on its device: otherwise the runtime would initialize another one
-                code = int(self.beside.cudart().cudaHostUnregister(block.address))
+            with self.runtime.stream(self.stream):  # on its device: otherwise the runtime would initialize another one
+                code = int(self.runtime.cudart().cudaHostUnregister(block.address))
             if code:
                 raise RuntimeError(f"cudaHostUnregister failed with error {code}")
         # a mapping ends with its last reference: after it was unregistered, and after a view that is just being freed
@@ -134,7 +138,7 @@ class PinnedBlocks:
 
     # -- new blocks
 
-    def _new(self, size: int) -> PinnedBlock | None:
+    def _new_block(self, size: int) -> PinnedBlock | None:
         """Allocate a block, or return None if the CUDA runtime refuses to register it."""
         if not self.registers:
             return None
@@ -144,33 +148,37 @@ class PinnedBlocks:
         try:
             block = PinnedBlock(mmap.mmap(-1, rounded))  # shared, so that a fork does not copy pages that a device writes to
         except OSError as error:
-            raise self._no_room(rounded, str(error.strerror or error)) from error
-        with self.beside.stream(self.stream):
-            code = int(self.beside.cudart().cudaHostRegister(block.address, rounded, PORTABLE))
+            raise self._space_error(rounded, str(error.strerror or error)) from error
+        with self.runtime.stream(self.stream):
+            code = int(self.runtime.cudart().cudaHostRegister(block.address, rounded, PORTABLE))
         if not code:
             return block
         self.registers = False
         forget_error(self.device)
-        whole = 1 << (size - 1).bit_length()
-        log.warning(NOT_REGISTERED, in_bytes(rounded), f"error {code}", in_bytes(whole), in_bytes(whole - size))
+        rounded_by_torch = 1 << (size - 1).bit_length()
+        log.warning(
+            NOT_REGISTERED, in_bytes(rounded), f"error {code}", in_bytes(rounded_by_torch), in_bytes(rounded_by_torch - size)
+        )
         return None
 
-    def _of_torch(self, size: int) -> Tensor:
+    def _allocate_by_torch(self, size: int) -> Tensor:
+        """Return `size` bytes of PyTorch's pinned memory."""
         try:
             return pinned_by_torch(size)
         except RuntimeError as error:
             limit = limit_of_locked_memory()
-            told = "" if limit is None else f"; RLIMIT_MEMLOCK is {in_bytes(limit)}"
-            raise self._no_room(size, f"it cannot be pinned ({str(error).splitlines()[0]}){told}") from error
+            limit_note = "" if limit is None else f"; RLIMIT_MEMLOCK is {in_bytes(limit)}"
+            raise self._space_error(size, f"it cannot be pinned ({str(error).splitlines()[0]}){limit_note}") from error
 
     def _check_room(self, size: int) -> None:
         """Raise an error if memory is short: Linux overcommits, and kills the process once it touches pages that do not exist."""
         if size > free_on(HOST) and self.unused:
-            self._give_back(len(self.unused))
+            self._release_oldest(len(self.unused))
         if size > (free := free_on(HOST)):
-            raise self._no_room(size, f"{in_bytes(free)} of the host's memory are free for this process", free)
+            raise self._space_error(size, f"{in_bytes(free)} of the host's memory are free for this process", free)
 
-    def _no_room(self, size: int, found: str, free: int | None = None) -> OffloadSpaceError:
+    def _space_error(self, size: int, found: str, free: int | None = None) -> OffloadSpaceError:
+        """Return the error for `size` bytes that the host does not have; `found` is the cause."""
         error = OffloadSpaceError(
             "offload keeps values of stages in pinned memory of the host",
             found=f"no room for {in_bytes(size)}: {found}; {in_bytes(self.in_use)} are in use for others",
@@ -183,6 +191,7 @@ class PinnedBlocks:
 
 
 def pinned_by_torch(size: int) -> Tensor:
+    """Return uninitialized bytes in PyTorch's pinned memory."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 

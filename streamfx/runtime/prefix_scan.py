@@ -28,7 +28,7 @@ def scanned(combine: Combine, rows: Rows, blocks: Mapping[int, Rows], first: int
     Also return the blocks after the last row.
     """
     after = dict(blocks)
-    return _combined(combine, 0, first, rows, blocks, after), after
+    return _scan_level(combine, 0, first, rows, blocks, after), after
 
 
 def levels_behind(rows: int) -> list[int]:
@@ -36,51 +36,57 @@ def levels_behind(rows: int) -> list[int]:
     return [level for level in range(rows.bit_length()) if rows >> level & 1]
 
 
-def _combined(combine: Combine, level: int, first: int, rows: Rows, blocks: Mapping[int, Rows], after: Blocks) -> Rows:
+def _scan_level(combine: Combine, level: int, first: int, rows: Rows, blocks: Mapping[int, Rows], after: Blocks) -> Rows:
     """Do the same at one level: `rows` are its blocks from index `first` on. Recurse to the next level for pairs."""
-    count, odd = len(rows[0]), first % 2
+    count, starts_odd = len(rows[0]), first % 2
     if not count:
         return rows
-    paired = [torch.cat(both) for both in zip(blocks[level], rows, strict=True)] if odd else rows
-    pairs, is_left = divmod(count + odd, 2)
+    paired = [torch.cat(pair) for pair in zip(blocks[level], rows, strict=True)] if starts_odd else rows
+    pairs, has_unpaired = divmod(count + starts_odd, 2)
     after.pop(level, None)
-    if is_left:
+    if has_unpaired:
         after[level] = [leaf[-1:] for leaf in paired]
-    made = _called(combine, [leaf[: 2 * pairs : 2] for leaf in paired], [leaf[1 : 2 * pairs : 2] for leaf in paired])
-    odds = _combined(combine, level + 1, first // 2, made, blocks, after)
-    evens = _evens(combine, level, first, [leaf[odd::2] for leaf in rows], odds, blocks)
-    return [_interleaved(*both) for both in (zip(odds, evens, strict=True) if odd else zip(evens, odds, strict=True))]
+    pair_blocks = _combine_nonempty(
+        combine, [leaf[: 2 * pairs : 2] for leaf in paired], [leaf[1 : 2 * pairs : 2] for leaf in paired]
+    )
+    odd_results = _scan_level(combine, level + 1, first // 2, pair_blocks, blocks, after)
+    even_results = _even_results(combine, level, first, [leaf[starts_odd::2] for leaf in rows], odd_results, blocks)
+    return [
+        _interleaved(*pair)
+        for pair in (zip(odd_results, even_results, strict=True) if starts_odd else zip(even_results, odd_results, strict=True))
+    ]
 
 
-def _evens(combine: Combine, level: int, first: int, rows: Rows, odds: Rows, blocks: Mapping[int, Rows]) -> Rows:
+def _even_results(combine: Combine, level: int, first: int, rows: Rows, odd_results: Rows, blocks: Mapping[int, Rows]) -> Rows:
     """Combine blocks at even indices with all blocks before them, which is the result at the odd index before."""
     if first % 2 == 0:
-        before = _before(combine, level + 1, first // 2, blocks)
-        if before is None:
-            combined = _called(combine, [leaf[: len(rows[0]) - 1] for leaf in odds], [leaf[1:] for leaf in rows])
+        block_before = _combined_before(combine, level + 1, first // 2, blocks)
+        if block_before is None:
+            combined = _combine_nonempty(combine, [leaf[: len(rows[0]) - 1] for leaf in odd_results], [leaf[1:] for leaf in rows])
             return [torch.cat((leaf[:1], values)) for leaf, values in zip(rows, combined, strict=True)]
-        odds = [torch.cat(both) for both in zip(before, odds, strict=True)]
-    return _called(combine, [leaf[: len(rows[0])] for leaf in odds], rows)
+        odd_results = [torch.cat(pair) for pair in zip(block_before, odd_results, strict=True)]
+    return _combine_nonempty(combine, [leaf[: len(rows[0])] for leaf in odd_results], rows)
 
 
-def _before(combine: Combine, level: int, first: int, blocks: Mapping[int, Rows]) -> Rows | None:
+def _combined_before(combine: Combine, level: int, first: int, blocks: Mapping[int, Rows]) -> Rows | None:
     """Combine all blocks before index `first` of a level."""
     if first == 0:
         return None
-    before = _before(combine, level + 1, first // 2, blocks)
+    earlier = _combined_before(combine, level + 1, first // 2, blocks)
     if first % 2 == 0:
-        return before
-    return blocks[level] if before is None else combine(before, blocks[level])
+        return earlier
+    return blocks[level] if earlier is None else combine(earlier, blocks[level])
 
 
-def _called(combine: Combine, left: Rows, right: Rows) -> Rows:
+def _combine_nonempty(combine: Combine, left: Rows, right: Rows) -> Rows:
+    """Combine rows, unless there are none."""
     return combine(left, right) if len(left[0]) else left
 
 
-def _interleaved(one: Tensor, other: Tensor) -> Tensor:
+def _interleaved(leading: Tensor, following: Tensor) -> Tensor:
     """Interleave the rows of two tensors; the first tensor may have one more."""
-    both = torch.stack((one[: len(other)], other), 1).flatten(0, 1)
-    return both if len(one) == len(other) else torch.cat((both, one[len(other) :]))
+    interleaved = torch.stack((leading[: len(following)], following), 1).flatten(0, 1)
+    return interleaved if len(leading) == len(following) else torch.cat((interleaved, leading[len(following) :]))
 
 
 def pulled_back(
@@ -89,27 +95,30 @@ def pulled_back(
     given: Sequence[Tensor],
     blocks: Mapping[int, Rows],
     gradients: Sequence[Tensor | None],
-    left: Mapping[int, Sequence[Tensor]],
+    after_gradients: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[Tensor | None], Blocks]:
     """Return the gradients of rows and shared tensors (None if absent), and of the blocks before the rows (zeros if
     absent).
 
-    They follow from the gradients of the results, and from `left`, the gradients of the blocks after the rows. The
+    They follow from the gradients of the results, and from `after_gradients`, the gradients of the blocks after the rows. The
     rows are recombined under autograd.
     """
-    own_rows, own_given = [_leaf(value) for value in rows], [_leaf(value) for value in given]
-    own_blocks = {level: [_leaf(value) for value in block] for level, block in blocks.items()}
-    results, after = scan(own_rows, own_given, own_blocks)
+    row_leaves, given_leaves = [_leaf(value) for value in rows], [_leaf(value) for value in given]
+    block_leaves = {level: [_leaf(value) for value in block] for level, block in blocks.items()}
+    results, after = scan(row_leaves, given_leaves, block_leaves)
     pairs = list(zip(results, gradients, strict=True))
-    pairs += [pair for level, block in left.items() for pair in zip(after[level], block, strict=True)]
+    pairs += [pair for level, block in after_gradients.items() for pair in zip(after[level], block, strict=True)]
     pairs = [(value, gradient) for value, gradient in pairs if gradient is not None and value.requires_grad]
-    inputs = [*own_rows, *own_given, *(value for block in own_blocks.values() for value in block)]
+    inputs = [*row_leaves, *given_leaves, *(value for block in block_leaves.values() for value in block)]
     results_iterator = iter(_gradients(pairs, inputs))
-    direct = [next(results_iterator) for _ in (*own_rows, *own_given)]
-    return direct, {level: [_or_zeros(next(results_iterator), value) for value in block] for level, block in own_blocks.items()}
+    direct_gradients = [next(results_iterator) for _ in (*row_leaves, *given_leaves)]
+    return direct_gradients, {
+        level: [_or_zeros(next(results_iterator), value) for value in block] for level, block in block_leaves.items()
+    }
 
 
 def _gradients(pairs: Sequence[tuple[Tensor, Tensor | None]], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradient of each input (None if absent) from pairs of an output and its cotangent."""
     differentiable = [value for value in inputs if value.requires_grad]
     if not pairs or not differentiable:
         return [None] * len(inputs)
@@ -119,8 +128,10 @@ def _gradients(pairs: Sequence[tuple[Tensor, Tensor | None]], inputs: Sequence[T
 
 
 def _leaf(value: Tensor) -> Tensor:
+    """Return a detached copy that requires a gradient if its dtype can have one."""
     return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
 
 
 def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """Return the gradient, or zeros if it is absent."""
     return torch.zeros_like(like, requires_grad=False) if gradient is None else gradient

@@ -20,21 +20,23 @@ _library.define("relative_shift_backward(Tensor gradient, int dim, SymInt first,
 
 
 def shifted(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
-    return _shown(_in_order(x, dim), dim, first, columns).clone(memory_format=torch.contiguous_format)
+    """Return the scores indexed by key: the operator's implementation."""
+    return _read_elements(_rows_contiguous(x, dim), dim, first, columns).clone(memory_format=torch.contiguous_format)
 
 
 def gradient_of_shifted(gradient: Tensor, dim: int, first: int, width: int) -> Tensor:
+    """Return the gradient of x: zeros, with `gradient` written where `shifted` read."""
     result = gradient.new_zeros(_with_columns(gradient, dim, width))
-    _shown(result, dim, first, gradient.shape[dim + 1]).copy_(gradient)
+    _read_elements(result, dim, first, gradient.shape[dim + 1]).copy_(gradient)
     return result
 
 
-def _in_order(x: Tensor, dim: int) -> Tensor:
+def _rows_contiguous(x: Tensor, dim: int) -> Tensor:
     """Return x with rows contiguous in memory."""
     return x if x.stride(dim) == x.shape[dim + 1] * x.stride(dim + 1) else x.contiguous()
 
 
-def _shown(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
+def _read_elements(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
     """Return the elements of x that `shifted` reads, as a view without overlapping elements."""
     rows, width, step = x.shape[dim], x.shape[dim + 1], x.stride(dim + 1)
     shape, strides = _with_columns(x, dim, columns), list(x.stride())
@@ -48,6 +50,7 @@ def _shown(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
 
 
 def _with_columns(x: Tensor, dim: int, columns: int) -> list[int]:
+    """Return the shape of x with another number of columns."""
     return [*x.shape[: dim + 1], columns, *x.shape[dim + 2 :]]
 
 
@@ -56,6 +59,7 @@ def _like(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
 
 
 def _register(name: str, function: Any) -> Any:
+    """Register an operator and its fake implementation, and return it."""
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"streamfx::{name}", _like, lib=_library)
     return getattr(torch.ops.streamfx, name).default

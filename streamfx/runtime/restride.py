@@ -12,26 +12,32 @@ from torch import Tensor
 
 def laid_out(value: Any, *strides: int) -> Any:
     """Return the value with these strides, copied if its strides differ; the strides of dimensions of size 1 do not matter."""
-    if not isinstance(value, Tensor) or _has(value, strides):
+    if not isinstance(value, Tensor) or _has_strides(value, strides):
         return value
-    once = _without_repeats(value, strides)
-    if _overlap(once.shape, strides):  # overlapping elements cannot have different values, so such a copy cannot be filled
+    without_repeats = _without_repeats(value, strides)
+    if _overlap(
+        without_repeats.shape, strides
+    ):  # overlapping elements cannot have different values, so such a copy cannot be filled
         return value
-    return torch.empty_strided(once.shape, strides, dtype=once.dtype, device=once.device).copy_(once).expand(value.shape)
+    return (
+        torch.empty_strided(without_repeats.shape, strides, dtype=without_repeats.dtype, device=without_repeats.device)
+        .copy_(without_repeats)
+        .expand(value.shape)
+    )
 
 
-def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *where: int) -> Tensor:
-    """Return a tensor in the memory of `base`, with sizes and strides (`where`), that begins `offset` elements after
+def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *sizes_and_strides: int) -> Tensor:
+    """Return a tensor in the memory of `base`, with sizes and strides (`sizes_and_strides`), that begins `offset` elements after
     `base`.
 
     It is not a view to autograd: a view of a tensor that requires gradients requires them, too, even if the code has
     detached it.
     """
-    sizes, strides = where[:rank], where[rank:]
+    sizes, strides = sizes_and_strides[:rank], sizes_and_strides[rank:]
     if dtype == base.dtype:
         return base.as_strided(sizes, strides, base.storage_offset() + offset).detach()
-    begins = base.storage_offset() * base.element_size() // dtype.itemsize + offset
-    return torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), begins, sizes, strides)
+    storage_offset = base.storage_offset() * base.element_size() // dtype.itemsize + offset
+    return torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), storage_offset, sizes, strides)
 
 
 def is_marked(value: Tensor) -> bool:
@@ -49,7 +55,9 @@ def placed(value: Tensor, begins: int, *strides: int) -> Tensor:
 
     AOTAutograd reads the offset of a result to find it in the value of which it is a view.
     """
-    if (_has(value, strides) and value.storage_offset() == begins) or _overlap(_without_repeats(value, strides).shape, strides):
+    if (_has_strides(value, strides) and value.storage_offset() == begins) or _overlap(
+        _without_repeats(value, strides).shape, strides
+    ):
         return value
     return placed_together([value], [begins], [strides])[0]
 
@@ -58,15 +66,18 @@ def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Se
     """Return views of one storage, filled with the values; overlapping elements must be equal."""
     dtype, device = values[0].dtype, values[0].device
     shapes = [value.shape for value in values]
-    reaches = [
-        begin + sum((size - 1) * step for size, step in zip(shape, own, strict=True)) + 1
-        for shape, begin, own in zip(shapes, begins, strides, strict=True)
+    ends = [
+        begin + sum((size - 1) * step for size, step in zip(shape, value_strides, strict=True)) + 1
+        for shape, begin, value_strides in zip(shapes, begins, strides, strict=True)
         if 0 not in shape
     ]
-    memory = torch.empty(max(reaches, default=0), dtype=dtype, device=device)
-    views = [memory.as_strided(shape, own, begin).detach() for shape, begin, own in zip(shapes, begins, strides, strict=True)]
-    for view, value, own in zip(views, values, strides, strict=True):
-        _without_repeats(view, own).copy_(_without_repeats(value, own))
+    memory = torch.empty(max(ends, default=0), dtype=dtype, device=device)
+    views = [
+        memory.as_strided(shape, value_strides, begin).detach()
+        for shape, begin, value_strides in zip(shapes, begins, strides, strict=True)
+    ]
+    for view, value, value_strides in zip(views, values, strides, strict=True):
+        _without_repeats(view, value_strides).copy_(_without_repeats(value, value_strides))
     return views
 
 
@@ -80,9 +91,10 @@ def _without_repeats(value: Tensor, strides: Sequence[int]) -> Tensor:
     return value
 
 
-def _has(value: Tensor, strides: Sequence[int]) -> bool:
+def _has_strides(value: Tensor, strides: Sequence[int]) -> bool:
+    """Return whether a value has these strides, dimensions of size 1 aside."""
     pairs = zip(value.shape, value.stride(), strides, strict=True)
-    return value.numel() == 0 or all(size == 1 or own == wanted for size, own, wanted in pairs)
+    return value.numel() == 0 or all(size == 1 or stride == expected for size, stride, expected in pairs)
 
 
 def _overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
@@ -132,7 +144,8 @@ class RestridedOperator:
         return str(self.target)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the operator; clone its results if they are views."""
         result = self.target(*args, **kwargs)
         if not self.makes_view:
             return result
-        return result.clone() if isinstance(result, Tensor) else [part.clone() for part in result]
+        return result.clone() if isinstance(result, Tensor) else [item.clone() for item in result]

@@ -38,11 +38,11 @@ def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: 
     device = next((argument.device for argument in args if isinstance(argument, Tensor)), kwargs.get("device"))
     generator = torch.Generator(device or "cpu")
     generator.manual_seed(mixed(int(seed), key, start))
-    draw = drawing(function)
-    assert draw is not None, f"{name} was streamed although it takes no generator"
+    draw_with_generator = drawing(function)
+    assert draw_with_generator is not None, f"{name} was streamed although it takes no generator"
     # Numbers are drawn in memory order, and recomputed rows may have other strides than the original ones.
     dense = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in args]
-    return draw(*dense, **{**kwargs, "generator": generator})
+    return draw_with_generator(*dense, **{**kwargs, "generator": generator})
 
 
 @cache
@@ -50,22 +50,23 @@ def drawing(function: Any) -> Callable[..., Any] | None:
     """Return a random operator as a function that also takes a `generator`, or None if it only draws from the process's
     generator.
     """
-    if function in _WRITTEN_OUT:
-        return _WRITTEN_OUT[function]
+    if function in _WITH_GENERATOR:
+        return _WITH_GENERATOR[function]
     if _takes_generator(function._schema):
         return function  # type: ignore[no-any-return]
     packet = function.overloadpacket
-    others = (getattr(packet, name) for name in packet.overloads())
-    return next((other for other in others if _adds_generator(other._schema, function._schema)), None)
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return next((overload for overload in overloads if _adds_generator(overload._schema, function._schema)), None)
 
 
 def _takes_generator(schema: Any) -> bool:
+    """Return whether an operator's schema has a `generator` argument."""
     return any(argument.name == "generator" for argument in schema.arguments)
 
 
-def _adds_generator(schema: Any, without: Any) -> bool:
+def _adds_generator(schema: Any, other: Any) -> bool:
     """Return whether an overload has the arguments of another one plus a generator."""
-    names = [[(item.name, str(item.type), item.kwarg_only) for item in some.arguments] for some in (schema, without)]
+    names = [[(item.name, str(item.type), item.kwarg_only) for item in each_schema.arguments] for each_schema in (schema, other)]
     return _takes_generator(schema) and [item for item in names[0] if item[0] != "generator"] == names[1]
 
 
@@ -73,20 +74,20 @@ def _dropout(rows: Tensor, p: float, train: bool | None, *, generator: torch.Gen
     """Implement `native_dropout`: kept elements are scaled, so that the mean is preserved."""
     if train is False or not rows.numel():
         return rows.clone(), torch.ones_like(rows, dtype=torch.bool)
-    kept = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
-    return (rows * kept).mul_(1 / (1 - p) if p < 1 else 0.0), kept
+    is_kept = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return (rows * is_kept).mul_(1 / (1 - p) if p < 1 else 0.0), is_kept
 
 
 def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return an operator that draws for each element of a tensor, implemented by the in-place operator."""
 
-    def drawn(rows: Tensor, *numbers: int, generator: torch.Generator, **kwargs: Any) -> Tensor:
+    def draw_like(rows: Tensor, *numbers: int, generator: torch.Generator, **kwargs: Any) -> Tensor:
         return draw(torch.empty_like(rows, **kwargs), *numbers, generator=generator)
 
-    return drawn
+    return draw_like
 
 
-_WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+_WITH_GENERATOR: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _dropout,
     aten.rand_like.default: _like(Tensor.uniform_),
     aten.randn_like.default: _like(Tensor.normal_),

@@ -74,72 +74,80 @@ def span_bounds(start: int, stop: int, length: int, low: int | None, high: int |
 
 
 def shifted_bounds(
-    start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int, reach: int = 0, block: int = 1
+    start: int, stop: int, length: int, offset: int, rows: int, shift: int, num_rows: int, reach: int = 0, block: int = 1
 ) -> tuple[int, int]:
-    """Return the rows, of an axis with `own` rows, that correspond to a chunk of the axis (offset, rows).
+    """Return the rows, of an axis with `num_rows` rows, that correspond to a chunk of the axis (offset, rows).
 
-    Row i corresponds to rows i + by .. i + by + reach.
+    Row i corresponds to rows i + shift .. i + shift + reach.
     """
     first, count = member_bounds(start, stop, length, offset, rows, block)
-    low, high = min(max(first + by, 0), own), min(max(first + count + by + reach, 0), own)
+    low, high = min(max(first + shift, 0), num_rows), min(max(first + count + shift + reach, 0), num_rows)
     return low, high - low
 
 
 def rows_before(
-    start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int, reach: int = 0, block: int = 1
+    start: int, stop: int, length: int, offset: int, rows: int, shift: int, num_rows: int, reach: int = 0, block: int = 1
 ) -> int:
     """Return the number of rows needed by the chunk that lie before row 0 of the other axis: all or none if the two do
     not intersect.
     """
     first, count = member_bounds(start, stop, length, offset, rows, block)
-    return min(max(-first - by, 0), count + reach)
+    return min(max(-first - shift, 0), count + reach)
 
 
 def rows_in_chunk(rows: RowRange, length: Size) -> Size:
     """Return the number of rows of an axis in the current chunk, as an expression."""
     if rows.offset == 0 and rows.length == length and rows.block == 1:
         return STOP - START
-    return member_count(START, STOP, length, *_member(rows))
+    return member_count(START, STOP, length, *_member_arguments(rows))
 
 
 def first_in_chunk(rows: RowRange, length: Size) -> Size:
+    """Return the first row of an axis in the current chunk, as an expression."""
     if rows.offset == 0 and rows.length == length and rows.block == 1:
         return START
-    return member_start(START, STOP, length, *_member(rows))
+    return member_start(START, STOP, length, *_member_arguments(rows))
 
 
-def _member(rows: RowRange) -> tuple[Any, ...]:
+def _member_arguments(rows: RowRange) -> tuple[Any, ...]:
+    """Return the arguments of a size function that describe a derived axis; a block of 1 is omitted."""
     return (rows.offset, rows.length, rows.block) if rows.block != 1 else (rows.offset, rows.length)
 
 
-def rows_shifted(shifted: ShiftedRows, own: Size, length: Size) -> Size:
-    return shifted_count(START, STOP, length, *_shift(shifted, own))
+def rows_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
+    """Return the number of rows of a shifted axis with `num_rows` rows in the current chunk, as an expression."""
+    return shifted_count(START, STOP, length, *_shift_arguments(shifted, num_rows))
 
 
-def first_shifted(shifted: ShiftedRows, own: Size, length: Size) -> Size:
-    return shifted_start(START, STOP, length, *_shift(shifted, own))
+def first_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
+    """Return the first row of a shifted axis in the current chunk, as an expression."""
+    return shifted_start(START, STOP, length, *_shift_arguments(shifted, num_rows))
 
 
-def rows_before_shifted(shifted: ShiftedRows, own: Size, length: Size) -> Size:
-    return shifted_before(START, STOP, length, *_shift(shifted, own))
+def rows_before_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
+    """Return the number of the chunk's rows that map to indices below 0, as an expression."""
+    return shifted_before(START, STOP, length, *_shift_arguments(shifted, num_rows))
 
 
-def _shift(shifted: ShiftedRows, own: Size) -> tuple[Any, ...]:
+def _shift_arguments(shifted: ShiftedRows, num_rows: Size) -> tuple[Any, ...]:
+    """Return the arguments of a size function that describe a shift; default reach and block are omitted."""
     block = shifted.rows.block
     window = (shifted.reach, block) if block != 1 else (shifted.reach,) if shifted.reach else ()
-    return shifted.rows.offset, shifted.rows.length, shifted.by, own, *window
+    return shifted.rows.offset, shifted.rows.length, shifted.by, num_rows, *window
 
 
 def rows_in_span(rows: RowRange, span: Span, length: Size) -> Size:
     """Return the number of rows of a span, as an expression."""
-    return span_count(START, STOP, length, *_bounds(span), rows.offset, rows.length)
+    return span_count(START, STOP, length, *_bound_arguments(span), rows.offset, rows.length)
 
 
 def first_in_span(rows: RowRange, span: Span, length: Size) -> Size:
-    return span_start(START, STOP, length, *_bounds(span), rows.offset, rows.length)
+    """Return the first row of a span, as an expression."""
+    return span_start(START, STOP, length, *_bound_arguments(span), rows.offset, rows.length)
 
 
-def _bounds(span: Span) -> tuple[Any, Any]:
+def _bound_arguments(span: Span) -> tuple[Any, Any]:
+    """Return a span's low and high bound, infinite if absent."""
     return (-sympy.oo if span.low is None else span.low, sympy.oo if span.high is None else span.high)
 
 
@@ -180,8 +188,9 @@ BOUNDS: dict[str, tuple[str, int]] = {
 }
 
 
-def _part_of(function: Callable[..., tuple[int, int]], part: int) -> Callable[..., int]:
-    return lambda *arguments: function(*arguments)[part]
+def _item_of(function: Callable[..., tuple[int, int]], index: int) -> Callable[..., int]:
+    """Return a function that returns item `part` of a bounds function."""
+    return lambda *arguments: function(*arguments)[index]
 
 
 FUNCTIONS: dict[str, Any] = {
@@ -195,7 +204,7 @@ FUNCTIONS: dict[str, Any] = {
     "span_bounds": span_bounds,
     "shifted_bounds": shifted_bounds,
 }
-FUNCTIONS |= {name: _part_of(FUNCTIONS[function], part) for name, (function, part) in BOUNDS.items()}
+FUNCTIONS |= {name: _item_of(FUNCTIONS[function], part) for name, (function, part) in BOUNDS.items()}
 
 
 class SizeOf(torch.nn.Module):
@@ -207,6 +216,7 @@ class SizeOf(torch.nn.Module):
         self._function = compiled_size(size)
 
     def forward(self, *values: Any) -> Any:
+        """Return the size, from the values of its symbols in the order of `names`."""
         plain = [float(value) if isinstance(value, (float, torch.SymFloat)) else int(value) for value in values]
         return self._function(dict(zip(self.names, plain, strict=True)))
 

@@ -25,6 +25,7 @@ class ChunkedScan(Recurrence):
     carry_type = torch.uint8
 
     def __init__(self, plan: ScanPlan) -> None:
+        """Take name, direction and carry layout from the plan; torch names the operator by `__name__`."""
         self.plan = plan
         self.name, self.axes, self.reverse = plan.name, plan.axes, plan.reverse
         self._slots = list(slots(plan.carry))
@@ -33,7 +34,8 @@ class ChunkedScan(Recurrence):
         self.__module__ = __name__
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        first, rows, given = self._parts(operands)
+        """Run all rows; return the final values that are used, and the rows of the results."""
+        first, rows, given = self._split_operands(operands)
         if any(isinstance(operand, FakeTensor) for operand in operands):
             outputs = SCAN(self.plan.combine, first, rows, given)  # traces a single row: there may be many, or a symbolic number
             return (*(outputs[number] for number in self.plan.finals), *outputs[len(first) :])
@@ -43,34 +45,39 @@ class ChunkedScan(Recurrence):
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Run the chunk's rows from the carry; save the old carry in `states`."""
         if states is not None:
             states[chunk].copy_(carry)
-        return self._carried(before, after, carry, operands)
+        return self._run_chunk(before, after, carry, operands)
 
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        return self._carried(before, after, carry, operands)
+        """Run the chunk's rows, last to first, from the carry."""
+        return self._run_chunk(before, after, carry, operands)
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        return self._carried(before, after, states[chunk].clone(), operands)
+        return self._run_chunk(before, after, states[chunk].clone(), operands)
 
-    def _carried(self, before: int, after: int, carry: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _run_chunk(self, before: int, after: int, carry: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the chunk's rows and update the carry.
 
         Only the chunk holding the last row returns the final values; others return an additive identity.
         """
-        first, rows, given = self._parts(operands)
-        last, outputs = self._run(first if before == 0 else self._restored(carry), rows, given)
+        first, rows, given = self._split_operands(operands)
+        last, outputs = self._run(first if before == 0 else self._read_carry(carry), rows, given)
         is_last = after == 0 and rows[0].shape[0] > 0
         for (start, stop), value in zip(self._slots, last, strict=True):
             carry[start:stop].view(value.dtype)[: value.numel()].copy_(value.reshape(-1))
         finals = [last[number] for number in self.plan.finals]
         return (*(value if is_last else nothing_to_add(value.shape, value.dtype, value.device) for value in finals), *outputs)
 
-    def _restored(self, carry: Tensor) -> list[Tensor]:
-        parts = (carry[start:stop].clone() for start, stop in self._slots)
-        return [part.view(dtype)[: prod(shape)].view(shape) for part, (shape, dtype) in zip(parts, self.plan.carry, strict=True)]
+    def _read_carry(self, carry: Tensor) -> list[Tensor]:
+        """Return copies of the values in the carry."""
+        slices = (carry[start:stop].clone() for start, stop in self._slots)
+        return [
+            piece.view(dtype)[: prod(shape)].view(shape) for piece, (shape, dtype) in zip(slices, self.plan.carry, strict=True)
+        ]
 
     def _run(
         self, carry: Sequence[Tensor], rows: Sequence[Tensor], given: Sequence[Tensor]
@@ -88,7 +95,7 @@ class ChunkedScan(Recurrence):
         like = rows[0]
         return carry, stacks if steps else [like.new_empty((0, *shape), dtype=dtype) for shape, dtype in plan.made]
 
-    def _parts(self, operands: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    def _split_operands(self, operands: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
         """Split the operands into the first carry, operands with rows, and tensors that all rows share."""
         carries, rows = len(self.plan.carry), len(self.plan.carry) + self.plan.rows
         return operands[:carries], operands[carries:rows], operands[rows:]

@@ -23,24 +23,24 @@ from streamfx.ir.scan_schema import Stateful
 _library = torch.library.Library("streamfx", "FRAGMENT")
 
 
-def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, behind: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the sums [... n f] before each row, or after it if `behind`, and the last sum [... f].
+def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, after_row: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the sums [... n f] before each row, or after it if `after_row`, and the last sum [... f].
 
     The operands are decays [... n], rows [... n f] and first [... f].
     """
     _require_sizes(decays, rows, first)
     weights = _weights(decays)
-    inner, started = weights[..., 1:], weights[..., :1]
-    sums = inner[..., 1:, :] @ rows if behind else inner[..., :-1, :-1] @ rows[..., :-1, :]
-    last = sums[..., -1, :].clone() if behind else (inner[..., -1:, :] @ rows).squeeze(-2)
+    row_weights, first_weights = weights[..., 1:], weights[..., :1]
+    sums = row_weights[..., 1:, :] @ rows if after_row else row_weights[..., :-1, :-1] @ rows[..., :-1, :]
+    last = sums[..., -1, :].clone() if after_row else (row_weights[..., -1:, :] @ rows).squeeze(-2)
     if first is not None:
-        sums += (started[..., 1:, :] if behind else started[..., :-1, :]) * first.unsqueeze(-2)
-        last += started[..., -1, :] * first
+        sums += (first_weights[..., 1:, :] if after_row else first_weights[..., :-1, :]) * first.unsqueeze(-2)
+        last += first_weights[..., -1, :] * first
     return sums, last
 
 
 def decayed_sums_backward(
-    dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None, behind: bool = False
+    dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None, after_row: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of decays, rows and first, from the gradients of the sums and of the last sum."""
     weights = _weights(decays)
@@ -49,16 +49,16 @@ def decayed_sums_backward(
     dlast = dlast.unsqueeze(-2)
     if first is None:
         weights[..., :1] = 0  # without a first sum it has no weight; an unbounded weight times zero would be NaN
-    places = slice(1, None) if behind else slice(None, -1)
-    inner = weights[..., 1:]
-    drows = inner[..., places, :].mT @ dsums
-    drows += inner[..., -1:, :].mT * dlast
-    dfirst = (weights[..., places, :1].mT @ dsums + weights[..., -1:, :1] * dlast).squeeze(-2)
+    summed_rows = slice(1, None) if after_row else slice(None, -1)
+    row_weights = weights[..., 1:]
+    drows = row_weights[..., summed_rows, :].mT @ dsums
+    drows += row_weights[..., -1:, :].mT * dlast
+    dfirst = (weights[..., summed_rows, :1].mT @ dsums + weights[..., -1:, :1] * dlast).squeeze(-2)
     dweights = torch.zeros_like(weights)
-    dweights[..., places, 1:] = dsums @ rows.mT
+    dweights[..., summed_rows, 1:] = dsums @ rows.mT
     dweights[..., -1:, 1:] += dlast @ rows.mT
     if first is not None:
-        dweights[..., places, :1] = dsums @ first.unsqueeze(-1)
+        dweights[..., summed_rows, :1] = dsums @ first.unsqueeze(-1)
         dweights[..., -1:, :1] += dlast @ first.unsqueeze(-1)
     return _gradient_of_decays(dweights * weights), drows, dfirst
 
@@ -66,16 +66,16 @@ def decayed_sums_backward(
 def _require_sizes(decays: Tensor, rows: Tensor, first: Tensor | None) -> None:
     """Check that no dimension is broadcast, because fake results have the shape of rows."""
     if decays.shape != rows.shape[:-1] or (first is not None and first.shape != rows[..., 0, :].shape):
-        shapes = [None if part is None else list(part.shape) for part in (decays, rows, first)]
+        shapes = [None if value is None else list(value.shape) for value in (decays, rows, first)]
         raise ValueError(f"decays, rows and a first sum of {shapes} do not fit together")
 
 
 def _weights(decays: Tensor) -> Tensor:
     """Return [c, z]: the weight, before row c, of the sum after row z - 1; zero for z > c."""
-    own = pad(decays, (1, 0))
-    count = own.shape[-1]
-    below = torch.ones(count, count, dtype=torch.bool, device=own.device).tril(-1)
-    totals = own.unsqueeze(-1).expand(*own.shape, count).masked_fill(~below, 0).cumsum(-2)
+    padded = pad(decays, (1, 0))
+    count = padded.shape[-1]
+    below = torch.ones(count, count, dtype=torch.bool, device=padded.device).tril(-1)
+    totals = padded.unsqueeze(-1).expand(*padded.shape, count).masked_fill(~below, 0).cumsum(-2)
     return totals.masked_fill_(below.mT, -torch.inf).exp_()
 
 
@@ -88,12 +88,14 @@ def _gradient_of_decays(dtotals: Tensor) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save the operands for the backward: autograd's context hook."""
     decays, rows, first = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(decays, rows, first)
 
 
 def _like(decays: Tensor, rows: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return uninitialized results with the shapes of the sums and of the last sum."""
     _require_sizes(decays, rows, first)
     return rows.new_empty(rows.shape), rows.new_empty((*rows.shape[:-2], rows.shape[-1]))
 
@@ -101,6 +103,7 @@ def _like(decays: Tensor, rows: Tensor, first: Tensor | None) -> tuple[Tensor, T
 def _gradients_like(
     dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized gradients of decays, rows and the first sum."""
     drows, dfirst = _like(decays, rows, first)
     return decays.new_empty(decays.shape), drows, dfirst
 
@@ -111,39 +114,41 @@ def _flops(decays: Any, rows: Any, first: Any, *_: Any, **__: Any) -> int:
 
 
 def _flops_of_gradients(dsums: Any, dlast: Any, decays: Any, rows: Any, first: Any, *_: Any, **__: Any) -> int:
+    """Count two products of all rows with all rows."""
     return 2 * _flops(decays, rows, first)
 
 
-def _declared(name: str, behind: bool) -> tuple[Any, Any, Stateful]:
+def _declared(name: str, after_row: bool) -> tuple[Any, Any, Stateful]:
     """Register the operator of this name and its backward, and return both with the description of how they run in chunks."""
-    back, forward, backward = (
+    backward_name, forward, backward = (
         f"{name}_backward",
-        partial(decayed_sums, behind=behind),
-        partial(decayed_sums_backward, behind=behind),
+        partial(decayed_sums, after_row=after_row),
+        partial(decayed_sums_backward, after_row=after_row),
     )
     _library.define(f"{name}(Tensor decays, Tensor rows, Tensor? first) -> (Tensor, Tensor)")
     _library.define(
-        f"{back}(Tensor? dsums, Tensor? dlast, Tensor decays, Tensor rows, Tensor? first) -> (Tensor, Tensor, Tensor)"
+        f"{backward_name}(Tensor? dsums, Tensor? dlast, Tensor decays, Tensor rows, Tensor? first) -> (Tensor, Tensor, Tensor)"
     )
-    made, differentiated = getattr(torch.ops.streamfx, name), getattr(torch.ops.streamfx, back)
+    operator, backward_operator = getattr(torch.ops.streamfx, name), getattr(torch.ops.streamfx, backward_name)
 
     def gradients(ctx: Any, dsums: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of decays, rows and first: the operator's autograd formula."""
         decays, rows, first = ctx.saved_tensors
         if dsums is None and dlast is None:
             return None, None, None
-        ddecays, drows, dfirst = differentiated.default(dsums, dlast, decays, rows, first)
+        ddecays, drows, dfirst = backward_operator.default(dsums, dlast, decays, rows, first)
         return ddecays, drows, None if first is None else dfirst
 
     _library.impl(name, forward, "CompositeExplicitAutograd")
-    _library.impl(back, backward, "CompositeExplicitAutograd")
+    _library.impl(backward_name, backward, "CompositeExplicitAutograd")
     torch.library.register_fake(f"streamfx::{name}", _like, lib=_library)
-    torch.library.register_fake(f"streamfx::{back}", _gradients_like, lib=_library)
+    torch.library.register_fake(f"streamfx::{backward_name}", _gradients_like, lib=_library)
     torch.library.register_autograd(f"streamfx::{name}", gradients, setup_context=_setup, lib=_library)
-    register_flop_formula(made)(_flops)
-    register_flop_formula(differentiated)(_flops_of_gradients)
+    register_flop_formula(operator)(_flops)
+    register_flop_formula(backward_operator)(_flops_of_gradients)
     stateful = Stateful(
         name=name,
-        operators=(f"streamfx::{name}", f"streamfx::{back}"),
+        operators=(f"streamfx::{name}", f"streamfx::{backward_name}"),
         forward=forward,
         backward=backward,
         takes=("decays", "rows", "first"),
@@ -154,8 +159,8 @@ def _declared(name: str, behind: bool) -> tuple[Any, Any, Stateful]:
         cotangents={"dsums": 0, "dlast": 1},
         gradients=("decays", "rows", "first"),
     )
-    return made.default, differentiated.default, stateful
+    return operator.default, backward_operator.default, stateful
 
 
-DECAYED_SUMS, BACKWARD, IN_FRONT = _declared("decayed_sums", behind=False)
-SUMS_BEHIND, BEHIND_BACKWARD, BEHIND = _declared("decayed_sums_behind", behind=True)
+DECAYED_SUMS, BACKWARD, IN_FRONT = _declared("decayed_sums", after_row=False)
+SUMS_BEHIND, BEHIND_BACKWARD, BEHIND = _declared("decayed_sums_behind", after_row=True)

@@ -40,35 +40,39 @@ class FamilyCode:
     holds: Callable[[int], bool]
 
     def fits(self, numbers: Numbers) -> bool:
+        """Return whether the code is valid for inputs with these sizes and strides."""
         n = self.family.member(numbers)
         return n is not None and (self.family.at is None or self.holds(n))
 
     def call(self, numbers: Numbers, inputs: Sequence[Any]) -> Any:
+        """Run the code on the tensors among the inputs, with n as the first argument if the family has one."""
         tensors = (value for value in inputs if isinstance(value, Tensor))
         return self.run(*tensors) if self.family.at is None else self.run(numbers[self.family.at], *tensors)
 
-    def bound(self, numbers: Numbers, given: Sequence[Any]) -> Callable[..., Any]:
-        """Return the callable for all inputs with the layout of `given`, whose packed sizes and strides are `numbers`."""
+    def bound(self, numbers: Numbers, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return the callable for all inputs with the layout of `inputs`, whose packed sizes and strides are `numbers`."""
         run = self.run.forward if isinstance(self.run, fx.GraphModule) else self.run
         if self.family.at is not None:
             run = partial(run, numbers[self.family.at])
-        tensors = [i for i, value in enumerate(given) if isinstance(value, Tensor)]
-        packs = {i for i in tensors if packed(given[i]) is not given[i]}
-        if len(tensors) == len(given) and not packs:
+        tensors = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
+        repacked = {i for i in tensors if packed(inputs[i]) is not inputs[i]}
+        if len(tensors) == len(inputs) and not repacked:
             return run
-        return lambda *arguments: run(*[arguments[i].contiguous() if i in packs else arguments[i] for i in tensors])
+        return lambda *arguments: run(*[arguments[i].contiguous() if i in repacked else arguments[i] for i in tensors])
 
 
-def fitting(forms: Sequence[FamilyCode], numbers: Numbers) -> FamilyCode | None:
+def fitting(codes: Sequence[FamilyCode], numbers: Numbers) -> FamilyCode | None:
     """Return code that is valid for these sizes, if there is any."""
-    return next((form for form in forms if form.fits(numbers)), None)
+    return next((code for code in codes if code.fits(numbers)), None)
 
 
 def any_size(n: int) -> bool:
+    """Hold for every n: code without guards."""
     return True
 
 
 def single(numbers: Numbers) -> Family:
+    """Return the family that contains only these numbers."""
     return Family((0,) * len(numbers), numbers, None)
 
 
@@ -82,20 +86,20 @@ def family_of(first: Numbers, second: Numbers) -> Family | None:
     """
     steps = [a - b for a, b in zip(first, second, strict=True)]
     varying = [i for i, step in enumerate(steps) if step]
-    at = min(varying, key=lambda i: abs(steps[i]), default=None)
-    if at is None:
+    varying_index = min(varying, key=lambda i: abs(steps[i]), default=None)
+    if varying_index is None:
         return single(first)
-    if any(steps[i] % steps[at] for i in varying) or min(first[at], second[at]) < 2:
+    if any(steps[i] % steps[varying_index] for i in varying) or min(first[varying_index], second[varying_index]) < 2:
         return None
-    slopes = tuple(step // steps[at] for step in steps)
-    return Family(slopes, tuple(a - slope * first[at] for a, slope in zip(first, slopes, strict=True)), at)
+    slopes = tuple(step // steps[varying_index] for step in steps)
+    return Family(slopes, tuple(a - slope * first[varying_index] for a, slope in zip(first, slopes, strict=True)), varying_index)
 
 
-def wider(forms: Sequence[FamilyCode], numbers: Numbers) -> Family:
+def wider(codes: Sequence[FamilyCode], numbers: Numbers) -> Family:
     """Return a family that contains these numbers and those of an existing version; otherwise the family of these
     numbers alone.
     """
-    families = (family_of(form.family.offsets, numbers) for form in forms if form.family.at is None)
+    families = (family_of(code.family.offsets, numbers) for code in codes if code.family.at is None)
     return next((family for family in families if family is not None), single(numbers))
 
 
@@ -125,12 +129,13 @@ def packed(value: Any) -> Any:
 
 
 def strides_of(value: Tensor) -> list[int]:
+    """Return the strides, with those of a contiguous tensor for dimensions of size 1."""
     strides = list(value.stride())
-    following = 1
+    contiguous = 1
     for dim in range(value.dim() - 1, -1, -1):
         if value.shape[dim] == 1:
-            strides[dim] = following
-        following = strides[dim] * value.shape[dim]
+            strides[dim] = contiguous
+        contiguous = strides[dim] * value.shape[dim]
     return strides
 
 

@@ -75,13 +75,14 @@ class GradientReleaseChain:
         if primals is None or (primals and any(source.part is not None for source in self.sources.values())):
             self.places = ()
         else:
-            self.kept_out |= {place for place, source in self.sources.items() if source.primal in primals}
+            self.kept_out |= {index for index, source in self.sources.items() if source.primal in primals}
 
 
 class _StagewiseCall:
     """One call of the compiled function; `tensors` are the indices of the inputs that are tensors."""
 
     def __init__(self, tensors: Sequence[int]) -> None:
+        """Start without runs; a backward pass adds its run."""
         self.tensors = tensors
         self.runs: WeakValueDictionary[int, _Run] = WeakValueDictionary()  # keyed by backward pass
 
@@ -94,30 +95,36 @@ class StagewiseFunction:
     chain: GradientReleaseChain
 
     def __call__(self, *arguments: Any) -> Any:
+        """Call the compiled function, with its inputs passed through identities if gradients are awaited."""
         if not self.chain.places or not torch.is_grad_enabled() or not (self.chain.always or self._is_awaited(arguments)):
             return self.compiled(*arguments)
         return self.compiled(*self._chained(arguments))
 
     def _is_awaited(self, arguments: Sequence[Any]) -> bool:
-        return are_awaited([arguments[self.chain.sources[place].given] for some in self.chain.places for place in some])
+        """Return whether hooks or optimizers wait for the gradients of inputs that the chain releases early."""
+        return are_awaited([arguments[self.chain.sources[index].given] for segment in self.chain.places for index in segment])
 
     def _chained(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Pass the inputs of early gradients through one `Identity` per segment, last segment first; return the new inputs."""
         if is_transformed():
             return arguments
-        given, token = list(arguments), None
-        call = _StagewiseCall([position for position, value in enumerate(given) if isinstance(value, Tensor)])
-        for stretch, places in reversed(list(enumerate(self.chain.places))):
-            known = {place: self.chain.sources[place].given for place in places if place not in self.chain.kept_out}
-            chained = [place for place, position in known.items() if _may_be_chained(given[position])]
-            if chained:
-                token, *passed = Identity.apply(call, stretch, chained, token, *(given[known[place]] for place in chained))
-                for place, value in zip(chained, passed, strict=True):
-                    given[known[place]] = value
+        values, token = list(arguments), None
+        call = _StagewiseCall([input_index for input_index, value in enumerate(values) if isinstance(value, Tensor)])
+        for segment, indices in reversed(list(enumerate(self.chain.places))):
+            input_of = {index: self.chain.sources[index].given for index in indices if index not in self.chain.kept_out}
+            chained_gradients = [index for index, input_index in input_of.items() if _may_be_chained(values[input_index])]
+            if chained_gradients:
+                token, *identities = Identity.apply(
+                    call, segment, chained_gradients, token, *(values[input_of[index]] for index in chained_gradients)
+                )
+                for index, value in zip(chained_gradients, identities, strict=True):
+                    values[input_of[index]] = value
         self.chain.is_used = True
-        return given
+        return values
 
 
 def _may_be_chained(value: Any) -> bool:
+    """Return whether a value is a plain or sharded tensor that requires a gradient."""
     return (type(value) in (Tensor, nn.Parameter) or is_sharded(value)) and value.requires_grad
 
 
@@ -125,67 +132,70 @@ class _Run:
     """One run of a backward graph, paused between two segments."""
 
     def __init__(self, segments: Stretches, arguments: list[Any]) -> None:
+        """Begin a run of the generated segments, and run its code before the first segment."""
         self.results: dict[int, Any] = {}
-        self._looks = found_before(arguments)
-        self._rest = segments(arguments, self.results)
+        self._mask_cache = found_before(arguments)
+        self._remaining = segments(arguments, self.results)
         self._autocast, self._context = autocast_is_on(), contextvars.copy_context()
-        self._through = -1
+        self._num_run = -1
         self._advance()
 
-    def until(self, stretch: int) -> None:
-        """Run the remaining segments up to the end of this one."""
-        while self._through <= stretch:
+    def until(self, segment: int) -> None:
+        """Run the remaining segments up to and including this one."""
+        while self._num_run <= segment:
             self._context.run(self._advance)
 
-    def take(self, stretch: int, places: Sequence[int]) -> list[Tensor | None]:
+    def take(self, segment: int, indices: Sequence[int]) -> list[Tensor | None]:
         """Return the gradients of a segment, and drop all other references to them."""
-        self.until(stretch)
-        return [self.results.pop(place, None) for place in places]
+        self.until(segment)
+        return [self.results.pop(index, None) for index in indices]
 
     def finish(self) -> None:
         """Release the values of segments that never ran."""
-        self._rest.close()
+        self._remaining.close()
         self.results.clear()
 
     def _advance(self) -> None:
         """Run the next segment in the context of the compiled function's node: its code expects autocast to be off if it
         was off there.
         """
-        with torch.no_grad(), looking(self._looks), nullcontext() if self._autocast else no_autocast():
-            next(self._rest)
-        self._through += 1
+        with torch.no_grad(), looking(self._mask_cache), nullcontext() if self._autocast else no_autocast():
+            next(self._remaining)
+        self._num_run += 1
 
 
 class Identity(torch.autograd.Function):
     """Passes values through, and returns their gradients once a segment of the backward graph has computed them."""
 
     @staticmethod
-    def forward(ctx: Any, call: _StagewiseCall, stretch: int, places: list[int], token: Tensor | None, *values: Tensor) -> Any:
+    def forward(ctx: Any, call: _StagewiseCall, segment: int, places: list[int], token: Tensor | None, *values: Tensor) -> Any:
+        """Return the token, then the values; keep which gradients this segment releases."""
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.stretch, ctx.places = call, stretch, places
+        ctx.call, ctx.segment, ctx.places = call, segment, places
         return torch.empty(0, dtype=values[0].dtype, device=values[0].device), *(value.detach() for value in values)
 
     @staticmethod
-    def backward(ctx: Any, _: Any, *given: Tensor | None) -> Any:
+    def backward(ctx: Any, _: Any, *autograd_gradients: Tensor | None) -> Any:
+        """Return the gradients of this segment, run now if it has not run, plus those that autograd passes."""
         run = ctx.call.runs.get(backward_pass())
-        own: Sequence[Tensor | None] = given
+        gradients: Sequence[Tensor | None] = autograd_gradients
         if run is not None:
-            own = [_combined(*both) for both in zip(run.take(ctx.stretch, ctx.places), given, strict=True)]
+            gradients = [_combined(*pair) for pair in zip(run.take(ctx.segment, ctx.places), autograd_gradients, strict=True)]
             if torch.is_grad_enabled():
-                own = _NotTwiceDifferentiable.apply(torch.empty(0, requires_grad=True), *own)
-        elif all(gradient is None for gradient in given):
+                gradients = _NotTwiceDifferentiable.apply(torch.empty(0, requires_grad=True), *gradients)
+        elif all(gradient is None for gradient in autograd_gradients):
             raise RuntimeError(LOST)
-        return None, None, None, None, *own
+        return None, None, None, None, *gradients
 
 
-def _combined(own: Tensor | None, given: Tensor | None) -> Tensor | None:
+def _combined(computed: Tensor | None, from_autograd: Tensor | None) -> Tensor | None:
     """Combine a run's gradient with autograd's.
 
     For a sharded input, autograd's is a placeholder with the layout of the shards.
     """
-    if own is None or given is None:
-        return own if given is None else given
-    total: Tensor = rewrapped(given, lambda _: own) if is_sharded(given) else own + given
+    if computed is None or from_autograd is None:
+        return computed if from_autograd is None else from_autograd
+    total: Tensor = rewrapped(from_autograd, lambda _: computed) if is_sharded(from_autograd) else computed + from_autograd
     return total
 
 
@@ -204,58 +214,65 @@ class _NotTwiceDifferentiable(torch.autograd.Function):
 class StagewiseRunner:
     """A boxed callable for a backward graph that pauses where gradients are complete, for the calls that are chained."""
 
-    def __init__(self, whole: HostProgramRunner, deliveries: Sequence[ReleaseSegment], chain: GradientReleaseChain) -> None:
-        self.whole, self.deliveries, self.chain = whole, deliveries, chain
-        self._written: Stretches | None = None
+    def __init__(self, full_runner: HostProgramRunner, segments: Sequence[ReleaseSegment], chain: GradientReleaseChain) -> None:
+        """Wrap the runner of the full backward graph, with its segments."""
+        self.full_runner, self.release_segments, self.chain = full_runner, segments, chain
+        self._generated: Stretches | None = None
         self._boxed_call = True
 
     def __call__(self, arguments: list[Any]) -> Any:
-        link = _link(self.chain.sources) if self.chain.is_used else None
-        if link is None:
-            return self.whole(arguments)
-        call, chained = link
+        """Run the segments that no identity will run, and return their gradients; run the full graph if no call is chained."""
+        call_and_chained = _link(self.chain.sources) if self.chain.is_used else None
+        if call_and_chained is None:
+            return self.full_runner(arguments)
+        call, chained = call_and_chained
         arguments[:] = map(unmarked, arguments)
-        objects = self._objects(arguments)
-        run = _Run(self._stretches(), arguments)
-        run.until(max((number for number, places in enumerate(self.chain.places) if not chained.issuperset(places)), default=-1))
+        objects = self._non_tensor_results(arguments)
+        run = _Run(self._segments(), arguments)
+        run.until(
+            max((segment for segment, places in enumerate(self.chain.places) if not chained.issuperset(places)), default=-1)
+        )
         call.runs[backward_pass()] = run
         after_this_backward(run.finish)
-        places = range(len(outputs_of(self.whole.module.graph)))
-        return [objects[i] if i in objects else self._left(i) if i in chained else run.results.pop(i) for i in places]
+        places = range(len(outputs_of(self.full_runner.module.graph)))
+        return [
+            objects[i] if i in objects else self._placeholder_result(i) if i in chained else run.results.pop(i) for i in places
+        ]
 
-    def _left(self, place: int) -> Tensor | None:
+    def _placeholder_result(self, index: int) -> Tensor | None:
         """Return the result for a gradient that an identity will release later."""
-        part = self.chain.sources[place].part
-        return None if part is None else part.stand_in()
+        sharded = self.chain.sources[index].part
+        return None if sharded is None else sharded.stand_in()
 
-    def _objects(self, arguments: Sequence[Any]) -> dict[int, Any]:
+    def _non_tensor_results(self, arguments: Sequence[Any]) -> dict[int, Any]:
         """Return the results that are not tensors, by index: None, and objects among the graph's inputs (the mesh of a
         sharded tensor).
         """
-        graph = self.whole.module.graph
-        given = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=True))
+        graph = self.full_runner.module.graph
+        values = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=True))
         outputs = enumerate(outputs_of(graph))
-        return {i: given.get(output, output) for i, output in outputs if not is_tensor(output)}
+        return {i: values.get(output, output) for i, output in outputs if not is_tensor(output)}
 
-    def _stretches(self) -> Stretches:
-        if self._written is None:
-            module = self.whole.module
-            calls = [(delivery, [call_of(node, module) for node in delivery.operators]) for delivery in self.deliveries]
-            self._written = stretches_of("backward", module.graph.find_nodes(op="placeholder"), calls)
-        return self._written
+    def _segments(self) -> Stretches:
+        """Return the generator function of the backward graph's segments, generated on first use."""
+        if self._generated is None:
+            module = self.full_runner.module
+            calls = [(delivery, [call_of(node, module) for node in delivery.operators]) for delivery in self.release_segments]
+            self._generated = stretches_of("backward", module.graph.find_nodes(op="placeholder"), calls)
+        return self._generated
 
 
 def _link(sources: Sources) -> tuple[_StagewiseCall, set[int]] | None:
-    """Return the call whose backward graph is running and the indices of its chained gradients, or None if none is chained."""
+    """Return the running backward's call and the indices of its chained gradients; None without a chain (output 0 is a token)."""
     node = current_autograd_node()
-    edges = () if node is None else node.next_functions
-    own = [(function, index) if isinstance(function, _IDENTITY) else (None, 0) for function, index in edges]
-    call = next((function.call for function, _ in own if function is not None), None)
-    if call is None or len(call.tensors) != len(own):
+    next_edges = () if node is None else node.next_functions
+    identity_edges = [(function, index) if isinstance(function, _IDENTITY) else (None, 0) for function, index in next_edges]
+    call = next((function.call for function, _ in identity_edges if function is not None), None)
+    if call is None or len(call.tensors) != len(identity_edges):
         return None
     chained = {
         function.places[index - 1]
-        for (function, index), position in zip(own, call.tensors, strict=True)
+        for (function, index), position in zip(identity_edges, call.tensors, strict=True)
         if function is not None and function.call is call and index and sources[function.places[index - 1]].given == position
     }
     return (call, chained) if chained else None

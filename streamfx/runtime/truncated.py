@@ -28,10 +28,11 @@ class TruncatedRecurrence(Recurrence):
 
     reverse = True
 
-    def __init__(self, run: Recurrence, truncation: Truncation) -> None:
-        self.run, self.reach, self.adjoints = run, truncation.rows, truncation.adjoints
-        self.name, self.axes, self.block = f"truncated_{run.name}", run.axes, run.block
-        self.carried, self.carry_type, self.needs_states = run.carried, run.carry_type, run.needs_states
+    def __init__(self, recurrence: Recurrence, truncation: Truncation) -> None:
+        """Wrap a recurrence whose gradients reach back `truncation.rows` rows; `adjoints` are slices of the carry."""
+        self.run, self.reach, self.adjoints = recurrence, truncation.rows, truncation.adjoints
+        self.name, self.axes, self.block = f"truncated_{recurrence.name}", recurrence.axes, recurrence.block
+        self.carried, self.carry_type, self.needs_states = recurrence.carried, recurrence.carry_type, recurrence.needs_states
         self.__name__ = self.__qualname__ = self.name
         self.__module__ = __name__
 
@@ -47,21 +48,22 @@ class TruncatedRecurrence(Recurrence):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Run the chunk once per carry q_k, ... q_1, shifting each to the next; return the gradients that q_k gives."""
         if before == 0:
-            made = self.run.retreat(before, after, carry[0], states, chunk, *operands)
+            outputs = self.run.retreat(before, after, carry[0], states, chunk, *operands)
             carry[1:].copy_(carry[:1])
-            return made
+            return outputs
         adjoint_slices = self.adjoints[len(self.adjoints) - 1 - before if len(self.adjoints) > 1 else 0]
-        whole = carry[-1].clone()
+        untruncated = carry[-1].clone()
         for start, stop in adjoint_slices:
-            whole[start:stop].zero_()
+            untruncated[start:stop].zero_()
         results: list[tuple[Tensor, ...]] = []
-        for chunks in range(len(carry) - 1, -1, -1):
-            own = whole.clone()
-            for start, stop in adjoint_slices if chunks else ():
-                own[start:stop].copy_(carry[chunks - 1, start:stop])
-            results.append(self.run.retreat(before, after, own, states, chunk, *operands))
-            carry[chunks].copy_(own)
+        for num_chunks in range(len(carry) - 1, -1, -1):
+            restarted = untruncated.clone()
+            for start, stop in adjoint_slices if num_chunks else ():
+                restarted[start:stop].copy_(carry[num_chunks - 1, start:stop])
+            results.append(self.run.retreat(before, after, restarted, states, chunk, *operands))
+            carry[num_chunks].copy_(restarted)
         return results[0]
 
     def advance(
