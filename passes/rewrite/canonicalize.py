@@ -127,6 +127,7 @@ class Canonicalize:
     name: ClassVar[str] = "canonicalize"
 
     def apply(self, facts: Facts) -> Facts:
+        """Rewrite the joint graph in place, or return the reason why it must stay as it is (`Facts.stands`)."""
         joint = facts.joint
         if (why := lazy_conj.why_marks_stay(joint.graph, joint.outputs)) is not None:
             return replace(facts, stands=why)

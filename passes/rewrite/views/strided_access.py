@@ -60,24 +60,26 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
     writer = GraphWriter(graph)
     for node in list(graph.nodes):
         if node.target in READS_STRIDES:
-            (_read_in_order if _is_in_order(node) else _read_from_root)(node, writer.before(node))
+            (_replace_by_view if _is_plain_view(node) else _replace_by_strided_read)(node, writer.before(node))
     for node in graph.nodes:
         if is_opaque(node):
             strides = (operand.meta[VALUE].stride() for operand in tensor_operands(node))
-            node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in own) for own in strides)
+            node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in operand_strides) for operand_strides in strides)
     output = graph.output_node()
     results: Any = output.args[0]
     has_lengths = any(_has_lengths(node) for node in graph.find_nodes(op="placeholder"))
-    places = [_place(item, results[:count]) for item in results[:count]]
-    shared = Counter(place[0] for place in places if place)
-    output.meta[PLACES] = tuple(place if place and _is_observable(place[0], shared, has_lengths) else None for place in places)
+    memory_places = [_place_in_memory(item, results[:count]) for item in results[:count]]
+    results_by_base = Counter(place[0] for place in memory_places if place)
+    output.meta[PLACES] = tuple(
+        place if place and _is_observable(place[0], results_by_base, has_lengths) else None for place in memory_places
+    )
     output.meta[LAYOUTS] = tuple(map(_strides, results))
     output.meta[MEMORIES] = tuple(
         frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
     )
 
 
-def _place(item: Any, results: Sequence[Any]) -> Place | None:
+def _place_in_memory(item: Any, results: Sequence[Any]) -> Place | None:
     """Return where an output that is a view lies in memory: its base, its offset in elements, and its strides.
 
     The base is an input (by name) or another output (by position), and the offset counts from its first element. Any
@@ -88,13 +90,13 @@ def _place(item: Any, results: Sequence[Any]) -> Place | None:
     base = _base(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):
         return None
-    own, other = item.meta[VALUE], base.meta[VALUE]
-    strides, offset = tuple(size_of(stride) for stride in own.stride()), size_of(own.storage_offset())
-    where = base.name if base.op == "placeholder" else results.index(base) if base in results else None
-    if where is None:
+    value, base_value = item.meta[VALUE], base.meta[VALUE]
+    strides, offset = tuple(size_of(stride) for stride in value.stride()), size_of(value.storage_offset())
+    base_id = base.name if base.op == "placeholder" else results.index(base) if base in results else None
+    if base_id is None:
         return OtherMemory(base.name), offset, strides
-    begins = size_of(other.storage_offset()) * other.element_size() // own.element_size()
-    return where, simplified(offset - begins), strides
+    base_offset = size_of(base_value.storage_offset()) * base_value.element_size() // value.element_size()
+    return base_id, simplified(offset - base_offset), strides
 
 
 def _is_observable(position: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
@@ -110,6 +112,7 @@ def reads_memory(node: fx.Node) -> bool:
 
 
 def _makes_view(node: fx.Node) -> bool:
+    """Return whether an operator's schema declares its result to be a view."""
     return isinstance(node.target, OpOverload) and is_view(node.target)
 
 
@@ -142,7 +145,7 @@ def _strides(item: Any) -> tuple[Size, ...] | None:
     return None if value is None or value.dim() < 2 else tuple(size_of(stride) for stride in value.stride())
 
 
-def _is_in_order(node: fx.Node) -> bool:
+def _is_plain_view(node: fx.Node) -> bool:
     """Whether an operator that reads memory is only a view.
 
     It keeps its operand's layout, or reads a contiguous operand in order. PyTorch's decomposition of group norm ends with
@@ -150,15 +153,17 @@ def _is_in_order(node: fx.Node) -> bool:
     """
     if node.target is not aten.as_strided.default:
         return False
-    arguments, own = bound_arguments(node), node_argument(node).meta[VALUE]
+    arguments, operand = bound_arguments(node), node_argument(node).meta[VALUE]
     size, stride = ([number_of(item) for item in arguments[name]] for name in ("size", "stride"))
-    given = arguments["storage_offset"]
-    shape, strides = ([size_of(item) for item in items] for items in (own.shape, own.stride()))
-    is_elsewhere = given is not None and number_of(given) != size_of(own.storage_offset())
-    if is_elsewhere or (given is not None and _root(node_argument(node)).op == "placeholder"):
+    explicit_offset = arguments["storage_offset"]
+    shape, strides = ([size_of(item) for item in items] for items in (operand.shape, operand.stride()))
+    is_offset = explicit_offset is not None and number_of(explicit_offset) != size_of(operand.storage_offset())
+    if is_offset or (explicit_offset is not None and _root(node_argument(node)).op == "placeholder"):
         return False
-    as_it_lies = (size, stride) == (shape, strides)
-    return as_it_lies or (stride == _row_after_row(size) and strides == _row_after_row(shape) and product(size) == product(shape))
+    is_identity = (size, stride) == (shape, strides)
+    return is_identity or (
+        stride == _row_after_row(size) and strides == _row_after_row(shape) and product(size) == product(shape)
+    )
 
 
 def _row_after_row(shape: Sequence[Size]) -> list[Size]:
@@ -166,34 +171,40 @@ def _row_after_row(shape: Sequence[Size]) -> list[Size]:
     return [product(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def _read_in_order(node: fx.Node, writer: GraphWriter) -> None:
+def _replace_by_view(node: fx.Node, writer: GraphWriter) -> None:
+    """Replace `as_strided` of a contiguous operand by a view."""
     node.replace_all_uses_with(writer.call(aten.view.default, node_argument(node), node.args[1]), propagate_meta=False)
     writer.graph.erase_node(node)
 
 
-def _read_from_root(node: fx.Node, writer: GraphWriter) -> None:
+def _replace_by_strided_read(node: fx.Node, writer: GraphWriter) -> None:
     """Pass the base value instead of its view to an operator that reads memory: the base owns all of its memory.
 
     An explicit offset counts from the start of an input's storage, not from the input's first element. The distance
     between the two may differ in later calls, so such operators are not rewritten.
     """
     operand, arguments = node_argument(node), bound_arguments(node)
-    root, given = _root(operand), arguments["storage_offset"]
-    if root.op == "placeholder" and given is not None:
+    root, explicit_offset = _root(operand), arguments["storage_offset"]
+    if root.op == "placeholder" and explicit_offset is not None:
         return
-    begins, shown = offset_argument(root, writer), offset_argument(operand, writer)
-    where = (arguments["size"], arguments["stride"], _less(shown if given is None else given, begins, writer))
+    root_offset, operand_offset = offset_argument(root, writer), offset_argument(operand, writer)
+    geometry = (
+        arguments["size"],
+        arguments["stride"],
+        _emit_difference(operand_offset if explicit_offset is None else explicit_offset, root_offset, writer),
+    )
     if node.target is aten.as_strided.default:
-        result = writer.call(strided, root, *where)
+        result = writer.call(strided, root, *geometry)
     else:
-        written = writer.call(strided_scatter, root, node.args[1], *where)
+        written = writer.call(strided_scatter, root, node.args[1], *geometry)
         layout = size_arguments(operand, writer), stride_arguments(operand, writer)
-        result = writer.call(strided, written, *layout, _less(shown, begins, writer))
+        result = writer.call(strided, written, *layout, _emit_difference(operand_offset, root_offset, writer))
     node.replace_all_uses_with(result, propagate_meta=False)
     writer.graph.erase_node(node)
 
 
-def _less(number: Any, other: Any, writer: GraphWriter) -> Any:
+def _emit_difference(number: Any, other: Any, writer: GraphWriter) -> Any:
+    """Return `number - other`, as an integer or a node."""
     return (
         writer.call(operator.sub, number, other) if isinstance(number, fx.Node) or isinstance(other, fx.Node) else number - other
     )
