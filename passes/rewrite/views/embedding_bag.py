@@ -110,6 +110,7 @@ def gradient_of_weights_in_a_bag(node: fx.Node, writer: GraphWriter) -> fx.Node 
 
 
 def _match_bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
+    """Emit views [n k] of a bag operator's indices, padding mask and weights; None, with a recorded reason, if unsupported."""
     arguments = bound_arguments(node)
     reason = _fallback_reason(arguments)
     if reason is not None:
