@@ -102,4 +102,5 @@ def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] 
 
 
 def is_part_of_opaque(node: fx.Node) -> bool:
+    """Return whether a node selects a tensor of a nested result."""
     return node.target is part_of and is_tensor(node)

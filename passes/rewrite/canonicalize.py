@@ -19,7 +19,7 @@ from streamfx.passes.rewrite.driver import simplify
 from streamfx.passes.rewrite.loss import cross_entropy
 from streamfx.passes.rewrite.moe import masked_scatter
 from streamfx.passes.rewrite.moe.expert_mm import PRODUCTS
-from streamfx.passes.rewrite.moe.sort_elimination import undo_orders
+from streamfx.passes.rewrite.moe.sort_elimination import remove_undone_permutations
 from streamfx.passes.rewrite.pattern import Equation
 from streamfx.passes.rewrite.scans import (
     causal_conv1d,
@@ -143,7 +143,7 @@ def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
     simplify(graph, TABLE, results)
     while simplify(graph, WHERE_NOTHING_ELSE_DOES, results):
         simplify(graph, TABLE, results)
-    undo_orders(graph, PRODUCTS)
+    remove_undone_permutations(graph, PRODUCTS)
     drop_unused(graph)
 
 

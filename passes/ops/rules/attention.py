@@ -19,6 +19,7 @@ QUERY, KEY, VALUE, OUT, LSE = (
 
 
 def _mask_letters(call: RuleCall, position: int) -> LetterShape:
+    """Return the labels of the mask operand, aligned at the last dimension; dimensions of size one have none."""
     full: LetterShape = ((B,), (H,), (M,), (N,))
     shape = call.shapes[position]
     return tuple(full[4 - len(shape) + i] if size != 1 else () for i, size in enumerate(shape))

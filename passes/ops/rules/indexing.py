@@ -20,6 +20,7 @@ aten = torch.ops.aten
 
 @rule(aten.embedding.default)
 def embedding(call: RuleCall) -> Signature:
+    """Rows of the table follow the index; the vocabulary is needed in full."""
     rank = len(call.shapes[1])
     index = tuple((i,) for i in range(rank))
     vocabulary, width = (rank,), (rank + 1,)
@@ -81,6 +82,7 @@ def scatter(call: RuleCall) -> Signature | None:
 
 @rule(aten.index_select.default)
 def index_select(call: RuleCall) -> Signature | None:
+    """Rows follow the index; the indexed dimension is needed in full."""
     rank = len(call.shapes[0])
     if not rank:
         return None
@@ -154,8 +156,8 @@ def _index_labels(call: RuleCall) -> tuple[LetterShape, tuple[LetterShape, ...],
     if len(shapes) != len(indexed) or any(item.meta[VALUE].dtype == torch.bool for item in call.operands[1 : 1 + len(indexed)]):
         return None
     width = max(len(shape) for shape in shapes)
-    wide = {width - len(shape) + i for shape in shapes for i, size in enumerate(shape) if size != 1}
-    positions = tuple((rank + i,) if i in wide else () for i in range(width))
+    full_size_dims = {width - len(shape) + i for shape in shapes for i, size in enumerate(shape) if size != 1}
+    positions = tuple((rank + i,) if i in full_size_dims else () for i in range(width))
     letters = tuple(
         tuple(positions[width - len(shape) + i] if size != 1 else () for i, size in enumerate(shape)) for shape in shapes
     )

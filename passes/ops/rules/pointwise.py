@@ -81,6 +81,7 @@ def log_sigmoid_forward(call: RuleCall) -> Signature:
 
 @rule(aten.view_as_complex.default)
 def view_as_complex(call: RuleCall) -> Signature:
+    """Drop the last dimension, of real and imaginary parts, which is needed in full."""
     kept = tuple((letter,) for letter in range(len(call.shape)))
     pair = len(call.shape)
     return Signature(((*kept, (pair,)),), (kept,), index=whole(pair))
@@ -88,6 +89,7 @@ def view_as_complex(call: RuleCall) -> Signature:
 
 @rule(aten.view_as_real.default)
 def view_as_real(call: RuleCall) -> Signature:
+    """Add a last dimension of real and imaginary parts, which is produced in full."""
     kept = tuple((letter,) for letter in range(len(call.shape) - 1))
     pair = len(kept)
     return Signature((kept,), ((*kept, (pair,)),), index=whole(pair))

@@ -95,6 +95,7 @@ def _blocks_are_keys(group: Iterable[fx.Node], pairs: Mapping[fx.Node, BlockAxes
 
 
 def _contracted(node: fx.Node, signature: Signature, joint: JointGraph) -> frozenset[Letter]:
+    """Return the labels that a forward operator contracts; none for backward operators."""
     return frozenset(signature.contracted()) if node in joint.forward else frozenset()
 
 
@@ -102,6 +103,7 @@ class _Collector:
     """Write the materialized views. `sources` maps each axis of keys to a value and its dimension along this axis."""
 
     def __init__(self, axes: AxisFacts, writer: GraphWriter) -> None:
+        """Store the axes and the writer."""
         self.axes, self.writer = axes, writer
         self.views: dict[fx.Node, fx.Node] = {}
         self.sources: dict[Dim, tuple[fx.Node, int]] = {}

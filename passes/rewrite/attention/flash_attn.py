@@ -204,6 +204,7 @@ def _without_batch(heads: Any, writer: GraphWriter) -> fx.Node:
 
 
 def _squeeze_batch(value: Any, writer: GraphWriter) -> fx.Node:
+    """Remove the leading dimension of size one."""
     return writer.call(aten.squeeze.dim, value, 0)
 
 

@@ -318,6 +318,7 @@ class _FlexProducts:
         return self._cast(value, self.dtype)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """Return a value in a dtype, cast if necessary."""
         return value if value.meta[VALUE].dtype == dtype else self.write(aten._to_copy.default, value, dtype=dtype)
 
     def _for_all_heads(self, value: Any) -> Any:

@@ -50,10 +50,12 @@ class ExchangePath:
 
     @property
     def source(self) -> fx.Node:
+        """Return the operand of the first step."""
         return node_argument(self.steps[0])
 
     @property
     def last(self) -> fx.Node:
+        """Return the last step: the value at the end of the path."""
         return self.steps[-1]
 
 
@@ -179,6 +181,7 @@ def _path_from(node: fx.Node, backwards: set[fx.Node]) -> ExchangePath | None:
 
 
 def _is_exchange(node: fx.Node) -> bool:
+    """Return whether a node is an all-to-all exchange."""
     return isinstance(node.target, OpOverload) and node.target.name() == EXCHANGE
 
 

@@ -87,6 +87,7 @@ class _SinkReplacement:
     """Write the fused attention and the sink's share."""
 
     def __init__(self, column: SinkColumn, attention: UnfusedAttention, writer: GraphWriter) -> None:
+        """Store the match, and the dtypes of the operands and of the sums."""
         self.column, self.attention, self.writer = column, attention, writer
         self.dtype = attention.scores.query.meta[VALUE].dtype
         self.precision = torch.promote_types(self.dtype, torch.float32)

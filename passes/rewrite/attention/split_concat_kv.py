@@ -76,7 +76,7 @@ class JoinedKeys:
             return facts
         changes = [_concat_mask(node, slices) for node, slices in sliceable]
         if not any(changes):
-            visible_parts = _VisibleParts(self.shows_own_keys(facts), ValueRanges(trained_sources(joint)), axes)
+            visible_parts = _VisibleSlices(self.shows_own_keys(facts), ValueRanges(trained_sources(joint)), axes)
             changes = [visible_parts.write(node, slices) for node, slices in sliceable]
         if not any(changes):
             return facts
@@ -101,12 +101,13 @@ def _concat_mask(node: fx.Node, parts: Parts) -> bool:
     return True
 
 
-class _VisibleParts:
+class _VisibleSlices:
     """Decide of which slices of concatenated keys each row sees a key, and whether log-sum-exps count the keys of all
     others.
     """
 
     def __init__(self, shows_own_keys: Callable[[fx.Node], bool], values: ValueRanges, axes: AxisFacts) -> None:
+        """Store the test for masks that show own keys, the value ranges, and the axes."""
         self.shows_own_keys, self.values, self.axes = shows_own_keys, values, axes
         self.bounds = dict[fx.Node, float]()  # by mask: `_bound` of it, computed once
 

@@ -75,5 +75,6 @@ def _label_count(labels: fx.Node, weight: fx.Node | None, ignored: int, writer: 
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
+    """Return the dtype of a value."""
     dtype: torch.dtype = node.meta[VALUE].dtype
     return dtype

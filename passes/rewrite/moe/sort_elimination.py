@@ -66,9 +66,7 @@ class Permutations:
         self.sort_keys: dict[fx.Node, fx.Node] = {}  # permutations, and the keys that each one sorts in ascending order
 
     def find(self, more_handlers: Mapping[str, Handler]) -> None:
-        """Walk the graph. `special` maps operator names to handlers that know more about permutations than the operators'
-        rules.
-        """
+        """Walk the graph and record permuted and restored values; `more_handlers` maps operator names to handlers."""
         for node in list(self.graph.nodes):
             if node.op != "call_function" or node in self.permuted or node in self.restored:
                 continue

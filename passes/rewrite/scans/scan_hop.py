@@ -195,20 +195,22 @@ def _with_shared_operands(call: ScanOperator) -> ScanOperator:
     """Turn scanned operands whose rows are all equal into shared operands."""
     start, stop = len(call.first), len(call.first) + len(call.rows)
     inputs = call.step.inputs
-    repeated_by_input = {input: _repeated_row(rows) for input, rows in zip(inputs[start:stop], call.rows, strict=True)}
+    repeated_by_input = {
+        placeholder: _repeated_row(rows) for placeholder, rows in zip(inputs[start:stop], call.rows, strict=True)
+    }
     if None not in repeated_by_input.values():  # the number of rows is read from the scanned operands, so one must remain
         return call
     rows_by_input = dict(zip(inputs[start:stop], call.rows, strict=True))
-    varying_inputs = [input for input in repeated_by_input if repeated_by_input[input] is None]
-    repeated_inputs = [input for input in repeated_by_input if repeated_by_input[input] is not None]
+    varying_inputs = [placeholder for placeholder in repeated_by_input if repeated_by_input[placeholder] is None]
+    repeated_inputs = [placeholder for placeholder in repeated_by_input if repeated_by_input[placeholder] is not None]
     order = [*inputs[:start], *varying_inputs, *inputs[stop:], *repeated_inputs]
-    shared = (*call.shared, *(repeated_by_input[input] for input in repeated_inputs))
+    shared = (*call.shared, *(repeated_by_input[placeholder] for placeholder in repeated_inputs))
     return ScanOperator(
         call.step.rearranged(order, call.step.results),
         call.first,
-        tuple(rows_by_input[input] for input in varying_inputs),
-        shared,
-    )  # type: ignore[arg-type]
+        tuple(rows_by_input[placeholder] for placeholder in varying_inputs),
+        shared,  # type: ignore[arg-type]
+    )
 
 
 def _repeated_row(rows: fx.Node) -> fx.Node | None:

@@ -53,6 +53,7 @@ class Parts:
     """The slices of values along one concatenated axis. Each slice is written once, right after its value."""
 
     def __init__(self, axes: AxisFacts, writer: GraphWriter, axis: Atom, lengths: Sequence[int]) -> None:
+        """Store the axes, the concatenated axis, and the lengths of its slices."""
         self.axes, self.writer, self.axis, self.lengths = axes, writer, axis, tuple(lengths)
         self.slices: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
