@@ -21,7 +21,7 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.hub_kernels import name_of
-from streamfx.passes.rewrite.attention.varlen_mask import Window, bias, in_documents
+from streamfx.passes.rewrite.attention.varlen_mask import WindowSize, bias, in_documents
 from streamfx.passes.rewrite.pattern import equation, results_in_use
 from streamfx.torch_private import AUTO_FUNCTIONALIZED
 
@@ -172,7 +172,7 @@ def _unchanged(value: fx.Node, _: GraphWriter) -> fx.Node:
     return value
 
 
-def _window(arguments: Mapping[str, Any]) -> Window:
+def _window(arguments: Mapping[str, Any]) -> WindowSize:
     """Return the keys before and after a row that it sees (-1: all) from the call's options."""
     return arguments["window_size_left"], 0 if arguments["causal"] else arguments["window_size_right"]
 

@@ -18,17 +18,17 @@ aten = torch.ops.aten
 
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 
-Window: TypeAlias = "tuple[int, int]"
+WindowSize: TypeAlias = "tuple[int, int]"
 """How many keys before and after a row it sees; -1 means all."""
 
 
-def bias(query: fx.Node, size: Any, window: Window, writer: GraphWriter) -> fx.Node:
+def bias(query: fx.Node, size: Any, window: WindowSize, writer: GraphWriter) -> fx.Node:
     """Return a bias [1 1 m n], with m = n: zero for keys inside the window, minus infinity for all others."""
     rows, keys = (_indices(query, size, writer) for _ in range(2))
     return _bias_of(_window_conditions(*_broadcast(rows, keys, size, writer), window, writer), query, writer)
 
 
-def in_documents(query: fx.Node, size: Any, window: Window, ends: tuple[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
+def in_documents(query: fx.Node, size: Any, window: WindowSize, ends: tuple[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
     """Return a bias that also hides keys of other documents; `ends` are the cumulative lengths, for rows and for keys.
 
     If both are one value, a document's rows and keys have the same indices, and the window is relative to them. Otherwise
@@ -78,7 +78,7 @@ def _broadcast(rows: fx.Node, keys: fx.Node, size: Any, writer: GraphWriter) -> 
     return call(aten.reshape.default, rows, [1, 1, size, 1]), call(aten.reshape.default, keys, [1, 1, 1, size])
 
 
-def _window_conditions(rows: fx.Node, keys: fx.Node, window: Window, writer: GraphWriter) -> list[fx.Node]:
+def _window_conditions(rows: fx.Node, keys: fx.Node, window: WindowSize, writer: GraphWriter) -> list[fx.Node]:
     """Return the conditions for a visible key. The bounds are added to rows, not to distances, which have m * n elements."""
     (left, right), call = window, writer.call
 
