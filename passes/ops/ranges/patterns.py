@@ -15,16 +15,16 @@ aten = torch.ops.aten
 SAME_NUMBERS = frozenset({aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default})
 
 
-def is_largest_of(largest: Any, numbers: Any) -> bool:
+def is_largest_of(largest: Any, operand: Any) -> bool:
     """Return whether each element of `largest` is the maximum of the elements of `numbers` that it is broadcast to."""
-    if not isinstance(largest, fx.Node) or not isinstance(numbers, fx.Node):
+    if not isinstance(largest, fx.Node) or not isinstance(operand, fx.Node):
         return False
     largest = _skip_copies(largest)
     if largest.target is operator.getitem and largest.args[1] == 0:
         largest = largest.args[0]  # type: ignore[assignment]
     if largest.target not in (aten.amax.default, aten.max.dim) or not bound_arguments(largest)["keepdim"]:
         return False
-    return _skip_copies(largest.args[0]) is _skip_copies(numbers)
+    return _skip_copies(largest.args[0]) is _skip_copies(operand)
 
 
 def is_share_of(part: Any, total: Any) -> bool:

@@ -106,9 +106,9 @@ def _norm(call: RangeCall) -> Range:
 
 @structural(aten.logsumexp.default, takes="self dim keepdim")
 def _logsumexp(call: RangeCall) -> Range:
-    known, count = in_type(call.range("self"), call.dtype), reduced_count(call)
+    operand, count = in_type(call.range("self"), call.dtype), reduced_count(call)
     slack = 1e-3 + 8 * torch.finfo(call.dtype).eps  # error of the sum, which a low-precision type rounds before the logarithm
-    return plus(known, Range(-slack, math.log(max(count, 1)) + slack))
+    return plus(operand, Range(-slack, math.log(max(count, 1)) + slack))
 
 
 @structural(aten._softmax.default, takes="self dim half_to_float")
@@ -162,10 +162,10 @@ def _normalized(call: RangeCall) -> Range:
     eps = LEAST_EPS if eps is None else eps
     if not isinstance(eps, float) or eps <= 0 or math.isinf(operand.magnitude):
         return Range(-INFINITY, INFINITY, True)
-    most = 2 * MORE * operand.magnitude / math.sqrt(eps)
+    bound = 2 * MORE * operand.magnitude / math.sqrt(eps)
     if operand.assumed:  # activations are assumed not to be large and nearly equal
-        most = min(most, MORE * math.sqrt(count_of(*call.shape("input"))))
-    return Range(-most, most, operand.nan or not operand.magnitude < 1e15)  # squares may overflow
+        bound = min(bound, MORE * math.sqrt(count_of(*call.shape("input"))))
+    return Range(-bound, bound, operand.nan or not operand.magnitude < 1e15)  # squares may overflow
 
 
 def _apply_weight_and_bias(call: RangeCall, normalized: Range) -> Range:

@@ -55,7 +55,7 @@ def _avg_pool2d(x: Tensor, size: Sizes, stride: Sizes = (), padding: Sizes = (0,
         return x.unfold(-1, size[-1], 1).mean(-1)
     if not _are_blocks(size, stride, padding, ceil, *options):
         return NotImplemented
-    rows, columns = (whole // block for whole, block in zip(x.shape[-2:], (size[0], size[-1]), strict=True))
+    rows, columns = (length // block for length, block in zip(x.shape[-2:], (size[0], size[-1]), strict=True))
     blocks = x[..., : rows * size[0], : columns * size[-1]].unflatten(-1, (columns, size[-1])).unflatten(-3, (rows, size[0]))
     return blocks.mean((-3, -1))
 
@@ -71,7 +71,7 @@ def _avg_pool2d_backward(gradient: Tensor, x: Tensor, size: Sizes, *options: Any
     share = (gradient / (size[0] * size[-1])).unsqueeze(-1).unsqueeze(-3)
     *front, rows, _, columns, _ = share.shape
     blocks = share.expand(*front, rows, size[0], columns, size[-1]).flatten(-2).flatten(-3, -2)
-    uncovered = [whole - covered for whole, covered in zip(x.shape[-2:], blocks.shape[-2:], strict=True)]
+    uncovered = [length - covered for length, covered in zip(x.shape[-2:], blocks.shape[-2:], strict=True)]
     padded: Tensor = aten.constant_pad_nd(blocks, [0, uncovered[1], 0, uncovered[0]])
     return padded
 

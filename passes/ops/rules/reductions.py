@@ -120,9 +120,9 @@ def topk(call: RuleCall) -> Signature:
     rank = len(call.shapes[0])
     dim = call.arguments()["dim"] % max(rank, 1)
     letters = tuple((i,) for i in range(rank))
-    kept = () if len(call.shape) < rank else ((rank,),)
-    result = (*letters[:dim], *kept, *letters[dim + 1 :])
-    return Signature((letters,), (result,) * len(call.result_shapes), index=whole(dim, *([rank] if kept else [])))
+    sized_dim = () if len(call.shape) < rank else ((rank,),)
+    result = (*letters[:dim], *sized_dim, *letters[dim + 1 :])
+    return Signature((letters,), (result,) * len(call.result_shapes), index=whole(dim, *([rank] if sized_dim else [])))
 
 
 @rule(aten.native_layer_norm.default)

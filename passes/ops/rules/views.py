@@ -37,7 +37,7 @@ def view(call: RuleCall) -> Signature | None:
     if groups is None:
         return None
     before = call.dims(0)
-    numbers, atoms, index = count(), dict[int, Dim](), dict[int, Index]()
+    fresh_labels, atoms, index = count(), dict[int, Dim](), dict[int, Index]()
     operand, result = list[int](), list[int]()
     old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
     while old and new:
@@ -46,8 +46,8 @@ def view(call: RuleCall) -> Signature | None:
             return None
         old_count, new_count = prefix_lengths
         is_same = old[:old_count] == new[:new_count]
-        old_labels = [next(numbers) for _ in range(old_count)]
-        new_labels = old_labels if is_same else [next(numbers) for _ in range(new_count)]
+        old_labels = [next(fresh_labels) for _ in range(old_count)]
+        new_labels = old_labels if is_same else [next(fresh_labels) for _ in range(new_count)]
         for letter, atom in zip((*old_labels, *new_labels), (*old[:old_count], *new[:new_count]), strict=True):
             atoms[letter] = (atom,)
         if not is_same:
@@ -174,8 +174,8 @@ def diagonal_backward(call: RuleCall) -> Signature:
 def _diagonal(call: RuleCall, rank: int) -> tuple[tuple[LetterShape], tuple[LetterShape], dict[Letter, Index]]:
     """Return the labels of a value with two dimensions, and of their diagonal."""
     letters, dims = _own_letters(rank), {call.arguments()[name] % rank for name in ("dim1", "dim2")}
-    left = tuple(letter for dim, letter in enumerate(letters) if dim not in dims)
-    return (letters,), ((*left, (rank,)),), whole(*dims, rank)
+    remaining = tuple(letter for dim, letter in enumerate(letters) if dim not in dims)
+    return (letters,), ((*remaining, (rank,)),), whole(*dims, rank)
 
 
 def _from_start(index: Any, length: Size) -> Any:
@@ -308,13 +308,15 @@ def cat(call: RuleCall) -> Signature:
     result = _own_letters(rank)
     if call.node.target is aten.stack.default:
         return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), index=whole(dim))
-    parts = range(rank, rank + len(call.shapes))
-    pairs = list(zip(parts, call.shapes, strict=True))
-    operands = tuple((*result[:dim], (part,), *result[dim + 1 :]) if len(shape) == rank else ((part,),) for part, shape in pairs)
-    index: dict[Letter, Index] = whole(dim, *parts)
+    operand_labels = range(rank, rank + len(call.shapes))
+    pairs = list(zip(operand_labels, call.shapes, strict=True))
+    operands = tuple(
+        (*result[:dim], (label,), *result[dim + 1 :]) if len(shape) == rank else ((label,),) for label, shape in pairs
+    )
+    index: dict[Letter, Index] = whole(dim, *operand_labels)
     if all(len(shape) == rank for shape in call.shapes):
         lengths = [shape[dim] for shape in call.shapes]
-        index[dim] = ConcatAxes(tuple(zip(parts, accumulate(lengths[:-1], initial=0), strict=True)))
+        index[dim] = ConcatAxes(tuple(zip(operand_labels, accumulate(lengths[:-1], initial=0), strict=True)))
     return Signature(operands, (result,), index)
 
 

@@ -112,13 +112,13 @@ class _Collector:
         """Materialize the operands and results of an operator that have key labels (`pair.blocks`) but no row labels."""
         signature = self.axes.signatures[node]
         for operand, letters in dict(zip(tensor_operands(node), signature.operands, strict=True)).items():
-            if (dims := _dims_of(letters, pair)) and COLLECTED not in operand.meta:
-                self.sources = {self.axis_of(operand, dim): (operand, dim) for dim in dims} | self.sources
-                node.replace_input_with(operand, self.materialized(operand, dict.fromkeys(dims)))
+            if (block_dims := _dims_of(letters, pair)) and COLLECTED not in operand.meta:
+                self.sources = {self.axis_of(operand, dim): (operand, dim) for dim in block_dims} | self.sources
+                node.replace_input_with(operand, self.materialized(operand, dict.fromkeys(block_dims)))
         for result, letters in _labeled_results(node, signature):
-            if (dims := _dims_of(letters, pair)) and not all(COLLECTED in user.meta for user in result.users):
-                found = {dim: self.sources.get(self.axis_of(result, dim)) for dim in dims}
-                users, view = list(result.users), self.materialized(result, found)
+            if (block_dims := _dims_of(letters, pair)) and not all(COLLECTED in user.meta for user in result.users):
+                source_by_dim = {dim: self.sources.get(self.axis_of(result, dim)) for dim in block_dims}
+                users, view = list(result.users), self.materialized(result, source_by_dim)
                 for user in users:
                     user.replace_input_with(result, view)
 

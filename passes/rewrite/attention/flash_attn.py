@@ -126,7 +126,9 @@ def _backward_calls(
     arguments: Mapping[str, Any], users_by_result: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> list[fx.Node] | None:
     """Return the backward calls; None if results have any other users."""
-    readers = {user for position, group in users_by_result.items() if position != OUT for part in group for user in part.users}
+    readers = {
+        user for position, group in users_by_result.items() if position != OUT for getitem in group for user in getitem.users
+    }
     if any(not _is_backward_of(user, arguments, users_by_result, layout) for user in readers) or set(users_by_result) - {
         OUT,
         LSE,

@@ -40,17 +40,17 @@ def flex_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]
 
 def _backward_of(node: fx.Node) -> fx.Node | None:
     """Return the backward call that takes this call's result, or None."""
-    found: set[fx.Node] = set()
+    backwards: set[fx.Node] = set()
     todo = [node]
     while todo:
         for user in todo.pop().users:
             if user.target is FLEX_ATTENTION_BACKWARD:
-                found.add(user)
+                backwards.add(user)
             elif user.target in (operator.getitem, aten.detach.default, aten.alias.default):
                 todo.append(user)
-    if len(found) > 1:
+    if len(backwards) > 1:
         raise NotElementwiseError("several backward calls")
-    return found.pop() if found else None
+    return backwards.pop() if backwards else None
 
 
 @dataclass

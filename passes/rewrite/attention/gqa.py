@@ -37,11 +37,11 @@ def heads_repeated_for_groups(node: fx.Node, writer: GraphWriter) -> dict[fx.Nod
         return None
     repeated = tuple(shape_of_node(operand_of_view(heads)) for heads in (key, value))
     backwards = [user for user in query.users if user.target is ATTENTION_BACKWARD and user.args[1:4] == (query, key, value)]
-    sums = [_sums_over_repeats(backward, *repeated) for backward in backwards]
-    if any(replacements is None for replacements in sums):
+    totals_by_backward = [_sums_over_repeats(backward, *repeated) for backward in backwards]
+    if any(replacements is None for replacements in totals_by_backward):
         return None
     replacements = results_of_another(node, writer.call(ATTENTION, query, *heads, *node.args[3:], **node.kwargs), writer)
-    for backward, totals in zip(backwards, sums, strict=True):
+    for backward, totals in zip(backwards, totals_by_backward, strict=True):
         replacements |= _emit_gradients(backward, heads, totals or {}, writer.before(backward))
     return replacements
 
@@ -76,13 +76,13 @@ def _sums_over_repeats(node: fx.Node, *repeated: tuple[Size, ...]) -> dict[int, 
     any other use.
     """
     totals_by_result: dict[int, list[fx.Node]] = {1: [], 2: []}
-    for part in node.users:
-        if part.target is not operator.getitem:
+    for getitem in node.users:
+        if getitem.target is not operator.getitem:
             return None
-        position = int_argument(part, 1)
+        position = int_argument(getitem, 1)
         if position == 0:
             continue
-        for user in part.users:
+        for user in getitem.users:
             total = _sum_after_view(user, repeated[position - 1])
             if total is None:
                 return None
@@ -109,10 +109,12 @@ def _sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None
 
 
 def _emit_gradients(
-    node: fx.Node, heads: tuple[Any, Any], sums: dict[int, list[fx.Node]], writer: GraphWriter
+    node: fx.Node, heads: tuple[Any, Any], totals_by_result: dict[int, list[fx.Node]], writer: GraphWriter
 ) -> dict[fx.Node, fx.Node]:
     """Emit a backward call without repeated heads, and map each old gradient to the new one."""
     gradients = writer.call(ATTENTION_BACKWARD, *node.args[:2], *heads, *node.args[4:], **node.kwargs)
     of_query, of_key, of_value = (writer.call(operator.getitem, gradients, i) for i in range(3))
-    replacements = {part: of_query for part in node.users if int_argument(part, 1) == 0}
-    return replacements | {total: of_heads for i, of_heads in ((1, of_key), (2, of_value)) for total in sums.get(i, ())}
+    replacements = {getitem: of_query for getitem in node.users if int_argument(getitem, 1) == 0}
+    return replacements | {
+        total: of_heads for i, of_heads in ((1, of_key), (2, of_value)) for total in totals_by_result.get(i, ())
+    }

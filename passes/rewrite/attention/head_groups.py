@@ -122,10 +122,10 @@ def _match_gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping
         not is_of_this_call
         or gradient_path is None
         or results_by_position is None
-        or any(len(parts) != 1 for parts in results_by_position.values())
+        or any(len(getitems) != 1 for getitems in results_by_position.values())
     ):
         return None
-    result_paths = {number: _path_from(parts[0], set()) for number, parts in results_by_position.items()}
+    result_paths = {position: _path_from(getitems[0], set()) for position, getitems in results_by_position.items()}
     return None if None in result_paths.values() else Gradient(node, gradient_path, result_paths)  # type: ignore[arg-type]
 
 
@@ -264,28 +264,30 @@ def _rewrite_gradient(
 ) -> None:
     """Emit one backward call per group of heads, add up the gradients of shared key heads, and replace the received gradients."""
     count = len(operands_by_group)
-    received: dict[int, list[fx.Node]] = {number: [] for number in gradient.outputs}
-    sums = dict[int, fx.Node]()
+    received: dict[int, list[fx.Node]] = {position: [] for position in gradient.outputs}
+    running_sums = dict[int, fx.Node]()
     for group, (operands, result) in enumerate(zip(operands_by_group, results, strict=True)):
-        out, lse = (_getitem(result, number, writer) for number in (0, 1))
+        out, lse = (_getitem(result, position, writer) for position in (0, 1))
         group_cotangent = _send(gradient.inputs, group, count, writer)
         gradients = writer.call(ATTENTION_BACKWARD, group_cotangent, *operands, out, lse, **_options(gradient.node))
         completes_key_group = (group + 1) * key_groups % count == 0
-        for number, path in gradient.outputs.items():
-            group_gradient = _getitem(gradients, number, writer)
-            if number and count > key_groups:
-                group_gradient = sums[number] = _add_in_float32(sums.pop(number, None), group_gradient, writer)
+        for position, path in gradient.outputs.items():
+            group_gradient = _getitem(gradients, position, writer)
+            if position and count > key_groups:
+                group_gradient = running_sums[position] = _add_in_float32(
+                    running_sums.pop(position, None), group_gradient, writer
+                )
                 group_gradient = (
-                    writer.call(aten._to_copy.default, group_gradient, dtype=gradients.meta[VALUE][number].dtype)
+                    writer.call(aten._to_copy.default, group_gradient, dtype=gradients.meta[VALUE][position].dtype)
                     if completes_key_group
                     else group_gradient
                 )
                 if completes_key_group:
-                    del sums[number]
-            if number == 0 or completes_key_group:
-                received[number].append(_apply_path(path, group_gradient, count if number == 0 else key_groups, writer))
-    for number, path in gradient.outputs.items():
-        _concat_groups(path, received[number], writer)
+                    del running_sums[position]
+            if position == 0 or completes_key_group:
+                received[position].append(_apply_path(path, group_gradient, count if position == 0 else key_groups, writer))
+    for position, path in gradient.outputs.items():
+        _concat_groups(path, received[position], writer)
 
 
 def _add_in_float32(total: fx.Node | None, part: fx.Node, writer: GraphWriter) -> fx.Node:
@@ -296,9 +298,9 @@ def _add_in_float32(total: fx.Node | None, part: fx.Node, writer: GraphWriter) -
     return writer.call(aten._to_copy.default, part, dtype=wide)
 
 
-def _getitem(node: fx.Node, number: int, writer: GraphWriter) -> fx.Node:
+def _getitem(node: fx.Node, position: int, writer: GraphWriter) -> fx.Node:
     """Emit the result of an operator at a position."""
-    return writer.call(operator.getitem, node, number)
+    return writer.call(operator.getitem, node, position)
 
 
 def _send(path: ExchangePath, group: int, count: int, writer: GraphWriter) -> fx.Node:

@@ -50,7 +50,9 @@ def _backward_calls(node: fx.Node) -> list[fx.Node] | None:
     arguments, users_by_result = _arguments(node), results_in_use(node)
     if users_by_result is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
         return None
-    readers = {user for position, group in users_by_result.items() if position != 0 for part in group for user in part.users}
+    readers = {
+        user for position, group in users_by_result.items() if position != 0 for getitem in group for user in getitem.users
+    }
     if any(user.target is not BACKWARD_OF[node.target] or not _is_backward_of(user, node, users_by_result) for user in readers):
         return None
     return [user for user in node.graph.nodes if user in readers]

@@ -33,21 +33,21 @@ def first_rows_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     Applies along any dimension that has at least n rows.
     """
     arguments = bound_arguments(node)
-    whole, index = arguments["self"], arguments["index"]
-    if not counts_up(index) or index.meta[VALUE].dtype not in NUMBERS or not (shape := shape_of_node(whole)):
+    base, index = arguments["self"], arguments["index"]
+    if not counts_up(index) or index.meta[VALUE].dtype not in NUMBERS or not (shape := shape_of_node(base)):
         return None
     dim, (count,) = arguments["dim"] % len(shape), shape_of_node(index)
     ends = (0, size_arguments(index, writer)[0])
     if not is_never_less(shape[dim], count):
         return None
     if node.target is aten.index_select.default:
-        return writer.call(aten.slice.Tensor, whole, dim, *ends)
+        return writer.call(aten.slice.Tensor, base, dim, *ends)
     source, dtype = arguments["source"], node.meta[VALUE].dtype
-    is_pad = is_zero(whole) and arguments["alpha"] == 1 and source.meta[VALUE].dtype == dtype and dtype.is_floating_point
+    is_pad = is_zero(base) and arguments["alpha"] == 1 and source.meta[VALUE].dtype == dtype and dtype.is_floating_point
     if not is_pad or shape_of_node(source) != (*shape[:dim], count, *shape[dim + 1 :]):
         return None
     added = writer.call(aten.add.Tensor, source, 0.0)  # zero plus -0 is zero
-    return writer.call(aten.slice_backward.default, added, size_arguments(whole, writer), dim, *ends, 1)
+    return writer.call(aten.slice_backward.default, added, size_arguments(base, writer), dim, *ends, 1)
 
 
 @equation(*VIEWS, aten.slice.Tensor)

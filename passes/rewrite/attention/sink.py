@@ -44,8 +44,8 @@ def attention_with_a_sink(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
     column = column_of(node)
     if column is None or column.dim != 3 or not fits(column) or not _has_ordinary_range(column.column):
         return None
-    found = _attention_around(column)
-    return None if found is None else _SinkReplacement(column, found, writer).replacements()
+    attention = _attention_around(column)
+    return None if attention is None else _SinkReplacement(column, attention, writer).replacements()
 
 
 def _has_ordinary_range(sink: fx.Node) -> bool:
@@ -62,7 +62,7 @@ def _attention_around(column: SinkColumn) -> UnfusedAttention | None:
         return None
     attention = UnfusedAttention(scores)
     slices = [user for user in column.softmax.users if is_slice_of(user, column, column.scores_range)]
-    are_recorded = all(attention.record_probability_uses(part) for part in slices)
+    are_recorded = all(attention.record_probability_uses(slice_) for slice_ in slices)
     backwards = (user for user in column.softmax.users if user not in slices)
     if not are_recorded or not all(_record_backward(user, column, attention) for user in backwards):
         return None
@@ -97,15 +97,15 @@ class _SinkReplacement:
         attention = self.attention
         self.forward(self.writer.before(min(attention.results)))
         replacements = dict(self.mapped(attention.results, self.out))
-        of_sink = [part for user in self.column.softmax.users for part in user.users if self.is_of_sink(part, user)]
+        of_sink = [slice_ for user in self.column.softmax.users for slice_ in user.users if self.is_of_sink(slice_, user)]
         if attention.gradient is not None and (attention.gradients or of_sink):
             replacements |= self.backward(self.writer.before(attention.last_needed.next), of_sink)
         return replacements
 
-    def is_of_sink(self, part: fx.Node, backward: fx.Node) -> bool:
+    def is_of_sink(self, slice_: fx.Node, backward: fx.Node) -> bool:
         """Return whether a node is the sink's slice of a softmax backward."""
         is_gradient = backward.target is aten._softmax_backward_data.default
-        return is_gradient and is_slice_of(part, self.column, self.column.column_range)
+        return is_gradient and is_slice_of(slice_, self.column, self.column.column_range)
 
     def forward(self, writer: GraphWriter) -> None:
         """Emit the attention operator, its total log-sum-exp, and the result scaled by the keys' share."""

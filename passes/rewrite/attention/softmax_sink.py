@@ -53,8 +53,8 @@ class SinkColumn:
 @equation(aten._softmax.default)
 def softmax_without_a_column(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """softmax(cat([s, k]))[..., :-1] -> softmax(s) * w,  w, u = softmax([logsumexp(s - k), 0])"""
-    found = column_of(node)
-    return _emit_without_column(found, writer) if found is not None and fits(found) else None
+    match = column_of(node)
+    return _emit_without_column(match, writer) if match is not None and fits(match) else None
 
 
 def column_of(softmax: fx.Node) -> SinkColumn | None:
@@ -113,9 +113,9 @@ def _is_backward(node: fx.Node, column: SinkColumn) -> bool:
         return False
     if not isinstance(gradient, fx.Node) or gradient.target is not aten.slice_backward.default:
         return False
-    parts = (column.scores_range, column.column_range)
-    fits = shape_of_node(gradient) == shape_of_node(column.softmax) and _slice_bounds(gradient, column) == column.scores_range
-    return fits and all(any(is_slice_of(user, column, part) for part in parts) for user in node.users)
+    ranges = (column.scores_range, column.column_range)
+    matches = shape_of_node(gradient) == shape_of_node(column.softmax) and _slice_bounds(gradient, column) == column.scores_range
+    return matches and all(any(is_slice_of(user, column, columns) for columns in ranges) for user in node.users)
 
 
 def _emit_without_column(match: SinkColumn, writer: GraphWriter) -> dict[fx.Node, fx.Node]:

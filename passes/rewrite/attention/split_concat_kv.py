@@ -84,20 +84,20 @@ class JoinedKeys:
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)), found_axes=None)
 
 
-def _can_be_split(node: fx.Node, parts: Parts) -> bool:
+def _can_be_split(node: fx.Node, slices: Parts) -> bool:
     """Whether the keys, values and mask of an attention can be computed slice by slice."""
     arguments = bound_arguments(node)
     sliced_operands = [item for name in ("key", "value", "attn_mask") if (item := arguments[name]) is not None]
-    return not arguments["is_causal"] and all(map(parts.can_slice, sliced_operands))
+    return not arguments["is_causal"] and all(map(slices.can_slice, sliced_operands))
 
 
-def _concat_mask(node: fx.Node, parts: Parts) -> bool:
+def _concat_mask(node: fx.Node, slices: Parts) -> bool:
     """Rewrite a mask computed from a concatenated mask as a concatenation, and return whether it changed."""
     mask = bound_arguments(node)["attn_mask"]
-    if mask is None or parts.dim(mask) is None or mask.target is aten.cat.default:
+    if mask is None or slices.dim(mask) is None or mask.target is aten.cat.default:
         return False
-    slices = parts.of(mask)
-    node.update_kwarg("attn_mask", parts.writer.before(node).call(aten.cat.default, slices, -1))
+    mask_slices = slices.of(mask)
+    node.update_kwarg("attn_mask", slices.writer.before(node).call(aten.cat.default, mask_slices, -1))
     return True
 
 
@@ -111,14 +111,14 @@ class _VisibleSlices:
         self.shows_own_keys, self.values, self.axes = shows_own_keys, values, axes
         self.bounds = dict[fx.Node, float]()  # by mask: `_bound` of it, computed once
 
-    def write(self, node: fx.Node, parts: Parts) -> bool:
+    def write(self, node: fx.Node, slices: Parts) -> bool:
         """Replace an attention by one per slice of keys, and return whether this was possible."""
         mask = bound_arguments(node)["attn_mask"]
-        masks = (None,) * len(parts.lengths) if mask is None else parts.of(mask)
+        masks = (None,) * len(slices.lengths) if mask is None else slices.of(mask)
         shows_own = [item is None or self._shows_own_keys(item, node) for item in masks]
         if not any(shows_own) and (mask is None or self._bound(mask) > COUNTED):
             return False
-        EMITTERS[node.target](node, parts, shows_own)
+        EMITTERS[node.target](node, slices, shows_own)
         return True
 
     def _shows_own_keys(self, mask: fx.Node, node: fx.Node) -> bool:
@@ -144,17 +144,17 @@ class _VisibleSlices:
             return 0 if value_range.assumed else float(value_range.magnitude)
         operands = [item for item in tensor_operands(mask) if item.meta[VALUE].is_floating_point()]
         arguments = [*mask.args, *mask.kwargs.values()]
-        numbers = [abs(item) for item in arguments if isinstance(item, (int, float)) and item != -math.inf]
+        scalar_magnitudes = [abs(item) for item in arguments if isinstance(item, (int, float)) and item != -math.inf]
         if not operands or not (mask.target in CHOICES or is_moved_elements(mask)):
             return math.inf
         if mask.target is aten.add.Tensor:  # a value may be added to itself, or a multiple of it
             is_two_operands = len(arguments) == 2 and not mask.kwargs
             return (
-                sum((self._bound(item) for item in arguments if isinstance(item, fx.Node)), sum(numbers))
+                sum((self._bound(item) for item in arguments if isinstance(item, fx.Node)), sum(scalar_magnitudes))
                 if is_two_operands
                 else math.inf
             )
-        return max(*numbers, *map(self._bound, operands), 0)
+        return max(*scalar_magnitudes, *map(self._bound, operands), 0)
 
 
 def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, Parts]:
@@ -164,7 +164,10 @@ def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, 
         concat = axes.signatures[node].joined if node.target is aten.cat.default else None
         if concat is not None:
             letter, index = concat
-            dims = [axes.table.resolve(axes.letters[node][item]) for item in (letter, *(part for part, _ in index.parts))]
+            dims = [
+                axes.table.resolve(axes.letters[node][item])
+                for item in (letter, *(slice_label for slice_label, _ in index.parts))
+            ]
             lengths = [axes.table.size_of_dim(dim) for dim in dims[1:]]
             if len(dims[0]) == 1 and _are_rows_and_blocks(dims[1:], axes) and all(isinstance(length, int) for length in lengths):
                 slices_by_axis.setdefault(dims[0][0], Parts(axes, writer, dims[0][0], lengths))  # type: ignore[arg-type]
@@ -187,26 +190,26 @@ def _key_axis(node: fx.Node, axes: AxisFacts) -> Atom | None:
 # -- writing the replacement
 
 
-def _write_forward(node: fx.Node, parts: Parts, shows_own: Sequence[bool]) -> None:
+def _write_forward(node: fx.Node, slices: Parts, shows_own: Sequence[bool]) -> None:
     """Emit one attention per slice of keys, and replace the results by their sum weighted by the share of each slice."""
-    query, operands = tensor_operands(node)[0], _operands_by_slice(node, parts)
-    dtype, call = query.meta[VALUE].dtype, parts.writer.before(node).call
+    query, operands = tensor_operands(node)[0], _operands_by_slice(node, slices)
+    dtype, call = query.meta[VALUE].dtype, slices.writer.before(node).call
     calls = [call(ATTENTION, query, key, value, **options) for key, value, options in operands]
     outs, lses = ([call(operator.getitem, item, i) for item in calls] for i in range(2))
     for i, (_, _, options) in enumerate(operands):
-        lses[i] = lses[i] if shows_own[i] else _masked_lse(lses[i], options["attn_mask"], parts.writer)  # type: ignore[arg-type]
+        lses[i] = lses[i] if shows_own[i] else _masked_lse(lses[i], options["attn_mask"], slices.writer)  # type: ignore[arg-type]
     total = lses[0]
-    for other in lses[1:]:
-        total = call(aten.logaddexp.default, total, other)
+    for next_lse in lses[1:]:
+        total = call(aten.logaddexp.default, total, next_lse)
     wide = total.meta[VALUE].dtype
-    least = call(aten.clamp.default, total, torch.finfo(wide).min)  # if a row sees no key, its share is zero, not NaN
+    finite_total = call(aten.clamp.default, total, torch.finfo(wide).min)  # if a row sees no key, its share is zero, not NaN
     out: fx.Node | None = None
     for slice_out, lse in zip(outs, lses, strict=True):
-        share = call(aten.unsqueeze.default, call(aten.exp.default, call(aten.sub.Tensor, lse, least)), 3)
-        part = call(aten.mul.Tensor, converted(parts.writer, slice_out, wide), share)
-        out = part if out is None else call(aten.add.Tensor, out, part)
+        weight = call(aten.unsqueeze.default, call(aten.exp.default, call(aten.sub.Tensor, lse, finite_total)), 3)
+        weighted = call(aten.mul.Tensor, converted(slices.writer, slice_out, wide), weight)
+        out = weighted if out is None else call(aten.add.Tensor, out, weighted)
     assert out is not None
-    _replace_results(node, (converted(parts.writer, out, dtype), total))
+    _replace_results(node, (converted(slices.writer, out, dtype), total))
 
 
 def _masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
@@ -215,52 +218,52 @@ def _masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.masked_fill.Scalar, lse, writer.call(aten.eq.Scalar, largest, -math.inf), -math.inf)
 
 
-def _write_backward(node: fx.Node, parts: Parts, shows_own: Sequence[bool]) -> None:
+def _write_backward(node: fx.Node, slices: Parts, shows_own: Sequence[bool]) -> None:
     """Emit one attention backward per slice of keys, and replace the gradients by the sum or concatenation of all."""
     gradient, query, *_, out, total = node.args
-    operands = _operands_by_slice(node, parts)
-    call = parts.writer.before(node).call
+    operands = _operands_by_slice(node, slices)
+    call = slices.writer.before(node).call
     calls = [call(ATTENTION_BACKWARD, gradient, query, key, value, out, total, **options) for key, value, options in operands]
     of_queries, of_keys, of_values = ([call(operator.getitem, item, i) for item in calls] for i in range(3))
     of_query = of_queries[0]
-    for other in of_queries[1:]:
-        of_query = call(aten.add.Tensor, of_query, other)
+    for gradient_of_query in of_queries[1:]:
+        of_query = call(aten.add.Tensor, of_query, gradient_of_query)
     for user in list(node.users):
         if user.args[1]:
-            parts.slices[user] = tuple(of_keys if user.args[1] == 1 else of_values)
-            _bypass_slices(user, parts)
-    parts.writer.before(node)
+            slices.slices[user] = tuple(of_keys if user.args[1] == 1 else of_values)
+            _bypass_slices(user, slices)
+    slices.writer.before(node)
     _replace_results(node, (of_query, call(aten.cat.default, of_keys, 2), call(aten.cat.default, of_values, 2)))
 
 
-def _bypass_slices(gradient: fx.Node, parts: Parts) -> None:
+def _bypass_slices(gradient: fx.Node, slices: Parts) -> None:
     """Replace slices of a concatenated gradient, or of values computed from it, by the gradient's own slices."""
-    starts = [sum(parts.lengths[:i]) for i in range(len(parts.lengths))]
+    starts = [sum(slices.lengths[:i]) for i in range(len(slices.lengths))]
     todo = list(gradient.users)
     while todo:
         node = todo.pop()
-        if node not in parts.axes.shapes:
+        if node not in slices.axes.shapes:
             continue
-        if node.target is aten.slice.Tensor and (i := _slice_number(node, starts, parts)) is not None:
-            node.replace_all_uses_with(parts.of(node.args[0])[i], propagate_meta=False)  # type: ignore[arg-type]
-        elif parts.dim(node) is not None:
+        if node.target is aten.slice.Tensor and (i := _slice_number(node, starts, slices)) is not None:
+            node.replace_all_uses_with(slices.of(node.args[0])[i], propagate_meta=False)  # type: ignore[arg-type]
+        elif slices.dim(node) is not None:
             todo.extend(node.users)
 
 
-def _slice_number(node: fx.Node, starts: Sequence[int], parts: Parts) -> int | None:
+def _slice_number(node: fx.Node, starts: Sequence[int], slices: Parts) -> int | None:
     """Return which slice of the concatenation a `slice` node takes, or None."""
     arguments, source = bound_arguments(node), tensor_operands(node)[0]
     dim = arguments["dim"] % source.meta[VALUE].dim()
-    count, start = node.meta[VALUE].shape[dim], arguments["start"] or 0
-    if dim != parts.dim(source) or arguments["step"] != 1 or (start, count) not in zip(starts, parts.lengths, strict=True):
+    row_count, start = node.meta[VALUE].shape[dim], arguments["start"] or 0
+    if dim != slices.dim(source) or arguments["step"] != 1 or (start, row_count) not in zip(starts, slices.lengths, strict=True):
         return None
-    return list(starts).index(start) if parts.can_slice(source) else None
+    return list(starts).index(start) if slices.can_slice(source) else None
 
 
-def _operands_by_slice(node: fx.Node, parts: Parts) -> list[tuple[fx.Node, fx.Node, dict[str, object]]]:
+def _operands_by_slice(node: fx.Node, slices: Parts) -> list[tuple[fx.Node, fx.Node, dict[str, object]]]:
     """Return the keys, values and options of each slice."""
     arguments = bound_arguments(node)
-    keys, values, mask = (None if item is None else parts.of(item) for item in map(arguments.get, ("key", "value", "attn_mask")))
+    keys, values, mask = (None if item is None else slices.of(item) for item in map(arguments.get, ("key", "value", "attn_mask")))
     assert keys is not None and values is not None
     options = [{} if mask is None else {"attn_mask": item} for item in (mask or keys)]
     return [

@@ -52,7 +52,7 @@ class Scores:
         if alpha != 1 or not is_tensor(left) or not is_tensor(right) or shape_of_node(node) != shape:
             return None  # a mask of another shape, such as [bh m n], does not apply to these scores
         pairs = ((left, right), (right, left))
-        return next((found for pair in pairs if (found := Scores._of_product(*pair, shape)) is not None), None)
+        return next((match for pair in pairs if (match := Scores._of_product(*pair, shape)) is not None), None)
 
     @staticmethod
     def _of_product(node: fx.Node, mask: fx.Node | None, shape: Shape) -> Scores | None:
@@ -62,8 +62,8 @@ class Scores:
             scaling = node.target, float(node.args[1])
             node = through_views(node.args[0])
         operands = factors(node)
-        fits = shape_of_node(node) == _flat_shape(shape) and (mask is None or 2 <= len(shape_of_node(mask)) <= 4)
-        return Scores(*operands, scaling, mask) if operands is not None and fits else None
+        has_shape_of_scores = shape_of_node(node) == _flat_shape(shape) and (mask is None or 2 <= len(shape_of_node(mask)) <= 4)
+        return Scores(*operands, scaling, mask) if operands is not None and has_shape_of_scores else None
 
     @property
     def scale(self) -> float:
@@ -105,7 +105,7 @@ class UnfusedAttention:
             left, right = factors(user) or (None, None)
             if left is node and right is not node and self._record_or_compare("values", right):
                 self.results.append(user)
-            elif not is_transpose_of(user, node) or not all(self._record_value_gradient(other, user) for other in user.users):
+            elif not is_transpose_of(user, node) or not all(self._record_value_gradient(reader, user) for reader in user.users):
                 return False
         return True
 
@@ -133,7 +133,7 @@ class UnfusedAttention:
             self.of_transposed_keys.append(user)
         elif is_transpose_of(user, gradient):
             self.of_keys.extend(user.users)
-            return all(factors(other) == (user, self.scores.query) for other in user.users)
+            return all(factors(reader) == (user, self.scores.query) for reader in user.users)
         else:
             return False
         return True

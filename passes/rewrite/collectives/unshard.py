@@ -97,9 +97,9 @@ def nodes_by_only_input(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
     for node in joint.graph.nodes:
         if node.op == "call_function" and gives_the_same_twice(node) and not is_assertion(node):
             roots = {only_input.get(source) for source in node.all_input_nodes}
-            if len(roots) == 1 and (only := roots.pop()) is not None:
-                only_input[node] = only
-                by_input[only].append(node)
+            if len(roots) == 1 and (single_input := roots.pop()) is not None:
+                only_input[node] = single_input
+                by_input[single_input].append(node)
     return by_input
 
 
@@ -119,15 +119,15 @@ def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
 
     This value replaces the weight, so it must hold the weight's elements.
     """
-    end, ancestors_of_end = None, set[fx.Node]()
+    result, ancestors_of_end = None, set[fx.Node]()
     for node in nodes:
         ancestors = _ancestors(node, nodes)
         is_gathered = any(map(is_gather, ancestors)) and any(map(is_wait, ancestors)) and is_tensor(node)
         if is_gathered and all(map(_keeps_elements, ancestors)) and _is_only_result(node, {primal, *ancestors}):
-            if end is not None and not all(map(_is_reassembly, ancestors - ancestors_of_end)):
+            if result is not None and not all(map(_is_reassembly, ancestors - ancestors_of_end)):
                 break
-            end, ancestors_of_end = node, ancestors
-    return end
+            result, ancestors_of_end = node, ancestors
+    return result
 
 
 def _pads_with_nonzero(node: fx.Node) -> bool:
@@ -149,10 +149,10 @@ def _keeps_elements(node: fx.Node) -> bool:
     return _is_reassembly(node)
 
 
-def _is_only_result(end: fx.Node, inside: set[fx.Node]) -> bool:
+def _is_only_result(end: fx.Node, subgraph: set[fx.Node]) -> bool:
     """Whether `end` is the only value of a subgraph with users outside it, and is no output of the graph."""
     leaves = any(user.op == "output" for user in end.users)
-    return not leaves and all(user in inside for node in inside - {end} for user in node.users)
+    return not leaves and all(user in subgraph for node in subgraph - {end} for user in node.users)
 
 
 def _ancestors(node: fx.Node, among: Iterable[fx.Node]) -> set[fx.Node]:

@@ -51,12 +51,12 @@ def product(orders: Permutations, node: fx.Node) -> None:
     elif (
         rank == (2, 2)
         and (rows := orders.permuted_along(x, 1)) is not None
-        and (other := orders.permuted_along(weight)) is not None
+        and (other_rows := orders.permuted_along(weight)) is not None
     ):
         group = _proven_group(orders, node, rows.order, ends, shape_of_node(ends)[0])
-        if group is not None and other.order is rows.order:
+        if group is not None and other_rows.order is rows.order:
             across = writer.call(aten.transpose.int, rows.twin, 0, 1)
-            orders.record(node, rows.order, _emit_grouped_outer(across, other.twin, group, node, writer), None)
+            orders.record(node, rows.order, _emit_grouped_outer(across, other_rows.twin, group, node, writer), None)
 
 
 def product_backward(orders: Permutations, node: fx.Node) -> None:
@@ -70,14 +70,14 @@ def product_backward(orders: Permutations, node: fx.Node) -> None:
     group = _proven_group(orders, node, rows.order, ends, count)
     if group is None:
         return
-    for part in node.users:
-        assert part.target is operator.getitem
-        writer = orders.writer.before(part)
-        if int_argument(part, 1) == 0:
+    for getitem in node.users:
+        assert getitem.target is operator.getitem
+        writer = orders.writer.before(getitem)
+        if int_argument(getitem, 1) == 0:
             transposed = writer.call(aten.transpose.int, weight, 1, 2)
-            orders.record(part, rows.order, writer.call(GROUPED_MM, cotangent.twin, transposed, group))
+            orders.record(getitem, rows.order, writer.call(GROUPED_MM, cotangent.twin, transposed, group))
         else:
-            orders.record(part, rows.order, _emit_grouped_outer(rows.twin, cotangent.twin, group, part, writer), None)
+            orders.record(getitem, rows.order, _emit_grouped_outer(rows.twin, cotangent.twin, group, getitem, writer), None)
     orders.permuted[node] = Permuted(rows.order, rows.twin, ())
 
 
@@ -150,9 +150,9 @@ def _holds_counts(dtype: torch.dtype, counted: tuple[Size, ...]) -> bool:
     """Whether a dtype represents all counts exactly. If the size is dynamic, eager's own float32 counts are assumed to be
     exact.
     """
-    most = sizes.product(counted)
-    if isinstance(most, int):
-        return is_exact_in(dtype, 0, most)
+    largest_count = sizes.product(counted)
+    if isinstance(largest_count, int):
+        return is_exact_in(dtype, 0, largest_count)
     return is_exact_in(dtype, 0, 2**24 if dtype.is_floating_point else LONGEST)
 
 
@@ -177,17 +177,19 @@ def _match_histogram(orders: Permutations, counts: fx.Node, count: Any) -> fx.No
     """
     arguments = bound_arguments(counts)
     numbers, bins, low, high = node_argument(counts), arguments["bins"], arguments["min"], arguments["max"]
-    fits = bins == count and low == 0 and high in (count - 1, count) and high > 0
+    has_integer_bins = bins == count and low == 0 and high in (count - 1, count) and high > 0
     no_number_above = high == count - 1 or orders.values.of(numbers).high < count
-    return numbers if fits and no_number_above else None
+    return numbers if has_integer_bins and no_number_above else None
 
 
 def _match_index_add(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:
     """zeros.index_add(0, numbers, ones)"""
     arguments = bound_arguments(counts)
     base, ones = arguments["self"], arguments["source"]
-    fits = arguments["alpha"] == 1 and shape_of_node(counts) == (count,) and fill_of(base) == 0 and fill_of(ones) == 1
-    return arguments["index"] if fits else None
+    adds_ones_to_zeros = (
+        arguments["alpha"] == 1 and shape_of_node(counts) == (count,) and fill_of(base) == 0 and fill_of(ones) == 1
+    )
+    return arguments["index"] if adds_ones_to_zeros else None
 
 
 def _match_equality_sum(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:

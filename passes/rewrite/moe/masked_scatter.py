@@ -26,12 +26,12 @@ def rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     source, mask = arguments["source"], arguments["mask"]
     rows = _mask_of_rows(mask)
     width = shape_of_node(node)[-1] if shape_of_node(node) else 0
-    fits = shape_of_node(mask) == shape_of_node(node) and shape_of_node(source)[-1:] == (width,)
-    if rows is None or not fits or not _are_static(node, source) or not _has_rows(source):
+    has_shape_of_rows = shape_of_node(mask) == shape_of_node(node) and shape_of_node(source)[-1:] == (width,)
+    if rows is None or not has_shape_of_rows or not _are_static(node, source) or not _has_rows(source):
         return None
-    numbers = _row_numbers(rows, writer)
+    row_numbers = _row_numbers(rows, writer)
     flat = writer.call(aten.reshape.default, source, [-1, width])
-    return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [numbers]), node_argument(node))
+    return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [row_numbers]), node_argument(node))
 
 
 @equation(aten.index_put.default)
@@ -59,8 +59,8 @@ def gradient_of_rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Nod
     gradient, mask, sizes = node_argument(node), node_argument(node, 1), node.args[2]
     rows, value = _mask_of_rows(mask), node.meta[VALUE]
     width = shape_of_node(gradient)[-1] if shape_of_node(gradient) else 0
-    fits = shape_of_node(mask) == shape_of_node(gradient) and shape_of_node(node)[-1:] == (width,)
-    if rows is None or not fits or not _are_static(node, gradient) or not _has_rows(node):
+    has_shape_of_rows = shape_of_node(mask) == shape_of_node(gradient) and shape_of_node(node)[-1:] == (width,)
+    if rows is None or not has_shape_of_rows or not _are_static(node, gradient) or not _has_rows(node):
         return None
     keywords = {"dtype": value.dtype, "device": value.device}
     zero = writer.call(aten.full.default, [], 0.0, **keywords)

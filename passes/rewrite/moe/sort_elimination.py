@@ -82,8 +82,8 @@ class Permutations:
 
     def permuted_along(self, node: Any, dim: int = 0) -> Permuted | None:
         """Return the twin of a value that is permuted along a dimension, else None."""
-        found = self.permuted.get(node)
-        return found if found is not None and found.dims == (dim % len(shape_of_node(node)),) else None
+        permuted = self.permuted.get(node)
+        return permuted if permuted is not None and permuted.dims == (dim % len(shape_of_node(node)),) else None
 
     def order_of(self, node: Any) -> fx.Node | None:
         """Return the permutation that an index vector applies to the rows it looks up, else None."""
@@ -106,14 +106,14 @@ def remove_undone_permutations(graph: fx.Graph, more_handlers: Mapping[str, Hand
 
 def _removable(orders: Permutations) -> dict[fx.Node, Permuted]:
     """Return the replacements that leave no value permuted by the same permutation alive."""
-    kept = dict(orders.restored)
+    replacements = dict(orders.restored)
     while True:
-        alive = _reachable(orders.graph, kept)
+        alive = _reachable(orders.graph, replacements)
         lasting = {twin_of_node.order for node, twin_of_node in orders.permuted.items() if node in alive}
-        remaining = {node: twin_of_node for node, twin_of_node in kept.items() if twin_of_node.order not in lasting}
-        if len(remaining) == len(kept):
-            return kept
-        kept = remaining
+        remaining = {node: twin_of_node for node, twin_of_node in replacements.items() if twin_of_node.order not in lasting}
+        if len(remaining) == len(replacements):
+            return replacements
+        replacements = remaining
 
 
 def _reachable(graph: fx.Graph, replacements: Mapping[fx.Node, Permuted]) -> set[fx.Node]:

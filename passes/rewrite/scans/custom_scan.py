@@ -161,9 +161,9 @@ def emit_recurrences(
     If one of them cannot be replaced, raise an error before anything is written.
     """
     _check_saved(declared, call, backwards)
-    wanted = [number for number in sorted(call.users_by_result) if number not in declared.remade.values()]
-    plan, results = writer.value(forward_plan, declared, call.values, wanted)
-    _check_results(call, results, wanted)
+    computed_results = [number for number in sorted(call.users_by_result) if number not in declared.remade.values()]
+    plan, results = writer.value(forward_plan, declared, call.values, computed_results)
+    _check_results(call, results, computed_results)
     backward_plans = [(backward, _backward_plan(declared, plan, call, backward, results, writer)) for backward in backwards]
     forward = writer.call(Forward(plan), *call.operands(plan.operands))
     replacements = _map_results(call, plan, forward, writer)
@@ -219,11 +219,11 @@ def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCal
             raise NotStatefulError(SAVED.format(number=number))
 
 
-def _check_results(call: ScanCall, results: Sequence[Any], wanted: Sequence[int]) -> None:
+def _check_results(call: ScanCall, results: Sequence[Any], numbers: Sequence[int]) -> None:
     """Check that used results keep their shape and dtype: an operator may return other results if it also returns its
     state.
     """
-    for number in wanted:
+    for number in numbers:
         value, recurrence_value = call.results[number], results[number]
         if recurrence_value is None or shape_of(value) != shape_of(recurrence_value) or value.dtype != recurrence_value.dtype:
             raise NotStatefulError(FLAGS.format(number=number))

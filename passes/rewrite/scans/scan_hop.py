@@ -226,17 +226,17 @@ def _repeated_row(rows: fx.Node) -> fx.Node | None:
 # -- writing the recurrence
 
 
-def _emit_scan(call: ScanOperator, wanted: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
+def _emit_scan(call: ScanOperator, numbers: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
     """Return the given results, computed by an operator that runs the steps."""
     carried = call.step.carried
-    finals, outputs = [n for n in wanted if n < carried], [n for n in wanted if n >= carried]
+    final_carries, outputs = [n for n in numbers if n < carried], [n for n in numbers if n >= carried]
     reverse = any(_is_flipped(rows) for rows in call.rows)
     results = [*call.step.results[:carried], *(call.step.results[number] for number in outputs)]
     rows = tuple(_flip(item, writer) if reverse else item for item in call.rows)
     call = ScanOperator(call.step.rearranged(call.step.inputs, results), call.first, rows, call.shared)
-    scanned = writer.call(ChunkedScan(_scan_plan(call, tuple(finals), reverse)), *call.operands)
+    scanned = writer.call(ChunkedScan(_scan_plan(call, tuple(final_carries), reverse)), *call.operands)
     results_by_number = {
-        number: writer.call(operator.getitem, scanned, position) for position, number in enumerate((*finals, *outputs))
+        number: writer.call(operator.getitem, scanned, position) for position, number in enumerate((*final_carries, *outputs))
     }
     return {
         number: _flip(value, writer) if reverse and number >= carried else value for number, value in results_by_number.items()

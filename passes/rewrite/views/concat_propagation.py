@@ -61,8 +61,8 @@ class Parts:
         """Return the dimension of a value along the axis; None if it has none, so that the value is the same for all
         slices.
         """
-        found = (i for i, dim in enumerate(self.axes.shapes[value]) if self.axis in self.axes.table.resolve(dim))
-        return next(found, None)
+        dims_of_axis = (i for i, dim in enumerate(self.axes.shapes[value]) if self.axis in self.axes.table.resolve(dim))
+        return next(dims_of_axis, None)
 
     def can_slice(self, value: fx.Node) -> bool:
         """Whether each slice of a value can be computed from slices of concatenated values, by operators that keep the

@@ -46,8 +46,8 @@ class SumsAlongSequence:
     def apply(self, facts: Facts) -> Facts:
         """Decompose the operators along the sequence, and drop the axes if anything changed."""
         axes = facts.found_axes
-        found = [] if axes is None or axes.sequence is None else _operators_along_sequence(facts.joint, axes)
-        return replace(facts, joint=_decompose(facts.joint, found), found_axes=None) if found else facts
+        operators = [] if axes is None or axes.sequence is None else _operators_along_sequence(facts.joint, axes)
+        return replace(facts, joint=_decompose(facts.joint, operators), found_axes=None) if operators else facts
 
 
 def _operators_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
@@ -107,8 +107,13 @@ def _is_norm_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
     if not rank:
         return False
     dims = range(rank) if not arguments["dim"] else [dim % rank for dim in arguments["dim"]]
-    along = any(axes.sequence_atom(axes.shapes[operand][dim]) is not None for dim in dims)
-    return along and arguments["ord"] == 2 and arguments["dtype"] is None and value.dtype in (torch.float32, torch.float64)
+    is_along_sequence = any(axes.sequence_atom(axes.shapes[operand][dim]) is not None for dim in dims)
+    return (
+        is_along_sequence
+        and arguments["ord"] == 2
+        and arguments["dtype"] is None
+        and value.dtype in (torch.float32, torch.float64)
+    )
 
 
 def _is_roll_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
@@ -126,8 +131,8 @@ def _is_write_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
     x, rows = tensor_operands(node)
     dim, length = _written_dim(node), shape_of_node(node)[_written_dim(node)]
     are_known = isinstance(length, int) and isinstance(shape_of_node(rows)[dim], int) and bound_arguments(node)["step"] == 1
-    fits = are_known and is_alike(x, rows) and first_row(bound_arguments(node)["start"], length) is not None
-    return fits and node not in axes.static and axes.sequence_atom(axes.shapes[x][dim]) is not None
+    is_static_write = are_known and is_alike(x, rows) and first_row(bound_arguments(node)["start"], length) is not None
+    return is_static_write and node not in axes.static and axes.sequence_atom(axes.shapes[x][dim]) is not None
 
 
 def _written_dim(node: fx.Node) -> int:
@@ -143,11 +148,11 @@ def _emit_slice_write(node: fx.Node, writer: GraphWriter) -> fx.Node:
     padded_rows = writer.call(aten.constant_pad_nd.default, rows, [0, 0] * (rank - 1 - dim) + [start, length - start - count], 0)
     indices = writer.call(aten.arange.default, length, device=node.meta[VALUE].device)
     column_of_indices = writer.call(aten.view.default, indices, [-1] + [1] * (rank - 1 - dim))
-    inside = (
+    bounds = (
         writer.call(aten.ge.Scalar, column_of_indices, start),
         writer.call(aten.lt.Scalar, column_of_indices, start + count),
     )
-    return writer.call(aten.where.self, writer.call(aten.logical_and.default, *inside), padded_rows, x)
+    return writer.call(aten.where.self, writer.call(aten.logical_and.default, *bounds), padded_rows, x)
 
 
 def _emit_roll(node: fx.Node, writer: GraphWriter) -> fx.Node:
@@ -156,8 +161,8 @@ def _emit_roll(node: fx.Node, writer: GraphWriter) -> fx.Node:
     dim = arguments["dims"][0]
     length = operand.meta[VALUE].shape[dim]
     first = -arguments["shifts"][0] % max(length, 1)  # the row that becomes the first one
-    parts = [writer.call(aten.slice.Tensor, operand, dim, *bounds) for bounds in ((first, length), (0, first))]
-    return writer.call(aten.cat.default, parts, dim) if first else operand
+    halves = [writer.call(aten.slice.Tensor, operand, dim, *bounds) for bounds in ((first, length), (0, first))]
+    return writer.call(aten.cat.default, halves, dim) if first else operand
 
 
 def _emit_norm(node: fx.Node, writer: GraphWriter) -> fx.Node:

@@ -47,8 +47,8 @@ class _Bags:
         """
         if self.is_counted is None:
             return values
-        own = values.meta[VALUE]
-        zero = self.writer.call(aten.full.default, [], 0, dtype=own.dtype, device=own.device)
+        value = values.meta[VALUE]
+        zero = self.writer.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
         counted = self.writer.call(aten.unsqueeze.default, self.is_counted, 2) if rank == 3 else self.is_counted
         return self.writer.call(aten.where.self, counted, values, zero)
 
@@ -59,8 +59,8 @@ class _Bags:
         call = self.writer.call
         if self.is_counted is None:
             return call(aten.div.Tensor, values, size_arguments(self.indices, self.writer)[1])
-        number = call(aten.clamp.default, call(aten.sum.dim_IntList, self.is_counted, [1], True), 1)
-        return call(aten.div.Tensor, values, call(aten._to_copy.default, number, dtype=values.meta[VALUE].dtype))
+        count = call(aten.clamp.default, call(aten.sum.dim_IntList, self.is_counted, [1], True), 1)
+        return call(aten.div.Tensor, values, call(aten._to_copy.default, count, dtype=values.meta[VALUE].dtype))
 
     def weighted(self, values: fx.Node) -> fx.Node:
         """Multiply looked-up rows [n k d] by the weights of their indices, if there are any."""
@@ -72,8 +72,8 @@ class _Bags:
 @equation(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def sum_of_a_bag(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """embedding_bag(table, i.view(n * k), arange(0, n * k, k)) -> embedding(table, i).sum(1)"""
-    used = results_in_use(node)
-    if not used or not any(part.users for part in used.get(0, [])):
+    users_by_result = results_in_use(node)
+    if not users_by_result or not any(getitem.users for getitem in users_by_result.get(0, [])):
         return None
     bags = _match_bags(node, writer)
     if bags is None:
@@ -81,7 +81,7 @@ def sum_of_a_bag(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node
     table = bound_arguments(node)["weight"]
     rows = bags.without_padding(bags.weighted(writer.call(aten.embedding.default, table, bags.indices)), 3)
     total = bags.divided_for_mean(writer.call(aten.sum.dim_IntList, rows, [1]))
-    return dict.fromkeys(used[0], total)
+    return dict.fromkeys(users_by_result[0], total)
 
 
 @equation(aten._embedding_bag_backward.default)

@@ -186,8 +186,8 @@ def _emit_range_check(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
     numbers, size = index.numbers, size_arguments(index.source, writer)[index.indexed_dim]
     is_from_end, from_start = writer.call(aten.lt.Scalar, numbers, 0), writer.call(aten.add.Tensor, numbers, size)
     wrapped = writer.call(aten.where.self, is_from_end, from_start, numbers)
-    inside = writer.call(aten.ge.Scalar, wrapped, 0), writer.call(aten.lt.Scalar, wrapped, size)
-    all_inside = writer.call(aten.all.default, writer.call(aten.bitwise_and.Tensor, *inside))
+    bounds = writer.call(aten.ge.Scalar, wrapped, 0), writer.call(aten.lt.Scalar, wrapped, size)
+    all_inside = writer.call(aten.all.default, writer.call(aten.bitwise_and.Tensor, *bounds))
     writer.call(aten._assert_async.msg, all_inside, f"index out of bounds for dimension {index.indexed_dim}")
     return wrapped
 
@@ -210,7 +210,7 @@ def _unsqueezed(node: fx.Node, rank: int, target_rank: int, writer: GraphWriter)
     return node
 
 
-def _emit_scalar(value: float, like: fx.Node, writer: GraphWriter) -> fx.Node:
+def _emit_scalar(number: float, like: fx.Node, writer: GraphWriter) -> fx.Node:
     """Emit a 0-dimensional constant with the dtype and device of another value."""
-    own = like.meta[VALUE]
-    return writer.call(aten.full.default, [], value, dtype=own.dtype, device=own.device)
+    value = like.meta[VALUE]
+    return writer.call(aten.full.default, [], number, dtype=value.dtype, device=value.device)

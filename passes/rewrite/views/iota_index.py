@@ -195,11 +195,11 @@ def row_index(node: fx.Node) -> fx.Node | None:
     """Return the vector that indexes the first dimension in a look-up or a write, if no other dimension is indexed."""
     arguments = bound_arguments(node)
     if "indices" in arguments:
-        first, *others = arguments["indices"]
+        first, *other_indices = arguments["indices"]
     else:
-        first, others = arguments["index"] if arguments["dim"] == 0 else None, []
-    is_only = is_tensor(first) and not any(is_tensor(item) for item in others)
-    return first if is_only and len(shape_of_node(first)) == 1 else None
+        first, other_indices = arguments["index"] if arguments["dim"] == 0 else None, []
+    is_single_vector = is_tensor(first) and not any(is_tensor(item) for item in other_indices)
+    return first if is_single_vector and len(shape_of_node(first)) == 1 else None
 
 
 def repeats(index: fx.Node, rows: Size) -> int | None:

@@ -69,9 +69,10 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
     results: Any = output.args[0]
     has_lengths = any(_has_lengths(node) for node in graph.find_nodes(op="placeholder"))
     memory_places = [_place_in_memory(item, results[:count]) for item in results[:count]]
-    results_by_base = Counter(place[0] for place in memory_places if place)
+    results_by_base = Counter(memory_place[0] for memory_place in memory_places if memory_place)
     output.meta[PLACES] = tuple(
-        place if place and _is_observable(place[0], results_by_base, has_lengths) else None for place in memory_places
+        memory_place if memory_place and _is_observable(memory_place[0], results_by_base, has_lengths) else None
+        for memory_place in memory_places
     )
     output.meta[LAYOUTS] = tuple(map(_strides, results))
     output.meta[MEMORIES] = tuple(
@@ -196,18 +197,16 @@ def _replace_by_strided_read(node: fx.Node, writer: GraphWriter) -> None:
     if node.target is aten.as_strided.default:
         result = writer.call(strided, root, *geometry)
     else:
-        written = writer.call(strided_scatter, root, node.args[1], *geometry)
+        scattered = writer.call(strided_scatter, root, node.args[1], *geometry)
         layout = size_arguments(operand, writer), stride_arguments(operand, writer)
-        result = writer.call(strided, written, *layout, _emit_difference(operand_offset, root_offset, writer))
+        result = writer.call(strided, scattered, *layout, _emit_difference(operand_offset, root_offset, writer))
     node.replace_all_uses_with(result, propagate_meta=False)
     writer.graph.erase_node(node)
 
 
-def _emit_difference(number: Any, other: Any, writer: GraphWriter) -> Any:
+def _emit_difference(left: Any, right: Any, writer: GraphWriter) -> Any:
     """Return `number - other`, as an integer or a node."""
-    return (
-        writer.call(operator.sub, number, other) if isinstance(number, fx.Node) or isinstance(other, fx.Node) else number - other
-    )
+    return writer.call(operator.sub, left, right) if isinstance(left, fx.Node) or isinstance(right, fx.Node) else left - right
 
 
 def _root(node: fx.Node) -> fx.Node:

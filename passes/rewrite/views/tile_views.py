@@ -35,11 +35,11 @@ def block_of_a_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     block = _block(node, source)
     if block is None:
         return None
-    dim, number, size = block
+    dim, block_index, size = block
     blocks = _blocked_shape(shape_of_node(source), dim, size)
     if not any(user.target in VIEWS and shape_of_node(user) == blocks for user in source.users):
         return None
-    return writer.call(aten.select.int, writer.call(aten.view.default, source, list(blocks)), dim, number)
+    return writer.call(aten.select.int, writer.call(aten.view.default, source, list(blocks)), dim, block_index)
 
 
 @equation(aten.slice_backward.default)
@@ -52,12 +52,12 @@ def gradient_of_a_block(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     block = _block(node, node)
     if block is None:
         return None
-    dim, number, size = block
+    dim, block_index, size = block
     blocks = _blocked_shape(shape, dim, size)
-    flattened = (part for part in _summands(_largest_sum_with(node)) if part.target in VIEWS)
-    if not any(shape_of_node(node_argument(part)) == blocks for part in flattened):
+    flattened = (addend for addend in _summands(_largest_sum_with(node)) if addend.target in VIEWS)
+    if not any(shape_of_node(node_argument(addend)) == blocks for addend in flattened):
         return None
-    padded = writer.call(aten.select_backward.default, node.args[0], list(blocks), dim, number)
+    padded = writer.call(aten.select_backward.default, node.args[0], list(blocks), dim, block_index)
     return writer.call(aten.view.default, padded, list(shape))
 
 
@@ -67,15 +67,17 @@ def sum_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
     Also if x, or the gradient, is itself such a sum.
     """
-    parts = node.all_input_nodes
-    if len(parts) != 2 or len(node.args) != 2 or node.kwargs or any(part.target not in VIEWS for part in parts):
+    views = node.all_input_nodes
+    if len(views) != 2 or len(node.args) != 2 or node.kwargs or any(view.target not in VIEWS for view in views):
         return None
-    left, right = (node_argument(part) for part in parts)
-    has_select_backward = any(map(_is_select_backward, (part for item in (left, right) for part in (item, *_addends(item)))))
+    left, right = (node_argument(view) for view in views)
+    has_select_backward = any(
+        map(_is_select_backward, (view for blocks in (left, right) for view in (blocks, *_addends(blocks))))
+    )
     if (
         not has_select_backward
         or shape_of_node(left) != shape_of_node(right)
-        or not _are_like(node, parts)
+        or not _are_like(node, views)
         or not is_fixed(shape_of_node(node))
     ):
         return None
@@ -92,10 +94,10 @@ def block_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None
     block = _block(node, source)
     if block is None or source.target not in VIEWS:
         return None
-    dim, number, size = block
+    dim, block_index, size = block
     blocks = node_argument(source)
     is_joined = shape_of_node(blocks) == _blocked_shape(shape_of_node(source), dim, size)
-    return writer.call(aten.select.int, blocks, dim, number) if is_joined else None
+    return writer.call(aten.select.int, blocks, dim, block_index) if is_joined else None
 
 
 @equation(aten.slice.Tensor)
@@ -105,16 +107,16 @@ def rows_of_a_sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node | N
     The addition matters because 0 + -0 is 0.
     """
     total = node_argument(node)
-    interval, parts = sliced_rows(node, total), total.all_input_nodes
-    if interval is None or total.target is not aten.add.Tensor or len(parts) != 2 or total.kwargs or not _are_like(total, parts):
+    interval, terms = sliced_rows(node, total), total.all_input_nodes
+    if interval is None or total.target is not aten.add.Tensor or len(terms) != 2 or total.kwargs or not _are_like(total, terms):
         return None
-    intervals = [sliced_rows(part, part) if part.target is aten.slice_backward.default else None for part in parts]
-    inside = [part for part, rows in zip(parts, intervals, strict=True) if rows is not None and _contains(rows, interval)]
-    disjoint = [part for part, rows in zip(parts, intervals, strict=True) if rows is not None and _is_disjoint(rows, interval)]
-    if len(inside) != 1 or len(disjoint) != 1 or not node.meta[VALUE].is_floating_point():
+    intervals = [sliced_rows(term, term) if term.target is aten.slice_backward.default else None for term in terms]
+    containing = [term for term, rows in zip(terms, intervals, strict=True) if rows is not None and _contains(rows, interval)]
+    disjoint = [term for term, rows in zip(terms, intervals, strict=True) if rows is not None and _is_disjoint(rows, interval)]
+    if len(containing) != 1 or len(disjoint) != 1 or not node.meta[VALUE].is_floating_point():
         return None
-    start = intervals[parts.index(inside[0])][1]  # type: ignore[index]
-    rows = writer.call(aten.slice.Tensor, inside[0].args[0], interval[0], interval[1] - start, interval[2] - start)
+    start = intervals[terms.index(containing[0])][1]  # type: ignore[index]
+    rows = writer.call(aten.slice.Tensor, containing[0].args[0], interval[0], interval[1] - start, interval[2] - start)
     return writer.call(aten.add.Tensor, rows, 0.0)
 
 
@@ -128,9 +130,9 @@ def _addends(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes if node.target is aten.add.Tensor else []
 
 
-def _are_like(node: fx.Node, parts: Iterable[fx.Node]) -> bool:
+def _are_like(node: fx.Node, addends: Iterable[fx.Node]) -> bool:
     """Whether the addends have the sum's shape and dtype, so that none is broadcast or converted."""
-    return all(shape_of_node(part) == shape_of_node(node) and is_alike(part, node) for part in parts)
+    return all(shape_of_node(addend) == shape_of_node(node) and is_alike(addend, node) for addend in addends)
 
 
 def sliced_rows(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
