@@ -116,7 +116,7 @@ TABLE: tuple[Equation, ...] = (
     causal_conv1d.convolution_of_the_package,
     gqa.heads_repeated_for_groups,
 )
-WHERE_NOTHING_ELSE_DOES: tuple[Equation, ...] = (
+LATE_TABLE: tuple[Equation, ...] = (  # tried only after no rule of `TABLE` applies
     softmax_sink.softmax_without_a_column,
     constant_writes.constants_that_were_written,
 )
@@ -129,7 +129,7 @@ class Canonicalize:
     def apply(self, facts: Facts) -> Facts:
         """Rewrite the joint graph in place, or return the reason why it must stay as it is (`Facts.stands`)."""
         joint = facts.joint
-        if (why := lazy_conj.why_marks_stay(joint.graph, joint.outputs)) is not None:
+        if (why := lazy_conj.why_lazy_values_stay(joint.graph, joint.outputs)) is not None:
             return replace(facts, stands=why)
         strided_access.note_layouts(joint.graph, len(joint.outputs))
         canonicalize(joint.graph, len(joint.outputs))
@@ -141,7 +141,7 @@ class Canonicalize:
 def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
     """Simplify a graph in place. The graph keeps its inputs and outputs; the first `results` outputs belong to the caller."""
     simplify(graph, TABLE, results)
-    while simplify(graph, WHERE_NOTHING_ELSE_DOES, results):
+    while simplify(graph, LATE_TABLE, results):
         simplify(graph, TABLE, results)
     remove_undone_permutations(graph, PRODUCTS)
     drop_unused(graph)

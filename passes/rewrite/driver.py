@@ -83,7 +83,7 @@ def _apply_rule(rule: Equation, node: fx.Node, writer: GraphWriter) -> bool:
 
 
 def _reads(new: fx.Node, old: fx.Node, new_nodes: Collection[fx.Node]) -> bool:
-    """Whether `new` depends on `old` through nodes that the rule has just built."""
+    """Return whether `new` depends on `old` through nodes that the rule has just built."""
     todo, seen = [new], {new}
     while todo:
         inputs = todo.pop().all_input_nodes
@@ -123,7 +123,7 @@ def _merge(node: fx.Node, first_by_key: dict[Any, fx.Node]) -> bool:
 
 
 def makes_axes(node: fx.Node) -> bool:
-    """Whether a result has dimensions that no operand has.
+    """Return whether a result has dimensions that no operand has.
 
     `arange(n)` for the batch and for the sequence look equal if both have n rows, but merging them would unify their
     axes.

@@ -85,7 +85,7 @@ def _group_by_links(pairs: Mapping[fx.Node, BlockAxes], axes: AxisFacts) -> list
 
 
 def _blocks_are_keys(group: Iterable[fx.Node], pairs: Mapping[fx.Node, BlockAxes], joint: JointGraph, axes: AxisFacts) -> bool:
-    """Whether operators normalize over blocks, or sum over them in the forward graph, rather than over rows."""
+    """Return whether operators normalize over blocks, or sum over them in the forward graph, rather than over rows."""
     votes = 0
     for node in group:
         signature = axes.signatures[node]

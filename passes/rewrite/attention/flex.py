@@ -108,7 +108,7 @@ class _FlexCall:
 
     @cached_property
     def sees_all(self) -> bool:
-        """Whether the mask function is the constant True."""
+        """Return whether the mask function is the constant True."""
         return isinstance(self.visible, fx.Node) and self.visible.target is aten.full.default and self.visible.args[1] is True
 
     def number(self, value: float, dtype: torch.dtype) -> fx.Node:
@@ -118,7 +118,7 @@ class _FlexCall:
     # -- the choice of an implementation
 
     def fits_a_kernel(self) -> bool:
-        """Whether a kernel can compute it: the score function at most adds to the score, and only the result is used."""
+        """Return whether a kernel can compute it: the score function at most adds to the score, and only the result is used."""
         query, key, value = (item.meta[VALUE] for item in (self.query, self.key, self.value))
         is_contiguous = all(item.stride(-1) == 1 for item in (query, key, value)) and query.shape[-1] == value.shape[-1]
         used_results = {

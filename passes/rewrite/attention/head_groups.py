@@ -130,7 +130,7 @@ def _match_gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping
 
 
 def _takes_any_head(node: fx.Node) -> bool:
-    """Whether the numbers of heads are static, keys and values have equally many, and there is no mask.
+    """Return whether the numbers of heads are static, keys and values have equally many, and there is no mask.
 
     Attention with a mask is chunked, which makes a loop of it.
     """

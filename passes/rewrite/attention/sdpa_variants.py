@@ -59,7 +59,7 @@ def _backward_calls(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _is_aligned_at_end(node: fx.Node) -> bool:
-    """Whether row i sees keys other than 0 .. i: CUDA's flash attention aligns the last row with the last key."""
+    """Return whether row i sees keys other than 0 .. i: CUDA's flash attention aligns the last row with the last key."""
     arguments = _arguments(node)
     rows, keys = (shape_of_node(arguments[name])[2] for name in ("query", "key"))
     return node.target is aten._scaled_dot_product_flash_attention.default and arguments["is_causal"] and rows != keys

@@ -27,7 +27,7 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.analysis import ValueRanges
-from streamfx.passes.rewrite.attention.softmax_sink import SinkColumn, column_of, converted, fits, is_slice_of
+from streamfx.passes.rewrite.attention.softmax_sink import SinkColumn, all_uses_match, column_of, converted, is_slice_of
 from streamfx.passes.rewrite.attention.unfused_attention import SAME_NUMBERS, Scores, UnfusedAttention, through_views
 from streamfx.passes.rewrite.pattern import equation
 
@@ -42,14 +42,14 @@ def attention_with_a_sink(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
     scores.
     """
     column = column_of(node)
-    if column is None or column.dim != 3 or not fits(column) or not _has_ordinary_range(column.column):
+    if column is None or column.dim != 3 or not all_uses_match(column) or not _has_ordinary_range(column.column):
         return None
     attention = _attention_around(column)
     return None if attention is None else _SinkReplacement(column, attention, writer).replacements()
 
 
 def _has_ordinary_range(sink: fx.Node) -> bool:
-    """Whether the sink's range guarantees that masked scores vanish relative to it."""
+    """Return whether the sink's range guarantees that masked scores vanish relative to it."""
     lower_bound = SWAMPED_BY_HALF if sink.meta[VALUE].dtype == torch.float16 else SWAMPED_BY
     value_range = ValueRanges().of(sink)
     return lower_bound <= value_range.low and value_range.high < INFINITY  # if the sink is NaN, so is the result
@@ -70,7 +70,7 @@ def _attention_around(column: SinkColumn) -> UnfusedAttention | None:
 
 
 def _is_in_order(attention: UnfusedAttention) -> bool:
-    """Whether all gradients come after the result and its gradient: this excludes a forward product that looks like a
+    """Return whether all gradients come after the result and its gradient: this excludes a forward product that looks like a
     gradient.
     """
     return all(attention.last_needed < node for node in attention.gradients)

@@ -36,7 +36,7 @@ def softmax_of_shifted_scores(node: fx.Node, writer: GraphWriter) -> fx.Node | N
 
 
 def _is_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
-    """Whether a value is the maximum of each row along a dimension, which is kept with size one."""
+    """Return whether a value is the maximum of each row along a dimension, which is kept with size one."""
     rank = len(shape_of_node(scores))
     if node.target is operator.getitem and node.args[1] == 0:
         node = node.args[0]  # type: ignore[assignment]
@@ -75,7 +75,7 @@ def _scores_of(gradient: fx.Node) -> fx.Node | None:
 
 
 def _is_share_of_sum(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
-    """Whether a value is plus or minus a gradient's sum over keys, written to one key per row or divided among the
+    """Return whether a value is plus or minus a gradient's sum over keys, written to one key per row or divided among the
     largest.
     """
     dim = bound_arguments(gradient)["dim"] % len(shape_of_node(gradient))
@@ -94,7 +94,7 @@ def _is_share_of_sum(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
 
 
 def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
-    """Whether a value is plus or minus the sum of a gradient along a dimension, which is kept with size one."""
+    """Return whether a value is plus or minus the sum of a gradient along a dimension, which is kept with size one."""
     if not is_tensor(node) or node.meta[VALUE].dtype != gradient.meta[VALUE].dtype:
         return False
     signs = 0
@@ -109,7 +109,7 @@ def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
 
 
 def _counts(node: Any, chosen: fx.Node, dim: int) -> bool:
-    """Whether a value is the number of chosen elements along a dimension."""
+    """Return whether a value is the number of chosen elements along a dimension."""
     if not is_tensor(node) or node.target is not aten.sum.dim_IntList or node.args[0] is not chosen:
         return False
     arguments, rank = bound_arguments(node), len(shape_of_node(chosen))
@@ -118,7 +118,7 @@ def _counts(node: Any, chosen: fx.Node, dim: int) -> bool:
 
 
 def _are_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
-    """Whether a value is the mask of each row's maximum. It has a true element in each row if the scores are numbers."""
+    """Return whether a value is the mask of each row's maximum. It has a true element in each row if the scores are numbers."""
     if node.target is not aten.eq.Tensor:
         return False
     pairs: tuple[tuple[Any, ...], ...] = (node.args, node.args[::-1])

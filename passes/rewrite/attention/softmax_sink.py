@@ -54,7 +54,7 @@ class SinkColumn:
 def softmax_without_a_column(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """softmax(cat([s, k]))[..., :-1] -> softmax(s) * w,  w, u = softmax([logsumexp(s - k), 0])"""
     match = column_of(node)
-    return _emit_without_column(match, writer) if match is not None and fits(match) else None
+    return _emit_without_column(match, writer) if match is not None and all_uses_match(match) else None
 
 
 def column_of(softmax: fx.Node) -> SinkColumn | None:
@@ -79,13 +79,13 @@ def column_of(softmax: fx.Node) -> SinkColumn | None:
     return SinkColumn(softmax, pieces[scores_position], pieces[1 - scores_position], concat_dim, scores_position)
 
 
-def fits(column: SinkColumn) -> bool:
-    """Whether all uses of a softmax drop the column, and its backward separates the column's gradient from the scores'."""
+def all_uses_match(column: SinkColumn) -> bool:
+    """Return whether all uses of a softmax drop the column, and its backward separates the column's gradient from the scores'."""
     return all(is_slice_of(user, column, column.scores_range) or _is_backward(user, column) for user in column.softmax.users)
 
 
 def is_slice_of(node: fx.Node, column: SinkColumn, columns: tuple[int, int]) -> bool:
-    """Whether a value is a slice of the columns of a softmax, or of its gradient."""
+    """Return whether a value is a slice of the columns of a softmax, or of its gradient."""
     return node.target is aten.slice.Tensor and _slice_bounds(node, column) == columns
 
 

@@ -35,7 +35,7 @@ from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.attention import M, N
 from streamfx.passes.ops.traits import is_moved_elements
 from streamfx.passes.rewrite.attention.softmax_sink import converted
-from streamfx.passes.rewrite.views.concat_propagation import Parts
+from streamfx.passes.rewrite.views.concat_propagation import ConcatSlices
 
 aten = torch.ops.aten
 Seen: TypeAlias = "Callable[[Facts], Callable[[fx.Node], bool]]"
@@ -84,14 +84,14 @@ class JoinedKeys:
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)), found_axes=None)
 
 
-def _can_be_split(node: fx.Node, slices: Parts) -> bool:
-    """Whether the keys, values and mask of an attention can be computed slice by slice."""
+def _can_be_split(node: fx.Node, slices: ConcatSlices) -> bool:
+    """Return whether the keys, values and mask of an attention can be computed slice by slice."""
     arguments = bound_arguments(node)
     sliced_operands = [item for name in ("key", "value", "attn_mask") if (item := arguments[name]) is not None]
     return not arguments["is_causal"] and all(map(slices.can_slice, sliced_operands))
 
 
-def _concat_mask(node: fx.Node, slices: Parts) -> bool:
+def _concat_mask(node: fx.Node, slices: ConcatSlices) -> bool:
     """Rewrite a mask computed from a concatenated mask as a concatenation, and return whether it changed."""
     mask = bound_arguments(node)["attn_mask"]
     if mask is None or slices.dim(mask) is None or mask.target is aten.cat.default:
@@ -111,7 +111,7 @@ class _VisibleSlices:
         self.shows_own_keys, self.values, self.axes = shows_own_keys, values, axes
         self.bounds = dict[fx.Node, float]()  # by mask: `_bound` of it, computed once
 
-    def write(self, node: fx.Node, slices: Parts) -> bool:
+    def write(self, node: fx.Node, slices: ConcatSlices) -> bool:
         """Replace an attention by one per slice of keys, and return whether this was possible."""
         mask = bound_arguments(node)["attn_mask"]
         masks = (None,) * len(slices.lengths) if mask is None else slices.of(mask)
@@ -157,9 +157,9 @@ class _VisibleSlices:
         return max(*scalar_magnitudes, *map(self._bound, operands), 0)
 
 
-def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, Parts]:
+def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, ConcatSlices]:
     """Return the concatenations of rows of the sequence and blocks of rows, by axis."""
-    writer, slices_by_axis = GraphWriter(joint.graph), dict[Atom | None, Parts]()
+    writer, slices_by_axis = GraphWriter(joint.graph), dict[Atom | None, ConcatSlices]()
     for node in axes.signatures:
         concat = axes.signatures[node].joined if node.target is aten.cat.default else None
         if concat is not None:
@@ -170,12 +170,12 @@ def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, 
             ]
             lengths = [axes.table.size_of_dim(dim) for dim in dims[1:]]
             if len(dims[0]) == 1 and _are_rows_and_blocks(dims[1:], axes) and all(isinstance(length, int) for length in lengths):
-                slices_by_axis.setdefault(dims[0][0], Parts(axes, writer, dims[0][0], lengths))  # type: ignore[arg-type]
+                slices_by_axis.setdefault(dims[0][0], ConcatSlices(axes, writer, dims[0][0], lengths))  # type: ignore[arg-type]
     return slices_by_axis
 
 
 def _are_rows_and_blocks(dims: Sequence[Dim], axes: AxisFacts) -> bool:
-    """Whether some dimensions are rows of the sequence and others are blocks of rows."""
+    """Return whether some dimensions are rows of the sequence and others are blocks of rows."""
     assert axes.sequence is not None
     kinds = {dim[0] in axes.sequence.blocks for dim in dims if len(dim) == 1 and dim[0] in axes.sequence.members}
     return kinds == {False, True}
@@ -190,7 +190,7 @@ def _key_axis(node: fx.Node, axes: AxisFacts) -> Atom | None:
 # -- writing the replacement
 
 
-def _write_forward(node: fx.Node, slices: Parts, shows_own: Sequence[bool]) -> None:
+def _write_forward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
     """Emit one attention per slice of keys, and replace the results by their sum weighted by the share of each slice."""
     query, operands = tensor_operands(node)[0], _operands_by_slice(node, slices)
     dtype, call = query.meta[VALUE].dtype, slices.writer.before(node).call
@@ -218,7 +218,7 @@ def _masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.masked_fill.Scalar, lse, writer.call(aten.eq.Scalar, largest, -math.inf), -math.inf)
 
 
-def _write_backward(node: fx.Node, slices: Parts, shows_own: Sequence[bool]) -> None:
+def _write_backward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
     """Emit one attention backward per slice of keys, and replace the gradients by the sum or concatenation of all."""
     gradient, query, *_, out, total = node.args
     operands = _operands_by_slice(node, slices)
@@ -236,7 +236,7 @@ def _write_backward(node: fx.Node, slices: Parts, shows_own: Sequence[bool]) -> 
     _replace_results(node, (of_query, call(aten.cat.default, of_keys, 2), call(aten.cat.default, of_values, 2)))
 
 
-def _bypass_slices(gradient: fx.Node, slices: Parts) -> None:
+def _bypass_slices(gradient: fx.Node, slices: ConcatSlices) -> None:
     """Replace slices of a concatenated gradient, or of values computed from it, by the gradient's own slices."""
     starts = [sum(slices.lengths[:i]) for i in range(len(slices.lengths))]
     todo = list(gradient.users)
@@ -250,7 +250,7 @@ def _bypass_slices(gradient: fx.Node, slices: Parts) -> None:
             todo.extend(node.users)
 
 
-def _slice_number(node: fx.Node, starts: Sequence[int], slices: Parts) -> int | None:
+def _slice_number(node: fx.Node, starts: Sequence[int], slices: ConcatSlices) -> int | None:
     """Return which slice of the concatenation a `slice` node takes, or None."""
     arguments, source = bound_arguments(node), tensor_operands(node)[0]
     dim = arguments["dim"] % source.meta[VALUE].dim()
@@ -260,7 +260,7 @@ def _slice_number(node: fx.Node, starts: Sequence[int], slices: Parts) -> int | 
     return list(starts).index(start) if slices.can_slice(source) else None
 
 
-def _operands_by_slice(node: fx.Node, slices: Parts) -> list[tuple[fx.Node, fx.Node, dict[str, object]]]:
+def _operands_by_slice(node: fx.Node, slices: ConcatSlices) -> list[tuple[fx.Node, fx.Node, dict[str, object]]]:
     """Return the keys, values and options of each slice."""
     arguments = bound_arguments(node)
     keys, values, mask = (None if item is None else slices.of(item) for item in map(arguments.get, ("key", "value", "attn_mask")))
@@ -279,7 +279,7 @@ def _replace_results(node: fx.Node, results: Sequence[fx.Node]) -> None:
     node.graph.erase_node(node)
 
 
-EMITTERS: dict[object, Callable[[fx.Node, Parts, Sequence[bool]], None]] = {
+EMITTERS: dict[object, Callable[[fx.Node, ConcatSlices, Sequence[bool]], None]] = {
     ATTENTION: _write_forward,
     ATTENTION_BACKWARD: _write_backward,
 }

@@ -116,7 +116,7 @@ class UnfusedAttention:
         return left is probabilities and self._record_or_compare("gradient", right)
 
     def is_gradient_of_probabilities(self, value: fx.Node) -> bool:
-        """Whether a value is the product of the result's gradient and the values."""
+        """Return whether a value is the product of the result's gradient and the values."""
         left, right = factors(through_views(value)) or (None, None)
         return self._record_or_compare("gradient", left) and self.values is not None and is_transpose_of(right, self.values)
 
@@ -158,7 +158,7 @@ class UnfusedAttention:
         return max([*self.results, *([] if self.gradient is None else [self.gradient])])
 
     def fits_a_kernel(self) -> bool:
-        """Whether a kernel can take all operands without a conversion."""
+        """Return whether a kernel can take all operands without a conversion."""
         if not self.results or self.values is None or not shape_of_node(self.values)[-1]:
             return False
         if self.gradient is not None and shape_of_node(self.gradient) != shape_of_node(self.results[0]):
@@ -190,14 +190,14 @@ def uses_through_views(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def is_transpose_of(node: Any, source: fx.Node) -> bool:
-    """Whether a value is another value [bh m n] with its last two dimensions transposed."""
+    """Return whether a value is another value [bh m n] with its last two dimensions transposed."""
     if not is_tensor(node) or node.target is not aten.transpose.int or len(shape_of_node(node)) != 3:
         return False
     return node.args[0] is source and {dim % 3 for dim in node.args[1:]} == {1, 2}
 
 
 def _is_fold(node: fx.Node, source: Any) -> bool:
-    """Whether two values of the same elements have equal shapes, or one flattens the first two dimensions of the other."""
+    """Return whether two values of the same elements have equal shapes, or one flattens the first two dimensions of the other."""
     shape, source_shape = (shape_of_node(item) for item in (node, source))
     if node.meta[VALUE].dtype != source.meta[VALUE].dtype or len(shape) < 2 or len(source_shape) < 2:
         return False

@@ -47,7 +47,7 @@ def in_documents(query: fx.Node, size: Any, window: WindowSize, ends: tuple[fx.N
 
 
 def _are_one_value(first: fx.Node, second: fx.Node) -> bool:
-    """Whether two values are equal up to copies; values of a graph are never mutated."""
+    """Return whether two values are equal up to copies; values of a graph are never mutated."""
     return _before_copies(first) is _before_copies(second)
 
 

@@ -72,7 +72,7 @@ class SumsOverRanks:
 
 
 def _may_be_merged(*operands: fx.Node) -> bool:
-    """Whether two values are equal linear reductions, each with one user."""
+    """Return whether two values are equal linear reductions, each with one user."""
     if len(operands) != 2 or any(len(part.users) != 1 for part in operands):
         return False
     left, right = operands

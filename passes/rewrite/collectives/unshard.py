@@ -131,7 +131,7 @@ def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _pads_with_nonzero(node: fx.Node) -> bool:
-    """Whether an operator pads its operand with a value other than zero."""
+    """Return whether an operator pads its operand with a value other than zero."""
     return node.target is aten.constant_pad_nd.default and bound_arguments(node)["value"] != 0
 
 
@@ -141,7 +141,7 @@ def _is_reassembly(node: fx.Node) -> bool:
 
 
 def _keeps_elements(node: fx.Node) -> bool:
-    """Whether an operator returns elements of its operand, at most rounded or padded with zeros."""
+    """Return whether an operator returns elements of its operand, at most rounded or padded with zeros."""
     if _pads_with_nonzero(node):
         return False
     if node.target is aten._to_copy.default:
@@ -150,7 +150,7 @@ def _keeps_elements(node: fx.Node) -> bool:
 
 
 def _is_only_result(end: fx.Node, subgraph: set[fx.Node]) -> bool:
-    """Whether `end` is the only value of a subgraph with users outside it, and is no output of the graph."""
+    """Return whether `end` is the only value of a subgraph with users outside it, and is no output of the graph."""
     leaves = any(user.op == "output" for user in end.users)
     return not leaves and all(user in subgraph for node in subgraph - {end} for user in node.users)
 

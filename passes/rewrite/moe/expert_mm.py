@@ -33,7 +33,7 @@ aten = torch.ops.aten
 SAME_NUMBERS = SAME_SHAPES | RESHAPED
 
 
-def product(orders: Permutations, node: fx.Node) -> None:
+def grouped_product(orders: Permutations, node: fx.Node) -> None:
     """Record the twin of a product (x, weight, ends): rows times the weight of their group, or rows times rows per group."""
     arguments = bound_arguments(node)
     x, weight = node.args[:2]
@@ -56,10 +56,10 @@ def product(orders: Permutations, node: fx.Node) -> None:
         group = _proven_group(orders, node, rows.order, ends, shape_of_node(ends)[0])
         if group is not None and other_rows.order is rows.order:
             across = writer.call(aten.transpose.int, rows.twin, 0, 1)
-            orders.record(node, rows.order, _emit_grouped_outer(across, other_rows.twin, group, node, writer), None)
+            orders.record(node, rows.order, _emit_grouped_outer(across, other_rows.twin, group, node, writer), dim=None)
 
 
-def product_backward(orders: Permutations, node: fx.Node) -> None:
+def grouped_product_backward(orders: Permutations, node: fx.Node) -> None:
     """Record the twins of the gradients of (x, weight, ends, gradient) with respect to x and weight."""
     x, weight, ends, gradient = node.args
     rows, cotangent = orders.permuted_along(x), orders.permuted_along(gradient)
@@ -77,7 +77,7 @@ def product_backward(orders: Permutations, node: fx.Node) -> None:
             transposed = writer.call(aten.transpose.int, weight, 1, 2)
             orders.record(getitem, rows.order, writer.call(GROUPED_MM, cotangent.twin, transposed, group))
         else:
-            orders.record(getitem, rows.order, _emit_grouped_outer(rows.twin, cotangent.twin, group, getitem, writer), None)
+            orders.record(getitem, rows.order, _emit_grouped_outer(rows.twin, cotangent.twin, group, getitem, writer), dim=None)
     orders.permuted[node] = Permuted(rows.order, rows.twin, ())
 
 
@@ -118,7 +118,7 @@ def _record_fallback(node: fx.Node, reason: str) -> None:
 
 
 def _is_single_full_group(ends: fx.Node, keys: fx.Node) -> bool:
-    """Whether the single group ends at the last row: a histogram with one bin and automatic bounds counts every value."""
+    """Return whether the single group ends at the last row: a histogram with one bin and automatic bounds counts every value."""
     counts = _cumsum_operand(ends, shape_of_node(keys))
     if counts is None or counts.target is not aten.histc.default:
         return False
@@ -147,7 +147,7 @@ def _cumsum_operand(ends: fx.Node, counted: tuple[Size, ...]) -> fx.Node | None:
 
 
 def _holds_counts(dtype: torch.dtype, counted: tuple[Size, ...]) -> bool:
-    """Whether a dtype represents all counts exactly. If the size is dynamic, eager's own float32 counts are assumed to be
+    """Return whether a dtype represents all counts exactly. If the size is dynamic, eager's own float32 counts are assumed to be
     exact.
     """
     largest_count = sizes.product(counted)
@@ -219,7 +219,7 @@ COUNTERS: dict[Any, Any] = {
     aten.sum.dim_IntList: _match_equality_sum,
 }
 PRODUCTS = {
-    "aten::_grouped_mm": product,
-    "transformers::grouped_mm_fallback": product,
-    "transformers::grouped_mm_fallback_backward": product_backward,
+    "aten::_grouped_mm": grouped_product,
+    "transformers::grouped_mm_fallback": grouped_product,
+    "transformers::grouped_mm_fallback_backward": grouped_product_backward,
 }

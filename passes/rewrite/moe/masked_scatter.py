@@ -24,12 +24,12 @@ def rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """
     arguments = bound_arguments(node)
     source, mask = arguments["source"], arguments["mask"]
-    rows = _mask_of_rows(mask)
+    row_mask = _mask_of_rows(mask)
     width = shape_of_node(node)[-1] if shape_of_node(node) else 0
     has_shape_of_rows = shape_of_node(mask) == shape_of_node(node) and shape_of_node(source)[-1:] == (width,)
-    if rows is None or not has_shape_of_rows or not _are_static(node, source) or not _has_rows(source):
+    if row_mask is None or not has_shape_of_rows or not _are_static(node, source) or not _has_rows(source):
         return None
-    row_numbers = _row_numbers(rows, writer)
+    row_numbers = _row_numbers(row_mask, writer)
     flat = writer.call(aten.reshape.default, source, [-1, width])
     return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [row_numbers]), node_argument(node))
 
@@ -57,16 +57,16 @@ def number_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def gradient_of_rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gradient of the source -> zeros, with the masked rows added at cumsum(mask) - 1"""
     gradient, mask, sizes = node_argument(node), node_argument(node, 1), node.args[2]
-    rows, value = _mask_of_rows(mask), node.meta[VALUE]
+    row_mask, value = _mask_of_rows(mask), node.meta[VALUE]
     width = shape_of_node(gradient)[-1] if shape_of_node(gradient) else 0
     has_shape_of_rows = shape_of_node(mask) == shape_of_node(gradient) and shape_of_node(node)[-1:] == (width,)
-    if rows is None or not has_shape_of_rows or not _are_static(node, gradient) or not _has_rows(node):
+    if row_mask is None or not has_shape_of_rows or not _are_static(node, gradient) or not _has_rows(node):
         return None
     keywords = {"dtype": value.dtype, "device": value.device}
     zero = writer.call(aten.full.default, [], 0.0, **keywords)
     masked = writer.call(aten.where.self, mask, gradient, zero)
     zeros = writer.call(aten.full.default, [math.prod(value.shape[:-1]), width], 0.0, **keywords)
-    added = writer.call(aten.index_put.default, zeros, [_row_numbers(rows, writer)], masked, True)
+    added = writer.call(aten.index_put.default, zeros, [_row_numbers(row_mask, writer)], masked, True)
     return writer.call(aten.reshape.default, added, list(sizes))  # type: ignore[arg-type]
 
 
@@ -91,12 +91,12 @@ def _before_clones(node: fx.Node) -> fx.Node:
     return node
 
 
-def _row_numbers(rows: fx.Node, writer: GraphWriter) -> fx.Node:
+def _row_numbers(row_mask: fx.Node, writer: GraphWriter) -> fx.Node:
     """Return the index of each masked row among all masked rows; 0 before the first one."""
-    shape = list(shape_of_node(rows))[:-1]
-    if rows.meta[VALUE].dtype != torch.bool:
-        rows = writer.call(aten._to_copy.default, rows, dtype=torch.bool)
-    flat = writer.call(aten._to_copy.default, writer.call(aten.reshape.default, rows, [-1]), dtype=torch.int64)
+    shape = list(shape_of_node(row_mask))[:-1]
+    if row_mask.meta[VALUE].dtype != torch.bool:
+        row_mask = writer.call(aten._to_copy.default, row_mask, dtype=torch.bool)
+    flat = writer.call(aten._to_copy.default, writer.call(aten.reshape.default, row_mask, [-1]), dtype=torch.int64)
     numbers = writer.call(aten.clamp.default, writer.call(aten.sub.Tensor, writer.call(aten.cumsum.default, flat, 0), 1), 0)
     return writer.call(aten.reshape.default, numbers, shape)
 

@@ -33,7 +33,7 @@ from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.registry import RuleCall, rule_for, said_by
 from streamfx.passes.rewrite.driver import replace
-from streamfx.passes.rewrite.views.iota_index import counts_up, looked_up_by_number, row_index
+from streamfx.passes.rewrite.views.iota_index import counts_up, row_index, without_counting_index
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -157,7 +157,7 @@ def _propagate(orders: Permutations, node: fx.Node) -> None:
     writer = orders.writer.before(node)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: twins.get(argument, argument))
     twin = writer.call(node.target, *args, **kwargs)
-    twin = looked_up_by_number(twin, writer) or twin
+    twin = without_counting_index(twin, writer) or twin
     has_permuted_result = not is_tensor(node) or dims[0] is not None
     (orders.permuted if has_permuted_result else orders.restored)[node] = Permuted(marks[0].order, twin, dims)
     return None
@@ -245,7 +245,7 @@ def _handle_lookup(orders: Permutations, node: fx.Node) -> None:
     index = row_index(node)
     rows = orders.permuted_along(node.args[0])
     if rows is not None and index is not None and orders.inverse.get(index) is rows.order:
-        orders.record(node, rows.order, rows.twin, None)
+        orders.record(node, rows.order, rows.twin, dim=None)
 
 
 def _handle_write(orders: Permutations, node: fx.Node) -> None:
@@ -266,7 +266,7 @@ def _record_write(orders: Permutations, node: fx.Node, order: fx.Node, rows: fx.
     """Record the result of result[order[i]] = rows[i]: restored rows, or an inverse permutation if the rows count up."""
     permuted_rows = orders.permuted_along(rows)
     if permuted_rows is not None and permuted_rows.order is order:
-        orders.record(node, order, permuted_rows.twin, None)
+        orders.record(node, order, permuted_rows.twin, dim=None)
     elif counts_up(rows):
         orders.inverse[node] = order
 

@@ -139,7 +139,7 @@ def computes(node: fx.Node) -> bool:
 
 
 def _has_shape(result: Any) -> bool:
-    """Whether a step's result is a tensor of static shape."""
+    """Return whether a step's result is a tensor of static shape."""
     return isinstance(result, fx.Node) and is_tensor(result) and all(isinstance(n, int) for n in result.meta[VALUE].shape)
 
 

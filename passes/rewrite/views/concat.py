@@ -29,7 +29,7 @@ class _Concat:
 
     @property
     def is_pair(self) -> bool:
-        """Whether there are exactly two computed operands, concatenated along a dimension other than the last."""
+        """Return whether there are exactly two computed operands, concatenated along a dimension other than the last."""
         computed = [piece for piece in self.operands if fill_of(piece) is None]
         return self.is_float and len(computed) == len(self.operands) == 2 and self.dim < self.rank - 1
 

@@ -49,7 +49,7 @@ MOVES = (
 )
 
 
-class Parts:
+class ConcatSlices:
     """The slices of values along one concatenated axis. Each slice is written once, right after its value."""
 
     def __init__(self, axes: AxisFacts, writer: GraphWriter, axis: Atom, lengths: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class Parts:
         return next(dims_of_axis, None)
 
     def can_slice(self, value: fx.Node) -> bool:
-        """Whether each slice of a value can be computed from slices of concatenated values, by operators that keep the
+        """Return whether each slice of a value can be computed from slices of concatenated values, by operators that keep the
         axis.
         """
         todo, seen = [value], set[fx.Node]()
@@ -96,7 +96,7 @@ class Parts:
         return lengths == self.lengths and len(operands) == len(lengths)
 
     def _maps_slices(self, node: fx.Node) -> bool:
-        """Whether a slice of an operator's result depends only on the same slice of its operands."""
+        """Return whether a slice of an operator's result depends only on the same slice of its operands."""
         if node.op != "call_function" or not all(map(self._has_axis_alone, (node, *tensor_operands(node)))):
             return False
         if node.target in ALONG_OTHERS:
@@ -104,7 +104,7 @@ class Parts:
         return node.target in SHAPED or node.target in MOVES or (rule_for(node) is broadcast and not is_random(node))
 
     def _keeps_axis(self, node: fx.Node) -> bool:
-        """Whether an operator keeps the axis and operates along other axes only."""
+        """Return whether an operator keeps the axis and operates along other axes only."""
         signature, letters = self.axes.signatures.get(node), self.axes.letters.get(node, {})
         labels_of_axis = [letter for letter, dim in letters.items() if self.axis in self.axes.table.resolve(dim)]
         return (

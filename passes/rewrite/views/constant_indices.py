@@ -54,7 +54,7 @@ EVALUATED = (
 
 
 def are_row_numbers(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
-    """Whether indices, broadcast to `shape`, enumerate all elements of dimensions `rows` once, in row-major order."""
+    """Return whether indices, broadcast to `shape`, enumerate all elements of dimensions `rows` once, in row-major order."""
     if product(shape) != product(rows):
         return False
     if len(indices) == 1 and _is_view_of_count(indices[0], rows[0], shape):
@@ -78,7 +78,7 @@ def are_row_numbers(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: t
 
 
 def counts_in_steps(node: fx.Node, step: int) -> bool:
-    """Whether a vector is 0, step, 2 * step, ..., and its dtype holds all of these exactly."""
+    """Return whether a vector is 0, step, 2 * step, ..., and its dtype holds all of these exactly."""
     if node.target is aten.arange.start_step:
         arguments = bound_arguments(node)
         is_held = is_exact_in(node.meta[VALUE].dtype, 0, step * longest(shape_of_node(node)[0]))
@@ -121,7 +121,7 @@ def _run_on_cpu(node: fx.Node, evaluated: dict[fx.Node, Tensor | None]) -> Tenso
 
 
 def _is_view_of_count(index: fx.Node, rows: Size, shape: tuple[Size, ...]) -> bool:
-    """Whether an index has this shape and is a view of a vector 0, 1, 2, ... in row-major order."""
+    """Return whether an index has this shape and is a view of a vector 0, 1, 2, ... in row-major order."""
     if shape_of_node(index) != shape:
         return False
     while index.target in VIEWS and is_tensor(index.args[0]):

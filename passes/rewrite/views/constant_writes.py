@@ -198,7 +198,7 @@ def _constant_of(rows: fx.Node) -> float | None:
 
 
 def _represents(dtype: torch.dtype, number: float) -> bool:
-    """Whether a dtype represents a number exactly."""
+    """Return whether a dtype represents a number exactly."""
     if dtype.is_complex or (not dtype.is_floating_point and not number.is_integer()):
         return False
     if not dtype.is_floating_point and dtype != torch.bool and not torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max:
@@ -239,7 +239,7 @@ class _Regions:
         return self._conjunction(terms)
 
     def _is_empty_outside(self, low: ColumnLine, high: ColumnLine, begin: int, end: int) -> bool:
-        """Whether two lines leave no column between them in rows before `begin` and from `end` on."""
+        """Return whether two lines leave no column between them in rows before `begin` and from `end` on."""
         if self._rows == END:
             return begin == 0 and end == END
         outside = (*range(begin), *range(end, self._rows))

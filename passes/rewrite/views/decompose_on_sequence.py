@@ -90,7 +90,7 @@ def _is_concat_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
 
 
 def _can_be_padded(node: fx.Node, operand: fx.Node, dim: int) -> bool:
-    """Whether the padded operand can be added to the others."""
+    """Return whether the padded operand can be added to the others."""
     operand_value, value = operand.meta[VALUE], node.meta[VALUE]
     return bool(
         operand_value.dtype == value.dtype
@@ -101,7 +101,7 @@ def _can_be_padded(node: fx.Node, operand: fx.Node, dim: int) -> bool:
 
 
 def _is_norm_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
-    """Whether a Euclidean norm is taken along the sequence."""
+    """Return whether a Euclidean norm is taken along the sequence."""
     arguments, operand = bound_arguments(node), node_argument(node)
     rank, value = len(shape_of_node(operand)), operand.meta[VALUE]
     if not rank:
@@ -117,7 +117,7 @@ def _is_norm_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
 
 
 def _is_roll_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
-    """Whether rows of the sequence are shifted cyclically."""
+    """Return whether rows of the sequence are shifted cyclically."""
     arguments, operand = bound_arguments(node), node_argument(node)
     if len(arguments["dims"]) != 1 or node in axes.static:
         return False
@@ -127,7 +127,7 @@ def _is_roll_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
 
 
 def _is_write_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
-    """Whether a contiguous slice of the sequence is overwritten."""
+    """Return whether a contiguous slice of the sequence is overwritten."""
     x, rows = tensor_operands(node)
     dim, length = _written_dim(node), shape_of_node(node)[_written_dim(node)]
     are_known = isinstance(length, int) and isinstance(shape_of_node(rows)[dim], int) and bound_arguments(node)["step"] == 1

@@ -122,7 +122,7 @@ def _broadcast_to_hits(values: fx.Node, index: _OneHotIndex, writer: GraphWriter
 
 
 def _is_written_back(values: fx.Node, index: _OneHotIndex) -> bool:
-    """Whether a value computed from a look-up is written to the index that it was read from."""
+    """Return whether a value computed from a look-up is written to the index that it was read from."""
     return _is_computed_from_lookup(values, index) and any(
         user.target is aten.index_put.default and node_argument(user) is index.source and _match_index(user) == index
         for user in values.users
@@ -130,7 +130,7 @@ def _is_written_back(values: fx.Node, index: _OneHotIndex) -> bool:
 
 
 def _is_computed_from_lookup(values: fx.Node, index: _OneHotIndex) -> bool:
-    """Whether values are computed elementwise, with a number, from the elements that they overwrite."""
+    """Return whether values are computed elementwise, with a number, from the elements that they overwrite."""
     if values.target not in OF_NUMBERS or not is_tensor(values.args[0]) or not isinstance(values.args[1], (int, float)):
         return False
     look_up = node_argument(values)

@@ -65,7 +65,7 @@ def gradient_of_rows_in_order(node: fx.Node, writer: GraphWriter) -> fx.Node | N
 
 
 def _is_added_to_zeros(node: fx.Node) -> bool:
-    """Whether floating-point values are added to zeros of the same shape."""
+    """Return whether floating-point values are added to zeros of the same shape."""
     arguments = bound_arguments(node)
     is_whole = shape_of_node(arguments["src"]) == shape_of_node(arguments["index"]) == shape_of_node(node)
     return is_whole and is_zero(arguments["self"]) and node.meta[VALUE].is_floating_point()
@@ -107,7 +107,7 @@ def _sort_keys(node: fx.Node, dim: int) -> fx.Node | None:
 
 
 def _is_permutation(node: fx.Node, dim: int) -> bool:
-    """Whether each index occurs once along a dimension: the indices of a sort in either direction."""
+    """Return whether each index occurs once along a dimension: the indices of a sort in either direction."""
     sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
     if sort.target not in (SORTS if sort is not node else ORDERS):
         return False
@@ -116,7 +116,7 @@ def _is_permutation(node: fx.Node, dim: int) -> bool:
 
 
 def _is_arange_along(node: fx.Node, dim: int) -> bool:
-    """Whether a tensor is 0, 1, 2, ... along a dimension and constant along all others."""
+    """Return whether a tensor is 0, 1, 2, ... along a dimension and constant along all others."""
     shape = shape_of_node(node)
     node = node_argument(node) if node.target is aten.expand.default else node
     own_shape = shape_of_node(node)

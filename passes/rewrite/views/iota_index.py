@@ -32,7 +32,7 @@ LISTED = 16  # largest index that is written as slices
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def looked_up_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+def without_counting_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """Return a replacement for a look-up of rows, or a sum into rows, if its index counts up; else None."""
     if node.target in (aten.index.Tensor, aten._unsafe_index.Tensor):
         return _emit_lookup(node, writer)
@@ -162,7 +162,7 @@ def _constant_runs(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | No
 
 
 def is_never_negative(index: fx.Node) -> bool:
-    """Whether an index vector cannot be negative: it holds indices of a sort or a range, possibly divided by a positive
+    """Return whether an index vector cannot be negative: it holds indices of a sort or a range, possibly divided by a positive
     integer.
     """
     while index.meta[VALUE].dtype in NUMBERS and (index.target in (*SAME_NUMBERS, *VIEWS) or _is_floor_divided(index)):
@@ -220,7 +220,7 @@ def repeats(index: fx.Node, rows: Size) -> int | None:
 
 
 def _holds_row_numbers(node: fx.Node, rows: Size) -> bool:
-    """Whether the dtypes of an index vector and of its operand hold all row indices exactly."""
+    """Return whether the dtypes of an index vector and of its operand hold all row indices exactly."""
     types = [node.meta[VALUE].dtype, node_argument(node).meta[VALUE].dtype]
     return all(not dtype.is_floating_point and is_exact_in(dtype, 0, longest(rows)) for dtype in types)
 
@@ -237,7 +237,7 @@ def _repeats_of_matrix(node: fx.Node) -> Size | None:
 
 
 def counts_up(node: Any) -> bool:
-    """Whether a vector is 0, 1, 2, ..., and its dtype holds all of these exactly."""
+    """Return whether a vector is 0, 1, 2, ..., and its dtype holds all of these exactly."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in COUNTS:
         return False
     arguments = bound_arguments(node)

@@ -50,7 +50,7 @@ class _Piece:
         return _Piece(begin, end - begin, self.value, self.start + begin - self.row, self.is_row)
 
     def is_whole(self, dim: int) -> bool:
-        """Whether the piece holds all rows of its value."""
+        """Return whether the piece holds all rows of its value."""
         return isinstance(self.value, fx.Node) and self.count == shape_of_node(self.value)[dim]
 
 

@@ -101,12 +101,12 @@ def _place_in_memory(item: Any, results: Sequence[Any]) -> Place | None:
 
 
 def _is_observable(position: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
-    """Whether AOTAutograd, or a caller who writes into shared memory, can observe where an output lies."""
+    """Return whether AOTAutograd, or a caller who writes into shared memory, can observe where an output lies."""
     return has_lengths or shared[position] > 1 or not isinstance(position, OtherMemory)
 
 
 def reads_memory(node: fx.Node) -> bool:
-    """Whether an operator depends on the layout of its operands' memory: it reads strides, or no rule describes it."""
+    """Return whether an operator depends on the layout of its operands' memory: it reads strides, or no rule describes it."""
     if isinstance(node.target, RestridedOperator):  # streamfx restrides operands only for operators that do not read strides
         return False
     return node.target in READS_STRIDES or (is_opaque(node) and not _makes_view(node))
@@ -133,7 +133,7 @@ def shown_by(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _has_lengths(node: fx.Node) -> bool:
-    """Whether an input is a dynamic size, or a tensor with one."""
+    """Return whether an input is a dynamic size, or a tensor with one."""
     value = node.meta.get(VALUE)
     if not isinstance(value, torch.Tensor):
         return isinstance(value, torch.SymInt)
@@ -147,7 +147,7 @@ def _strides(item: Any) -> tuple[Size, ...] | None:
 
 
 def _is_plain_view(node: fx.Node) -> bool:
-    """Whether an operator that reads memory is only a view.
+    """Return whether an operator that reads memory is only a view.
 
     It keeps its operand's layout, or reads a contiguous operand in order. PyTorch's decomposition of group norm ends with
     such an operator.

@@ -131,14 +131,12 @@ def _addends(node: fx.Node) -> list[fx.Node]:
 
 
 def _are_like(node: fx.Node, addends: Iterable[fx.Node]) -> bool:
-    """Whether the addends have the sum's shape and dtype, so that none is broadcast or converted."""
+    """Return whether the addends have the sum's shape and dtype, so that none is broadcast or converted."""
     return all(shape_of_node(addend) == shape_of_node(node) and is_alike(addend, node) for addend in addends)
 
 
 def sliced_rows(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
-    """Return the dimension of `whole` that a slice reads or writes, and its first and end row; None if they are not
-    static.
-    """
+    """Return (dim, first row, end row) of the rows of `whole` that a slice reads or writes; None if they are not static."""
     arguments, shape = bound_arguments(node), shape_of_node(whole)
     dim = arguments["dim"] % max(len(shape), 1)
     start, end, length = arguments["start"], arguments["end"], shape[dim] if shape else None
@@ -165,7 +163,7 @@ def is_fixed(shape: Iterable[Size]) -> bool:
 
 
 def _block(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
-    """Return the dimension of `whole` along which a slice is one of several equal blocks, its number, and its size."""
+    """Return (dim, block index, block size) if a slice is one of several equal blocks of `whole`, else None."""
     shape, rows = shape_of_node(whole), sliced_rows(node, whole)
     if rows is None or not is_fixed(shape):
         return None
