@@ -126,17 +126,17 @@ def anything(value: Any) -> bool:
 
 
 def fractions(value: Any) -> bool:
-    """A floating-point type, or None for the operand's own: integers and booleans would round."""
+    """Accept a floating-point type, or None for the operand's own: integers and booleans would round."""
     return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
 
 
 def adds(value: Any) -> bool:
-    """Values are accumulated: without that, either of two values for one index might stay."""
+    """Accept True for `accumulate`: without accumulation, either of two values for one index might stay."""
     return value is True
 
 
 def weight_alone(value: Any) -> bool:
-    """Only the weight's gradient is requested from a convolution's backward (of input, weight and bias)."""
+    """Accept the output mask of a convolution's backward that requests only the weight's gradient (of input, weight, bias)."""
     return list(value) == [False, True, False]
 
 

@@ -102,7 +102,7 @@ def _replacements(node: fx.Node, result: Equals) -> Mapping[fx.Node, fx.Node]:
 
 
 def replace(node: fx.Node, replacement: fx.Node, is_new: bool) -> bool:
-    """Replace the uses of a node by `equal`, and return whether anything changed.
+    """Replace the uses of a node by `replacement`, and return whether anything changed.
 
     An output of the graph is only replaced by a new node: the caller may rely on two outputs being two tensors.
     """

@@ -138,7 +138,7 @@ def _floor_divide(self: Range, other: Range) -> Range:
 
 @elementwise(aten.remainder.Tensor, aten.remainder.Scalar)
 def _remainder(call: RangeCall, self: Range, other: Range) -> Range:
-    """The result has the divisor's sign, and is smaller in magnitude, up to rounding."""
+    """Return the range of a remainder: it has the divisor's sign, and is smaller in magnitude, up to rounding."""
     if not other.low > 0 or math.isinf(self.magnitude) or self.nan or other.nan:
         return everything(call.dtype)
     is_integer = not call.dtype.is_floating_point

@@ -16,7 +16,7 @@ SAME_NUMBERS = frozenset({aten._to_copy.default, aten.clone.default, aten.detach
 
 
 def is_largest_of(largest: Any, operand: Any) -> bool:
-    """Return whether each element of `largest` is the maximum of the elements of `numbers` that it is broadcast to."""
+    """Return whether each element of `largest` is the maximum of the elements of `operand` that it is broadcast to."""
     if not isinstance(largest, fx.Node) or not isinstance(operand, fx.Node):
         return False
     largest = _skip_copies(largest)

@@ -67,7 +67,7 @@ def _mean_dim(call: RangeCall) -> Range:
 
 
 def _mean_of(call: RangeCall, count: Number) -> Range:
-    """The mean is at most the maximum, unless the sum overflows; the mean of no elements is NaN."""
+    """Return the range of a mean: within the operand's, unless the sum overflows; the mean of no elements is NaN."""
     operand = in_type(call.range("self"), call.dtype)
     total = in_type(summed(operand, count, call.dtype), call.dtype)
     if not math.isfinite(total.magnitude):
@@ -84,7 +84,7 @@ def _any(call: RangeCall) -> Range:
 
 @structural(aten.var.correction, takes="self dim correction keepdim")
 def _var(call: RangeCall) -> Range:
-    """The sum of squared differences from the mean, divided by the count less the correction."""
+    """Return the range of a variance: the sum of squared differences from the mean, divided by the count less the correction."""
     operand, correction = call.range("self"), call.arguments["correction"]
     if not operand.is_finite or correction not in (None, 0, 1):
         return Range(0, INFINITY, True)
@@ -113,7 +113,7 @@ def _logsumexp(call: RangeCall) -> Range:
 
 @structural(aten._softmax.default, takes="self dim half_to_float")
 def _softmax(call: RangeCall) -> Range:
-    """The result is NaN if all elements are minus infinity, or one is infinite."""
+    """Return the range [0, 1]; NaN if all elements are minus infinity, or one is infinite."""
     operand = call.range("self")
     return Range(0, 1 + 1e-3, operand.nan or math.isinf(operand.magnitude))
 
@@ -136,7 +136,7 @@ def _log_softmax(call: RangeCall) -> Range:
 
 @structural(aten._softmax_backward_data.default, takes="grad_output output dim input_dtype")
 def _softmax_backward(call: RangeCall) -> Range:
-    """output * (grad_output - sum): the gradient is zero if the output is."""
+    """Return the range of output * (grad_output - sum): zero if the output is zero."""
     return Range(0, 0, True) if call.range("output").is_zero else everything(call.dtype)
 
 
@@ -181,7 +181,7 @@ def _apply_weight_and_bias(call: RangeCall, normalized: Range) -> Range:
 
 @structural(aten.histc.default, takes="self bins min max")
 def _histogram(call: RangeCall) -> Range:
-    """Counts in the operand's dtype. If the size is unknown, eager's own counts are assumed to be exact."""
+    """Return the range of counts; if the size is unknown, eager's own counts in the operand's dtype are assumed to be exact."""
     shape = call.shape("self")
     count = count_of(*shape)
     return Range(0, count if all(isinstance(size, int) for size in shape) else min(count, MOST_COUNTED))

@@ -97,7 +97,7 @@ for _operator, _transfer in RISING.items():
 
 @elementwise(aten.erf.default, exact=False)
 def _erf(self: Range) -> Range:
-    """The approximation has an absolute error: its relative error may be large near zero."""
+    """Return the range of erf, widened by an absolute error: the relative error of approximations may be large near zero."""
     value_range = _increasing(math.erf)(self)
     return Range(value_range.low - 1e-6, value_range.high + 1e-6, value_range.nan)
 
@@ -154,7 +154,7 @@ def _wave(self: Range) -> Range:
 
 @elementwise(aten.silu.default, aten.gelu.default, aten.mish.default, exact=False)
 def _gated(self: Range, approximate: Any = None) -> Range:
-    """x times a share of x: at least -0.31, at most x."""
+    """Return the range of x times a share of x: at least -0.31, at most x."""
     nan = self.nan or math.isinf(self.magnitude)
     return Range(-0.31 if self.low < 0 else 0, max(self.high, 0) * 1.001, nan)
 
@@ -187,7 +187,7 @@ def _rsqrt(self: Range) -> Range:
 
 @elementwise(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar, exact=False)
 def _pow(self: Range, exponent: Range) -> Range:
-    """The extrema for positive bases are at the corners; otherwise only small positive integer powers are supported."""
+    """Return the range of a power: for positive bases from the corners; otherwise only for small positive integer exponents."""
     power = exponent.constant
     if power == 0.5 and self.low >= 0:
         return RISING[aten.sqrt.default](self)

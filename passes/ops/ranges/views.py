@@ -232,7 +232,7 @@ def _arange_start_step(call: RangeCall) -> Range:
 
 
 def _arange_range(start: Range, end: Range, step: Range, dtype: torch.dtype) -> Range:
-    """Numbers from the start to the end, exclusive; floating-point steps may round up to the end, and slightly beyond."""
+    """Return the range from start to end, exclusive; floating-point steps may round up to the end, and slightly beyond."""
     is_integer = all(isinstance(bound, int) for known in (start, end, step) for bound in (known.low, known.high))
     if not is_integer or dtype.is_floating_point or step.has_zero:
         low, high = min(start.low, end.low), max(start.high, end.high)
@@ -265,7 +265,7 @@ def _bernoulli(call: RangeCall) -> Range:
 
 @structural(aten.native_dropout.default, takes="input p train")
 def _native_dropout(call: RangeCall) -> tuple[Range, Range]:
-    """Each element is scaled, or zero."""
+    """Return the range of dropout's result, in which each element is scaled or zero, and of its mask."""
     operand, p = call.range("input"), call.arguments["p"]
     if not isinstance(p, (int, float)) or not 0 <= p < 1:
         return everything(call.dtype), Range(0, 1)

@@ -67,7 +67,7 @@ def _letters_of_one_tap(call: RuleCall, x: int, result: tuple[Any, ...]) -> tupl
 
 @rule(aten.convolution.default)
 def convolution(call: RuleCall) -> Signature | None:
-    """(x, weight, bias?): channels are mixed within their group, rows within the window."""
+    """Map (x, weight, bias?) to y: channels are mixed within their group, rows within the window."""
     if is_of_one_tap(call.arguments(), call.shapes[1]):
         return _one_tap_signature(call)
     window = window_of(call.arguments(), call.shapes[1][-1])

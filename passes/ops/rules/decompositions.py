@@ -41,7 +41,7 @@ WHOLE_OPERATORS = (
 
 
 def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Tensor:
-    """Torch's own decomposition, after the assertions that its kernels make."""
+    """Return torch's own decomposition, after the assertions that its kernels make."""
     for name, probability in (("input", input), ("target", target)):
         inside = ((probability >= 0) & (probability <= 1)).all()
         aten._assert_async.msg(inside, f"all elements of {name} should be between 0 and 1")
@@ -50,7 +50,7 @@ def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None =
 
 
 def _avg_pool2d(x: Tensor, size: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil: bool = False, *options: Any) -> Tensor:
-    """Means of adjacent blocks, and of short windows with a stride of one; other windows are not decomposed."""
+    """Return the means of adjacent blocks, or of short windows with a stride of one; other windows are not decomposed."""
     if _are_windows(x, size, stride, padding, ceil, *options):
         return x.unfold(-1, size[-1], 1).mean(-1)
     if not _are_blocks(size, stride, padding, ceil, *options):

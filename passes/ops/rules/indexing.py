@@ -29,7 +29,7 @@ def embedding(call: RuleCall) -> Signature:
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward(call: RuleCall) -> Signature | None:
-    """Rows of the gradient are accumulated into a table: a sum over all positions."""
+    """Sum the rows of the gradient into a table: the positions are contracted, the vocabulary is needed in full."""
     if call.arguments()["scale_grad_by_freq"]:
         return None
     rank = len(call.shapes[1])
@@ -40,7 +40,7 @@ def embedding_dense_backward(call: RuleCall) -> Signature | None:
 
 @rule(aten.bucketize.Tensor)
 def bucketize(call: RuleCall) -> Signature:
-    """Each number is compared with all boundaries."""
+    """Compare each number with all boundaries, which are needed in full."""
     rank = len(call.shape)
     numbers = tuple((i,) for i in range(rank))
     return Signature((numbers, ((rank,),)), (numbers,), index=whole(rank))

@@ -75,7 +75,7 @@ def _materialized(call: RuleCall) -> Signature:
 
 @rule(aten.log_sigmoid_forward.default)
 def log_sigmoid_forward(call: RuleCall) -> Signature:
-    """Only the first result has rows; the buffer is empty on some devices."""
+    """Align all operands with the result; the second result, a buffer, is empty on some devices."""
     return broadcast(call, results=2 if call.result_shapes[1] == call.shape else 1)
 
 

@@ -99,7 +99,7 @@ def softmax_backward(call: RuleCall) -> Signature:
     aten.argsort.stable,
 )
 def along_one_dimension(call: RuleCall) -> Signature:
-    """Each row depends on others along one dimension, whose size is kept."""
+    """Return the signature of operators whose rows depend on all others along one dimension, which is needed in full."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
     return replace(broadcast(call), index=whole(dim))
 

@@ -111,7 +111,7 @@ def vanishing(node: fx.Node) -> list[int]:
 
 @rule(aten.expand.default)
 def expand(call: RuleCall) -> Signature:
-    """A repeated dimension gets a new axis, of which any slice can be computed alone."""
+    """Repeat dimensions of size one: each gets a new axis, of which any slice can be computed alone."""
     operand_shape, shape = call.shapes[0], call.shape
     skipped = len(shape) - len(operand_shape)
     result = _own_letters(len(shape))
@@ -232,7 +232,7 @@ def first_row(start: Any, length: Any) -> Size | None:
 
 @rule(aten.slice.Tensor)
 def slice_(call: RuleCall) -> Signature | None:
-    """Rows start..end of one dimension: a new axis, shifted against the operand's."""
+    """Select rows start..end of one dimension: a new axis, shifted against the operand's."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
     length, kept_length = call.shapes[0][dim], call.shape[dim]
@@ -274,7 +274,7 @@ def slice_backward(call: RuleCall) -> Signature | None:
 
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(call: RuleCall) -> Signature:
-    """Padding shifts an axis; if two axes are padded at once, both are needed in full."""
+    """Shift the axis that is padded; if two axes are padded at once, both are needed in full."""
     rank, pad = len(call.shape), [number_of(size) for size in call.arguments()["pad"]]
     padded = {rank - 1 - i // 2 for i in range(len(pad)) if pad[i] != 0}
     operand = _own_letters(rank)
@@ -288,7 +288,7 @@ def constant_pad_nd(call: RuleCall) -> Signature:
 
 @rule(*CUTS)
 def split(call: RuleCall) -> Signature:
-    """Slices along one dimension: it is needed in full, and each slice has a new axis."""
+    """Cut one dimension into slices: it is needed in full, and each slice has a new axis."""
     rank = len(call.shapes[0])
     dim = call.arguments()["dim"] % rank
     operand = _own_letters(rank)
@@ -322,7 +322,7 @@ def cat(call: RuleCall) -> Signature:
 
 @rule(aten.repeat.default)
 def repeat(call: RuleCall) -> Signature:
-    """Dimensions of size one are repeated like `expand`; others get the copies as an outer axis: [t] to [(n t)]."""
+    """Repeat dimensions of size one like `expand`; others get the copies as an outer axis: [t] to [(n t)]."""
     repeats_argument = call.arguments()["repeats"]
     repeats = [size_of(item.meta[VALUE] if is_size(item) else item) for item in repeats_argument]
     rank = len(call.shape)

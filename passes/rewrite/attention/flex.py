@@ -83,7 +83,7 @@ class _FlexCall:
 
     @cached_property
     def grid(self) -> list[ScoreValue]:
-        """Indices of batch, head, query position and key position."""
+        """Emit the indices of batch, head, query position and key position, each broadcastable to [b h m n]."""
         (b, h, m, _), n = self.query.meta[VALUE].shape, self.key.meta[VALUE].shape[2]
         return [ScoreValue(self.broadcast_indices(size, dim)) for dim, size in enumerate((b, h, m, n))]
 
@@ -322,7 +322,7 @@ class _FlexProducts:
         return value if value.meta[VALUE].dtype == dtype else self.write(aten._to_copy.default, value, dtype=dtype)
 
     def _for_all_heads(self, value: Any) -> Any:
-        """[b g n d] -> [b (g r) n d]"""
+        """Repeat each key head for the query heads that share it: [b g n d] -> [b (g r) n d]."""
         if self.repeats == 1:
             return value
         b, g, n, d = (self.call.size(size) for size in value.meta[VALUE].shape)
@@ -330,7 +330,7 @@ class _FlexProducts:
         return self.write(aten.reshape.default, wide, [b, g * self.repeats, n, d])
 
     def _for_groups(self, value: fx.Node) -> fx.Node:
-        """[b (g r) n d] -> [b g n d]"""
+        """Sum over the query heads that share a key head: [b (g r) n d] -> [b g n d]."""
         if self.repeats == 1:
             return value
         b, _, n, d = (self.call.size(size) for size in value.meta[VALUE].shape)
@@ -338,13 +338,13 @@ class _FlexProducts:
         return self.write(aten.sum.dim_IntList, grouped, [2])
 
     def _batched_product(self, left: Any, right: Any) -> fx.Node:
-        """[b h m k] @ [b h k n]"""
+        """Emit the product [b h m k] @ [b h k n]."""
         sizes = [self.call.size(size) for size in (*left.meta[VALUE].shape[:3], right.meta[VALUE].shape[3])]
         flat = [self._flatten_heads(item) for item in (left, right)]
         return self.write(aten.reshape.default, self.write(aten.bmm.default, *flat), sizes)
 
     def _flatten_heads(self, value: Any) -> fx.Node:
-        """[b h m n] -> [(b h) m n]"""
+        """Merge batch and heads: [b h m n] -> [(b h) m n]."""
         m, n = (self.call.size(size) for size in value.meta[VALUE].shape[2:])
         return self.write(aten.reshape.default, value, [-1, m, n])
 

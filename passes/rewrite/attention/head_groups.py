@@ -164,7 +164,7 @@ def _path_to(node: fx.Node, readers: set[fx.Node]) -> ExchangePath | None:
 
 
 def _path_from(node: fx.Node, backwards: set[fx.Node]) -> ExchangePath | None:
-    """Return the path from a result of attention to the received value, if only the next step and `others` read each
+    """Return the path from a result of attention to the received value, if only the next step and `backwards` read each
     value.
     """
     steps, dims, dim, is_sent = list[fx.Node](), list[int](), HEADS, False

@@ -90,7 +90,7 @@ def _plus(size: Any, number: int, writer: GraphWriter) -> Any:
 
 
 def _is_shift(slice_arguments: dict[str, Any], x: tuple[Size, ...], reshaped: tuple[Size, ...], result: tuple[Size, ...]) -> bool:
-    """Return whether reading x [t w] as `other`, without its first t elements, as `result` [t, w - 1] shifts each row.
+    """Return whether reading x [t w] as `reshaped`, without its first t elements, as `result` [t, w - 1] shifts each row.
 
     Element j of row i is then element t + i * (w - 1) + j of x: index t - i + j of row i, continued into the next row.
     """

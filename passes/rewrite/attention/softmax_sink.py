@@ -103,7 +103,7 @@ def _slice_bounds(node: fx.Node, column: SinkColumn) -> tuple[int, int] | None:
 
 
 def _is_backward(node: fx.Node, column: SinkColumn) -> bool:
-    """Whether a node is the backward for a gradient of the scores' slice, and is only used by slices of scores or column."""
+    """Return whether a node is the softmax's backward for a gradient of the scores' slice, and only slices use it."""
     if node.target is not aten._softmax_backward_data.default:
         return False
     arguments, softmax = bound_arguments(node), column.softmax.meta[VALUE]

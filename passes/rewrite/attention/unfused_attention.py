@@ -154,7 +154,7 @@ class UnfusedAttention:
 
     @property
     def last_needed(self) -> fx.Node:
-        """The last operand of the gradients: a result or its gradient."""
+        """Return the last operand of the gradients: a result or its gradient."""
         return max([*self.results, *([] if self.gradient is None else [self.gradient])])
 
     def fits_a_kernel(self) -> bool:

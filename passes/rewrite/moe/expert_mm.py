@@ -183,7 +183,7 @@ def _match_histogram(orders: Permutations, counts: fx.Node, count: Any) -> fx.No
 
 
 def _match_index_add(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:
-    """zeros.index_add(0, numbers, ones)"""
+    """Return the numbers that zeros.index_add(0, numbers, ones) counts, or None."""
     arguments = bound_arguments(counts)
     base, ones = arguments["self"], arguments["source"]
     adds_ones_to_zeros = (
@@ -193,7 +193,7 @@ def _match_index_add(orders: Permutations, counts: fx.Node, count: Any) -> fx.No
 
 
 def _match_equality_sum(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:
-    """(numbers[:, None] == [0 1 2 ...]).sum(0)"""
+    """Return the numbers that (numbers[:, None] == [0 1 2 ...]).sum(0) counts, or None."""
     source, dims = node_argument(counts), bound_arguments(counts)["dim"]
     while source.target is aten._to_copy.default:  # casts of bool: any dtype represents it exactly
         source = node_argument(source)

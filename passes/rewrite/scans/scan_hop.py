@@ -126,7 +126,7 @@ def _read_call(node: fx.Node) -> ScanOperator | None:
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether an operator of a step is a function of its operands' elements only, not of their memory or a random state."""
+    """Return whether a step's operator depends on its operands' elements only, not on their memory or a random state."""
     if node.target is operator.getitem:
         return True
     return (

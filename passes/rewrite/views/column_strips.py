@@ -84,7 +84,7 @@ def _grouped_strips(by_row: list[list[tuple[Interval, Interval]]], end: int) -> 
 
 
 def _remaining(writes: list[tuple[Interval, float]]) -> Iterator[tuple[Interval, str]]:
-    """Return the intervals that remain after all writes to one row, with the constant of each."""
+    """Yield the intervals that remain after all writes to one row, with the constant of each."""
     cuts = sorted({bound for columns, _ in writes for bound in columns})
     index_of_cut = {bound: i for i, bound in enumerate(cuts)}
     value_after_cut = [""] * len(cuts)

@@ -114,7 +114,7 @@ class ConcatSlices:
         )
 
     def of(self, value: fx.Node) -> tuple[fx.Node, ...]:
-        """Return the slices of a value for which `are_there` is true."""
+        """Return the slices of a value for which `can_slice` is true."""
         if self.dim(value) is None:
             return (value,) * len(self.lengths)
         if value not in self.slices:

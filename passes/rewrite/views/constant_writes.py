@@ -153,7 +153,7 @@ def _rows_of_access(node: fx.Node) -> tuple[int, int, int] | None:
 
 
 def _is_view_of_buffer(view: fx.Node, is_single_row: bool, wanted_rows: tuple[int, int, int], base: fx.Node) -> bool:
-    """Whether a value is these rows of the buffer: a view of it, of a value written there, or of it before other writes."""
+    """Return whether a value is these rows of the buffer: a view of it, of a value written there, or from before other writes."""
     if view.target is operator.getitem and node_argument(view).target is aten.unbind.int:
         unbind, index = node_argument(view), int_argument(view, 1)
         source, read_rows = node_argument(unbind), (bound_arguments(unbind)["dim"] % len(shape_of_node(base)), index, index + 1)
@@ -253,7 +253,7 @@ class _Regions:
         return [self.writer.call(target, self._indices(self._row), bound) for target, bound, is_needed in bounds if is_needed]
 
     def _compared(self, name: str, edge: ColumnLine | fx.Node) -> fx.Node:
-        """Compare column indices with the edge of each row's interval."""
+        """Emit the comparison (`name`: ge or lt) of column indices with the edge of each row's interval."""
         columns, overload = self._indices(self._column), getattr(aten, name)
         if isinstance(edge, ColumnLine) and edge.factor == 0:
             return self.writer.call(overload.Scalar, columns, edge.offset)

@@ -43,7 +43,7 @@ class _OneHotIndex:
 
     @property
     def rank(self) -> int:
-        """The rank of the values that are looked up or written."""
+        """Return the rank of the values that are looked up or written."""
         trailing = len(shape_of_node(self.source)) - self.indexed_dim - 1
         return self.rows + trailing if self.is_viewed else len(shape_of_node(self.source)) - 1
 
@@ -193,7 +193,7 @@ def _emit_range_check(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
 
 
 def _emit_hits(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
-    """[b t 1 ...]: whether a row's number equals the requested index."""
+    """Emit the mask [b t 1 ...] of elements that the index selects: whether a row's number equals the requested index."""
     wrapped, size = _emit_range_check(index, writer), size_arguments(index.source, writer)[index.indexed_dim]
     indices = writer.call(aten.arange.default, size, device=wrapped.meta[VALUE].device)
     for _ in range(index.dim):

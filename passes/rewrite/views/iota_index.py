@@ -42,7 +42,7 @@ def without_counting_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None
 
 
 def _emit_lookup(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Emit the rows, or x with each row repeated, if the index of a look-up counts up; else return None."""
+    """Emit the rows, or each row repeated, if the index of a look-up counts up; else return None."""
     rows, index = node_argument(node), row_index(node)
     times = None if index is None else repeats(index, shape_of_node(rows)[0])
     if index is None or times is None:
