@@ -204,22 +204,22 @@ def _elementwise(
     dtype = computed_in(node, arguments)
     if dtype is None:
         return ()
-    range_of = {name: range_of_argument(item, reader) for name, item in arguments.items() if _is_numeric(item)}
+    range_of = {name: range_of_argument(value, reader) for name, value in arguments.items() if _is_numeric(value)}
     constant_result = (
-        _constant_result(node, transfer, range_of) if all(item.constant is not None for item in range_of.values()) else None
+        _constant_result(node, transfer, range_of) if all(value.constant is not None for value in range_of.values()) else None
     )
     if constant_result is not None:
         return constant_result
     converted = {
-        name: item if name in CONDITIONS else _in_computation_dtype(item, arguments[name], dtype)
-        for name, item in range_of.items()
+        name: value if name in CONDITIONS else _in_computation_dtype(value, arguments[name], dtype)
+        for name, value in range_of.items()
     }
     call_keyword = {"call": RangeCall(node, reader, arguments)} if transfer.takes_call else {}
     results = transfer.function(**{**arguments, **converted, **call_keyword})
     if transfer.is_exact:
         return results
     return (
-        tuple(_widen_for_devices(item, dtype) for item in results)
+        tuple(_widen_for_devices(value, dtype) for value in results)
         if isinstance(results, tuple)
         else _widen_for_devices(results, dtype)
     )

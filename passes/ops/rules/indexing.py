@@ -11,7 +11,7 @@ from streamfx.ir.signature import LetterShape, Signature, whole
 from streamfx.node_meta import EACH_ONCE, VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
-from streamfx.passes.ops.ranges.casts import is_whole
+from streamfx.passes.ops.ranges.casts import holds_integers
 from streamfx.passes.ops.ranges.transfer import longest
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
@@ -142,7 +142,7 @@ def _is_rounded_count(call: RuleCall) -> bool:
     dtype: torch.dtype = source.meta[VALUE].dtype
     number = values.of(source).constant
     is_number = number is not None and math.isfinite(number) and number == int(number)
-    if not dtype.is_floating_point or dtype.itemsize > 2 or not (is_number or is_whole(source, values)):
+    if not dtype.is_floating_point or dtype.itemsize > 2 or not (is_number or holds_integers(source, values)):
         return False
     count = math.prod(longest(size) for size in call.shapes[-1])
     return not is_exact_in(dtype, 0, count * values.of(source).magnitude)

@@ -97,15 +97,15 @@ def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
     """Return whether a value is plus or minus the sum of a gradient along a dimension, which is kept with size one."""
     if not is_tensor(node) or node.meta[VALUE].dtype != gradient.meta[VALUE].dtype:
         return False
-    signs = 0
+    sum_count = 0
     while node.target in (aten.neg.default, aten.sum.dim_IntList) and node is not gradient:
         if node.target is aten.sum.dim_IntList:
             arguments, rank = bound_arguments(node), len(shape_of_node(gradient))
-            if [item % rank for item in arguments["dim"] or ()] != [dim] or not arguments["keepdim"]:
+            if [reduced_dim % rank for reduced_dim in arguments["dim"] or ()] != [dim] or not arguments["keepdim"]:
                 return False
-            signs += 1
+            sum_count += 1
         node = node.args[0]
-    return node is gradient and signs == 1
+    return node is gradient and sum_count == 1
 
 
 def _counts(node: Any, chosen: fx.Node, dim: int) -> bool:

@@ -76,8 +76,8 @@ class JoinedKeys:
             return facts
         changes = [_concat_mask(node, slices) for node, slices in sliceable]
         if not any(changes):
-            visible_parts = _VisibleSlices(self.shows_own_keys(facts), ValueRanges(trained_sources(joint)), axes)
-            changes = [visible_parts.write(node, slices) for node, slices in sliceable]
+            visible_slices = _VisibleSlices(self.shows_own_keys(facts), ValueRanges(trained_sources(joint)), axes)
+            changes = [visible_slices.write(node, slices) for node, slices in sliceable]
         if not any(changes):
             return facts
         drop_unused(joint.graph)

@@ -25,7 +25,7 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.constants import fill_of
-from streamfx.passes.ops.ranges.casts import RESHAPED, SAME_SHAPES, is_whole, source_of_exact_copies
+from streamfx.passes.ops.ranges.casts import RESHAPED, SAME_SHAPES, holds_integers, source_of_exact_copies
 from streamfx.passes.rewrite.moe.sort_elimination import Permutations, Permuted
 from streamfx.passes.rewrite.views.iota_index import VIEWS, counts_up
 
@@ -99,7 +99,7 @@ def _proven_group(orders: Permutations, node: fx.Node, order: fx.Node, ends: Any
     if count == 1 and _is_single_full_group(ends, keys):
         writer, keys_value = orders.writer.before(node), keys.meta[VALUE]
         return writer.call(aten.full.default, size_arguments(keys, writer), 0, dtype=keys_value.dtype, device=keys_value.device)
-    if not is_whole(keys, orders.values):
+    if not holds_integers(keys, orders.values):
         _record_fallback(node, "its rows are sorted by numbers that may be fractions as far as the graph tells")
         return None
     numbers = _counted_numbers(orders, ends, count, keys)
@@ -113,7 +113,7 @@ def _proven_group(orders: Permutations, node: fx.Node, order: fx.Node, ends: Any
 
 
 def _record_fallback(node: fx.Node, reason: str) -> None:
-    """Record the reason why an operator is not rewritten, for its fallback."""
+    """Record the reason why an operator falls back; it has no effect if the operator is replaced."""
     node.meta[WHY_WHOLE] = f"{node.target}: {reason}"
 
 

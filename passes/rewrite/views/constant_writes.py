@@ -191,9 +191,7 @@ def _constant_of(rows: fx.Node) -> float | None:
         return number_in(value, dtype)
     number = _constant_of(value)
     dtypes = {value.meta[VALUE].dtype, dtype}
-    is_held = number is not None and (
-        len(dtypes) == 1 or all(_represents(dtype_on_the_way, number) for dtype_on_the_way in dtypes)
-    )
+    is_held = number is not None and (len(dtypes) == 1 or all(_represents(held_dtype, number) for held_dtype in dtypes))
     return number if is_held else None
 
 

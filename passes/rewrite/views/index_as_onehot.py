@@ -104,13 +104,13 @@ def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         new_values = (
             writer.call(aten.add.Tensor, values, _emit_scalar(0.0, target, writer)) if arguments["accumulate"] else values
         )
-        put = writer.call(
+        selected = writer.call(
             aten.where.self,
             _emit_hits(index, writer),
             _broadcast_to_hits(new_values, index, writer),
             _emit_scalar(0.0, target, writer),
         )
-        return index.unview(put, writer)
+        return index.unview(selected, writer)
     return index.unview(writer.call(aten.where.self, _emit_hits(index, writer), new_values, index.view(target, writer)), writer)
 
 
