@@ -32,7 +32,7 @@ def heads_repeated_for_groups(node: fx.Node, writer: GraphWriter) -> dict[fx.Nod
     Applies if neither forward nor backward uses the repeats in another way.
     """
     query, key, value = (node_argument(node, i) for i in range(3))
-    heads = unexpanded(key), unexpanded(value)
+    heads = heads_before_repeats(key), heads_before_repeats(value)
     if heads[0] is None or heads[1] is None or shape_of_node(heads[0])[1] != shape_of_node(heads[1])[1]:
         return None
     repeated = tuple(shape_of_node(operand_of_view(heads)) for heads in (key, value))
@@ -46,7 +46,7 @@ def heads_repeated_for_groups(node: fx.Node, writer: GraphWriter) -> dict[fx.Nod
     return replacements
 
 
-def unexpanded(node: Any) -> fx.Node | None:
+def heads_before_repeats(node: Any) -> fx.Node | None:
     """Return the heads [b g n d] that heads [b g*r n d] repeat r times each, or None."""
     if not isinstance(node, fx.Node) or node.target not in VIEWS:
         return None

@@ -97,7 +97,7 @@ def _match_exchanged(node: fx.Node) -> ExchangedAttention | None:
     """Match attention if its operands come from exchanges, its results go into exchanges, and nothing else reads either."""
     results = results_in_use(node) or {}
     backwards = [user for user in _users_of(results.get(0, ())) if user.target is ATTENTION_BACKWARD]
-    if not _takes_any_head(node) or len(results.get(0, ())) != 1 or set(results) > {0, 1}:
+    if not _can_split_heads(node) or len(results.get(0, ())) != 1 or set(results) > {0, 1}:
         return None
     if not _users_of(results.get(1, ())) <= set(backwards) or any(_options(backward) != _options(node) for backward in backwards):
         return None
@@ -129,7 +129,7 @@ def _match_gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping
     return None if None in result_paths.values() else Gradient(node, gradient_path, result_paths)  # type: ignore[arg-type]
 
 
-def _takes_any_head(node: fx.Node) -> bool:
+def _can_split_heads(node: fx.Node) -> bool:
     """Return whether the numbers of heads are static, keys and values have equally many, and there is no mask.
 
     Attention with a mask is chunked, which makes a loop of it.
@@ -244,9 +244,9 @@ def _rewrite(exchanged: ExchangedAttention, count: int, writer: GraphWriter) -> 
         keys_and_values = (
             operands_by_group[-1][1:]
             if group * key_groups % count
-            else [_send(path, group * key_groups // count, key_groups, writer) for path in key_value_paths]
+            else [_emit_group(path, group * key_groups // count, key_groups, writer) for path in key_value_paths]
         )
-        operands_by_group.append([_send(query, group, count, writer), *keys_and_values])
+        operands_by_group.append([_emit_group(query, group, count, writer), *keys_and_values])
         results.append(writer.call(ATTENTION, *operands_by_group[-1], **_options(exchanged.node)))
         results[-1].meta[PART_OF] = exchanged.node.name
         received.append(_apply_path(exchanged.outputs, _getitem(results[-1], 0, writer), count, writer))
@@ -268,7 +268,7 @@ def _rewrite_gradient(
     running_sums = dict[int, fx.Node]()
     for group, (operands, result) in enumerate(zip(operands_by_group, results, strict=True)):
         out, lse = (_getitem(result, position, writer) for position in (0, 1))
-        group_cotangent = _send(gradient.inputs, group, count, writer)
+        group_cotangent = _emit_group(gradient.inputs, group, count, writer)
         gradients = writer.call(ATTENTION_BACKWARD, group_cotangent, *operands, out, lse, **_options(gradient.node))
         completes_key_group = (group + 1) * key_groups % count == 0
         for position, path in gradient.outputs.items():
@@ -303,8 +303,8 @@ def _getitem(node: fx.Node, position: int, writer: GraphWriter) -> fx.Node:
     return writer.call(operator.getitem, node, position)
 
 
-def _send(path: ExchangePath, group: int, count: int, writer: GraphWriter) -> fx.Node:
-    """Send one group of heads along a path."""
+def _emit_group(path: ExchangePath, group: int, count: int, writer: GraphWriter) -> fx.Node:
+    """Emit the path's operators for one group of heads: slice the sent value, and exchange the slice."""
     if count == 1:
         return path.last
     size = int(shape_of_node(path.source)[path.dims[0]]) // count

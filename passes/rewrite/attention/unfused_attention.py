@@ -47,15 +47,15 @@ class Scores:
         """Match scores of this form; return None if they have another."""
         node, shape = through_views(scores), shape_of_node(scores)
         if node.target is not aten.add.Tensor:
-            return Scores._of_product(node, None, shape)
+            return Scores._match_product(node, None, shape)
         left, right, alpha = bound_arguments(node).values()
         if alpha != 1 or not is_tensor(left) or not is_tensor(right) or shape_of_node(node) != shape:
             return None  # a mask of another shape, such as [bh m n], does not apply to these scores
         pairs = ((left, right), (right, left))
-        return next((match for pair in pairs if (match := Scores._of_product(*pair, shape)) is not None), None)
+        return next((match for pair in pairs if (match := Scores._match_product(*pair, shape)) is not None), None)
 
     @staticmethod
-    def _of_product(node: fx.Node, mask: fx.Node | None, shape: Shape) -> Scores | None:
+    def _match_product(node: fx.Node, mask: fx.Node | None, shape: Shape) -> Scores | None:
         """Match a product. It must have the shape of all scores: adding the mask may not broadcast it."""
         node, scaling = through_views(node), None
         if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], (int, float)) and node.args[1]:
@@ -175,7 +175,7 @@ def factors(node: Any) -> tuple[fx.Node, fx.Node] | None:
 
 def through_views(node: Any) -> fx.Node:
     """Return the value before views that keep its elements, with batch and heads in one dimension or in two."""
-    while node.target in SAME_NUMBERS and _is_fold(node, node.args[0]):
+    while node.target in SAME_NUMBERS and _is_equal_or_folded(node, node.args[0]):
         node = node.args[0]
     return node
 
@@ -183,7 +183,7 @@ def through_views(node: Any) -> fx.Node:
 def uses_through_views(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield each operator that uses the elements of a value, with the view that it takes."""
     for user in node.users:
-        if user.target in SAME_NUMBERS and user.args[0] is node and _is_fold(user, node):
+        if user.target in SAME_NUMBERS and user.args[0] is node and _is_equal_or_folded(user, node):
             yield from uses_through_views(user)
         else:
             yield user, node
@@ -196,7 +196,7 @@ def is_transpose_of(node: Any, source: fx.Node) -> bool:
     return node.args[0] is source and {dim % 3 for dim in node.args[1:]} == {1, 2}
 
 
-def _is_fold(node: fx.Node, source: Any) -> bool:
+def _is_equal_or_folded(node: fx.Node, source: Any) -> bool:
     """Return whether two values of the same elements have equal shapes, or one flattens the first two dimensions of the other."""
     shape, source_shape = (shape_of_node(item) for item in (node, source))
     if node.meta[VALUE].dtype != source.meta[VALUE].dtype or len(shape) < 2 or len(source_shape) < 2:

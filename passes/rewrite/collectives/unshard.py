@@ -200,7 +200,7 @@ def _match_reduction(gradient: fx.Node, primal: fx.Node) -> tuple[fx.Node, Subgr
     nodes_by_source = {
         source: nodes
         for source in sorted(operands, reverse=True)
-        if reductions <= (nodes := _between(source, gradient, candidates))
+        if reductions <= (nodes := _nodes_between(source, gradient, candidates))
     }
     like_the_weight = [source for source in nodes_by_source if _has_shape_and_dtype_of(source, primal)]
     source = next(iter(like_the_weight or nodes_by_source), None)
@@ -260,18 +260,20 @@ def _may_be_in_reduction(node: fx.Node) -> bool:
     return len(node.all_input_nodes) == 1 or node.target in PUTS_TOGETHER
 
 
-def _between(source: fx.Node, end: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes on paths from `source` to `end` among the given nodes; the empty set if `end` depends on another
+def _nodes_between(source: fx.Node, target: fx.Node, allowed: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes on paths from `source` to `target` among the allowed nodes; the empty set if `target` depends on another
     value, too.
     """
     descendants, todo = set[fx.Node](), [source]
     while todo:
-        new = [user for user in todo.pop().users if user in among and user not in descendants]
+        new = [user for user in todo.pop().users if user in allowed and user not in descendants]
         descendants.update(new)
         todo += new
-    nodes = descendants & _ancestors(end, descendants)
-    is_closed = end in nodes and all(operand in nodes or operand is source for node in nodes for operand in node.all_input_nodes)
-    return nodes if is_closed else set()
+    nodes = descendants & _ancestors(target, descendants)
+    depends_on_source_only = target in nodes and all(
+        operand in nodes or operand is source for node in nodes for operand in node.all_input_nodes
+    )
+    return nodes if depends_on_source_only else set()
 
 
 def _has_shape_and_dtype_of(node: fx.Node, primal: fx.Node) -> bool:

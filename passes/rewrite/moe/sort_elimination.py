@@ -95,9 +95,9 @@ def remove_undone_permutations(graph: fx.Graph, more_handlers: Mapping[str, Hand
     orders = Permutations(graph)
     orders.find(more_handlers)
     restored = _removable(orders)
-    alive = _reachable(graph, restored)
-    for node in orders.permuted.keys() & alive:
-        reader = next((user.name for user in node.users if user in alive and user not in orders.permuted), "another")
+    reachable = _reachable(graph, restored)
+    for node in orders.permuted.keys() & reachable:
+        reader = next((user.name for user in node.users if user in reachable and user not in orders.permuted), "another")
         node.meta[WHY_WHOLE] = f"{node.target}: its rows stand in an order that matters to {reader}"
     new_nodes = {*orders.writer.made}
     for node, twin_of_node in restored.items():
@@ -108,9 +108,11 @@ def _removable(orders: Permutations) -> dict[fx.Node, Permuted]:
     """Return the replacements that leave no value permuted by the same permutation alive."""
     replacements = dict(orders.restored)
     while True:
-        alive = _reachable(orders.graph, replacements)
-        lasting = {twin_of_node.order for node, twin_of_node in orders.permuted.items() if node in alive}
-        remaining = {node: twin_of_node for node, twin_of_node in replacements.items() if twin_of_node.order not in lasting}
+        reachable = _reachable(orders.graph, replacements)
+        lasting_orders = {twin_of_node.order for node, twin_of_node in orders.permuted.items() if node in reachable}
+        remaining = {
+            node: twin_of_node for node, twin_of_node in replacements.items() if twin_of_node.order not in lasting_orders
+        }
         if len(remaining) == len(replacements):
             return replacements
         replacements = remaining
@@ -143,8 +145,8 @@ def _propagate(orders: Permutations, node: fx.Node) -> None:
         return _propagate_getitem(orders, node)
     operands = tensor_operands(node)
     permuted_operands = [orders.permuted.get(operand) for operand in operands]
-    marks = [mark for mark in permuted_operands if mark is not None]
-    if not marks or len({mark.order for mark in marks}) > 1 or is_reduced_over_ranks(node):
+    permuted_marks = [mark for mark in permuted_operands if mark is not None]
+    if not permuted_marks or len({mark.order for mark in permuted_marks}) > 1 or is_reduced_over_ranks(node):
         return None  # (a reduction over ranks would combine rows that each rank has permuted differently)
     signature = _signature(node)
     letter = _letter_of_rows(signature, permuted_operands) if signature is not None else None
@@ -159,7 +161,7 @@ def _propagate(orders: Permutations, node: fx.Node) -> None:
     twin = writer.call(node.target, *args, **kwargs)
     twin = without_counting_index(twin, writer) or twin
     has_permuted_result = not is_tensor(node) or dims[0] is not None
-    (orders.permuted if has_permuted_result else orders.restored)[node] = Permuted(marks[0].order, twin, dims)
+    (orders.permuted if has_permuted_result else orders.restored)[node] = Permuted(permuted_marks[0].order, twin, dims)
     return None
 
 

@@ -25,7 +25,7 @@ def gradients_of_a_convolution(node: fx.Node, writer: GraphWriter) -> dict[fx.No
     """
     arguments = bound_arguments(node)
     gradient, x, weight = (arguments[name] for name in ("grad_output", "input", "weight"))
-    if not _has_a_rule(arguments, x, weight) or arguments["output_mask"] == [False, True, False]:
+    if not _has_axis_rule(arguments, x, weight) or arguments["output_mask"] == [False, True, False]:
         return None
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     stride, padding, dilation, transposed, output_padding, groups = (arguments[name] for name in names)
@@ -58,7 +58,7 @@ def gradients_of_a_convolution(node: fx.Node, writer: GraphWriter) -> dict[fx.No
     return gradients
 
 
-def _has_a_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:
+def _has_axis_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:
     """Return whether the axis rules cover a convolution: kernels of one tap, or windows along one axis."""
     taps = shape_of_node(weight)
     if not all(item.meta[VALUE].is_floating_point() for item in (x, weight)):  # gradients of complex tensors contain conjugates

@@ -67,11 +67,11 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
             node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in operand_strides) for operand_strides in strides)
     output = graph.output_node()
     results: Any = output.args[0]
-    has_lengths = any(_has_lengths(node) for node in graph.find_nodes(op="placeholder"))
+    has_dynamic_sizes = any(_has_dynamic_size(node) for node in graph.find_nodes(op="placeholder"))
     memory_places = [_place_in_memory(item, results[:count]) for item in results[:count]]
     results_by_base = Counter(memory_place[0] for memory_place in memory_places if memory_place)
     output.meta[PLACES] = tuple(
-        memory_place if memory_place and _is_observable(memory_place[0], results_by_base, has_lengths) else None
+        memory_place if memory_place and _is_observable(memory_place[0], results_by_base, has_dynamic_sizes) else None
         for memory_place in memory_places
     )
     output.meta[LAYOUTS] = tuple(map(_strides, results))
@@ -100,9 +100,9 @@ def _place_in_memory(item: Any, results: Sequence[Any]) -> Place | None:
     return base_id, simplified(offset - base_offset), strides
 
 
-def _is_observable(position: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
+def _is_observable(position: Any, shared: Mapping[Any, int], has_dynamic_sizes: bool) -> bool:
     """Return whether AOTAutograd, or a caller who writes into shared memory, can observe where an output lies."""
-    return has_lengths or shared[position] > 1 or not isinstance(position, OtherMemory)
+    return has_dynamic_sizes or shared[position] > 1 or not isinstance(position, OtherMemory)
 
 
 def reads_memory(node: fx.Node) -> bool:
@@ -118,7 +118,7 @@ def _makes_view(node: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """Return the value at the start of a chain of views."""
+    """Return the value at the start of a chain of views, as operators' schemas declare them."""
     return list(shown_by(node))[-1]
 
 
@@ -132,7 +132,7 @@ def shown_by(node: fx.Node) -> Iterator[fx.Node]:
         node = producer.all_input_nodes[0]
 
 
-def _has_lengths(node: fx.Node) -> bool:
+def _has_dynamic_size(node: fx.Node) -> bool:
     """Return whether an input is a dynamic size, or a tensor with one."""
     value = node.meta.get(VALUE)
     if not isinstance(value, torch.Tensor):
@@ -163,11 +163,11 @@ def _is_plain_view(node: fx.Node) -> bool:
         return False
     is_identity = (size, stride) == (shape, strides)
     return is_identity or (
-        stride == _row_after_row(size) and strides == _row_after_row(shape) and product(size) == product(shape)
+        stride == _contiguous_strides(size) and strides == _contiguous_strides(shape) and product(size) == product(shape)
     )
 
 
-def _row_after_row(shape: Sequence[Size]) -> list[Size]:
+def _contiguous_strides(shape: Sequence[Size]) -> list[Size]:
     """Return the strides of a contiguous tensor."""
     return [product(shape[dim + 1 :]) for dim in range(len(shape))]
 
@@ -210,7 +210,7 @@ def _emit_difference(left: Any, right: Any, writer: GraphWriter) -> Any:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the value at the start of a chain of views."""
+    """Return the value at the start of a chain of views, for the operators in `SHOWS_MEMORY`."""
     while node.target in SHOWS_MEMORY or (node.target is operator.getitem and node_argument(node).target in SHOWS_MEMORY):
         node = node_argument(node)
     return node
