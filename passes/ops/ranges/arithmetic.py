@@ -15,7 +15,7 @@ from streamfx.passes.ops.ranges.transfer import RangeCall, elementwise
 
 aten = torch.ops.aten
 ONE = constant(1)
-ANYTHING = Range(-INFINITY, INFINITY, True)
+ANYTHING = Range(-INFINITY, INFINITY, nan=True)
 
 
 # -- interval arithmetic
@@ -57,7 +57,7 @@ def times(a: Range, b: Range) -> Range:
 def over(a: Range, b: Range) -> Range:
     """Return the true quotient. Division by zero gives an infinity of either sign; 0 / 0 and inf / inf are NaN."""
     if b.has_zero:
-        return Range(0, 0, True) if a.is_zero else ANYTHING
+        return Range(0, 0, nan=True) if a.is_zero else ANYTHING
     nan = a.nan or b.nan or (math.isinf(a.magnitude) and math.isinf(b.magnitude))
     corners = [_quotient(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     return widened(min(corners), max(corners), nan)
@@ -111,7 +111,7 @@ def _div(call: RangeCall, self: Range, other: Range) -> Range:
         and _is_floating_point(call.arguments["self"])
         and is_share_of(call.arguments["self"], call.arguments["other"])
     ):
-        return Range(0, min(quotient.high, 1.01), True)
+        return Range(0, min(quotient.high, 1.01), nan=True)
     return quotient
 
 
@@ -233,12 +233,12 @@ def _ne(self: Range, other: Range) -> Range:
 
 @elementwise(aten.isnan.default)
 def _isnan(self: Range) -> Range:
-    return truth(False, not self.nan)
+    return truth(is_always=False, is_never=not self.nan)
 
 
 @elementwise(aten.isinf.default)
 def _isinf(self: Range) -> Range:
-    return truth(False, not math.isinf(self.magnitude))
+    return truth(is_always=False, is_never=not math.isinf(self.magnitude))
 
 
 # -- logic: on booleans; bitwise on integers

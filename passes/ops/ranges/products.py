@@ -92,7 +92,7 @@ def _distance(call: RangeCall) -> Range:
     x1, x2, count = call.range("x1"), call.range("x2"), longest(call.shape("x1")[-1])
     distance = x1.magnitude + x2.magnitude
     if not call.arguments["p"] >= 1 or count * distance * distance > torch.finfo(call.dtype).max / 4:
-        return Range(0, INFINITY, True)
+        return Range(0, INFINITY, nan=True)
     if x1.assumed or x2.assumed:
         return Range(0, max(activation(call.dtype).high, 1.01 * distance), x1.nan or x2.nan)
     return Range(0, 1.01 * count * distance, x1.nan or x2.nan)

@@ -71,10 +71,10 @@ def _mean_of(call: RangeCall, count: Number) -> Range:
     operand = in_type(call.range("self"), call.dtype)
     total = in_type(summed(operand, count, call.dtype), call.dtype)
     if not math.isfinite(total.magnitude):
-        return Range(0 if operand.low >= 0 else -INFINITY, 0 if operand.high <= 0 else INFINITY, True)
+        return Range(0 if operand.low >= 0 else -INFINITY, 0 if operand.high <= 0 else INFINITY, nan=True)
     low = operand.low * (MORE if operand.low < 0 else 1 / MORE)
     high = operand.high * (MORE if operand.high > 0 else 1 / MORE)
-    return Range(min(low, high), max(low, high), True)
+    return Range(min(low, high), max(low, high), nan=True)
 
 
 @structural(aten.any.default, aten.all.default, takes="self")
@@ -87,9 +87,9 @@ def _var(call: RangeCall) -> Range:
     """Return the range of a variance: the sum of squared differences from the mean, divided by the count less the correction."""
     operand, correction = call.range("self"), call.arguments["correction"]
     if not operand.is_finite or correction not in (None, 0, 1):
-        return Range(0, INFINITY, True)
+        return Range(0, INFINITY, nan=True)
     spread = operand.high - operand.low + 1e-5 * operand.magnitude  # the mean is rounded
-    return Range(0, 2 * float(spread) * float(spread), True)
+    return Range(0, 2 * float(spread) * float(spread), nan=True)
 
 
 @structural(aten.linalg_vector_norm.default, takes="self ord dim keepdim dtype")
@@ -128,7 +128,7 @@ def _log_softmax(call: RangeCall) -> Range:
     """Return a range of at most zero, up to rounding; the scores' spread and the logarithm of their count bound it below."""
     operand = call.range("self")
     if not operand.is_finite:
-        return Range(-INFINITY, 1e-3, True)
+        return Range(-INFINITY, 1e-3, nan=True)
     shape = call.shape("self")
     count = count_of(shape[call.arguments["dim"] % len(shape)]) if shape else 1
     return Range((operand.low - operand.high - math.log(max(count, 1)) - 1) * MORE, 1e-3)
@@ -137,7 +137,7 @@ def _log_softmax(call: RangeCall) -> Range:
 @structural(aten._softmax_backward_data.default, takes="grad_output output dim input_dtype")
 def _softmax_backward(call: RangeCall) -> Range:
     """Return the range of output * (grad_output - sum): zero if the output is zero."""
-    return Range(0, 0, True) if call.range("output").is_zero else everything(call.dtype)
+    return Range(0, 0, nan=True) if call.range("output").is_zero else everything(call.dtype)
 
 
 # -- normalizations
@@ -146,12 +146,12 @@ def _softmax_backward(call: RangeCall) -> Range:
 @structural(aten.native_layer_norm.default, takes="input normalized_shape weight bias eps")
 def _layer_norm(call: RangeCall) -> tuple[Range, ...]:
     mean = call.range("input")
-    return _apply_weight_and_bias(call, _normalized(call)), Range(mean.low, mean.high, True), Range(0, INFINITY, True)
+    return _apply_weight_and_bias(call, _normalized(call)), Range(mean.low, mean.high, nan=True), Range(0, INFINITY, nan=True)
 
 
 @structural(aten._fused_rms_norm.default, takes="input normalized_shape weight eps")
 def _rms_norm(call: RangeCall) -> tuple[Range, ...]:
-    return _apply_weight_and_bias(call, _normalized(call)), Range(0, INFINITY, True)
+    return _apply_weight_and_bias(call, _normalized(call)), Range(0, INFINITY, nan=True)
 
 
 def _normalized(call: RangeCall) -> Range:
@@ -161,7 +161,7 @@ def _normalized(call: RangeCall) -> Range:
     operand, eps = call.range("input"), call.arguments["eps"]
     eps = LEAST_EPS if eps is None else eps
     if not isinstance(eps, float) or eps <= 0 or math.isinf(operand.magnitude):
-        return Range(-INFINITY, INFINITY, True)
+        return Range(-INFINITY, INFINITY, nan=True)
     bound = 2 * MORE * operand.magnitude / math.sqrt(eps)
     if operand.assumed:  # activations are assumed not to be large and nearly equal
         bound = min(bound, MORE * math.sqrt(count_of(*call.shape("input"))))

@@ -59,7 +59,9 @@ def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
         """Register the function for all operators."""
         names = frozenset(inspect.signature(function).parameters)
         for operator in operators:
-            TRANSFERS[operator] = TransferFunction(function, names - {"call"}, True, exact, "call" in names)
+            TRANSFERS[operator] = TransferFunction(
+                function, names - {"call"}, elementwise=True, is_exact=exact, takes_call="call" in names
+            )
         return function
 
     return register
@@ -73,7 +75,7 @@ def structural(*operators: Any, takes: str) -> Callable[[F], F]:
     def register(function: F) -> F:
         """Register the function for all operators."""
         for operator in operators:
-            TRANSFERS[operator] = TransferFunction(function, frozenset(takes.split()), False)
+            TRANSFERS[operator] = TransferFunction(function, frozenset(takes.split()), elementwise=False)
         return function
 
     return register

@@ -180,7 +180,7 @@ def _reciprocal(self: Range) -> Range:
 def _rsqrt(self: Range) -> Range:
     """Return the range of 1 / sqrt(x); unbounded and NaN if x may be zero or negative."""
     if self.low < 0 or self.has_zero:
-        return Range(-INFINITY, INFINITY, True)
+        return Range(-INFINITY, INFINITY, nan=True)
     high = 1 / math.sqrt(self.low)
     return _rounded_range(0 if math.isinf(self.high) else 1 / math.sqrt(self.high), high, self.nan)
 
@@ -251,7 +251,7 @@ def _native_dropout_backward(grad_output: Range, mask: Range, scale: Range) -> R
 
 def _zero_if_zero(call: RangeCall) -> Range:
     """Return zero or NaN if the incoming gradient is zero; otherwise, nothing is known."""
-    return Range(0, 0, True) if call.range("grad_output").is_zero else everything(call.dtype)
+    return Range(0, 0, nan=True) if call.range("grad_output").is_zero else everything(call.dtype)
 
 
 @elementwise(aten.silu_backward.default)

@@ -113,7 +113,7 @@ def _match_exchanged(node: fx.Node) -> ExchangedAttention | None:
 
 def _match_gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping[int, Sequence[fx.Node]]) -> Gradient | None:
     """Match a backward call of attention if its gradient comes from an exchange and its results go into exchanges."""
-    arguments = [node_argument(node, i) for i in range(6)]
+    arguments = [node_argument(node, i) for i in range(6)]  # gradient, query, key, value, result, log-sum-exp
     results_by_position, gradient_path = results_in_use(node), _path_to(arguments[0], {node})
     is_of_this_call = (
         arguments[1:4] == list(operands) and arguments[4] in results.get(0, ()) and arguments[5] in results.get(1, ())
