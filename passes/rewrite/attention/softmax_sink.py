@@ -59,18 +59,14 @@ def softmax_without_a_column(node: fx.Node, writer: GraphWriter) -> dict[fx.Node
 
 def column_of(softmax: fx.Node) -> SinkColumn | None:
     """Return the scores and the extra column of a softmax, or None."""
-    arguments_of_softmax = bound_arguments(softmax)
-    concat = arguments_of_softmax["self"]
-    if not isinstance(concat, fx.Node) or concat.target is not aten.cat.default or arguments_of_softmax["half_to_float"]:
+    options = bound_arguments(softmax)
+    concat = options["self"]
+    if not isinstance(concat, fx.Node) or concat.target is not aten.cat.default or options["half_to_float"]:
         return None
     arguments, rank = bound_arguments(concat), len(shape_of_node(softmax))
     pieces: list[fx.Node] = list(arguments["tensors"])
     concat_dim = int(arguments["dim"]) % rank
-    if (
-        len(pieces) != 2
-        or any(len(shape_of_node(piece)) != rank for piece in pieces)
-        or arguments_of_softmax["dim"] % rank != concat_dim
-    ):
+    if len(pieces) != 2 or any(len(shape_of_node(piece)) != rank for piece in pieces) or options["dim"] % rank != concat_dim:
         return None
     counts = [shape_of_node(piece)[concat_dim] for piece in pieces]
     if not all(isinstance(count, int) for count in counts) or (counts[0] == 1) == (counts[1] == 1):

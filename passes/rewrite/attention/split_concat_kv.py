@@ -158,7 +158,7 @@ class _VisibleSlices:
 
 
 def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, ConcatSlices]:
-    """Return the concatenations of rows of the sequence and blocks of rows, by axis."""
+    """Return the slices of each axis along which rows of the sequence and blocks of rows are concatenated."""
     writer, slices_by_axis = GraphWriter(joint.graph), dict[Atom | None, ConcatSlices]()
     for node in axes.signatures:
         concat = axes.signatures[node].joined if node.target is aten.cat.default else None
@@ -230,7 +230,7 @@ def _write_backward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[boo
         of_query = call(aten.add.Tensor, of_query, gradient_of_query)
     for user in list(node.users):
         if user.args[1]:
-            slices.slices[user] = tuple(of_keys if user.args[1] == 1 else of_values)
+            slices.slices_by_value[user] = tuple(of_keys if user.args[1] == 1 else of_values)
             _bypass_slices(user, slices)
     slices.writer.before(node)
     _replace_results(node, (of_query, call(aten.cat.default, of_keys, 2), call(aten.cat.default, of_values, 2)))

@@ -114,7 +114,7 @@ def are_adjacent(bands: list[tuple[Interval, Interval]]) -> bool:
 
 
 def fitting_line(edge: list[Interval], end: int) -> ColumnLine | None:
-    """Return a line that gives the column of each row's edge, if there is one; columns are clamped to [0, end]."""
+    """Return a line through all (row, column) points of an edge, or None; columns are clamped to [0, end]."""
     clamped = [(row, clamp(column, end)) for row, column in edge]
     return next(
         (line for line in _candidate_lines(clamped, end) if all(clamp(line.at(row), end) == column for row, column in clamped)),
@@ -123,7 +123,7 @@ def fitting_line(edge: list[Interval], end: int) -> ColumnLine | None:
 
 
 def _candidate_lines(points: list[Interval], end: int) -> Iterator[ColumnLine]:
-    """Yield candidates: a constant, a slope through the first and last inner column, and a staircase of blocks."""
+    """Yield lines for (row, column) points: a constant, a slope through the inner points, and a staircase of blocks."""
     yield ColumnLine(0, points[0][1])
     inner_points = [(row, column) for row, column in points if 0 < column < end]
     if inner_points:

@@ -55,7 +55,7 @@ class ConcatSlices:
     def __init__(self, axes: AxisFacts, writer: GraphWriter, axis: Atom, lengths: Sequence[int]) -> None:
         """Store the axes, the concatenated axis, and the lengths of its slices."""
         self.axes, self.writer, self.axis, self.lengths = axes, writer, axis, tuple(lengths)
-        self.slices: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.slices_by_value: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def dim(self, value: fx.Node) -> int | None:
         """Return the dimension of a value along the axis; None if it has none, so that the value is the same for all
@@ -73,7 +73,7 @@ class ConcatSlices:
             node = todo.pop()
             if node not in self.axes.shapes:  # the node was written after the axes were found
                 return False
-            if node in seen or node in self.slices or self.dim(node) is None or self._is_concat_of_slices(node):
+            if node in seen or node in self.slices_by_value or self.dim(node) is None or self._is_concat_of_slices(node):
                 continue
             if not self._maps_slices(node):
                 return False
@@ -117,14 +117,14 @@ class ConcatSlices:
         """Return the slices of a value for which `can_slice` is true."""
         if self.dim(value) is None:
             return (value,) * len(self.lengths)
-        if value not in self.slices:
+        if value not in self.slices_by_value:
             if self._is_concat_of_slices(value):
-                self.slices[value] = tensor_operands(value)
+                self.slices_by_value[value] = tensor_operands(value)
             else:
                 operands = {operand: self.of(operand) for operand in tensor_operands(value)}
                 self.writer.before(first_operator_after(value))
-                self.slices[value] = tuple(self._emit_slice(value, operands, i) for i in range(len(self.lengths)))
-        return self.slices[value]
+                self.slices_by_value[value] = tuple(self._emit_slice(value, operands, i) for i in range(len(self.lengths)))
+        return self.slices_by_value[value]
 
     def _emit_slice(self, value: fx.Node, operands: dict[fx.Node, tuple[fx.Node, ...]], i: int) -> fx.Node:
         """Emit slice `i` of a value from slice `i` of its operands, with adapted shape arguments."""
