@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.rewrite.views.iota_index import counts_up, looked_up_by_number, repeats
+from streamfx.passes.rewrite.views.iota_index import counts_up, repeats, without_counting_index
 from tests.support.decoders.parts import made
 from tests.support.exactness import compare
 from tests.support.masks import qkv
@@ -72,7 +72,7 @@ def summed(base: float, alpha: int) -> fx.Node | None:
 
     graph = make_fx(function, tracing_mode="fake")(torch.full((4, 3), 100, dtype=torch.int8)).graph
     (added,) = graph.find_nodes(op="call_function", target=aten.index_add.default)
-    return looked_up_by_number(added, GraphWriter(graph).before(added))
+    return without_counting_index(added, GraphWriter(graph).before(added))
 
 
 def test_sums_into_rows_have_their_type_begin_with_nothing_and_add_once() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.joint import is_tensor
-from streamfx.passes.rewrite.canonicalize import TABLE, WHERE_NOTHING_ELSE_DOES
+from streamfx.passes.rewrite.canonicalize import LATE_TABLE, TABLE
 from streamfx.passes.rewrite.driver import simplify
 from streamfx.passes.rewrite.pattern import Equation
 from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 all_reduce, wait_tensor = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
 LABELS = test_canonical_equations.LABELS
 CASES = test_canonical.CASES | test_canonical_equations.CASES | test_canonical_blocks.CASES
-ROWS = {row.name: row for row in (*TABLE, *WHERE_NOTHING_ELSE_DOES)}
+ROWS = {row.name: row for row in (*TABLE, *LATE_TABLE)}
 
 
 def pair(one: Callable[..., object], other: Callable[..., object], *inputs: Tensor) -> tuple[Case, Case]:

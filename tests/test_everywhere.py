@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, written_out
+from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, vectorize_graph
 
 aten = torch.ops.aten
 SIZES = (2, 3, 5, 4)
@@ -51,7 +51,7 @@ def everywhere(function: Callable[..., Tensor], scores: Tensor, *captured: Tenso
     for dim, size in enumerate(SIZES):
         numbers = writer.call(aten.arange.default, size)
         indices.append(ScoreValue(writer.call(aten.reshape.default, numbers, [size if i == dim else 1 for i in range(4)])))
-    made = written_out(inner, [ScoreValue(places[0]), *indices, *places[1:]], writer)
+    made = vectorize_graph(inner, [ScoreValue(places[0]), *indices, *places[1:]], writer)
     output.args = (made.node if isinstance(made, ScoreValue) else made,)
     return fx.GraphModule(torch.nn.Module(), graph)(scores, *captured).expand(SIZES)  # type: ignore[no-any-return]
 

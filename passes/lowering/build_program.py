@@ -148,7 +148,7 @@ class _ProgramBuilder:
         """Return the results with the strides of the trace.
 
         The caller may view them, and AOTAutograd recreates aliases from them. Results that are views of an input, or
-        of another result, become views of it (`PLACES`, recorded by `rewrite/views/strided_access.py: _place`).
+        of another result, become views of it (`PLACES`, recorded by `rewrite/views/strided_access.py: _place_in_memory`).
         """
         outputs, meta = self.joint.outputs, self.joint.graph.output_node().meta
         layouts, places = (meta.get(name, (None,) * len(outputs)) for name in (LAYOUTS, PLACES))

@@ -69,10 +69,12 @@ def has_collectives(graph: fx.Graph) -> bool:
 
 
 def is_gather(node: fx.Node) -> bool:
+    """Return whether a node gathers shards from all ranks."""
     return isinstance(node.target, OpOverload) and node.target.name() in GATHERS
 
 
 def is_reduction(node: fx.Node) -> bool:
+    """Return whether a node reduces values over ranks, or reduces and scatters them."""
     return isinstance(node.target, OpOverload) and node.target.name() in REDUCTIONS
 
 
@@ -99,6 +101,7 @@ def has_unused_waits(graph: fx.Graph) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
+    """Return whether a node waits for the result of a collective."""
     return isinstance(node.target, OpOverload) and node.target.name() == WAIT
 
 

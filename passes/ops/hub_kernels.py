@@ -45,4 +45,5 @@ def is_attention(target: Any) -> bool:
 
 
 def _arguments(name: str) -> list[str]:
+    """Return the argument names of a flash-attn operator."""
     return ARGUMENTS.get(name, "").split()

@@ -46,13 +46,14 @@ class Linear:
         """Return whether this row covers a call, as a linear function of the nodes `driven`."""
         arguments = bound_arguments(node)
         return any(not _is_fixed(arguments[name], driven) for name in self.together) and all(
-            all(item in driven or _is_nothing(item) for item in _leaves(arguments[argument.name]))
+            all(item in driven or _is_zero_or_zero_constant(item) for item in _flat_items(arguments[argument.name]))
             if argument.name in self.together
             else _is_fixed(arguments[argument.name], driven) and self._admits(argument, arguments[argument.name])
             for argument in node.target._schema.arguments  # type: ignore[union-attr]
         )
 
     def _admits(self, argument: Any, value: Any) -> bool:
+        """Return whether a fixed argument meets its condition, or has its default if the row does not name it."""
         condition = self.given.get(argument.name)
         if condition is not None:
             return condition(value)
@@ -66,7 +67,7 @@ def is_linear(node: fx.Node, driven: Collection[fx.Node]) -> bool:
     return any(row.holds(node, driven) for row in LINEAR.get(node.target, ()))
 
 
-def carries(dtype: torch.dtype, driver: torch.dtype, gradient: torch.dtype) -> bool:
+def carries(dtype: torch.dtype, scale: torch.dtype, gradient: torch.dtype) -> bool:
     """Return whether a gradient's cotangent scale may be applied after a value between them is rounded to `dtype`,
     not before.
 
@@ -74,42 +75,45 @@ def carries(dtype: torch.dtype, driver: torch.dtype, gradient: torch.dtype) -> b
     gradient computed for a tangent of one is not scaled). It also needs the precision of the scale, or of the
     gradient, or at most as many bits fewer as bfloat16 has fewer than float32.
     """
-    if not (dtype.is_floating_point and driver.is_floating_point and gradient.is_floating_point):
+    if not (dtype.is_floating_point and scale.is_floating_point and gradient.is_floating_point):
         return False
     try:
         limits, reference = torch.finfo(dtype), torch.finfo(torch.float32)
         reaches = math.frexp(limits.max)[1] >= math.frexp(reference.max)[1] and limits.tiny <= reference.tiny
-        spare = _digits(torch.float32) - _digits(torch.bfloat16)
-        ends = _digits(driver), _digits(gradient)
-        needed = min(*ends, max(ends) - spare)
-        return reaches and _digits(dtype) >= max(needed, _digits(torch.bfloat16))
+        spare_bits = _significand_bits(torch.float32) - _significand_bits(torch.bfloat16)
+        end_bits = _significand_bits(scale), _significand_bits(gradient)
+        needed_bits = min(*end_bits, max(end_bits) - spare_bits)
+        return reaches and _significand_bits(dtype) >= max(needed_bits, _significand_bits(torch.bfloat16))
     except NotImplementedError:  # finfo is not defined for packed types
         return False
 
 
-def all_carry(node: fx.Node, driver: torch.dtype, gradient: torch.dtype) -> bool:
+def all_carry(node: fx.Node, scale: torch.dtype, gradient: torch.dtype) -> bool:
     """Return whether `carries` holds for all results of a node."""
-    return all(result is None or carries(result.dtype, driver, gradient) for result in results_of(node))
+    return all(result is None or carries(result.dtype, scale, gradient) for result in results_of(node))
 
 
-def _digits(dtype: torch.dtype) -> int:
+def _significand_bits(dtype: torch.dtype) -> int:
     """Return the number of significand bits of a dtype."""
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _flat_items(value: Any) -> Iterator[Any]:
+    """Yield the items of a nested list or tuple, or the value itself."""
     if isinstance(value, (list, tuple)):
         for item in value:
-            yield from _leaves(item)
+            yield from _flat_items(item)
     else:
         yield value
 
 
 def _is_fixed(value: Any, driven: Collection[fx.Node]) -> bool:
-    return not any(isinstance(item, fx.Node) and item in driven for item in _leaves(value))
+    """Return whether an argument contains none of the driven nodes."""
+    return not any(isinstance(item, fx.Node) and item in driven for item in _flat_items(value))
 
 
-def _is_nothing(value: Any) -> bool:
+def _is_zero_or_zero_constant(value: Any) -> bool:
+    """Return whether a value is a zero tensor or the number zero."""
     return is_zero(value) or (isinstance(value, (int, float)) and value == 0)
 
 
@@ -117,96 +121,106 @@ def _is_nothing(value: Any) -> bool:
 
 
 def anything(value: Any) -> bool:
+    """Accept any value."""
     return True
 
 
 def fractions(value: Any) -> bool:
-    """A floating-point type, or None for the operand's own: integers and booleans would round."""
+    """Accept a floating-point type, or None for the operand's own: integers and booleans would round."""
     return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
 
 
 def adds(value: Any) -> bool:
-    """Values are accumulated: without that, either of two values for one index might stay."""
+    """Accept True for `accumulate`: without accumulation, either of two values for one index might stay."""
     return value is True
 
 
 def weight_alone(value: Any) -> bool:
-    """Only the weight's gradient is requested from a convolution's backward (of input, weight and bias)."""
+    """Accept the output mask of a convolution's backward that requests only the weight's gradient (of input, weight, bias)."""
     return list(value) == [False, True, False]
 
 
-def _in(*together: str, **given: Condition) -> Linear:
+def _linear_in(*together: str, **given: Condition) -> Linear:
+    """Return the row of an operator that is linear in the arguments `together`, with conditions on `given` arguments."""
     return Linear(together, given)
 
 
-def _any(*names: str) -> dict[str, Condition]:
+def _any_value_of(*names: str) -> dict[str, Condition]:
+    """Return the condition that accepts any value, for each of the names."""
     return dict.fromkeys(names, anything)
 
 
-_SUM = _in("self", dim=anything, keepdim=anything, dtype=fractions)
-_LOSS = _in("grad_output", **_any("self", "target", "weight", "reduction", "ignore_index", "total_weight"))
-_SHARES = _in("grad_output", output=anything, dim=anything, input_dtype=fractions)
-_ADDED = _in("self", "values", indices=anything, accumulate=adds)
-_CONVOLVED = _any("weight", "bias_sizes", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
-_MOVED = _in("self", **_any("size", "shape", "dim", "dims", "dim0", "dim1", "implicit", "memory_format"))
-_POINTWISE = _any("self", "output", "threshold", "min_val", "max_val", "alpha", "scale", "input_scale", "is_result", "mask")
-_SLOPE = _in("grad_output", **_POINTWISE, **_any("self_or_result", "negative_slope", "self_is_result", "beta", "buffer"))
+_SUM = _linear_in("self", dim=anything, keepdim=anything, dtype=fractions)
+_LOSS = _linear_in("grad_output", **_any_value_of("self", "target", "weight", "reduction", "ignore_index", "total_weight"))
+_SHARES = _linear_in("grad_output", output=anything, dim=anything, input_dtype=fractions)
+_ADDED = _linear_in("self", "values", indices=anything, accumulate=adds)
+_CONVOLVED = _any_value_of("weight", "bias_sizes", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+_MOVED = _linear_in("self", **_any_value_of("size", "shape", "dim", "dims", "dim0", "dim1", "implicit", "memory_format"))
+_POINTWISE = _any_value_of(
+    "self", "output", "threshold", "min_val", "max_val", "alpha", "scale", "input_scale", "is_result", "mask"
+)
+_SLOPE = _linear_in(
+    "grad_output", **_POINTWISE, **_any_value_of("self_or_result", "negative_slope", "self_is_result", "beta", "buffer")
+)
 
 LINEAR: Mapping[Any, tuple[Linear, ...]] = {
     **dict.fromkeys(MOVES_ELEMENTS, (_MOVED,)),
-    aten.neg.default: (_in("self"),),
-    aten.add.Tensor: (_in("self", "other", alpha=anything),),
-    aten.sub.Tensor: (_in("self", "other", alpha=anything),),
-    aten.cat.default: (_in("tensors", dim=anything),),
-    aten.stack.default: (_in("tensors", dim=anything),),
+    aten.neg.default: (_linear_in("self"),),
+    aten.add.Tensor: (_linear_in("self", "other", alpha=anything),),
+    aten.sub.Tensor: (_linear_in("self", "other", alpha=anything),),
+    aten.cat.default: (_linear_in("tensors", dim=anything),),
+    aten.stack.default: (_linear_in("tensors", dim=anything),),
     aten.sum.default: (_SUM,),
     aten.sum.dim_IntList: (_SUM,),
     aten.mean.default: (_SUM,),
     aten.mean.dim: (_SUM,),
-    aten.mm.default: (_in("self", mat2=anything), _in("mat2", self=anything)),
-    aten.bmm.default: (_in("self", mat2=anything), _in("mat2", self=anything)),
-    GROUPED_MM: (_in("x", weight=anything, group=anything), _in("weight", x=anything, group=anything)),
-    GROUPED_OUTER: (_in("x", y=anything, group=anything, groups=anything), _in("y", x=anything, group=anything, groups=anything)),
-    aten.mul.Tensor: (_in("self", other=anything), _in("other", self=anything)),
-    aten.mul.Scalar: (_in("self", other=anything),),
-    aten.div.Tensor: (_in("self", other=anything),),
-    aten.div.Scalar: (_in("self", other=anything),),
-    aten.slice.Tensor: (_in("self", **_any("dim", "start", "end", "step")),),
-    aten.slice_backward.default: (_in("grad_output", **_any("input_sizes", "dim", "start", "end", "step")),),
-    aten.select.int: (_in("self", dim=anything, index=anything),),
-    RELATIVE_SHIFT: (_in("x", **_any("dim", "first", "columns")),),
-    RELATIVE_SHIFT_BACKWARD: (_in("gradient", **_any("dim", "first", "width")),),
-    aten.select_backward.default: (_in("grad_output", **_any("input_sizes", "dim", "index")),),
-    aten.constant_pad_nd.default: (_in("self", "value", pad=anything),),
-    aten.split.Tensor: (_in("self", split_size=anything, dim=anything),),
-    aten.split_with_sizes.default: (_in("self", split_sizes=anything, dim=anything),),
-    aten.where.self: (_in("self", "other", condition=anything),),
-    aten.masked_fill.Scalar: (_in("self", "value", mask=anything),),
-    aten.scatter.src: (_in("self", "src", dim=anything, index=anything),),
-    aten.scatter_add.default: (_in("self", "src", dim=anything, index=anything),),
-    aten.index_add.default: (_in("self", "source", **_any("dim", "index", "alpha")),),
+    aten.mm.default: (_linear_in("self", mat2=anything), _linear_in("mat2", self=anything)),
+    aten.bmm.default: (_linear_in("self", mat2=anything), _linear_in("mat2", self=anything)),
+    GROUPED_MM: (_linear_in("x", weight=anything, group=anything), _linear_in("weight", x=anything, group=anything)),
+    GROUPED_OUTER: (
+        _linear_in("x", y=anything, group=anything, groups=anything),
+        _linear_in("y", x=anything, group=anything, groups=anything),
+    ),
+    aten.mul.Tensor: (_linear_in("self", other=anything), _linear_in("other", self=anything)),
+    aten.mul.Scalar: (_linear_in("self", other=anything),),
+    aten.div.Tensor: (_linear_in("self", other=anything),),
+    aten.div.Scalar: (_linear_in("self", other=anything),),
+    aten.slice.Tensor: (_linear_in("self", **_any_value_of("dim", "start", "end", "step")),),
+    aten.slice_backward.default: (_linear_in("grad_output", **_any_value_of("input_sizes", "dim", "start", "end", "step")),),
+    aten.select.int: (_linear_in("self", dim=anything, index=anything),),
+    RELATIVE_SHIFT: (_linear_in("x", **_any_value_of("dim", "first", "columns")),),
+    RELATIVE_SHIFT_BACKWARD: (_linear_in("gradient", **_any_value_of("dim", "first", "width")),),
+    aten.select_backward.default: (_linear_in("grad_output", **_any_value_of("input_sizes", "dim", "index")),),
+    aten.constant_pad_nd.default: (_linear_in("self", "value", pad=anything),),
+    aten.split.Tensor: (_linear_in("self", split_size=anything, dim=anything),),
+    aten.split_with_sizes.default: (_linear_in("self", split_sizes=anything, dim=anything),),
+    aten.where.self: (_linear_in("self", "other", condition=anything),),
+    aten.masked_fill.Scalar: (_linear_in("self", "value", mask=anything),),
+    aten.scatter.src: (_linear_in("self", "src", dim=anything, index=anything),),
+    aten.scatter_add.default: (_linear_in("self", "src", dim=anything, index=anything),),
+    aten.index_add.default: (_linear_in("self", "source", **_any_value_of("dim", "index", "alpha")),),
     **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), (_ADDED,)),
-    aten.gather.default: (_in("self", **_any("dim", "index", "sparse_grad")),),
+    aten.gather.default: (_linear_in("self", **_any_value_of("dim", "index", "sparse_grad")),),
     aten._to_copy.default: (
-        _in("self", dtype=fractions, **_any("layout", "device", "pin_memory", "non_blocking", "memory_format")),
+        _linear_in("self", dtype=fractions, **_any_value_of("layout", "device", "pin_memory", "non_blocking", "memory_format")),
     ),
     aten.nll_loss_backward.default: (_LOSS,),
     aten.nll_loss2d_backward.default: (_LOSS,),
     aten._log_softmax_backward_data.default: (_SHARES,),
     aten._softmax_backward_data.default: (_SHARES,),
     aten.embedding_dense_backward.default: (
-        _in("grad_output", **_any("indices", "num_weights", "padding_idx", "scale_grad_by_freq")),
+        _linear_in("grad_output", **_any_value_of("indices", "num_weights", "padding_idx", "scale_grad_by_freq")),
     ),
-    aten._cdist_backward.default: (_in(GRADIENT_OF_CDIST, **_any("x1", "x2", "p", "cdist")),),
+    aten._cdist_backward.default: (_linear_in(GRADIENT_OF_CDIST, **_any_value_of("x1", "x2", "p", "cdist")),),
     aten.convolution_backward.default: (
-        _in("grad_output", **_CONVOLVED, **_any("input", "output_mask")),
-        _in("input", **_CONVOLVED, grad_output=anything, output_mask=weight_alone),
+        _linear_in("grad_output", **_CONVOLVED, **_any_value_of("input", "output_mask")),
+        _linear_in("input", **_CONVOLVED, grad_output=anything, output_mask=weight_alone),
     ),
     aten.native_dropout_backward.default: (_SLOPE,),
     aten.tanh_backward.default: (_SLOPE,),
     aten.sigmoid_backward.default: (_SLOPE,),
     aten.silu_backward.default: (_SLOPE,),
-    aten.gelu_backward.default: (_in("grad_output", self=anything, approximate=anything),),
+    aten.gelu_backward.default: (_linear_in("grad_output", self=anything, approximate=anything),),
     aten.threshold_backward.default: (_SLOPE,),
     aten.hardtanh_backward.default: (_SLOPE,),
     aten.elu_backward.default: (_SLOPE,),
@@ -214,9 +228,9 @@ LINEAR: Mapping[Any, tuple[Linear, ...]] = {
     aten.softplus_backward.default: (_SLOPE,),
     aten.log_sigmoid_backward.default: (_SLOPE,),
     aten.native_layer_norm_backward.default: (
-        _in("grad_out", **_any("input", "normalized_shape", "mean", "rstd", "weight", "bias", "output_mask")),
+        _linear_in("grad_out", **_any_value_of("input", "normalized_shape", "mean", "rstd", "weight", "bias", "output_mask")),
     ),
     aten._fused_rms_norm_backward.default: (
-        _in("grad_out", **_any("input", "normalized_shape", "rstd", "weight", "output_mask")),
+        _linear_in("grad_out", **_any_value_of("input", "normalized_shape", "rstd", "weight", "output_mask")),
     ),
 }

@@ -27,7 +27,7 @@ from streamfx.torch_private import AUTO_FUNCTIONALIZED, HigherOrderOperator, OpO
 aten = torch.ops.aten
 ALONE = "{operator} gets no operands that tell which call of {forward} it belongs to, with whose states it would run"
 READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
-OF_TORCH_AND_OURS = ("aten", "prims", "streamfx")  # namespaces
+MERGEABLE_NAMESPACES = ("aten", "prims", "streamfx")  # namespaces
 POOLED = (
     f"{{target}} pools in one piece: windows that lie side by side stream, and windows of at most {WIDEST} in steps of one, "
     "without padding of its own (torch.nn.functional.pad streams)"
@@ -83,7 +83,7 @@ def may_be_merged(node: fx.Node) -> bool:
     """
     if isinstance(node.target, HigherOrderOperator) or node.target is ALL_REDUCE:  # other ranks may pass two different values
         return False
-    return not isinstance(node.target, OpOverload) or node.target.namespace in OF_TORCH_AND_OURS
+    return not isinstance(node.target, OpOverload) or node.target.namespace in MERGEABLE_NAMESPACES
 
 
 def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] | None]:
@@ -102,4 +102,5 @@ def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] 
 
 
 def is_part_of_opaque(node: fx.Node) -> bool:
+    """Return whether a node selects a tensor of a nested result."""
     return node.target is part_of and is_tensor(node)

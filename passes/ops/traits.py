@@ -70,6 +70,7 @@ UNPACKERS = ("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwis
 
 
 def is_moved_elements(node: fx.Node) -> bool:
+    """Return whether an operator only moves elements: a view or a copy."""
     return node.target in MOVES_ELEMENTS
 
 

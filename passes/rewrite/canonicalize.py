@@ -19,7 +19,7 @@ from streamfx.passes.rewrite.driver import simplify
 from streamfx.passes.rewrite.loss import cross_entropy
 from streamfx.passes.rewrite.moe import masked_scatter
 from streamfx.passes.rewrite.moe.expert_mm import PRODUCTS
-from streamfx.passes.rewrite.moe.sort_elimination import undo_orders
+from streamfx.passes.rewrite.moe.sort_elimination import remove_undone_permutations
 from streamfx.passes.rewrite.pattern import Equation
 from streamfx.passes.rewrite.scans import (
     causal_conv1d,
@@ -116,7 +116,7 @@ TABLE: tuple[Equation, ...] = (
     causal_conv1d.convolution_of_the_package,
     gqa.heads_repeated_for_groups,
 )
-WHERE_NOTHING_ELSE_DOES: tuple[Equation, ...] = (
+LATE_TABLE: tuple[Equation, ...] = (  # tried only after no rule of `TABLE` applies
     softmax_sink.softmax_without_a_column,
     constant_writes.constants_that_were_written,
 )
@@ -127,8 +127,9 @@ class Canonicalize:
     name: ClassVar[str] = "canonicalize"
 
     def apply(self, facts: Facts) -> Facts:
+        """Rewrite the joint graph in place, or return the reason why it must stay as it is (`Facts.stands`)."""
         joint = facts.joint
-        if (why := lazy_conj.why_marks_stay(joint.graph, joint.outputs)) is not None:
+        if (why := lazy_conj.why_lazy_values_stay(joint.graph, joint.outputs)) is not None:
             return replace(facts, stands=why)
         strided_access.note_layouts(joint.graph, len(joint.outputs))
         canonicalize(joint.graph, len(joint.outputs))
@@ -140,9 +141,9 @@ class Canonicalize:
 def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
     """Simplify a graph in place. The graph keeps its inputs and outputs; the first `results` outputs belong to the caller."""
     simplify(graph, TABLE, results)
-    while simplify(graph, WHERE_NOTHING_ELSE_DOES, results):
+    while simplify(graph, LATE_TABLE, results):
         simplify(graph, TABLE, results)
-    undo_orders(graph, PRODUCTS)
+    remove_undone_permutations(graph, PRODUCTS)
     drop_unused(graph)
 
 

@@ -42,46 +42,48 @@ def simplify(graph: fx.Graph, table: Iterable[Equation], results: int | None = N
     The first `results` outputs (all, if None) belong to the caller, who may write to them: no merged operator reads their
     memory.
     """
-    rows: dict[Any, list[Equation]] = defaultdict(list)
-    for row in table:
-        for target in row.targets:
-            rows[target].append(row)
+    rules_by_target: dict[Any, list[Equation]] = defaultdict(list)
+    for rule in table:
+        for target in rule.targets:
+            rules_by_target[target].append(rule)
     drop_unused(graph)
     is_changed = False
-    while _sweep(graph, rows, results):
+    while _sweep(graph, rules_by_target, results):
         is_changed = True
         drop_unused(graph)
     return is_changed
 
 
-def _sweep(graph: fx.Graph, rows: Mapping[Any, list[Equation]], results: int | None) -> bool:
-    writer, first_nodes, is_changed = GraphWriter(graph), dict[Any, fx.Node](), False
+def _sweep(graph: fx.Graph, rules_by_target: Mapping[Any, list[Equation]], result_count: int | None) -> bool:
+    """Apply the rules and merge equal operators once, in graph order, and return whether the graph changed."""
+    writer, first_by_key, is_changed = GraphWriter(graph), dict[Any, fx.Node](), False
     outputs: Any = graph.output_node().args[0]
-    result_memories = {memory for output in outputs[:results] if is_tensor(output) for memory in memories(output)}
+    result_memories = {memory for output in outputs[:result_count] if is_tensor(output) for memory in memories(output)}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.users:
-            is_rewritten = any(_apply_rule(row, node, writer) for row in _rows_for(node, rows))
-            is_changed |= is_rewritten or (node not in result_memories and _merge(node, first_nodes))
+            is_rewritten = any(_apply_rule(rule, node, writer) for rule in _rules_for(node, rules_by_target))
+            is_changed |= is_rewritten or (node not in result_memories and _merge(node, first_by_key))
     return is_changed
 
 
-def _rows_for(node: fx.Node, rows: Mapping[Any, list[Equation]]) -> list[Equation]:
+def _rules_for(node: fx.Node, rules_by_target: Mapping[Any, list[Equation]]) -> list[Equation]:
     """Return the rules for an operator: by its target, or by name if another package defines it."""
-    return rows.get(node.target) or rows.get(name_of(node.target)) or []
+    return rules_by_target.get(node.target) or rules_by_target.get(name_of(node.target)) or []
 
 
-def _apply_rule(row: Equation, node: fx.Node, writer: GraphWriter) -> bool:
-    before = len(writer.made)
-    equals = row.rewrite(node, writer.before(node))
-    new_nodes, replacements = {*writer.made[before:]}, _replacements(node, equals)
+def _apply_rule(rule: Equation, node: fx.Node, writer: GraphWriter) -> bool:
+    """Apply one rule to a node, and return whether it replaced a value; raise an error if a replacement reads its own node."""
+    first_new = len(writer.made)
+    result = rule.rewrite(node, writer.before(node))
+    new_nodes, replacements = {*writer.made[first_new:]}, _replacements(node, result)
     if any(_reads(new, old, new_nodes) for old, new in replacements.items() if old is not new):  # the graph would have a cycle
-        raise AssertionError(f"'{row.name}' makes a value out of itself")
+        raise AssertionError(f"'{rule.name}' makes a value out of itself")
     changes = [replace(old, new, is_new=new in new_nodes) for old, new in replacements.items()]
     return any(changes)
 
 
 def _reads(new: fx.Node, old: fx.Node, new_nodes: Collection[fx.Node]) -> bool:
-    """Whether `new` depends on `old` through nodes that the rule has just built."""
+    """Return whether `new` depends on `old` through nodes that the rule has just built."""
     todo, seen = [new], {new}
     while todo:
         inputs = todo.pop().all_input_nodes
@@ -92,35 +94,36 @@ def _reads(new: fx.Node, old: fx.Node, new_nodes: Collection[fx.Node]) -> bool:
     return False
 
 
-def _replacements(node: fx.Node, equals: Equals) -> Mapping[fx.Node, fx.Node]:
-    if equals is None:
+def _replacements(node: fx.Node, result: Equals) -> Mapping[fx.Node, fx.Node]:
+    """Return a rule's result as a map from replaced nodes to replacements, empty if the rule did not apply."""
+    if result is None:
         return {}
-    return {node: equals} if isinstance(equals, fx.Node) else equals
+    return {node: result} if isinstance(result, fx.Node) else result
 
 
-def replace(node: fx.Node, equal: fx.Node, is_new: bool) -> bool:
-    """Replace the uses of a node by `equal`, and return whether anything changed.
+def replace(node: fx.Node, replacement: fx.Node, is_new: bool) -> bool:
+    """Replace the uses of a node by `replacement`, and return whether anything changed.
 
     An output of the graph is only replaced by a new node: the caller may rely on two outputs being two tensors.
     """
-    keeps_result = is_tensor(node) and not is_new
+    is_old_tensor = is_tensor(node) and not is_new
     return bool(
         node.replace_all_uses_with(
-            equal, delete_user_cb=lambda user: not (keeps_result and user.op == "output"), propagate_meta=False
+            replacement, delete_user_cb=lambda user: not (is_old_tensor and user.op == "output"), propagate_meta=False
         )
     )
 
 
-def _merge(node: fx.Node, known: dict[Any, fx.Node]) -> bool:
+def _merge(node: fx.Node, first_by_key: dict[Any, fx.Node]) -> bool:
     """Replace a node by an earlier equal one (common subexpression elimination), and return whether that happened."""
     if is_random(node) or makes_axes(node) or not may_be_merged(node):
         return False
-    first = known.setdefault(key_of(node), node)
+    first = first_by_key.setdefault(key_of(node), node)
     return first is not node and replace(node, first, is_new=False)
 
 
 def makes_axes(node: fx.Node) -> bool:
-    """Whether a result has dimensions that no operand has.
+    """Return whether a result has dimensions that no operand has.
 
     `arange(n)` for the batch and for the sequence look equal if both have n rows, but merging them would unify their
     axes.
@@ -134,6 +137,7 @@ def key_of(node: fx.Node) -> Any:
     """
 
     def frozen(item: Any) -> Any:
+        """Return an argument as a hashable value that also distinguishes types and the signs of zeros."""
         if isinstance(item, fx.Node):  # the most frequent case: a node equals only itself
             return item
         kind = type(item)

@@ -41,19 +41,19 @@ class Equation:
 
 
 def results_of_another(node: fx.Node, other: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Map each `getitem` of an operator to the same result of another operator."""
+    """Map each `getitem` of an operator to a new `getitem` at the same position of another operator."""
     count = len(other.meta[VALUE])
-    return {part: writer.call(operator.getitem, other, part.args[1]) for part in node.users if part.args[1] < count}  # type: ignore[operator]
+    return {item: writer.call(operator.getitem, other, item.args[1]) for item in node.users if item.args[1] < count}  # type: ignore[operator]
 
 
 def results_in_use(node: fx.Node) -> dict[int, list[fx.Node]] | None:
     """Return the `getitem` nodes of an operator with several results, by position; None if it has any other user."""
-    parts: dict[int, list[fx.Node]] = {}
+    getitems: dict[int, list[fx.Node]] = {}
     for user in node.users:
         if user.target is not operator.getitem:
             return None
-        parts.setdefault(int_argument(user, 1), []).append(user)
-    return parts
+        getitems.setdefault(int_argument(user, 1), []).append(user)
+    return getitems
 
 
 def equation(*targets: Any) -> Callable[[Callable[[fx.Node, GraphWriter], Equals]], Equation]:

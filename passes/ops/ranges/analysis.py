@@ -25,34 +25,36 @@ class ValueRanges:
 
     def __init__(self, trained: Collection[fx.Node] = ()) -> None:
         self._trained = frozenset(trained)
-        self._known: dict[fx.Node, tuple[Range, ...]] = {}
+        self._range_of: dict[fx.Node, tuple[Range, ...]] = {}
 
     def of(self, node: fx.Node) -> Range:
         """Return the range of a tensor."""
         todo = [node]
         while todo:
-            item = todo[-1]
-            waiting = [source for source in item.all_input_nodes if source not in self._known]
-            if waiting and item not in self._known:
+            value = todo[-1]
+            waiting = [source for source in value.all_input_nodes if source not in self._range_of]
+            if waiting and value not in self._range_of:
                 todo.extend(waiting)
                 continue
             todo.pop()
-            if item not in self._known:
-                self._known[item] = self._of(item) or (everything(torch.float64),)
-        return self._known[node][0]
+            if value not in self._range_of:
+                self._range_of[value] = self._compute(value) or (everything(torch.float64),)
+        return self._range_of[node][0]
 
-    def note(self, node: fx.Node, known: Range) -> None:
+    def note(self, node: fx.Node, value_range: Range) -> None:
         """Record a range found by other means, from facts about query and key positions."""
-        self._known[node] = (known,)
+        self._range_of[node] = (value_range,)
 
-    def _of(self, node: fx.Node) -> tuple[Range, ...]:
+    def _compute(self, node: fx.Node) -> tuple[Range, ...]:
+        """Return the ranges of a node's results; zero for inputs that are not tensors."""
         if node.op == "call_function":
             return self._range_of_results(node)
         return (self._range_of_input(node) if is_tensor(node) else Range(0, 0),)
 
     def _range_of_results(self, node: fx.Node) -> tuple[Range, ...]:
+        """Return the ranges of an operator's results from the ranges of its operands, which are already computed."""
         if node.target is operator.getitem:
-            results, position = self._known[node.args[0]], node.args[1]  # type: ignore[index]
+            results, position = self._range_of[node.args[0]], node.args[1]  # type: ignore[index]
             if isinstance(position, int) and position < len(results):
                 return (results[position],)
         if not isinstance(node.target, OpOverload):
@@ -61,9 +63,11 @@ class ValueRanges:
         return applied(node, self._operand) if unpacked is None else (unpacked,)
 
     def _operand(self, node: fx.Node) -> Range:
-        return self._known[node][0]
+        """Return the computed range of an operand."""
+        return self._range_of[node][0]
 
     def _range_of_input(self, node: fx.Node) -> Range:
+        """Return the range of an input: of its pattern, of an ordinary number if it is trained, else of its dtype."""
         dtype: torch.dtype = node.meta[VALUE].dtype
         pattern: Any = node.meta.get(PATTERN)
         if isinstance(pattern, Pieces):

@@ -15,7 +15,7 @@ from streamfx.passes.ops.ranges.transfer import RangeCall, elementwise
 
 aten = torch.ops.aten
 ONE = constant(1)
-ANYTHING = Range(-INFINITY, INFINITY, True)
+ANYTHING = Range(-INFINITY, INFINITY, nan=True)
 
 
 # -- interval arithmetic
@@ -24,23 +24,26 @@ ANYTHING = Range(-INFINITY, INFINITY, True)
 def plus(a: Range, b: Range) -> Range:
     """Return [a.low + b.low, a.high + b.high]; infinities of opposite signs add up to NaN."""
     nan = a.nan or b.nan or _are_opposite(a, b) or _are_opposite(b, a)
-    for known in (a, b):
-        if known.low == known.high and math.isinf(known.low):
-            return Range(known.low, known.low, nan)
+    for operand in (a, b):
+        if operand.low == operand.high and math.isinf(operand.low):
+            return Range(operand.low, operand.low, nan)
     low = -INFINITY if -INFINITY in (a.low, b.low) else a.low + b.low
     high = INFINITY if INFINITY in (a.high, b.high) else a.high + b.high
     return widened(low, high, nan)
 
 
 def _are_opposite(a: Range, b: Range) -> bool:
+    """Return whether `a` may be infinite and `b` minus infinite."""
     return a.high == INFINITY and b.low == -INFINITY
 
 
 def negated(a: Range) -> Range:
+    """Return the range of -x."""
     return Range(-a.high, -a.low, a.nan)
 
 
 def minus(a: Range, b: Range) -> Range:
+    """Return the range of a - b."""
     return plus(a, negated(b))
 
 
@@ -54,13 +57,14 @@ def times(a: Range, b: Range) -> Range:
 def over(a: Range, b: Range) -> Range:
     """Return the true quotient. Division by zero gives an infinity of either sign; 0 / 0 and inf / inf are NaN."""
     if b.has_zero:
-        return Range(0, 0, True) if a.is_zero else ANYTHING
+        return Range(0, 0, nan=True) if a.is_zero else ANYTHING
     nan = a.nan or b.nan or (math.isinf(a.magnitude) and math.isinf(b.magnitude))
     corners = [_quotient(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     return widened(min(corners), max(corners), nan)
 
 
 def _quotient(x: Number, y: Number) -> float:
+    """Divide two bounds; infinite divisors give zero, or an infinity if the dividend is infinite."""
     if math.isinf(y):
         return 0.0 if not math.isinf(x) else math.copysign(INFINITY, x) * math.copysign(1, y)
     return float(x) / float(y) if not (isinstance(x, int) and abs(x) > 2**1000) else math.copysign(INFINITY, x)
@@ -74,10 +78,10 @@ def _add(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Rang
 @elementwise(aten.sub.Tensor, aten.sub.Scalar)
 def _sub(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Range:
     """Subtract ranges. `x - x.max()` is at most zero."""
-    known = _plus_scaled(self, negated(other), alpha, call.dtype)
+    difference = _plus_scaled(self, negated(other), alpha, call.dtype)
     if alpha == ONE and is_largest_of(call.arguments["other"], call.arguments["self"]):
-        return Range(min(known.low, 0), 0, known.nan)
-    return known
+        return Range(min(difference.low, 0), 0, difference.nan)
+    return difference
 
 
 @elementwise(aten.rsub.Tensor, aten.rsub.Scalar)
@@ -101,25 +105,30 @@ def _mul(self: Range, other: Range) -> Range:
 @elementwise(aten.div.Tensor, aten.div.Scalar)
 def _div(call: RangeCall, self: Range, other: Range) -> Range:
     """Divide ranges. A summand of a sum of nonnegative numbers, divided by the sum, is at most one."""
-    known = over(self, other)
-    if self.low >= 0 and _is_floating(call.arguments["self"]) and is_share_of(call.arguments["self"], call.arguments["other"]):
-        return Range(0, min(known.high, 1.01), True)
-    return known
+    quotient = over(self, other)
+    if (
+        self.low >= 0
+        and _is_floating_point(call.arguments["self"])
+        and is_share_of(call.arguments["self"], call.arguments["other"])
+    ):
+        return Range(0, min(quotient.high, 1.01), nan=True)
+    return quotient
 
 
-def _is_floating(item: Any) -> bool:
+def _is_floating_point(item: Any) -> bool:
     """Return whether a value is floating point: integer sums may wrap."""
     return is_tensor(item) and bool(item.meta[VALUE].is_floating_point())
 
 
 @elementwise(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def _div_mode(self: Range, other: Range, rounding_mode: Any) -> Range:
-    known = over(self, other)
+    """Return the quotient, rounded outward if a rounding mode is given."""
+    quotient = over(self, other)
     if rounding_mode is None:
-        return known
-    if any(math.isinf(item.magnitude) for item in (self, other, known)):
+        return quotient
+    if any(math.isinf(item.magnitude) for item in (self, other, quotient)):
         return ANYTHING  # by a remainder, infinity rounds to NaN, and -1 / inf to -1
-    return Range(math.floor(known.low), math.ceil(known.high), known.nan)
+    return Range(math.floor(quotient.low), math.ceil(quotient.high), quotient.nan)
 
 
 @elementwise(aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -129,7 +138,7 @@ def _floor_divide(self: Range, other: Range) -> Range:
 
 @elementwise(aten.remainder.Tensor, aten.remainder.Scalar)
 def _remainder(call: RangeCall, self: Range, other: Range) -> Range:
-    """The result has the divisor's sign, and is smaller in magnitude, up to rounding."""
+    """Return the range of a remainder: it has the divisor's sign, and is smaller in magnitude, up to rounding."""
     if not other.low > 0 or math.isinf(self.magnitude) or self.nan or other.nan:
         return everything(call.dtype)
     is_integer = not call.dtype.is_floating_point
@@ -168,8 +177,8 @@ def _minimum(self: Range, other: Range) -> Range:
 
 @elementwise(aten.clamp.default, aten.clamp.Tensor)
 def _clamp(self: Range, min: Range | None = None, max: Range | None = None) -> Range:
-    known = self if min is None else _maximum(self, min)
-    return known if max is None else _minimum(known, max)
+    clamped = self if min is None else _maximum(self, min)
+    return clamped if max is None else _minimum(clamped, max)
 
 
 @elementwise(aten.clamp_min.default, aten.clamp_min.Tensor)
@@ -185,8 +194,9 @@ def _clamp_max(self: Range, max: Range) -> Range:
 # -- comparisons: false if an operand is NaN, except for `ne`
 
 
-def truth(always: bool, never: bool) -> Range:
-    return Range(1, 1) if always else Range(0, 0) if never else Range(0, 1)
+def truth(is_always: bool, is_never: bool) -> Range:
+    """Return the range of a condition that is always true, never true, or either."""
+    return Range(1, 1) if is_always else Range(0, 0) if is_never else Range(0, 1)
 
 
 @elementwise(aten.lt.Tensor, aten.lt.Scalar)
@@ -223,53 +233,55 @@ def _ne(self: Range, other: Range) -> Range:
 
 @elementwise(aten.isnan.default)
 def _isnan(self: Range) -> Range:
-    return truth(False, not self.nan)
+    return truth(is_always=False, is_never=not self.nan)
 
 
 @elementwise(aten.isinf.default)
 def _isinf(self: Range) -> Range:
-    return truth(False, not math.isinf(self.magnitude))
+    return truth(is_always=False, is_never=not math.isinf(self.magnitude))
 
 
 # -- logic: on booleans; bitwise on integers
 
 
-def _true(known: Range) -> Range:
+def _as_boolean(operand: Range) -> Range:
     """Convert numbers to booleans; NaN is true."""
-    return truth(not known.has_zero, known.constant == 0)
+    return truth(not operand.has_zero, operand.constant == 0)
 
 
 @elementwise(aten.logical_and.default)
 def _logical_and(self: Range, other: Range) -> Range:
-    return _minimum(_true(self), _true(other))
+    return _minimum(_as_boolean(self), _as_boolean(other))
 
 
 @elementwise(aten.logical_or.default)
 def _logical_or(self: Range, other: Range) -> Range:
-    return _maximum(_true(self), _true(other))
+    return _maximum(_as_boolean(self), _as_boolean(other))
 
 
 @elementwise(aten.logical_xor.default)
 def _logical_xor(self: Range, other: Range) -> Range:
-    return _ne(_true(self), _true(other))
+    return _ne(_as_boolean(self), _as_boolean(other))
 
 
 @elementwise(aten.logical_not.default)
 def _logical_not(self: Range) -> Range:
-    true = _true(self)
+    true = _as_boolean(self)
     return Range(1 - true.high, 1 - true.low)
 
 
 @elementwise(aten.bitwise_and.Tensor, aten.bitwise_and.Scalar)
 def _bitwise_and(call: RangeCall, self: Range, other: Range) -> Range:
+    """Return the conjunction of booleans; of integers, at most the smaller nonnegative operand."""
     if call.dtype == torch.bool:
         return _logical_and(self, other)
-    bounds = [known.high for known in (self, other) if known.low >= 0]
+    bounds = [operand.high for operand in (self, other) if operand.low >= 0]
     return Range(0, min(bounds)) if bounds else everything(call.dtype)
 
 
 @elementwise(aten.bitwise_or.Tensor, aten.bitwise_or.Scalar)
 def _bitwise_or(call: RangeCall, self: Range, other: Range) -> Range:
+    """Return the disjunction of booleans; of nonnegative integers, a range up to the next power of two."""
     if call.dtype == torch.bool:
         return _logical_or(self, other)
     if self.low < 0 or other.low < 0:
@@ -284,6 +296,7 @@ def _bitwise_xor(call: RangeCall, self: Range, other: Range) -> Range:
 
 @elementwise(aten.bitwise_not.default)
 def _bitwise_not(call: RangeCall, self: Range) -> Range:
+    """Return the negation of booleans; of integers, -1 - x, or the maximum minus x for unsigned types."""
     if call.dtype == torch.bool:
         return _logical_not(self)
     limits = everything(call.dtype)
@@ -295,7 +308,7 @@ def _bitwise_not(call: RangeCall, self: Range) -> Range:
 
 @elementwise(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 def _where(condition: Range, self: Range, other: Range) -> Range:
-    true = _true(condition)
+    true = _as_boolean(condition)
     return self if true.constant == 1 else other if true.constant == 0 else hull(self, other)
 
 

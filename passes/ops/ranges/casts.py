@@ -15,16 +15,16 @@ SAME_SHAPES = frozenset({aten._to_copy.default, aten.clone.default})
 RESHAPED = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default})
 
 
-def is_whole(node: fx.Node, values: ValueRanges) -> bool:
+def holds_integers(node: fx.Node, values: ValueRanges) -> bool:
     """Return whether all numbers of a value are integers, and its dtype represents each integer of their range."""
     dtype: torch.dtype = node.meta[VALUE].dtype
-    known = values.of(node)
-    if not is_exact_in(dtype, known.low, known.high):
+    value_range = values.of(node)
+    if not is_exact_in(dtype, value_range.low, value_range.high):
         return False
     if not dtype.is_floating_point:
         return True
     sources = [source for source in node.all_input_nodes if is_tensor(source)]
-    return node.target in SAME_SHAPES | RESHAPED and all(is_whole(source, values) for source in sources)
+    return node.target in SAME_SHAPES | RESHAPED and all(holds_integers(source, values) for source in sources)
 
 
 def keeps_numbers(node: fx.Node, values: ValueRanges) -> bool:
@@ -34,11 +34,11 @@ def keeps_numbers(node: fx.Node, values: ValueRanges) -> bool:
     if node.target is not aten._to_copy.default:
         return False
     source, dtype = node_argument(node), node.meta[VALUE].dtype
-    known = values.of(source)
-    return is_whole(source, values) and is_exact_in(dtype, known.low, known.high)
+    source_range = values.of(source)
+    return holds_integers(source, values) and is_exact_in(dtype, source_range.low, source_range.high)
 
 
-def behind_copies(node: fx.Node, values: ValueRanges, through: frozenset[object] = SAME_SHAPES) -> fx.Node:
+def source_of_exact_copies(node: fx.Node, values: ValueRanges, through: frozenset[object] = SAME_SHAPES) -> fx.Node:
     """Follow copies that keep the numbers, and return their source."""
     while node.target in through and keeps_numbers(node, values):
         node = node_argument(node)

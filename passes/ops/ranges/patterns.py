@@ -15,16 +15,16 @@ aten = torch.ops.aten
 SAME_NUMBERS = frozenset({aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default})
 
 
-def is_largest_of(largest: Any, numbers: Any) -> bool:
-    """Return whether each element of `largest` is the maximum of the elements of `numbers` that it is broadcast to."""
-    if not isinstance(largest, fx.Node) or not isinstance(numbers, fx.Node):
+def is_largest_of(largest: Any, operand: Any) -> bool:
+    """Return whether each element of `largest` is the maximum of the elements of `operand` that it is broadcast to."""
+    if not isinstance(largest, fx.Node) or not isinstance(operand, fx.Node):
         return False
     largest = _skip_copies(largest)
     if largest.target is operator.getitem and largest.args[1] == 0:
         largest = largest.args[0]  # type: ignore[assignment]
     if largest.target not in (aten.amax.default, aten.max.dim) or not bound_arguments(largest)["keepdim"]:
         return False
-    return _skip_copies(largest.args[0]) is _skip_copies(numbers)
+    return _skip_copies(largest.args[0]) is _skip_copies(operand)
 
 
 def is_share_of(part: Any, total: Any) -> bool:
@@ -32,7 +32,7 @@ def is_share_of(part: Any, total: Any) -> bool:
     if not isinstance(part, fx.Node) or not isinstance(total, fx.Node):
         return False
     total = _skip_copies(total)
-    while total.target in _NO_LESS and _NO_LESS[total.target](total):
+    while total.target in _NEVER_DECREASES and _NEVER_DECREASES[total.target](total):
         total = _skip_copies(total.args[0])
     if total.target is not aten.sum.dim_IntList:
         return False
@@ -48,6 +48,7 @@ def _skip_copies(node: Any) -> Any:
 
 
 def _is_copy(node: fx.Node) -> bool:
+    """Return whether a node copies its operand without changing the dtype."""
     source = node.args[0] if node.target in SAME_NUMBERS else None
     return is_tensor(source) and source.meta[VALUE].dtype == node.meta[VALUE].dtype  # type: ignore[union-attr]
 
@@ -57,7 +58,7 @@ def _is_expansion(node: fx.Node) -> bool:
     return node.target is aten.expand.default and len(shape_of_node(node)) == len(shape_of_node(node.args[0]))  # type: ignore[arg-type]
 
 
-_NO_LESS: dict[Any, Any] = {
+_NEVER_DECREASES: dict[Any, Any] = {
     aten.add.Tensor: lambda node: isinstance(node.args[1], (int, float)) and node.args[1] >= 0 and not node.kwargs,
     aten.add.Scalar: lambda node: isinstance(node.args[1], (int, float)) and node.args[1] >= 0 and len(node.args) == 2,
     aten.clamp.default: lambda node: bound_arguments(node)["max"] is None and not isinstance(node.args[1], fx.Node),

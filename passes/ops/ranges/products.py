@@ -33,16 +33,16 @@ def product(dtype: torch.dtype, count: int, *operands: Range) -> Range:
     It is an ordinary number if the operands are ordinary and a weight or activation is among them; else the bound is
     the product of all magnitudes times `count`.
     """
-    nan = any(known.nan for known in operands)
+    nan = any(operand.nan for operand in operands)
     if not dtype.is_floating_point:
         return everything(dtype)
-    if any(known.is_zero for known in operands) and all(known.is_ordinary for known in operands):
+    if any(operand.is_zero for operand in operands) and all(operand.is_ordinary for operand in operands):
         return Range(0, 0, nan)
-    if any(known.assumed for known in operands) and all(known.is_ordinary for known in operands):
-        usual = activation(dtype)
-        return Range(usual.low, usual.high, nan, assumed=1)
-    most = math.prod((1.01 * count, *(known.magnitude for known in operands)))
-    return Range(-most, most, nan) if most < torch.finfo(dtype).max else everything(dtype)
+    if any(operand.assumed for operand in operands) and all(operand.is_ordinary for operand in operands):
+        ordinary = activation(dtype)
+        return Range(ordinary.low, ordinary.high, nan, assumed=1)
+    bound = math.prod((1.01 * count, *(operand.magnitude for operand in operands)))
+    return Range(-bound, bound, nan) if bound < torch.finfo(dtype).max else everything(dtype)
 
 
 @structural(aten.mm.default, aten.bmm.default, takes="self mat2")
@@ -62,15 +62,15 @@ def _dot(call: RangeCall) -> Range:
 
 @structural(aten.addmm.default, takes="self mat1 mat2 beta alpha")
 def _addmm(call: RangeCall) -> Range:
-    return _added(call, "mat1")
+    return _scaled_sum(call, "mat1")
 
 
 @structural(aten.baddbmm.default, takes="self batch1 batch2 beta alpha")
 def _baddbmm(call: RangeCall) -> Range:
-    return _added(call, "batch1")
+    return _scaled_sum(call, "batch1")
 
 
-def _added(call: RangeCall, first: str) -> Range:
+def _scaled_sum(call: RangeCall, first: str) -> Range:
     """Return the range of beta * self + alpha * (first @ second); `self` is not read if beta is zero."""
     other = call.range("mat2" if first == "mat1" else "batch2")
     product_range = times(product(call.dtype, longest(call.shape(first)[-1]), call.range(first), other), call.range("alpha"))
@@ -92,7 +92,7 @@ def _distance(call: RangeCall) -> Range:
     x1, x2, count = call.range("x1"), call.range("x2"), longest(call.shape("x1")[-1])
     distance = x1.magnitude + x2.magnitude
     if not call.arguments["p"] >= 1 or count * distance * distance > torch.finfo(call.dtype).max / 4:
-        return Range(0, INFINITY, True)
+        return Range(0, INFINITY, nan=True)
     if x1.assumed or x2.assumed:
         return Range(0, max(activation(call.dtype).high, 1.01 * distance), x1.nan or x2.nan)
     return Range(0, 1.01 * count * distance, x1.nan or x2.nan)
@@ -114,8 +114,8 @@ def _attention(call: RangeCall) -> tuple[Range, ...]:
     value = call.range("value")
     scores = product(call.dtype, longest(call.shape("query")[-1]), call.range("query"), call.range("key"))
     nan = value.nan or scores.nan or math.isinf(scores.magnitude) or math.isinf(value.magnitude)
-    known = hull(value, ZERO)
-    return (Range(known.low * 1.01, known.high * 1.01, nan),)
+    combination = hull(value, ZERO)
+    return (Range(combination.low * 1.01, combination.high * 1.01, nan),)
 
 
 def unpacked_product(node: fx.Node, reader: Reader) -> Range | None:
@@ -126,8 +126,8 @@ def unpacked_product(node: fx.Node, reader: Reader) -> Range | None:
     if not isinstance(node.target, OpOverload) or not (unpacks(node) or node.target.name() in PACKED):
         return None
     operands = tensor_operands(node)
-    rows = () if unpacks(node) else operands[:1]
-    if not all(map(is_parameter, operands[len(rows) :])):
+    unpacked_operands = () if unpacks(node) else operands[:1]
+    if not all(map(is_parameter, operands[len(unpacked_operands) :])):
         return None
     dtype: torch.dtype = node.meta[VALUE].dtype
-    return product(dtype, LONGEST, activation(dtype), *(reader(item) for item in rows))
+    return product(dtype, LONGEST, activation(dtype), *(reader(item) for item in unpacked_operands))

@@ -20,15 +20,15 @@ LEAST_EPS = 1e-16  # the default eps depends on the dtype
 MORE = 1.01  # sums in low precision may come out a little larger
 
 
-def summed(known: Range, count: Number, dtype: torch.dtype) -> Range:
+def summed(operand: Range, count: Number, dtype: torch.dtype) -> Range:
     """Return the range of a sum of at most `count` numbers, each first converted to the dtype of the accumulation."""
-    item = in_type(known, dtype)
-    total = times(hull(item, ZERO), Range(0, count))
+    in_dtype = in_type(operand, dtype)
+    total = times(hull(in_dtype, ZERO), Range(0, count))
     if not dtype.is_floating_point:
         return total
     wider = 1.0 + min(count * torch.finfo(dtype).eps, 1.0)
     low, high, most = total.low * wider, total.high * wider, torch.finfo(dtype).max
-    return Range(low, high, item.nan or (low < -most and high > most))  # partial sums may overflow
+    return Range(low, high, in_dtype.nan or (low < -most and high > most))  # partial sums may overflow
 
 
 def reduced_count(call: RangeCall, name: str = "dim") -> Number:
@@ -67,14 +67,14 @@ def _mean_dim(call: RangeCall) -> Range:
 
 
 def _mean_of(call: RangeCall, count: Number) -> Range:
-    """The mean is at most the maximum, unless the sum overflows; the mean of no elements is NaN."""
-    item = in_type(call.range("self"), call.dtype)
-    total = in_type(summed(item, count, call.dtype), call.dtype)
+    """Return the range of a mean: within the operand's, unless the sum overflows; the mean of no elements is NaN."""
+    operand = in_type(call.range("self"), call.dtype)
+    total = in_type(summed(operand, count, call.dtype), call.dtype)
     if not math.isfinite(total.magnitude):
-        return Range(0 if item.low >= 0 else -INFINITY, 0 if item.high <= 0 else INFINITY, True)
-    low = item.low * (MORE if item.low < 0 else 1 / MORE)
-    high = item.high * (MORE if item.high > 0 else 1 / MORE)
-    return Range(min(low, high), max(low, high), True)
+        return Range(0 if operand.low >= 0 else -INFINITY, 0 if operand.high <= 0 else INFINITY, nan=True)
+    low = operand.low * (MORE if operand.low < 0 else 1 / MORE)
+    high = operand.high * (MORE if operand.high > 0 else 1 / MORE)
+    return Range(min(low, high), max(low, high), nan=True)
 
 
 @structural(aten.any.default, aten.all.default, takes="self")
@@ -84,37 +84,38 @@ def _any(call: RangeCall) -> Range:
 
 @structural(aten.var.correction, takes="self dim correction keepdim")
 def _var(call: RangeCall) -> Range:
-    """The sum of squared differences from the mean, divided by the count less the correction."""
-    known, correction = call.range("self"), call.arguments["correction"]
-    if not known.is_finite or correction not in (None, 0, 1):
-        return Range(0, INFINITY, True)
-    spread = known.high - known.low + 1e-5 * known.magnitude  # the mean is rounded
-    return Range(0, 2 * float(spread) * float(spread), True)
+    """Return the range of a variance: the sum of squared differences from the mean, divided by the count less the correction."""
+    operand, correction = call.range("self"), call.arguments["correction"]
+    if not operand.is_finite or correction not in (None, 0, 1):
+        return Range(0, INFINITY, nan=True)
+    spread = operand.high - operand.low + 1e-5 * operand.magnitude  # the mean is rounded
+    return Range(0, 2 * float(spread) * float(spread), nan=True)
 
 
 @structural(aten.linalg_vector_norm.default, takes="self ord dim keepdim dtype")
 def _norm(call: RangeCall) -> Range:
-    known, order = call.range("self"), call.arguments["ord"]
+    """Return the range of a Euclidean norm: at most sqrt(count) times the largest magnitude."""
+    operand, order = call.range("self"), call.arguments["ord"]
     if order != 2:
         return everything(call.dtype)
-    count, squares = reduced_count(call), float(known.magnitude) * float(known.magnitude)
+    count, squares = reduced_count(call), float(operand.magnitude) * float(operand.magnitude)
     if count * squares > torch.finfo(torch.float32 if call.dtype.itemsize < 4 else call.dtype).max:
-        return Range(0, INFINITY, known.nan)
-    return Range(0, MORE * math.sqrt(count) * known.magnitude if count else 0, known.nan)
+        return Range(0, INFINITY, operand.nan)
+    return Range(0, MORE * math.sqrt(count) * operand.magnitude if count else 0, operand.nan)
 
 
 @structural(aten.logsumexp.default, takes="self dim keepdim")
 def _logsumexp(call: RangeCall) -> Range:
-    known, count = in_type(call.range("self"), call.dtype), reduced_count(call)
+    operand, count = in_type(call.range("self"), call.dtype), reduced_count(call)
     slack = 1e-3 + 8 * torch.finfo(call.dtype).eps  # error of the sum, which a low-precision type rounds before the logarithm
-    return plus(known, Range(-slack, math.log(max(count, 1)) + slack))
+    return plus(operand, Range(-slack, math.log(max(count, 1)) + slack))
 
 
 @structural(aten._softmax.default, takes="self dim half_to_float")
 def _softmax(call: RangeCall) -> Range:
-    """The result is NaN if all elements are minus infinity, or one is infinite."""
-    known = call.range("self")
-    return Range(0, 1 + 1e-3, known.nan or math.isinf(known.magnitude))
+    """Return the range [0, 1]; NaN if all elements are minus infinity, or one is infinite."""
+    operand = call.range("self")
+    return Range(0, 1 + 1e-3, operand.nan or math.isinf(operand.magnitude))
 
 
 @structural(aten._safe_softmax.default, takes="self dim dtype")
@@ -124,18 +125,19 @@ def _safe_softmax(call: RangeCall) -> Range:
 
 @structural(aten._log_softmax.default, takes="self dim half_to_float")
 def _log_softmax(call: RangeCall) -> Range:
-    known = call.range("self")
-    if not known.is_finite:
-        return Range(-INFINITY, 1e-3, True)
+    """Return a range of at most zero, up to rounding; the scores' spread and the logarithm of their count bound it below."""
+    operand = call.range("self")
+    if not operand.is_finite:
+        return Range(-INFINITY, 1e-3, nan=True)
     shape = call.shape("self")
     count = count_of(shape[call.arguments["dim"] % len(shape)]) if shape else 1
-    return Range((known.low - known.high - math.log(max(count, 1)) - 1) * MORE, 1e-3)
+    return Range((operand.low - operand.high - math.log(max(count, 1)) - 1) * MORE, 1e-3)
 
 
 @structural(aten._softmax_backward_data.default, takes="grad_output output dim input_dtype")
 def _softmax_backward(call: RangeCall) -> Range:
-    """output * (grad_output - sum): the gradient is zero if the output is."""
-    return Range(0, 0, True) if call.range("output").is_zero else everything(call.dtype)
+    """Return the range of output * (grad_output - sum): zero if the output is zero."""
+    return Range(0, 0, nan=True) if call.range("output").is_zero else everything(call.dtype)
 
 
 # -- normalizations
@@ -144,33 +146,34 @@ def _softmax_backward(call: RangeCall) -> Range:
 @structural(aten.native_layer_norm.default, takes="input normalized_shape weight bias eps")
 def _layer_norm(call: RangeCall) -> tuple[Range, ...]:
     mean = call.range("input")
-    return _scaled(call, _normalized(call)), Range(mean.low, mean.high, True), Range(0, INFINITY, True)
+    return _apply_weight_and_bias(call, _normalized(call)), Range(mean.low, mean.high, nan=True), Range(0, INFINITY, nan=True)
 
 
 @structural(aten._fused_rms_norm.default, takes="input normalized_shape weight eps")
 def _rms_norm(call: RangeCall) -> tuple[Range, ...]:
-    return _scaled(call, _normalized(call)), Range(0, INFINITY, True)
+    return _apply_weight_and_bias(call, _normalized(call)), Range(0, INFINITY, nan=True)
 
 
 def _normalized(call: RangeCall) -> Range:
     """Divide by a norm of at least sqrt(eps). The bound from the count of elements does not hold for large, nearly
     equal numbers.
     """
-    known, eps = call.range("input"), call.arguments["eps"]
+    operand, eps = call.range("input"), call.arguments["eps"]
     eps = LEAST_EPS if eps is None else eps
-    if not isinstance(eps, float) or eps <= 0 or math.isinf(known.magnitude):
-        return Range(-INFINITY, INFINITY, True)
-    most = 2 * MORE * known.magnitude / math.sqrt(eps)
-    if known.assumed:  # activations are assumed not to be large and nearly equal
-        most = min(most, MORE * math.sqrt(count_of(*call.shape("input"))))
-    return Range(-most, most, known.nan or not known.magnitude < 1e15)  # squares may overflow
+    if not isinstance(eps, float) or eps <= 0 or math.isinf(operand.magnitude):
+        return Range(-INFINITY, INFINITY, nan=True)
+    bound = 2 * MORE * operand.magnitude / math.sqrt(eps)
+    if operand.assumed:  # activations are assumed not to be large and nearly equal
+        bound = min(bound, MORE * math.sqrt(count_of(*call.shape("input"))))
+    return Range(-bound, bound, operand.nan or not operand.magnitude < 1e15)  # squares may overflow
 
 
-def _scaled(call: RangeCall, known: Range) -> Range:
+def _apply_weight_and_bias(call: RangeCall, normalized: Range) -> Range:
+    """Multiply a normalized range by the weight and add the bias, if there are any."""
     for name, operation in (("weight", times), ("bias", plus)):
         if call.arguments.get(name) is not None:
-            known = operation(known, call.range(name))
-    return known
+            normalized = operation(normalized, call.range(name))
+    return normalized
 
 
 # -- counts
@@ -178,7 +181,7 @@ def _scaled(call: RangeCall, known: Range) -> Range:
 
 @structural(aten.histc.default, takes="self bins min max")
 def _histogram(call: RangeCall) -> Range:
-    """Counts in the operand's dtype. If the size is unknown, eager's own counts are assumed to be exact."""
+    """Return the range of counts; if the size is unknown, eager's own counts in the operand's dtype are assumed to be exact."""
     shape = call.shape("self")
     count = count_of(*shape)
     return Range(0, count if all(isinstance(size, int) for size in shape) else min(count, MOST_COUNTED))

@@ -56,9 +56,12 @@ def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
     """
 
     def register(function: F) -> F:
+        """Register the function for all operators."""
         names = frozenset(inspect.signature(function).parameters)
         for operator in operators:
-            TRANSFERS[operator] = TransferFunction(function, names - {"call"}, True, exact, "call" in names)
+            TRANSFERS[operator] = TransferFunction(
+                function, names - {"call"}, elementwise=True, is_exact=exact, takes_call="call" in names
+            )
         return function
 
     return register
@@ -70,8 +73,9 @@ def structural(*operators: Any, takes: str) -> Callable[[F], F]:
     """
 
     def register(function: F) -> F:
+        """Register the function for all operators."""
         for operator in operators:
-            TRANSFERS[operator] = TransferFunction(function, frozenset(takes.split()), False)
+            TRANSFERS[operator] = TransferFunction(function, frozenset(takes.split()), elementwise=False)
         return function
 
     return register
@@ -87,6 +91,7 @@ class RangeCall:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of the first result."""
         result = results_of(self.node)[0]
         assert result is not None
         return result.dtype
@@ -100,6 +105,7 @@ class RangeCall:
         return [range_of_argument(item, self.reader) for item in self.arguments[name]]
 
     def shape(self, name: str) -> tuple[Size, ...]:
+        """Return the shape of a tensor argument."""
         return shape_of_node(self.arguments[name])
 
 
@@ -113,6 +119,7 @@ def range_of_argument(item: Any, reader: Reader) -> Range:
 
 
 def _range_of_size(value: Any) -> Range:
+    """Return the range of a size or a number that is known before the run."""
     if isinstance(value, (bool, int, float)):
         return constant(value)
     if not isinstance(value, torch.SymInt):
@@ -137,35 +144,39 @@ def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
     """Return the range of each result of an operator, given the ranges of its operands."""
     results = results_of(node)
     unknown = tuple(everything(torch.float64 if result is None else result.dtype) for result in results)
-    row = TRANSFERS.get(node.target)
-    if row is None or any(result is None or result.dtype.is_complex for result in results[:1]):
+    transfer = TRANSFERS.get(node.target)
+    if transfer is None or any(result is None or result.dtype.is_complex for result in results[:1]):
         return unknown
-    arguments = named_arguments(node, row.names)
+    arguments = named_arguments(node, transfer.names)
     if arguments is None:
         return unknown
-    known = _elementwise(node, row, arguments, reader) if row.elementwise else row.function(RangeCall(node, reader, arguments))
-    known_results = known if isinstance(known, tuple) else (known,)
+    found_ranges = (
+        _elementwise(node, transfer, arguments, reader)
+        if transfer.elementwise
+        else transfer.function(RangeCall(node, reader, arguments))
+    )
+    ranges = found_ranges if isinstance(found_ranges, tuple) else (found_ranges,)
     return tuple(
         everything(torch.float64)
         if result is None
         else replace(
             range_in_type := in_type(item, result.dtype),
-            assumed=range_in_type.assumed or _assumed(node, row, reader, range_in_type),
+            assumed=range_in_type.assumed or _assumed(node, transfer, reader, range_in_type),
         )
-        for item, result in zip((*known_results, *unknown[len(known_results) :]), results, strict=True)
+        for item, result in zip((*ranges, *unknown[len(ranges) :]), results, strict=True)
     )
 
 
-def _assumed(node: fx.Node, row: TransferFunction, reader: Reader, known: Range) -> Number:
+def _assumed(node: fx.Node, transfer: TransferFunction, reader: Reader, result_range: Range) -> Number:
     """Return how far a result relies on assumed magnitudes of its operands; arguments that only select numbers do not
     count.
     """
     operands = tensor_operands(node)
-    if not row.elementwise:
-        choose = [item for name, item in bound_arguments(node).items() if name in CHOOSES]
-        return assumed_of([reader(item) for item in operands if item not in choose and item.meta[VALUE].is_floating_point()])
+    if not transfer.elementwise:
+        selectors = [item for name, item in bound_arguments(node).items() if name in CHOOSES]
+        return assumed_of([reader(item) for item in operands if item not in selectors and item.meta[VALUE].is_floating_point()])
     numbers = [constant(item) for item in node.args if isinstance(item, (int, float))]
-    return assumed_of([*map(reader, operands), *numbers], known)
+    return assumed_of([*map(reader, operands), *numbers], result_range)
 
 
 def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | None:
@@ -178,62 +189,75 @@ def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | No
             value = node.kwargs.get(argument.name, argument.default_value)
         if argument.name in names:
             arguments[argument.name] = value
-        elif argument.name not in WITHOUT_MEANING and not _is_same(value, argument.default_value):
+        elif argument.name not in WITHOUT_MEANING and not _is_default(value, argument.default_value):
             return None
     return arguments
 
 
-def _is_same(value: Any, default: Any) -> bool:
+def _is_default(value: Any, default: Any) -> bool:
+    """Return whether an argument equals its default, with the same type."""
     return value is default or (type(value) is type(default) and not isinstance(value, fx.Node) and value == default)
 
 
-def _elementwise(node: fx.Node, row: TransferFunction, arguments: dict[str, Any], reader: Reader) -> Range | tuple[Range, ...]:
+def _elementwise(
+    node: fx.Node, transfer: TransferFunction, arguments: dict[str, Any], reader: Reader
+) -> Range | tuple[Range, ...]:
     """Apply the transfer function of an elementwise operator to its operands, converted to the dtype of the computation."""
     dtype = computed_in(node, arguments)
     if dtype is None:
         return ()
-    known = {name: range_of_argument(item, reader) for name, item in arguments.items() if _is_numeric(item)}
-    folded = _folded(node, row, known) if all(item.constant is not None for item in known.values()) else None
-    if folded is not None:
-        return folded
-    converted = {name: item if name in CONDITIONS else _as_computed(item, arguments[name], dtype) for name, item in known.items()}
-    more = {"call": RangeCall(node, reader, arguments)} if row.takes_call else {}
-    results = row.function(**{**arguments, **converted, **more})
-    if row.is_exact:
+    range_of = {name: range_of_argument(value, reader) for name, value in arguments.items() if _is_numeric(value)}
+    constant_result = (
+        _constant_result(node, transfer, range_of) if all(value.constant is not None for value in range_of.values()) else None
+    )
+    if constant_result is not None:
+        return constant_result
+    converted = {
+        name: value if name in CONDITIONS else _in_computation_dtype(value, arguments[name], dtype)
+        for name, value in range_of.items()
+    }
+    call_keyword = {"call": RangeCall(node, reader, arguments)} if transfer.takes_call else {}
+    results = transfer.function(**{**arguments, **converted, **call_keyword})
+    if transfer.is_exact:
         return results
-    return tuple(_at_ends(item, dtype) for item in results) if isinstance(results, tuple) else _at_ends(results, dtype)
+    return (
+        tuple(_widen_for_devices(value, dtype) for value in results)
+        if isinstance(results, tuple)
+        else _widen_for_devices(results, dtype)
+    )
 
 
-def _at_ends(known: Range, dtype: torch.dtype) -> Range:
+def _widen_for_devices(value_range: Range, dtype: torch.dtype) -> Range:
     """Widen a function's range by the differences between devices.
 
     Half types round intermediate results. Subnormal results may be flushed to zero or rounded up to the least normal
     number. Results within the last two powers of two may be infinite, because an intermediate result may overflow.
     """
     if not dtype.is_floating_point:
-        return known
-    ends = torch.finfo(dtype)
-    rounding = 2 * ends.eps if dtype in HALF_TYPES else 0  # some devices round intermediate results
-    low, high = scaled(known.low, -rounding), scaled(known.high, rounding)
-    if ends.tiny * 2.0**-60 < abs(low) < ends.tiny:  # numbers 2^60 times smaller are zero on every device
-        low = 0 if low > 0 else -ends.tiny
-    if ends.tiny * 2.0**-60 < abs(high) < ends.tiny:
-        high = ends.tiny if high > 0 else 0
-    return replace(known, low=-INFINITY if low < -ends.max / 4 else low, high=INFINITY if high > ends.max / 4 else high)
+        return value_range
+    limits = torch.finfo(dtype)
+    rounding = 2 * limits.eps if dtype in HALF_TYPES else 0  # some devices round intermediate results
+    low, high = scaled(value_range.low, -rounding), scaled(value_range.high, rounding)
+    if limits.tiny * 2.0**-60 < abs(low) < limits.tiny:  # numbers 2^60 times smaller are zero on every device
+        low = 0 if low > 0 else -limits.tiny
+    if limits.tiny * 2.0**-60 < abs(high) < limits.tiny:
+        high = limits.tiny if high > 0 else 0
+    return replace(value_range, low=-INFINITY if low < -limits.max / 4 else low, high=INFINITY if high > limits.max / 4 else high)
 
 
-def _as_computed(known: Range, argument: Any, dtype: torch.dtype) -> Range:
+def _in_computation_dtype(value_range: Range, argument: Any, dtype: torch.dtype) -> Range:
     """Convert an operand's range to the dtype of the computation.
 
     With half-precision tensors, a scalar may be kept in single precision: 1e-8 is not zero there, and 1e5 is not
     infinite (ATen/native/cpu/BinaryOpsKernel.cpp: opmath_t, original_scalar_value).
     """
-    held = in_type(known, dtype)
+    in_dtype = in_type(value_range, dtype)
     is_number = not is_tensor(argument) or not argument.meta[VALUE].dim()
-    return hull(held, in_type(known, torch.float32)) if is_number and dtype in HALF_TYPES else held
+    return hull(in_dtype, in_type(value_range, torch.float32)) if is_number and dtype in HALF_TYPES else in_dtype
 
 
 def _is_numeric(item: Any) -> bool:
+    """Return whether an argument is a tensor, a size or a number."""
     return is_tensor(item) or is_size(item) or isinstance(item, (bool, int, float))
 
 
@@ -261,23 +285,30 @@ def _promotion_placeholder(item: Any) -> Any:
     return item
 
 
-def _folded(node: fx.Node, row: TransferFunction, known: Mapping[str, Range]) -> Range | None:
+def _constant_result(node: fx.Node, transfer: TransferFunction, range_by_name: Mapping[str, Range]) -> Range | None:
     """Run the operator on operands that are all constant, with each sign of each zero."""
-    named = named_arguments(node, row.names) or {}
-    numbers = {item: known[name].constant for name, item in named.items() if name in known and isinstance(item, fx.Node)}
+    arguments = named_arguments(node, transfer.names) or {}
+    numbers = {
+        item: range_by_name[name].constant
+        for name, item in arguments.items()
+        if name in range_by_name and isinstance(item, fx.Node)
+    }
     expected = results_of(node)[0]
-    if not row.is_exact and any(number is not None and math.isinf(number) for number in numbers.values()):
+    if not transfer.is_exact and any(number is not None and math.isinf(number) for number in numbers.values()):
         return None  # devices differ in a function's value at infinity
     if expected is None or not any(is_tensor(item) for item in numbers) or len(numbers) < len(set(node.all_input_nodes)):
         return None
-    values = [_computed(node, dict(zip(numbers, signed, strict=True)), expected.dtype) for signed in _signed(numbers)]
-    ranges = [constant(number) if row.is_exact else about(number) for number in values if number is not None]
+    values = [
+        _run_on_constants(node, dict(zip(numbers, signed, strict=True)), expected.dtype)
+        for signed in _with_both_zero_signs(numbers)
+    ]
+    ranges = [constant(number) if transfer.is_exact else about(number) for number in values if number is not None]
     if len(ranges) < len(values):
         return None
-    return hull(*ranges) if row.is_exact else _at_ends(hull(*ranges), expected.dtype)
+    return hull(*ranges) if transfer.is_exact else _widen_for_devices(hull(*ranges), expected.dtype)
 
 
-def _signed(numbers: Mapping[fx.Node, Number | None]) -> Iterator[tuple[Any, ...]]:
+def _with_both_zero_signs(numbers: Mapping[fx.Node, Number | None]) -> Iterator[tuple[Any, ...]]:
     """Yield the numbers with either sign for each zero: comparisons do not distinguish them, but divisions do."""
     return itertools.product(
         *(
@@ -287,10 +318,11 @@ def _signed(numbers: Mapping[fx.Node, Number | None]) -> Iterator[tuple[Any, ...
     )
 
 
-def _computed(node: fx.Node, numbers: Mapping[fx.Node, Any], dtype: torch.dtype) -> Number | None:
+def _run_on_constants(node: fx.Node, numbers: Mapping[fx.Node, Any], dtype: torch.dtype) -> Number | None:
     """Run an operator on one-element operands; return None if it fails or its result is not one element of the dtype."""
 
     def placeholder(item: fx.Node) -> Any:
+        """Return a one-element tensor that holds the operand's number, or the number of a size."""
         value = item.meta[VALUE]
         return (
             torch.full((1,) * value.dim(), numbers[item], dtype=value.dtype, device="cpu") if is_tensor(item) else numbers[item]

@@ -21,22 +21,29 @@ def _increasing(function: Callable[[float], float], low: Number = -INFINITY, hig
     """Return the transfer function of an operator that is increasing on [low, high] and NaN elsewhere."""
 
     def transfer(self: Range) -> Range:
+        """Return the range between the function's values at the operand's bounds, clamped to its domain."""
         overlaps = self.low <= high and self.high >= low
         if not overlaps:
             return ANYTHING
         outside = self.low < low or self.high > high
-        return _widened(_value(function, max(self.low, low)), _value(function, min(self.high, high)), self.nan or outside)
+        return _rounded_range(
+            _call_or_infinity(function, max(self.low, low)),
+            _call_or_infinity(function, min(self.high, high)),
+            self.nan or outside,
+        )
 
     return transfer
 
 
-def _widened(low: Number, high: Number, nan: bool = False) -> Range:
+def _rounded_range(low: Number, high: Number, nan: bool = False) -> Range:
+    """Return a range widened by the error of devices; anything if a bound is NaN."""
     if low != low or high != high:
         return ANYTHING
     return Range(scaled(low, -ROUGH), scaled(high, ROUGH), nan)
 
 
-def _value(function: Callable[[float], float], x: Number) -> float:
+def _call_or_infinity(function: Callable[[float], float], x: Number) -> float:
+    """Call a function on a bound; infinity if it overflows."""
     try:
         return function(float(x))
     except OverflowError:
@@ -66,7 +73,7 @@ def _softplus(x: float) -> float:
 
 
 def _sinh(x: float) -> float:
-    return math.copysign(_value(math.sinh, abs(x)), x)
+    return math.copysign(_call_or_infinity(math.sinh, abs(x)), x)
 
 
 RISING: dict[Any, Callable[..., Range]] = {
@@ -90,12 +97,14 @@ for _operator, _transfer in RISING.items():
 
 @elementwise(aten.erf.default, exact=False)
 def _erf(self: Range) -> Range:
-    """The approximation has an absolute error: its relative error may be large near zero."""
-    known = _increasing(math.erf)(self)
-    return Range(known.low - 1e-6, known.high + 1e-6, known.nan)
+    """Return the range of erf, widened by an absolute error: the relative error of approximations may be large near zero."""
+    value_range = _increasing(math.erf)(self)
+    return Range(value_range.low - 1e-6, value_range.high + 1e-6, value_range.nan)
 
 
 def _rounding(function: Callable[[Any], Number]) -> Callable[..., Range]:
+    """Return the transfer function of an operator that rounds to integers."""
+
     def transfer(self: Range) -> Range:
         low, high = (x if math.isinf(x) else function(x) for x in (self.low, self.high))
         return Range(low, high, self.nan)
@@ -128,8 +137,9 @@ def _softplus_of(self: Range, beta: Range, threshold: Range) -> Range:
     return _softplus_range(self) if beta == ONE and threshold.constant == 20 else ANYTHING
 
 
-def _softplus_range(known: Range) -> Range:
-    return _widened(_value(_softplus, known.low), _value(_softplus, known.high), known.nan)
+def _softplus_range(operand: Range) -> Range:
+    """Return the range of softplus with beta one."""
+    return _rounded_range(_call_or_infinity(_softplus, operand.low), _call_or_infinity(_softplus, operand.high), operand.nan)
 
 
 @elementwise(aten.log_sigmoid_forward.default, exact=False)
@@ -144,7 +154,7 @@ def _wave(self: Range) -> Range:
 
 @elementwise(aten.silu.default, aten.gelu.default, aten.mish.default, exact=False)
 def _gated(self: Range, approximate: Any = None) -> Range:
-    """x times a share of x: at least -0.31, at most x."""
+    """Return the range of x times a share of x: at least -0.31, at most x."""
     nan = self.nan or math.isinf(self.magnitude)
     return Range(-0.31 if self.low < 0 else 0, max(self.high, 0) * 1.001, nan)
 
@@ -158,7 +168,7 @@ def _leaky_relu(self: Range, negative_slope: Range) -> Range:
 def _elu(self: Range, alpha: Range, scale: Range, input_scale: Range) -> Range:
     if alpha != ONE or scale != ONE or input_scale != ONE:
         return ANYTHING
-    return _widened(max(self.low, -1) if self.low < 0 else self.low, max(self.high, 0), self.nan)
+    return _rounded_range(max(self.low, -1) if self.low < 0 else self.low, max(self.high, 0), self.nan)
 
 
 @elementwise(aten.reciprocal.default, exact=False)
@@ -168,29 +178,33 @@ def _reciprocal(self: Range) -> Range:
 
 @elementwise(aten.rsqrt.default, exact=False)
 def _rsqrt(self: Range) -> Range:
+    """Return the range of 1 / sqrt(x); unbounded and NaN if x may be zero or negative."""
     if self.low < 0 or self.has_zero:
-        return Range(-INFINITY, INFINITY, True)
+        return Range(-INFINITY, INFINITY, nan=True)
     high = 1 / math.sqrt(self.low)
-    return _widened(0 if math.isinf(self.high) else 1 / math.sqrt(self.high), high, self.nan)
+    return _rounded_range(0 if math.isinf(self.high) else 1 / math.sqrt(self.high), high, self.nan)
 
 
 @elementwise(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar, exact=False)
 def _pow(self: Range, exponent: Range) -> Range:
-    """The extrema for positive bases are at the corners; otherwise only small positive integer powers are supported."""
+    """Return the range of a power: for positive bases from the corners; otherwise only for small positive integer exponents."""
     power = exponent.constant
     if power == 0.5 and self.low >= 0:
         return RISING[aten.sqrt.default](self)
     if self.low > 0:
-        corners = [_power(x, y) for x in (self.low, self.high) for y in (exponent.low, exponent.high)]
-        return _widened(min(corners), max(corners), self.nan or exponent.nan) if all(c == c for c in corners) else ANYTHING
+        corners = [_power_or_infinity(x, y) for x in (self.low, self.high) for y in (exponent.low, exponent.high)]
+        return _rounded_range(min(corners), max(corners), self.nan or exponent.nan) if all(c == c for c in corners) else ANYTHING
     if power is None or not 0 < power <= 16 or power != int(power):
         return ANYTHING
-    ends = [_whole_power(x, int(power)) for x in (self.low, self.high)]
+    ends = [_integer_power(x, int(power)) for x in (self.low, self.high)]
     low = 0 if self.has_zero and power % 2 == 0 else min(ends)
-    return Range(low, max(ends), self.nan) if all(isinstance(end, int) for end in ends) else _widened(low, max(ends), self.nan)
+    return (
+        Range(low, max(ends), self.nan) if all(isinstance(end, int) for end in ends) else _rounded_range(low, max(ends), self.nan)
+    )
 
 
-def _power(x: Number, y: Number) -> float:
+def _power_or_infinity(x: Number, y: Number) -> float:
+    """Return x ** y; infinity on overflow and for zero to a negative power."""
     try:
         return float(x) ** float(y)
     except OverflowError:
@@ -199,7 +213,8 @@ def _power(x: Number, y: Number) -> float:
         return INFINITY
 
 
-def _whole_power(x: Number, power: int) -> Number:
+def _integer_power(x: Number, power: int) -> Number:
+    """Return x ** power exactly for integers; a signed infinity on overflow."""
     try:
         return x**power
     except OverflowError:
@@ -214,9 +229,9 @@ def _tanh_backward(call: RangeCall, grad_output: Range, output: Range) -> Range:
     return times(grad_output, minus(ONE, _maybe_rounded(times(output, output), call.dtype)))
 
 
-def _maybe_rounded(known: Range, dtype: torch.dtype) -> Range:
+def _maybe_rounded(value_range: Range, dtype: torch.dtype) -> Range:
     """Return the range of an intermediate result, which a device may round to the result's dtype."""
-    return hull(known, in_type(known, dtype))
+    return hull(value_range, in_type(value_range, dtype))
 
 
 @elementwise(aten.sigmoid_backward.default, exact=False)
@@ -236,7 +251,7 @@ def _native_dropout_backward(grad_output: Range, mask: Range, scale: Range) -> R
 
 def _zero_if_zero(call: RangeCall) -> Range:
     """Return zero or NaN if the incoming gradient is zero; otherwise, nothing is known."""
-    return Range(0, 0, True) if call.range("grad_output").is_zero else everything(call.dtype)
+    return Range(0, 0, nan=True) if call.range("grad_output").is_zero else everything(call.dtype)
 
 
 @elementwise(aten.silu_backward.default)

@@ -98,6 +98,7 @@ def positions(call: RangeCall, dim: int | None) -> Range:
 
 
 def _all_results(call: RangeCall) -> tuple[Range, ...]:
+    """Return the operand's range for each result."""
     return (call.range("self"),) * len(call.node.meta[VALUE])
 
 
@@ -112,7 +113,7 @@ def _embedding(call: RangeCall) -> Range:
 
 
 @structural(aten.cat.default, aten.stack.default, takes="tensors dim")
-def _join(call: RangeCall) -> Range:
+def _concat(call: RangeCall) -> Range:
     nonempty = [item for item in call.arguments["tensors"] if 0 not in shape_of_node(item)]
     return hull(*(range_of_argument(item, call.reader) for item in nonempty)) if nonempty else everything(call.dtype)
 
@@ -231,7 +232,7 @@ def _arange_start_step(call: RangeCall) -> Range:
 
 
 def _arange_range(start: Range, end: Range, step: Range, dtype: torch.dtype) -> Range:
-    """Numbers from the start to the end, exclusive; floating-point steps may round up to the end, and slightly beyond."""
+    """Return the range from start to end, exclusive; floating-point steps may round up to the end, and slightly beyond."""
     is_integer = all(isinstance(bound, int) for known in (start, end, step) for bound in (known.low, known.high))
     if not is_integer or dtype.is_floating_point or step.has_zero:
         low, high = min(start.low, end.low), max(start.high, end.high)
@@ -264,12 +265,12 @@ def _bernoulli(call: RangeCall) -> Range:
 
 @structural(aten.native_dropout.default, takes="input p train")
 def _native_dropout(call: RangeCall) -> tuple[Range, Range]:
-    """Each element is scaled, or zero."""
-    known, p = call.range("input"), call.arguments["p"]
+    """Return the range of dropout's result, in which each element is scaled or zero, and of its mask."""
+    operand, p = call.range("input"), call.arguments["p"]
     if not isinstance(p, (int, float)) or not 0 <= p < 1:
         return everything(call.dtype), Range(0, 1)
     if p == 0 or call.arguments["train"] is False:
-        return known, Range(0, 1)
+        return operand, Range(0, 1)
     scale = 1.001 / (1 - p)
-    nan = known.nan or math.isinf(known.magnitude)  # zero times infinity
-    return hull(Range(known.low * scale, known.high * scale, nan), known, ZERO), Range(0, 1)
+    nan = operand.nan or math.isinf(operand.magnitude)  # zero times infinity
+    return hull(Range(operand.low * scale, operand.high * scale, nan), operand, ZERO), Range(0, 1)

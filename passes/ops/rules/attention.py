@@ -19,6 +19,7 @@ QUERY, KEY, VALUE, OUT, LSE = (
 
 
 def _mask_letters(call: RuleCall, position: int) -> LetterShape:
+    """Return the labels of the mask operand, aligned at the last dimension; dimensions of size one have none."""
     full: LetterShape = ((B,), (H,), (M,), (N,))
     shape = call.shapes[position]
     return tuple(full[4 - len(shape) + i] if size != 1 else () for i, size in enumerate(shape))
@@ -32,18 +33,18 @@ def _key_side(call: RuleCall, query: int, key: int) -> tuple[LetterShape, Letter
 
 
 def _full_axes(key: LetterShape) -> dict[Letter, Index]:
-    """Heads that share keys are needed together; otherwise heads are independent."""
+    """Return the labels needed in full: heads only if query heads share key heads."""
     return WHOLE if key is KEY else whole(*WHOLE.keys() - {H, G})
 
 
 def _position_dependent(call: RuleCall) -> frozenset[Letter]:
-    """The causal flag compares the indices of query and key positions."""
+    """Return the labels whose indices matter: query and key positions, if the causal flag compares them."""
     return frozenset({M, N}) if call.arguments()["is_causal"] else frozenset()
 
 
 @rule(ATTENTION)
 def attention(call: RuleCall) -> Signature:
-    """(q, k, v, mask?) to (out, log-sum-exp)."""
+    """Map (q, k, v, mask?) to (out, log-sum-exp)."""
     key, value = _key_side(call, 0, 1)
     mask = (_mask_letters(call, 3),) if len(call.operands) == 4 else ()
     return Signature(
@@ -53,7 +54,7 @@ def attention(call: RuleCall) -> Signature:
 
 @rule(ATTENTION_BACKWARD)
 def attention_backward(call: RuleCall) -> Signature:
-    """(dout, q, k, v, out, lse, mask?) to (dq, dk, dv)."""
+    """Map (dout, q, k, v, out, lse, mask?) to (dq, dk, dv)."""
     key, value = _key_side(call, 1, 2)
     mask = (_mask_letters(call, 6),) if len(call.operands) == 7 else ()
     return Signature(

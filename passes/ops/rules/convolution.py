@@ -27,11 +27,11 @@ WHOLE = whole(C, F, K, CG, FG)
 def window_of(arguments: dict[str, Any], taps: Any) -> Window | None:
     """Return the window of operand rows that a result row needs, for one axis with stride one; None otherwise."""
     names = ("stride", "padding", "dilation", "output_padding")
-    stride, padding, dilation, more = (arguments[name] for name in names)
-    numbers = (taps, *stride, *padding, *dilation, *more)
+    stride, padding, dilation, output_padding = (arguments[name] for name in names)
+    numbers = (taps, *stride, *padding, *dilation, *output_padding)
     if len(numbers) != 5 or not all(isinstance(number, int) for number in numbers):
         return None
-    if stride[0] != 1 or more[0] != 0:
+    if stride[0] != 1 or output_padding[0] != 0:
         return None
     reach = dilation[0] * (taps - 1)
     return Window(S, padding[0] - reach if arguments["transposed"] else -padding[0], reach)
@@ -44,13 +44,15 @@ def is_of_one_tap(arguments: dict[str, Any], weight: Sequence[Size]) -> bool:
     return all(taps == 1 for taps in weight[2:]) and steps and plain
 
 
-def _mixed_channels(call: RuleCall) -> Signature:
+def _one_tap_signature(call: RuleCall) -> Signature:
+    """Return the signature of a convolution whose kernel has one tap."""
     x, weight, y = _letters_of_one_tap(call, 0, call.shape)
     bias = (y[1],) * (len(call.operands) - 2)
     return Signature((x, weight, *((dim,) for dim in bias)), (y,), WHOLE)
 
 
-def _mixed_channels_backward(call: RuleCall) -> Signature:
+def _one_tap_weight_gradient(call: RuleCall) -> Signature:
+    """Return the signature of the weight's gradient of a convolution whose kernel has one tap."""
     x, weight, y = _letters_of_one_tap(call, 1, call.shapes[0])
     return Signature((y, x, weight), ((), weight, ()), WHOLE)
 
@@ -65,9 +67,9 @@ def _letters_of_one_tap(call: RuleCall, x: int, result: tuple[Any, ...]) -> tupl
 
 @rule(aten.convolution.default)
 def convolution(call: RuleCall) -> Signature | None:
-    """(x, weight, bias?): channels are mixed within their group, rows within the window."""
+    """Map (x, weight, bias?) to y: channels are mixed within their group, rows within the window."""
     if is_of_one_tap(call.arguments(), call.shapes[1]):
-        return _mixed_channels(call)
+        return _one_tap_signature(call)
     window = window_of(call.arguments(), call.shapes[1][-1])
     if window is None or len(call.shapes[0]) != 3:
         return None
@@ -90,7 +92,7 @@ def weight_gradient(call: RuleCall) -> Signature | None:
     if arguments["output_mask"] != [False, True, False]:
         return None
     if is_of_one_tap(arguments, call.shapes[2]):
-        return _mixed_channels_backward(call)
+        return _one_tap_weight_gradient(call)
     window = window_of(arguments, call.shapes[2][-1])
     if window is None or len(call.shapes[1]) != 3:
         return None

@@ -41,7 +41,7 @@ WHOLE_OPERATORS = (
 
 
 def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Tensor:
-    """Torch's own decomposition, after the assertions that its kernels make."""
+    """Return torch's own decomposition, after the assertions that its kernels make."""
     for name, probability in (("input", input), ("target", target)):
         inside = ((probability >= 0) & (probability <= 1)).all()
         aten._assert_async.msg(inside, f"all elements of {name} should be between 0 and 1")
@@ -49,33 +49,35 @@ def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None =
     return loss
 
 
-def _avg_pool2d(x: Tensor, size: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil: bool = False, *how: Any) -> Tensor:
-    """Means of adjacent blocks, and of short windows with a stride of one; other windows are not decomposed."""
-    if _are_windows(x, size, stride, padding, ceil, *how):
+def _avg_pool2d(x: Tensor, size: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil: bool = False, *options: Any) -> Tensor:
+    """Return the means of adjacent blocks, or of short windows with a stride of one; other windows are not decomposed."""
+    if _are_windows(x, size, stride, padding, ceil, *options):
         return x.unfold(-1, size[-1], 1).mean(-1)
-    if not _are_blocks(size, stride, padding, ceil, *how):
+    if not _are_blocks(size, stride, padding, ceil, *options):
         return NotImplemented
-    rows, columns = (whole // block for whole, block in zip(x.shape[-2:], (size[0], size[-1]), strict=True))
+    rows, columns = (length // block for length, block in zip(x.shape[-2:], (size[0], size[-1]), strict=True))
     blocks = x[..., : rows * size[0], : columns * size[-1]].unflatten(-1, (columns, size[-1])).unflatten(-3, (rows, size[0]))
     return blocks.mean((-3, -1))
 
 
-def _avg_pool2d_backward(gradient: Tensor, x: Tensor, size: Sizes, *how: Any) -> Tensor:
-    if _are_windows(x, size, *how):
-        each = (gradient / size[-1]).unsqueeze(-1).expand(*gradient.shape, size[-1])
-        windows: Tensor = aten.unfold_backward(each, x.shape, x.dim() - 1, size[-1], 1)
+def _avg_pool2d_backward(gradient: Tensor, x: Tensor, size: Sizes, *options: Any) -> Tensor:
+    """Spread the gradient of each block, or window, evenly over its elements."""
+    if _are_windows(x, size, *options):
+        per_element = (gradient / size[-1]).unsqueeze(-1).expand(*gradient.shape, size[-1])
+        windows: Tensor = aten.unfold_backward(per_element, x.shape, x.dim() - 1, size[-1], 1)
         return windows
-    if not _are_blocks(size, *how):
+    if not _are_blocks(size, *options):
         return NotImplemented
     share = (gradient / (size[0] * size[-1])).unsqueeze(-1).unsqueeze(-3)
     *front, rows, _, columns, _ = share.shape
     blocks = share.expand(*front, rows, size[0], columns, size[-1]).flatten(-2).flatten(-3, -2)
-    rest = [whole - covered for whole, covered in zip(x.shape[-2:], blocks.shape[-2:], strict=True)]
-    padded: Tensor = aten.constant_pad_nd(blocks, [0, rest[1], 0, rest[0]])
+    uncovered = [length - covered for length, covered in zip(x.shape[-2:], blocks.shape[-2:], strict=True)]
+    padded: Tensor = aten.constant_pad_nd(blocks, [0, uncovered[1], 0, uncovered[0]])
     return padded
 
 
 def _are_blocks(size: Sizes, stride: Sizes, padding: Sizes, ceil: bool, _: bool = True, divisor: int | None = None) -> bool:
+    """Return whether the windows are adjacent blocks without padding."""
     steps = (stride[0], stride[-1]) if stride else (size[0], size[-1])
     return steps == (size[0], size[-1]) and not any(padding) and not ceil and divisor is None
 

@@ -19,13 +19,13 @@ aten = torch.ops.aten
     aten.randn.default,
 )
 def constant(call: RuleCall) -> Signature:
-    """All elements are computed alike: any slice can be computed alone."""
+    """Return labels that are not needed in full: all elements are computed alike, so any slice can be computed alone."""
     return Signature((), (tuple((i,) for i in range(len(call.shape))),))
 
 
 @rule(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
 def constant_like_device_of(call: RuleCall) -> Signature:
-    """The operand only provides dtype and device."""
+    """Return new labels for the result: the operand only provides dtype and device."""
     result = tuple((i,) for i in range(len(call.shape)))
     operand = tuple((len(result) + i,) for i in range(len(call.shapes[0])))
     return Signature((operand,), (result,), whole(*(letter for dim in operand for letter in dim)))
@@ -33,13 +33,13 @@ def constant_like_device_of(call: RuleCall) -> Signature:
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default)
 def positions(call: RuleCall) -> Signature:
-    """Each element depends on its index: computed once, in full."""
+    """Return labels that are needed in full: each element depends on its index, and is computed once."""
     result = tuple((i,) for i in range(len(call.shape)))
     return Signature((), (result,), whole(*range(len(result))))
 
 
 @rule(aten.tril.default, aten.triu.default)
 def triangle(call: RuleCall) -> Signature:
-    """Elements are kept by index; the copy in a loop body shifts the diagonal by the chunk's first row."""
+    """Keep elements by index; the copy in a loop body shifts the diagonal by the chunk's first row."""
     letters = tuple((i,) for i in range(len(call.shape)))
     return Signature((letters,), (letters,), placed=frozenset(range(len(letters))[-2:]))

@@ -11,5 +11,6 @@ signatures({GROUPED_MM: "s k, e! k n, s -> s n"})
 
 @rule(GROUPED_OUTER)
 def grouped_outer(call: RuleCall) -> Signature:
+    """Map x [s, k], y [s, n] and groups [s] to one product per group [e, k, n], summed over rows."""
     s, k, n, e = range(4)
     return Signature((((s,), (k,)), ((s,), (n,)), ((s,),)), (((e,), (k,), (n,)),), index=whole(e))

@@ -11,7 +11,7 @@ from streamfx.ir.signature import LetterShape, Signature, whole
 from streamfx.node_meta import EACH_ONCE, VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
-from streamfx.passes.ops.ranges.casts import is_whole
+from streamfx.passes.ops.ranges.casts import holds_integers
 from streamfx.passes.ops.ranges.transfer import longest
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
@@ -20,6 +20,7 @@ aten = torch.ops.aten
 
 @rule(aten.embedding.default)
 def embedding(call: RuleCall) -> Signature:
+    """Rows of the table follow the index; the vocabulary is needed in full."""
     rank = len(call.shapes[1])
     index = tuple((i,) for i in range(rank))
     vocabulary, width = (rank,), (rank + 1,)
@@ -28,7 +29,7 @@ def embedding(call: RuleCall) -> Signature:
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward(call: RuleCall) -> Signature | None:
-    """Rows of the gradient are accumulated into a table: a sum over all positions."""
+    """Sum the rows of the gradient into a table: the positions are contracted, the vocabulary is needed in full."""
     if call.arguments()["scale_grad_by_freq"]:
         return None
     rank = len(call.shapes[1])
@@ -39,7 +40,7 @@ def embedding_dense_backward(call: RuleCall) -> Signature | None:
 
 @rule(aten.bucketize.Tensor)
 def bucketize(call: RuleCall) -> Signature:
-    """Each number is compared with all boundaries."""
+    """Compare each number with all boundaries, which are needed in full."""
     rank = len(call.shape)
     numbers = tuple((i,) for i in range(rank))
     return Signature((numbers, ((rank,),)), (numbers,), index=whole(rank))
@@ -81,6 +82,7 @@ def scatter(call: RuleCall) -> Signature | None:
 
 @rule(aten.index_select.default)
 def index_select(call: RuleCall) -> Signature | None:
+    """Rows follow the index; the indexed dimension is needed in full."""
     rank = len(call.shapes[0])
     if not rank:
         return None
@@ -140,7 +142,7 @@ def _is_rounded_count(call: RuleCall) -> bool:
     dtype: torch.dtype = source.meta[VALUE].dtype
     number = values.of(source).constant
     is_number = number is not None and math.isfinite(number) and number == int(number)
-    if not dtype.is_floating_point or dtype.itemsize > 2 or not (is_number or is_whole(source, values)):
+    if not dtype.is_floating_point or dtype.itemsize > 2 or not (is_number or holds_integers(source, values)):
         return False
     count = math.prod(longest(size) for size in call.shapes[-1])
     return not is_exact_in(dtype, 0, count * values.of(source).magnitude)
@@ -154,8 +156,8 @@ def _index_labels(call: RuleCall) -> tuple[LetterShape, tuple[LetterShape, ...],
     if len(shapes) != len(indexed) or any(item.meta[VALUE].dtype == torch.bool for item in call.operands[1 : 1 + len(indexed)]):
         return None
     width = max(len(shape) for shape in shapes)
-    wide = {width - len(shape) + i for shape in shapes for i, size in enumerate(shape) if size != 1}
-    positions = tuple((rank + i,) if i in wide else () for i in range(width))
+    full_size_dims = {width - len(shape) + i for shape in shapes for i, size in enumerate(shape) if size != 1}
+    positions = tuple((rank + i,) if i in full_size_dims else () for i in range(width))
     letters = tuple(
         tuple(positions[width - len(shape) + i] if size != 1 else () for i, size in enumerate(shape)) for shape in shapes
     )

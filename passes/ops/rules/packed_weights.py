@@ -16,14 +16,14 @@ def packed_product(call: RuleCall) -> Signature | None:
         return None
     rows = tuple((letter,) for letter in range(leading))
     contracted, out = leading, leading + 1
-    others, used = [], leading + 2
+    other_operands, next_label = [], leading + 2
     for shape in call.shapes[1:]:
-        others.append(tuple((used + position,) for position in range(len(shape))))
-        used += len(shape)
+        other_operands.append(tuple((next_label + position,) for position in range(len(shape))))
+        next_label += len(shape)
     return Signature(
-        operands=((*rows, (contracted,)), *others),
+        operands=((*rows, (contracted,)), *other_operands),
         results=((*rows, (out,)),),
-        index=whole(*range(leading, used)),
+        index=whole(*range(leading, next_label)),
     )
 
 

@@ -75,12 +75,13 @@ def _materialized(call: RuleCall) -> Signature:
 
 @rule(aten.log_sigmoid_forward.default)
 def log_sigmoid_forward(call: RuleCall) -> Signature:
-    """Only the first result has rows; the buffer is empty on some devices."""
+    """Align all operands with the result; the second result, a buffer, is empty on some devices."""
     return broadcast(call, results=2 if call.result_shapes[1] == call.shape else 1)
 
 
 @rule(aten.view_as_complex.default)
 def view_as_complex(call: RuleCall) -> Signature:
+    """Drop the last dimension, of real and imaginary parts, which is needed in full."""
     kept = tuple((letter,) for letter in range(len(call.shape)))
     pair = len(call.shape)
     return Signature(((*kept, (pair,)),), (kept,), index=whole(pair))
@@ -88,6 +89,7 @@ def view_as_complex(call: RuleCall) -> Signature:
 
 @rule(aten.view_as_real.default)
 def view_as_real(call: RuleCall) -> Signature:
+    """Add a last dimension of real and imaginary parts, which is produced in full."""
     kept = tuple((letter,) for letter in range(len(call.shape) - 1))
     pair = len(kept)
     return Signature((kept,), ((*kept, (pair,)),), index=whole(pair))

@@ -27,6 +27,7 @@ def reduced_dims(call: RuleCall) -> set[int]:
 
 
 def reduction(call: RuleCall, summable: bool, combine: str = "sum") -> Signature:
+    """Return the signature of a reduction: `summable` if partial results can be combined, by `combine`."""
     rank, reduced = len(call.shapes[0]), reduced_dims(call)
     letters = tuple((i,) for i in range(rank))
     keep = call.arguments().get("keepdim", False)
@@ -36,11 +37,13 @@ def reduction(call: RuleCall, summable: bool, combine: str = "sum") -> Signature
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def sums(call: RuleCall) -> Signature:
+    """A reduced axis is contracted: partial sums add up."""
     return reduction(call, summable=True)
 
 
 @rule(aten.mean.default, aten.mean.dim)
 def means(call: RuleCall) -> Signature:
+    """A reduced axis is contracted: partial sums add up to the mean of all elements."""
     return reduction(call, summable=True, combine="mean")
 
 
@@ -69,6 +72,7 @@ def means(call: RuleCall) -> Signature:
     aten.median.dim,
 )
 def needs_all_rows(call: RuleCall) -> Signature:
+    """A reduced axis is needed in full: partial results do not add up."""
     return reduction(call, summable=False)
 
 
@@ -81,6 +85,7 @@ def softmax(call: RuleCall) -> Signature:
 
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def softmax_backward(call: RuleCall) -> Signature:
+    """Each row's gradient is computed along one dimension, which is needed in full."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
     return replace(broadcast(call), index=whole(dim))
 
@@ -94,7 +99,7 @@ def softmax_backward(call: RuleCall) -> Signature:
     aten.argsort.stable,
 )
 def along_one_dimension(call: RuleCall) -> Signature:
-    """Each row depends on others along one dimension, whose size is kept."""
+    """Return the signature of operators whose rows depend on all others along one dimension, which is needed in full."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
     return replace(broadcast(call), index=whole(dim))
 
@@ -111,12 +116,13 @@ def transforms(call: RuleCall) -> Signature:
 
 @rule(aten.topk.default, aten.kthvalue.default)
 def topk(call: RuleCall) -> Signature:
+    """Return the signature of `topk` and `kthvalue`: the searched dimension is needed in full, and its size changes."""
     rank = len(call.shapes[0])
     dim = call.arguments()["dim"] % max(rank, 1)
     letters = tuple((i,) for i in range(rank))
-    kept = () if len(call.shape) < rank else ((rank,),)
-    result = (*letters[:dim], *kept, *letters[dim + 1 :])
-    return Signature((letters,), (result,) * len(call.result_shapes), index=whole(dim, *([rank] if kept else [])))
+    sized_dim = () if len(call.shape) < rank else ((rank,),)
+    result = (*letters[:dim], *sized_dim, *letters[dim + 1 :])
+    return Signature((letters,), (result,) * len(call.result_shapes), index=whole(dim, *([rank] if sized_dim else [])))
 
 
 @rule(aten.native_layer_norm.default)
@@ -147,6 +153,7 @@ def layer_norm_backward(call: RuleCall) -> Signature:
 
 @rule(aten._fused_rms_norm.default)
 def rms_norm(call: RuleCall) -> Signature:
+    """Rows are normalized over the trailing dimensions; the second result is one statistic per row."""
     rank = len(call.shape)
     inner = rank - len(call.arguments()["normalized_shape"])
     letters = tuple((i,) for i in range(rank))
@@ -157,6 +164,7 @@ def rms_norm(call: RuleCall) -> Signature:
 
 @rule(aten._fused_rms_norm_backward.default)
 def rms_norm_backward(call: RuleCall) -> Signature:
+    """Map (grad, x, rstd, weight?) to (dx, dweight); the last is summed over rows."""
     rank = len(call.shapes[1])
     inner = rank - len(call.arguments()["normalized_shape"])
     letters = tuple((i,) for i in range(rank))

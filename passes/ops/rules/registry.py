@@ -30,6 +30,7 @@ class RuleCall:
     """One node as the argument of a rule: arguments by name, shapes, and the operands' axes."""
 
     def __init__(self, node: fx.Node, axes: AxisTable, dims: Mapping[fx.Node, tuple[Dim, ...]]) -> None:
+        """Read the operands, the shapes and the result shapes of a node; `dims` holds the axes of all values before it."""
         self.node = node
         self.axes = axes
         self.operands = tensor_operands(node)
@@ -43,6 +44,7 @@ class RuleCall:
         return self.result_shapes[0]
 
     def dims(self, operand: int) -> tuple[Dim, ...]:
+        """Return the resolved axes of an operand's dimensions."""
         return tuple(self.axes.resolve(dim) for dim in self._dims[self.operands[operand]])
 
     def axis_of(self, value: fx.Node, position: int) -> Dim | None:
@@ -50,6 +52,7 @@ class RuleCall:
         return self._dims[value][position] if value in self._dims else None
 
     def arguments(self) -> dict[str, Any]:
+        """Return the node's arguments by name, with defaults."""
         return bound_arguments(self.node)
 
 
@@ -61,6 +64,7 @@ def rule(*operators: Any) -> Callable[[Rule], Rule]:
     """Register a function from a `RuleCall` to its `Signature` (None: the arguments are not covered)."""
 
     def register(function: Rule) -> Rule:
+        """Register the function for all operators."""
         for operator in operators:
             RULES[operator] = function
         return function
@@ -86,35 +90,39 @@ def notation_rule(notation: str) -> Rule:
     left, right = ([part.split() for part in side.split(",")] for side in notation.split("->"))
 
     def from_notation(call: RuleCall) -> Signature | None:
+        """Return the signature of a call, or None if its operands do not fit the notation."""
         if len(left) != len(call.operands):
             return None
         numbers = count()
         letters: dict[str, int] = {}
-        needed: dict[int, Index] = {}
-        spreads: set[int] = set()
+        full_axes: dict[int, Index] = {}
+        spread_ranks: set[int] = set()
 
-        def read(tokens: Sequence[str], rank: int) -> LetterShape:
+        def labels_of(tokens: Sequence[str], rank: int) -> LetterShape:
+            """Return the labels of one tensor, with `...` expanded to its rank, and note labels needed in full."""
             names: list[str] = []
             spread = rank - len(tokens) + 1
             for token in tokens:
                 names.extend(f"...{i}" for i in range(spread)) if token == "..." else names.append(token)
             if "..." in tokens:
-                spreads.add(spread)
+                spread_ranks.add(spread)
             dims = []
             for name in names:
                 letter = letters.setdefault(name.rstrip("!"), next(numbers))
                 if name.endswith("!"):
-                    needed[letter] = FullAxis()
+                    full_axes[letter] = FullAxis()
                 dims.append((letter,))
             return tuple(dims)
 
-        operands = tuple(read(tokens, len(shape)) for tokens, shape in zip(left, call.shapes, strict=True))
-        given = set(letters.values())
-        results = tuple(read(tokens, len(shape)) for tokens, shape in zip(right, call.result_shapes, strict=False))
+        operands = tuple(labels_of(tokens, len(shape)) for tokens, shape in zip(left, call.shapes, strict=True))
+        operand_labels = set(letters.values())
+        results = tuple(labels_of(tokens, len(shape)) for tokens, shape in zip(right, call.result_shapes, strict=False))
         shapes = (*zip(operands, call.shapes, strict=True), *zip(results, call.result_shapes, strict=False))
-        if any(len(dims) != len(shape) for dims, shape in shapes) or len(spreads) > 1 or not _sizes_match(shapes):
+        if any(len(dims) != len(shape) for dims, shape in shapes) or len(spread_ranks) > 1 or not _sizes_match(shapes):
             return None
-        return Signature(operands, results, {**needed, **{letter: FullAxis() for letter in set(letters.values()) - given}})
+        return Signature(
+            operands, results, {**full_axes, **{letter: FullAxis() for letter in set(letters.values()) - operand_labels}}
+        )
 
     return from_notation
 
@@ -131,6 +139,7 @@ def broadcast(call: RuleCall, operands: Sequence[int] | None = None, results: in
     letters = tuple((position,) if size != 1 else () for position, size in enumerate(shape))
 
     def align(operand_shape: tuple[Size, ...]) -> LetterShape:
+        """Return the labels of an operand, aligned at the last dimension."""
         skipped = len(shape) - len(operand_shape)
         return tuple(letters[skipped + position] if size != 1 else () for position, size in enumerate(operand_shape))
 
@@ -172,6 +181,7 @@ def said_by(rule: Rule, call: RuleCall) -> Signature | str:
 
 
 def _name_of(target: Any) -> str:
+    """Return the name of an operator, or the empty string for a function."""
     return target.name() if isinstance(target, OpOverload) else ""
 
 

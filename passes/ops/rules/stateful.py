@@ -14,6 +14,7 @@ BACKWARDS: dict[str, Stateful] = {}
 
 
 def declare(declared: Stateful) -> None:
+    """Register an operator with a state, and its backward, by name."""
     STATEFUL[declared.operators[0]], BACKWARDS[declared.operators[1]] = declared, declared
 
 

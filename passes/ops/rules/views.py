@@ -23,6 +23,7 @@ FEW = 4  # loops may select up to this many single rows
 
 
 def _own_letters(rank: int) -> LetterShape:
+    """Return one label per dimension: 0, 1, 2, ..."""
     return tuple((letter,) for letter in range(rank))
 
 
@@ -36,17 +37,17 @@ def view(call: RuleCall) -> Signature | None:
     if groups is None:
         return None
     before = call.dims(0)
-    numbers, atoms, index = count(), dict[int, Dim](), dict[int, Index]()
+    fresh_labels, atoms, index = count(), dict[int, Dim](), dict[int, Index]()
     operand, result = list[int](), list[int]()
     old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
     while old and new:
-        step = _common_prefix(call, old, new)
-        if step is None:
+        prefix_lengths = _matching_prefix(call, old, new)
+        if prefix_lengths is None:
             return None
-        old_count, new_count = step
+        old_count, new_count = prefix_lengths
         is_same = old[:old_count] == new[:new_count]
-        old_labels = [next(numbers) for _ in range(old_count)]
-        new_labels = old_labels if is_same else [next(numbers) for _ in range(new_count)]
+        old_labels = [next(fresh_labels) for _ in range(old_count)]
+        new_labels = old_labels if is_same else [next(fresh_labels) for _ in range(new_count)]
         for letter, atom in zip((*old_labels, *new_labels), (*old[:old_count], *new[:new_count]), strict=True):
             atoms[letter] = (atom,)
         if not is_same:
@@ -57,7 +58,7 @@ def view(call: RuleCall) -> Signature | None:
     return Signature(*letters, index, atoms=atoms)
 
 
-def _common_prefix(call: RuleCall, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:
+def _matching_prefix(call: RuleCall, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:
     """Return how many leading factors on each side cover the same elements: (1, 1), or an axis and its two blocks."""
     if old[0] == new[0]:
         return 1, 1
@@ -86,6 +87,7 @@ def view_of_bits(call: RuleCall) -> Signature | None:
 
 @rule(aten.unsqueeze.default)
 def unsqueeze(call: RuleCall) -> Signature:
+    """Insert a dimension of size one."""
     letters = list(_own_letters(len(call.shapes[0])))
     result = letters.copy()
     result.insert(call.arguments()["dim"] % len(call.shape), ())
@@ -102,14 +104,14 @@ def squeeze(call: RuleCall) -> Signature:
 
 def vanishing(node: fx.Node) -> list[int]:
     """Return the dimensions that `squeeze` removes from a value on the full sequence."""
-    shape, asked = shape_of_node(node_argument(node)), bound_arguments(node).get("dim")
-    dims = range(len(shape)) if asked is None else (asked if isinstance(asked, (list, tuple)) else [asked])
+    shape, requested = shape_of_node(node_argument(node)), bound_arguments(node).get("dim")
+    dims = range(len(shape)) if requested is None else (requested if isinstance(requested, (list, tuple)) else [requested])
     return sorted({dim % len(shape) for dim in dims if shape[dim] == 1}) if shape else []
 
 
 @rule(aten.expand.default)
 def expand(call: RuleCall) -> Signature:
-    """A repeated dimension gets a new axis, of which any slice can be computed alone."""
+    """Repeat dimensions of size one: each gets a new axis, of which any slice can be computed alone."""
     operand_shape, shape = call.shapes[0], call.shape
     skipped = len(shape) - len(operand_shape)
     result = _own_letters(len(shape))
@@ -119,6 +121,7 @@ def expand(call: RuleCall) -> Signature:
 
 @rule(aten.permute.default)
 def permute(call: RuleCall) -> Signature:
+    """Reorder dimensions; each keeps its label."""
     letters = _own_letters(len(call.shape))
     order = call.arguments()["dims"]
     return Signature((letters,), (tuple(letters[dim % len(letters)] for dim in order),))
@@ -126,6 +129,7 @@ def permute(call: RuleCall) -> Signature:
 
 @rule(aten.transpose.int, aten.t.default)
 def transpose(call: RuleCall) -> Signature:
+    """Exchange two dimensions; of fewer than two dimensions, change nothing."""
     letters = _own_letters(len(call.shape))
     arguments, swapped, rank = call.arguments(), list(letters), len(letters)
     if rank > 1:
@@ -141,7 +145,7 @@ def select(call: RuleCall) -> Signature:
     dim = call.arguments()["dim"] % len(letters)
     result = letters[:dim] + letters[dim + 1 :]
     index, length = call.arguments()["index"], call.shapes[0][dim]
-    return Signature((letters,), (result,), _single(call, dim, _from_start(index, length)))
+    return Signature((letters,), (result,), _selected_row(call, dim, _from_start(index, length)))
 
 
 @rule(aten.select_backward.default)
@@ -151,7 +155,7 @@ def select_backward(call: RuleCall) -> Signature:
     dim = call.arguments()["dim"] % len(result)
     operand = result[:dim] + result[dim + 1 :]
     index, length = call.arguments()["index"], call.shape[dim]
-    return Signature((operand,), (result,), _single(call, dim, _from_start(index, length)))
+    return Signature((operand,), (result,), _selected_row(call, dim, _from_start(index, length)))
 
 
 @rule(aten.diagonal.default)
@@ -170,8 +174,8 @@ def diagonal_backward(call: RuleCall) -> Signature:
 def _diagonal(call: RuleCall, rank: int) -> tuple[tuple[LetterShape], tuple[LetterShape], dict[Letter, Index]]:
     """Return the labels of a value with two dimensions, and of their diagonal."""
     letters, dims = _own_letters(rank), {call.arguments()[name] % rank for name in ("dim1", "dim2")}
-    left = tuple(letter for dim, letter in enumerate(letters) if dim not in dims)
-    return (letters,), ((*left, (rank,)),), whole(*dims, rank)
+    remaining = tuple(letter for dim, letter in enumerate(letters) if dim not in dims)
+    return (letters,), ((*remaining, (rank,)),), whole(*dims, rank)
 
 
 def _from_start(index: Any, length: Size) -> Any:
@@ -179,18 +183,20 @@ def _from_start(index: Any, length: Size) -> Any:
     return simplified(length + index) if isinstance(index, int) and index < 0 else index
 
 
-def _single(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
+def _selected_row(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
     """Return the selected row as an index, or the full axis if many nodes select rows alike: a recurrence, row by row."""
     node = call.node
-    alike = (other for other in node.graph.find_nodes(op="call_function", target=node.target) if _is_alike(other, node))
-    is_many = isinstance(row, fx.Node) or len(list(islice(alike, FEW + 1))) > FEW
+    similar_nodes = (
+        other for other in node.graph.find_nodes(op="call_function", target=node.target) if _differs_only_in_row(other, node)
+    )
+    is_many = isinstance(row, fx.Node) or len(list(islice(similar_nodes, FEW + 1))) > FEW
     return whole(dim) if is_many else {dim: SingleRow(row)}
 
 
-def _is_alike(one: fx.Node, other: fx.Node) -> bool:
+def _differs_only_in_row(first: fx.Node, second: fx.Node) -> bool:
     """Return whether two nodes select, or write, different rows of values of equal shape."""
-    (before, *rest), (other_before, *other_rest) = (_row_arguments(node) for node in (one, other))
-    return before == other_before and rest != other_rest
+    (shapes, *row), (other_shapes, *other_row) = (_row_arguments(node) for node in (first, second))
+    return shapes == other_shapes and row != other_row
 
 
 def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -201,7 +207,7 @@ def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
     return (operand, *node.args[1:3]), *node.args[3:]
 
 
-def _full_along(call: RuleCall, dim: int, rank: int, results: int = 1) -> Signature:
+def _new_axis_along(call: RuleCall, dim: int, rank: int, results: int = 1) -> Signature:
     """Give both sides their own axis along `dim`, needed in full; all other axes are kept."""
     operand = _own_letters(rank)
     result = (*operand[:dim], (rank,), *operand[dim + 1 :])
@@ -226,20 +232,20 @@ def first_row(start: Any, length: Any) -> Size | None:
 
 @rule(aten.slice.Tensor)
 def slice_(call: RuleCall) -> Signature | None:
-    """Rows start..end of one dimension: a new axis, shifted against the operand's."""
+    """Select rows start..end of one dimension: a new axis, shifted against the operand's."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
-    length, kept = call.shapes[0][dim], call.shape[dim]
+    length, kept_length = call.shapes[0][dim], call.shape[dim]
     operand = _own_letters(rank)
-    if kept == length:
+    if kept_length == length:
         return Signature((operand,), (operand,))
     start = first_row(call.arguments()["start"], call.operands[0].meta[VALUE].shape[dim])
     if start is None:
         return None
-    if kept == 1:
+    if kept_length == 1:
         result = (*operand[:dim], (), *operand[dim + 1 :])
-        return Signature((operand,), (result,), _single(call, dim, start))
-    signature = _full_along(call, dim, rank)
+        return Signature((operand,), (result,), _selected_row(call, dim, start))
+    signature = _new_axis_along(call, dim, rank)
     if call.arguments()["step"] != 1:
         return signature
     return Signature(signature.operands, signature.results, {rank: Window(dim, start)})
@@ -250,17 +256,17 @@ def slice_backward(call: RuleCall) -> Signature | None:
     """Return the gradient of a slice: the rows of the operand, surrounded by zeros."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
-    length, kept = call.shape[dim], call.shapes[0][dim]
+    length, kept_length = call.shape[dim], call.shapes[0][dim]
     operand = _own_letters(rank)
-    if kept == length:
+    if kept_length == length:
         return Signature((operand,), (operand,))
     start = first_row(call.arguments()["start"], call.node.meta[VALUE].shape[dim])
     if start is None:
         return None
-    if kept == 1:
+    if kept_length == 1:
         row = (*operand[:dim], (), *operand[dim + 1 :])
-        return Signature((row,), (operand,), _single(call, dim, start))
-    signature = _full_along(call, dim, rank)
+        return Signature((row,), (operand,), _selected_row(call, dim, start))
+    signature = _new_axis_along(call, dim, rank)
     if call.arguments()["step"] != 1:
         return signature
     return Signature(signature.operands, signature.results, {rank: Window(dim, -start)})
@@ -268,7 +274,7 @@ def slice_backward(call: RuleCall) -> Signature | None:
 
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(call: RuleCall) -> Signature:
-    """Padding shifts an axis; if two axes are padded at once, both are needed in full."""
+    """Shift the axis that is padded; if two axes are padded at once, both are needed in full."""
     rank, pad = len(call.shape), [number_of(size) for size in call.arguments()["pad"]]
     padded = {rank - 1 - i // 2 for i in range(len(pad)) if pad[i] != 0}
     operand = _own_letters(rank)
@@ -282,7 +288,7 @@ def constant_pad_nd(call: RuleCall) -> Signature:
 
 @rule(*CUTS)
 def split(call: RuleCall) -> Signature:
-    """Slices along one dimension: it is needed in full, and each slice has a new axis."""
+    """Cut one dimension into slices: it is needed in full, and each slice has a new axis."""
     rank = len(call.shapes[0])
     dim = call.arguments()["dim"] % rank
     operand = _own_letters(rank)
@@ -302,19 +308,21 @@ def cat(call: RuleCall) -> Signature:
     result = _own_letters(rank)
     if call.node.target is aten.stack.default:
         return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), index=whole(dim))
-    parts = range(rank, rank + len(call.shapes))
-    pairs = list(zip(parts, call.shapes, strict=True))
-    operands = tuple((*result[:dim], (part,), *result[dim + 1 :]) if len(shape) == rank else ((part,),) for part, shape in pairs)
-    index: dict[Letter, Index] = whole(dim, *parts)
+    operand_labels = range(rank, rank + len(call.shapes))
+    pairs = list(zip(operand_labels, call.shapes, strict=True))
+    operands = tuple(
+        (*result[:dim], (label,), *result[dim + 1 :]) if len(shape) == rank else ((label,),) for label, shape in pairs
+    )
+    index: dict[Letter, Index] = whole(dim, *operand_labels)
     if all(len(shape) == rank for shape in call.shapes):
         lengths = [shape[dim] for shape in call.shapes]
-        index[dim] = ConcatAxes(tuple(zip(parts, accumulate(lengths[:-1], initial=0), strict=True)))
+        index[dim] = ConcatAxes(tuple(zip(operand_labels, accumulate(lengths[:-1], initial=0), strict=True)))
     return Signature(operands, (result,), index)
 
 
 @rule(aten.repeat.default)
 def repeat(call: RuleCall) -> Signature:
-    """Dimensions of size one are repeated like `expand`; others get the copies as an outer axis: [t] to [(n t)]."""
+    """Repeat dimensions of size one like `expand`; others get the copies as an outer axis: [t] to [(n t)]."""
     repeats_argument = call.arguments()["repeats"]
     repeats = [size_of(item.meta[VALUE] if is_size(item) else item) for item in repeats_argument]
     rank = len(call.shape)

@@ -26,7 +26,7 @@ from streamfx.ir.signature import Letter, LetterShape, Signature, Tile, Window
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import COLLECTED
 from streamfx.passes.ops.traits import producer_of
-from streamfx.passes.rewrite.views.concat_propagation import behind
+from streamfx.passes.rewrite.views.concat_propagation import first_operator_after
 
 aten = torch.ops.aten
 
@@ -38,15 +38,16 @@ class KeysInBlocks:
     name: ClassVar[str] = "keys in blocks"
 
     def apply(self, facts: Facts) -> Facts:
+        """Materialize the keys of operators that combine rows with blocks, and drop the axes if anything changed."""
         axes, joint = facts.found_axes, facts.joint
         if axes is None or axes.sequence is None or not axes.sequence.blocks:
             return facts
-        pairs = {node: pair for node in axes.signatures if (pair := _pair(node, axes)) is not None}
+        axes_by_node = {node: block_axes for node in axes.signatures if (block_axes := _match_axes(node, axes)) is not None}
         collector = _Collector(axes, GraphWriter(joint.graph))
-        for group in _groups(pairs, axes):
-            are_keys = _blocks_are_keys(group, pairs, joint, axes)
+        for group in _group_by_links(axes_by_node, axes):
+            are_keys = _blocks_are_keys(group, axes_by_node, joint, axes)
             for node in group:
-                collector.collect(node, pairs[node] if are_keys else BlockAxes(*pairs[node][::-1]))
+                collector.materialize(node, axes_by_node[node] if are_keys else BlockAxes(*axes_by_node[node][::-1]))
         if not collector.writer.made:
             return facts
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)), found_axes=None)
@@ -59,7 +60,7 @@ class BlockAxes(NamedTuple):
     blocks: frozenset[Letter]
 
 
-def _pair(node: fx.Node, axes: AxisFacts) -> BlockAxes | None:
+def _match_axes(node: fx.Node, axes: AxisFacts) -> BlockAxes | None:
     """Return the labels of rows and blocks; None if one label is derived from the other, or if a dimension has both."""
     signature, sequence = axes.signatures[node], axes.sequence
     assert sequence is not None
@@ -67,24 +68,24 @@ def _pair(node: fx.Node, axes: AxisFacts) -> BlockAxes | None:
     rows = frozenset(letter for letter, atom in atoms.items() if atom is not None and atom not in sequence.blocks)
     blocks = frozenset(letter for letter, atom in atoms.items() if atom in sequence.blocks)
     related = ({letter, index.of} for letter, index in signature.index.items() if isinstance(index, (Tile, Window)))
-    if not rows or not blocks or signature.joined is not None or any(both & rows and both & blocks for both in related):
+    if not rows or not blocks or signature.joined is not None or any(labels & rows and labels & blocks for labels in related):
         return None
     return BlockAxes(rows, blocks)
 
 
-def _groups(pairs: Mapping[fx.Node, BlockAxes], axes: AxisFacts) -> list[list[fx.Node]]:
+def _group_by_links(pairs: Mapping[fx.Node, BlockAxes], axes: AxisFacts) -> list[list[fx.Node]]:
     """Group operators that pass values with rows and blocks to each other, in graph order."""
     links: list[tuple[fx.Node, fx.Node]] = []
     for node, pair in pairs.items():
         for source, letters in zip(tensor_operands(node), axes.signatures[node].operands, strict=True):
-            own = {letter for dim in letters for letter in dim}
-            if own & pair.rows and own & pair.blocks and producer_of(source) in pairs:
+            labels = {letter for dim in letters for letter in dim}
+            if labels & pair.rows and labels & pair.blocks and producer_of(source) in pairs:
                 links.append((producer_of(source), node))
     return linked(pairs, links)
 
 
 def _blocks_are_keys(group: Iterable[fx.Node], pairs: Mapping[fx.Node, BlockAxes], joint: JointGraph, axes: AxisFacts) -> bool:
-    """Whether operators normalize over blocks, or sum over them in the forward graph, rather than over rows."""
+    """Return whether operators normalize over blocks, or sum over them in the forward graph, rather than over rows."""
     votes = 0
     for node in group:
         signature = axes.signatures[node]
@@ -94,6 +95,7 @@ def _blocks_are_keys(group: Iterable[fx.Node], pairs: Mapping[fx.Node, BlockAxes
 
 
 def _contracted(node: fx.Node, signature: Signature, joint: JointGraph) -> frozenset[Letter]:
+    """Return the labels that a forward operator contracts; none for backward operators."""
     return frozenset(signature.contracted()) if node in joint.forward else frozenset()
 
 
@@ -101,30 +103,33 @@ class _Collector:
     """Write the materialized views. `sources` maps each axis of keys to a value and its dimension along this axis."""
 
     def __init__(self, axes: AxisFacts, writer: GraphWriter) -> None:
+        """Store the axes and the writer."""
         self.axes, self.writer = axes, writer
         self.views: dict[fx.Node, fx.Node] = {}
         self.sources: dict[Dim, tuple[fx.Node, int]] = {}
 
-    def collect(self, node: fx.Node, pair: BlockAxes) -> None:
+    def materialize(self, node: fx.Node, pair: BlockAxes) -> None:
         """Materialize the operands and results of an operator that have key labels (`pair.blocks`) but no row labels."""
         signature = self.axes.signatures[node]
         for operand, letters in dict(zip(tensor_operands(node), signature.operands, strict=True)).items():
-            if (dims := _dims_of(letters, pair)) and COLLECTED not in operand.meta:
-                self.sources = {self.axis(operand, dim): (operand, dim) for dim in dims} | self.sources
-                node.replace_input_with(operand, self.collected(operand, dict.fromkeys(dims)))
-        for result, letters in _results(node, signature):
-            if (dims := _dims_of(letters, pair)) and not all(COLLECTED in user.meta for user in result.users):
-                found = {dim: self.sources.get(self.axis(result, dim)) for dim in dims}
-                users, view = list(result.users), self.collected(result, found)
+            if (block_dims := _dims_of(letters, pair)) and COLLECTED not in operand.meta:
+                self.sources = {self.axis_of(operand, dim): (operand, dim) for dim in block_dims} | self.sources
+                node.replace_input_with(operand, self.materialized(operand, dict.fromkeys(block_dims)))
+        for result, letters in _labeled_results(node, signature):
+            if (block_dims := _dims_of(letters, pair)) and not all(COLLECTED in user.meta for user in result.users):
+                source_by_dim = {dim: self.sources.get(self.axis_of(result, dim)) for dim in block_dims}
+                users, view = list(result.users), self.materialized(result, source_by_dim)
                 for user in users:
                     user.replace_input_with(result, view)
 
-    def axis(self, value: fx.Node, dim: int) -> Dim:
+    def axis_of(self, value: fx.Node, dim: int) -> Dim:
+        """Return the axis of a dimension of a value."""
         return self.axes.table.resolve(self.axes.shapes[value][dim])
 
-    def collected(self, value: fx.Node, dims: Mapping[int, tuple[fx.Node, int] | None]) -> fx.Node:
+    def materialized(self, value: fx.Node, dims: Mapping[int, tuple[fx.Node, int] | None]) -> fx.Node:
+        """Return the materialized view of a value, which is emitted once, right after the value."""
         if value not in self.views:
-            self.views[value] = self.writer.before(behind(value)).call(aten.alias.default, value)
+            self.views[value] = self.writer.before(first_operator_after(value)).call(aten.alias.default, value)
             self.views[value].meta[COLLECTED] = dims
         return self.views[value]
 
@@ -136,7 +141,8 @@ def _dims_of(letters: LetterShape, pair: BlockAxes) -> tuple[int, ...]:
     return tuple(i for i, dim in enumerate(letters) if pair.blocks.intersection(dim))
 
 
-def _results(node: fx.Node, signature: Signature) -> Iterator[tuple[fx.Node, LetterShape]]:
+def _labeled_results(node: fx.Node, signature: Signature) -> Iterator[tuple[fx.Node, LetterShape]]:
+    """Yield each tensor result of an operator with its axis labels."""
     if is_tensor(node):
         yield node, signature.results[0]
     for user in node.users:

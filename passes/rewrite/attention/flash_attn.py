@@ -21,21 +21,21 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.hub_kernels import name_of
-from streamfx.passes.rewrite.attention.varlen_mask import Seen, bias, in_documents
+from streamfx.passes.rewrite.attention.varlen_mask import WindowSize, bias, in_documents
 from streamfx.passes.rewrite.pattern import equation, results_in_use
 from streamfx.torch_private import AUTO_FUNCTIONALIZED
 
 aten = torch.ops.aten
 
-HOW = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes")
+OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes")
 ENDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 GRADIENTS = ("dq", "dk", "dv")
-READ = ("dout", "q", "k", "v", "out", "softmax_lse", "rng_state", "deterministic", *HOW)
-WRITTEN = {"_all_bases", *(f"_{name}_base_index" for name in GRADIENTS)}  # named by functionalization
+BACKWARD_OPERANDS = ("dout", "q", "k", "v", "out", "softmax_lse", "rng_state", "deterministic", *OPTIONS)
+BACKWARD_BASES = {"_all_bases", *(f"_{name}_base_index" for name in GRADIENTS)}  # named by functionalization
 OUT, LSE, STATE = 0, 1, 3  # positions of results
 
 # Arguments that no kernel of streamfx supports, with the values that disable them.
-BEYOND: dict[str, Any] = {
+UNSUPPORTED: dict[str, Any] = {
     "dropout_p": 0.0,
     "softcap": 0.0,
     "alibi_slopes": None,
@@ -55,8 +55,8 @@ class PackageLayout:
     backward: str
     read: tuple[str, ...]  # arguments of the backward beyond those of both layouts
     rows: int  # the dimension of rows
-    turned: Callable[[Any, GraphWriter], fx.Node]  # permutes heads to [b h m d]
-    restored: Callable[[Any, GraphWriter], fx.Node]  # permutes them back
+    to_bhmd: Callable[[Any, GraphWriter], fx.Node]  # permutes heads to [b h m d]
+    from_bhmd: Callable[[Any, GraphWriter], fx.Node]  # permutes them back
     lse: Callable[[Any, GraphWriter], fx.Node]  # converts the log-sum-exp [b h m] to the package's shape
     options: Callable[[Mapping[str, Any], GraphWriter], dict[str, Any]]
 
@@ -69,7 +69,7 @@ def attention_of_the_flash_package(node: fx.Node, writer: GraphWriter) -> dict[f
     Applies without dropout, softcap and slopes, and if there are as many keys as rows or rows see all keys. A window
     becomes a mask.
     """
-    return _replacements(node, DENSE, writer)
+    return _replace_calls(node, DENSE, writer)
 
 
 @equation("flash_attn::_flash_attn_varlen_forward")
@@ -79,39 +79,40 @@ def packed_attention_of_the_flash_package(node: fx.Node, writer: GraphWriter) ->
     The index of row m's document is the number of ends that are at most m. The package leaves rows without a document
     unwritten, so any value is valid there. The maximum length in a call does not affect the result.
     """
-    return _replacements(node, PACKED, writer)
+    return _replace_calls(node, PACKED, writer)
 
 
-def _replacements(node: fx.Node, layout: PackageLayout, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
-    arguments, parts = bound_arguments(node), results_in_use(node)
+def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """Emit attention for a forward call and its backward calls, and map the old results to the new; None if not supported."""
+    arguments, users_by_result = bound_arguments(node), results_in_use(node)
     unsupported = _unsupported(arguments, layout)
     if unsupported:
         node.meta[WHY_WHOLE] = WHOLE.format(operator=node.target, found=unsupported)
         return None
-    backwards = None if parts is None else _backwards(arguments, parts, layout)
-    if parts is None or backwards is None:
+    backwards = None if users_by_result is None else _backward_calls(arguments, users_by_result, layout)
+    if users_by_result is None or backwards is None:
         node.meta[WHY_WHOLE] = WHOLE.format(operator=node.target, found="results that more than its own backward takes")
         return None
-    heads = [layout.turned(arguments[name], writer) for name in ("q", "k", "v")]
+    heads = [layout.to_bhmd(arguments[name], writer) for name in ("q", "k", "v")]
     options = layout.options(arguments, writer)
     results = writer.call(ATTENTION, *heads, **options)
     out, lse = (writer.call(operator.getitem, results, i) for i in range(2))
-    found = dict.fromkeys(parts.get(LSE, ()), layout.lse(lse, writer))
-    found |= dict.fromkeys(parts.get(OUT, ()), layout.restored(out, writer))
-    for other in backwards:
-        writer.before(other)
-        gradient = layout.turned(other.kwargs["dout"], writer)
+    replacements = dict.fromkeys(users_by_result.get(LSE, ()), layout.lse(lse, writer))
+    replacements |= dict.fromkeys(users_by_result.get(OUT, ()), layout.from_bhmd(out, writer))
+    for backward in backwards:
+        writer.before(backward)
+        gradient = layout.to_bhmd(backward.kwargs["dout"], writer)
         results = writer.call(ATTENTION_BACKWARD, gradient, *heads, out, lse, **options)
-        for position, users in (results_in_use(other) or {}).items():
-            gradients = layout.restored(writer.call(operator.getitem, results, position - 1), writer)
-            found |= dict.fromkeys(users, gradients)
-    return found
+        for position, users in (results_in_use(backward) or {}).items():
+            gradients = layout.from_bhmd(writer.call(operator.getitem, results, position - 1), writer)
+            replacements |= dict.fromkeys(users, gradients)
+    return replacements
 
 
 def _unsupported(arguments: Mapping[str, Any], layout: PackageLayout) -> str:
     """Return the option of a call that streamfx's kernels do not support, or the empty string."""
-    for name, nothing in BEYOND.items():
-        if arguments.get(name, nothing) != nothing:
+    for name, disabled in UNSUPPORTED.items():
+        if arguments.get(name, disabled) != disabled:
             return f"{name}={arguments[name]}"
     rows, keys = (shape_of_node(arguments[name])[layout.rows] for name in ("q", "k"))
     sees_all = not arguments["causal"] and arguments["window_size_left"] < 0 and arguments["window_size_right"] < 0
@@ -121,52 +122,65 @@ def _unsupported(arguments: Mapping[str, Any], layout: PackageLayout) -> str:
     return "" if device in KERNELS else f"tensors on {device}"
 
 
-def _backwards(
-    arguments: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
+def _backward_calls(
+    arguments: Mapping[str, Any], users_by_result: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> list[fx.Node] | None:
     """Return the backward calls; None if results have any other users."""
-    inner = {user for position, group in parts.items() if position != OUT for part in group for user in part.users}
-    if any(not _is_backward_of(user, arguments, parts, layout) for user in inner) or set(parts) - {OUT, LSE, STATE}:
+    readers = {
+        user for position, group in users_by_result.items() if position != OUT for getitem in group for user in getitem.users
+    }
+    if any(not _is_backward_of(user, arguments, users_by_result, layout) for user in readers) or set(users_by_result) - {
+        OUT,
+        LSE,
+        STATE,
+    }:
         return None
-    return sorted(inner)
+    return sorted(readers)
 
 
 def _is_backward_of(
-    node: fx.Node, forward: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
+    node: fx.Node, forward: Mapping[str, Any], users_by_result: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> bool:
+    """Return whether a node is the backward of this forward call: with its operands, options and results."""
     if node.target is not AUTO_FUNCTIONALIZED or name_of(node.args[0]) != layout.backward:
         return False
-    own = node.kwargs
-    known = {*READ, *WRITTEN, *layout.read, "zero_tensors"}
+    arguments = node.kwargs
+    supported = {*BACKWARD_OPERANDS, *BACKWARD_BASES, *layout.read, "zero_tensors"}
     if (
-        not set(own) <= known
-        or own.get("zero_tensors")
-        or any(own[f"_{name}_base_index"] != i for i, name in enumerate(GRADIENTS))
+        not set(arguments) <= supported
+        or arguments.get("zero_tensors")
+        or any(arguments[f"_{name}_base_index"] != i for i, name in enumerate(GRADIENTS))
     ):
         return False
-    same = all(own[name] == forward[name] for name in ("q", "k", "v", *HOW, *layout.read))
-    linked = own["out"] in parts.get(OUT, ()) and own["softmax_lse"] in parts.get(LSE, ())
+    has_equal_operands = all(arguments[name] == forward[name] for name in ("q", "k", "v", *OPTIONS, *layout.read))
+    reads_results = arguments["out"] in users_by_result.get(OUT, ()) and arguments["softmax_lse"] in users_by_result.get(LSE, ())
     results = results_in_use(node)
-    is_known = own["rng_state"] in (None, *parts.get(STATE, ())) and results is not None and set(results) <= {1, 2, 3}
-    return same and linked and is_known
+    reads_only_known_state = (
+        arguments["rng_state"] in (None, *users_by_result.get(STATE, ())) and results is not None and set(results) <= {1, 2, 3}
+    )
+    return has_equal_operands and reads_results and reads_only_known_state
 
 
 # -- dense: [b m h d]
 
 
 def _transposed(heads: Any, writer: GraphWriter) -> fx.Node:
+    """Swap the dimensions of rows and heads."""
     return writer.call(aten.transpose.int, heads, 1, 2)
 
 
 def _unchanged(value: fx.Node, _: GraphWriter) -> fx.Node:
+    """Return the value itself."""
     return value
 
 
-def _window(arguments: Mapping[str, Any]) -> Seen:
+def _window(arguments: Mapping[str, Any]) -> WindowSize:
+    """Return the keys before and after a row that it sees (-1: all) from the call's options."""
     return arguments["window_size_left"], 0 if arguments["causal"] else arguments["window_size_right"]
 
 
 def _dense_options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:
+    """Return attention's options: the scale, and the causal flag or a bias for the window."""
     scale = {"scale": arguments["softmax_scale"]}
     left, right = _window(arguments)
     if left < 0 and right <= 0:
@@ -182,18 +196,22 @@ DENSE = PackageLayout("flash_attn::_flash_attn_backward", (), 1, _transposed, _t
 
 
 def _as_a_batch(heads: Any, writer: GraphWriter) -> fx.Node:
+    """Permute heads [m h d] to [1 h m d]."""
     return writer.call(aten.transpose.int, writer.call(aten.unsqueeze.default, heads, 0), 1, 2)
 
 
 def _without_batch(heads: Any, writer: GraphWriter) -> fx.Node:
+    """Permute heads [1 h m d] to [m h d]."""
     return _squeeze_batch(writer.call(aten.transpose.int, heads, 1, 2), writer)
 
 
 def _squeeze_batch(value: Any, writer: GraphWriter) -> fx.Node:
+    """Remove the leading dimension of size one."""
     return writer.call(aten.squeeze.dim, value, 0)
 
 
 def _packed_options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:
+    """Return attention's options: the scale, and a bias that hides other documents and keys outside the window."""
     size = size_arguments(arguments["q"], writer)[0]
     ends = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
     mask = in_documents(arguments["q"], size, _window(arguments), ends, writer)

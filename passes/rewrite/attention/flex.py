@@ -19,7 +19,7 @@ from streamfx.ir.joint import shape_of_node
 from streamfx.ir.writer import GraphWriter, held_size
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.node_meta import GRAPH, VALUE
-from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, summed, written_out
+from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, sum_over_scores, vectorize_graph
 from streamfx.passes.rewrite.pattern import equation
 from streamfx.torch_private import FLEX_ATTENTION, FLEX_ATTENTION_BACKWARD
 
@@ -33,24 +33,24 @@ def flex_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]
     softmax(where(mask, score(q @ k), -inf)) @ v               otherwise
     """
     try:
-        return _FlexCall(node, writer).written_out()
+        return _FlexCall(node, writer).replacements()
     except NotElementwiseError:
         return None
 
 
 def _backward_of(node: fx.Node) -> fx.Node | None:
     """Return the backward call that takes this call's result, or None."""
-    found: set[fx.Node] = set()
+    backwards: set[fx.Node] = set()
     todo = [node]
     while todo:
         for user in todo.pop().users:
             if user.target is FLEX_ATTENTION_BACKWARD:
-                found.add(user)
+                backwards.add(user)
             elif user.target in (operator.getitem, aten.detach.default, aten.alias.default):
                 todo.append(user)
-    if len(found) > 1:
+    if len(backwards) > 1:
         raise NotElementwiseError("several backward calls")
-    return found.pop() if found else None
+    return backwards.pop() if backwards else None
 
 
 @dataclass
@@ -59,34 +59,36 @@ class _FlexCall:
     writer: GraphWriter
 
     def __post_init__(self) -> None:
+        """Unpack the call's arguments, and find its backward call and that call's incoming gradients."""
         arguments: Any = self.node.args
         self.query, self.key, self.value, self.score, blocks, self.scale, _, self.score_values, self.mask_values = arguments
         self.mask: fx.Node = blocks[-1]
         self.backward = _backward_of(self.node)
-        given: Any = (None,) * 9 if self.backward is None else self.backward.args
-        self.of_result, self.of_lse, self.joint = given[5], given[6], given[8]
+        backward_args: Any = (None,) * 9 if self.backward is None else self.backward.args
+        self.result_gradient, self.lse_gradient, self.joint_function = backward_args[5], backward_args[6], backward_args[8]
 
-    def written_out(self) -> dict[fx.Node, fx.Node]:
+    def replacements(self) -> dict[fx.Node, fx.Node]:
         """Return the replacements of the forward and backward results."""
         if self.query.meta[VALUE].shape[0] != self.key.meta[VALUE].shape[0]:
             raise NotElementwiseError("one batch of keys for all queries")
-        self.visible = self.applied(self.mask, [*self.grid, *self.mask_values])
-        implementation = _FlexKernel(self) if self.is_fused() else _FlexProducts(self)
-        found = dict(self.results(self.node, implementation.forward()))
+        self.visible = self.vectorized(self.mask, [*self.grid, *self.mask_values])
+        implementation = _FlexKernel(self) if self.fits_a_kernel() else _FlexProducts(self)
+        replacements = dict(self.replaced_results(self.node, implementation.forward()))
         if self.backward is not None:
             self.writer.before(self.backward)
-            found |= self.results(self.backward, implementation.backward())
-        return found
+            replacements |= self.replaced_results(self.backward, implementation.backward())
+        return replacements
 
     # -- shared by both implementations
 
     @cached_property
     def grid(self) -> list[ScoreValue]:
-        """Indices of batch, head, query position and key position."""
+        """Emit the indices of batch, head, query position and key position, each broadcastable to [b h m n]."""
         (b, h, m, _), n = self.query.meta[VALUE].shape, self.key.meta[VALUE].shape[2]
-        return [ScoreValue(self.numbers(size, dim)) for dim, size in enumerate((b, h, m, n))]
+        return [ScoreValue(self.broadcast_indices(size, dim)) for dim, size in enumerate((b, h, m, n))]
 
-    def numbers(self, size: Any, dim: int) -> fx.Node:
+    def broadcast_indices(self, size: Any, dim: int) -> fx.Node:
+        """Emit the indices of a dimension of the scores, broadcastable to [b h m n]."""
         size = self.size(size)
         indices = self.writer.call(aten.arange.default, size, device=self.query.meta[VALUE].device)
         return self.writer.call(aten.reshape.default, indices, [size if i == dim else 1 for i in range(4)])
@@ -100,31 +102,43 @@ class _FlexCall:
             raise NotElementwiseError("a size that is no input")
         return held
 
-    def applied(self, function: fx.Node, arguments: Sequence[Any]) -> Any:
-        return written_out(function.meta[GRAPH], list(arguments), self.writer)
+    def vectorized(self, function: fx.Node, arguments: Sequence[Any]) -> Any:
+        """Emit a score or mask function for all scores, and return its result."""
+        return vectorize_graph(function.meta[GRAPH], list(arguments), self.writer)
 
     @cached_property
     def sees_all(self) -> bool:
-        """Whether the mask function is the constant True."""
+        """Return whether the mask function is the constant True."""
         return isinstance(self.visible, fx.Node) and self.visible.target is aten.full.default and self.visible.args[1] is True
 
     def number(self, value: float, dtype: torch.dtype) -> fx.Node:
+        """Emit a 0-dimensional constant."""
         return self.writer.call(aten.full.default, [], value, dtype=dtype, device=self.query.meta[VALUE].device)
 
     # -- the choice of an implementation
 
-    def is_fused(self) -> bool:
-        """Whether a kernel can compute it: the score function at most adds to the score, and only the result is used."""
+    def fits_a_kernel(self) -> bool:
+        """Return whether a kernel can compute it: the score function at most adds to the score, and only the result is used."""
         query, key, value = (item.meta[VALUE] for item in (self.query, self.key, self.value))
-        plain = all(item.stride(-1) == 1 for item in (query, key, value)) and query.shape[-1] == value.shape[-1]
-        used = {
-            user.args[1] for user in self.node.users for inner in user.users if inner is not self.backward and not _is_copy(inner)
+        is_contiguous = all(item.stride(-1) == 1 for item in (query, key, value)) and query.shape[-1] == value.shape[-1]
+        used_results = {
+            user.args[1]
+            for user in self.node.users
+            for inner in user.users
+            if inner is not self.backward and not _is_alias(inner)
         }
-        asks_more = self.backward is not None and (self.of_lse is not None or self.gives_to_buffers())
-        return plain and query.device.type in KERNELS and used <= {0} and not asks_more and self.addition != "other"
+        needs_more_gradients = self.backward is not None and (self.lse_gradient is not None or self.has_buffer_gradients())
+        return (
+            is_contiguous
+            and query.device.type in KERNELS
+            and used_results <= {0}
+            and not needs_more_gradients
+            and self.addition != "other"
+        )
 
-    def gives_to_buffers(self) -> bool:
-        results = self.joint.meta[GRAPH].graph.output_node().args[0]
+    def has_buffer_gradients(self) -> bool:
+        """Return whether the backward returns gradients of tensors that the score function captures."""
+        results = self.joint_function.meta[GRAPH].graph.output_node().args[0]
         return any(item is not None for item in results[5:])
 
     @cached_property
@@ -140,23 +154,24 @@ class _FlexCall:
             return "none"
         if not isinstance(result, fx.Node) or result.kwargs or len(score.users) != 1:
             return "other"
-        added = result.args if result.target is aten.add.Tensor else result.args[:1] if result.target is aten.sub.Tensor else ()
-        if added.count(score) != 1 or result.args.count(score) != 1:
+        addends = result.args if result.target is aten.add.Tensor else result.args[:1] if result.target is aten.sub.Tensor else ()
+        if addends.count(score) != 1 or result.args.count(score) != 1:
             return "other"
-        other = next(item for item in result.args if item is not score)
+        addend = next(item for item in result.args if item is not score)
         dtype = self.query.meta[VALUE].dtype
-        is_held = dtype.itemsize > 2 or (isinstance(other, fx.Node) and getattr(other.meta.get(VALUE), "dtype", None) == dtype)
+        is_held = dtype.itemsize > 2 or (isinstance(addend, fx.Node) and getattr(addend.meta.get(VALUE), "dtype", None) == dtype)
         return "sum" if is_held else "other"
 
     # -- replacements of results
 
-    def results(self, node: fx.Node, values: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    def replaced_results(self, node: fx.Node, values: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Yield (old node, new node) for each `getitem` of an operator; nested results are nested tuples of values."""
         for user in node.users:
             position: Any = user.args[1]
             if user.target is not operator.getitem or (values[position] is None and user.users):
                 raise NotElementwiseError(f"result {position}")
             if isinstance(values[position], tuple):
-                yield from self.results(user, values[position])
+                yield from self.replaced_results(user, values[position])
             elif values[position] is not None:
                 yield user, self._in_traced_dtype(values[position], user)
 
@@ -166,7 +181,8 @@ class _FlexCall:
         return value if value.meta[VALUE].dtype == dtype else self.writer.call(aten._to_copy.default, value, dtype=dtype)
 
 
-def _is_copy(node: fx.Node) -> bool:
+def _is_alias(node: fx.Node) -> bool:
+    """Return whether a node is an alias of its operand."""
     return node.target in (aten.detach.default, aten.alias.default)
 
 
@@ -177,6 +193,7 @@ class _FlexKernel:
     call: _FlexCall
 
     def forward(self) -> tuple[Any, ...]:
+        """Emit the attention operator; return its result, its log-sum-exp, and None for the maximum."""
         call, write = self.call, self.call.writer.call
         self.bias = self._bias()
         options: dict[str, Any] = {"scale": call.scale}
@@ -186,12 +203,13 @@ class _FlexKernel:
         return self.out, self.lse, None
 
     def _bias(self) -> fx.Node | None:
+        """Emit the bias (the addend of scores, minus infinity for hidden keys), or return None if there is none."""
         call, write = self.call, self.call.writer.call
         dtype = call.query.meta[VALUE].dtype
         bias: Any = None
         if call.addition == "sum":
             zero = call.number(0.0, dtype)
-            bias = call.applied(call.score, [zero, *call.grid, *call.score_values])
+            bias = call.vectorized(call.score, [zero, *call.grid, *call.score_values])
             bias = bias.node if isinstance(bias, ScoreValue) else bias
             bias = write(aten._to_copy.default, bias, dtype=dtype)
         if not call.sees_all:
@@ -204,14 +222,15 @@ class _FlexKernel:
         return bias
 
     def backward(self) -> tuple[Any, ...]:
+        """Emit the attention's backward; return the gradients of query, key and value, and None for each captured tensor."""
         call, write = self.call, self.call.writer.call
-        if call.of_result is None:
+        if call.result_gradient is None:
             raise NotElementwiseError("no gradient of the result")
         gradients = write(
-            ATTENTION_BACKWARD, call.of_result, call.query, call.key, call.value, self.out, self.lse, **self.options
+            ATTENTION_BACKWARD, call.result_gradient, call.query, call.key, call.value, self.out, self.lse, **self.options
         )
-        nothing = (None,) * len(call.score_values)
-        return (*(write(operator.getitem, gradients, i) for i in range(3)), nothing)
+        buffer_gradients = (None,) * len(call.score_values)
+        return (*(write(operator.getitem, gradients, i) for i in range(3)), buffer_gradients)
 
 
 @dataclass
@@ -221,6 +240,7 @@ class _FlexProducts:
     call: _FlexCall
 
     def __post_init__(self) -> None:
+        """Set the dtype of the softmax, and the number of key heads and of query heads per key head."""
         call = self.call
         self.write = call.writer.call
         self.dtype = call.query.meta[VALUE].dtype
@@ -229,69 +249,80 @@ class _FlexProducts:
         self.repeats = call.query.meta[VALUE].shape[1] // self.groups
 
     def forward(self) -> tuple[Any, ...]:
+        """Emit products and softmax; return the result, the log-sum-exp and the maximum of scores, both in base 2."""
         call, write = self.call, self.write
         self.keys, self.values = self._for_all_heads(call.key), self._for_all_heads(call.value)
-        keys = write(aten.transpose.int, self._wide(self.keys), 2, 3)
-        scores = self._product(self._wide(call.query), keys)
+        keys = write(aten.transpose.int, self._to_softmax_dtype(self.keys), 2, 3)
+        scores = self._batched_product(self._to_softmax_dtype(call.query), keys)
         self.scores = write(aten.mul.Tensor, scores, call.scale)
-        modified = call.applied(call.score, [ScoreValue(self.scores), *call.grid, *call.score_values])
-        shown = write(aten._to_copy.default, _node(modified), dtype=self.precision)
-        shown = self._where_visible(shown, -math.inf)
-        self.weights = write(aten._safe_softmax.default, shown, -1)
-        out = self._product(self._narrow(self.weights), self._narrow(self.values))
-        lse = write(aten.div.Scalar, write(aten.logsumexp.default, shown, [-1]), LN_2)
-        largest = write(aten.div.Scalar, write(aten.amax.default, shown, [-1]), LN_2)
+        modified = call.vectorized(call.score, [ScoreValue(self.scores), *call.grid, *call.score_values])
+        masked_scores = write(aten._to_copy.default, _node_of(modified), dtype=self.precision)
+        masked_scores = self._where_visible(masked_scores, -math.inf)
+        self.weights = write(aten._safe_softmax.default, masked_scores, -1)
+        out = self._batched_product(self._to_traced_dtype(self.weights), self._to_traced_dtype(self.values))
+        lse = write(aten.div.Scalar, write(aten.logsumexp.default, masked_scores, [-1]), LN_2)
+        largest = write(aten.div.Scalar, write(aten.amax.default, masked_scores, [-1]), LN_2)
         return out, lse, largest
 
     def backward(self) -> tuple[Any, ...]:
+        """Emit the backward; return the gradients of query, key and value, and of each captured tensor."""
         call, write = self.call, self.write
-        of_value = write(aten.zeros_like.default, call.value) if call.of_result is None else self._of_value(call.of_result)
-        wanted = self._of_weights(call.of_result, call.of_lse)
-        arguments = [ScoreValue(self.scores), *call.grid, ScoreValue(wanted), *call.score_values]
-        of_score, _, _, _, _, *of_buffers = call.applied(call.joint, arguments)
-        scaled = self._narrow(write(aten.mul.Tensor, _node(of_score), call.scale))
+        of_value = (
+            write(aten.zeros_like.default, call.value)
+            if call.result_gradient is None
+            else self._gradient_of_value(call.result_gradient)
+        )
+        of_softmax_input = self._gradient_of_softmax_input(call.result_gradient, call.lse_gradient)
+        arguments = [ScoreValue(self.scores), *call.grid, ScoreValue(of_softmax_input), *call.score_values]
+        of_score, _, _, _, _, *of_buffers = call.vectorized(call.joint_function, arguments)
+        scaled = self._to_traced_dtype(write(aten.mul.Tensor, _node_of(of_score), call.scale))
         scaled = self._where_visible(scaled, 0.0)
-        of_query = self._product(scaled, self.keys)
-        of_key = self._for_groups(self._product(write(aten.transpose.int, scaled, 2, 3), call.query))
-        totals = tuple(None if item is None else summed(item, call.writer) for item in of_buffers)
-        return of_query, of_key, of_value, totals
+        of_query = self._batched_product(scaled, self.keys)
+        of_key = self._for_groups(self._batched_product(write(aten.transpose.int, scaled, 2, 3), call.query))
+        buffer_gradients = tuple(None if item is None else sum_over_scores(item, call.writer) for item in of_buffers)
+        return of_query, of_key, of_value, buffer_gradients
 
-    def _of_value(self, gradient: Any) -> fx.Node:
-        weights = self.write(aten.transpose.int, self._narrow(self.weights), 2, 3)
-        return self._for_groups(self._product(weights, gradient))
+    def _gradient_of_value(self, gradient: Any) -> fx.Node:
+        """Return the gradient of the values, summed over the query heads that share them."""
+        weights = self.write(aten.transpose.int, self._to_traced_dtype(self.weights), 2, 3)
+        return self._for_groups(self._batched_product(weights, gradient))
 
-    def _of_weights(self, gradient: Any, of_lse: Any) -> fx.Node:
+    def _gradient_of_softmax_input(self, gradient: Any, of_lse: Any) -> fx.Node:
         """Return the gradient of the scores that enter the softmax."""
-        write, wanted = self.write, None
+        write, of_scores = self.write, None
         if gradient is not None:
-            values = write(aten.transpose.int, self._wide(self.values), 2, 3)
-            of_weights = self._product(self._wide(gradient), values)
-            wanted = write(aten._softmax_backward_data.default, of_weights, self.weights, -1, self.precision)
+            values = write(aten.transpose.int, self._to_softmax_dtype(self.values), 2, 3)
+            of_weights = self._batched_product(self._to_softmax_dtype(gradient), values)
+            of_scores = write(aten._softmax_backward_data.default, of_weights, self.weights, -1, self.precision)
         if of_lse is not None:
-            each = write(aten.unsqueeze.default, write(aten.div.Scalar, of_lse, LN_2), 3)
-            part = write(aten.mul.Tensor, self.weights, each)
-            wanted = part if wanted is None else write(aten.add.Tensor, wanted, part)
-        if wanted is None:
+            per_row = write(aten.unsqueeze.default, write(aten.div.Scalar, of_lse, LN_2), 3)
+            from_lse = write(aten.mul.Tensor, self.weights, per_row)
+            of_scores = from_lse if of_scores is None else write(aten.add.Tensor, of_scores, from_lse)
+        if of_scores is None:
             raise NotElementwiseError("no gradient at all")
-        return wanted
+        return of_scores
 
     def _where_visible(self, value: fx.Node, otherwise: float) -> fx.Node:
+        """Replace the elements of hidden keys by a number."""
         call = self.call
         if call.sees_all:
             return value
-        return self.write(aten.where.self, _node(call.visible), value, call.number(otherwise, value.meta[VALUE].dtype))
+        return self.write(aten.where.self, _node_of(call.visible), value, call.number(otherwise, value.meta[VALUE].dtype))
 
-    def _wide(self, value: Any) -> Any:
+    def _to_softmax_dtype(self, value: Any) -> Any:
+        """Cast to the dtype in which eager computes the softmax."""
         return self._cast(value, self.precision)
 
-    def _narrow(self, value: Any) -> Any:
+    def _to_traced_dtype(self, value: Any) -> Any:
+        """Cast to the dtype of the queries."""
         return self._cast(value, self.dtype)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """Return a value in a dtype, cast if necessary."""
         return value if value.meta[VALUE].dtype == dtype else self.write(aten._to_copy.default, value, dtype=dtype)
 
     def _for_all_heads(self, value: Any) -> Any:
-        """[b g n d] -> [b (g r) n d]"""
+        """Repeat each key head for the query heads that share it: [b g n d] -> [b (g r) n d]."""
         if self.repeats == 1:
             return value
         b, g, n, d = (self.call.size(size) for size in value.meta[VALUE].shape)
@@ -299,24 +330,25 @@ class _FlexProducts:
         return self.write(aten.reshape.default, wide, [b, g * self.repeats, n, d])
 
     def _for_groups(self, value: fx.Node) -> fx.Node:
-        """[b (g r) n d] -> [b g n d]"""
+        """Sum over the query heads that share a key head: [b (g r) n d] -> [b g n d]."""
         if self.repeats == 1:
             return value
         b, _, n, d = (self.call.size(size) for size in value.meta[VALUE].shape)
         grouped = self.write(aten.reshape.default, value, [b, self.groups, self.repeats, n, d])
         return self.write(aten.sum.dim_IntList, grouped, [2])
 
-    def _product(self, left: Any, right: Any) -> fx.Node:
-        """[b h m k] @ [b h k n]"""
+    def _batched_product(self, left: Any, right: Any) -> fx.Node:
+        """Emit the product [b h m k] @ [b h k n]."""
         sizes = [self.call.size(size) for size in (*left.meta[VALUE].shape[:3], right.meta[VALUE].shape[3])]
-        flat = [self._flat(item) for item in (left, right)]
+        flat = [self._flatten_heads(item) for item in (left, right)]
         return self.write(aten.reshape.default, self.write(aten.bmm.default, *flat), sizes)
 
-    def _flat(self, value: Any) -> fx.Node:
-        """[b h m n] -> [(b h) m n]"""
+    def _flatten_heads(self, value: Any) -> fx.Node:
+        """Merge batch and heads: [b h m n] -> [(b h) m n]."""
         m, n = (self.call.size(size) for size in value.meta[VALUE].shape[2:])
         return self.write(aten.reshape.default, value, [-1, m, n])
 
 
-def _node(value: Any) -> Any:
+def _node_of(value: Any) -> Any:
+    """Return the node of a value that varies by score; any other value unchanged."""
     return value.node if isinstance(value, ScoreValue) else value

@@ -32,25 +32,25 @@ def heads_repeated_for_groups(node: fx.Node, writer: GraphWriter) -> dict[fx.Nod
     Applies if neither forward nor backward uses the repeats in another way.
     """
     query, key, value = (node_argument(node, i) for i in range(3))
-    heads = unexpanded(key), unexpanded(value)
+    heads = heads_before_repeats(key), heads_before_repeats(value)
     if heads[0] is None or heads[1] is None or shape_of_node(heads[0])[1] != shape_of_node(heads[1])[1]:
         return None
-    repeated = tuple(shape_of_node(behind_views(heads)) for heads in (key, value))
+    repeated = tuple(shape_of_node(operand_of_view(heads)) for heads in (key, value))
     backwards = [user for user in query.users if user.target is ATTENTION_BACKWARD and user.args[1:4] == (query, key, value)]
-    sums = [_sums_over_repeats(other, *repeated) for other in backwards]
-    if any(found is None for found in sums):
+    totals_by_backward = [_sums_over_repeats(backward, *repeated) for backward in backwards]
+    if any(replacements is None for replacements in totals_by_backward):
         return None
-    found = results_of_another(node, writer.call(ATTENTION, query, *heads, *node.args[3:], **node.kwargs), writer)
-    for other, totals in zip(backwards, sums, strict=True):
-        found |= _gradients_of_own_heads(other, heads, totals or {}, writer.before(other))
-    return found
+    replacements = results_of_another(node, writer.call(ATTENTION, query, *heads, *node.args[3:], **node.kwargs), writer)
+    for backward, totals in zip(backwards, totals_by_backward, strict=True):
+        replacements |= _emit_gradients(backward, heads, totals or {}, writer.before(backward))
+    return replacements
 
 
-def unexpanded(node: Any) -> fx.Node | None:
+def heads_before_repeats(node: Any) -> fx.Node | None:
     """Return the heads [b g n d] that heads [b g*r n d] repeat r times each, or None."""
     if not isinstance(node, fx.Node) or node.target not in VIEWS:
         return None
-    source: Any = behind_views(node)
+    source: Any = operand_of_view(node)
     if source.target is not aten.expand.default or source.args[0].target is not aten.unsqueeze.default:
         return None
     heads = source.args[0].args[0]
@@ -63,7 +63,7 @@ def unexpanded(node: Any) -> fx.Node | None:
     return heads
 
 
-def behind_views(node: fx.Node) -> fx.Node:
+def operand_of_view(node: fx.Node) -> fx.Node:
     """Return the operand of a view, before the copy that the view may need."""
     source = node_argument(node)
     return node_argument(source) if source.target is aten.clone.default else source
@@ -75,19 +75,19 @@ def _sums_over_repeats(node: fx.Node, *repeated: tuple[Size, ...]) -> dict[int, 
     `repeated` are the shapes [b g r n d] of keys and values before their heads were merged. Return None if a gradient has
     any other use.
     """
-    found: dict[int, list[fx.Node]] = {1: [], 2: []}
-    for part in node.users:
-        if part.target is not operator.getitem:
+    totals_by_result: dict[int, list[fx.Node]] = {1: [], 2: []}
+    for getitem in node.users:
+        if getitem.target is not operator.getitem:
             return None
-        position = int_argument(part, 1)
+        position = int_argument(getitem, 1)
         if position == 0:
             continue
-        for user in part.users:
+        for user in getitem.users:
             total = _sum_after_view(user, repeated[position - 1])
             if total is None:
                 return None
-            found[position].append(total)
-    return found
+            totals_by_result[position].append(total)
+    return totals_by_result
 
 
 def _sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None:
@@ -108,10 +108,13 @@ def _sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None
     return users[0] if squeezed and len(users) == 1 else None
 
 
-def _gradients_of_own_heads(
-    node: fx.Node, heads: tuple[Any, Any], sums: dict[int, list[fx.Node]], writer: GraphWriter
+def _emit_gradients(
+    node: fx.Node, heads: tuple[Any, Any], totals_by_result: dict[int, list[fx.Node]], writer: GraphWriter
 ) -> dict[fx.Node, fx.Node]:
+    """Emit a backward call without repeated heads, and map each old gradient to the new one."""
     gradients = writer.call(ATTENTION_BACKWARD, *node.args[:2], *heads, *node.args[4:], **node.kwargs)
     of_query, of_key, of_value = (writer.call(operator.getitem, gradients, i) for i in range(3))
-    found = {part: of_query for part in node.users if int_argument(part, 1) == 0}
-    return found | {total: of_heads for i, of_heads in ((1, of_key), (2, of_value)) for total in sums.get(i, ())}
+    replacements = {getitem: of_query for getitem in node.users if int_argument(getitem, 1) == 0}
+    return replacements | {
+        total: of_heads for i, of_heads in ((1, of_key), (2, of_value)) for total in totals_by_result.get(i, ())
+    }

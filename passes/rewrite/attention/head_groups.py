@@ -50,10 +50,12 @@ class ExchangePath:
 
     @property
     def source(self) -> fx.Node:
+        """Return the operand of the first step."""
         return node_argument(self.steps[0])
 
     @property
     def last(self) -> fx.Node:
+        """Return the last step: the value at the end of the path."""
         return self.steps[-1]
 
 
@@ -62,8 +64,8 @@ class Gradient:
     """A backward call of attention: the path of its incoming gradient, and the paths of its results by position."""
 
     node: fx.Node
-    given: ExchangePath
-    made: Mapping[int, ExchangePath]
+    inputs: ExchangePath
+    outputs: Mapping[int, ExchangePath]
 
 
 @dataclass(frozen=True)
@@ -71,54 +73,64 @@ class ExchangedAttention:
     """Attention with the paths of its queries, keys and values, the path of its result, and its backward calls."""
 
     node: fx.Node
-    given: tuple[ExchangePath, ExchangePath, ExchangePath]
-    made: ExchangePath
+    inputs: tuple[ExchangePath, ExchangePath, ExchangePath]
+    outputs: ExchangePath
     gradients: tuple[Gradient, ...]
 
 
 def heads_in_groups(graph: fx.Graph) -> None:
     """Split attention between exchanges into groups of heads, in place."""
-    found = [exchanged for node in graph.nodes if node.target is ATTENTION and (exchanged := _exchanged(node)) is not None]
-    for exchanged in found:
-        if (count := _groups(exchanged)) > 1:
+    matches = [
+        exchanged for node in graph.nodes if node.target is ATTENTION and (exchanged := _match_exchanged(node)) is not None
+    ]
+    for exchanged in matches:
+        if (count := _group_count(exchanged)) > 1:
             _rewrite(exchanged, count, GraphWriter(graph))
-    if found:
+    if matches:
         drop_unused(graph)
 
 
 # -- matching
 
 
-def _exchanged(node: fx.Node) -> ExchangedAttention | None:
+def _match_exchanged(node: fx.Node) -> ExchangedAttention | None:
     """Match attention if its operands come from exchanges, its results go into exchanges, and nothing else reads either."""
     results = results_in_use(node) or {}
-    backwards = [user for user in _users(results.get(0, ())) if user.target is ATTENTION_BACKWARD]
-    if not _takes_any_head(node) or len(results.get(0, ())) != 1 or set(results) > {0, 1}:
+    backwards = [user for user in _users_of(results.get(0, ())) if user.target is ATTENTION_BACKWARD]
+    if not _can_split_heads(node) or len(results.get(0, ())) != 1 or set(results) > {0, 1}:
         return None
-    if not _users(results.get(1, ())) <= set(backwards) or any(_options(other) != _options(node) for other in backwards):
+    if not _users_of(results.get(1, ())) <= set(backwards) or any(_options(backward) != _options(node) for backward in backwards):
         return None
     operands = [node_argument(node, i) for i in range(3)]
     readers = {node, *backwards}
-    given = [_path_to(operand, readers) for operand in operands]
+    input_paths = [_path_to(operand, readers) for operand in operands]
     result_path = _path_from(results[0][0], {*backwards})
-    gradients = [_gradient(other, operands, results) for other in dict.fromkeys(backwards)]
-    if None in given or result_path is None or None in gradients:
+    gradients = [_match_gradient(backward, operands, results) for backward in dict.fromkeys(backwards)]
+    if None in input_paths or result_path is None or None in gradients:
         return None
-    return ExchangedAttention(node, tuple(given), result_path, tuple(gradients))  # type: ignore[arg-type]
+    return ExchangedAttention(node, tuple(input_paths), result_path, tuple(gradients))  # type: ignore[arg-type]
 
 
-def _gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping[int, Sequence[fx.Node]]) -> Gradient | None:
-    own = [node_argument(node, i) for i in range(6)]
-    taken, given = results_in_use(node), _path_to(own[0], {node})
-    is_its = own[1:4] == list(operands) and own[4] in results.get(0, ()) and own[5] in results.get(1, ())
-    if not is_its or given is None or taken is None or any(len(parts) != 1 for parts in taken.values()):
+def _match_gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping[int, Sequence[fx.Node]]) -> Gradient | None:
+    """Match a backward call of attention if its gradient comes from an exchange and its results go into exchanges."""
+    arguments = [node_argument(node, i) for i in range(6)]  # gradient, query, key, value, result, log-sum-exp
+    results_by_position, gradient_path = results_in_use(node), _path_to(arguments[0], {node})
+    is_of_this_call = (
+        arguments[1:4] == list(operands) and arguments[4] in results.get(0, ()) and arguments[5] in results.get(1, ())
+    )
+    if (
+        not is_of_this_call
+        or gradient_path is None
+        or results_by_position is None
+        or any(len(getitems) != 1 for getitems in results_by_position.values())
+    ):
         return None
-    result_paths = {number: _path_from(parts[0], set()) for number, parts in taken.items()}
-    return None if None in result_paths.values() else Gradient(node, given, result_paths)  # type: ignore[arg-type]
+    result_paths = {position: _path_from(getitems[0], set()) for position, getitems in results_by_position.items()}
+    return None if None in result_paths.values() else Gradient(node, gradient_path, result_paths)  # type: ignore[arg-type]
 
 
-def _takes_any_head(node: fx.Node) -> bool:
-    """Whether the numbers of heads are static, keys and values have equally many, and there is no mask.
+def _can_split_heads(node: fx.Node) -> bool:
+    """Return whether the numbers of heads are static, keys and values have equally many, and there is no mask.
 
     Attention with a mask is chunked, which makes a loop of it.
     """
@@ -128,10 +140,12 @@ def _takes_any_head(node: fx.Node) -> bool:
 
 
 def _options(node: fx.Node) -> dict[str, Any]:
+    """Return the keyword arguments of an attention call."""
     return dict(node.kwargs)
 
 
-def _users(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def _users_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the users of all given nodes."""
     return {user for node in nodes for user in node.users}
 
 
@@ -149,24 +163,25 @@ def _path_to(node: fx.Node, readers: set[fx.Node]) -> ExchangePath | None:
     return None
 
 
-def _path_from(node: fx.Node, others: set[fx.Node]) -> ExchangePath | None:
-    """Return the path from a result of attention to the received value, if only the next step and `others` read each
+def _path_from(node: fx.Node, backwards: set[fx.Node]) -> ExchangePath | None:
+    """Return the path from a result of attention to the received value, if only the next step and `backwards` read each
     value.
     """
     steps, dims, dim, is_sent = list[fx.Node](), list[int](), HEADS, False
     while not (is_sent and is_wait(steps[-1])):
-        users = [user for user in node.users if user not in others]
+        users = [user for user in node.users if user not in backwards]
         if len(users) != 1 or users[0].args[:1] != (node,):
             return None
         after = _dim_after(users[0], dim)
         if after is None or (_is_exchange(users[0]) and (is_sent or not dim)):
             return None
         is_sent |= _is_exchange(users[0])
-        steps, dims, dim, node, others = [*steps, users[0]], [*dims, dim], after, users[0], set()
+        steps, dims, dim, node, backwards = [*steps, users[0]], [*dims, dim], after, users[0], set()
     return ExchangePath(tuple(steps), tuple(dims), dim)
 
 
 def _is_exchange(node: fx.Node) -> bool:
+    """Return whether a node is an all-to-all exchange."""
     return isinstance(node.target, OpOverload) and node.target.name() == EXCHANGE
 
 
@@ -175,106 +190,126 @@ def _dim_before(node: fx.Node, dim: int) -> int | None:
     known.
     """
     if node.target is aten.permute.default:
-        return _order(node)[dim]
+        return _permuted_dims(node)[dim]
     if node.target in VIEWS:
         return _same_dim(shape_of_node(node), dim, shape_of_node(node_argument(node)))
     return dim if node.target in SAME or is_wait(node) or _is_exchange(node) else None
 
 
 def _dim_after(node: fx.Node, dim: int) -> int | None:
+    """Return the dimension of an operator's result that corresponds to a dimension of its operand; None if it is not known."""
     if node.target is aten.permute.default:
-        return _order(node).index(dim)
+        return _permuted_dims(node).index(dim)
     if node.target in VIEWS:
         return _same_dim(shape_of_node(node_argument(node)), dim, shape_of_node(node))
     return dim if node.target in SAME or is_wait(node) or _is_exchange(node) else None
 
 
-def _order(node: fx.Node) -> list[int]:
+def _permuted_dims(node: fx.Node) -> list[int]:
+    """Return the dimensions of a permutation, as nonnegative numbers."""
     dims: Any = node.args[1]
     return [dim % len(dims) for dim in dims]
 
 
-def _same_dim(shape: Sequence[Size], dim: int, other: Sequence[Size]) -> int | None:
+def _same_dim(shape: Sequence[Size], dim: int, other_shape: Sequence[Size]) -> int | None:
     """Return the dimension of another view that has the same index: it has equal size, and as many elements follow it.
 
     A single head is never split; for it, take the last such dimension.
     """
     trailing = product(shape[dim + 1 :])
-    found = [i for i, size in enumerate(other) if size == shape[dim] and product(other[i + 1 :]) == trailing]
-    return found[-1] if found else None
+    candidates = [i for i, size in enumerate(other_shape) if size == shape[dim] and product(other_shape[i + 1 :]) == trailing]
+    return candidates[-1] if candidates else None
 
 
 # -- groups
 
 
-def _groups(exchanged: ExchangedAttention) -> int:
+def _group_count(exchanged: ExchangedAttention) -> int:
     """Return the number of groups, at most four if possible.
 
     Groups have equally many heads, and either complete key heads or one shared key head.
     """
-    heads, keys = (int(shape_of_node(path.last)[HEADS]) for path in exchanged.given[:2])
+    heads, keys = (int(shape_of_node(path.last)[HEADS]) for path in exchanged.inputs[:2])
     counts = [n for n in range(2, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
     return max((n for n in counts if n <= GROUPS), default=min(counts, default=1))
 
 
 def _rewrite(exchanged: ExchangedAttention, count: int, writer: GraphWriter) -> None:
-    query, *others = exchanged.given
-    keys = min(count, int(shape_of_node(others[0].last)[HEADS]))
+    """Emit one attention call per group of heads, replace the received result, and rewrite the backward calls."""
+    query, *key_value_paths = exchanged.inputs
+    key_groups = min(count, int(shape_of_node(key_value_paths[0].last)[HEADS]))
     writer.before(exchanged.node)
-    given, results, received = list[list[fx.Node]](), list[fx.Node](), list[fx.Node]()
+    operands_by_group, results, received = list[list[fx.Node]](), list[fx.Node](), list[fx.Node]()
     for group in range(count):
-        shared = given[-1][1:] if group * keys % count else [_send(path, group * keys // count, keys, writer) for path in others]
-        given.append([_send(query, group, count, writer), *shared])
-        results.append(writer.call(ATTENTION, *given[-1], **_options(exchanged.node)))
+        keys_and_values = (
+            operands_by_group[-1][1:]
+            if group * key_groups % count
+            else [_emit_group(path, group * key_groups // count, key_groups, writer) for path in key_value_paths]
+        )
+        operands_by_group.append([_emit_group(query, group, count, writer), *keys_and_values])
+        results.append(writer.call(ATTENTION, *operands_by_group[-1], **_options(exchanged.node)))
         results[-1].meta[PART_OF] = exchanged.node.name
-        received.append(_apply_path(exchanged.made, _part(results[-1], 0, writer), count, writer))
-    _concat_groups(exchanged.made, received, writer)
+        received.append(_apply_path(exchanged.outputs, _getitem(results[-1], 0, writer), count, writer))
+    _concat_groups(exchanged.outputs, received, writer)
     for gradient in exchanged.gradients:
-        _rewrite_gradient(gradient, given, results, keys, writer.before(gradient.node))
+        _rewrite_gradient(gradient, operands_by_group, results, key_groups, writer.before(gradient.node))
 
 
 def _rewrite_gradient(
-    gradient: Gradient, given: Sequence[Sequence[fx.Node]], results: Sequence[fx.Node], keys: int, writer: GraphWriter
+    gradient: Gradient,
+    operands_by_group: Sequence[Sequence[fx.Node]],
+    results: Sequence[fx.Node],
+    key_groups: int,
+    writer: GraphWriter,
 ) -> None:
-    count = len(given)
-    received: dict[int, list[fx.Node]] = {number: [] for number in gradient.made}
-    sums = dict[int, fx.Node]()
-    for group, (own, result) in enumerate(zip(given, results, strict=True)):
-        out, lse = (_part(result, number, writer) for number in (0, 1))
-        sent = _send(gradient.given, group, count, writer)
-        gradients = writer.call(ATTENTION_BACKWARD, sent, *own, out, lse, **_options(gradient.node))
-        is_last = (group + 1) * keys % count == 0
-        for number, path in gradient.made.items():
-            part = _part(gradients, number, writer)
-            if number and count > keys:
-                part = sums[number] = _sum(sums.pop(number, None), part, writer)
-                part = writer.call(aten._to_copy.default, part, dtype=gradients.meta[VALUE][number].dtype) if is_last else part
-                if is_last:
-                    del sums[number]
-            if number == 0 or is_last:
-                received[number].append(_apply_path(path, part, count if number == 0 else keys, writer))
-    for number, path in gradient.made.items():
-        _concat_groups(path, received[number], writer)
+    """Emit one backward call per group of heads, add up the gradients of shared key heads, and replace the received gradients."""
+    count = len(operands_by_group)
+    received: dict[int, list[fx.Node]] = {position: [] for position in gradient.outputs}
+    running_sums = dict[int, fx.Node]()
+    for group, (operands, result) in enumerate(zip(operands_by_group, results, strict=True)):
+        out, lse = (_getitem(result, position, writer) for position in (0, 1))
+        group_cotangent = _emit_group(gradient.inputs, group, count, writer)
+        gradients = writer.call(ATTENTION_BACKWARD, group_cotangent, *operands, out, lse, **_options(gradient.node))
+        completes_key_group = (group + 1) * key_groups % count == 0
+        for position, path in gradient.outputs.items():
+            group_gradient = _getitem(gradients, position, writer)
+            if position and count > key_groups:
+                group_gradient = running_sums[position] = _add_in_float32(
+                    running_sums.pop(position, None), group_gradient, writer
+                )
+                group_gradient = (
+                    writer.call(aten._to_copy.default, group_gradient, dtype=gradients.meta[VALUE][position].dtype)
+                    if completes_key_group
+                    else group_gradient
+                )
+                if completes_key_group:
+                    del running_sums[position]
+            if position == 0 or completes_key_group:
+                received[position].append(_apply_path(path, group_gradient, count if position == 0 else key_groups, writer))
+    for position, path in gradient.outputs.items():
+        _concat_groups(path, received[position], writer)
 
 
-def _sum(total: fx.Node | None, part: fx.Node, writer: GraphWriter) -> fx.Node:
+def _add_in_float32(total: fx.Node | None, part: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Add a gradient to a running sum in float32 or wider; without a sum, return the gradient in that dtype."""
     if total is not None:
         return writer.call(aten.add.Tensor, total, part)
     wide = torch.promote_types(part.meta[VALUE].dtype, torch.float32)
     return writer.call(aten._to_copy.default, part, dtype=wide)
 
 
-def _part(node: fx.Node, number: int, writer: GraphWriter) -> fx.Node:
-    return writer.call(operator.getitem, node, number)
+def _getitem(node: fx.Node, position: int, writer: GraphWriter) -> fx.Node:
+    """Emit the result of an operator at a position."""
+    return writer.call(operator.getitem, node, position)
 
 
-def _send(path: ExchangePath, group: int, count: int, writer: GraphWriter) -> fx.Node:
-    """Send one group of heads along a path."""
+def _emit_group(path: ExchangePath, group: int, count: int, writer: GraphWriter) -> fx.Node:
+    """Emit the path's operators for one group of heads: slice the sent value, and exchange the slice."""
     if count == 1:
         return path.last
     size = int(shape_of_node(path.source)[path.dims[0]]) // count
-    part = writer.call(aten.slice.Tensor, path.source, path.dims[0], group * size, (group + 1) * size)
-    return _apply_path(path, part, count, writer)
+    heads = writer.call(aten.slice.Tensor, path.source, path.dims[0], group * size, (group + 1) * size)
+    return _apply_path(path, heads, count, writer)
 
 
 def _apply_path(path: ExchangePath, node: fx.Node, count: int, writer: GraphWriter) -> fx.Node:

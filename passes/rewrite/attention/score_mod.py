@@ -57,98 +57,103 @@ class PartialLookup:
 Value: TypeAlias = Any  # ScoreValue, PartialLookup, a node or number that is the same for all scores, or None
 
 
-def written_out(function: fx.GraphModule, arguments: list[Value], writer: GraphWriter) -> Any:
+def vectorize_graph(function: fx.GraphModule, arguments: list[Value], writer: GraphWriter) -> Any:
     """Return the results of `function` (a value, or a list of values) for all scores."""
-    known: dict[fx.Node, Value] = dict(zip(function.graph.find_nodes(op="placeholder"), arguments, strict=True))
+    value_of: dict[fx.Node, Value] = dict(zip(function.graph.find_nodes(op="placeholder"), arguments, strict=True))
     for node in function.graph.nodes:
         if node.op == "get_attr":
-            known[node] = _constant(getattr(function, str(node.target)), writer)
+            value_of[node] = _emit_constant(getattr(function, str(node.target)), writer)
         elif node.op == "call_function":
-            known[node] = _vectorized(node, known, writer)
+            value_of[node] = _vectorize_node(node, value_of, writer)
     results = function.graph.output_node().args[0]
-    return fx.node.map_arg(results, lambda node: known[node])
+    return fx.node.map_arg(results, lambda node: value_of[node])
 
 
-def summed(value: Value, writer: GraphWriter) -> fx.Node:
+def sum_over_scores(value: Value, writer: GraphWriter) -> fx.Node:
     """Return the sum of a value over all scores."""
     if not isinstance(value, ScoreValue):
         return value  # type: ignore[no-any-return]
     return writer.call(aten.sum.dim_IntList, value.node, list(range(GRID)))
 
 
-def _constant(tensor: torch.Tensor, writer: GraphWriter) -> fx.Node:
+def _emit_constant(tensor: torch.Tensor, writer: GraphWriter) -> fx.Node:
+    """Emit a 0-dimensional constant; larger constants are not supported."""
     if tensor.dim():
         raise NotElementwiseError("a constant tensor")
     return writer.call(aten.full.default, [], tensor.item(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _vectorized(node: fx.Node, known: dict[fx.Node, Value], writer: GraphWriter) -> Value:
-    values = [known[source] for source in node.all_input_nodes]
-    arguments: Any = fx.node.map_arg((node.args, node.kwargs), lambda source: known[source])
+def _vectorize_node(node: fx.Node, value_of: dict[fx.Node, Value], writer: GraphWriter) -> Value:
+    """Emit one operator of a score function for all scores, given the vectorized values of its operands."""
+    values = [value_of[source] for source in node.all_input_nodes]
+    arguments: Any = fx.node.map_arg((node.args, node.kwargs), lambda source: value_of[source])
     args, kwargs = arguments
     target = node.target
-    varies = any(isinstance(value, (ScoreValue, PartialLookup)) for value in values)
+    varies_by_score = any(isinstance(value, (ScoreValue, PartialLookup)) for value in values)
     if target is ZEROS_AND_SCATTER:
         shape, indices, value = args
-        return _scattered(shape, indices, value, writer)
+        return _emit_lookup_gradient(shape, indices, value, writer)
     if target in FILLED:
-        return _filled(node, writer)
-    if not varies:
+        return _emit_constant_fill(node, writer)
+    if not varies_by_score:
         return writer.call(target, *args, **kwargs)
     if target is aten.index.Tensor:
         table, indices = args
-        return _looked_up(table, indices, writer)
+        return _emit_lookup(table, indices, writer)
     if target in COPIES:
         return values[0]
-    if not all(_is_number(value) for value in values) or not (is_tagged_pointwise(target) or target is aten._to_copy.default):
+    if not all(_is_scalar_per_score(value) for value in values) or not (
+        is_tagged_pointwise(target) or target is aten._to_copy.default
+    ):
         raise NotElementwiseError(str(target))
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: _plain(known[source]))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: _unwrapped(value_of[source]))
     return ScoreValue(writer.call(target, *args, **kwargs))
 
 
-def _is_number(value: Value) -> bool:
-    """Whether a value has no dimensions of its own."""
+def _is_scalar_per_score(value: Value) -> bool:
+    """Return whether a value has no dimensions of its own."""
     rank = len(shape_of_node(value.node)) - GRID if isinstance(value, ScoreValue) else -1
     return rank == 0 or (isinstance(value, fx.Node) and not (is_tensor(value) and shape_of_node(value)))
 
 
-def _plain(value: Value) -> Any:
+def _unwrapped(value: Value) -> Any:
+    """Return the node of a value that varies by score; any other value unchanged."""
     return value.node if isinstance(value, ScoreValue) else value
 
 
-def _filled(node: fx.Node, writer: GraphWriter) -> fx.Node:
+def _emit_constant_fill(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """Return a constant, which is the same for all scores."""
-    arguments, own = bound_arguments(node), node.meta[VALUE]
+    arguments, traced = bound_arguments(node), node.meta[VALUE]
     fill = arguments["fill_value"] if FILLED[node.target] is None else FILLED[node.target]
-    if own.dim() or isinstance(fill, fx.Node):
+    if traced.dim() or isinstance(fill, fx.Node):
         raise NotElementwiseError(str(node.target))
-    fill = bool(fill) if own.dtype == torch.bool else fill
-    return writer.call(aten.full.default, [], fill, dtype=own.dtype, device=own.device)
+    fill = bool(fill) if traced.dtype == torch.bool else fill
+    return writer.call(aten.full.default, [], fill, dtype=traced.dtype, device=traced.device)
 
 
-def _looked_up(table: Value, indices: list[Value], writer: GraphWriter) -> Value:
+def _emit_lookup(table: Value, indices: list[Value], writer: GraphWriter) -> Value:
     """Index a tensor: `table[b, q]`, or in steps, `table[b][q]`."""
-    before: tuple[Any, ...] = ()
+    earlier_indices: tuple[Any, ...] = ()
     if isinstance(table, PartialLookup):
-        table, before = table.table, table.indices
+        table, earlier_indices = table.table, table.indices
     if isinstance(table, ScoreValue) or any(item is None or isinstance(item, PartialLookup) for item in indices):
         raise NotElementwiseError("aten.index.Tensor on parts of a tensor")
-    found = (*before, *indices)
-    if len(found) < len(shape_of_node(table)):
-        return PartialLookup(table, found)
-    return ScoreValue(writer.call(aten.index.Tensor, table, [_plain(item) for item in found]))
+    all_indices = (*earlier_indices, *indices)
+    if len(all_indices) < len(shape_of_node(table)):
+        return PartialLookup(table, all_indices)
+    return ScoreValue(writer.call(aten.index.Tensor, table, [_unwrapped(item) for item in all_indices]))
 
 
-def _scattered(shape: list[int], indices: list[Value], value: Value, writer: GraphWriter) -> fx.Node:
+def _emit_lookup_gradient(shape: list[int], indices: list[Value], value: Value, writer: GraphWriter) -> fx.Node:
     """Return the gradient of an index, summed over all scores. The sum over dimensions that no index depends on comes
     first.
     """
-    nodes = [_plain(item) for item in indices]
+    nodes = [_unwrapped(item) for item in indices]
     if not isinstance(value, ScoreValue) or len(nodes) != len(shape) or len(shape_of_node(value.node)) != GRID:
         raise NotElementwiseError("the gradient of a look-up of parts of a tensor")
     indexed_dims = {i for item in nodes for i, size in enumerate(shape_of_node(item)) if size != 1}
     dims = [dim for dim in range(GRID) if dim not in indexed_dims]
     gradient = writer.call(aten.sum.dim_IntList, value.node, dims, True) if dims else value.node
-    own = gradient.meta[VALUE]
-    zeros = writer.call(aten.full.default, list(shape), 0.0, dtype=own.dtype, device=own.device)
+    gradient_value = gradient.meta[VALUE]
+    zeros = writer.call(aten.full.default, list(shape), 0.0, dtype=gradient_value.dtype, device=gradient_value.device)
     return writer.call(aten.index_put.default, zeros, nodes, gradient, True)

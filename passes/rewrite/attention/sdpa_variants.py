@@ -36,50 +36,65 @@ def attention_of_a_device(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
 
     Applies without dropout, and if the bias needs no gradient.
     """
-    backwards = _backwards(node) if node.meta[VALUE][0].device.type in KERNELS else None
+    backwards = _backward_calls(node) if node.meta[VALUE][0].device.type in KERNELS else None
     if backwards is None:
         return None
-    found = _replace_call(node, ATTENTION, writer)
-    for other in backwards:
-        found |= _replace_call(other, ATTENTION_BACKWARD, writer.before(other))
-    return found
+    replacements = _emit_call(node, ATTENTION, writer)
+    for backward in backwards:
+        replacements |= _emit_call(backward, ATTENTION_BACKWARD, writer.before(backward))
+    return replacements
 
 
-def _backwards(node: fx.Node) -> list[fx.Node] | None:
+def _backward_calls(node: fx.Node) -> list[fx.Node] | None:
     """Return the backward calls of a forward call; None if its results have any other users, or if it cannot be replaced."""
-    arguments, parts = _arguments(node), results_in_use(node)
-    if parts is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
+    arguments, users_by_result = _arguments(node), results_in_use(node)
+    if users_by_result is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
         return None
-    inner = {user for position, group in parts.items() if position != 0 for part in group for user in part.users}
-    if any(user.target is not BACKWARD_OF[node.target] or not _is_backward_of(user, node, parts) for user in inner):
+    readers = {
+        user for position, group in users_by_result.items() if position != 0 for getitem in group for user in getitem.users
+    }
+    if any(user.target is not BACKWARD_OF[node.target] or not _is_backward_of(user, node, users_by_result) for user in readers):
         return None
-    return [user for user in node.graph.nodes if user in inner]
+    return [user for user in node.graph.nodes if user in readers]
 
 
 def _is_aligned_at_end(node: fx.Node) -> bool:
-    """Whether row i sees keys other than 0 .. i: CUDA's flash attention aligns the last row with the last key."""
+    """Return whether row i sees keys other than 0 .. i: CUDA's flash attention aligns the last row with the last key."""
     arguments = _arguments(node)
     rows, keys = (shape_of_node(arguments[name])[2] for name in ("query", "key"))
     return node.target is aten._scaled_dot_product_flash_attention.default and arguments["is_causal"] and rows != keys
 
 
-def _is_backward_of(node: fx.Node, forward: fx.Node, parts: dict[int, list[fx.Node]]) -> bool:
-    own, given, results = _arguments(node), _arguments(forward), results_in_use(node)
-    same = all(own.get(name) == given.get(name) for name in ("query", "key", "value", "attn_mask", "is_causal", "scale"))
-    linked = own["out"] in parts.get(0, ()) and own["logsumexp"] in parts.get(1, ())
-    return same and linked and own["dropout_p"] == 0.0 and results is not None and set(results) <= set(GRADIENTS)
+def _is_backward_of(node: fx.Node, forward: fx.Node, users_by_result: dict[int, list[fx.Node]]) -> bool:
+    """Return whether a node is the backward of this forward call: with its operands and results."""
+    arguments, forward_arguments, results = _arguments(node), _arguments(forward), results_in_use(node)
+    has_equal_operands = all(
+        arguments.get(name) == forward_arguments.get(name)
+        for name in ("query", "key", "value", "attn_mask", "is_causal", "scale")
+    )
+    reads_results = arguments["out"] in users_by_result.get(0, ()) and arguments["logsumexp"] in users_by_result.get(1, ())
+    return (
+        has_equal_operands
+        and reads_results
+        and arguments["dropout_p"] == 0.0
+        and results is not None
+        and set(results) <= set(GRADIENTS)
+    )
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Return a node's arguments under the names that all schemas share."""
     return {NAMES.get(name, name): value for name, value in bound_arguments(node).items()}
 
 
-def _replace_call(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+def _emit_call(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
     """Call `target` with a device operator's arguments, and return the replacements of the operator's results."""
-    given = _arguments(node)
+    arguments = _arguments(node)
     names = [argument.name for argument in target._schema.arguments]
     optional = {"attn_mask", "is_causal", "scale"}
-    others = {name: given[name] for name in names if name in optional and name in given}
-    used = {name: value for name, value in others.items() if value is not None and value is not False}  # keep a scale of 0.0
-    replacement = writer.call(target, *(given[name] for name in names if name not in optional), **used)
+    options = {name: arguments[name] for name in names if name in optional and name in arguments}
+    set_options = {
+        name: value for name, value in options.items() if value is not None and value is not False
+    }  # keep a scale of 0.0
+    replacement = writer.call(target, *(arguments[name] for name in names if name not in optional), **set_options)
     return results_of_another(node, replacement, writer)

@@ -33,21 +33,21 @@ def first_rows_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     Applies along any dimension that has at least n rows.
     """
     arguments = bound_arguments(node)
-    whole, index = arguments["self"], arguments["index"]
-    if not counts_up(index) or index.meta[VALUE].dtype not in NUMBERS or not (shape := shape_of_node(whole)):
+    base, index = arguments["self"], arguments["index"]
+    if not counts_up(index) or index.meta[VALUE].dtype not in NUMBERS or not (shape := shape_of_node(base)):
         return None
     dim, (count,) = arguments["dim"] % len(shape), shape_of_node(index)
     ends = (0, size_arguments(index, writer)[0])
     if not is_never_less(shape[dim], count):
         return None
     if node.target is aten.index_select.default:
-        return writer.call(aten.slice.Tensor, whole, dim, *ends)
-    own, dtype = arguments["source"], node.meta[VALUE].dtype
-    is_put = is_zero(whole) and arguments["alpha"] == 1 and own.meta[VALUE].dtype == dtype and dtype.is_floating_point
-    if not is_put or shape_of_node(own) != (*shape[:dim], count, *shape[dim + 1 :]):
+        return writer.call(aten.slice.Tensor, base, dim, *ends)
+    source, dtype = arguments["source"], node.meta[VALUE].dtype
+    is_pad = is_zero(base) and arguments["alpha"] == 1 and source.meta[VALUE].dtype == dtype and dtype.is_floating_point
+    if not is_pad or shape_of_node(source) != (*shape[:dim], count, *shape[dim + 1 :]):
         return None
-    added = writer.call(aten.add.Tensor, own, 0.0)  # zero plus -0 is zero
-    return writer.call(aten.slice_backward.default, added, size_arguments(whole, writer), dim, *ends, 1)
+    added = writer.call(aten.add.Tensor, source, 0.0)  # zero plus -0 is zero
+    return writer.call(aten.slice_backward.default, added, size_arguments(base, writer), dim, *ends, 1)
 
 
 @equation(*VIEWS, aten.slice.Tensor)
@@ -56,12 +56,12 @@ def shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
     The last view is the identity if there are as many columns as rows.
     """
-    part = node if node.target is aten.slice.Tensor else _before_copies(node_argument(node))
-    if part.target is not aten.slice.Tensor or (other := _before_copies(node_argument(part))).target not in VIEWS:
+    sliced = node if node.target is aten.slice.Tensor else _before_copies(node_argument(node))
+    if sliced.target is not aten.slice.Tensor or (reshaped := _before_copies(node_argument(sliced))).target not in VIEWS:
         return None
-    x, arguments = node_argument(other), bound_arguments(part)
-    dim = arguments["dim"] % len(shape_of_node(part))
-    if not _is_shift(arguments, shape_of_node(x), shape_of_node(other), shape_of_node(node)):
+    x, arguments = node_argument(reshaped), bound_arguments(sliced)
+    dim = arguments["dim"] % len(shape_of_node(sliced))
+    if not _is_shift(arguments, shape_of_node(x), shape_of_node(reshaped), shape_of_node(node)):
         return None
     rows, width = size_arguments(x, writer)[dim : dim + 2]
     return writer.call(RELATIVE_SHIFT, x, dim, rows, _plus(width, -1, writer))
@@ -75,9 +75,9 @@ def gradient_of_shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | No
         return None
     inner, arguments = node_argument(padded), bound_arguments(padded)
     dim = arguments["dim"] % len(shape_of_node(padded))
-    found = (inner, node_argument(view)) if (view := _before_copies(inner)).target in VIEWS else (inner,)
+    candidates = (inner, node_argument(view)) if (view := _before_copies(inner)).target in VIEWS else (inner,)
     shapes = shape_of_node(node), shape_of_node(padded)
-    gradient = next((value for value in found if _is_shift(arguments, *shapes, shape_of_node(value))), None)
+    gradient = next((value for value in candidates if _is_shift(arguments, *shapes, shape_of_node(value))), None)
     if gradient is None:
         return None
     rows, columns = size_arguments(gradient, writer)[dim : dim + 2]
@@ -85,26 +85,32 @@ def gradient_of_shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | No
 
 
 def _plus(size: Any, number: int, writer: GraphWriter) -> Any:
+    """Return a size plus a number, as an integer or a node."""
     return size + number if isinstance(size, int) else writer.call(operator.add, size, number)
 
 
-def _is_shift(taken: dict[str, Any], x: tuple[Size, ...], other: tuple[Size, ...], result: tuple[Size, ...]) -> bool:
-    """Whether reading x [t w] as `other`, without its first t elements, as `result` [t, w - 1] shifts each row.
+def _is_shift(slice_arguments: dict[str, Any], x: tuple[Size, ...], reshaped: tuple[Size, ...], result: tuple[Size, ...]) -> bool:
+    """Return whether reading x [t w] as `reshaped`, without its first t elements, as `result` [t, w - 1] shifts each row.
 
     Element j of row i is then element t + i * (w - 1) + j of x: index t - i + j of row i, continued into the next row.
     """
-    dim, start = taken["dim"] % len(x), taken["start"]
-    if not len(x) == len(other) == len(result) or dim + 1 >= len(x) or taken["step"] != 1 or not isinstance(start, int):
+    dim, start = slice_arguments["dim"] % len(x), slice_arguments["start"]
+    if (
+        not len(x) == len(reshaped) == len(result)
+        or dim + 1 >= len(x)
+        or slice_arguments["step"] != 1
+        or not isinstance(start, int)
+    ):
         return False
     pairs = slice(dim, dim + 2)
-    beside = [(*shape[:dim], *shape[dim + 2 :]) for shape in (x, other, result)]
-    (rows, width), (shown, columns) = x[pairs], result[pairs]
+    other_sizes = [(*shape[:dim], *shape[dim + 2 :]) for shape in (x, reshaped, result)]
+    (rows, width), (result_rows, columns) = x[pairs], result[pairs]
     return (
-        beside[0] == beside[1] == beside[2]
-        and rows == shown
+        other_sizes[0] == other_sizes[1] == other_sizes[2]
+        and rows == result_rows
         and columns + 1 == width
-        and product(other[pairs]) == product(x[pairs])
-        and product((start, other[dim + 1])) == rows
+        and product(reshaped[pairs]) == product(x[pairs])
+        and product((start, reshaped[dim + 1])) == rows
     )
 
 
@@ -130,14 +136,14 @@ def gradient_of_columns(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(RELATIVE_SHIFT_BACKWARD, gradient, *node.args[1:])
 
 
-def _first_columns(taken: dict[str, Any], shift: fx.Node, part: tuple[Size, ...]) -> Any:
+def _first_columns(slice_arguments: dict[str, Any], shift: fx.Node, shape: tuple[Size, ...]) -> Any:
     """Return, as an argument, the number of a shift's first columns that a slice keeps; None if it is any other slice."""
-    column, end = int_argument(shift, 1) + 1, taken["end"]
-    if taken["dim"] % len(part) != column or taken["start"] not in (None, 0) or taken["step"] != 1:
+    column, end = int_argument(shift, 1) + 1, slice_arguments["end"]
+    if slice_arguments["dim"] % len(shape) != column or slice_arguments["start"] not in (None, 0) or slice_arguments["step"] != 1:
         return None
-    if isinstance(part[column], int):
-        return part[column]
-    return end if is_size(end) and size_of(end.meta[VALUE]) == part[column] else None
+    if isinstance(shape[column], int):
+        return shape[column]
+    return end if is_size(end) and size_of(end.meta[VALUE]) == shape[column] else None
 
 
 def _before_copies(node: fx.Node) -> fx.Node:

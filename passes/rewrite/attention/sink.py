@@ -27,8 +27,8 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.analysis import ValueRanges
-from streamfx.passes.rewrite.attention.softmax_sink import SinkColumn, column_of, converted, fits, is_part
-from streamfx.passes.rewrite.attention.unfused_attention import SAME_NUMBERS, Scores, SpelledAttention, through_views
+from streamfx.passes.rewrite.attention.softmax_sink import SinkColumn, all_uses_match, column_of, converted, is_slice_of
+from streamfx.passes.rewrite.attention.unfused_attention import SAME_NUMBERS, Scores, UnfusedAttention, through_views
 from streamfx.passes.rewrite.pattern import equation
 
 aten = torch.ops.aten
@@ -42,107 +42,114 @@ def attention_with_a_sink(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
     scores.
     """
     column = column_of(node)
-    if column is None or column.dim != 3 or not fits(column) or not _is_ordinary(column.column):
+    if column is None or column.dim != 3 or not all_uses_match(column) or not _has_ordinary_range(column.column):
         return None
-    found = _attention_around(column)
-    return None if found is None else _SinkReplacement(column, found, writer).equals()
+    attention = _attention_around(column)
+    return None if attention is None else _SinkReplacement(column, attention, writer).replacements()
 
 
-def _is_ordinary(sink: fx.Node) -> bool:
-    """Whether the sink's range guarantees that masked scores vanish relative to it."""
-    least = SWAMPED_BY_HALF if sink.meta[VALUE].dtype == torch.float16 else SWAMPED_BY
-    found = ValueRanges().of(sink)
-    return least <= found.low and found.high < INFINITY  # if the sink is NaN, so is the result
+def _has_ordinary_range(sink: fx.Node) -> bool:
+    """Return whether the sink's range guarantees that masked scores vanish relative to it."""
+    lower_bound = SWAMPED_BY_HALF if sink.meta[VALUE].dtype == torch.float16 else SWAMPED_BY
+    value_range = ValueRanges().of(sink)
+    return lower_bound <= value_range.low and value_range.high < INFINITY  # if the sink is NaN, so is the result
 
 
-def _attention_around(column: SinkColumn) -> SpelledAttention | None:
-    """Return the attention around a softmax, if its probabilities have no other use."""
+def _attention_around(column: SinkColumn) -> UnfusedAttention | None:
+    """Match the attention around a softmax, with its gradients; None if its probabilities have another use."""
     scores = Scores.of(column.scores)
     if scores is None:
         return None
-    found = SpelledAttention(scores)
-    parts = [user for user in column.softmax.users if is_part(user, column, column.scores_range)]
-    own = all(found.takes_probabilities(part) for part in parts)
-    backwards = (user for user in column.softmax.users if user not in parts)
-    if not own or not all(_takes_gradient(user, column, found) for user in backwards):
+    attention = UnfusedAttention(scores)
+    slices = [user for user in column.softmax.users if is_slice_of(user, column, column.scores_range)]
+    are_recorded = all(attention.record_probability_uses(slice_) for slice_ in slices)
+    backwards = (user for user in column.softmax.users if user not in slices)
+    if not are_recorded or not all(_record_backward(user, column, attention) for user in backwards):
         return None
-    return found if found.fits_a_kernel() and _is_in_order(found) else None
+    return attention if attention.fits_a_kernel() and _is_in_order(attention) else None
 
 
-def _is_in_order(found: SpelledAttention) -> bool:
-    """Whether all gradients come after the result and its gradient: this excludes a forward product that looks like a
+def _is_in_order(attention: UnfusedAttention) -> bool:
+    """Return whether all gradients come after the result and its gradient: this excludes a forward product that looks like a
     gradient.
     """
-    return all(found.last_needed < node for node in found.gradients)
+    return all(attention.last_needed < node for node in attention.gradients)
 
 
-def _takes_gradient(backward: fx.Node, column: SinkColumn, found: SpelledAttention) -> bool:
-    given = bound_arguments(bound_arguments(backward)["grad_output"])["grad_output"]
-    of_scores = (part for part in backward.users if not is_part(part, column, column.column_range))
-    return found.is_gradient_of_probabilities(given) and all(map(found.takes_gradient, of_scores))
+def _record_backward(backward: fx.Node, column: SinkColumn, attention: UnfusedAttention) -> bool:
+    """Record the operand gradients that a softmax backward leads to, and return whether all its uses match."""
+    of_probabilities = bound_arguments(bound_arguments(backward)["grad_output"])["grad_output"]
+    of_scores = (part for part in backward.users if not is_slice_of(part, column, column.column_range))
+    return attention.is_gradient_of_probabilities(of_probabilities) and all(map(attention.record_gradient_uses, of_scores))
 
 
 class _SinkReplacement:
     """Write the fused attention and the sink's share."""
 
-    def __init__(self, column: SinkColumn, found: SpelledAttention, writer: GraphWriter) -> None:
-        self.column, self.found, self.writer = column, found, writer
-        self.dtype = found.scores.query.meta[VALUE].dtype
+    def __init__(self, column: SinkColumn, attention: UnfusedAttention, writer: GraphWriter) -> None:
+        """Store the match, and the dtypes of the operands and of the sums."""
+        self.column, self.attention, self.writer = column, attention, writer
+        self.dtype = attention.scores.query.meta[VALUE].dtype
         self.precision = torch.promote_types(self.dtype, torch.float32)
 
-    def equals(self) -> dict[fx.Node, fx.Node]:
-        found = self.found
-        self.forward(self.writer.before(min(found.results)))
-        equals = dict(self.given(found.results, self.out))
-        of_sink = [part for user in self.column.softmax.users for part in user.users if self.is_of_sink(part, user)]
-        if found.gradient is not None and (found.gradients or of_sink):
-            equals |= self.backward(self.writer.before(found.last_needed.next), of_sink)
-        return equals
+    def replacements(self) -> dict[fx.Node, fx.Node]:
+        """Emit forward and backward, and return the replacements of the products, their gradients and the sink's gradient."""
+        attention = self.attention
+        self.forward(self.writer.before(min(attention.results)))
+        replacements = dict(self.mapped(attention.results, self.out))
+        of_sink = [slice_ for user in self.column.softmax.users for slice_ in user.users if self.is_of_sink(slice_, user)]
+        if attention.gradient is not None and (attention.gradients or of_sink):
+            replacements |= self.backward(self.writer.before(attention.last_needed.next), of_sink)
+        return replacements
 
-    def is_of_sink(self, part: fx.Node, backward: fx.Node) -> bool:
+    def is_of_sink(self, slice_: fx.Node, backward: fx.Node) -> bool:
+        """Return whether a node is the sink's slice of a softmax backward."""
         is_gradient = backward.target is aten._softmax_backward_data.default
-        return is_gradient and is_part(part, self.column, self.column.column_range)
+        return is_gradient and is_slice_of(slice_, self.column, self.column.column_range)
 
     def forward(self, writer: GraphWriter) -> None:
-        scores, write = self.found.scores, writer.call
-        assert self.found.values is not None
-        self.query, self.values = self.heads(scores.query, writer), self.heads(self.found.values, writer)
-        self.keys = write(aten.transpose.int, self.heads(scores.keys, writer), 2, 3)
+        """Emit the attention operator, its total log-sum-exp, and the result scaled by the keys' share."""
+        scores, write = self.attention.scores, writer.call
+        assert self.attention.values is not None
+        self.query, self.values = self.with_heads(scores.query, writer), self.with_heads(self.attention.values, writer)
+        self.keys = write(aten.transpose.int, self.with_heads(scores.keys, writer), 2, 3)
         self.options = {"scale": scores.scale} if scores.mask is None else {"attn_mask": scores.mask, "scale": scores.scale}
         attention = write(ATTENTION, self.query, self.keys, self.values, **self.options)
         out, lse = (converted(writer, write(operator.getitem, attention, i), self.precision) for i in range(2))
         sink = write(aten.squeeze.dim, converted(writer, self.column.column, self.precision), 3)
         self.total = write(aten.logaddexp.default, lse, sink)
-        self.rest = write(aten.sigmoid.default, write(aten.sub.Tensor, sink, lse))
+        self.sink_share = write(aten.sigmoid.default, write(aten.sub.Tensor, sink, lse))
         share = write(aten.sigmoid.default, write(aten.sub.Tensor, lse, sink))
-        nothing = write(aten.sum.dim_IntList, write(aten.mul.Tensor, self.query, 0), [3])
-        share = write(aten.add.Tensor, share, nothing)  # NaN if the query is NaN: the CPU kernel returns zeros
+        zero_or_nan = write(aten.sum.dim_IntList, write(aten.mul.Tensor, self.query, 0), [3])
+        share = write(aten.add.Tensor, share, zero_or_nan)  # NaN if the query is NaN: the CPU kernel returns zeros
         self.out = converted(writer, write(aten.mul.Tensor, out, write(aten.unsqueeze.default, share, 3)), self.dtype)
 
     def backward(self, writer: GraphWriter, of_sink: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        found = self.found
-        assert found.gradient is not None
-        gradient = self.heads(found.gradient, writer)
-        given = gradient, self.query, self.keys, self.values, self.out, self.total
-        gradients = writer.call(ATTENTION_BACKWARD, *given, **self.options)
+        """Emit the attention's backward, and return the replacements of all gradients."""
+        attention = self.attention
+        assert attention.gradient is not None
+        gradient = self.with_heads(attention.gradient, writer)
+        operands = gradient, self.query, self.keys, self.values, self.out, self.total
+        gradients = writer.call(ATTENTION_BACKWARD, *operands, **self.options)
         of_query, of_key, of_value = (writer.call(operator.getitem, gradients, i) for i in range(3))
         transposed = writer.call(aten.transpose.int, of_key, 2, 3)
         pairs = (
-            (found.of_query, of_query),
-            (found.of_keys, of_key),
-            (found.of_keys_turned, transposed),
-            (found.of_values, of_value),
+            (attention.of_query, of_query),
+            (attention.of_keys, of_key),
+            (attention.of_transposed_keys, transposed),
+            (attention.of_values, of_value),
         )
-        equals = dict(pair for nodes, value in pairs for pair in self.given(nodes, value))
-        return equals | dict.fromkeys(of_sink, self.gradient_of_sink(gradient, writer))
+        replacements = dict(pair for nodes, value in pairs for pair in self.mapped(nodes, value))
+        return replacements | dict.fromkeys(of_sink, self.gradient_of_sink(gradient, writer))
 
     def gradient_of_sink(self, gradient: fx.Node, writer: GraphWriter) -> fx.Node:
+        """Emit the sink's gradient: minus its share times the sum of gradient times result, per row."""
         wide = (converted(writer, item, self.precision) for item in (gradient, self.out))
         inner = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, *wide), [3])
-        product = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, self.rest), inner)
+        product = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, self.sink_share), inner)
         return converted(writer, writer.call(aten.unsqueeze.default, product, 3), self.column.column.meta[VALUE].dtype)
 
-    def heads(self, node: fx.Node, writer: GraphWriter) -> fx.Node:
+    def with_heads(self, node: fx.Node, writer: GraphWriter) -> fx.Node:
         """Return a value [bh m d] as [b h m d]: the value that was flattened, if there is one, else a view."""
         source, folded = through_views(node), shape_of_node(self.column.scores)[:2]
         if shape_of_node(source) == (*folded, *shape_of_node(node)[1:]):
@@ -150,7 +157,7 @@ class _SinkReplacement:
         sizes = [*size_arguments(self.column.scores, writer)[:2], *size_arguments(node, writer)[1:]]
         return writer.call(aten.view.default, node, sizes)
 
-    def given(self, nodes: Iterable[fx.Node], replacement: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    def mapped(self, nodes: Iterable[fx.Node], replacement: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Map products [bh m d], and their views [b h m d], to a replacement [b h m d]."""
         for node in nodes:
             views = [

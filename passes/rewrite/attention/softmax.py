@@ -25,18 +25,18 @@ aten = torch.ops.aten
 @equation(aten._softmax.default)
 def softmax_of_shifted_scores(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """softmax(x - max(x)) -> softmax(x)"""
-    given = bound_arguments(node)
-    shifted, dim = given["self"], given["dim"]
+    arguments = bound_arguments(node)
+    shifted, dim = arguments["self"], arguments["dim"]
     if not isinstance(shifted, fx.Node) or shifted.target is not aten.sub.Tensor:
         return None
     scores, largest, scale = bound_arguments(shifted).values()
     if scale != 1 or not is_tensor(scores) or not is_tensor(largest) or not _is_largest(largest, scores, dim):
         return None
-    return writer.call(aten._softmax.default, scores, dim, given["half_to_float"])
+    return writer.call(aten._softmax.default, scores, dim, arguments["half_to_float"])
 
 
 def _is_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
-    """Whether a value is the maximum of each row along a dimension, which is kept with size one."""
+    """Return whether a value is the maximum of each row along a dimension, which is kept with size one."""
     rank = len(shape_of_node(scores))
     if node.target is operator.getitem and node.args[1] == 0:
         node = node.args[0]  # type: ignore[assignment]
@@ -69,57 +69,57 @@ def _scores_of(gradient: fx.Node) -> fx.Node | None:
     softmax = arguments["output"]
     if softmax.target is not aten._softmax.default or shape_of_node(softmax) != shape_of_node(gradient) or not rank:
         return None
-    own = bound_arguments(softmax)
-    is_same = own["dim"] % rank == arguments["dim"] % rank and not own["half_to_float"]
-    return own["self"] if is_same and arguments["input_dtype"] == softmax.meta[VALUE].dtype else None
+    softmax_arguments = bound_arguments(softmax)
+    is_same = softmax_arguments["dim"] % rank == arguments["dim"] % rank and not softmax_arguments["half_to_float"]
+    return softmax_arguments["self"] if is_same and arguments["input_dtype"] == softmax.meta[VALUE].dtype else None
 
 
 def _is_share_of_sum(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
-    """Whether a value is plus or minus a gradient's sum over keys, written to one key per row or divided among the
+    """Return whether a value is plus or minus a gradient's sum over keys, written to one key per row or divided among the
     largest.
     """
     dim = bound_arguments(gradient)["dim"] % len(shape_of_node(gradient))
     if node.target is aten.scatter.src:
         arguments = bound_arguments(node)
-        at, total = arguments["index"], arguments["src"]
-        along = arguments["dim"] % len(shape_of_node(node)) == dim and shape_of_node(at) == shape_of_node(total)
-        return along and is_zero(arguments["self"]) and _is_sum(total, gradient, dim)
+        index, total = arguments["index"], arguments["src"]
+        is_along_keys = arguments["dim"] % len(shape_of_node(node)) == dim and shape_of_node(index) == shape_of_node(total)
+        return is_along_keys and is_zero(arguments["self"]) and _is_sum(total, gradient, dim)
     if node.target is not aten.mul.Tensor:
         return False
-    part, chosen = node.args
-    if not is_tensor(part) or not is_tensor(chosen) or part.target is not aten.div.Tensor:
+    quotient, chosen = node.args
+    if not is_tensor(quotient) or not is_tensor(chosen) or quotient.target is not aten.div.Tensor:
         return False
-    total, count = part.args
+    total, count = quotient.args
     return _is_sum(total, gradient, dim) and _counts(count, chosen, dim) and _are_largest(chosen, scores, dim)
 
 
 def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
-    """Whether a value is plus or minus the sum of a gradient along a dimension, which is kept with size one."""
+    """Return whether a value is plus or minus the sum of a gradient along a dimension, which is kept with size one."""
     if not is_tensor(node) or node.meta[VALUE].dtype != gradient.meta[VALUE].dtype:
         return False
-    signs = 0
+    sum_count = 0
     while node.target in (aten.neg.default, aten.sum.dim_IntList) and node is not gradient:
         if node.target is aten.sum.dim_IntList:
             arguments, rank = bound_arguments(node), len(shape_of_node(gradient))
-            if [item % rank for item in arguments["dim"] or ()] != [dim] or not arguments["keepdim"]:
+            if [reduced_dim % rank for reduced_dim in arguments["dim"] or ()] != [dim] or not arguments["keepdim"]:
                 return False
-            signs += 1
+            sum_count += 1
         node = node.args[0]
-    return node is gradient and signs == 1
+    return node is gradient and sum_count == 1
 
 
 def _counts(node: Any, chosen: fx.Node, dim: int) -> bool:
-    """Whether a value is the number of chosen elements along a dimension."""
+    """Return whether a value is the number of chosen elements along a dimension."""
     if not is_tensor(node) or node.target is not aten.sum.dim_IntList or node.args[0] is not chosen:
         return False
     arguments, rank = bound_arguments(node), len(shape_of_node(chosen))
-    plain = arguments["dtype"] in (None, torch.int64) and arguments["keepdim"]
-    return plain and [item % rank for item in arguments["dim"] or ()] == [dim]
+    is_plain = arguments["dtype"] in (None, torch.int64) and arguments["keepdim"]
+    return is_plain and [item % rank for item in arguments["dim"] or ()] == [dim]
 
 
 def _are_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
-    """Whether a value is the mask of each row's maximum. It has a true element in each row if the scores are numbers."""
+    """Return whether a value is the mask of each row's maximum. It has a true element in each row if the scores are numbers."""
     if node.target is not aten.eq.Tensor:
         return False
     pairs: tuple[tuple[Any, ...], ...] = (node.args, node.args[::-1])
-    return any(one is scores and is_tensor(other) and _is_largest(other, scores, dim) for one, other in pairs)
+    return any(left is scores and is_tensor(right) and _is_largest(right, scores, dim) for left, right in pairs)

@@ -38,12 +38,14 @@ class SinkColumn:
 
     @property
     def scores_range(self) -> tuple[int, int]:
+        """Return the start and end of the scores in the concatenation."""
         count = shape_of_node(self.scores)[self.dim]
         assert isinstance(count, int)
         return self.first, self.first + count
 
     @property
     def column_range(self) -> tuple[int, int]:
+        """Return the start and end of the extra column in the concatenation."""
         end = self.scores_range[1]
         return (end, end + 1) if self.first == 0 else (0, 1)
 
@@ -51,44 +53,44 @@ class SinkColumn:
 @equation(aten._softmax.default)
 def softmax_without_a_column(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """softmax(cat([s, k]))[..., :-1] -> softmax(s) * w,  w, u = softmax([logsumexp(s - k), 0])"""
-    found = column_of(node)
-    return _without_column(found, writer) if found is not None and fits(found) else None
+    match = column_of(node)
+    return _emit_without_column(match, writer) if match is not None and all_uses_match(match) else None
 
 
 def column_of(softmax: fx.Node) -> SinkColumn | None:
     """Return the scores and the extra column of a softmax, or None."""
-    given = bound_arguments(softmax)
-    joined = given["self"]
-    if not isinstance(joined, fx.Node) or joined.target is not aten.cat.default or given["half_to_float"]:
+    options = bound_arguments(softmax)
+    concat = options["self"]
+    if not isinstance(concat, fx.Node) or concat.target is not aten.cat.default or options["half_to_float"]:
         return None
-    arguments, rank = bound_arguments(joined), len(shape_of_node(softmax))
+    arguments, rank = bound_arguments(concat), len(shape_of_node(softmax))
     pieces: list[fx.Node] = list(arguments["tensors"])
-    along = int(arguments["dim"]) % rank
-    if len(pieces) != 2 or any(len(shape_of_node(piece)) != rank for piece in pieces) or given["dim"] % rank != along:
+    concat_dim = int(arguments["dim"]) % rank
+    if len(pieces) != 2 or any(len(shape_of_node(piece)) != rank for piece in pieces) or options["dim"] % rank != concat_dim:
         return None
-    counts = [shape_of_node(piece)[along] for piece in pieces]
+    counts = [shape_of_node(piece)[concat_dim] for piece in pieces]
     if not all(isinstance(count, int) for count in counts) or (counts[0] == 1) == (counts[1] == 1):
         return None
-    at = 0 if counts[1] == 1 else 1
-    return SinkColumn(softmax, pieces[at], pieces[1 - at], along, at)
+    scores_position = 0 if counts[1] == 1 else 1
+    return SinkColumn(softmax, pieces[scores_position], pieces[1 - scores_position], concat_dim, scores_position)
 
 
-def fits(found: SinkColumn) -> bool:
-    """Whether all uses of a softmax drop the column, and its backward separates the column's gradient from the scores'."""
-    return all(is_part(user, found, found.scores_range) or _is_backward(user, found) for user in found.softmax.users)
+def all_uses_match(column: SinkColumn) -> bool:
+    """Return whether all uses of a softmax drop the column, and its backward separates the column's gradient from the scores'."""
+    return all(is_slice_of(user, column, column.scores_range) or _is_backward(user, column) for user in column.softmax.users)
 
 
-def is_part(node: fx.Node, found: SinkColumn, part: tuple[int, int]) -> bool:
-    """Whether a value is a slice of the columns of a softmax, or of its gradient."""
-    return node.target is aten.slice.Tensor and _bounds(node, found) == part
+def is_slice_of(node: fx.Node, column: SinkColumn, columns: tuple[int, int]) -> bool:
+    """Return whether a value is a slice of the columns of a softmax, or of its gradient."""
+    return node.target is aten.slice.Tensor and _slice_bounds(node, column) == columns
 
 
-def _bounds(node: fx.Node, found: SinkColumn) -> tuple[int, int] | None:
+def _slice_bounds(node: fx.Node, column: SinkColumn) -> tuple[int, int] | None:
     """Return the start and end of a slice, or of a slice's gradient, along the keys; None if it is not of this form."""
-    arguments, rank = bound_arguments(node), len(shape_of_node(found.softmax))
-    length = found.column_range[1] if found.first == 0 else found.scores_range[1]
+    arguments, rank = bound_arguments(node), len(shape_of_node(column.softmax))
+    length = column.column_range[1] if column.first == 0 else column.scores_range[1]
     start, end = arguments["start"] or 0, arguments["end"]
-    if arguments["dim"] % rank != found.dim or arguments["step"] != 1 or not isinstance(start, int):
+    if arguments["dim"] % rank != column.dim or arguments["step"] != 1 or not isinstance(start, int):
         return None
     end = length if end is None else end
     if not isinstance(end, int):
@@ -96,64 +98,69 @@ def _bounds(node: fx.Node, found: SinkColumn) -> tuple[int, int] | None:
     return start + length * (start < 0), min(end + length * (end < 0), length)
 
 
-def _is_backward(node: fx.Node, found: SinkColumn) -> bool:
-    """Whether a node is the backward for a gradient of the scores' slice, and is only used by slices of scores or column."""
+def _is_backward(node: fx.Node, column: SinkColumn) -> bool:
+    """Return whether a node is the softmax's backward for a gradient of the scores' slice, and only slices use it."""
     if node.target is not aten._softmax_backward_data.default:
         return False
-    arguments, softmax = bound_arguments(node), found.softmax.meta[VALUE]
+    arguments, softmax = bound_arguments(node), column.softmax.meta[VALUE]
     gradient = arguments["grad_output"]
-    is_of_this = arguments["output"] is found.softmax and arguments["dim"] % softmax.dim() == found.dim
-    if not is_of_this or arguments["input_dtype"] != softmax.dtype or node.meta[VALUE].dtype != softmax.dtype:
+    is_of_this_softmax = arguments["output"] is column.softmax and arguments["dim"] % softmax.dim() == column.dim
+    if not is_of_this_softmax or arguments["input_dtype"] != softmax.dtype or node.meta[VALUE].dtype != softmax.dtype:
         return False
     if not isinstance(gradient, fx.Node) or gradient.target is not aten.slice_backward.default:
         return False
-    parts = (found.scores_range, found.column_range)
-    fits = shape_of_node(gradient) == shape_of_node(found.softmax) and _bounds(gradient, found) == found.scores_range
-    return fits and all(any(is_part(user, found, part) for part in parts) for user in node.users)
+    ranges = (column.scores_range, column.column_range)
+    matches = shape_of_node(gradient) == shape_of_node(column.softmax) and _slice_bounds(gradient, column) == column.scores_range
+    return matches and all(any(is_slice_of(user, column, columns) for columns in ranges) for user in node.users)
 
 
-def _without_column(found: SinkColumn, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    softmax, dim = found.softmax, found.dim
+def _emit_without_column(match: SinkColumn, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    """Emit the softmax of the scores times their share, and return the replacements of its slices and gradients."""
+    softmax, dim = match.softmax, match.dim
     dtype = softmax.meta[VALUE].dtype
     scores, column = (
-        converted(writer, value, torch.promote_types(dtype, torch.float32)) for value in (found.scores, found.column)
+        converted(writer, value, torch.promote_types(dtype, torch.float32)) for value in (match.scores, match.column)
     )
-    share, rest = _shares(writer, scores, column, dim)
-    kept = writer.call(aten.mul.Tensor, writer.call(aten._softmax.default, scores, dim, False), share)
-    kept = writer.call(aten.masked_fill.Scalar, kept, writer.call(aten.eq.Scalar, share, 0), 0)
-    result = converted(writer, kept, dtype)
-    equals = {user: result for user in softmax.users if user.target is aten.slice.Tensor}
+    share, column_share = _emit_shares(writer, scores, column, dim)
+    probabilities = writer.call(aten.mul.Tensor, writer.call(aten._softmax.default, scores, dim, False), share)
+    probabilities = writer.call(aten.masked_fill.Scalar, probabilities, writer.call(aten.eq.Scalar, share, 0), 0)
+    result = converted(writer, probabilities, dtype)
+    replacements = {user: result for user in softmax.users if user.target is aten.slice.Tensor}
     for user in softmax.users:
-        if user not in equals:
-            equals |= _gradients(found, user, writer.before(user), kept, rest)
-    return equals
+        if user not in replacements:
+            replacements |= _emit_gradients(match, user, writer.before(user), probabilities, column_share)
+    return replacements
 
 
-def _shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int) -> list[fx.Node]:
+def _emit_shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int) -> list[fx.Node]:
     """Return the shares of the scores and of the column in the sum; NaN if the full softmax is NaN.
 
     The column, if it is finite, is subtracted from both: relative to a score of -1e30, the number of scores would be lost
     to rounding.
     """
-    own = column.meta[VALUE]
-    zero = writer.call(aten.full.default, [], 0.0, dtype=own.dtype, device=own.device)
-    less = writer.call(aten.where.self, writer.call(aten.isinf.default, column), zero, column)
-    total = writer.call(aten.logsumexp.default, writer.call(aten.sub.Tensor, scores, less), [dim], True)
-    both = writer.call(aten.cat.default, [total, writer.call(aten.sub.Tensor, column, less)], dim)
+    column_value = column.meta[VALUE]
+    zero = writer.call(aten.full.default, [], 0.0, dtype=column_value.dtype, device=column_value.device)
+    offset = writer.call(aten.where.self, writer.call(aten.isinf.default, column), zero, column)
+    total = writer.call(aten.logsumexp.default, writer.call(aten.sub.Tensor, scores, offset), [dim], True)
+    both = writer.call(aten.cat.default, [total, writer.call(aten.sub.Tensor, column, offset)], dim)
     shares = writer.call(aten._softmax.default, both, dim, False)
     return [writer.call(aten.slice.Tensor, shares, dim, i, i + 1) for i in range(2)]
 
 
-def _gradients(found: SinkColumn, backward: fx.Node, writer: GraphWriter, kept: fx.Node, rest: fx.Node) -> dict[fx.Node, fx.Node]:
+def _emit_gradients(
+    match: SinkColumn, backward: fx.Node, writer: GraphWriter, probabilities: fx.Node, column_share: fx.Node
+) -> dict[fx.Node, fx.Node]:
+    """Emit the gradients of the scores and of the column, and return the replacements of a backward's slices."""
     gradient = bound_arguments(bound_arguments(backward)["grad_output"])["grad_output"]
     dtype = backward.meta[VALUE].dtype
-    gradient = converted(writer, gradient, kept.meta[VALUE].dtype)
-    total = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, gradient, kept), [found.dim], True)
-    of_scores = writer.call(aten.mul.Tensor, kept, writer.call(aten.sub.Tensor, gradient, total))
-    of_column = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, rest), total)
-    results = {found.scores_range: converted(writer, of_scores, dtype), found.column_range: converted(writer, of_column, dtype)}
-    return {user: results[_bounds(user, found)] for user in backward.users}  # type: ignore[index]
+    gradient = converted(writer, gradient, probabilities.meta[VALUE].dtype)
+    total = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, gradient, probabilities), [match.dim], True)
+    of_scores = writer.call(aten.mul.Tensor, probabilities, writer.call(aten.sub.Tensor, gradient, total))
+    of_column = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, column_share), total)
+    results = {match.scores_range: converted(writer, of_scores, dtype), match.column_range: converted(writer, of_column, dtype)}
+    return {user: results[_slice_bounds(user, match)] for user in backward.users}  # type: ignore[index]
 
 
 def converted(writer: GraphWriter, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Return a value in a dtype, cast if necessary."""
     return value if value.meta[VALUE].dtype == dtype else writer.call(aten._to_copy.default, value, dtype=dtype)

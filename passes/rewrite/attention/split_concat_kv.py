@@ -35,7 +35,7 @@ from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.attention import M, N
 from streamfx.passes.ops.traits import is_moved_elements
 from streamfx.passes.rewrite.attention.softmax_sink import converted
-from streamfx.passes.rewrite.views.concat_propagation import Parts
+from streamfx.passes.rewrite.views.concat_propagation import ConcatSlices
 
 aten = torch.ops.aten
 Seen: TypeAlias = "Callable[[Facts], Callable[[fx.Node], bool]]"
@@ -54,73 +54,77 @@ CHOICES = (
 class JoinedKeys:
     """Split attention over concatenated keys.
 
-    `seen` decides whether a mask adds an ordinary number to the score of each row's own key.
+    `shows_own_keys` decides whether a mask adds an ordinary number to the score of each row's own key.
     """
 
-    seen: Seen
+    shows_own_keys: Seen
     name: ClassVar[str] = "joined keys"
 
     def apply(self, facts: Facts) -> Facts:
+        """Split each attention over concatenated keys, and drop the axes if anything changed."""
         axes, joint = facts.found_axes, facts.joint
         if axes is None or axes.sequence is None or not axes.sequence.blocks:
             return facts
-        joins = _joins(joint, axes)
-        fused = [(node, parts) for node in joint.nodes if node.target in WRITES and (parts := joins.get(_keys(node, axes)))]
-        found = [(node, parts) for node, parts in fused if _goes_by_part(node, parts)]
-        if not found:
+        slices_by_axis = _concatenated_keys(joint, axes)
+        attentions = [
+            (node, slices)
+            for node in joint.nodes
+            if node.target in EMITTERS and (slices := slices_by_axis.get(_key_axis(node, axes)))
+        ]
+        sliceable = [(node, slices) for node, slices in attentions if _can_be_split(node, slices)]
+        if not sliceable:
             return facts
-        changes = [_with_joined_mask(node, parts) for node, parts in found]
+        changes = [_concat_mask(node, slices) for node, slices in sliceable]
         if not any(changes):
-            visible_parts = _VisibleParts(self.seen(facts), ValueRanges(trained_sources(joint)), axes)
-            changes = [visible_parts.write(node, parts) for node, parts in found]
+            visible_slices = _VisibleSlices(self.shows_own_keys(facts), ValueRanges(trained_sources(joint)), axes)
+            changes = [visible_slices.write(node, slices) for node, slices in sliceable]
         if not any(changes):
             return facts
         drop_unused(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)), found_axes=None)
 
 
-def _goes_by_part(node: fx.Node, parts: Parts) -> bool:
-    """Whether the keys, values and mask of an attention can be computed slice by slice."""
+def _can_be_split(node: fx.Node, slices: ConcatSlices) -> bool:
+    """Return whether the keys, values and mask of an attention can be computed slice by slice."""
     arguments = bound_arguments(node)
-    given = [item for name in ("key", "value", "attn_mask") if (item := arguments[name]) is not None]
-    return not arguments["is_causal"] and all(map(parts.are_there, given))
+    sliced_operands = [item for name in ("key", "value", "attn_mask") if (item := arguments[name]) is not None]
+    return not arguments["is_causal"] and all(map(slices.can_slice, sliced_operands))
 
 
-def _with_joined_mask(node: fx.Node, parts: Parts) -> bool:
-    """Write a mask computed from a concatenated one as a concatenation, and return whether it changed.
-
-    More may be known of each slice than of their concatenation.
-    """
+def _concat_mask(node: fx.Node, slices: ConcatSlices) -> bool:
+    """Rewrite a mask computed from a concatenated mask as a concatenation, and return whether it changed."""
     mask = bound_arguments(node)["attn_mask"]
-    if mask is None or parts.dim(mask) is None or mask.target is aten.cat.default:
+    if mask is None or slices.dim(mask) is None or mask.target is aten.cat.default:
         return False
-    slices = parts.of(mask)
-    node.update_kwarg("attn_mask", parts.writer.before(node).call(aten.cat.default, slices, -1))
+    mask_slices = slices.of(mask)
+    node.update_kwarg("attn_mask", slices.writer.before(node).call(aten.cat.default, mask_slices, -1))
     return True
 
 
-class _VisibleParts:
+class _VisibleSlices:
     """Decide of which slices of concatenated keys each row sees a key, and whether log-sum-exps count the keys of all
     others.
     """
 
-    def __init__(self, seen: Callable[[fx.Node], bool], values: ValueRanges, axes: AxisFacts) -> None:
-        self.seen, self.values, self.axes = seen, values, axes
+    def __init__(self, shows_own_keys: Callable[[fx.Node], bool], values: ValueRanges, axes: AxisFacts) -> None:
+        """Store the test for masks that show own keys, the value ranges, and the axes."""
+        self.shows_own_keys, self.values, self.axes = shows_own_keys, values, axes
         self.bounds = dict[fx.Node, float]()  # by mask: `_bound` of it, computed once
 
-    def write(self, node: fx.Node, parts: Parts) -> bool:
-        """Split an attention, and return whether this was possible."""
+    def write(self, node: fx.Node, slices: ConcatSlices) -> bool:
+        """Replace an attention by one per slice of keys, and return whether this was possible."""
         mask = bound_arguments(node)["attn_mask"]
-        masks = (None,) * len(parts.lengths) if mask is None else parts.of(mask)
-        own = [item is None or self._shows_own_keys(item, node) for item in masks]
-        if not any(own) and (mask is None or self._bound(mask) > COUNTED):
+        masks = (None,) * len(slices.lengths) if mask is None else slices.of(mask)
+        shows_own = [item is None or self._shows_own_keys(item, node) for item in masks]
+        if not any(shows_own) and (mask is None or self._bound(mask) > COUNTED):
             return False
-        WRITES[node.target](node, parts, own)
+        EMITTERS[node.target](node, slices, shows_own)
         return True
 
     def _shows_own_keys(self, mask: fx.Node, node: fx.Node) -> bool:
+        """Return whether a mask's keys are the rows of the queries, and each row sees its own key with an ordinary score."""
         queries = self.axes.table.resolve(self.axes.letters[node][M])
-        return self.axes.table.resolve(self.axes.shapes[mask][-1]) == queries and self.seen(mask)
+        return self.axes.table.resolve(self.axes.shapes[mask][-1]) == queries and self.shows_own_keys(mask)
 
     def _bound(self, mask: fx.Node) -> float:
         """Return a bound on the finite values that a mask adds to scores, infinite if it is not known.
@@ -132,44 +136,53 @@ class _VisibleParts:
         return self.bounds[mask]
 
     def _bound_by_operands(self, mask: fx.Node) -> float:
+        """Return a mask's bound from its constant, its range, or the bounds of its operands."""
         if fill_of(mask) == -math.inf:
             return 0
-        found = self.values.of(mask)
-        if found.is_counted:
-            return 0 if found.assumed else float(found.magnitude)
+        value_range = self.values.of(mask)
+        if value_range.is_counted:
+            return 0 if value_range.assumed else float(value_range.magnitude)
         operands = [item for item in tensor_operands(mask) if item.meta[VALUE].is_floating_point()]
-        given = [*mask.args, *mask.kwargs.values()]
-        numbers = [abs(item) for item in given if isinstance(item, (int, float)) and item != -math.inf]
+        arguments = [*mask.args, *mask.kwargs.values()]
+        scalar_magnitudes = [abs(item) for item in arguments if isinstance(item, (int, float)) and item != -math.inf]
         if not operands or not (mask.target in CHOICES or is_moved_elements(mask)):
             return math.inf
         if mask.target is aten.add.Tensor:  # a value may be added to itself, or a multiple of it
-            is_plain = len(given) == 2 and not mask.kwargs
-            return sum((self._bound(item) for item in given if isinstance(item, fx.Node)), sum(numbers)) if is_plain else math.inf
-        return max(*numbers, *map(self._bound, operands), 0)
+            is_two_operands = len(arguments) == 2 and not mask.kwargs
+            return (
+                sum((self._bound(item) for item in arguments if isinstance(item, fx.Node)), sum(scalar_magnitudes))
+                if is_two_operands
+                else math.inf
+            )
+        return max(*scalar_magnitudes, *map(self._bound, operands), 0)
 
 
-def _joins(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, Parts]:
-    """Return the concatenations of rows of the sequence and blocks of rows, by axis."""
-    writer, found = GraphWriter(joint.graph), dict[Atom | None, Parts]()
+def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, ConcatSlices]:
+    """Return the slices of each axis along which rows of the sequence and blocks of rows are concatenated."""
+    writer, slices_by_axis = GraphWriter(joint.graph), dict[Atom | None, ConcatSlices]()
     for node in axes.signatures:
-        joined = axes.signatures[node].joined if node.target is aten.cat.default else None
-        if joined is not None:
-            letter, index = joined
-            dims = [axes.table.resolve(axes.letters[node][item]) for item in (letter, *(part for part, _ in index.parts))]
+        concat = axes.signatures[node].joined if node.target is aten.cat.default else None
+        if concat is not None:
+            letter, index = concat
+            dims = [
+                axes.table.resolve(axes.letters[node][item])
+                for item in (letter, *(slice_label for slice_label, _ in index.parts))
+            ]
             lengths = [axes.table.size_of_dim(dim) for dim in dims[1:]]
             if len(dims[0]) == 1 and _are_rows_and_blocks(dims[1:], axes) and all(isinstance(length, int) for length in lengths):
-                found.setdefault(dims[0][0], Parts(axes, writer, dims[0][0], lengths))  # type: ignore[arg-type]
-    return found
+                slices_by_axis.setdefault(dims[0][0], ConcatSlices(axes, writer, dims[0][0], lengths))  # type: ignore[arg-type]
+    return slices_by_axis
 
 
 def _are_rows_and_blocks(dims: Sequence[Dim], axes: AxisFacts) -> bool:
-    """Whether some dimensions are rows of the sequence and others are blocks of rows."""
+    """Return whether some dimensions are rows of the sequence and others are blocks of rows."""
     assert axes.sequence is not None
     kinds = {dim[0] in axes.sequence.blocks for dim in dims if len(dim) == 1 and dim[0] in axes.sequence.members}
     return kinds == {False, True}
 
 
-def _keys(node: fx.Node, axes: AxisFacts) -> Atom | None:
+def _key_axis(node: fx.Node, axes: AxisFacts) -> Atom | None:
+    """Return the axis of keys of an attention, if it is a single factor."""
     atoms = axes.table.resolve(axes.letters[node][N]) if node in axes.signatures else ()
     return atoms[0] if len(atoms) == 1 else None
 
@@ -177,25 +190,26 @@ def _keys(node: fx.Node, axes: AxisFacts) -> Atom | None:
 # -- writing the replacement
 
 
-def _write_forward(node: fx.Node, parts: Parts, own: Sequence[bool]) -> None:
-    query, given = tensor_operands(node)[0], _given(node, parts)
-    dtype, call = query.meta[VALUE].dtype, parts.writer.before(node).call
-    calls = [call(ATTENTION, query, key, value, **options) for key, value, options in given]
-    outs, sums = ([call(operator.getitem, item, i) for item in calls] for i in range(2))
-    for i, (_, _, options) in enumerate(given):
-        sums[i] = sums[i] if own[i] else _masked_lse(sums[i], options["attn_mask"], parts.writer)  # type: ignore[arg-type]
-    total = sums[0]
-    for other in sums[1:]:
-        total = call(aten.logaddexp.default, total, other)
+def _write_forward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
+    """Emit one attention per slice of keys, and replace the results by their sum weighted by the share of each slice."""
+    query, operands = tensor_operands(node)[0], _operands_by_slice(node, slices)
+    dtype, call = query.meta[VALUE].dtype, slices.writer.before(node).call
+    calls = [call(ATTENTION, query, key, value, **options) for key, value, options in operands]
+    outs, lses = ([call(operator.getitem, item, i) for item in calls] for i in range(2))
+    for i, (_, _, options) in enumerate(operands):
+        lses[i] = lses[i] if shows_own[i] else _masked_lse(lses[i], options["attn_mask"], slices.writer)  # type: ignore[arg-type]
+    total = lses[0]
+    for next_lse in lses[1:]:
+        total = call(aten.logaddexp.default, total, next_lse)
     wide = total.meta[VALUE].dtype
-    least = call(aten.clamp.default, total, torch.finfo(wide).min)  # if a row sees no key, its share is zero, not NaN
+    finite_total = call(aten.clamp.default, total, torch.finfo(wide).min)  # if a row sees no key, its share is zero, not NaN
     out: fx.Node | None = None
-    for made_of_part, lse in zip(outs, sums, strict=True):
-        share = call(aten.unsqueeze.default, call(aten.exp.default, call(aten.sub.Tensor, lse, least)), 3)
-        part = call(aten.mul.Tensor, converted(parts.writer, made_of_part, wide), share)
-        out = part if out is None else call(aten.add.Tensor, out, part)
+    for slice_out, lse in zip(outs, lses, strict=True):
+        weight = call(aten.unsqueeze.default, call(aten.exp.default, call(aten.sub.Tensor, lse, finite_total)), 3)
+        weighted = call(aten.mul.Tensor, converted(slices.writer, slice_out, wide), weight)
+        out = weighted if out is None else call(aten.add.Tensor, out, weighted)
     assert out is not None
-    _replace(node, (converted(parts.writer, out, dtype), total))
+    _replace_results(node, (converted(slices.writer, out, dtype), total))
 
 
 def _masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
@@ -204,50 +218,52 @@ def _masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.masked_fill.Scalar, lse, writer.call(aten.eq.Scalar, largest, -math.inf), -math.inf)
 
 
-def _write_backward(node: fx.Node, parts: Parts, own: Sequence[bool]) -> None:
+def _write_backward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
+    """Emit one attention backward per slice of keys, and replace the gradients by the sum or concatenation of all."""
     gradient, query, *_, out, total = node.args
-    given = _given(node, parts)
-    call = parts.writer.before(node).call
-    calls = [call(ATTENTION_BACKWARD, gradient, query, key, value, out, total, **options) for key, value, options in given]
+    operands = _operands_by_slice(node, slices)
+    call = slices.writer.before(node).call
+    calls = [call(ATTENTION_BACKWARD, gradient, query, key, value, out, total, **options) for key, value, options in operands]
     of_queries, of_keys, of_values = ([call(operator.getitem, item, i) for item in calls] for i in range(3))
     of_query = of_queries[0]
-    for other in of_queries[1:]:
-        of_query = call(aten.add.Tensor, of_query, other)
+    for gradient_of_query in of_queries[1:]:
+        of_query = call(aten.add.Tensor, of_query, gradient_of_query)
     for user in list(node.users):
         if user.args[1]:
-            parts.known[user] = tuple(of_keys if user.args[1] == 1 else of_values)
-            _without_cuts(user, parts)
-    parts.writer.before(node)
-    _replace(node, (of_query, call(aten.cat.default, of_keys, 2), call(aten.cat.default, of_values, 2)))
+            slices.slices_by_value[user] = tuple(of_keys if user.args[1] == 1 else of_values)
+            _bypass_slices(user, slices)
+    slices.writer.before(node)
+    _replace_results(node, (of_query, call(aten.cat.default, of_keys, 2), call(aten.cat.default, of_values, 2)))
 
 
-def _without_cuts(gradient: fx.Node, parts: Parts) -> None:
+def _bypass_slices(gradient: fx.Node, slices: ConcatSlices) -> None:
     """Replace slices of a concatenated gradient, or of values computed from it, by the gradient's own slices."""
-    starts = [sum(parts.lengths[:i]) for i in range(len(parts.lengths))]
+    starts = [sum(slices.lengths[:i]) for i in range(len(slices.lengths))]
     todo = list(gradient.users)
     while todo:
         node = todo.pop()
-        if node not in parts.axes.shapes:
+        if node not in slices.axes.shapes:
             continue
-        if node.target is aten.slice.Tensor and (i := _number_of_cut(node, starts, parts)) is not None:
-            node.replace_all_uses_with(parts.of(node.args[0])[i], propagate_meta=False)  # type: ignore[arg-type]
-        elif parts.dim(node) is not None:
+        if node.target is aten.slice.Tensor and (i := _slice_number(node, starts, slices)) is not None:
+            node.replace_all_uses_with(slices.of(node.args[0])[i], propagate_meta=False)  # type: ignore[arg-type]
+        elif slices.dim(node) is not None:
             todo.extend(node.users)
 
 
-def _number_of_cut(node: fx.Node, starts: Sequence[int], parts: Parts) -> int | None:
+def _slice_number(node: fx.Node, starts: Sequence[int], slices: ConcatSlices) -> int | None:
+    """Return which slice of the concatenation a `slice` node takes, or None."""
     arguments, source = bound_arguments(node), tensor_operands(node)[0]
     dim = arguments["dim"] % source.meta[VALUE].dim()
-    count, start = node.meta[VALUE].shape[dim], arguments["start"] or 0
-    if dim != parts.dim(source) or arguments["step"] != 1 or (start, count) not in zip(starts, parts.lengths, strict=True):
+    row_count, start = node.meta[VALUE].shape[dim], arguments["start"] or 0
+    if dim != slices.dim(source) or arguments["step"] != 1 or (start, row_count) not in zip(starts, slices.lengths, strict=True):
         return None
-    return list(starts).index(start) if parts.are_there(source) else None
+    return list(starts).index(start) if slices.can_slice(source) else None
 
 
-def _given(node: fx.Node, parts: Parts) -> list[tuple[fx.Node, fx.Node, dict[str, object]]]:
+def _operands_by_slice(node: fx.Node, slices: ConcatSlices) -> list[tuple[fx.Node, fx.Node, dict[str, object]]]:
     """Return the keys, values and options of each slice."""
     arguments = bound_arguments(node)
-    keys, values, mask = (None if item is None else parts.of(item) for item in map(arguments.get, ("key", "value", "attn_mask")))
+    keys, values, mask = (None if item is None else slices.of(item) for item in map(arguments.get, ("key", "value", "attn_mask")))
     assert keys is not None and values is not None
     options = [{} if mask is None else {"attn_mask": item} for item in (mask or keys)]
     return [
@@ -255,14 +271,15 @@ def _given(node: fx.Node, parts: Parts) -> list[tuple[fx.Node, fx.Node, dict[str
     ]
 
 
-def _replace(node: fx.Node, results: Sequence[fx.Node]) -> None:
+def _replace_results(node: fx.Node, results: Sequence[fx.Node]) -> None:
+    """Replace the `getitem` nodes of an operator by the given results, and erase the operator."""
     for user in list(node.users):
         user.replace_all_uses_with(results[user.args[1]], propagate_meta=False)  # type: ignore[index]
         node.graph.erase_node(user)
     node.graph.erase_node(node)
 
 
-WRITES: dict[object, Callable[[fx.Node, Parts, Sequence[bool]], None]] = {
+EMITTERS: dict[object, Callable[[fx.Node, ConcatSlices, Sequence[bool]], None]] = {
     ATTENTION: _write_forward,
     ATTENTION_BACKWARD: _write_backward,
 }

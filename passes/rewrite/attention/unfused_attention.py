@@ -47,26 +47,27 @@ class Scores:
         """Match scores of this form; return None if they have another."""
         node, shape = through_views(scores), shape_of_node(scores)
         if node.target is not aten.add.Tensor:
-            return Scores._of_product(node, None, shape)
+            return Scores._match_product(node, None, shape)
         left, right, alpha = bound_arguments(node).values()
         if alpha != 1 or not is_tensor(left) or not is_tensor(right) or shape_of_node(node) != shape:
             return None  # a mask of another shape, such as [bh m n], does not apply to these scores
         pairs = ((left, right), (right, left))
-        return next((found for pair in pairs if (found := Scores._of_product(*pair, shape)) is not None), None)
+        return next((match for pair in pairs if (match := Scores._match_product(*pair, shape)) is not None), None)
 
     @staticmethod
-    def _of_product(node: fx.Node, mask: fx.Node | None, shape: Shape) -> Scores | None:
+    def _match_product(node: fx.Node, mask: fx.Node | None, shape: Shape) -> Scores | None:
         """Match a product. It must have the shape of all scores: adding the mask may not broadcast it."""
         node, scaling = through_views(node), None
         if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], (int, float)) and node.args[1]:
             scaling = node.target, float(node.args[1])
             node = through_views(node.args[0])
         operands = factors(node)
-        fits = shape_of_node(node) == _joined(shape) and (mask is None or 2 <= len(shape_of_node(mask)) <= 4)
-        return Scores(*operands, scaling, mask) if operands is not None and fits else None
+        has_shape_of_scores = shape_of_node(node) == _flat_shape(shape) and (mask is None or 2 <= len(shape_of_node(mask)) <= 4)
+        return Scores(*operands, scaling, mask) if operands is not None and has_shape_of_scores else None
 
     @property
     def scale(self) -> float:
+        """Return the factor of the scores."""
         if self.scaling is None:
             return 1.0
         target, number = self.scaling
@@ -76,17 +77,17 @@ class Scores:
         """Yield the uses of a gradient of scores, after it is scaled like the scores; yield the gradient itself for any
         other use.
         """
-        for user, node in uses(gradient):
+        for user, node in uses_through_views(gradient):
             if self.scaling is None:
                 yield user, node
             elif user.target is self.scaling[0] and user.args == (node, self.scaling[1]):
-                yield from uses(user)
+                yield from uses_through_views(user)
             else:
                 yield gradient, gradient
 
 
 @dataclass
-class SpelledAttention:
+class UnfusedAttention:
     """Products of the scores' operands and `values` [bh n e], the gradient of their result, and its operands' gradients."""
 
     scores: Scores
@@ -95,66 +96,69 @@ class SpelledAttention:
     gradient: fx.Node | None = None
     of_query: list[fx.Node] = field(default_factory=list)
     of_keys: list[fx.Node] = field(default_factory=list)  # [bh n d]
-    of_keys_turned: list[fx.Node] = field(default_factory=list)  # [bh d n]
+    of_transposed_keys: list[fx.Node] = field(default_factory=list)  # [bh d n]
     of_values: list[fx.Node] = field(default_factory=list)
 
-    def takes_probabilities(self, probabilities: fx.Node) -> bool:
-        """Whether only the product with the values and the values' gradient use these probabilities; record both."""
-        for user, node in uses(probabilities):
+    def record_probability_uses(self, probabilities: fx.Node) -> bool:
+        """Record the products that use the probabilities, and return whether nothing else uses them."""
+        for user, node in uses_through_views(probabilities):
             left, right = factors(user) or (None, None)
-            if left is node and right is not node and self._is("values", right):
+            if left is node and right is not node and self._record_or_compare("values", right):
                 self.results.append(user)
-            elif not is_turned(user, node) or not all(self._takes_turned(other, user) for other in user.users):
+            elif not is_transpose_of(user, node) or not all(self._record_value_gradient(reader, user) for reader in user.users):
                 return False
         return True
 
-    def _takes_turned(self, user: fx.Node, probabilities: fx.Node) -> bool:
+    def _record_value_gradient(self, user: fx.Node, probabilities: fx.Node) -> bool:
+        """Record a product as the values' gradient, and return whether its operands match."""
         left, right = factors(user) or (None, None)
         self.of_values.append(user)
-        return left is probabilities and self._is("gradient", right)
+        return left is probabilities and self._record_or_compare("gradient", right)
 
     def is_gradient_of_probabilities(self, value: fx.Node) -> bool:
-        """Whether a value is the product of the result's gradient and the values."""
+        """Return whether a value is the product of the result's gradient and the values."""
         left, right = factors(through_views(value)) or (None, None)
-        return self._is("gradient", left) and self.values is not None and is_turned(right, self.values)
+        return self._record_or_compare("gradient", left) and self.values is not None and is_transpose_of(right, self.values)
 
-    def takes_gradient(self, of_scores: fx.Node) -> bool:
-        """Whether only the gradients of the scores' operands use this gradient of scores; record them."""
-        return all(self._takes_scaled(user, node) for user, node in self.scores.uses_of_gradient(of_scores))
+    def record_gradient_uses(self, of_scores: fx.Node) -> bool:
+        """Record the operand gradients computed from a gradient of scores, and return whether nothing else uses it."""
+        return all(self._record_operand_gradient(user, node) for user, node in self.scores.uses_of_gradient(of_scores))
 
-    def _takes_scaled(self, user: fx.Node, gradient: fx.Node) -> bool:
+    def _record_operand_gradient(self, user: fx.Node, gradient: fx.Node) -> bool:
+        """Record one use of a scaled gradient of scores, and return whether it is the gradient of the query or the keys."""
         left, right = factors(user) or (None, None)
-        if left is gradient and is_turned(right, self.scores.keys):
+        if left is gradient and is_transpose_of(right, self.scores.keys):
             self.of_query.append(user)
-        elif right is gradient and is_turned(left, self.scores.query):
-            self.of_keys_turned.append(user)
-        elif is_turned(user, gradient):
+        elif right is gradient and is_transpose_of(left, self.scores.query):
+            self.of_transposed_keys.append(user)
+        elif is_transpose_of(user, gradient):
             self.of_keys.extend(user.users)
-            return all(factors(other) == (user, self.scores.query) for other in user.users)
+            return all(factors(reader) == (user, self.scores.query) for reader in user.users)
         else:
             return False
         return True
 
-    def _is(self, name: str, value: Any) -> bool:
-        """Record the operand if it is the first of its name, else return whether it is the recorded one."""
+    def _record_or_compare(self, name: str, value: Any) -> bool:
+        """Record the operand if it is the first of its name, and return whether it is the recorded one."""
         if not is_tensor(value):
             return False
-        known = getattr(self, name)
-        if known is None:
+        recorded = getattr(self, name)
+        if recorded is None:
             setattr(self, name, value)
-        return known is None or known is value
+        return recorded is None or recorded is value
 
     @property
     def gradients(self) -> list[fx.Node]:
-        return [*self.of_query, *self.of_keys, *self.of_keys_turned, *self.of_values]
+        """Return all recorded gradients of operands."""
+        return [*self.of_query, *self.of_keys, *self.of_transposed_keys, *self.of_values]
 
     @property
     def last_needed(self) -> fx.Node:
-        """The last operand of the gradients: a result or its gradient."""
+        """Return the last operand of the gradients: a result or its gradient."""
         return max([*self.results, *([] if self.gradient is None else [self.gradient])])
 
     def fits_a_kernel(self) -> bool:
-        """Whether a kernel can take all operands without a conversion."""
+        """Return whether a kernel can take all operands without a conversion."""
         if not self.results or self.values is None or not shape_of_node(self.values)[-1]:
             return False
         if self.gradient is not None and shape_of_node(self.gradient) != shape_of_node(self.results[0]):
@@ -171,34 +175,35 @@ def factors(node: Any) -> tuple[fx.Node, fx.Node] | None:
 
 def through_views(node: Any) -> fx.Node:
     """Return the value before views that keep its elements, with batch and heads in one dimension or in two."""
-    while node.target in SAME_NUMBERS and _is_fold(node, node.args[0]):
+    while node.target in SAME_NUMBERS and _is_equal_or_folded(node, node.args[0]):
         node = node.args[0]
     return node
 
 
-def uses(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+def uses_through_views(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield each operator that uses the elements of a value, with the view that it takes."""
     for user in node.users:
-        if user.target in SAME_NUMBERS and user.args[0] is node and _is_fold(user, node):
-            yield from uses(user)
+        if user.target in SAME_NUMBERS and user.args[0] is node and _is_equal_or_folded(user, node):
+            yield from uses_through_views(user)
         else:
             yield user, node
 
 
-def is_turned(node: Any, source: fx.Node) -> bool:
-    """Whether a value is another value [bh m n] with its last two dimensions transposed."""
+def is_transpose_of(node: Any, source: fx.Node) -> bool:
+    """Return whether a value is another value [bh m n] with its last two dimensions transposed."""
     if not is_tensor(node) or node.target is not aten.transpose.int or len(shape_of_node(node)) != 3:
         return False
     return node.args[0] is source and {dim % 3 for dim in node.args[1:]} == {1, 2}
 
 
-def _is_fold(node: fx.Node, source: Any) -> bool:
-    """Whether two values of the same elements have equal shapes, or one flattens the first two dimensions of the other."""
-    own, other = (shape_of_node(item) for item in (node, source))
-    if node.meta[VALUE].dtype != source.meta[VALUE].dtype or len(own) < 2 or len(other) < 2:
+def _is_equal_or_folded(node: fx.Node, source: Any) -> bool:
+    """Return whether two values of the same elements have equal shapes, or one flattens the first two dimensions of the other."""
+    shape, source_shape = (shape_of_node(item) for item in (node, source))
+    if node.meta[VALUE].dtype != source.meta[VALUE].dtype or len(shape) < 2 or len(source_shape) < 2:
         return False
-    return own == other or _joined(own) == other or own == _joined(other)
+    return shape == source_shape or _flat_shape(shape) == source_shape or shape == _flat_shape(source_shape)
 
 
-def _joined(shape: Shape) -> Shape:
+def _flat_shape(shape: Shape) -> Shape:
+    """Return a 4-dimensional shape with its first two dimensions merged."""
     return (product(shape[:2]), *shape[2:]) if len(shape) == 4 else shape

@@ -25,10 +25,10 @@ def reduced_over_ranks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     A pending value must stay private: no stage may keep it, and no loop may slice it. Applies only to reductions that
     compute each element from the same element of all ranks.
     """
-    begun = node_argument(node)
-    if not is_all_reduce(begun) or set(begun.users) != {node}:
+    all_reduce = node_argument(node)
+    if not is_all_reduce(all_reduce) or set(all_reduce.users) != {node}:
         return None
-    x, op, group = begun.args
+    x, op, group = all_reduce.args
     return writer.call(ALL_REDUCE, x, op, group) if op in ELEMENTWISE and isinstance(group, str) else None
 
 
@@ -46,29 +46,35 @@ class SumsOverRanks:
     name: ClassVar[str] = "sums over ranks"
 
     def apply(self, facts: Facts) -> Facts:
+        """Merge each sum of two all-reduces into one all-reduce, and drop the axes if anything changed."""
         joint, axes, is_changed = facts.joint, facts.found_axes, False
         if axes is None or axes.sequence is None or facts.apart is not None:
             return facts
-        rows = {node for node in joint.nodes if is_reduced_over_ranks(node) and axes.sequence_dims(axes.shapes[node])}
+        reductions = {node for node in joint.nodes if is_reduced_over_ranks(node) and axes.sequence_dims(axes.shapes[node])}
         writer = GraphWriter(joint.graph)
-        for node in joint.nodes if rows else ():
-            parts = node.all_input_nodes
-            if node.target is aten.add.Tensor and not node.kwargs and rows.issuperset(parts) and _is_one_sum(*parts):
-                total = writer.before(node).call(aten.add.Tensor, *(part.args[0] for part in parts))
-                reduced = writer.call(ALL_REDUCE, total, *parts[0].args[1:])
+        for node in joint.nodes if reductions else ():
+            operands = node.all_input_nodes
+            if (
+                node.target is aten.add.Tensor
+                and not node.kwargs
+                and reductions.issuperset(operands)
+                and _may_be_merged(*operands)
+            ):
+                total = writer.before(node).call(aten.add.Tensor, *(operand.args[0] for operand in operands))
+                reduced = writer.call(ALL_REDUCE, total, *operands[0].args[1:])
                 node.replace_all_uses_with(reduced, propagate_meta=False)
-                for unused in (node, *parts):
+                for unused in (node, *operands):
                     joint.graph.erase_node(unused)
-                rows.add(reduced)
+                reductions.add(reduced)
                 is_changed = True
         joint = joint_graph(joint.graph, len(joint.primals), len(joint.outputs)) if is_changed else joint
         return replace(facts, joint=joint, found_axes=None) if is_changed else facts
 
 
-def _is_one_sum(*parts: fx.Node) -> bool:
-    """Whether two values are equal linear reductions, each with one user."""
-    if len(parts) != 2 or any(len(part.users) != 1 for part in parts):
+def _may_be_merged(*operands: fx.Node) -> bool:
+    """Return whether two values are equal linear reductions, each with one user."""
+    if len(operands) != 2 or any(len(part.users) != 1 for part in operands):
         return False
-    one, other = parts
-    is_same = one.args[1:] == other.args[1:] and is_alike(one, other) and shape_of_node(one) == shape_of_node(other)
-    return is_same and one.args[1] in LINEAR_REDUCTIONS
+    left, right = operands
+    is_same = left.args[1:] == right.args[1:] and is_alike(left, right) and shape_of_node(left) == shape_of_node(right)
+    return is_same and left.args[1] in LINEAR_REDUCTIONS

@@ -57,12 +57,13 @@ class Unshard:
     name: ClassVar[str] = "unshard"
 
     def apply(self, facts: Facts) -> Facts:
+        """Remove the gathers of weights and the reductions of gradients, and store them in `Facts.collectives`."""
         graph, joint = facts.joint.graph, facts.joint
         if not has_collectives(graph):
             return facts
         drop_unused(graph)
-        gathers = take_off_gathers(joint)
-        reductions = take_off_reductions(joint)
+        gathers = remove_gathers(joint)
+        reductions = remove_reductions(joint)
         drop_unused(graph)
         joint = joint_graph(graph, len(joint.primals), len(joint.outputs))
         return replace(facts, joint=joint, collectives=Collectives(gathers, reductions))
@@ -71,46 +72,46 @@ class Unshard:
 # -- gathers of weights
 
 
-def take_off_gathers(joint: JointGraph) -> dict[fx.Node, Gather]:
-    """Make each gathered weight an input of the graph, and return the gather of each."""
+def remove_gathers(joint: JointGraph) -> dict[fx.Node, Gather]:
+    """Make each gathered weight an input of the graph, and return the removed gather of each input."""
     gathers: dict[fx.Node, Gather] = {}
-    for primal, nodes in made_of_one(joint).items():
-        if any(map(is_gather, nodes)) and not primal.meta.get(MUTATED, False):
-            nodes = _without_repeats(nodes)
-            end = _end_of_gather(primal, nodes)
+    for primal, derived in nodes_by_only_input(joint).items():
+        if any(map(is_gather, derived)) and not primal.meta.get(MUTATED, False):
+            derived = _merge_equal(derived)
+            end = _end_of_gather(primal, derived)
             if end is not None:
-                inside = _ancestors(end, nodes)
+                ancestors = _ancestors(end, derived)
                 gathers[primal] = Gather(
-                    Subgraph.between(primal, end, inside), _recompute_policy([node for node in nodes if node in inside])
+                    Subgraph.between(primal, end, ancestors), _recompute_policy([node for node in derived if node in ancestors])
                 )
                 end.replace_all_uses_with(primal)
-                known = {name: value for name, value in primal.meta.items() if name != PATTERN}  # the pattern describes the shard
-                primal.meta = {**known, VALUE: end.meta[VALUE]}
+                kept = {name: value for name, value in primal.meta.items() if name != PATTERN}  # the pattern describes the shard
+                primal.meta = {**kept, VALUE: end.meta[VALUE]}
     return gathers
 
 
-def made_of_one(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
+def nodes_by_only_input(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
     """Return, for each input tensor, the nodes that depend on it alone, in graph order."""
-    by_primal: dict[fx.Node, list[fx.Node]] = {primal: [] for primal in joint.inputs if is_tensor(primal)}
-    root = {primal: primal for primal in by_primal}
+    by_input: dict[fx.Node, list[fx.Node]] = {primal: [] for primal in joint.inputs if is_tensor(primal)}
+    only_input = {primal: primal for primal in by_input}
     for node in joint.graph.nodes:
         if node.op == "call_function" and gives_the_same_twice(node) and not is_assertion(node):
-            roots = {root.get(source) for source in node.all_input_nodes}
-            if len(roots) == 1 and (only := roots.pop()) is not None:
-                root[node] = only
-                by_primal[only].append(node)
-    return by_primal
+            roots = {only_input.get(source) for source in node.all_input_nodes}
+            if len(roots) == 1 and (single_input := roots.pop()) is not None:
+                only_input[node] = single_input
+                by_input[single_input].append(node)
+    return by_input
 
 
-def _without_repeats(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Merge equal operators: a weight that is used twice is gathered twice."""
-    known: dict[Any, fx.Node] = {}
+def _merge_equal(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Merge equal operators (a weight that is used twice is gathered twice), and return the remaining nodes."""
+    first_by_key: dict[Any, fx.Node] = {}
     for node in nodes:
-        first = known.setdefault(key_of(node), node)
+        first = first_by_key.setdefault(key_of(node), node)
         if first is not node:
             node.replace_all_uses_with(first)
             node.graph.erase_node(node)
-    return list(known.values())
+    return list(first_by_key.values())
 
 
 def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
@@ -118,49 +119,50 @@ def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
 
     This value replaces the weight, so it must hold the weight's elements.
     """
-    end, inside = None, set[fx.Node]()
+    result, ancestors_of_end = None, set[fx.Node]()
     for node in nodes:
-        own = _ancestors(node, nodes)
-        is_whole = any(map(is_gather, own)) and any(map(is_wait, own)) and is_tensor(node)
-        if is_whole and all(map(_keeps_numbers, own)) and _leaves_by(node, {primal, *own}):
-            if end is not None and not all(map(_puts_together, own - inside)):
+        ancestors = _ancestors(node, nodes)
+        is_gathered = any(map(is_gather, ancestors)) and any(map(is_wait, ancestors)) and is_tensor(node)
+        if is_gathered and all(map(_keeps_elements, ancestors)) and _is_only_result(node, {primal, *ancestors}):
+            if result is not None and not all(map(_is_reassembly, ancestors - ancestors_of_end)):
                 break
-            end, inside = node, own
-    return end
+            result, ancestors_of_end = node, ancestors
+    return result
 
 
-def _pads_with_others(node: fx.Node) -> bool:
-    """Whether an operator pads its operand with a value other than zero."""
+def _pads_with_nonzero(node: fx.Node) -> bool:
+    """Return whether an operator pads its operand with a value other than zero."""
     return node.target is aten.constant_pad_nd.default and bound_arguments(node)["value"] != 0
 
 
-def _puts_together(node: fx.Node) -> bool:
+def _is_reassembly(node: fx.Node) -> bool:
+    """Return whether an operator is a gather, its wait, or reassembles a tensor from shards."""
     return node.target in PUTS_TOGETHER or is_gather(node) or is_wait(node)
 
 
-def _keeps_numbers(node: fx.Node) -> bool:
-    """Whether an operator returns elements of its operand, at most rounded or padded with zeros."""
-    if _pads_with_others(node):
+def _keeps_elements(node: fx.Node) -> bool:
+    """Return whether an operator returns elements of its operand, at most rounded or padded with zeros."""
+    if _pads_with_nonzero(node):
         return False
     if node.target is aten._to_copy.default:
         return all(value.meta[VALUE].is_floating_point() for value in (node, node_argument(node)))
-    return _puts_together(node)
+    return _is_reassembly(node)
 
 
-def _leaves_by(end: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether `end` is the only value of a subgraph with users outside it, and is no output of the graph."""
+def _is_only_result(end: fx.Node, subgraph: set[fx.Node]) -> bool:
+    """Return whether `end` is the only value of a subgraph with users outside it, and is no output of the graph."""
     leaves = any(user.op == "output" for user in end.users)
-    return not leaves and all(user in inside for node in inside - {end} for user in node.users)
+    return not leaves and all(user in subgraph for node in subgraph - {end} for user in node.users)
 
 
 def _ancestors(node: fx.Node, among: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the node and its ancestors among the given nodes."""
-    allowed, found, todo = set(among), {node}, [node]
+    allowed, ancestors, todo = set(among), {node}, [node]
     while todo:
-        new = [source for source in todo.pop().all_input_nodes if source in allowed and source not in found]
-        found.update(new)
+        new = [source for source in todo.pop().all_input_nodes if source in allowed and source not in ancestors]
+        ancestors.update(new)
         todo += new
-    return found
+    return ancestors
 
 
 def _recompute_policy(nodes: Iterable[fx.Node]) -> bool | None:
@@ -172,96 +174,109 @@ def _recompute_policy(nodes: Iterable[fx.Node]) -> bool | None:
 # -- reductions of gradients
 
 
-def take_off_reductions(joint: JointGraph) -> dict[int, Subgraph]:
-    """Let the graph return gradients that are not yet reduced over ranks, and return their reductions by position."""
+def remove_reductions(joint: JointGraph) -> dict[int, Subgraph]:
+    """Let the graph return gradients before their reduction over ranks, and return the removed reductions by position."""
     output, count = joint.graph.output_node(), len(joint.outputs)
     results = list(outputs_of(joint.graph))
     reductions: dict[int, Subgraph] = {}
     for position, primal, gradient in joint.trained:
         if is_tensor(primal) and results.count(gradient) == 1:
-            gradient = results[count + position] = _reduced_once(gradient, primal)
-            removed = _reduced(gradient, primal)
+            gradient = results[count + position] = _merge_reductions(gradient, primal)
+            removed = _match_reduction(gradient, primal)
             if removed is not None:
                 results[count + position], reductions[position] = removed
     output.args = (tuple(results),)
     return reductions
 
 
-def _reduced(gradient: fx.Node, primal: fx.Node) -> tuple[fx.Node, Subgraph] | None:
+def _match_reduction(gradient: fx.Node, primal: fx.Node) -> tuple[fx.Node, Subgraph] | None:
     """Return the value that a gradient's reduction starts from, and the reduction's subgraph.
 
     This is the last value with the weight's shape and dtype, else the last operand that all reductions depend on.
     """
-    tail = _tail(gradient)
-    reductions = {node for node in tail if is_reduction(node)}
-    given = {source for node in tail for source in node.all_input_nodes if is_tensor(source)} if reductions else ()
-    found = {source: nodes for source in sorted(given, reverse=True) if reductions <= (nodes := _between(source, gradient, tail))}
-    alike = [source for source in found if _is_like(source, primal)]
-    source = next(iter(alike or found), None)
-    return None if source is None else (source, Subgraph.between(source, gradient, found[source]))
+    candidates = _exclusive_ancestors(gradient)
+    reductions = {node for node in candidates if is_reduction(node)}
+    operands = {source for node in candidates for source in node.all_input_nodes if is_tensor(source)} if reductions else ()
+    nodes_by_source = {
+        source: nodes
+        for source in sorted(operands, reverse=True)
+        if reductions <= (nodes := _nodes_between(source, gradient, candidates))
+    }
+    like_the_weight = [source for source in nodes_by_source if _has_shape_and_dtype_of(source, primal)]
+    source = next(iter(like_the_weight or nodes_by_source), None)
+    return None if source is None else (source, Subgraph.between(source, gradient, nodes_by_source[source]))
 
 
-def _reduced_once(gradient: fx.Node, primal: fx.Node) -> fx.Node:
+def _merge_reductions(gradient: fx.Node, primal: fx.Node) -> fx.Node:
     """Merge the reductions of two uses of a weight into one reduction of their sum, and return the gradient.
 
     add(wait(reduce_scatter(a)), wait(reduce_scatter(b))) -> wait(reduce_scatter(add(a, b)))
     """
     if gradient.target is not aten.add.Tensor or gradient.kwargs or not all(map(is_tensor, gradient.args)):
         return gradient
-    parts = [_reduced_once(part, primal) if set(part.users) == {gradient} else part for part in gradient.all_input_nodes]
-    reduced = [pair for part in parts if set(part.users) == {gradient} and (pair := _reduced(part, primal)) is not None]
-    if len(reduced) != 2:
+    addends = [
+        _merge_reductions(addend, primal) if set(addend.users) == {gradient} else addend for addend in gradient.all_input_nodes
+    ]
+    reductions = [
+        pair for addend in addends if set(addend.users) == {gradient} and (pair := _match_reduction(addend, primal)) is not None
+    ]
+    if len(reductions) != 2:
         return gradient
-    (source, one), (another, other) = reduced
-    if structure(one.graph) != structure(other.graph) or not all(map(_is_linear, one.nodes)):
+    (source, first), (second_source, second) = reductions
+    if structure(first.graph) != structure(second.graph) or not all(map(_is_linear, first.nodes)):
         return gradient
-    both = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, source, another)
-    reduced_sum = one.written(both, lambda node: gradient)[one.end]
+    total = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, source, second_source)
+    reduced_sum = first.written(total, lambda node: gradient)[first.end]
     gradient.replace_all_uses_with(reduced_sum)
     gradient.graph.erase_node(gradient)
     return reduced_sum
 
 
 def _is_linear(node: fx.Node) -> bool:
-    if _pads_with_others(node):
+    """Return whether an operator of a reduction commutes with sums."""
+    if _pads_with_nonzero(node):
         return False
     return is_linear_reduction(node) or is_wait(node) or node.target in PUTS_TOGETHER
 
 
-def _tail(gradient: fx.Node) -> set[fx.Node]:
+def _exclusive_ancestors(gradient: fx.Node) -> set[fx.Node]:
     """Return the nodes that compute only this gradient.
 
     They are collectives, operators that reassemble shards, and operators with one operand.
     """
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     todo = [gradient]
     while todo:
         node = todo.pop()
-        is_own = all(user in found for user in node.users) or node is gradient
-        if node.op == "call_function" and is_own and gives_the_same_twice(node) and _may_follow(node):
-            found.add(node)
-            todo += [source for source in node.all_input_nodes if source not in found]
-    return found
+        is_exclusive = all(user in ancestors for user in node.users) or node is gradient
+        if node.op == "call_function" and is_exclusive and gives_the_same_twice(node) and _may_be_in_reduction(node):
+            ancestors.add(node)
+            todo += [source for source in node.all_input_nodes if source not in ancestors]
+    return ancestors
 
 
-def _may_follow(node: fx.Node) -> bool:
+def _may_be_in_reduction(node: fx.Node) -> bool:
+    """Return whether an operator has one operand or reassembles a tensor from shards."""
     return len(node.all_input_nodes) == 1 or node.target in PUTS_TOGETHER
 
 
-def _between(source: fx.Node, end: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes on paths from `source` to `end` among the given nodes; the empty set if `end` depends on another
+def _nodes_between(source: fx.Node, target: fx.Node, allowed: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes on paths from `source` to `target` among the allowed nodes; the empty set if `target` depends on another
     value, too.
     """
     descendants, todo = set[fx.Node](), [source]
     while todo:
-        new = [user for user in todo.pop().users if user in among and user not in descendants]
+        new = [user for user in todo.pop().users if user in allowed and user not in descendants]
         descendants.update(new)
         todo += new
-    nodes = descendants & _ancestors(end, descendants)
-    is_closed = end in nodes and all(operand in nodes or operand is source for node in nodes for operand in node.all_input_nodes)
-    return nodes if is_closed else set()
+    nodes = descendants & _ancestors(target, descendants)
+    depends_on_source_only = target in nodes and all(
+        operand in nodes or operand is source for node in nodes for operand in node.all_input_nodes
+    )
+    return nodes if depends_on_source_only else set()
 
 
-def _is_like(node: fx.Node, primal: fx.Node) -> bool:
-    own, other = node.meta[VALUE], primal.meta[VALUE]
-    return own.shape == other.shape and own.dtype == other.dtype
+def _has_shape_and_dtype_of(node: fx.Node, primal: fx.Node) -> bool:
+    """Return whether a value has a weight's shape and dtype."""
+    value, weight = node.meta[VALUE], primal.meta[VALUE]
+    return value.shape == weight.shape and value.dtype == weight.dtype

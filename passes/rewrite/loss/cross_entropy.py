@@ -30,8 +30,8 @@ def mean_loss(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | No
     total = writer.call(operator.getitem, writer.call(node.target, scores, labels, weight, SUM, ignored), 0)
     count = _label_count(labels, weight, ignored, writer)
     results: list[Any] = [writer.call(aten.div.Tensor, total, count), count]
-    used = [user for user in node.users if user.users]
-    return {user: writer.call(aten._to_copy.default, results[user.args[1]], dtype=_dtype(user)) for user in used}  # type: ignore[index]
+    used_results = [user for user in node.users if user.users]
+    return {user: writer.call(aten._to_copy.default, results[user.args[1]], dtype=_dtype(user)) for user in used_results}  # type: ignore[index]
 
 
 @equation(*BACKWARD)
@@ -64,16 +64,17 @@ def total_weight_of_a_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 def _label_count(labels: fx.Node, weight: fx.Node | None, ignored: int, writer: GraphWriter) -> fx.Node:
     """Return the number of labels that count, or the sum of their class weights."""
-    counted, device = writer.call(aten.ne.Scalar, labels, ignored), labels.meta[VALUE].device
+    is_counted, device = writer.call(aten.ne.Scalar, labels, ignored), labels.meta[VALUE].device
     if weight is None:
-        return writer.call(aten.sum.default, counted, dtype=torch.float64)
+        return writer.call(aten.sum.default, is_counted, dtype=torch.float64)
     zero = writer.call(aten.full.default, [], 0, dtype=torch.int64, device=device)
-    safe = writer.call(aten.where.self, counted, labels, zero)
-    weights = writer.call(aten.index.Tensor, weight, [safe])
-    none = writer.call(aten.full.default, [], 0.0, dtype=_dtype(weight), device=device)
-    return writer.call(aten.sum.default, writer.call(aten.where.self, counted, weights, none), dtype=torch.float64)
+    safe_labels = writer.call(aten.where.self, is_counted, labels, zero)
+    weights = writer.call(aten.index.Tensor, weight, [safe_labels])
+    zero_weight = writer.call(aten.full.default, [], 0.0, dtype=_dtype(weight), device=device)
+    return writer.call(aten.sum.default, writer.call(aten.where.self, is_counted, weights, zero_weight), dtype=torch.float64)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
+    """Return the dtype of a value."""
     dtype: torch.dtype = node.meta[VALUE].dtype
     return dtype

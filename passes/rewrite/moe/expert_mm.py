@@ -25,7 +25,7 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.constants import fill_of
-from streamfx.passes.ops.ranges.casts import RESHAPED, SAME_SHAPES, behind_copies, is_whole
+from streamfx.passes.ops.ranges.casts import RESHAPED, SAME_SHAPES, holds_integers, source_of_exact_copies
 from streamfx.passes.rewrite.moe.sort_elimination import Permutations, Permuted
 from streamfx.passes.rewrite.views.iota_index import VIEWS, counts_up
 
@@ -33,73 +33,77 @@ aten = torch.ops.aten
 SAME_NUMBERS = SAME_SHAPES | RESHAPED
 
 
-def product(orders: Permutations, node: fx.Node) -> None:
-    """(x, weight, ends): multiply rows by their group's weight, or multiply rows by rows and sum per group."""
+def grouped_product(orders: Permutations, node: fx.Node) -> None:
+    """Record the twin of a product (x, weight, ends): rows times the weight of their group, or rows times rows per group."""
     arguments = bound_arguments(node)
     x, weight = node.args[:2]
-    others = [value for name, value in arguments.items() if name not in ("input", "self", "mat2", "weight", "offs")]
+    unsupported_options = [value for name, value in arguments.items() if name not in ("input", "self", "mat2", "weight", "offs")]
     ends = arguments.get("offs")
-    if ends is None or any(value is not None for value in others):
+    if ends is None or any(value is not None for value in unsupported_options):
         return
     rank = len(shape_of_node(x)), len(shape_of_node(weight))  # type: ignore[arg-type]
     writer = orders.writer.before(node)
     _record_fallback(node, "nothing proves that its rows are sorted by group")
-    if rank == (2, 3) and (rows := orders.at(x)) is not None:
-        group = _group(orders, node, rows.order, ends, shape_of_node(weight)[0])  # type: ignore[arg-type]
-        if group is not None and weight not in orders.reordered:
-            orders.note(node, rows.order, writer.call(GROUPED_MM, rows.twin, weight, group))
-    elif rank == (2, 2) and (rows := orders.at(x, 1)) is not None and (other := orders.at(weight)) is not None:
-        group = _group(orders, node, rows.order, ends, shape_of_node(ends)[0])
-        if group is not None and other.order is rows.order:
+    if rank == (2, 3) and (rows := orders.permuted_along(x)) is not None:
+        group = _proven_group(orders, node, rows.order, ends, shape_of_node(weight)[0])  # type: ignore[arg-type]
+        if group is not None and weight not in orders.permuted:
+            orders.record(node, rows.order, writer.call(GROUPED_MM, rows.twin, weight, group))
+    elif (
+        rank == (2, 2)
+        and (rows := orders.permuted_along(x, 1)) is not None
+        and (other_rows := orders.permuted_along(weight)) is not None
+    ):
+        group = _proven_group(orders, node, rows.order, ends, shape_of_node(ends)[0])
+        if group is not None and other_rows.order is rows.order:
             across = writer.call(aten.transpose.int, rows.twin, 0, 1)
-            orders.note(node, rows.order, _sums_of_products(across, other.twin, group, node, writer), None)
+            orders.record(node, rows.order, _emit_grouped_outer(across, other_rows.twin, group, node, writer), dim=None)
 
 
-def product_backward(orders: Permutations, node: fx.Node) -> None:
-    """(x, weight, ends, gradient): compute the gradients of x and of weight."""
+def grouped_product_backward(orders: Permutations, node: fx.Node) -> None:
+    """Record the twins of the gradients of (x, weight, ends, gradient) with respect to x and weight."""
     x, weight, ends, gradient = node.args
-    rows, cotangent = orders.at(x), orders.at(gradient)
+    rows, cotangent = orders.permuted_along(x), orders.permuted_along(gradient)
     _record_fallback(node, "nothing proves that its rows are sorted by group")
-    if rows is None or cotangent is None or rows.order is not cotangent.order or weight in orders.reordered:
+    if rows is None or cotangent is None or rows.order is not cotangent.order or weight in orders.permuted:
         return
     count = shape_of_node(weight)[0]  # type: ignore[arg-type]
-    group = _group(orders, node, rows.order, ends, count)
+    group = _proven_group(orders, node, rows.order, ends, count)
     if group is None:
         return
-    for part in node.users:
-        assert part.target is operator.getitem
-        writer = orders.writer.before(part)
-        if int_argument(part, 1) == 0:
+    for getitem in node.users:
+        assert getitem.target is operator.getitem
+        writer = orders.writer.before(getitem)
+        if int_argument(getitem, 1) == 0:
             transposed = writer.call(aten.transpose.int, weight, 1, 2)
-            orders.note(part, rows.order, writer.call(GROUPED_MM, cotangent.twin, transposed, group))
+            orders.record(getitem, rows.order, writer.call(GROUPED_MM, cotangent.twin, transposed, group))
         else:
-            orders.note(part, rows.order, _sums_of_products(rows.twin, cotangent.twin, group, part, writer), None)
-    orders.reordered[node] = Permuted(rows.order, rows.twin, ())
+            orders.record(getitem, rows.order, _emit_grouped_outer(rows.twin, cotangent.twin, group, getitem, writer), dim=None)
+    orders.permuted[node] = Permuted(rows.order, rows.twin, ())
 
 
-def _sums_of_products(x: fx.Node, y: fx.Node, group: fx.Node, like: fx.Node, writer: GraphWriter) -> fx.Node:
+def _emit_grouped_outer(x: fx.Node, y: fx.Node, group: fx.Node, like: fx.Node, writer: GraphWriter) -> fx.Node:
     """Sum the outer products of each group's rows, with the strides of the traced result.
 
     Autograd copies a gradient whose strides differ from its weight's.
     """
-    wanted = like.meta[VALUE]
-    if wanted.stride()[1:] == (1, wanted.shape[1]):
-        transposed = writer.call(GROUPED_OUTER, y, x, group, wanted.shape[0])
+    traced = like.meta[VALUE]
+    if traced.stride()[1:] == (1, traced.shape[1]):
+        transposed = writer.call(GROUPED_OUTER, y, x, group, traced.shape[0])
         return writer.call(aten.transpose.int, transposed, 1, 2)
-    return writer.call(GROUPED_OUTER, x, y, group, wanted.shape[0])
+    return writer.call(GROUPED_OUTER, x, y, group, traced.shape[0])
 
 
-def _group(orders: Permutations, node: fx.Node, order: fx.Node, ends: Any, count: Any) -> fx.Node | None:
+def _proven_group(orders: Permutations, node: fx.Node, order: fx.Node, ends: Any, count: Any) -> fx.Node | None:
     """Return the group of each row, if the permutation sorts by it and `ends` are the ends of `count` groups."""
-    keys = orders.sorted_by[order]
-    if count == 1 and _counts_all(ends, keys):
-        writer, own = orders.writer.before(node), keys.meta[VALUE]
-        return writer.call(aten.full.default, size_arguments(keys, writer), 0, dtype=own.dtype, device=own.device)
-    if not is_whole(keys, orders.values):
+    keys = orders.sort_keys[order]
+    if count == 1 and _is_single_full_group(ends, keys):
+        writer, keys_value = orders.writer.before(node), keys.meta[VALUE]
+        return writer.call(aten.full.default, size_arguments(keys, writer), 0, dtype=keys_value.dtype, device=keys_value.device)
+    if not holds_integers(keys, orders.values):
         _record_fallback(node, "its rows are sorted by numbers that may be fractions as far as the graph tells")
         return None
-    counted = _counted(orders, ends, count, keys)
-    if counted is None or _same_numbers(orders, counted) is not _same_numbers(orders, keys):
+    numbers = _counted_numbers(orders, ends, count, keys)
+    if numbers is None or _before_exact_copies(orders, numbers) is not _before_exact_copies(orders, keys):
         _record_fallback(node, "nothing proves that its groups end where the numbers end by which its rows are sorted")
         return None
     if orders.values.of(keys).low < 0:
@@ -109,17 +113,18 @@ def _group(orders: Permutations, node: fx.Node, order: fx.Node, ends: Any, count
 
 
 def _record_fallback(node: fx.Node, reason: str) -> None:
+    """Record the reason why an operator falls back; it has no effect if the operator is replaced."""
     node.meta[WHY_WHOLE] = f"{node.target}: {reason}"
 
 
-def _counts_all(ends: fx.Node, keys: fx.Node) -> bool:
-    """Whether the single group ends at the last row: a histogram with one bin and automatic bounds counts every value."""
-    found = _cumsum_operand(ends, shape_of_node(keys))
-    if found is None or found.target is not aten.histc.default:
+def _is_single_full_group(ends: fx.Node, keys: fx.Node) -> bool:
+    """Return whether the single group ends at the last row: a histogram with one bin and automatic bounds counts every value."""
+    counts = _cumsum_operand(ends, shape_of_node(keys))
+    if counts is None or counts.target is not aten.histc.default:
         return False
-    arguments = bound_arguments(found)
-    is_complete = sizes.product(shape_of_node(node_argument(found))) == sizes.product(shape_of_node(keys))
-    return arguments["bins"] == 1 and arguments["min"] == arguments["max"] and is_complete
+    arguments = bound_arguments(counts)
+    counts_all_rows = sizes.product(shape_of_node(node_argument(counts))) == sizes.product(shape_of_node(keys))
+    return arguments["bins"] == 1 and arguments["min"] == arguments["max"] and counts_all_rows
 
 
 def _cumsum_operand(ends: fx.Node, counted: tuple[Size, ...]) -> fx.Node | None:
@@ -127,6 +132,7 @@ def _cumsum_operand(ends: fx.Node, counted: tuple[Size, ...]) -> fx.Node | None:
     types = [ends.meta[VALUE].dtype]
 
     def before_casts(node: fx.Node) -> fx.Node:
+        """Return the value before casts, and add the dtypes on the way to `types`."""
         while node.target is aten._to_copy.default:
             node = node_argument(node)
             types.append(node.meta[VALUE].dtype)
@@ -141,16 +147,16 @@ def _cumsum_operand(ends: fx.Node, counted: tuple[Size, ...]) -> fx.Node | None:
 
 
 def _holds_counts(dtype: torch.dtype, counted: tuple[Size, ...]) -> bool:
-    """Whether a dtype represents all counts exactly. If the size is dynamic, eager's own float32 counts are assumed to be
+    """Return whether a dtype represents all counts exactly. If the size is dynamic, eager's own float32 counts are assumed to be
     exact.
     """
-    most = sizes.product(counted)
-    if isinstance(most, int):
-        return is_exact_in(dtype, 0, most)
+    largest_count = sizes.product(counted)
+    if isinstance(largest_count, int):
+        return is_exact_in(dtype, 0, largest_count)
     return is_exact_in(dtype, 0, 2**24 if dtype.is_floating_point else LONGEST)
 
 
-def _counted(orders: Permutations, ends: fx.Node, count: Any, keys: fx.Node) -> fx.Node | None:
+def _counted_numbers(orders: Permutations, ends: fx.Node, count: Any, keys: fx.Node) -> fx.Node | None:
     """Return the numbers that `ends` counts: entry i is how many of them are at most i, for i < `count`."""
     counts = _cumsum_operand(ends, shape_of_node(keys))
     if counts is None:
@@ -164,28 +170,30 @@ def _counted(orders: Permutations, ends: fx.Node, count: Any, keys: fx.Node) -> 
     return numbers  # type: ignore[no-any-return]
 
 
-def _histogram(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:
+def _match_histogram(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:
     """Return the numbers of a histogram if each bin holds one integer.
 
     That is: `count` bins over [0, count - 1], or over [0, count] if no number equals `count`.
     """
     arguments = bound_arguments(counts)
     numbers, bins, low, high = node_argument(counts), arguments["bins"], arguments["min"], arguments["max"]
-    fits = bins == count and low == 0 and high in (count - 1, count) and high > 0
-    none_beyond = high == count - 1 or orders.values.of(numbers).high < count
-    return numbers if fits and none_beyond else None
+    has_integer_bins = bins == count and low == 0 and high in (count - 1, count) and high > 0
+    no_number_above = high == count - 1 or orders.values.of(numbers).high < count
+    return numbers if has_integer_bins and no_number_above else None
 
 
-def _ones_added(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:
-    """zeros.index_add(0, numbers, ones)"""
+def _match_index_add(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:
+    """Return the numbers that zeros.index_add(0, numbers, ones) counts, or None."""
     arguments = bound_arguments(counts)
     base, ones = arguments["self"], arguments["source"]
-    fits = arguments["alpha"] == 1 and shape_of_node(counts) == (count,) and fill_of(base) == 0 and fill_of(ones) == 1
-    return arguments["index"] if fits else None
+    adds_ones_to_zeros = (
+        arguments["alpha"] == 1 and shape_of_node(counts) == (count,) and fill_of(base) == 0 and fill_of(ones) == 1
+    )
+    return arguments["index"] if adds_ones_to_zeros else None
 
 
-def _equals_summed(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:
-    """(numbers[:, None] == [0 1 2 ...]).sum(0)"""
+def _match_equality_sum(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node | None:
+    """Return the numbers that (numbers[:, None] == [0 1 2 ...]).sum(0) counts, or None."""
     source, dims = node_argument(counts), bound_arguments(counts)["dim"]
     while source.target is aten._to_copy.default:  # casts of bool: any dtype represents it exactly
         source = node_argument(source)
@@ -194,24 +202,24 @@ def _equals_summed(orders: Permutations, counts: fx.Node, count: Any) -> fx.Node
     numbers, candidates = source.args
     if numbers.meta[VALUE].dtype != candidates.meta[VALUE].dtype:  # type: ignore[union-attr]
         return None
-    column, row = node_argument(source), candidates
-    is_table = counts_up(row) and shape_of_node(row) == (count,)  # type: ignore[arg-type]
+    column, candidate_row = node_argument(source), candidates
+    is_table = counts_up(candidate_row) and shape_of_node(candidate_row) == (count,)  # type: ignore[arg-type]
     is_column = column.target in (aten.unsqueeze.default, *VIEWS) and shape_of_node(column)[1] == 1
     return numbers if is_table and is_column else None  # type: ignore[return-value]
 
 
-def _same_numbers(orders: Permutations, node: fx.Node) -> fx.Node:
+def _before_exact_copies(orders: Permutations, node: fx.Node) -> fx.Node:
     """Return the value before views and casts that keep its numbers."""
-    return behind_copies(node, orders.values, SAME_NUMBERS)
+    return source_of_exact_copies(node, orders.values, SAME_NUMBERS)
 
 
 COUNTERS: dict[Any, Any] = {
-    aten.histc.default: _histogram,
-    aten.index_add.default: _ones_added,
-    aten.sum.dim_IntList: _equals_summed,
+    aten.histc.default: _match_histogram,
+    aten.index_add.default: _match_index_add,
+    aten.sum.dim_IntList: _match_equality_sum,
 }
 PRODUCTS = {
-    "aten::_grouped_mm": product,
-    "transformers::grouped_mm_fallback": product,
-    "transformers::grouped_mm_fallback_backward": product_backward,
+    "aten::_grouped_mm": grouped_product,
+    "transformers::grouped_mm_fallback": grouped_product,
+    "transformers::grouped_mm_fallback_backward": grouped_product_backward,
 }

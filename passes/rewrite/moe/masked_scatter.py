@@ -24,14 +24,14 @@ def rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """
     arguments = bound_arguments(node)
     source, mask = arguments["source"], arguments["mask"]
-    rows = _mask_of_rows(mask)
+    row_mask = _mask_of_rows(mask)
     width = shape_of_node(node)[-1] if shape_of_node(node) else 0
-    fits = shape_of_node(mask) == shape_of_node(node) and shape_of_node(source)[-1:] == (width,)
-    if rows is None or not fits or not _is_fixed(node, source) or not _has_rows(source):
+    has_shape_of_rows = shape_of_node(mask) == shape_of_node(node) and shape_of_node(source)[-1:] == (width,)
+    if row_mask is None or not has_shape_of_rows or not _are_static(node, source) or not _has_rows(source):
         return None
-    numbers = _numbers(rows, writer)
+    row_numbers = _row_numbers(row_mask, writer)
     flat = writer.call(aten.reshape.default, source, [-1, width])
-    return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [numbers]), node_argument(node))
+    return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [row_numbers]), node_argument(node))
 
 
 @equation(aten.index_put.default)
@@ -45,10 +45,10 @@ def number_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if arguments["accumulate"] or len(indices) != 1 or not is_tensor(indices[0]) or shape_of_node(number):
         return None
     mask, shape = indices[0], shape_of_node(x)
-    own = shape_of_node(mask)
-    if mask.meta[VALUE].dtype != torch.bool or not own or shape[: len(own)] != own or not is_alike(number, x):
+    rows = shape_of_node(mask)
+    if mask.meta[VALUE].dtype != torch.bool or not rows or shape[: len(rows)] != rows or not is_alike(number, x):
         return None
-    for dim in range(len(own), len(shape)):
+    for dim in range(len(rows), len(shape)):
         mask = writer.call(aten.unsqueeze.default, mask, dim)
     return writer.call(aten.where.self, mask, number, x)
 
@@ -57,16 +57,16 @@ def number_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def gradient_of_rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gradient of the source -> zeros, with the masked rows added at cumsum(mask) - 1"""
     gradient, mask, sizes = node_argument(node), node_argument(node, 1), node.args[2]
-    rows, own = _mask_of_rows(mask), node.meta[VALUE]
+    row_mask, value = _mask_of_rows(mask), node.meta[VALUE]
     width = shape_of_node(gradient)[-1] if shape_of_node(gradient) else 0
-    fits = shape_of_node(mask) == shape_of_node(gradient) and shape_of_node(node)[-1:] == (width,)
-    if rows is None or not fits or not _is_fixed(node, gradient) or not _has_rows(node):
+    has_shape_of_rows = shape_of_node(mask) == shape_of_node(gradient) and shape_of_node(node)[-1:] == (width,)
+    if row_mask is None or not has_shape_of_rows or not _are_static(node, gradient) or not _has_rows(node):
         return None
-    keywords = {"dtype": own.dtype, "device": own.device}
-    nothing = writer.call(aten.full.default, [], 0.0, **keywords)
-    taken = writer.call(aten.where.self, mask, gradient, nothing)
-    zeros = writer.call(aten.full.default, [math.prod(own.shape[:-1]), width], 0.0, **keywords)
-    added = writer.call(aten.index_put.default, zeros, [_numbers(rows, writer)], taken, True)
+    keywords = {"dtype": value.dtype, "device": value.device}
+    zero = writer.call(aten.full.default, [], 0.0, **keywords)
+    masked = writer.call(aten.where.self, mask, gradient, zero)
+    zeros = writer.call(aten.full.default, [math.prod(value.shape[:-1]), width], 0.0, **keywords)
+    added = writer.call(aten.index_put.default, zeros, [_row_numbers(row_mask, writer)], masked, True)
     return writer.call(aten.reshape.default, added, list(sizes))  # type: ignore[arg-type]
 
 
@@ -85,24 +85,27 @@ def _mask_of_rows(mask: fx.Node) -> fx.Node | None:
 
 
 def _before_clones(node: fx.Node) -> fx.Node:
+    """Return the value before clones."""
     while node.target is aten.clone.default:
         node = node_argument(node)
     return node
 
 
-def _numbers(rows: fx.Node, writer: GraphWriter) -> fx.Node:
+def _row_numbers(row_mask: fx.Node, writer: GraphWriter) -> fx.Node:
     """Return the index of each masked row among all masked rows; 0 before the first one."""
-    shape = list(shape_of_node(rows))[:-1]
-    if rows.meta[VALUE].dtype != torch.bool:
-        rows = writer.call(aten._to_copy.default, rows, dtype=torch.bool)
-    flat = writer.call(aten._to_copy.default, writer.call(aten.reshape.default, rows, [-1]), dtype=torch.int64)
+    shape = list(shape_of_node(row_mask))[:-1]
+    if row_mask.meta[VALUE].dtype != torch.bool:
+        row_mask = writer.call(aten._to_copy.default, row_mask, dtype=torch.bool)
+    flat = writer.call(aten._to_copy.default, writer.call(aten.reshape.default, row_mask, [-1]), dtype=torch.int64)
     numbers = writer.call(aten.clamp.default, writer.call(aten.sub.Tensor, writer.call(aten.cumsum.default, flat, 0), 1), 0)
     return writer.call(aten.reshape.default, numbers, shape)
 
 
 def _has_rows(node: fx.Node) -> bool:
+    """Return whether a value is not empty."""
     return 0 not in shape_of_node(node)
 
 
-def _is_fixed(*nodes: fx.Node) -> bool:
+def _are_static(*nodes: fx.Node) -> bool:
+    """Return whether the shapes of all nodes are static."""
     return all(isinstance(size, int) for node in nodes for size in shape_of_node(node))

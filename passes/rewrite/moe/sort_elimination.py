@@ -33,13 +33,13 @@ from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.registry import RuleCall, rule_for, said_by
 from streamfx.passes.rewrite.driver import replace
-from streamfx.passes.rewrite.views.iota_index import counts_up, looked_up_by_number, row_index
+from streamfx.passes.rewrite.views.iota_index import counts_up, row_index, without_counting_index
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
 LOOKS_UP = (aten.index.Tensor, aten._unsafe_index.Tensor)
-Special: TypeAlias = "Callable[[Permutations, fx.Node], None]"
+Handler: TypeAlias = "Callable[[Permutations, fx.Node], None]"
 
 
 @dataclass(frozen=True)
@@ -58,78 +58,81 @@ class Permutations:
     """The values of a graph whose rows are permuted, and their unpermuted values."""
 
     def __init__(self, graph: fx.Graph) -> None:
+        """Start with no permuted values."""
         self.graph, self.writer, self.values = graph, GraphWriter(graph), ValueRanges()
-        self.reordered: dict[fx.Node, Permuted] = {}
+        self.permuted: dict[fx.Node, Permuted] = {}
         self.restored: dict[fx.Node, Permuted] = {}  # values that do not depend on the permutation, and their twins
         self.inverse: dict[fx.Node, fx.Node] = {}  # inverse permutations, and the permutation that each one undoes
-        self.sorted_by: dict[fx.Node, fx.Node] = {}  # permutations, and the keys that each one sorts in ascending order
+        self.sort_keys: dict[fx.Node, fx.Node] = {}  # permutations, and the keys that each one sorts in ascending order
 
-    def find(self, special: Mapping[str, Special]) -> None:
-        """Walk the graph. `special` maps operator names to handlers that know more about permutations than the operators'
-        rules.
-        """
+    def find(self, more_handlers: Mapping[str, Handler]) -> None:
+        """Walk the graph and record permuted and restored values; `more_handlers` maps operator names to handlers."""
         for node in list(self.graph.nodes):
-            if node.op != "call_function" or node in self.reordered or node in self.restored:
+            if node.op != "call_function" or node in self.permuted or node in self.restored:
                 continue
-            known = special.get(_name(node), SPECIAL.get(node.target))
-            if known is not None:
-                known(self, node)
-            if node not in self.reordered and node not in self.restored and node not in self.inverse:
+            handler = more_handlers.get(_operator_name(node), HANDLERS.get(node.target))
+            if handler is not None:
+                handler(self, node)
+            if node not in self.permuted and node not in self.restored and node not in self.inverse:
                 _propagate(self, node)
 
-    def note(self, node: fx.Node, order: fx.Node, twin: fx.Node, dim: int | None = 0) -> None:
+    def record(self, node: fx.Node, order: fx.Node, twin: fx.Node, dim: int | None = 0) -> None:
         """Record that `node` is `twin` with its rows permuted along `dim`, or equal to `twin` if `dim` is None."""
-        (self.restored if dim is None else self.reordered)[node] = Permuted(order, twin, (dim,))
+        (self.restored if dim is None else self.permuted)[node] = Permuted(order, twin, (dim,))
 
-    def at(self, node: Any, dim: int = 0) -> Permuted | None:
+    def permuted_along(self, node: Any, dim: int = 0) -> Permuted | None:
         """Return the twin of a value that is permuted along a dimension, else None."""
-        found = self.reordered.get(node)
-        return found if found is not None and found.dims == (dim % len(shape_of_node(node)),) else None
+        permuted = self.permuted.get(node)
+        return permuted if permuted is not None and permuted.dims == (dim % len(shape_of_node(node)),) else None
 
     def order_of(self, node: Any) -> fx.Node | None:
         """Return the permutation that an index vector applies to the rows it looks up, else None."""
-        return node if node in self.sorted_by else None
+        return node if node in self.sort_keys else None
 
 
-def undo_orders(graph: fx.Graph, special: Mapping[str, Special]) -> None:
+def remove_undone_permutations(graph: fx.Graph, more_handlers: Mapping[str, Handler]) -> None:
     """Remove, in place, every permutation of rows on which no result depends."""
     orders = Permutations(graph)
-    orders.find(special)
+    orders.find(more_handlers)
     restored = _removable(orders)
-    alive = _alive(graph, restored)
-    for node in orders.reordered.keys() & alive:
-        lasting = next((user.name for user in node.users if user in alive and user not in orders.reordered), "another")
-        node.meta[WHY_WHOLE] = f"{node.target}: its rows stand in an order that matters to {lasting}"
+    reachable = _reachable(graph, restored)
+    for node in orders.permuted.keys() & reachable:
+        reader = next((user.name for user in node.users if user in reachable and user not in orders.permuted), "another")
+        node.meta[WHY_WHOLE] = f"{node.target}: its rows stand in an order that matters to {reader}"
     new_nodes = {*orders.writer.made}
-    for node, found in restored.items():
-        replace(node, found.twin, is_new=found.twin in new_nodes)
+    for node, twin_of_node in restored.items():
+        replace(node, twin_of_node.twin, is_new=twin_of_node.twin in new_nodes)
 
 
 def _removable(orders: Permutations) -> dict[fx.Node, Permuted]:
     """Return the replacements that leave no value permuted by the same permutation alive."""
-    kept = dict(orders.restored)
+    replacements = dict(orders.restored)
     while True:
-        alive = _alive(orders.graph, kept)
-        lasting = {found.order for node, found in orders.reordered.items() if node in alive}
-        remaining = {node: found for node, found in kept.items() if found.order not in lasting}
-        if len(remaining) == len(kept):
-            return kept
-        kept = remaining
+        reachable = _reachable(orders.graph, replacements)
+        lasting_orders = {twin_of_node.order for node, twin_of_node in orders.permuted.items() if node in reachable}
+        remaining = {
+            node: twin_of_node for node, twin_of_node in replacements.items() if twin_of_node.order not in lasting_orders
+        }
+        if len(remaining) == len(replacements):
+            return replacements
+        replacements = remaining
 
 
-def _alive(graph: fx.Graph, replaced: Mapping[fx.Node, Permuted]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+def _reachable(graph: fx.Graph, replacements: Mapping[fx.Node, Permuted]) -> set[fx.Node]:
+    """Return the nodes that outputs and assertions depend on, if the given nodes are replaced by their twins."""
+    reachable: set[fx.Node] = set()
     todo = [graph.output_node(), *filter(is_assertion, graph.nodes)]
     while todo:
         node = todo.pop()
-        node = replaced[node].twin if node in replaced else node
-        if node not in found:
-            found.add(node)
+        node = replacements[node].twin if node in replacements else node
+        if node not in reachable:
+            reachable.add(node)
             todo.extend(node.all_input_nodes)
-    return found
+    return reachable
 
 
-def _name(node: fx.Node) -> str:
+def _operator_name(node: fx.Node) -> str:
+    """Return the name of an operator, or the empty string for a function."""
     return node.target.name() if isinstance(node.target, OpOverload) else ""
 
 
@@ -141,33 +144,34 @@ def _propagate(orders: Permutations, node: fx.Node) -> None:
     if node.target is operator.getitem:
         return _propagate_getitem(orders, node)
     operands = tensor_operands(node)
-    permuted_operands = [orders.reordered.get(operand) for operand in operands]
-    known = [mark for mark in permuted_operands if mark is not None]
-    if not known or len({mark.order for mark in known}) > 1 or is_reduced_over_ranks(node):
+    permuted_operands = [orders.permuted.get(operand) for operand in operands]
+    permuted_marks = [mark for mark in permuted_operands if mark is not None]
+    if not permuted_marks or len({mark.order for mark in permuted_marks}) > 1 or is_reduced_over_ranks(node):
         return None  # (a reduction over ranks would combine rows that each rank has permuted differently)
     signature = _signature(node)
     letter = _letter_of_rows(signature, permuted_operands) if signature is not None else None
     if signature is None or letter is None:
         return None
-    dims = tuple(_position(shape, letter) for shape in signature.results)
+    dims = tuple(_dim_of_label(shape, letter) for shape in signature.results)
     if any(letter in dim for shape in signature.results for dim in shape if len(dim) > 1):
         return None
     twins = {operand: mark.twin for operand, mark in zip(operands, permuted_operands, strict=True) if mark is not None}
     writer = orders.writer.before(node)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: twins.get(argument, argument))
     twin = writer.call(node.target, *args, **kwargs)
-    twin = looked_up_by_number(twin, writer) or twin
-    is_part = not is_tensor(node) or dims[0] is not None
-    (orders.reordered if is_part else orders.restored)[node] = Permuted(known[0].order, twin, dims)
+    twin = without_counting_index(twin, writer) or twin
+    has_permuted_result = not is_tensor(node) or dims[0] is not None
+    (orders.permuted if has_permuted_result else orders.restored)[node] = Permuted(permuted_marks[0].order, twin, dims)
     return None
 
 
 def _propagate_getitem(orders: Permutations, node: fx.Node) -> None:
+    """Record the twin of one result of an operator that has permuted rows."""
     source, position = node.args[0], int_argument(node, 1)
-    found = orders.reordered.get(source)  # type: ignore[arg-type]
-    if found is not None and position < len(found.dims):
-        part = orders.writer.before(node).call(operator.getitem, found.twin, position)
-        orders.note(node, found.order, part, found.dims[position])
+    permuted_source = orders.permuted.get(source)  # type: ignore[arg-type]
+    if permuted_source is not None and position < len(permuted_source.dims):
+        twin = orders.writer.before(node).call(operator.getitem, permuted_source.twin, position)
+        orders.record(node, permuted_source.order, twin, permuted_source.dims[position])
 
 
 def _signature(node: fx.Node) -> Signature | None:
@@ -200,55 +204,54 @@ def _letter_of_rows(signature: Signature, permuted_operands: list[Permuted | Non
     if signature.is_special(letter):
         return None
     for shape, mark in zip(signature.operands, permuted_operands, strict=True):
-        places = [position for position, dim in enumerate(shape) if letter in dim]
-        if places != ([mark.dims[0]] if mark is not None else []):
+        dims = [position for position, dim in enumerate(shape) if letter in dim]
+        if dims != ([mark.dims[0]] if mark is not None else []):
             return None
     return letter
 
 
-def _position(shape: LetterShape, letter: Letter) -> int | None:
+def _dim_of_label(shape: LetterShape, letter: Letter) -> int | None:
+    """Return the dimension that has an axis label, or None."""
     return next((position for position, dim in enumerate(shape) if letter in dim), None)
 
 
 # -- operators that create a permutation, index by it, or undo it
 
 
-def _sort(orders: Permutations, node: fx.Node) -> None:
-    """The indices of a sorted vector are a permutation; the indices of a sorted permutation are its inverse."""
+def _handle_sort(orders: Permutations, node: fx.Node) -> None:
+    """Record the indices of a sorted vector as a permutation, and the indices of a sorted permutation as its inverse."""
     arguments = bound_arguments(node)
     keys = arguments["self"]
     if len(shape_of_node(keys)) != 1 or arguments["descending"]:
         return
-    is_pair = not is_tensor(node)
-    parts = {int_argument(user, 1): user for user in node.users if user.target is operator.getitem} if is_pair else {1: node}
-    order = parts.get(1)
-    if order is None or (keys in orders.reordered and orders.order_of(keys) is None):
+    has_values = not is_tensor(node)
+    results = {int_argument(user, 1): user for user in node.users if user.target is operator.getitem} if has_values else {1: node}
+    order = results.get(1)
+    if order is None or (keys in orders.permuted and orders.order_of(keys) is None):
         return
     writer = orders.writer.before(node)
     if orders.order_of(keys) is not None:
         orders.inverse[order] = keys
         return
-    orders.sorted_by[order] = keys
+    orders.sort_keys[order] = keys
     (size,) = size_arguments(keys, writer)
-    own = order.meta[VALUE]
-    numbers = writer.call(aten.arange.start_step, 0, size, 1, dtype=own.dtype, device=own.device)
-    orders.note(order, order, numbers)
-    if 0 in parts:
-        orders.note(parts[0], order, keys)
+    order_value = order.meta[VALUE]
+    indices = writer.call(aten.arange.start_step, 0, size, 1, dtype=order_value.dtype, device=order_value.device)
+    orders.record(order, order, indices)
+    if 0 in results:
+        orders.record(results[0], order, keys)
 
 
-def _look_up(orders: Permutations, node: fx.Node) -> None:
-    """Permuted rows, indexed by the inverse permutation, are in their original order."""
+def _handle_lookup(orders: Permutations, node: fx.Node) -> None:
+    """Record permuted rows that are indexed by the inverse permutation as restored."""
     index = row_index(node)
-    rows = orders.at(node.args[0])
+    rows = orders.permuted_along(node.args[0])
     if rows is not None and index is not None and orders.inverse.get(index) is rows.order:
-        orders.note(node, rows.order, rows.twin, None)
+        orders.record(node, rows.order, rows.twin, dim=None)
 
 
-def _write(orders: Permutations, node: fx.Node) -> None:
-    """Rows written by a permutation, which covers all rows, are in their original order; rows written by an inverse are
-    permuted.
-    """
+def _handle_write(orders: Permutations, node: fx.Node) -> None:
+    """Record rows written by a permutation of all rows as restored, and rows written by an inverse as permuted."""
     index, arguments = row_index(node), bound_arguments(node)
     if index is None:
         return
@@ -256,21 +259,21 @@ def _write(orders: Permutations, node: fx.Node) -> None:
     if shape_of_node(rows) != shape_of_node(base):
         return
     if (order := orders.order_of(index)) is not None and not arguments["accumulate"]:
-        _written(orders, node, order, rows)
-    elif index in orders.inverse and rows not in orders.reordered and not (arguments["accumulate"] and not is_zero(base)):
-        orders.note(node, orders.inverse[index], rows)
+        _record_write(orders, node, order, rows)
+    elif index in orders.inverse and rows not in orders.permuted and not (arguments["accumulate"] and not is_zero(base)):
+        orders.record(node, orders.inverse[index], rows)
 
 
-def _written(orders: Permutations, node: fx.Node, order: fx.Node, rows: fx.Node) -> None:
-    """result[order[i]] = rows[i]"""
-    found = orders.at(rows)
-    if found is not None and found.order is order:
-        orders.note(node, order, found.twin, None)
+def _record_write(orders: Permutations, node: fx.Node, order: fx.Node, rows: fx.Node) -> None:
+    """Record the result of result[order[i]] = rows[i]: restored rows, or an inverse permutation if the rows count up."""
+    permuted_rows = orders.permuted_along(rows)
+    if permuted_rows is not None and permuted_rows.order is order:
+        orders.record(node, order, permuted_rows.twin, dim=None)
     elif counts_up(rows):
         orders.inverse[node] = order
 
 
-def _scatter(orders: Permutations, node: fx.Node) -> None:
+def _handle_scatter(orders: Permutations, node: fx.Node) -> None:
     """Handle `scatter(base, 0, order, rows)` and `index_copy` of vectors likewise."""
     arguments = bound_arguments(node)
     index, rows = arguments["index"], arguments.get("src", arguments.get("source"))
@@ -283,16 +286,16 @@ def _scatter(orders: Permutations, node: fx.Node) -> None:
         and is_tensor(rows)
         and shape_of_node(rows) == shape_of_node(node)
     ):
-        _written(orders, node, order, rows)
+        _record_write(orders, node, order, rows)
 
 
-SPECIAL: dict[Any, Special] = {
-    aten.sort.default: _sort,
-    aten.sort.stable: _sort,
-    aten.argsort.default: _sort,
-    aten.argsort.stable: _sort,
-    aten.scatter.src: _scatter,
-    aten.index_copy.default: _scatter,
-    **dict.fromkeys(LOOKS_UP, _look_up),
-    **dict.fromkeys(WRITES, _write),
+HANDLERS: dict[Any, Handler] = {
+    aten.sort.default: _handle_sort,
+    aten.sort.stable: _handle_sort,
+    aten.argsort.default: _handle_sort,
+    aten.argsort.stable: _handle_sort,
+    aten.scatter.src: _handle_scatter,
+    aten.index_copy.default: _handle_scatter,
+    **dict.fromkeys(LOOKS_UP, _handle_lookup),
+    **dict.fromkeys(WRITES, _handle_write),
 }

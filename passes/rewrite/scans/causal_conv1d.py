@@ -17,13 +17,13 @@ from streamfx.kernels import causal_conv
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.rewrite.pattern import equation, results_in_use
-from streamfx.passes.rewrite.scans.custom_scan import TOGETHER, ScanCall, strip_aliases, users_through_aliases, written
+from streamfx.passes.rewrite.scans.custom_scan import TOGETHER, ScanCall, emit_recurrences, strip_aliases, users_through_aliases
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 
 FORWARD, BACKWARD = "DaoAILab::_causal_conv1d_fwd_cpp", "DaoAILab::_causal_conv1d_bwd_cpp"
-GIVEN = ("x", "weight", "bias")
-BEYOND = ("seq_idx", "initial_states")
-WRITTEN = ("dx", "dweight", "dbias")  # in the order of `_all_bases`
+INPUTS = ("x", "weight", "bias")
+UNSUPPORTED = ("seq_idx", "initial_states")
+WRITTEN_BASES = ("dx", "dweight", "dbias")  # in the order of `_all_bases`
 CONVOLUTION = Stateful(
     name="causal_conv1d",
     operators=(FORWARD, BACKWARD),
@@ -46,57 +46,67 @@ def convolution_of_the_package(node: fx.Node, writer: GraphWriter) -> Mapping[fx
 
     Applies if the caller passes no states and no sequence indices.
     """
-    if _name(node) != FORWARD:
+    if _functionalized_name(node) != FORWARD:
         return None
     try:
-        call = _forward(node)
-        users = {user for user in users_through_aliases(call.arguments["x"]) if _name(user) == BACKWARD}
-        backwards = [other for user in sorted(users) if (other := _backward(user, call)) is not None]
-        return written(CONVOLUTION, call, backwards, writer)
+        call = _read_forward(node)
+        users = {user for user in users_through_aliases(call.arguments["x"]) if _functionalized_name(user) == BACKWARD}
+        backwards = [backward for user in sorted(users) if (backward := _read_backward(user, call)) is not None]
+        return emit_recurrences(CONVOLUTION, call, backwards, writer)
     except NotStatefulError as why:
         node.meta[WHY_WHOLE] = f"{FORWARD} with {why}"
         return None
 
 
-def _name(node: fx.Node) -> str:
+def _functionalized_name(node: fx.Node) -> str:
+    """Return the name of the operator that `auto_functionalized` calls, or the empty string."""
     target = node.args[0] if node.target is AUTO_FUNCTIONALIZED else None
     return target.name() if isinstance(target, OpOverload) else ""
 
 
-def _forward(node: fx.Node) -> ScanCall:
-    own = node.kwargs
-    _check_none(own, (*BEYOND, "_final_states_out_base_index"))
-    return _call(node, {**{name: own[name] for name in GIVEN}, "silu": own["silu_activation"], "first": None})
+def _read_forward(node: fx.Node) -> ScanCall:
+    """Read a forward call; raise an error if the caller passes states or sequence indices."""
+    arguments = node.kwargs
+    _check_none(arguments, (*UNSUPPORTED, "_final_states_out_base_index"))
+    return _scan_call(node, {**{name: arguments[name] for name in INPUTS}, "silu": arguments["silu_activation"], "first": None})
 
 
-def _backward(node: fx.Node, call: ScanCall) -> ScanCall | None:
+def _read_backward(node: fx.Node, call: ScanCall) -> ScanCall | None:
     """Return the backward if it belongs to this call, else None."""
-    own = node.kwargs
-    given = {**{name: strip_aliases(own[name]) for name in GIVEN}, "silu": own["silu_activation"], "first": None}
-    if any(value is not call.arguments[name] for name, value in given.items()):
+    arguments = node.kwargs
+    forward_arguments = {
+        **{name: strip_aliases(arguments[name]) for name in INPUTS},
+        "silu": arguments["silu_activation"],
+        "first": None,
+    }
+    if any(value is not call.arguments[name] for name, value in forward_arguments.items()):
         return None
-    _check_none(own, (*BEYOND, "_dfinal_states_base_index", "_dinitial_states_base_index"))
-    bases: Sequence[Any] = own["_all_bases"]  # type: ignore[assignment]
-    count = 2 if given["bias"] is None else 3
-    if [own[f"_{name}_base_index"] for name in WRITTEN[:count]] != [*range(count)] or not all(map(is_zero, bases[1:])):
+    _check_none(arguments, (*UNSUPPORTED, "_dfinal_states_base_index", "_dinitial_states_base_index"))
+    bases: Sequence[Any] = arguments["_all_bases"]  # type: ignore[assignment]
+    count = 2 if forward_arguments["bias"] is None else 3
+    if [arguments[f"_{name}_base_index"] for name in WRITTEN_BASES[:count]] != [*range(count)] or not all(
+        map(is_zero, bases[1:])
+    ):
         raise NotStatefulError("gradients that are added to others")
-    return _call(node, {**given, "dy": own["dout"], "dlast": None})
+    return _scan_call(node, {**forward_arguments, "dy": arguments["dout"], "dlast": None})
 
 
-def _call(node: fx.Node, arguments: Mapping[str, Any]) -> ScanCall:
-    """The results of `auto_functionalized` are the operator's own result (none here), followed by the tensors that it
-    writes.
-    """
-    parts = results_in_use(node)
-    if parts is None or 0 in parts:
+def _scan_call(node: fx.Node, arguments: Mapping[str, Any]) -> ScanCall:
+    """Return the call; results of `auto_functionalized` are its own (none here), followed by the tensors that it writes."""
+    users_by_result = results_in_use(node)
+    if users_by_result is None or 0 in users_by_result:
         raise NotStatefulError(TOGETHER)
-    kinds = node.meta[VALUE][1:]
+    written_values = node.meta[VALUE][1:]
     return ScanCall(
-        node, {name: strip_aliases(value) for name, value in arguments.items()}, {i - 1: parts[i] for i in parts}, kinds
+        node,
+        {name: strip_aliases(value) for name, value in arguments.items()},
+        {i - 1: users_by_result[i] for i in users_by_result},
+        written_values,
     )
 
 
-def _check_none(own: Mapping[str, Any], names: Sequence[str]) -> None:
+def _check_none(arguments: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise an error if the caller passes any of these arguments."""
     for name in names:
-        if own.get(name) is not None:
+        if arguments.get(name) is not None:
             raise NotStatefulError(f"{name.strip('_').removesuffix('_base_index')} of the caller's")

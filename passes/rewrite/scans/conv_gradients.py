@@ -25,21 +25,32 @@ def gradients_of_a_convolution(node: fx.Node, writer: GraphWriter) -> dict[fx.No
     """
     arguments = bound_arguments(node)
     gradient, x, weight = (arguments[name] for name in ("grad_output", "input", "weight"))
-    if not _has_a_rule(arguments, x, weight) or arguments["output_mask"] == [False, True, False]:
+    if not _has_axis_rule(arguments, x, weight) or arguments["output_mask"] == [False, True, False]:
         return None
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    stride, padding, dilation, transposed, more, groups = (arguments[name] for name in names)
+    stride, padding, dilation, transposed, output_padding, groups = (arguments[name] for name in names)
     gradients: dict[fx.Node, fx.Node] = {}
     for user in node.users:
         match user.args[1]:
             case 0:
                 result = writer.call(
-                    aten.convolution.default, gradient, weight, None, stride, padding, dilation, not transposed, more, groups
+                    aten.convolution.default,
+                    gradient,
+                    weight,
+                    None,
+                    stride,
+                    padding,
+                    dilation,
+                    not transposed,
+                    output_padding,
+                    groups,
                 )
             case 1:
-                others = (arguments["bias_sizes"], stride, padding, dilation, transposed, more, groups)
-                alone = writer.call(aten.convolution_backward.default, gradient, x, weight, *others, [False, True, False])
-                result = writer.call(operator.getitem, alone, 1)
+                options = (arguments["bias_sizes"], stride, padding, dilation, transposed, output_padding, groups)
+                weight_backward = writer.call(
+                    aten.convolution_backward.default, gradient, x, weight, *options, [False, True, False]
+                )
+                result = writer.call(operator.getitem, weight_backward, 1)
             case _:
                 dims = [dim for dim in range(len(shape_of_node(gradient))) if dim != 1]
                 result = writer.call(aten.sum.dim_IntList, gradient, dims)
@@ -47,7 +58,8 @@ def gradients_of_a_convolution(node: fx.Node, writer: GraphWriter) -> dict[fx.No
     return gradients
 
 
-def _has_a_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:
+def _has_axis_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:
+    """Return whether the axis rules cover a convolution: kernels of one tap, or windows along one axis."""
     taps = shape_of_node(weight)
     if not all(item.meta[VALUE].is_floating_point() for item in (x, weight)):  # gradients of complex tensors contain conjugates
         return False

@@ -38,14 +38,16 @@ class ScanCall:
 
     node: fx.Node
     arguments: Mapping[str, Any]
-    parts: Mapping[int, Sequence[fx.Node]]
+    users_by_result: Mapping[int, Sequence[fx.Node]]
     results: Sequence[Any]
 
     @property
     def values(self) -> dict[str, Any]:
+        """Return the traced values of the arguments: fake tensors instead of nodes."""
         return {name: value.meta[VALUE] if isinstance(value, fx.Node) else value for name, value in self.arguments.items()}
 
     def operands(self, names: Sequence[str]) -> list[fx.Node]:
+        """Return the arguments of these names."""
         return [self.arguments[name] for name in names]
 
 
@@ -56,13 +58,13 @@ def operator_with_a_state(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node
     declared = STATEFUL[name_of(node)]
     backwards: list[ScanCall] = []
     try:
-        call = read(node, declared)
+        call = read_call(node, declared)
         _check_names(declared, call)
         backwards += backwards_of(declared, call)
-        return written(declared, call, backwards, writer)
+        return emit_recurrences(declared, call, backwards, writer)
     except NotStatefulError as why:
-        for each in (node, *(backward.node for backward in backwards)):
-            each.meta[WHY_WHOLE] = f"{each.target} with {why}"
+        for failed in (node, *(backward.node for backward in backwards)):
+            failed.meta[WHY_WHOLE] = f"{failed.target} with {why}"
         return None
 
 
@@ -73,19 +75,21 @@ OPERATOR_WITH_A_STATE = Equation("operator with a state", STATEFUL.keys(), opera
 
 
 def name_of(node: fx.Node) -> str:
+    """Return the name of an operator, or the empty string for a function."""
     return node.target.name() if isinstance(node.target, OpOverload) else ""
 
 
-def read(node: fx.Node, declared: Stateful) -> ScanCall:
-    arguments, parts = bound_arguments(node), results_in_use(node)
-    if parts is None:
+def read_call(node: fx.Node, declared: Stateful) -> ScanCall:
+    """Read a call of a declared operator or its backward; raise an error if its arguments are not supported."""
+    arguments, users_by_result = bound_arguments(node), results_in_use(node)
+    if users_by_result is None:
         raise NotStatefulError(TOGETHER)
     for name, value in arguments.items():
         if isinstance(value, (list, tuple)) and any(isinstance(item, fx.Node) for item in value):
             raise NotStatefulError(LISTS)
         if isinstance(value, fx.Node) and not is_tensor(value) and name not in declared.counts:
             raise NotStatefulError(SIZES.format(name=name))
-    return ScanCall(node, {name: strip_aliases(value) for name, value in arguments.items()}, parts, node.meta[VALUE])
+    return ScanCall(node, {name: strip_aliases(value) for name, value in arguments.items()}, users_by_result, node.meta[VALUE])
 
 
 def strip_aliases(value: Any) -> Any:
@@ -106,100 +110,120 @@ def users_through_aliases(value: fx.Node) -> Iterator[fx.Node]:
 
 def backwards_of(declared: Stateful, call: ScanCall) -> list[ScanCall]:
     """Return the backwards of a call: they take its operands and the results that it saved for them."""
-    found = [backward for backward in _sharing(call, declared, 1) if _is_of(declared, backward, call)]
-    for backward in found:
+    backwards = [backward for backward in _calls_sharing_operands(call, declared, 1) if _is_backward_of(declared, backward, call)]
+    for backward in backwards:
         _check_names(declared, backward, backward=True)
-        for other in _sharing(call, declared, 0):
-            if other.arguments != call.arguments and _is_of(declared, backward, other):
+        for other in _calls_sharing_operands(call, declared, 0):
+            if other.arguments != call.arguments and _is_backward_of(declared, backward, other):
                 raise NotStatefulError(OTHERS)
-    return found
+    return backwards
 
 
-def _sharing(call: ScanCall, declared: Stateful, which: int) -> Iterator[ScanCall]:
+def _calls_sharing_operands(call: ScanCall, declared: Stateful, index: int) -> Iterator[ScanCall]:
     """Yield the calls of the operator (0), or of its backward (1), that share an operand with this call."""
     sources = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
     users = {
-        user: None for source in sources for user in users_through_aliases(source) if name_of(user) == declared.operators[which]
+        user: None for source in sources for user in users_through_aliases(source) if name_of(user) == declared.operators[index]
     }
-    return (read(user, declared) for user in users)
+    return (read_call(user, declared) for user in users)
 
 
-def _is_of(declared: Stateful, backward: ScanCall, call: ScanCall) -> bool:
-    own = {name: value for name, value in backward.arguments.items() if name in declared.takes and name not in declared.counts}
-    is_given_the_same = all(_is_same(value, call.arguments[name]) for name, value in own.items())
-    saved = {name: call.parts.get(number, ()) for name, number in declared.saved.items()}
-    return is_given_the_same and all(backward.arguments[name] in users for name, users in saved.items())
+def _is_backward_of(declared: Stateful, backward: ScanCall, call: ScanCall) -> bool:
+    """Return whether a backward has the operands of a call, and reads the results that this call saved."""
+    shared_arguments = {
+        name: value for name, value in backward.arguments.items() if name in declared.takes and name not in declared.counts
+    }
+    has_equal_operands = all(_are_equal_arguments(value, call.arguments[name]) for name, value in shared_arguments.items())
+    saved = {name: call.users_by_result.get(number, ()) for name, number in declared.saved.items()}
+    return has_equal_operands and all(backward.arguments[name] in users for name, users in saved.items())
 
 
 def _check_names(declared: Stateful, call: ScanCall, backward: bool = False) -> None:
     """Check the argument names: a package's operator may change between versions."""
-    known = declared.backward_takes if backward else declared.takes
-    if tuple(call.arguments) != known:
-        raise NotStatefulError(f"other arguments than {', '.join(known)}")
+    expected = declared.backward_takes if backward else declared.takes
+    if tuple(call.arguments) != expected:
+        raise NotStatefulError(f"other arguments than {', '.join(expected)}")
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    return value is other or (type(value) is type(other) and not isinstance(value, fx.Node) and bool(value == other))
+def _are_equal_arguments(value: Any, expected: Any) -> bool:
+    """Return whether two arguments are one node, or equal constants of one type."""
+    return value is expected or (type(value) is type(expected) and not isinstance(value, fx.Node) and bool(value == expected))
 
 
 # -- writing recurrences
 
 
-def written(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+def emit_recurrences(
+    declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall], writer: GraphWriter
+) -> dict[fx.Node, fx.Node]:
     """Replace the results of a call and of its backwards by recurrences that run chunk by chunk.
 
     If one of them cannot be replaced, raise an error before anything is written.
     """
     _check_saved(declared, call, backwards)
-    wanted = [number for number in sorted(call.parts) if number not in declared.remade.values()]
-    plan, results = writer.value(forward_plan, declared, call.values, wanted)
-    _check_results(call, results, wanted)
-    others = [(other, _plan_of(declared, plan, call, other, results, writer)) for other in backwards]
+    computed_results = [number for number in sorted(call.users_by_result) if number not in declared.remade.values()]
+    plan, results = writer.value(forward_plan, declared, call.values, computed_results)
+    _check_results(call, results, computed_results)
+    backward_plans = [(backward, _backward_plan(declared, plan, call, backward, results, writer)) for backward in backwards]
     forward = writer.call(Forward(plan), *call.operands(plan.operands))
-    found = _replacements(call, plan, forward, writer)
-    for other, own in others:
-        both = ScanCall(other.node, {**call.arguments, **other.arguments}, other.parts, other.results)
-        result = writer.before(other.node).call(Backward(own), *both.operands(own.operands))
+    replacements = _map_results(call, plan, forward, writer)
+    for backward, plan_of_backward in backward_plans:
+        merged = ScanCall(backward.node, {**call.arguments, **backward.arguments}, backward.users_by_result, backward.results)
+        result = writer.before(backward.node).call(Backward(plan_of_backward), *merged.operands(plan_of_backward.operands))
         result.meta[FORWARD_OPERATOR] = forward
-        found |= _replacements(other, own, result, writer)
-    return found
+        replacements |= _map_results(backward, plan_of_backward, result, writer)
+    return replacements
 
 
-def _plan_of(
-    declared: Stateful, plan: StatefulPlan, call: ScanCall, other: ScanCall, known: Sequence[Any], writer: GraphWriter
+def _backward_plan(
+    declared: Stateful,
+    plan: StatefulPlan,
+    call: ScanCall,
+    backward: ScanCall,
+    results_of_call: Sequence[Any],
+    writer: GraphWriter,
 ) -> StatefulPlan:
-    """Return the plan of a backward. It also takes the operands of its call if it recomputes values that the call has
-    saved.
-    """
-    kept = {name: value for name, value in other.values.items() if name not in declared.remade}
-    recomputes = any(0 not in shape_of(known[number]) for number in declared.remade.values())
-    arguments = {**(call.values if recomputes else {}), **kept}
-    own, results = writer.value(backward_plan, declared, plan, arguments, known, sorted(other.parts))
-    _check_results(other, results, sorted(other.parts))
-    return own
+    """Return the plan of a backward, which also takes the call's operands if it recomputes values that the call saved."""
+    backward_values = {name: value for name, value in backward.values.items() if name not in declared.remade}
+    recomputes = any(0 not in shape_of(results_of_call[number]) for number in declared.remade.values())
+    arguments = {**(call.values if recomputes else {}), **backward_values}
+    plan_of_backward, results = writer.value(
+        backward_plan, declared, plan, arguments, results_of_call, sorted(backward.users_by_result)
+    )
+    _check_results(backward, results, sorted(backward.users_by_result))
+    return plan_of_backward
 
 
-def _replacements(call: ScanCall, plan: StatefulPlan, recurrence: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    taken = {part.number: writer.call(operator.getitem, recurrence, place) for place, part in enumerate(plan.results)}
-    return {user: taken[number] for number, users in call.parts.items() if number in taken for user in users}
+def _map_results(call: ScanCall, plan: StatefulPlan, recurrence: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    """Emit a `getitem` for each result of a recurrence, and map the old results to them."""
+    getitem_by_number = {
+        result.number: writer.call(operator.getitem, recurrence, position) for position, result in enumerate(plan.results)
+    }
+    return {
+        user: getitem_by_number[number]
+        for number, users in call.users_by_result.items()
+        if number in getitem_by_number
+        for user in users
+    }
 
 
 def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall]) -> None:
     """Check that a result without rows is recomputed by each chunk, and that only this call's backwards read it."""
-    own = {backward.node for backward in backwards}
-    for number, users in call.parts.items():
+    backward_nodes = {backward.node for backward in backwards}
+    for number, getitems in call.users_by_result.items():
         without_rows = declared.results[number] is None and number not in declared.states.values()
         if without_rows and (
-            number not in declared.remade.values() or {user for part in users for user in users_through_aliases(part)} - own
+            number not in declared.remade.values()
+            or {user for part in getitems for user in users_through_aliases(part)} - backward_nodes
         ):
             raise NotStatefulError(SAVED.format(number=number))
 
 
-def _check_results(call: ScanCall, results: Sequence[Any], wanted: Sequence[int]) -> None:
+def _check_results(call: ScanCall, results: Sequence[Any], numbers: Sequence[int]) -> None:
     """Check that used results keep their shape and dtype: an operator may return other results if it also returns its
     state.
     """
-    for number in wanted:
-        value, now = call.results[number], results[number]
-        if now is None or shape_of(value) != shape_of(now) or value.dtype != now.dtype:
+    for number in numbers:
+        value, recurrence_value = call.results[number], results[number]
+        if recurrence_value is None or shape_of(value) != shape_of(recurrence_value) or value.dtype != recurrence_value.dtype:
             raise NotStatefulError(FLAGS.format(number=number))

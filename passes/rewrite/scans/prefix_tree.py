@@ -23,13 +23,14 @@ class TreeScan:
     """A call of the scan: the rows of each leaf, the operands that all rows share, and the number of the combine function."""
 
     rows: tuple[fx.Node, ...]
-    given: tuple[fx.Node, ...]
+    shared: tuple[fx.Node, ...]
     combine: int
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> TreeScan:
-        rows, given, combine = arguments
-        return cls(tuple(map(strip_aliases, rows)), tuple(map(strip_aliases, given)), combine)
+        """Read a call's arguments: the rows of each leaf, the shared operands, the combine function's number."""
+        rows, shared, combine = arguments
+        return cls(tuple(map(strip_aliases, rows)), tuple(map(strip_aliases, shared)), combine)
 
 
 @equation(TREE_SCAN)
@@ -37,49 +38,55 @@ def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
     """associative_scan(rows) -> y                     ->   recurrence(rows) -> y
     associative_scan_backward(dy, rows) -> drows    ->   recurrence(dy, rows) -> drows, in reverse
     """
-    call, parts = TreeScan.read(node.args), results_in_use(node)
-    backwards = list(_backwards(call))
-    of_backwards = [results_in_use(each) for each in backwards]
-    if parts is None or None in of_backwards or not isinstance(shape_of_node(call.rows[0])[0], int):
+    call, users_by_result = TreeScan.read(node.args), results_in_use(node)
+    backwards = list(_backward_calls(call))
+    users_by_backward = [results_in_use(backward) for backward in backwards]
+    if users_by_result is None or None in users_by_backward or not isinstance(shape_of_node(call.rows[0])[0], int):
         return None
-    forward = writer.made_as(_values(node, parts), Associative(_plan(call, sorted(parts))), *call.rows, *call.given)
-    found = _getitems(forward, parts, writer)
-    for each, own in zip(backwards, of_backwards, strict=True):
-        assert own is not None
-        gradients: Sequence[Any] = each.args[0]  # type: ignore[assignment]
+    forward = writer.made_as(
+        _result_values(node, users_by_result), Associative(_plan(call, sorted(users_by_result))), *call.rows, *call.shared
+    )
+    replacements = _getitems(forward, users_by_result, writer)
+    for backward, backward_users in zip(backwards, users_by_backward, strict=True):
+        assert backward_users is not None
+        gradients: Sequence[Any] = backward.args[0]  # type: ignore[assignment]
         present = [gradient for gradient in gradients if gradient is not None]
         absent = frozenset(number for number, gradient in enumerate(gradients) if gradient is None)
-        plan = _plan(call, sorted(own), present, absent)
-        operands = (*present, *call.rows, *call.given)
-        result = writer.before(each).made_as(_values(each, own), AssociativeBackward(plan), *operands)
+        plan = _plan(call, sorted(backward_users), present, absent)
+        operands = (*present, *call.rows, *call.shared)
+        result = writer.before(backward).made_as(_result_values(backward, backward_users), AssociativeBackward(plan), *operands)
         result.meta[FORWARD_OPERATOR] = forward
-        found |= _getitems(result, own, writer)
-    return found
+        replacements |= _getitems(result, backward_users, writer)
+    return replacements
 
 
-def _backwards(call: TreeScan) -> Iterator[fx.Node]:
+def _backward_calls(call: TreeScan) -> Iterator[fx.Node]:
     """Yield the backwards of a call: they take the same rows and the same combine function."""
     for user in dict.fromkeys(user for row in call.rows for user in users_through_aliases(row)):
         if user.target is SCAN_BACKWARD and TreeScan.read(user.args[1:]) == call:
             yield user
 
 
-def _values(node: fx.Node, parts: Mapping[int, Any]) -> tuple[Any, ...]:
+def _result_values(node: fx.Node, parts: Mapping[int, Any]) -> tuple[Any, ...]:
+    """Return the traced values of the used results of a scan, by position."""
     return tuple(node.meta[VALUE][number] for number in sorted(parts))
 
 
-def _getitems(scan: fx.Node, parts: Mapping[int, Sequence[fx.Node]], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    taken = {number: writer.call(operator.getitem, scan, place) for place, number in enumerate(sorted(parts))}
-    return {user: taken[number] for number, users in parts.items() for user in users}
+def _getitems(scan: fx.Node, users_by_result: Mapping[int, Sequence[fx.Node]], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    """Emit a `getitem` for each used result, and map its old users to it."""
+    getitem_by_number = {
+        number: writer.call(operator.getitem, scan, position) for position, number in enumerate(sorted(users_by_result))
+    }
+    return {user: getitem_by_number[number] for number, users in users_by_result.items() for user in users}
 
 
 def _plan(
     call: TreeScan, results: Sequence[int], gradients: Sequence[fx.Node] = (), absent: frozenset[int] | None = None
 ) -> TreePlan:
     """Return the plan of a call, or of its backward."""
-    operands = [*((shape_of_node(row), 0) for row in call.rows), *((shape_of_node(value), None) for value in call.given)]
-    taken = [*((shape_of_node(gradient), 0) for gradient in gradients), *operands]
-    axes = axes_apart(taken, [operands[number] for number in results])
+    operands = [*((shape_of_node(row), 0) for row in call.rows), *((shape_of_node(value), None) for value in call.shared)]
+    all_operands = [*((shape_of_node(gradient), 0) for gradient in gradients), *operands]
+    axes = axes_apart(all_operands, [operands[number] for number in results])
     types = tuple(row.meta[VALUE].dtype for row in call.rows)
     (length, *_), *_ = shapes = [shape_of_node(row) for row in call.rows]
     assert isinstance(length, int)

@@ -25,8 +25,8 @@ def reversed_scan(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return None
     dim = bound_arguments(scanned)["dim"] % rank
     flipped_dims = [[item % rank for item in flip.args[1]] for flip in (node, flipped)]  # type: ignore[union-attr,operator]
-    same_type = scanned.meta[VALUE].dtype == flipped.meta[VALUE].dtype
-    if flipped_dims != [[dim], [dim]] or not same_type:
+    keeps_dtype = scanned.meta[VALUE].dtype == flipped.meta[VALUE].dtype
+    if flipped_dims != [[dim], [dim]] or not keeps_dtype:
         return None
     reverse = getattr(torch.ops.streamfx, f"reverse_{FORWARD[scanned.target]}").default
     return writer.call(reverse, flipped.args[0], dim)

@@ -42,28 +42,31 @@ class ScanStep:
 
     @property
     def inputs(self) -> list[fx.Node]:
+        """Return the placeholders of the step's graph."""
         return list(self.graph.find_nodes(op="placeholder"))
 
     @property
     def results(self) -> Sequence[fx.Node]:
+        """Return the results of the step: the next carry, then one row per output."""
         return self.graph.output_node().args[0]  # type: ignore[return-value]
 
     @property
     def operators(self) -> list[fx.Node]:
+        """Return the operators of the step's graph."""
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
 
-    def arranged(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> ScanStep:
+    def rearranged(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> ScanStep:
         """Return the same operators with reordered inputs and the given results."""
-        graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in (*inputs, *self.operators):
-            known[node] = graph.node_copy(node, known.__getitem__)
-        graph.output(tuple(known[result] for result in results))
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[result] for result in results))
         graph.eliminate_dead_code()
         return ScanStep(graph, self.carried)
 
     def with_views(self) -> ScanStep:
         """Replace copies of views by views that copy only if needed; nothing writes to the values of a step."""
-        step = self.arranged(self.inputs, self.results)
+        step = self.rearranged(self.inputs, self.results)
         for node in step.operators:
             viewed = _view_of(node.target)
             node.target = COPIES_WHERE_NEEDED.get(viewed, viewed)
@@ -77,52 +80,53 @@ class ScanOperator:
     step: ScanStep
     first: tuple[fx.Node, ...]
     rows: tuple[fx.Node, ...]
-    given: tuple[fx.Node, ...]
+    shared: tuple[fx.Node, ...]
 
     @property
     def operands(self) -> tuple[fx.Node, ...]:
-        return (*self.first, *self.rows, *self.given)
+        """Return all operands: carry, scanned rows, shared operands."""
+        return (*self.first, *self.rows, *self.shared)
 
 
 @equation(SCAN)
 def scan_over_rows(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """scan(step, first, rows, given) -> scan(first, rows, given), in reverse if the rows were flipped"""
-    call, parts = _read(node), results_in_use(node)
-    if call is None or parts is None:
+    call, users_by_result = _read_call(node), results_in_use(node)
+    if call is None or users_by_result is None:
         return None
-    results = _without_steps(call, [number for number in parts if number >= call.step.carried], writer)
-    wanted = [number for number in parts if number not in results]
-    if wanted:
-        results |= _scanned(_with_shared_operands(call), wanted, writer)
-    return {part: results[number] for number, users in parts.items() for part in users}
+    results = _emit_without_steps(call, [number for number in users_by_result if number >= call.step.carried], writer)
+    remaining = [number for number in users_by_result if number not in results]
+    if remaining:
+        results |= _emit_scan(_with_shared_operands(call), remaining, writer)
+    return {user: results[number] for number, users in users_by_result.items() for user in users}
 
 
 @equation(aten.flip.default)
 def turned_repetition(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """flip(expand(x)) -> expand(x), if one row is repeated"""
     inner = node_argument(node)
-    return inner if _flipped_dims(node) == {0} and _repeated(inner) is not None else None
+    return inner if _flipped_dims(node) == {0} and _repeated_row(inner) is not None else None
 
 
 # -- reading a call
 
 
-def _read(node: fx.Node) -> ScanOperator | None:
+def _read_call(node: fx.Node) -> ScanOperator | None:
     """Return the call if its step is pure (no random draws, no mutation, no dependence on layouts), else None."""
     function, *groups = node.args
     module = function.meta.get(GRAPH) if isinstance(function, fx.Node) else None
-    first, rows, given = (tuple(group) for group in groups)  # type: ignore[arg-type]
-    if module is None or not rows or not all(isinstance(item, fx.Node) and is_tensor(item) for item in (*first, *rows, *given)):
+    first, rows, shared = (tuple(group) for group in groups)  # type: ignore[arg-type]
+    if module is None or not rows or not all(isinstance(item, fx.Node) and is_tensor(item) for item in (*first, *rows, *shared)):
         return None
-    call = ScanOperator(ScanStep(module.graph, len(first)), first, rows, given)
-    is_known = len(call.step.inputs) == len(call.operands) and all(map(computes, call.step.operators))
+    call = ScanOperator(ScanStep(module.graph, len(first)), first, rows, shared)
+    is_pure = len(call.step.inputs) == len(call.operands) and all(map(computes, call.step.operators))
     return (
-        ScanOperator(call.step.with_views(), first, rows, given) if is_known and all(map(_has_shape, call.step.results)) else None
+        ScanOperator(call.step.with_views(), first, rows, shared) if is_pure and all(map(_has_shape, call.step.results)) else None
     )
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether an operator of a step is a function of its operands' elements only, not of their memory or a random state."""
+    """Return whether a step's operator depends on its operands' elements only, not on their memory or a random state."""
     if node.target is operator.getitem:
         return True
     return (
@@ -135,7 +139,7 @@ def computes(node: fx.Node) -> bool:
 
 
 def _has_shape(result: Any) -> bool:
-    """Whether a step's result is a tensor of static shape."""
+    """Return whether a step's result is a tensor of static shape."""
     return isinstance(result, fx.Node) and is_tensor(result) and all(isinstance(n, int) for n in result.meta[VALUE].shape)
 
 
@@ -150,21 +154,21 @@ def _view_of(target: Any) -> Any:
 # -- results without steps
 
 
-def _without_steps(call: ScanOperator, numbers: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
-    """Return the outputs that are rows of an operand, or loop-invariant."""
-    found: dict[int, fx.Node] = {}
+def _emit_without_steps(call: ScanOperator, numbers: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
+    """Return the outputs, by number, that are rows of an operand or are loop-invariant: these need no recurrence."""
+    outputs: dict[int, fx.Node] = {}
     start, stop = len(call.first), len(call.first) + len(call.rows)
     operands = dict(zip(call.step.inputs, call.operands, strict=True))
     changing = descendants(call.step.inputs[:stop], call.step.operators)
     for number in numbers:
         source = _source_of_copy(call.step.results[number])
         if source in call.step.inputs[start:stop]:
-            found[number] = operands[source]
+            outputs[number] = operands[source]
         elif source not in changing:
             row = writer.call(aten.unsqueeze.default, _loop_invariant(source, operands, writer), 0)
             length = size_arguments(call.rows[0], writer)[0]
-            found[number] = writer.call(aten.expand.default, row, [length, *(-1 for _ in shape_of_node(source))])
-    return found
+            outputs[number] = writer.call(aten.expand.default, row, [length, *(-1 for _ in shape_of_node(source))])
+    return outputs
 
 
 def _source_of_copy(node: fx.Node) -> fx.Node:
@@ -174,14 +178,14 @@ def _source_of_copy(node: fx.Node) -> fx.Node:
     return node
 
 
-def _loop_invariant(value: fx.Node, known: dict[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
+def _loop_invariant(value: fx.Node, emitted: dict[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
     """Compute a loop-invariant value outside of the steps."""
-    if value not in known:
+    if value not in emitted:
         for source in value.all_input_nodes:
-            _loop_invariant(source, known, writer)
-        args, kwargs = fx.node.map_arg((value.args, value.kwargs), known.__getitem__)
-        known[value] = writer.call(value.target, *args, **kwargs)
-    return known[value]
+            _loop_invariant(source, emitted, writer)
+        args, kwargs = fx.node.map_arg((value.args, value.kwargs), emitted.__getitem__)
+        emitted[value] = writer.call(value.target, *args, **kwargs)
+    return emitted[value]
 
 
 # -- operands shared by all rows
@@ -191,18 +195,25 @@ def _with_shared_operands(call: ScanOperator) -> ScanOperator:
     """Turn scanned operands whose rows are all equal into shared operands."""
     start, stop = len(call.first), len(call.first) + len(call.rows)
     inputs = call.step.inputs
-    one = {place: _repeated(rows) for place, rows in zip(inputs[start:stop], call.rows, strict=True)}
-    if None not in one.values():  # the number of rows is read from the scanned operands, so one must remain
+    repeated_by_input = {
+        placeholder: _repeated_row(rows) for placeholder, rows in zip(inputs[start:stop], call.rows, strict=True)
+    }
+    if None not in repeated_by_input.values():  # the number of rows is read from the scanned operands, so one must remain
         return call
-    own = dict(zip(inputs[start:stop], call.rows, strict=True))
-    kept = [place for place in one if one[place] is None]
-    moved = [place for place in one if one[place] is not None]
-    order = [*inputs[:start], *kept, *inputs[stop:], *moved]
-    given = (*call.given, *(one[place] for place in moved))
-    return ScanOperator(call.step.arranged(order, call.step.results), call.first, tuple(own[place] for place in kept), given)  # type: ignore[arg-type]
+    rows_by_input = dict(zip(inputs[start:stop], call.rows, strict=True))
+    varying_inputs = [placeholder for placeholder in repeated_by_input if repeated_by_input[placeholder] is None]
+    repeated_inputs = [placeholder for placeholder in repeated_by_input if repeated_by_input[placeholder] is not None]
+    order = [*inputs[:start], *varying_inputs, *inputs[stop:], *repeated_inputs]
+    shared = (*call.shared, *(repeated_by_input[placeholder] for placeholder in repeated_inputs))
+    return ScanOperator(
+        call.step.rearranged(order, call.step.results),
+        call.first,
+        tuple(rows_by_input[placeholder] for placeholder in varying_inputs),
+        shared,  # type: ignore[arg-type]
+    )
 
 
-def _repeated(rows: fx.Node) -> fx.Node | None:
+def _repeated_row(rows: fx.Node) -> fx.Node | None:
     """Return x if the rows are expand(unsqueeze(x, 0)), else None."""
     if rows.target is not aten.expand.default:
         return None
@@ -215,43 +226,51 @@ def _repeated(rows: fx.Node) -> fx.Node | None:
 # -- writing the recurrence
 
 
-def _scanned(call: ScanOperator, wanted: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
+def _emit_scan(call: ScanOperator, numbers: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
     """Return the given results, computed by an operator that runs the steps."""
     carried = call.step.carried
-    finals, left = [n for n in wanted if n < carried], [n for n in wanted if n >= carried]
+    final_carries, outputs = [n for n in numbers if n < carried], [n for n in numbers if n >= carried]
     reverse = any(_is_flipped(rows) for rows in call.rows)
-    results = [*call.step.results[:carried], *(call.step.results[number] for number in left)]
+    results = [*call.step.results[:carried], *(call.step.results[number] for number in outputs)]
     rows = tuple(_flip(item, writer) if reverse else item for item in call.rows)
-    call = ScanOperator(call.step.arranged(call.step.inputs, results), call.first, rows, call.given)
-    scanned = writer.call(ChunkedScan(_plan(call, tuple(finals), reverse)), *call.operands)
-    results_by_number = {number: writer.call(operator.getitem, scanned, place) for place, number in enumerate((*finals, *left))}
+    call = ScanOperator(call.step.rearranged(call.step.inputs, results), call.first, rows, call.shared)
+    scanned = writer.call(ChunkedScan(_scan_plan(call, tuple(final_carries), reverse)), *call.operands)
+    results_by_number = {
+        number: writer.call(operator.getitem, scanned, position) for position, number in enumerate((*final_carries, *outputs))
+    }
     return {
         number: _flip(value, writer) if reverse and number >= carried else value for number, value in results_by_number.items()
     }
 
 
-def _plan(call: ScanOperator, finals: tuple[int, ...], reverse: bool) -> ScanPlan:
+def _scan_plan(call: ScanOperator, finals: tuple[int, ...], reverse: bool) -> ScanPlan:
+    """Return the plan of a scan; `finals` are the carried values whose last state is a result."""
     step, carried = call.step, call.step.carried
-    kinds = [(tuple(result.meta[VALUE].shape), result.meta[VALUE].dtype) for result in step.results]
+    result_types = [(tuple(result.meta[VALUE].shape), result.meta[VALUE].dtype) for result in step.results]
     name = f"scan_{blake2s(repr(structure(step.graph)).encode(), digest_size=4).hexdigest()}"
     combine = fx.GraphModule(torch.nn.Module(), step.graph).forward
-    groups = ((call.first, None), (call.rows, 0), (call.given, None))
+    groups = ((call.first, None), (call.rows, 0), (call.shared, None))
     operands = [(shape_of_node(item), at) for items, at in groups for item in items]
     length = shape_of_node(call.rows[0])[0]
-    outputs = [((length, *shape), 0) for shape, _ in kinds[carried:]]
-    axes = axes_apart(operands, [*((kinds[number][0], None) for number in finals), *outputs])
-    return ScanPlan(name, combine, tuple(kinds[:carried]), finals, len(call.rows), tuple(kinds[carried:]), reverse, axes)
+    outputs = [((length, *shape), 0) for shape, _ in result_types[carried:]]
+    axes = axes_apart(operands, [*((result_types[number][0], None) for number in finals), *outputs])
+    return ScanPlan(
+        name, combine, tuple(result_types[:carried]), finals, len(call.rows), tuple(result_types[carried:]), reverse, axes
+    )
 
 
 def _is_flipped(rows: fx.Node) -> bool:
+    """Return whether a value is rows flipped along the first dimension."""
     return rows.target is aten.flip.default and _flipped_dims(rows) == {0}
 
 
 def _flip(rows: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Flip rows along the first dimension; return the operand if they are flipped already."""
     return node_argument(rows) if _is_flipped(rows) else writer.call(aten.flip.default, rows, [0])
 
 
 def _flipped_dims(flip: fx.Node) -> set[int]:
+    """Return the dimensions of a flip, as nonnegative numbers."""
     rank = max(len(shape_of_node(flip)), 1)
     dims: Any = flip.args[1]
     return {dim % rank for dim in dims}

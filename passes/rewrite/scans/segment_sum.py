@@ -11,7 +11,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import WHY_WHOLE
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.rewrite.pattern import equation
-from streamfx.passes.rewrite.scans.custom_scan import ScanCall, backwards_of, read, written
+from streamfx.passes.rewrite.scans.custom_scan import ScanCall, backwards_of, emit_recurrences, read_call
 from streamfx.runtime.segment_sum import BEHIND, DECAYED_SUMS, IN_FRONT, SUMS_BEHIND
 
 MAY_GROW = "decays that are not proven to be at most zero, as those of clamp(max=0) are"
@@ -28,12 +28,12 @@ def sums_that_decay(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.N
     """
     declared, backwards = DECLARED[node.target], list[ScanCall]()
     try:
-        call = read(node, declared)
+        call = read_call(node, declared)
         backwards += backwards_of(declared, call)
         if ValueRanges().of(call.arguments["decays"]).high > 0:
             raise NotStatefulError(MAY_GROW)
-        return written(declared, call, backwards, writer)
+        return emit_recurrences(declared, call, backwards, writer)
     except NotStatefulError as why:
-        for each in (node, *(backward.node for backward in backwards)):
-            each.meta[WHY_WHOLE] = f"{each.target} with {why}"
+        for failed in (node, *(backward.node for backward in backwards)):
+            failed.meta[WHY_WHOLE] = f"{failed.target} with {why}"
         return None

@@ -49,22 +49,23 @@ MOVES = (
 )
 
 
-class Parts:
+class ConcatSlices:
     """The slices of values along one concatenated axis. Each slice is written once, right after its value."""
 
     def __init__(self, axes: AxisFacts, writer: GraphWriter, axis: Atom, lengths: Sequence[int]) -> None:
+        """Store the axes, the concatenated axis, and the lengths of its slices."""
         self.axes, self.writer, self.axis, self.lengths = axes, writer, axis, tuple(lengths)
-        self.known: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.slices_by_value: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def dim(self, value: fx.Node) -> int | None:
         """Return the dimension of a value along the axis; None if it has none, so that the value is the same for all
         slices.
         """
-        found = (i for i, dim in enumerate(self.axes.shapes[value]) if self.axis in self.axes.table.resolve(dim))
-        return next(found, None)
+        dims_of_axis = (i for i, dim in enumerate(self.axes.shapes[value]) if self.axis in self.axes.table.resolve(dim))
+        return next(dims_of_axis, None)
 
-    def are_there(self, value: fx.Node) -> bool:
-        """Whether each slice of a value can be computed from slices of concatenated values, by operators that keep the
+    def can_slice(self, value: fx.Node) -> bool:
+        """Return whether each slice of a value can be computed from slices of concatenated values, by operators that keep the
         axis.
         """
         todo, seen = [value], set[fx.Node]()
@@ -72,68 +73,76 @@ class Parts:
             node = todo.pop()
             if node not in self.axes.shapes:  # the node was written after the axes were found
                 return False
-            if node in seen or node in self.known or self.dim(node) is None or self._is_join(node):
+            if node in seen or node in self.slices_by_value or self.dim(node) is None or self._is_concat_of_slices(node):
                 continue
-            if not self._goes_by_part(node):
+            if not self._maps_slices(node):
                 return False
             seen.add(node)
             todo.extend(tensor_operands(node))
         return True
 
-    def _is_alone(self, value: fx.Node) -> bool:
+    def _has_axis_alone(self, value: fx.Node) -> bool:
+        """Return whether at most one dimension of a value contains the axis, and contains nothing else."""
         dims = [self.axes.table.resolve(dim) for dim in self.axes.shapes[value]]
         return [dim for dim in dims if self.axis in dim] in ([], [(self.axis,)])
 
-    def _is_join(self, node: fx.Node) -> bool:
+    def _is_concat_of_slices(self, node: fx.Node) -> bool:
+        """Return whether a node concatenates operands of the slices' lengths along the axis."""
         dim = self.dim(node)
-        if node.target is not aten.cat.default or not self._is_alone(node) or dim != _dim_of(node):
+        if node.target is not aten.cat.default or not self._has_axis_alone(node) or dim != _concat_dim(node):
             return False
         rank, operands = node.meta[VALUE].dim(), [item.meta[VALUE] for item in tensor_operands(node)]
         lengths = tuple(item.shape[dim] for item in operands if item.dim() == rank)
         return lengths == self.lengths and len(operands) == len(lengths)
 
-    def _goes_by_part(self, node: fx.Node) -> bool:
-        """Whether a slice of an operator's result depends only on the same slice of its operands."""
-        if node.op != "call_function" or not all(map(self._is_alone, (node, *tensor_operands(node)))):
+    def _maps_slices(self, node: fx.Node) -> bool:
+        """Return whether a slice of an operator's result depends only on the same slice of its operands."""
+        if node.op != "call_function" or not all(map(self._has_axis_alone, (node, *tensor_operands(node)))):
             return False
         if node.target in ALONG_OTHERS:
-            return self._runs_beside(node)
+            return self._keeps_axis(node)
         return node.target in SHAPED or node.target in MOVES or (rule_for(node) is broadcast and not is_random(node))
 
-    def _runs_beside(self, node: fx.Node) -> bool:
-        """Whether an operator keeps the axis and operates along other axes only."""
+    def _keeps_axis(self, node: fx.Node) -> bool:
+        """Return whether an operator keeps the axis and operates along other axes only."""
         signature, letters = self.axes.signatures.get(node), self.axes.letters.get(node, {})
-        own = [letter for letter, dim in letters.items() if self.axis in self.axes.table.resolve(dim)]
-        return signature is not None and not signature.contracted().intersection(own) and not any(map(signature.is_special, own))
+        labels_of_axis = [letter for letter, dim in letters.items() if self.axis in self.axes.table.resolve(dim)]
+        return (
+            signature is not None
+            and not signature.contracted().intersection(labels_of_axis)
+            and not any(map(signature.is_special, labels_of_axis))
+        )
 
     def of(self, value: fx.Node) -> tuple[fx.Node, ...]:
-        """Return the slices of a value for which `are_there` is true."""
+        """Return the slices of a value for which `can_slice` is true."""
         if self.dim(value) is None:
             return (value,) * len(self.lengths)
-        if value not in self.known:
-            if self._is_join(value):
-                self.known[value] = tensor_operands(value)
+        if value not in self.slices_by_value:
+            if self._is_concat_of_slices(value):
+                self.slices_by_value[value] = tensor_operands(value)
             else:
                 operands = {operand: self.of(operand) for operand in tensor_operands(value)}
-                self.writer.before(behind(value))
-                self.known[value] = tuple(self._part(value, operands, i) for i in range(len(self.lengths)))
-        return self.known[value]
+                self.writer.before(first_operator_after(value))
+                self.slices_by_value[value] = tuple(self._emit_slice(value, operands, i) for i in range(len(self.lengths)))
+        return self.slices_by_value[value]
 
-    def _part(self, value: fx.Node, operands: dict[fx.Node, tuple[fx.Node, ...]], i: int) -> fx.Node:
+    def _emit_slice(self, value: fx.Node, operands: dict[fx.Node, tuple[fx.Node, ...]], i: int) -> fx.Node:
+        """Emit slice `i` of a value from slice `i` of its operands, with adapted shape arguments."""
         args, kwargs = fx.node.map_arg((value.args, value.kwargs), lambda node: operands[node][i] if node in operands else node)
-        if (at := SHAPED.get(value.target)) is not None:
-            shape: list[Any] = list(args[at])  # type: ignore[arg-type]
+        if (shape_position := SHAPED.get(value.target)) is not None:
+            shape: list[Any] = list(args[shape_position])  # type: ignore[arg-type]
             shape[self.dim(value)] = self.lengths[i]  # type: ignore[index]
-            args = (*args[:at], shape, *args[at + 1 :])
+            args = (*args[:shape_position], shape, *args[shape_position + 1 :])
         return self.writer.call(value.target, *args, **kwargs)
 
 
-def _dim_of(node: fx.Node) -> int:
+def _concat_dim(node: fx.Node) -> int:
+    """Return the dimension of a concatenation."""
     return int(bound_arguments(node)["dim"]) % node.meta[VALUE].dim()
 
 
-def behind(value: fx.Node) -> fx.Node:
-    """Return the first operator after a value."""
+def first_operator_after(value: fx.Node) -> fx.Node:
+    """Return the first operator after a value, in graph order."""
     node = value.next
     while node.op in ("placeholder", "get_attr"):
         node = node.next

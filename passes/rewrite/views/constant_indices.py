@@ -54,7 +54,7 @@ EVALUATED = (
 
 
 def are_row_numbers(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
-    """Whether indices, broadcast to `shape`, enumerate all elements of dimensions `rows` once, in row-major order."""
+    """Return whether indices, broadcast to `shape`, enumerate all elements of dimensions `rows` once, in row-major order."""
     if product(shape) != product(rows):
         return False
     if len(indices) == 1 and _is_view_of_count(indices[0], rows[0], shape):
@@ -62,23 +62,23 @@ def are_row_numbers(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: t
     count = product(shape)
     if not isinstance(count, int) or count > MOST or not all(isinstance(size, int) for size in (*rows, *shape)):
         return False
-    if not all(_broadcasts(shape_of_node(index), shape) for index in indices):
+    if not all(_broadcasts_to(shape_of_node(index), shape) for index in indices):
         return False
     with unset_fake_temporarily():
-        known: dict[fx.Node, Tensor | None] = {}
-        numbers = [_evaluated(index, known) for index in indices]
-        if any(number is None for number in numbers):
+        evaluated: dict[fx.Node, Tensor | None] = {}
+        tensors = [_evaluated(index, evaluated) for index in indices]
+        if any(tensor is None for tensor in tensors):
             return False
         expected = torch.arange(count).view(shape)  # type: ignore[arg-type]
-        for size, number in zip(reversed(rows), reversed(numbers), strict=True):
-            if not torch.equal(number.expand(shape).long(), expected % size):  # type: ignore[union-attr]
+        for size, tensor in zip(reversed(rows), reversed(tensors), strict=True):
+            if not torch.equal(tensor.expand(shape).long(), expected % size):  # type: ignore[union-attr]
                 return False
             expected = expected // size
     return True
 
 
 def counts_in_steps(node: fx.Node, step: int) -> bool:
-    """Whether a vector is 0, step, 2 * step, ..., and its dtype holds all of these exactly."""
+    """Return whether a vector is 0, step, 2 * step, ..., and its dtype holds all of these exactly."""
     if node.target is aten.arange.start_step:
         arguments = bound_arguments(node)
         is_held = is_exact_in(node.meta[VALUE].dtype, 0, step * longest(shape_of_node(node)[0]))
@@ -89,24 +89,25 @@ def counts_in_steps(node: fx.Node, step: int) -> bool:
         return numbers is not None and numbers.dim() == 1 and torch.equal(numbers.long(), torch.arange(len(numbers)) * step)
 
 
-def _evaluated(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
+def _evaluated(node: fx.Node, evaluated: dict[fx.Node, Tensor | None]) -> Tensor | None:
     """Evaluate an integer tensor that depends on no input, on the CPU; return None if it has inputs or more than `MOST`
     elements.
     """
-    if node not in known:
-        own = node.meta.get(VALUE)
-        is_index = isinstance(own, Tensor) and own.dtype in NUMBERS and all(isinstance(size, int) for size in own.shape)
-        known[node] = _value(node, known) if is_index and math.prod(own.shape) <= MOST else None  # type: ignore[union-attr]
-    return known[node]
+    if node not in evaluated:
+        value = node.meta.get(VALUE)
+        is_index = isinstance(value, Tensor) and value.dtype in NUMBERS and all(isinstance(size, int) for size in value.shape)
+        evaluated[node] = _run_on_cpu(node, evaluated) if is_index and math.prod(value.shape) <= MOST else None  # type: ignore[union-attr]
+    return evaluated[node]
 
 
-def _value(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
+def _run_on_cpu(node: fx.Node, evaluated: dict[fx.Node, Tensor | None]) -> Tensor | None:
+    """Run a node's operator on its evaluated operands; None if that is not possible or the result has another shape or dtype."""
     constant = node.meta.get(CONSTANT)
     if isinstance(constant, Tensor):
         return constant.cpu()
     if node.op != "call_function" or node.target not in EVALUATED:
         return None
-    operands: dict[fx.Node, Any] = {operand: _evaluated(operand, known) for operand in node.all_input_nodes}
+    operands: dict[fx.Node, Any] = {operand: _evaluated(operand, evaluated) for operand in node.all_input_nodes}
     if any(value is None for value in operands.values()):
         return None
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operands[operand])
@@ -115,12 +116,12 @@ def _value(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
         result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
     except RuntimeError:  # running the graph raises the same error: for example a remainder by zero
         return None
-    own = node.meta[VALUE]
-    return result if result.dtype == own.dtype and result.shape == own.shape else None
+    traced = node.meta[VALUE]
+    return result if result.dtype == traced.dtype and result.shape == traced.shape else None
 
 
 def _is_view_of_count(index: fx.Node, rows: Size, shape: tuple[Size, ...]) -> bool:
-    """Whether an index has this shape and is a view of a vector 0, 1, 2, ... in row-major order."""
+    """Return whether an index has this shape and is a view of a vector 0, 1, 2, ... in row-major order."""
     if shape_of_node(index) != shape:
         return False
     while index.target in VIEWS and is_tensor(index.args[0]):
@@ -128,6 +129,7 @@ def _is_view_of_count(index: fx.Node, rows: Size, shape: tuple[Size, ...]) -> bo
     return len(shape_of_node(index)) == 1 and repeats(index, rows) == 1
 
 
-def _broadcasts(own: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
-    trailing = shape[len(shape) - len(own) :]
-    return len(own) <= len(shape) and all(size in (1, other) for size, other in zip(own, trailing, strict=True))
+def _broadcasts_to(from_shape: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
+    """Return whether a shape broadcasts to another shape."""
+    trailing = shape[len(shape) - len(from_shape) :]
+    return len(from_shape) <= len(shape) and all(size in (1, wanted) for size, wanted in zip(from_shape, trailing, strict=True))

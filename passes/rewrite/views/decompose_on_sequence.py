@@ -44,18 +44,19 @@ class SumsAlongSequence:
     name: ClassVar[str] = "sums along the sequence"
 
     def apply(self, facts: Facts) -> Facts:
+        """Decompose the operators along the sequence, and drop the axes if anything changed."""
         axes = facts.found_axes
-        found = [] if axes is None or axes.sequence is None else _run_along_sequence(facts.joint, axes)
-        return replace(facts, joint=_decompose(facts.joint, found), found_axes=None) if found else facts
+        operators = [] if axes is None or axes.sequence is None else _operators_along_sequence(facts.joint, axes)
+        return replace(facts, joint=_decompose(facts.joint, operators), found_axes=None) if operators else facts
 
 
-def _run_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
+def _operators_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
     """Return the concatenations, norms, rolls and slice writes of computed values along the sequence."""
     tests = {
-        aten.cat.default: _is_join,
-        aten.linalg_vector_norm.default: _is_norm,
-        aten.roll.default: _is_roll,
-        aten.slice_scatter.default: _is_overwritten,
+        aten.cat.default: _is_concat_along_sequence,
+        aten.linalg_vector_norm.default: _is_norm_along_sequence,
+        aten.roll.default: _is_roll_along_sequence,
+        aten.slice_scatter.default: _is_write_along_sequence,
     }
     return [node for node in joint.nodes if node.target in tests and tests[node.target](node, axes)]
 
@@ -63,54 +64,60 @@ def _run_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
 def _decompose(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
     """Decompose the given nodes in place, and return the new joint graph."""
     writer = GraphWriter(joint.graph)
-    writes: dict[Any, Callable[[fx.Node, GraphWriter], fx.Node]] = {
-        aten.cat.default: _sum_of_paddings,
-        aten.linalg_vector_norm.default: _root_of_sum,
-        aten.roll.default: _join_of_both,
-        aten.slice_scatter.default: _one_of_both,
+    emitters: dict[Any, Callable[[fx.Node, GraphWriter], fx.Node]] = {
+        aten.cat.default: _emit_padded_sum,
+        aten.linalg_vector_norm.default: _emit_norm,
+        aten.roll.default: _emit_roll,
+        aten.slice_scatter.default: _emit_slice_write,
     }
     for node in nodes:
-        write = writes[node.target]
-        node.replace_all_uses_with(write(node, writer.before(node)), propagate_meta=False)
+        emit = emitters[node.target]
+        node.replace_all_uses_with(emit(node, writer.before(node)), propagate_meta=False)
         joint.graph.erase_node(node)
     return joint_graph(joint.graph, len(joint.primals), len(joint.outputs))
 
 
-def _is_join(node: fx.Node, axes: AxisFacts) -> bool:
+def _is_concat_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
+    """Return whether few floating-point values are concatenated along the sequence, the longest longer than the rest."""
     operands, dim = node.args[0], bound_arguments(node)["dim"] % len(shape_of_node(node))
-    if node in axes.static or len(operands) > MOST or not all(_fits(node, item, dim) for item in operands):  # type: ignore[arg-type,union-attr]
+    if node in axes.static or len(operands) > MOST or not all(_can_be_padded(node, item, dim) for item in operands):  # type: ignore[arg-type,union-attr]
         return False
     lengths = [item.meta[VALUE].shape[dim] for item in operands]  # type: ignore[union-attr]
     if 2 * max(lengths) <= sum(lengths):  # equal operands are separate sequences, not one that is extended
         return False
-    along = [axes.sequence_atom(axes.shapes[item][dim]) for item in (node, *operands)]  # type: ignore[misc]
-    return any(atom is not None for atom in along)
+    sequence_atoms = [axes.sequence_atom(axes.shapes[item][dim]) for item in (node, *operands)]  # type: ignore[misc]
+    return any(atom is not None for atom in sequence_atoms)
 
 
-def _fits(node: fx.Node, operand: fx.Node, dim: int) -> bool:
-    """Whether the padded operand can be added to the others."""
-    own, value = operand.meta[VALUE], node.meta[VALUE]
+def _can_be_padded(node: fx.Node, operand: fx.Node, dim: int) -> bool:
+    """Return whether the padded operand can be added to the others."""
+    operand_value, value = operand.meta[VALUE], node.meta[VALUE]
     return bool(
-        own.dtype == value.dtype
+        operand_value.dtype == value.dtype
         and value.dtype.is_floating_point
-        and own.dim() == value.dim()
-        and isinstance(own.shape[dim], int)
+        and operand_value.dim() == value.dim()
+        and isinstance(operand_value.shape[dim], int)
     )
 
 
-def _is_norm(node: fx.Node, axes: AxisFacts) -> bool:
-    """Whether a Euclidean norm is taken along the sequence."""
+def _is_norm_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
+    """Return whether a Euclidean norm is taken along the sequence."""
     arguments, operand = bound_arguments(node), node_argument(node)
     rank, value = len(shape_of_node(operand)), operand.meta[VALUE]
     if not rank:
         return False
     dims = range(rank) if not arguments["dim"] else [dim % rank for dim in arguments["dim"]]
-    along = any(axes.sequence_atom(axes.shapes[operand][dim]) is not None for dim in dims)
-    return along and arguments["ord"] == 2 and arguments["dtype"] is None and value.dtype in (torch.float32, torch.float64)
+    is_along_sequence = any(axes.sequence_atom(axes.shapes[operand][dim]) is not None for dim in dims)
+    return (
+        is_along_sequence
+        and arguments["ord"] == 2
+        and arguments["dtype"] is None
+        and value.dtype in (torch.float32, torch.float64)
+    )
 
 
-def _is_roll(node: fx.Node, axes: AxisFacts) -> bool:
-    """Whether rows of the sequence are shifted cyclically."""
+def _is_roll_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
+    """Return whether rows of the sequence are shifted cyclically."""
     arguments, operand = bound_arguments(node), node_argument(node)
     if len(arguments["dims"]) != 1 or node in axes.static:
         return False
@@ -119,57 +126,63 @@ def _is_roll(node: fx.Node, axes: AxisFacts) -> bool:
     return are_known and value.dtype.is_floating_point and axes.sequence_atom(axes.shapes[operand][dim]) is not None
 
 
-def _is_overwritten(node: fx.Node, axes: AxisFacts) -> bool:
-    """Whether a contiguous slice of the sequence is overwritten."""
+def _is_write_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
+    """Return whether a contiguous slice of the sequence is overwritten."""
     x, rows = tensor_operands(node)
     dim, length = _written_dim(node), shape_of_node(node)[_written_dim(node)]
     are_known = isinstance(length, int) and isinstance(shape_of_node(rows)[dim], int) and bound_arguments(node)["step"] == 1
-    fits = are_known and is_alike(x, rows) and first_row(bound_arguments(node)["start"], length) is not None
-    return fits and node not in axes.static and axes.sequence_atom(axes.shapes[x][dim]) is not None
+    is_static_write = are_known and is_alike(x, rows) and first_row(bound_arguments(node)["start"], length) is not None
+    return is_static_write and node not in axes.static and axes.sequence_atom(axes.shapes[x][dim]) is not None
 
 
 def _written_dim(node: fx.Node) -> int:
+    """Return the dimension along which `slice_scatter` writes."""
     return int(bound_arguments(node)["dim"]) % len(shape_of_node(node))
 
 
-def _one_of_both(node: fx.Node, writer: GraphWriter) -> fx.Node:
+def _emit_slice_write(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """Select elements instead of adding them: the overwritten ones may be NaN or infinite."""
     (x, rows), dim, rank = tensor_operands(node), _written_dim(node), len(shape_of_node(node))
     length, count = (item.meta[VALUE].shape[dim] for item in (x, rows))
     start = min(first_row(bound_arguments(node)["start"], length), length)  # type: ignore[type-var]
-    placed = writer.call(aten.constant_pad_nd.default, rows, [0, 0] * (rank - 1 - dim) + [start, length - start - count], 0)
-    numbers = writer.call(aten.arange.default, length, device=node.meta[VALUE].device)
-    wide = writer.call(aten.view.default, numbers, [-1] + [1] * (rank - 1 - dim))
-    inside = (writer.call(aten.ge.Scalar, wide, start), writer.call(aten.lt.Scalar, wide, start + count))
-    return writer.call(aten.where.self, writer.call(aten.logical_and.default, *inside), placed, x)
+    padded_rows = writer.call(aten.constant_pad_nd.default, rows, [0, 0] * (rank - 1 - dim) + [start, length - start - count], 0)
+    indices = writer.call(aten.arange.default, length, device=node.meta[VALUE].device)
+    column_of_indices = writer.call(aten.view.default, indices, [-1] + [1] * (rank - 1 - dim))
+    bounds = (
+        writer.call(aten.ge.Scalar, column_of_indices, start),
+        writer.call(aten.lt.Scalar, column_of_indices, start + count),
+    )
+    return writer.call(aten.where.self, writer.call(aten.logical_and.default, *bounds), padded_rows, x)
 
 
-def _join_of_both(node: fx.Node, writer: GraphWriter) -> fx.Node:
+def _emit_roll(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Emit a roll as the concatenation of the last rows and the rows before them."""
     arguments, operand = bound_arguments(node), node_argument(node)
     dim = arguments["dims"][0]
     length = operand.meta[VALUE].shape[dim]
     first = -arguments["shifts"][0] % max(length, 1)  # the row that becomes the first one
-    parts = [writer.call(aten.slice.Tensor, operand, dim, *bounds) for bounds in ((first, length), (0, first))]
-    return writer.call(aten.cat.default, parts, dim) if first else operand
+    halves = [writer.call(aten.slice.Tensor, operand, dim, *bounds) for bounds in ((first, length), (0, first))]
+    return writer.call(aten.cat.default, halves, dim) if first else operand
 
 
-def _root_of_sum(node: fx.Node, writer: GraphWriter) -> fx.Node:
+def _emit_norm(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Emit a Euclidean norm as the square root of a sum of squares."""
     arguments, operand = bound_arguments(node), node_argument(node)
     dims = arguments["dim"] or list(range(len(shape_of_node(operand))))
     squares = writer.call(aten.mul.Tensor, operand, operand)
     return writer.call(aten.sqrt.default, writer.call(aten.sum.dim_IntList, squares, dims, arguments["keepdim"]))
 
 
-def _sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node:
+def _emit_padded_sum(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """Pad with -0.0, so that adding the padding keeps the sign of zeros."""
     operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
     rank, dim = len(shape_of_node(node)), bound_arguments(node)["dim"] % len(shape_of_node(node))
     lengths = [item.meta[VALUE].shape[dim] for item in operands]
-    total, befores = sum(lengths), [0, *accumulate(lengths)]
+    total, offsets = sum(lengths), [0, *accumulate(lengths)]
     total_sum: fx.Node | None = None
-    for operand, before, length in zip(operands, befores, lengths, strict=False):
-        pad = [0, 0] * (rank - 1 - dim) + [before, total - before - length]
-        part = writer.call(aten.constant_pad_nd.default, operand, pad, -0.0)
-        total_sum = part if total_sum is None else writer.call(aten.add.Tensor, total_sum, part)
+    for operand, offset, length in zip(operands, offsets, lengths, strict=False):
+        pad = [0, 0] * (rank - 1 - dim) + [offset, total - offset - length]
+        padded = writer.call(aten.constant_pad_nd.default, operand, pad, -0.0)
+        total_sum = padded if total_sum is None else writer.call(aten.add.Tensor, total_sum, padded)
     assert total_sum is not None
     return total_sum

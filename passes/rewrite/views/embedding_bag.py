@@ -36,7 +36,7 @@ class _Bags:
     """Indices [n k], a mask of the indices that count (None: all), and their weights [n k]."""
 
     indices: fx.Node
-    counted: fx.Node | None
+    is_counted: fx.Node | None
     weights: fx.Node | None
     is_mean: bool
     writer: GraphWriter
@@ -45,24 +45,25 @@ class _Bags:
         """Set the values of padding indices to zero; a rank of 3 means that `values` has a dimension after those of the
         indices.
         """
-        if self.counted is None:
+        if self.is_counted is None:
             return values
-        own = values.meta[VALUE]
-        zero = self.writer.call(aten.full.default, [], 0, dtype=own.dtype, device=own.device)
-        counted = self.writer.call(aten.unsqueeze.default, self.counted, 2) if rank == 3 else self.counted
+        value = values.meta[VALUE]
+        zero = self.writer.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+        counted = self.writer.call(aten.unsqueeze.default, self.is_counted, 2) if rank == 3 else self.is_counted
         return self.writer.call(aten.where.self, counted, values, zero)
 
-    def share(self, values: fx.Node) -> fx.Node:
+    def divided_for_mean(self, values: fx.Node) -> fx.Node:
         """Divide by the number of indices that count in each row, if the mode is mean."""
         if not self.is_mean:
             return values
         call = self.writer.call
-        if self.counted is None:
+        if self.is_counted is None:
             return call(aten.div.Tensor, values, size_arguments(self.indices, self.writer)[1])
-        number = call(aten.clamp.default, call(aten.sum.dim_IntList, self.counted, [1], True), 1)
-        return call(aten.div.Tensor, values, call(aten._to_copy.default, number, dtype=values.meta[VALUE].dtype))
+        count = call(aten.clamp.default, call(aten.sum.dim_IntList, self.is_counted, [1], True), 1)
+        return call(aten.div.Tensor, values, call(aten._to_copy.default, count, dtype=values.meta[VALUE].dtype))
 
     def weighted(self, values: fx.Node) -> fx.Node:
+        """Multiply looked-up rows [n k d] by the weights of their indices, if there are any."""
         if self.weights is None:
             return values
         return self.writer.call(aten.mul.Tensor, values, self.writer.call(aten.unsqueeze.default, self.weights, 2))
@@ -71,69 +72,71 @@ class _Bags:
 @equation(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def sum_of_a_bag(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """embedding_bag(table, i.view(n * k), arange(0, n * k, k)) -> embedding(table, i).sum(1)"""
-    used = results_in_use(node)
-    if not used or not any(part.users for part in used.get(0, [])):
+    users_by_result = results_in_use(node)
+    if not users_by_result or not any(getitem.users for getitem in users_by_result.get(0, [])):
         return None
-    bags = _bags(node, writer)
+    bags = _match_bags(node, writer)
     if bags is None:
         return None
     table = bound_arguments(node)["weight"]
     rows = bags.without_padding(bags.weighted(writer.call(aten.embedding.default, table, bags.indices)), 3)
-    total = bags.share(writer.call(aten.sum.dim_IntList, rows, [1]))
-    return dict.fromkeys(used[0], total)
+    total = bags.divided_for_mean(writer.call(aten.sum.dim_IntList, rows, [1]))
+    return dict.fromkeys(users_by_result[0], total)
 
 
 @equation(aten._embedding_bag_backward.default)
 def gradient_of_a_bag(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """embedding_bag_backward(d, i.view(n * k), arange(0, n * k, k)) -> embedding_dense_backward(expand(d[:, None], k), i)"""
-    bags, arguments = _bags(node, writer), bound_arguments(node)
+    bags, arguments = _match_bags(node, writer), bound_arguments(node)
     if bags is None:
         return None
-    row = writer.call(aten.unsqueeze.default, bags.share(arguments["grad"]), 1)
+    row = writer.call(aten.unsqueeze.default, bags.divided_for_mean(arguments["grad"]), 1)
     sizes = [*size_arguments(bags.indices, writer), size_arguments(arguments["grad"], writer)[1]]
-    each = bags.weighted(writer.call(aten.expand.default, row, sizes))
-    rest = arguments["num_weights"], arguments["padding_idx"], False
-    return writer.call(aten.embedding_dense_backward.default, each, bags.indices, *rest)
+    expanded = bags.weighted(writer.call(aten.expand.default, row, sizes))
+    options = arguments["num_weights"], arguments["padding_idx"], False
+    return writer.call(aten.embedding_dense_backward.default, expanded, bags.indices, *options)
 
 
 @equation(aten._embedding_bag_per_sample_weights_backward.default)
 def gradient_of_weights_in_a_bag(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """embedding_bag_per_sample_weights_backward(d, table, i, arange(0, n * k, k)) -> (d[:, None] * embedding(table, i)).sum(2)"""
-    bags, arguments = _bags(node, writer), bound_arguments(node)
+    bags, arguments = _match_bags(node, writer), bound_arguments(node)
     if bags is None:
         return None
     looked_up = writer.call(aten.embedding.default, arguments["weight"], bags.indices)
     products = writer.call(aten.mul.Tensor, writer.call(aten.unsqueeze.default, arguments["grad"], 1), looked_up)
-    made = bags.without_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)
-    return writer.call(aten.view.default, made, size_arguments(arguments["indices"], writer))
+    per_index = bags.without_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)
+    return writer.call(aten.view.default, per_index, size_arguments(arguments["indices"], writer))
 
 
-def _bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
+def _match_bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
+    """Emit views [n k] of a bag operator's indices, padding mask and weights; None, with a recorded reason, if unsupported."""
     arguments = bound_arguments(node)
-    reason = _why_whole(arguments)
+    reason = _fallback_reason(arguments)
     if reason is not None:
         node.meta[WHY_WHOLE] = f"{node.target} {reason}"
         return None
     (count,) = size_arguments(arguments["offsets"], writer)
-    indices = writer.call(aten.view.default, arguments["indices"], [count, _length(arguments)])
+    indices = writer.call(aten.view.default, arguments["indices"], [count, _bag_length(arguments)])
     padding, weights = arguments["padding_idx"], arguments.get("per_sample_weights")
     counted = writer.call(aten.ne.Scalar, indices, padding) if padding >= 0 else None
     if weights is not None:
-        weights = writer.call(aten.view.default, weights, [count, _length(arguments)])
+        weights = writer.call(aten.view.default, weights, [count, _bag_length(arguments)])
     return _Bags(indices, counted, weights, arguments["mode"] == MEAN, writer)
 
 
-def _why_whole(arguments: Mapping[str, Any]) -> str | None:
+def _fallback_reason(arguments: Mapping[str, Any]) -> str | None:
+    """Return the reason why a bag operator is not rewritten, or None."""
     if arguments["mode"] not in (SUM, MEAN):
         return LARGEST
     for name, reason in (("sparse", SPARSE), ("scale_grad_by_freq", FREQUENCY), ("include_last_offset", END)):
         if arguments.get(name):
             return reason
-    length = _length(arguments)
+    length = _bag_length(arguments)
     return None if length is not None and counts_in_steps(arguments["offsets"], length) else LENGTHS
 
 
-def _length(arguments: Mapping[str, Any]) -> int | None:
+def _bag_length(arguments: Mapping[str, Any]) -> int | None:
     """Return the number of indices per bag if it is the same integer for all bags, else None."""
     (total,), (count,) = (shape_of_node(arguments[name]) for name in ("indices", "offsets"))
     length = quotient(total, count) if count != 0 else None

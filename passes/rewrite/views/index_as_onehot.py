@@ -27,7 +27,7 @@ OF_NUMBERS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor
 
 
 @dataclass(frozen=True)
-class _Numbers:
+class _OneHotIndex:
     """`x[arange(b)[:, None], arange(t), numbers]`: all index tensors but one enumerate the rows of their dimension.
 
     Alternatively the others enumerate the rows of a view of x: the view has the shape of `numbers`, followed by the
@@ -37,24 +37,24 @@ class _Numbers:
     source: fx.Node
     numbers: fx.Node
     dim: int
-    place: int  # the dimension of the source that `numbers` indexes
+    indexed_dim: int  # the dimension of the source that `numbers` indexes
     rows: int  # the number of enumerated dimensions of the view
     is_viewed: bool
 
     @property
     def rank(self) -> int:
-        """The rank of the values that are looked up or written."""
-        trailing = len(shape_of_node(self.source)) - self.place - 1
+        """Return the rank of the values that are looked up or written."""
+        trailing = len(shape_of_node(self.source)) - self.indexed_dim - 1
         return self.rows + trailing if self.is_viewed else len(shape_of_node(self.source)) - 1
 
     def view(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
         """Return a value of the source's shape as the view whose rows are enumerated."""
         if not self.is_viewed:
             return value
-        sizes = [*size_arguments(self.numbers, writer), *size_arguments(self.source, writer)[self.place :]]
+        sizes = [*size_arguments(self.numbers, writer), *size_arguments(self.source, writer)[self.indexed_dim :]]
         return writer.call(aten.reshape.default, value, sizes)
 
-    def back(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
+    def unview(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
         """Return a value of the view's shape with the source's shape."""
         return writer.call(aten.reshape.default, value, size_arguments(self.source, writer)) if self.is_viewed else value
 
@@ -65,17 +65,18 @@ def one_of_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
     Also if a view has flattened the rows: x[arange(b * t).view(b, t), last] is then taken from x.view(b, t, v).
     """
-    found = _numbers(node)
-    if found is None or not node.meta[VALUE].is_floating_point() or any(_is_changed_in_place(user, found) for user in node.users):
+    index = _match_index(node)
+    if index is None or not node.meta[VALUE].is_floating_point() or any(_is_written_back(user, index) for user in node.users):
         return None
-    source, hit = found.view(found.source, writer), _hit(found, writer)
-    signs = writer.call(aten.copysign.Tensor, _number(1.0, source, writer), source)
-    taken, sign = (_sum_of_hits(hit, values, found.dim, writer) for values in (source, signs))
-    return writer.call(aten.copysign.Tensor, taken, sign)
+    source, hit = index.view(index.source, writer), _emit_hits(index, writer)
+    signs = writer.call(aten.copysign.Tensor, _emit_scalar(1.0, source, writer), source)
+    magnitude, sign = (_emit_sum_of_hits(hit, values, index.dim, writer) for values in (source, signs))
+    return writer.call(aten.copysign.Tensor, magnitude, sign)
 
 
-def _sum_of_hits(hit: fx.Node, values: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
-    return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, hit, values, _number(0.0, values, writer)), [dim])
+def _emit_sum_of_hits(hit: fx.Node, values: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
+    """Emit the sum along `dim` of the values where `hit` is true."""
+    return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, hit, values, _emit_scalar(0.0, values, writer)), [dim])
 
 
 @equation(aten.index_put.default)
@@ -86,114 +87,130 @@ def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     A value computed from the look-up x[arange(b), last], as in x[arange(b), last] -= 1, is computed from x instead. The
     gradient of a look-up is written into zeros.
     """
-    arguments, found = bound_arguments(node), _numbers(node)
+    arguments, index = bound_arguments(node), _match_index(node)
     target, values, dtype = arguments["self"], arguments["values"], node.meta[VALUE].dtype
-    if found is None or values.meta[VALUE].dtype != dtype or len(shape_of_node(values)) > found.rank:
+    if index is None or values.meta[VALUE].dtype != dtype or len(shape_of_node(values)) > index.rank:
         return None
     if arguments["accumulate"] and not dtype.is_floating_point:
         return None
-    if not arguments["accumulate"] and _is_of(values, found):
-        new_values = writer.call(values.target, found.view(target, writer), *values.args[1:], **values.kwargs)
+    if not arguments["accumulate"] and _is_computed_from_lookup(values, index):
+        new_values = writer.call(values.target, index.view(target, writer), *values.args[1:], **values.kwargs)
     elif not is_zero(target):
-        new_values = _spread(values, found, writer)
+        new_values = _broadcast_to_hits(values, index, writer)
         new_values = (
-            writer.call(aten.add.Tensor, found.view(target, writer), new_values) if arguments["accumulate"] else new_values
+            writer.call(aten.add.Tensor, index.view(target, writer), new_values) if arguments["accumulate"] else new_values
         )
     else:  # 0 + -0 is 0
-        new_values = writer.call(aten.add.Tensor, values, _number(0.0, target, writer)) if arguments["accumulate"] else values
-        put = writer.call(aten.where.self, _hit(found, writer), _spread(new_values, found, writer), _number(0.0, target, writer))
-        return found.back(put, writer)
-    return found.back(writer.call(aten.where.self, _hit(found, writer), new_values, found.view(target, writer)), writer)
+        new_values = (
+            writer.call(aten.add.Tensor, values, _emit_scalar(0.0, target, writer)) if arguments["accumulate"] else values
+        )
+        selected = writer.call(
+            aten.where.self,
+            _emit_hits(index, writer),
+            _broadcast_to_hits(new_values, index, writer),
+            _emit_scalar(0.0, target, writer),
+        )
+        return index.unview(selected, writer)
+    return index.unview(writer.call(aten.where.self, _emit_hits(index, writer), new_values, index.view(target, writer)), writer)
 
 
-def _spread(values: fx.Node, found: _Numbers, writer: GraphWriter) -> fx.Node:
+def _broadcast_to_hits(values: fx.Node, index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
     """Broadcast one value per row to all elements that the row's index may select."""
-    for _ in range(found.rank - len(shape_of_node(values))):
+    for _ in range(index.rank - len(shape_of_node(values))):
         values = writer.call(aten.unsqueeze.default, values, 0)
-    return writer.call(aten.unsqueeze.default, values, found.dim)
+    return writer.call(aten.unsqueeze.default, values, index.dim)
 
 
-def _is_changed_in_place(values: fx.Node, found: _Numbers) -> bool:
-    """Whether a value computed from a look-up is written to the index that it was read from."""
-    return _is_of(values, found) and any(
-        user.target is aten.index_put.default and node_argument(user) is found.source and _numbers(user) == found
+def _is_written_back(values: fx.Node, index: _OneHotIndex) -> bool:
+    """Return whether a value computed from a look-up is written to the index that it was read from."""
+    return _is_computed_from_lookup(values, index) and any(
+        user.target is aten.index_put.default and node_argument(user) is index.source and _match_index(user) == index
         for user in values.users
     )
 
 
-def _is_of(values: fx.Node, found: _Numbers) -> bool:
-    """Whether values are computed elementwise, with a number, from the elements that they overwrite."""
+def _is_computed_from_lookup(values: fx.Node, index: _OneHotIndex) -> bool:
+    """Return whether values are computed elementwise, with a number, from the elements that they overwrite."""
     if values.target not in OF_NUMBERS or not is_tensor(values.args[0]) or not isinstance(values.args[1], (int, float)):
         return False
     look_up = node_argument(values)
-    return look_up.target is aten.index.Tensor and _numbers(look_up) == found
+    return look_up.target is aten.index.Tensor and _match_index(look_up) == index
 
 
-def _numbers(node: fx.Node) -> _Numbers | None:
+def _match_index(node: fx.Node) -> _OneHotIndex | None:
+    """Match an index of two or more tensors of which all but one enumerate rows; None if it has another form."""
     arguments = bound_arguments(node)
     source, indices = arguments["self"], arguments["indices"]
     shape, count = shape_of_node(source), len(indices)
     if count < 2 or not all(is_tensor(index) and index.meta[VALUE].dtype in NUMBERS for index in indices):
         return None
-    counted = [_counts(index, shape[dim], count - 1) for dim, index in enumerate(indices)]
-    dim = next((i for i, place in enumerate(counted) if place != i), count)
-    if dim == count or counted[dim + 1 :] != list(range(dim, count - 1)):
-        return _numbers_of_a_view(source, indices)
+    enumerated = [_enumerated_dim(index, shape[dim], count - 1) for dim, index in enumerate(indices)]
+    dim = next((i for i, enumerated_dim in enumerate(enumerated) if enumerated_dim != i), count)
+    if dim == count or enumerated[dim + 1 :] != list(range(dim, count - 1)):
+        return _match_index_of_view(source, indices)
     if shape_of_node(indices[dim]) != (*shape[:dim], *shape[dim + 1 : count]):
-        return _numbers_of_a_view(source, indices)
-    return _Numbers(source, indices[dim], dim, dim, count - 1, is_viewed=False)
+        return _match_index_of_view(source, indices)
+    return _OneHotIndex(source, indices[dim], dim, dim, count - 1, is_viewed=False)
 
 
-def _numbers_of_a_view(source: fx.Node, indices: Sequence[fx.Node]) -> _Numbers | None:
+def _match_index_of_view(source: fx.Node, indices: Sequence[fx.Node]) -> _OneHotIndex | None:
     """Return the last index if the other indices together enumerate the rows of all dimensions before it."""
     *counts, numbers = indices
-    shape, place = shape_of_node(numbers), len(counts)
-    if not are_row_numbers(counts, shape_of_node(source)[:place], shape):
+    shape, indexed_dim = shape_of_node(numbers), len(counts)
+    if not are_row_numbers(counts, shape_of_node(source)[:indexed_dim], shape):
         return None
-    return _Numbers(source, numbers, len(shape), place, len(shape), is_viewed=True)
+    return _OneHotIndex(source, numbers, len(shape), indexed_dim, len(shape), is_viewed=True)
 
 
-def _counts(index: fx.Node, rows: Size, rank: int) -> int | None:
+def _enumerated_dim(index: fx.Node, rows: Size, rank: int) -> int | None:
     """Return the dimension (of `rank`) along which an index enumerates all rows, if it is constant along all others."""
-    own = shape_of_node(index)
+    broadcast_shape = shape_of_node(index)
     while index.target in (aten.unsqueeze.default, aten.expand.default, *VIEWS):
-        before = shape_of_node(node_argument(index))
+        operand_shape = shape_of_node(node_argument(index))
         if index.target is aten.expand.default:
-            own = (1,) * (len(own) - len(before)) + before if own == shape_of_node(index) else ()
+            broadcast_shape = (
+                (1,) * (len(broadcast_shape) - len(operand_shape)) + operand_shape
+                if broadcast_shape == shape_of_node(index)
+                else ()
+            )
         index = node_argument(index)
-    wide = [place for place, size in enumerate(own) if size != 1]
-    is_vector = len(shape_of_node(index)) == 1 and len(wide) == 1 and own[wide[0]] == shape_of_node(index)[0]
-    return wide[0] + rank - len(own) if is_vector and repeats(index, rows) == 1 else None
+    wide_dims = [dim for dim, size in enumerate(broadcast_shape) if size != 1]
+    is_vector = (
+        len(shape_of_node(index)) == 1 and len(wide_dims) == 1 and broadcast_shape[wide_dims[0]] == shape_of_node(index)[0]
+    )
+    return wide_dims[0] + rank - len(broadcast_shape) if is_vector and repeats(index, rows) == 1 else None
 
 
-def _in_range(found: _Numbers, writer: GraphWriter) -> fx.Node:
+def _emit_range_check(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
     """Wrap negative indices, and assert that all indices are in range."""
-    numbers, size = found.numbers, size_arguments(found.source, writer)[found.place]
+    numbers, size = index.numbers, size_arguments(index.source, writer)[index.indexed_dim]
     is_from_end, from_start = writer.call(aten.lt.Scalar, numbers, 0), writer.call(aten.add.Tensor, numbers, size)
-    counted = writer.call(aten.where.self, is_from_end, from_start, numbers)
-    inside = writer.call(aten.ge.Scalar, counted, 0), writer.call(aten.lt.Scalar, counted, size)
-    is_there = writer.call(aten.all.default, writer.call(aten.bitwise_and.Tensor, *inside))
-    writer.call(aten._assert_async.msg, is_there, f"index out of bounds for dimension {found.place}")
-    return counted
+    wrapped = writer.call(aten.where.self, is_from_end, from_start, numbers)
+    bounds = writer.call(aten.ge.Scalar, wrapped, 0), writer.call(aten.lt.Scalar, wrapped, size)
+    all_inside = writer.call(aten.all.default, writer.call(aten.bitwise_and.Tensor, *bounds))
+    writer.call(aten._assert_async.msg, all_inside, f"index out of bounds for dimension {index.indexed_dim}")
+    return wrapped
 
 
-def _hit(found: _Numbers, writer: GraphWriter) -> fx.Node:
-    """[b t 1 ...]: whether a row's number equals the requested index."""
-    counted, size = _in_range(found, writer), size_arguments(found.source, writer)[found.place]
-    position = writer.call(aten.arange.default, size, device=counted.meta[VALUE].device)
-    for _ in range(found.dim):
-        position = writer.call(aten.unsqueeze.default, position, 0)
-    position = _unsqueezed(position, found.dim + 1, found.rows + 1, writer)
-    hit = writer.call(aten.eq.Tensor, position, writer.call(aten.unsqueeze.default, counted, found.dim))
-    return _unsqueezed(hit, found.rows + 1, found.rank + 1, writer)
+def _emit_hits(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
+    """Emit the mask [b t 1 ...] of elements that the index selects: whether a row's number equals the requested index."""
+    wrapped, size = _emit_range_check(index, writer), size_arguments(index.source, writer)[index.indexed_dim]
+    indices = writer.call(aten.arange.default, size, device=wrapped.meta[VALUE].device)
+    for _ in range(index.dim):
+        indices = writer.call(aten.unsqueeze.default, indices, 0)
+    indices = _unsqueezed(indices, index.dim + 1, index.rows + 1, writer)
+    hit = writer.call(aten.eq.Tensor, indices, writer.call(aten.unsqueeze.default, wrapped, index.dim))
+    return _unsqueezed(hit, index.rows + 1, index.rank + 1, writer)
 
 
 def _unsqueezed(node: fx.Node, rank: int, target_rank: int, writer: GraphWriter) -> fx.Node:
+    """Append dimensions of size one from `rank` to `target_rank`."""
     for dim in range(rank, target_rank):
         node = writer.call(aten.unsqueeze.default, node, dim)
     return node
 
 
-def _number(value: float, like: fx.Node, writer: GraphWriter) -> fx.Node:
-    own = like.meta[VALUE]
-    return writer.call(aten.full.default, [], value, dtype=own.dtype, device=own.device)
+def _emit_scalar(number: float, like: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Emit a 0-dimensional constant with the dtype and device of another value."""
+    value = like.meta[VALUE]
+    return writer.call(aten.full.default, [], number, dtype=value.dtype, device=value.device)

@@ -31,12 +31,12 @@ def rows_put_back(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gather(x, d, inverse of an order) -> scatter(zeros, d, order, x)"""
     arguments = bound_arguments(node)
     rows = arguments["self"]
-    order = _order_undone_by(arguments["index"], arguments["dim"])
+    order = _permutation_inverted_by(arguments["index"], arguments["dim"])
     if order is None or shape_of_node(rows) != shape_of_node(node):
         return None
-    own = node.meta[VALUE]
-    zeros = writer.call(aten.full.default, size_arguments(rows, writer), 0, dtype=own.dtype, device=own.device)
-    return _put(zeros, arguments["dim"], _for_all_columns(order, rows, writer), rows, writer)
+    value = node.meta[VALUE]
+    zeros = writer.call(aten.full.default, size_arguments(rows, writer), 0, dtype=value.dtype, device=value.device)
+    return _emit_scatter(zeros, arguments["dim"], _for_all_columns(order, rows, writer), rows, writer)
 
 
 @equation(aten.scatter_add.default)
@@ -46,55 +46,56 @@ def gradient_of_rows_put_back(node: fx.Node, writer: GraphWriter) -> fx.Node | N
     The addition matters because 0 + -0 is 0.
     """
     arguments = bound_arguments(node)
-    rows, order = arguments["src"], _order_undone_by(arguments["index"], arguments["dim"])
+    rows, order = arguments["src"], _permutation_inverted_by(arguments["index"], arguments["dim"])
     if order is None or not _is_added_to_zeros(node):
         return None
-    taken = writer.call(aten.gather.default, rows, arguments["dim"], _for_all_columns(order, rows, writer))
-    return writer.call(aten.add.Tensor, taken, 0.0)
+    gathered = writer.call(aten.gather.default, rows, arguments["dim"], _for_all_columns(order, rows, writer))
+    return writer.call(aten.add.Tensor, gathered, 0.0)
 
 
 @equation(aten.scatter_add.default)
 def gradient_of_rows_in_order(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """scatter_add(zeros, d, order, g) -> scatter(zeros, d, order, g + 0)"""
     arguments = bound_arguments(node)
-    order, dim = _before_columns(arguments["index"]), arguments["dim"] % max(len(shape_of_node(node)), 1)
-    if order is None or not _is_order(order, dim) or not _is_added_to_zeros(node):
+    order, dim = _index_before_expand(arguments["index"]), arguments["dim"] % max(len(shape_of_node(node)), 1)
+    if order is None or not _is_permutation(order, dim) or not _is_added_to_zeros(node):
         return None
     rows = writer.call(aten.add.Tensor, arguments["src"], 0.0)
-    return _put(arguments["self"], arguments["dim"], arguments["index"], rows, writer)
+    return _emit_scatter(arguments["self"], arguments["dim"], arguments["index"], rows, writer)
 
 
 def _is_added_to_zeros(node: fx.Node) -> bool:
-    """Whether floating-point values are added to zeros of the same shape."""
+    """Return whether floating-point values are added to zeros of the same shape."""
     arguments = bound_arguments(node)
     is_whole = shape_of_node(arguments["src"]) == shape_of_node(arguments["index"]) == shape_of_node(node)
     return is_whole and is_zero(arguments["self"]) and node.meta[VALUE].is_floating_point()
 
 
-def _put(zeros: fx.Node, dim: int, index: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
-    written = writer.call(aten.scatter.src, zeros, dim, index, rows)
-    written.meta[EACH_ONCE] = True
-    return written
+def _emit_scatter(zeros: fx.Node, dim: int, index: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Emit a scatter of rows into zeros, marked as writing each index once (`EACH_ONCE`)."""
+    result = writer.call(aten.scatter.src, zeros, dim, index, rows)
+    result.meta[EACH_ONCE] = True
+    return result
 
 
-def _order_undone_by(index: fx.Node, dim: int) -> fx.Node | None:
+def _permutation_inverted_by(index: fx.Node, dim: int) -> fx.Node | None:
     """Return the sort indices along `dim` whose inverse `index` is, if it is the same in all trailing columns."""
     rank = len(shape_of_node(index))
-    numbers = _before_columns(index)
+    vector = _index_before_expand(index)
     dim = dim % rank if rank else 0
-    if numbers is None or dim >= len(shape_of_node(numbers)):
+    if vector is None or dim >= len(shape_of_node(vector)):
         return None
-    if numbers.target is aten.scatter.src:
-        arguments = bound_arguments(numbers)
-        order, written = arguments["index"], arguments["src"]
-        is_whole = shape_of_node(order) == shape_of_node(written) == shape_of_node(numbers)
-        is_along = is_whole and arguments["dim"] % len(shape_of_node(numbers)) == dim
-        return order if is_along and _is_order(order, dim) and _is_arange_along(written, dim) else None
-    sorted_indices = _sorted(numbers, dim)
-    return sorted_indices if sorted_indices is not None and _is_order(sorted_indices, dim) else None
+    if vector.target is aten.scatter.src:
+        arguments = bound_arguments(vector)
+        permutation, values = arguments["index"], arguments["src"]
+        is_whole = shape_of_node(permutation) == shape_of_node(values) == shape_of_node(vector)
+        is_along = is_whole and arguments["dim"] % len(shape_of_node(vector)) == dim
+        return permutation if is_along and _is_permutation(permutation, dim) and _is_arange_along(values, dim) else None
+    sorted_indices = _sort_keys(vector, dim)
+    return sorted_indices if sorted_indices is not None and _is_permutation(sorted_indices, dim) else None
 
 
-def _sorted(node: fx.Node, dim: int) -> fx.Node | None:
+def _sort_keys(node: fx.Node, dim: int) -> fx.Node | None:
     """Return the values whose ascending sort along `dim` has these indices."""
     sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
     if sort.target not in (SORTS if sort is not node else ORDERS):
@@ -105,8 +106,8 @@ def _sorted(node: fx.Node, dim: int) -> fx.Node | None:
     return keys if rank and arguments["dim"] % rank == dim and not arguments["descending"] else None
 
 
-def _is_order(node: fx.Node, dim: int) -> bool:
-    """Whether each index occurs once along a dimension: the indices of a sort in either direction."""
+def _is_permutation(node: fx.Node, dim: int) -> bool:
+    """Return whether each index occurs once along a dimension: the indices of a sort in either direction."""
     sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
     if sort.target not in (SORTS if sort is not node else ORDERS):
         return False
@@ -115,19 +116,19 @@ def _is_order(node: fx.Node, dim: int) -> bool:
 
 
 def _is_arange_along(node: fx.Node, dim: int) -> bool:
-    """Whether a tensor is 0, 1, 2, ... along a dimension and constant along all others."""
+    """Return whether a tensor is 0, 1, 2, ... along a dimension and constant along all others."""
     shape = shape_of_node(node)
     node = node_argument(node) if node.target is aten.expand.default else node
-    own = shape_of_node(node)
-    wide = (*(1 for _ in shape[len(own) :]), *own)
-    if any(size != (shape[dim] if i == dim else 1) for i, size in enumerate(wide)):
+    own_shape = shape_of_node(node)
+    padded_shape = (*(1 for _ in shape[len(own_shape) :]), *own_shape)
+    if any(size != (shape[dim] if i == dim else 1) for i, size in enumerate(padded_shape)):
         return False
     while node.target in (aten.unsqueeze.default, *VIEWS):
         node = node_argument(node)
     return counts_up(node)
 
 
-def _before_columns(index: fx.Node) -> fx.Node | None:
+def _index_before_expand(index: fx.Node) -> fx.Node | None:
     """Return the indices [... n] that an index [... n *width] repeats for all columns; the index itself if it is not
     expanded.
     """
@@ -136,10 +137,12 @@ def _before_columns(index: fx.Node) -> fx.Node | None:
     column = node_argument(index)
     if column.target not in (aten.unsqueeze.default, *VIEWS) or not is_tensor(column.args[0]):
         return None
-    numbers, shape = node_argument(column), shape_of_node(index)
-    own = shape_of_node(numbers)
-    is_column = shape_of_node(column) == (*own, *(1 for _ in shape[len(own) :])) and shape[: len(own)] == own
-    return numbers if is_column and len(own) < len(shape) else None
+    vector, shape = node_argument(column), shape_of_node(index)
+    own_shape = shape_of_node(vector)
+    is_column = (
+        shape_of_node(column) == (*own_shape, *(1 for _ in shape[len(own_shape) :])) and shape[: len(own_shape)] == own_shape
+    )
+    return vector if is_column and len(own_shape) < len(shape) else None
 
 
 def _for_all_columns(order: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:

@@ -32,16 +32,17 @@ LISTED = 16  # largest index that is written as slices
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def looked_up_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+def without_counting_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """Return a replacement for a look-up of rows, or a sum into rows, if its index counts up; else None."""
     if node.target in (aten.index.Tensor, aten._unsafe_index.Tensor):
-        return _look_up(node, writer)
+        return _emit_lookup(node, writer)
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default):
-        return _sum_into(node, writer)
+        return _emit_sum_into(node, writer)
     return None
 
 
-def _look_up(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+def _emit_lookup(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """Emit the rows, or each row repeated, if the index of a look-up counts up; else return None."""
     rows, index = node_argument(node), row_index(node)
     times = None if index is None else repeats(index, shape_of_node(rows)[0])
     if index is None or times is None:
@@ -54,12 +55,13 @@ def _look_up(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.view.default, copied, [*size_arguments(index, writer), *sizes[1:]])
 
 
-def _sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+def _emit_sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """Emit the source rows, summed in groups of equal index, if the index of an accumulation into zeros counts up; else None."""
     arguments = bound_arguments(node)
     base, index = arguments["self"], row_index(node)
     rows = arguments["source"] if node.target is aten.index_add.default else arguments["values"]
-    adds = arguments.get("accumulate", arguments.get("alpha") == 1)
-    if index is None or not adds or not is_zero(base):
+    accumulates = arguments.get("accumulate", arguments.get("alpha") == 1)
+    if index is None or not accumulates or not is_zero(base):
         return None
     times = repeats(index, shape_of_node(base)[0])
     expected = (*shape_of_node(index), *shape_of_node(base)[1:])
@@ -69,8 +71,8 @@ def _sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if times == 1:
         return rows  # type: ignore[no-any-return]
     sizes = size_arguments(base, writer)
-    apart = writer.call(aten.view.default, rows, [sizes[0], times, *sizes[1:]])
-    return writer.call(aten.sum.dim_IntList, apart, [1], dtype=node.meta[VALUE].dtype)  # a sum of small integers would be int64
+    grouped = writer.call(aten.view.default, rows, [sizes[0], times, *sizes[1:]])
+    return writer.call(aten.sum.dim_IntList, grouped, [1], dtype=node.meta[VALUE].dtype)  # a sum of small integers would be int64
 
 
 @equation(aten.gather.default, aten.scatter_add.default)
@@ -81,13 +83,13 @@ def rows_of_a_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     unless none can occur.
     """
     arguments, width = bound_arguments(node), shape_of_node(node)[1:]
-    index = _column(arguments["index"], width) if arguments["dim"] == 0 else None
+    index = _vector_of_columns(arguments["index"], width) if arguments["dim"] == 0 else None
     if index is None or shape_of_node(arguments["self"])[1:] != width:
         return None
     if node.target is aten.gather.default:
         if not is_never_negative(index):
-            is_there = writer.call(aten.all.default, writer.call(aten.ge.Scalar, index, 0))
-            writer.call(aten._assert_async.msg, is_there, "index out of bounds for dimension 0")
+            all_nonnegative = writer.call(aten.all.default, writer.call(aten.ge.Scalar, index, 0))
+            writer.call(aten._assert_async.msg, all_nonnegative, "index out of bounds for dimension 0")
         return writer.call(aten.index.Tensor, arguments["self"], [index])
     if shape_of_node(arguments["src"]) != (*shape_of_node(index), *width):
         return None
@@ -100,10 +102,10 @@ def rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
     Applies to a short constant index whose rows exist.
     """
-    found = _listed(node)
-    if found is None:
+    runs_of_index = _constant_runs(node)
+    if runs_of_index is None:
         return None
-    dim, runs = found
+    dim, runs = runs_of_index
     parts = [writer.call(aten.slice.Tensor, node_argument(node), dim, start, end) for start, end, _ in runs]
     return writer.call(aten.cat.default, parts, dim) if len(parts) > 1 else writer.call(aten.clone.default, parts[0])
 
@@ -111,31 +113,38 @@ def rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 @equation(aten.index_put.default)
 def gradient_of_rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """index_put(zeros, [None, [0, 1, -1]], d, accumulate) -> slice_backward(d[:, :2], 0, 2) + slice_backward(d[:, 2:], -1)"""
-    arguments, found = bound_arguments(node), _listed(node)
+    arguments, runs_of_index = bound_arguments(node), _constant_runs(node)
     base, rows = arguments["self"], arguments["values"]
-    if found is None or not is_zero(base) or not arguments["accumulate"] or rows.meta[VALUE].dtype != base.meta[VALUE].dtype:
+    if (
+        runs_of_index is None
+        or not is_zero(base)
+        or not arguments["accumulate"]
+        or rows.meta[VALUE].dtype != base.meta[VALUE].dtype
+    ):
         return None
-    dim, runs = found
+    dim, runs = runs_of_index
     shape = shape_of_node(base)
     if shape_of_node(rows) != (*shape[:dim], sum(count for *_, count in runs), *shape[dim + 1 :]):
         return None
-    own, total, begin = base.meta[VALUE], None, 0
-    rows = writer.call(aten.add.Tensor, rows, writer.call(aten.full.default, [], 0, dtype=own.dtype, device=own.device))
+    base_value, total, begin = base.meta[VALUE], None, 0
+    rows = writer.call(
+        aten.add.Tensor, rows, writer.call(aten.full.default, [], 0, dtype=base_value.dtype, device=base_value.device)
+    )
     for start, end, count in runs:  # 0 + -0 is 0
         part = writer.call(aten.slice.Tensor, rows, dim, begin, begin + count) if len(runs) > 1 else rows
-        put = writer.call(aten.slice_backward.default, part, size_arguments(base, writer), dim, start, end, 1)
-        total, begin = put if total is None else writer.call(aten.add.Tensor, total, put), begin + count
+        padded = writer.call(aten.slice_backward.default, part, size_arguments(base, writer), dim, start, end, 1)
+        total, begin = padded if total is None else writer.call(aten.add.Tensor, total, padded), begin + count
     return total
 
 
-def _listed(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | None:
+def _constant_runs(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | None:
     """Return the dimension that a constant list indexes, and its runs as slices: first row, end row, and number of rows."""
     arguments = bound_arguments(node)
-    chosen = [(dim, index) for dim, index in enumerate(arguments["indices"]) if is_tensor(index)]
-    constant = chosen[0][1].meta.get(CONSTANT) if len(chosen) == 1 else None
+    index_tensors = [(dim, index) for dim, index in enumerate(arguments["indices"]) if is_tensor(index)]
+    constant = index_tensors[0][1].meta.get(CONSTANT) if len(index_tensors) == 1 else None
     if constant is None or constant.dtype not in NUMBERS or constant.dim() != 1 or not 0 < len(constant) <= LISTED:
         return None
-    (dim, _), numbers = chosen[0], constant.tolist()
+    (dim, _), numbers = index_tensors[0], constant.tolist()
     size = shape_of_node(arguments["self"])[dim]
     if isinstance(size, int):
         if not all(-size <= number < size for number in numbers):
@@ -153,21 +162,22 @@ def _listed(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | None:
 
 
 def is_never_negative(index: fx.Node) -> bool:
-    """Whether an index vector cannot be negative: it holds indices of a sort or a range, possibly divided by a positive
+    """Return whether an index vector cannot be negative: it holds indices of a sort or a range, possibly divided by a positive
     integer.
     """
-    while index.meta[VALUE].dtype in NUMBERS and (index.target in (*SAME_NUMBERS, *VIEWS) or _is_share(index)):
+    while index.meta[VALUE].dtype in NUMBERS and (index.target in (*SAME_NUMBERS, *VIEWS) or _is_floor_divided(index)):
         index = node_argument(index)
     if index.target is operator.getitem:
         return bool(index.args[1] == 1) and node_argument(index).target in SORTS
     return index.target in ORDERS or counts_up(index)
 
 
-def _is_share(node: fx.Node) -> bool:
+def _is_floor_divided(node: fx.Node) -> bool:
+    """Return whether a node divides by a positive integer, rounding down."""
     return node.target is aten.floor_divide.default and isinstance(node.args[1], int) and node.args[1] > 0
 
 
-def _column(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | None:
+def _vector_of_columns(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | None:
     """Return the vector [s] that an index [s *width] repeats for all columns."""
     if len(shape_of_node(index)) == 1:
         return index
@@ -185,37 +195,37 @@ def row_index(node: fx.Node) -> fx.Node | None:
     """Return the vector that indexes the first dimension in a look-up or a write, if no other dimension is indexed."""
     arguments = bound_arguments(node)
     if "indices" in arguments:
-        first, *others = arguments["indices"]
+        first, *other_indices = arguments["indices"]
     else:
-        first, others = arguments["index"] if arguments["dim"] == 0 else None, []
-    is_only = is_tensor(first) and not any(is_tensor(item) for item in others)
-    return first if is_only and len(shape_of_node(first)) == 1 else None
+        first, other_indices = arguments["index"] if arguments["dim"] == 0 else None, []
+    is_single_vector = is_tensor(first) and not any(is_tensor(item) for item in other_indices)
+    return first if is_single_vector and len(shape_of_node(first)) == 1 else None
 
 
 def repeats(index: fx.Node, rows: Size) -> int | None:
     """Return k if an index vector is 0, 1, ... `rows` - 1, with each number k times in a row."""
     if index.meta[VALUE].dtype not in NUMBERS:  # bool and uint8 indices are masks
         return None
-    while index.target in SAME_NUMBERS and _holds(index, rows):
+    while index.target in SAME_NUMBERS and _holds_row_numbers(index, rows):
         index = node_argument(index)
     times: Any = None
     if counts_up(index):
         times = 1
-    elif index.target is aten.floor_divide.default and counts_up(index.args[0]) and _holds(index, rows):
+    elif index.target is aten.floor_divide.default and counts_up(index.args[0]) and _holds_row_numbers(index, rows):
         times = index.args[1]
     elif index.target in VIEWS:
-        times = _spread(node_argument(index))
-    known = isinstance(times, int) and times > 0 and product((rows, times)) == shape_of_node(index)[0]
-    return times if known else None
+        times = _repeats_of_matrix(node_argument(index))
+    is_valid = isinstance(times, int) and times > 0 and product((rows, times)) == shape_of_node(index)[0]
+    return times if is_valid else None
 
 
-def _holds(node: fx.Node, rows: Size) -> bool:
-    """Whether the dtypes of an index vector and of its operand hold all row indices exactly."""
+def _holds_row_numbers(node: fx.Node, rows: Size) -> bool:
+    """Return whether the dtypes of an index vector and of its operand hold all row indices exactly."""
     types = [node.meta[VALUE].dtype, node_argument(node).meta[VALUE].dtype]
     return all(not dtype.is_floating_point and is_exact_in(dtype, 0, longest(rows)) for dtype in types)
 
 
-def _spread(node: fx.Node) -> Size | None:
+def _repeats_of_matrix(node: fx.Node) -> Size | None:
     """Return k if a matrix [n k] repeats the vector 0, 1, ... n - 1 along its columns."""
     node = node_argument(node) if node.target is aten.clone.default else node
     if node.target is not aten.expand.default or len(shape_of_node(node)) != 2:
@@ -227,7 +237,7 @@ def _spread(node: fx.Node) -> Size | None:
 
 
 def counts_up(node: Any) -> bool:
-    """Whether a vector is 0, 1, 2, ..., and its dtype holds all of these exactly."""
+    """Return whether a vector is 0, 1, 2, ..., and its dtype holds all of these exactly."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in COUNTS:
         return False
     arguments = bound_arguments(node)

@@ -26,7 +26,7 @@ MARKED = (
 )
 
 
-def why_marks_stay(graph: fx.Graph, results: Sequence[Any]) -> str | None:
+def why_lazy_values_stay(graph: fx.Graph, results: Sequence[Any]) -> str | None:
     """Return why a graph cannot be rewritten, in a user's words, or None.
 
     The memory of a lazy value, or of a view of one, is then read by the caller, as an output, or by an operator without a
@@ -34,14 +34,15 @@ def why_marks_stay(graph: fx.Graph, results: Sequence[Any]) -> str | None:
     """
     readers = filter(reads_memory, graph.nodes)
     read = [*filter(is_tensor, results), *(operand for node in readers for operand in tensor_operands(node))]
-    marked = next((value for value in read if any(map(_is_marked, shown_by(value)))), None)
-    if marked is None:
+    lazy = next((value for value in read if any(map(_is_lazy, shown_by(value)))), None)
+    if lazy is None:
         return None
-    line = source_line(marked)
-    return MARKED.format(operator=marked.target, where=f" ({line})" if line else "")
+    line = source_line(lazy)
+    return MARKED.format(operator=lazy.target, where=f" ({line})" if line else "")
 
 
-def _is_marked(node: fx.Node) -> bool:
+def _is_lazy(node: fx.Node) -> bool:
+    """Return whether a tensor has a conj or neg bit."""
     return is_tensor(node) and is_marked(node.meta[VALUE])
 
 

@@ -22,13 +22,13 @@ def alias(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 @equation(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 def view_of_the_same_shape(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """view(x, shape of x) -> x"""
-    return _unless_it_changes_shape(node)
+    return _operand_of_same_shape(node)
 
 
 @equation(aten.slice.Tensor, aten.slice_backward.default)
 def slice_of_everything(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[:] -> x"""
-    return _unless_it_changes_shape(node) if bound_arguments(node)["step"] == 1 else None
+    return _operand_of_same_shape(node) if bound_arguments(node)["step"] == 1 else None
 
 
 @equation(aten.slice.Tensor)
@@ -49,7 +49,7 @@ def slice_without_padding(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 @equation(aten.constant_pad_nd.default)
 def padding_by_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """pad(x, [0, 0]) -> clone(x)"""
-    operand = _unless_it_changes_shape(node)
+    operand = _operand_of_same_shape(node)
     is_moved = any(pad != 0 for pad in node.args[1])  # type: ignore[union-attr]
     return None if operand is None or is_moved else writer.call(aten.clone.default, operand)
 
@@ -58,10 +58,10 @@ def padding_by_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def transposed_twice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """t(t(x)) -> x, transpose(transpose(x, i, j), i, j) -> x"""
     inner = node_argument(node)
-    return node_argument(inner) if inner.target is node.target and _exchanged(inner) == _exchanged(node) else None
+    return node_argument(inner) if inner.target is node.target and _swapped_dims(inner) == _swapped_dims(node) else None
 
 
-def _exchanged(node: fx.Node) -> set[int]:
+def _swapped_dims(node: fx.Node) -> set[int]:
     """Return the dimensions that a transpose swaps."""
     rank = len(shape_of_node(node))
     return {int_argument(node, i) % rank for i in range(1, len(node.args))}
@@ -77,16 +77,17 @@ def flipped_twice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 @equation(aten.copy.default)
 def copied_over(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """copy(y, x) -> x, if both have one shape; x is converted to the dtype of y"""
-    over, value = node.args[:2]
+    overwritten, value = node.args[:2]
     if not isinstance(value, fx.Node) or not is_tensor(value) or shape_of_node(value) != shape_of_node(node):
         return None
-    if is_alike(value, over):  # type: ignore[arg-type]
+    if is_alike(value, overwritten):  # type: ignore[arg-type]
         return value
-    own = node.meta[VALUE]
-    is_moved = value.meta[VALUE].device != own.device
-    return None if is_moved else writer.call(aten._to_copy.default, value, dtype=own.dtype)
+    target = node.meta[VALUE]
+    is_moved = value.meta[VALUE].device != target.device
+    return None if is_moved else writer.call(aten._to_copy.default, value, dtype=target.dtype)
 
 
-def _unless_it_changes_shape(node: fx.Node) -> fx.Node | None:
+def _operand_of_same_shape(node: fx.Node) -> fx.Node | None:
+    """Return a node's operand if it has the node's shape, else None."""
     operand = node_argument(node)
     return operand if shape_of_node(operand) == shape_of_node(node) else None

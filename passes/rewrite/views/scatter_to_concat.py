@@ -34,22 +34,23 @@ PADS = (aten.slice_backward.default, aten.constant_pad_nd.default)
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a buffer from `place` on: `count` rows of a value from `start` on, a value that is a single row, or a
+    """Rows of a buffer from `row` on: `count` rows of a value from `start` on, a value that is a single row, or a
     constant.
     """
 
-    place: int
+    row: int
     count: int
     value: fx.Node | float
     start: int
     is_row: bool = False
 
-    def within(self, low: int, high: int) -> _Piece:
-        begin, end = max(self.place, low), min(self.place + self.count, high)
-        return _Piece(begin, end - begin, self.value, self.start + begin - self.place, self.is_row)
+    def clipped_to(self, low: int, high: int) -> _Piece:
+        """Return the part of the piece that lies in rows [low, high) of the buffer."""
+        begin, end = max(self.row, low), min(self.row + self.count, high)
+        return _Piece(begin, end - begin, self.value, self.start + begin - self.row, self.is_row)
 
     def is_whole(self, dim: int) -> bool:
-        """Whether the piece holds all rows of its value."""
+        """Return whether the piece holds all rows of its value."""
         return isinstance(self.value, fx.Node) and self.count == shape_of_node(self.value)[dim]
 
 
@@ -60,13 +61,13 @@ def rows_of_what_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     Also y[3:5], which is b[0:2], and rows that were never written; but no concatenation of partial pieces.
     """
     source = node_argument(node)
-    own = sliced_rows(node, source) if source.target in (*WRITES, aten.slice_backward.default) else None
-    if own is None or not is_fixed(shape_of_node(source)):
+    interval = sliced_rows(node, source) if source.target in (*WRITES, aten.slice_backward.default) else None
+    if interval is None or not is_fixed(shape_of_node(source)):
         return None
-    pieces = _pieces(source, *own)
+    pieces = _pieces(source, *interval)
     if len(pieces) == 1:
-        return None if pieces[0].value is source else _alone(pieces[0], own[0], node, writer)
-    return _joined(pieces, own[0], node, writer)
+        return None if pieces[0].value is source else _emit_piece(pieces[0], interval[0], node, writer)
+    return _emit_concat(pieces, interval[0], node, writer)
 
 
 @equation(aten.slice_scatter.default)
@@ -80,7 +81,7 @@ def all_that_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return None
     dim %= len(shape)
     pieces = _pieces(node, dim, 0, shape[dim])  # type: ignore[arg-type]
-    return _joined(pieces, dim, node, writer) if len(pieces) > 1 else None
+    return _emit_concat(pieces, dim, node, writer) if len(pieces) > 1 else None
 
 
 @equation(*VIEWS)
@@ -94,17 +95,17 @@ def blocks_that_were_written(node: fx.Node, writer: GraphWriter) -> fx.Node | No
         return None
     shape, parts = shape_of_node(source), list[fx.Node](source.args[0])  # type: ignore[arg-type]
     dim = bound_arguments(source)["dim"] % len(shape)
-    own = {shape_of_node(part) for part in parts}
+    part_shapes = {shape_of_node(part) for part in parts}
     size = shape_of_node(parts[0])[dim : dim + 1]
     blocks = (*shape[:dim], len(parts), *size, *shape[dim + 1 :])
-    are_blocks = len(own) == 1 and len(parts) >= FEWEST and shape_of_node(node) == blocks
+    are_blocks = len(part_shapes) == 1 and len(parts) >= FEWEST and shape_of_node(node) == blocks
     return writer.call(aten.stack.default, parts, dim) if are_blocks and all(is_alike(part, node) for part in parts) else None
 
 
-def _alone(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+def _emit_piece(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """Return rows that belong to one value, or are one constant."""
     if not isinstance(piece.value, fx.Node):
-        return _constant(piece, dim, node, writer)
+        return _emit_constant(piece, dim, node, writer)
     if piece.is_row:
         return writer.call(aten.unsqueeze.default, piece.value, dim)
     if piece.is_whole(dim):
@@ -112,23 +113,24 @@ def _alone(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.No
     return writer.call(aten.slice.Tensor, piece.value, dim, piece.start, piece.start + piece.count)
 
 
-def _joined(pieces: list[_Piece], dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+def _emit_concat(pieces: list[_Piece], dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """Concatenate pieces if at least two were written; each must be a full value of several rows, or an unwritten
     constant.
     """
     written = [piece for piece in pieces if isinstance(piece.value, fx.Node)]
     if len(pieces) < FEWEST or len(written) < 2 or not all(not piece.is_row and piece.is_whole(dim) for piece in written):
         return None
-    parts = [_alone(piece, dim, node, writer) for piece in pieces]
+    parts = [_emit_piece(piece, dim, node, writer) for piece in pieces]
     return None if None in parts else writer.call(aten.cat.default, parts, dim)
 
 
-def _constant(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    own, shape = node.meta[VALUE], list(shape_of_node(node))
-    if not own.is_floating_point():
+def _emit_constant(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """Emit the rows of a constant piece; None if the buffer is not floating point."""
+    value, shape = node.meta[VALUE], list(shape_of_node(node))
+    if not value.is_floating_point():
         return None
     shape[dim] = piece.count
-    return writer.call(aten.full.default, shape, piece.value, dtype=own.dtype, device=own.device)
+    return writer.call(aten.full.default, shape, piece.value, dtype=value.dtype, device=value.device)
 
 
 # -- the last write of each row
@@ -136,26 +138,26 @@ def _constant(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx
 
 def _pieces(value: fx.Node, dim: int, low: int, high: int) -> list[_Piece]:
     """Return the pieces that rows [low, high) hold, in order."""
-    found: list[_Piece] = []
-    open_rows, root = [(low, high)], None
-    while open_rows and root is None and (written := _written(value, dim)) is not None:
-        rest = []
+    pieces: list[_Piece] = []
+    open_rows, padding = [(low, high)], None
+    while open_rows and padding is None and (written_piece := _written_piece(value, dim)) is not None:
+        still_open = []
         for begin, end in open_rows:
-            piece = written.within(begin, end)
+            piece = written_piece.clipped_to(begin, end)
             if piece.count <= 0:
-                rest.append((begin, end))
+                still_open.append((begin, end))
                 continue
-            found.append(piece)
-            sides = (begin, piece.place), (piece.place + piece.count, end)
-            rest += [(one, other) for one, other in sides if one < other]
-        open_rows = rest
-        value, root = (value, _padding(value)) if value.target in PADS else (node_argument(value), None)
-    root = fill_of(value) if root is None else root
-    found += [_Piece(begin, end - begin, value if root is None else root, begin) for begin, end in open_rows]
-    return sorted(found, key=lambda piece: piece.place)
+            pieces.append(piece)
+            sides = (begin, piece.row), (piece.row + piece.count, end)
+            still_open += [(low_side, high_side) for low_side, high_side in sides if low_side < high_side]
+        open_rows = still_open
+        value, padding = (value, _padding(value)) if value.target in PADS else (node_argument(value), None)
+    padding = fill_of(value) if padding is None else padding
+    pieces += [_Piece(begin, end - begin, value if padding is None else padding, begin) for begin, end in open_rows]
+    return sorted(pieces, key=lambda piece: piece.row)
 
 
-def _written(node: fx.Node, dim: int) -> _Piece | None:
+def _written_piece(node: fx.Node, dim: int) -> _Piece | None:
     """Return the rows that an operator writes along a dimension into a value of its shape; None if it does anything else."""
     if node.target not in (*WRITES, *PADS):
         return None
@@ -164,28 +166,34 @@ def _written(node: fx.Node, dim: int) -> _Piece | None:
         return None
     if node.target is aten.constant_pad_nd.default:
         pads: Any = node.args[1]
-        last_pad = 2 * (len(shape_of_node(node)) - 1 - dim)
-        before = pads[last_pad] if last_pad < len(pads) else 0
-        is_along = all(pad == 0 for i, pad in enumerate(pads) if i not in (last_pad, last_pad + 1))
-        is_along &= all(isinstance(pad, int) and pad >= 0 for pad in pads)
-        return _Piece(before, shape_of_node(rows)[dim], rows, 0) if is_along else None  # type: ignore[arg-type]
+        pad_index = 2 * (len(shape_of_node(node)) - 1 - dim)
+        before = pads[pad_index] if pad_index < len(pads) else 0
+        is_padded_along_dim = all(pad == 0 for i, pad in enumerate(pads) if i not in (pad_index, pad_index + 1))
+        is_padded_along_dim &= all(isinstance(pad, int) and pad >= 0 for pad in pads)
+        return _Piece(before, shape_of_node(rows)[dim], rows, 0) if is_padded_along_dim else None  # type: ignore[arg-type]
     arguments, shape = bound_arguments(node), shape_of_node(node)
     if arguments["dim"] % len(shape) != dim:
         return None
     if node.target is aten.select_scatter.default:
         index = arguments["index"]
         return _Piece(index % shape[dim], 1, rows, 0, is_row=True) if isinstance(index, int) else None  # type: ignore[operator]
-    place = sliced_rows(node, node)
-    across = (*shape[:dim], *shape[dim + 1 :])
-    own = shape_of_node(rows)
-    if place is None or (*own[:dim], *own[dim + 1 :]) != across or own[dim] != place[2] - place[1]:
+    interval = sliced_rows(node, node)
+    other_sizes = (*shape[:dim], *shape[dim + 1 :])
+    rows_shape = shape_of_node(rows)
+    if (
+        interval is None
+        or (*rows_shape[:dim], *rows_shape[dim + 1 :]) != other_sizes
+        or rows_shape[dim] != interval[2] - interval[1]
+    ):
         return None
-    return _Piece(place[1], place[2] - place[1], rows, 0)
+    return _Piece(interval[1], interval[2] - interval[1], rows, 0)
 
 
 def _padding(node: fx.Node) -> float:
+    """Return the number that a padding operator writes around its operand."""
     return 0.0 if node.target is aten.slice_backward.default else float(bound_arguments(node)["value"])
 
 
 def _is_written_over(node: fx.Node, user: fx.Node) -> bool:
+    """Return whether a user writes rows into this node (rather than writing this node into another buffer)."""
     return user.target in WRITES and node_argument(user) is node and node_argument(user, 1) is not node

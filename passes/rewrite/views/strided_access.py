@@ -60,24 +60,27 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
     writer = GraphWriter(graph)
     for node in list(graph.nodes):
         if node.target in READS_STRIDES:
-            (_read_in_order if _is_in_order(node) else _read_from_root)(node, writer.before(node))
+            (_replace_by_view if _is_plain_view(node) else _replace_by_strided_read)(node, writer.before(node))
     for node in graph.nodes:
         if is_opaque(node):
             strides = (operand.meta[VALUE].stride() for operand in tensor_operands(node))
-            node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in own) for own in strides)
+            node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in operand_strides) for operand_strides in strides)
     output = graph.output_node()
     results: Any = output.args[0]
-    has_lengths = any(_has_lengths(node) for node in graph.find_nodes(op="placeholder"))
-    places = [_place(item, results[:count]) for item in results[:count]]
-    shared = Counter(place[0] for place in places if place)
-    output.meta[PLACES] = tuple(place if place and _is_observable(place[0], shared, has_lengths) else None for place in places)
+    has_dynamic_sizes = any(_has_dynamic_size(node) for node in graph.find_nodes(op="placeholder"))
+    memory_places = [_place_in_memory(item, results[:count]) for item in results[:count]]
+    results_by_base = Counter(memory_place[0] for memory_place in memory_places if memory_place)
+    output.meta[PLACES] = tuple(
+        memory_place if memory_place and _is_observable(memory_place[0], results_by_base, has_dynamic_sizes) else None
+        for memory_place in memory_places
+    )
     output.meta[LAYOUTS] = tuple(map(_strides, results))
     output.meta[MEMORIES] = tuple(
         frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
     )
 
 
-def _place(item: Any, results: Sequence[Any]) -> Place | None:
+def _place_in_memory(item: Any, results: Sequence[Any]) -> Place | None:
     """Return where an output that is a view lies in memory: its base, its offset in elements, and its strides.
 
     The base is an input (by name) or another output (by position), and the offset counts from its first element. Any
@@ -88,33 +91,34 @@ def _place(item: Any, results: Sequence[Any]) -> Place | None:
     base = _base(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):
         return None
-    own, other = item.meta[VALUE], base.meta[VALUE]
-    strides, offset = tuple(size_of(stride) for stride in own.stride()), size_of(own.storage_offset())
-    where = base.name if base.op == "placeholder" else results.index(base) if base in results else None
-    if where is None:
+    value, base_value = item.meta[VALUE], base.meta[VALUE]
+    strides, offset = tuple(size_of(stride) for stride in value.stride()), size_of(value.storage_offset())
+    base_id = base.name if base.op == "placeholder" else results.index(base) if base in results else None
+    if base_id is None:
         return OtherMemory(base.name), offset, strides
-    begins = size_of(other.storage_offset()) * other.element_size() // own.element_size()
-    return where, simplified(offset - begins), strides
+    base_offset = size_of(base_value.storage_offset()) * base_value.element_size() // value.element_size()
+    return base_id, simplified(offset - base_offset), strides
 
 
-def _is_observable(position: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
-    """Whether AOTAutograd, or a caller who writes into shared memory, can observe where an output lies."""
-    return has_lengths or shared[position] > 1 or not isinstance(position, OtherMemory)
+def _is_observable(position: Any, shared: Mapping[Any, int], has_dynamic_sizes: bool) -> bool:
+    """Return whether AOTAutograd, or a caller who writes into shared memory, can observe where an output lies."""
+    return has_dynamic_sizes or shared[position] > 1 or not isinstance(position, OtherMemory)
 
 
 def reads_memory(node: fx.Node) -> bool:
-    """Whether an operator depends on the layout of its operands' memory: it reads strides, or no rule describes it."""
+    """Return whether an operator depends on the layout of its operands' memory: it reads strides, or no rule describes it."""
     if isinstance(node.target, RestridedOperator):  # streamfx restrides operands only for operators that do not read strides
         return False
     return node.target in READS_STRIDES or (is_opaque(node) and not _makes_view(node))
 
 
 def _makes_view(node: fx.Node) -> bool:
+    """Return whether an operator's schema declares its result to be a view."""
     return isinstance(node.target, OpOverload) and is_view(node.target)
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """Return the value at the start of a chain of views."""
+    """Return the value at the start of a chain of views, as operators' schemas declare them."""
     return list(shown_by(node))[-1]
 
 
@@ -128,8 +132,8 @@ def shown_by(node: fx.Node) -> Iterator[fx.Node]:
         node = producer.all_input_nodes[0]
 
 
-def _has_lengths(node: fx.Node) -> bool:
-    """Whether an input is a dynamic size, or a tensor with one."""
+def _has_dynamic_size(node: fx.Node) -> bool:
+    """Return whether an input is a dynamic size, or a tensor with one."""
     value = node.meta.get(VALUE)
     if not isinstance(value, torch.Tensor):
         return isinstance(value, torch.SymInt)
@@ -142,65 +146,71 @@ def _strides(item: Any) -> tuple[Size, ...] | None:
     return None if value is None or value.dim() < 2 else tuple(size_of(stride) for stride in value.stride())
 
 
-def _is_in_order(node: fx.Node) -> bool:
-    """Whether an operator that reads memory is only a view.
+def _is_plain_view(node: fx.Node) -> bool:
+    """Return whether an operator that reads memory is only a view.
 
     It keeps its operand's layout, or reads a contiguous operand in order. PyTorch's decomposition of group norm ends with
     such an operator.
     """
     if node.target is not aten.as_strided.default:
         return False
-    arguments, own = bound_arguments(node), node_argument(node).meta[VALUE]
+    arguments, operand = bound_arguments(node), node_argument(node).meta[VALUE]
     size, stride = ([number_of(item) for item in arguments[name]] for name in ("size", "stride"))
-    given = arguments["storage_offset"]
-    shape, strides = ([size_of(item) for item in items] for items in (own.shape, own.stride()))
-    is_elsewhere = given is not None and number_of(given) != size_of(own.storage_offset())
-    if is_elsewhere or (given is not None and _root(node_argument(node)).op == "placeholder"):
+    explicit_offset = arguments["storage_offset"]
+    shape, strides = ([size_of(item) for item in items] for items in (operand.shape, operand.stride()))
+    is_offset = explicit_offset is not None and number_of(explicit_offset) != size_of(operand.storage_offset())
+    if is_offset or (explicit_offset is not None and _root(node_argument(node)).op == "placeholder"):
         return False
-    as_it_lies = (size, stride) == (shape, strides)
-    return as_it_lies or (stride == _row_after_row(size) and strides == _row_after_row(shape) and product(size) == product(shape))
+    is_identity = (size, stride) == (shape, strides)
+    return is_identity or (
+        stride == _contiguous_strides(size) and strides == _contiguous_strides(shape) and product(size) == product(shape)
+    )
 
 
-def _row_after_row(shape: Sequence[Size]) -> list[Size]:
+def _contiguous_strides(shape: Sequence[Size]) -> list[Size]:
     """Return the strides of a contiguous tensor."""
     return [product(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def _read_in_order(node: fx.Node, writer: GraphWriter) -> None:
+def _replace_by_view(node: fx.Node, writer: GraphWriter) -> None:
+    """Replace `as_strided` of a contiguous operand by a view."""
     node.replace_all_uses_with(writer.call(aten.view.default, node_argument(node), node.args[1]), propagate_meta=False)
     writer.graph.erase_node(node)
 
 
-def _read_from_root(node: fx.Node, writer: GraphWriter) -> None:
+def _replace_by_strided_read(node: fx.Node, writer: GraphWriter) -> None:
     """Pass the base value instead of its view to an operator that reads memory: the base owns all of its memory.
 
     An explicit offset counts from the start of an input's storage, not from the input's first element. The distance
     between the two may differ in later calls, so such operators are not rewritten.
     """
     operand, arguments = node_argument(node), bound_arguments(node)
-    root, given = _root(operand), arguments["storage_offset"]
-    if root.op == "placeholder" and given is not None:
+    root, explicit_offset = _root(operand), arguments["storage_offset"]
+    if root.op == "placeholder" and explicit_offset is not None:
         return
-    begins, shown = offset_argument(root, writer), offset_argument(operand, writer)
-    where = (arguments["size"], arguments["stride"], _less(shown if given is None else given, begins, writer))
+    root_offset, operand_offset = offset_argument(root, writer), offset_argument(operand, writer)
+    geometry = (
+        arguments["size"],
+        arguments["stride"],
+        _emit_difference(operand_offset if explicit_offset is None else explicit_offset, root_offset, writer),
+    )
     if node.target is aten.as_strided.default:
-        result = writer.call(strided, root, *where)
+        result = writer.call(strided, root, *geometry)
     else:
-        written = writer.call(strided_scatter, root, node.args[1], *where)
+        scattered = writer.call(strided_scatter, root, node.args[1], *geometry)
         layout = size_arguments(operand, writer), stride_arguments(operand, writer)
-        result = writer.call(strided, written, *layout, _less(shown, begins, writer))
+        result = writer.call(strided, scattered, *layout, _emit_difference(operand_offset, root_offset, writer))
     node.replace_all_uses_with(result, propagate_meta=False)
     writer.graph.erase_node(node)
 
 
-def _less(number: Any, other: Any, writer: GraphWriter) -> Any:
-    return (
-        writer.call(operator.sub, number, other) if isinstance(number, fx.Node) or isinstance(other, fx.Node) else number - other
-    )
+def _emit_difference(left: Any, right: Any, writer: GraphWriter) -> Any:
+    """Return `number - other`, as an integer or a node."""
+    return writer.call(operator.sub, left, right) if isinstance(left, fx.Node) or isinstance(right, fx.Node) else left - right
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the value at the start of a chain of views."""
+    """Return the value at the start of a chain of views, for the operators in `SHOWS_MEMORY`."""
     while node.target in SHOWS_MEMORY or (node.target is operator.getitem and node_argument(node).target in SHOWS_MEMORY):
         node = node_argument(node)
     return node

@@ -32,14 +32,14 @@ def block_of_a_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     Applies if a view of x has the same blocks.
     """
     source = node_argument(node)
-    place = _block(node, source)
-    if place is None:
+    block = _block(node, source)
+    if block is None:
         return None
-    dim, number, size = place
-    blocks = _in_blocks(shape_of_node(source), dim, size)
+    dim, block_index, size = block
+    blocks = _blocked_shape(shape_of_node(source), dim, size)
     if not any(user.target in VIEWS and shape_of_node(user) == blocks for user in source.users):
         return None
-    return writer.call(aten.select.int, writer.call(aten.view.default, source, list(blocks)), dim, number)
+    return writer.call(aten.select.int, writer.call(aten.view.default, source, list(blocks)), dim, block_index)
 
 
 @equation(aten.slice_backward.default)
@@ -49,16 +49,16 @@ def gradient_of_a_block(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     Applies if it is added to a view that flattens such blocks.
     """
     shape = shape_of_node(node)
-    place = _block(node, node)
-    if place is None:
+    block = _block(node, node)
+    if block is None:
         return None
-    dim, number, size = place
-    blocks = _in_blocks(shape, dim, size)
-    joined = (part for part in _summands(_sum_of(node)) if part.target in VIEWS)
-    if not any(shape_of_node(node_argument(part)) == blocks for part in joined):
+    dim, block_index, size = block
+    blocks = _blocked_shape(shape, dim, size)
+    flattened = (addend for addend in _summands(_largest_sum_with(node)) if addend.target in VIEWS)
+    if not any(shape_of_node(node_argument(addend)) == blocks for addend in flattened):
         return None
-    put = writer.call(aten.select_backward.default, node.args[0], list(blocks), dim, number)
-    return writer.call(aten.view.default, put, list(shape))
+    padded = writer.call(aten.select_backward.default, node.args[0], list(blocks), dim, block_index)
+    return writer.call(aten.view.default, padded, list(shape))
 
 
 @equation(aten.add.Tensor)
@@ -67,19 +67,21 @@ def sum_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
     Also if x, or the gradient, is itself such a sum.
     """
-    parts = node.all_input_nodes
-    if len(parts) != 2 or len(node.args) != 2 or node.kwargs or any(part.target not in VIEWS for part in parts):
+    views = node.all_input_nodes
+    if len(views) != 2 or len(node.args) != 2 or node.kwargs or any(view.target not in VIEWS for view in views):
         return None
-    one, other = (node_argument(part) for part in parts)
-    is_put = any(map(_is_put, (part for item in (one, other) for part in (item, *_added(item)))))
+    left, right = (node_argument(view) for view in views)
+    has_select_backward = any(
+        map(_is_select_backward, (view for blocks in (left, right) for view in (blocks, *_addends(blocks))))
+    )
     if (
-        not is_put
-        or shape_of_node(one) != shape_of_node(other)
-        or not _are_like(node, parts)
+        not has_select_backward
+        or shape_of_node(left) != shape_of_node(right)
+        or not _are_like(node, views)
         or not is_fixed(shape_of_node(node))
     ):
         return None
-    return writer.call(aten.view.default, writer.call(aten.add.Tensor, one, other), list(shape_of_node(node)))
+    return writer.call(aten.view.default, writer.call(aten.add.Tensor, left, right), list(shape_of_node(node)))
 
 
 @equation(aten.slice.Tensor)
@@ -89,13 +91,13 @@ def block_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None
     Applies if x has the blocks in a dimension of their own.
     """
     source = node_argument(node)
-    place = _block(node, source)
-    if place is None or source.target not in VIEWS:
+    block = _block(node, source)
+    if block is None or source.target not in VIEWS:
         return None
-    dim, number, size = place
+    dim, block_index, size = block
     blocks = node_argument(source)
-    is_joined = shape_of_node(blocks) == _in_blocks(shape_of_node(source), dim, size)
-    return writer.call(aten.select.int, blocks, dim, number) if is_joined else None
+    is_joined = shape_of_node(blocks) == _blocked_shape(shape_of_node(source), dim, size)
+    return writer.call(aten.select.int, blocks, dim, block_index) if is_joined else None
 
 
 @equation(aten.slice.Tensor)
@@ -105,36 +107,36 @@ def rows_of_a_sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node | N
     The addition matters because 0 + -0 is 0.
     """
     total = node_argument(node)
-    own, parts = sliced_rows(node, total), total.all_input_nodes
-    if own is None or total.target is not aten.add.Tensor or len(parts) != 2 or total.kwargs or not _are_like(total, parts):
+    interval, terms = sliced_rows(node, total), total.all_input_nodes
+    if interval is None or total.target is not aten.add.Tensor or len(terms) != 2 or total.kwargs or not _are_like(total, terms):
         return None
-    places = [sliced_rows(part, part) if part.target is aten.slice_backward.default else None for part in parts]
-    inside = [part for part, rows in zip(parts, places, strict=True) if rows is not None and _holds(rows, own)]
-    beside = [part for part, rows in zip(parts, places, strict=True) if rows is not None and _is_beside(rows, own)]
-    if len(inside) != 1 or len(beside) != 1 or not node.meta[VALUE].is_floating_point():
+    intervals = [sliced_rows(term, term) if term.target is aten.slice_backward.default else None for term in terms]
+    containing = [term for term, rows in zip(terms, intervals, strict=True) if rows is not None and _contains(rows, interval)]
+    disjoint = [term for term, rows in zip(terms, intervals, strict=True) if rows is not None and _is_disjoint(rows, interval)]
+    if len(containing) != 1 or len(disjoint) != 1 or not node.meta[VALUE].is_floating_point():
         return None
-    start = places[parts.index(inside[0])][1]  # type: ignore[index]
-    rows = writer.call(aten.slice.Tensor, inside[0].args[0], own[0], own[1] - start, own[2] - start)
+    start = intervals[terms.index(containing[0])][1]  # type: ignore[index]
+    rows = writer.call(aten.slice.Tensor, containing[0].args[0], interval[0], interval[1] - start, interval[2] - start)
     return writer.call(aten.add.Tensor, rows, 0.0)
 
 
-def _is_put(node: fx.Node) -> bool:
+def _is_select_backward(node: fx.Node) -> bool:
+    """Return whether a node is the gradient of a selected block, padded with zeros."""
     return node.target is aten.select_backward.default
 
 
-def _added(node: fx.Node) -> list[fx.Node]:
+def _addends(node: fx.Node) -> list[fx.Node]:
+    """Return the operands of an addition, none for other operators."""
     return node.all_input_nodes if node.target is aten.add.Tensor else []
 
 
-def _are_like(node: fx.Node, parts: Iterable[fx.Node]) -> bool:
-    """Whether the addends have the sum's shape and dtype, so that none is broadcast or converted."""
-    return all(shape_of_node(part) == shape_of_node(node) and is_alike(part, node) for part in parts)
+def _are_like(node: fx.Node, addends: Iterable[fx.Node]) -> bool:
+    """Return whether the addends have the sum's shape and dtype, so that none is broadcast or converted."""
+    return all(shape_of_node(addend) == shape_of_node(node) and is_alike(addend, node) for addend in addends)
 
 
 def sliced_rows(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
-    """Return the dimension of `whole` that a slice reads or writes, and its first and end row; None if they are not
-    static.
-    """
+    """Return (dim, first row, end row) of the rows of `whole` that a slice reads or writes; None if they are not static."""
     arguments, shape = bound_arguments(node), shape_of_node(whole)
     dim = arguments["dim"] % max(len(shape), 1)
     start, end, length = arguments["start"], arguments["end"], shape[dim] if shape else None
@@ -145,20 +147,23 @@ def sliced_rows(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
     return (dim, begin, stop) if begin < stop else None
 
 
-def _holds(rows: tuple[int, int, int], others: tuple[int, int, int]) -> bool:
-    return rows[0] == others[0] and rows[1] <= others[1] and others[2] <= rows[2]
+def _contains(rows: tuple[int, int, int], inner: tuple[int, int, int]) -> bool:
+    """Return whether rows (dimension, start, end) contain other rows of the same dimension."""
+    return rows[0] == inner[0] and rows[1] <= inner[1] and inner[2] <= rows[2]
 
 
-def _is_beside(rows: tuple[int, int, int], others: tuple[int, int, int]) -> bool:
-    return rows[0] == others[0] and (rows[2] <= others[1] or others[2] <= rows[1])
+def _is_disjoint(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
+    """Return whether rows (dimension, start, end) do not overlap other rows of the same dimension."""
+    return a[0] == b[0] and (a[2] <= b[1] or b[2] <= a[1])
 
 
 def is_fixed(shape: Iterable[Size]) -> bool:
+    """Return whether all sizes of a shape are static."""
     return all(isinstance(size, int) for size in shape)
 
 
 def _block(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
-    """Return the dimension of `whole` along which a slice is one of several equal blocks, its number, and its size."""
+    """Return (dim, block index, block size) if a slice is one of several equal blocks of `whole`, else None."""
     shape, rows = shape_of_node(whole), sliced_rows(node, whole)
     if rows is None or not is_fixed(shape):
         return None
@@ -168,11 +173,12 @@ def _block(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
     return (dim, start // size, size) if is_block else None
 
 
-def _in_blocks(shape: tuple[Size, ...], dim: int, size: int) -> tuple[Size, ...]:
+def _blocked_shape(shape: tuple[Size, ...], dim: int, size: int) -> tuple[Size, ...]:
+    """Return the shape with dimension `dim` split into blocks of `size` rows."""
     return (*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])  # type: ignore[operator]
 
 
-def _sum_of(node: fx.Node) -> fx.Node:
+def _largest_sum_with(node: fx.Node) -> fx.Node:
     """Return the largest sum that a value is added to, as long as each partial sum has one user."""
     while len(node.users) == 1 and (user := next(iter(node.users))).target is aten.add.Tensor:
         node = user
@@ -180,6 +186,7 @@ def _sum_of(node: fx.Node) -> fx.Node:
 
 
 def _summands(total: fx.Node) -> Iterator[fx.Node]:
+    """Yield the addends of a nested sum."""
     todo = [total]
     while todo:
         part = todo.pop()

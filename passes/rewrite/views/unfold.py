@@ -38,6 +38,6 @@ def gradient_of_windows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     total: fx.Node | None = None
     for i in range(size):
         rows = writer.call(aten.select.int, arguments["grad_in"], len(sizes), i)
-        placed = writer.call(aten.slice_backward.default, rows, sizes, dim, i, i + count, 1)
-        total = placed if total is None else writer.call(aten.add.Tensor, total, placed)
+        padded = writer.call(aten.slice_backward.default, rows, sizes, dim, i, i + count, 1)
+        total = padded if total is None else writer.call(aten.add.Tensor, total, padded)
     return total
