@@ -51,6 +51,7 @@ class Verifier:
             raise InconsistentFactsError(f"after {name}: {'; '.join(wrong[:5])}")
 
     def _results(self, graph: fx.Graph) -> Iterator[str]:
+        """Yield an error for each new or changed call whose recorded result is wrong."""
         for node in graph.nodes:
             call = _call(node)
             if self.known.get(node) != call and isinstance(node.target, OpOverload) and is_tensor(node) and not is_opaque(node):
@@ -59,10 +60,12 @@ class Verifier:
 
 
 def _call(node: fx.Node) -> tuple[Any, ...]:
+    """Return a node's target and arguments, to detect changes."""
     return node.target, node.args, tuple(node.kwargs.items())
 
 
 def _wrong_result(node: fx.Node) -> Iterator[str]:
+    """Run a call on fake tensors; yield an error if dtype or shape differs from the recorded result."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta[VALUE])
     mode, function = fake_mode_of([node.meta[VALUE]]), COPIES_WHERE_NEEDED.get(node.target, node.target)
     operands = [value for operand in node.all_input_nodes for value in (*results_of(operand), operand.meta[VALUE])]
@@ -94,6 +97,7 @@ def _strangers(facts: Facts) -> Iterator[str]:
 
 
 def _named(facts: Facts) -> Iterator[tuple[str, Iterable[fx.Node]]]:
+    """Yield each kind of facts by name, with the nodes that it refers to."""
     if facts.found_axes is not None:
         yield "axes", facts.axes.shapes
         yield "signatures", facts.axes.signatures

@@ -44,6 +44,7 @@ class AccessRoles:
     name: ClassVar[str] = "demand"
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with the role of each axis label and the storage class of each value."""
         return replace(facts, found_demand=_Analysis(facts.joint, facts.axes, facts.whole, facts.apart).run())
 
 
@@ -63,6 +64,7 @@ class _Parity:
         self.broken: set[Hashable] = set()
 
     def find(self, element: Hashable) -> tuple[Hashable, int]:
+        """Return an element's root, and 1 if the element is its opposite, else 0; compress the path."""
         path, parity = [], 0
         while (link := self._parent.get(element, (element, 0)))[0] != element:
             path.append((element, parity))
@@ -73,6 +75,7 @@ class _Parity:
         return element, parity
 
     def relate(self, left: Hashable, right: Hashable, opposite: bool) -> None:
+        """Merge two sets of elements; mark a set as broken if its relations contradict each other."""
         (a, parity_a), (b, parity_b) = self.find(left), self.find(right)
         if a == b:
             if parity_a ^ parity_b != opposite:
@@ -84,6 +87,8 @@ class _Parity:
 
 
 class _Analysis:
+    """Assigns roles to axis labels, and storage classes to results, in program order."""
+
     def __init__(self, joint: JointGraph, axes: AxisFacts, whole: Mapping[str, str], apart: str | None) -> None:
         self.joint, self.axes, self.whole, self.apart = joint, axes, whole, apart
         self.roles: dict[fx.Node, dict[Letter, Role]] = {}
@@ -92,6 +97,7 @@ class _Analysis:
         self._sequence_dims: dict[fx.Node, tuple[int, ...]] = {}
 
     def run(self) -> AccessFacts:
+        """Return the roles, the storage classes, and the reasons for operators that are not chunked."""
         for node in self.joint.sources:
             if is_tensor(node):
                 self.forms[node] = (StorageClass.WHOLE if self._dims(node) else StorageClass.OUTSIDE,)
@@ -132,8 +138,6 @@ class _Analysis:
 
     def _elements(self, node: fx.Node) -> int:
         return numeric(product(shape_of_node(node)))
-
-    # -- labels of the sequence
 
     def _dims(self, node: fx.Node) -> tuple[int, ...]:
         if node not in self._sequence_dims:
@@ -190,6 +194,7 @@ class _Analysis:
         return self._slots(self.axes.signatures[node], letters) == 2 and not self._has_blocks(node, letters)
 
     def _relate(self, node: fx.Node, parity: _Parity) -> None:
+        """Relate the labels of an operator to each other and to the dimensions of its operands and results."""
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
         shifted = [letter for letter in letters if letter in signature.windows and signature.windows[letter].of in letters]
         for letter in shifted:
@@ -208,6 +213,7 @@ class _Analysis:
                             parity.relate((value, ("dim", dim)), (node, letter), opposite=False)
 
     def _results(self, node: fx.Node, signature: Signature) -> list[tuple[fx.Node, LetterShape]]:
+        """Return the tensor results of an operator (itself, or elements of its tuple) with their labels."""
         if is_tensor(node):
             return [(node, signature.results[0])]
         users = [user for user in node.users if user.target is operator.getitem and is_tensor(user)]
@@ -226,6 +232,7 @@ class _Analysis:
     # -- storage classes
 
     def _forms_of(self, node: fx.Node, orientation: dict[tuple[fx.Node, Letter], Role]) -> tuple[StorageClass, ...]:
+        """Return the storage class of each result; record roles, or the reason if the operator is not chunked."""
         result_dims = self.axes.results[node]
         outside = tuple(StorageClass.WHOLE if self.axes.sequence_dims(shape) else StorageClass.OUTSIDE for shape in result_dims)
         operands = tensor_operands(node)
@@ -298,14 +305,12 @@ class _Analysis:
         return self.axes.sequence is not None and atom in self.axes.sequence.members
 
     def _takes_rows(self, node: fx.Node, signature: Signature) -> bool:
-        """Return whether an operator that is not chunked takes values out of their loops.
-
-        Slicing the sequence from a table, or writing its gradient back into one, does not.
-        """
+        """Return whether an unchunked operator reads values of loops, unlike a slice of a table or its gradient."""
         crosses_border = any(self._is_cut_out(node, letter, window.of) for letter, window in signature.windows.items())
         return node not in self.axes.static and not crosses_border
 
     def _is_cut_out(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
+        """Return whether a window label is the sequence while its source axis is not."""
         letters = self.axes.letters[node]
         return self.axes.sequence_atom(letters[letter]) is not None and self.axes.sequence_atom(letters[source]) is None
 
@@ -317,12 +322,9 @@ class _Analysis:
         return any(sum(atom in members for atom in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape)
 
     def _roles_of(
-        self,
-        node: fx.Node,
-        signature: Signature,
-        letters: list[Letter],
-        orientation: dict[tuple[fx.Node, Letter], Role],
+        self, node: fx.Node, signature: Signature, letters: list[Letter], orientation: dict[tuple[fx.Node, Letter], Role]
     ) -> dict[Letter, Role]:
+        """Return the role of each sequence label of an operator: rows, keys, or whole."""
         roles: dict[Letter, Role] = {}
         for letter in letters:
             role = orientation.get((node, letter), Role.ROWS)
@@ -390,6 +392,7 @@ class _Analysis:
         return any(roles.get(letter) is Role.WHOLE for letter in result_letters)
 
     def _form(self, shape: LetterShape, roles: dict[Letter, Role]) -> StorageClass:
+        """Return the storage class of a result by the roles of its labels; reduced rows give a sum."""
         present = {roles[letter] for dim in shape for letter in dim if letter in roles}
         if Role.ROWS in present:
             return StorageClass.PAIR if Role.KEYS in present else StorageClass.ROWS

@@ -83,10 +83,12 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _affine(factor: int, offset: int, dim: int | None) -> Affine:
+    """Return an affine form; with factor 0 it is a constant and has no dimension."""
     return Affine(factor, offset, dim if factor else None)
 
 
 def _arange(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return step * i + start."""
     arguments = bound_arguments(node)
     start, step = positions.number(arguments.get("start", 0)), positions.number(arguments.get("step", 1))
     return None if start is None or step is None else _affine(step, start, 0)
@@ -113,6 +115,7 @@ def combination(node: fx.Node) -> tuple[tuple[int, Any], tuple[int, Any]] | None
 
 
 def _sum(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the affine form of a * x + b * y if x and y vary along at most one common dimension."""
     combined, dtype = combination(node), node.meta[VALUE].dtype
     if combined is None:
         return None
@@ -127,11 +130,13 @@ def _sum(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _negated(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the affine form of the negated operand."""
     source = positions.of(node_argument(node))
     return None if source is None else _affine(-source.factor, -source.offset, source.dim)
 
 
 def _product(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the affine form of a product of an affine vector and an integer constant."""
     arguments, dtype = named_arguments(node, frozenset({"self", "other"})), node.meta[VALUE].dtype
     if arguments is None:
         return None
@@ -149,10 +154,12 @@ def _result_dim(node: fx.Node, operand: Any, affine: Affine) -> int | None:
 
 
 def _same(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the operand's affine form: copies and casts keep it."""
     return positions.of(node_argument(node))
 
 
 def _unsqueeze(node: fx.Node, positions: Positions) -> Affine | None:
+    """Shift the varying dimension by one if a dimension is inserted before it."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -161,6 +168,7 @@ def _unsqueeze(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _expand(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the affine form with its varying dimension counted from the last one."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -181,6 +189,7 @@ def _view(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _permute(node: fx.Node, positions: Positions) -> Affine | None:
+    """Move the varying dimension to its new position."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -196,6 +205,7 @@ def _permute(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _slice(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return factor * (step * i + start) + offset for a slice along the varying dimension."""
     source = positions.of(node_argument(node))
     arguments = bound_arguments(node)
     rank = len(shape_of_node(node))
@@ -211,6 +221,7 @@ def _slice(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _select(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the selected number as a constant, or the affine form without the selected other dimension."""
     source = positions.of(node_argument(node))
     dim, position = int_argument(node, 1) % (len(shape_of_node(node)) + 1), positions.number(node.args[2])
     if source is None or source.dim is None:

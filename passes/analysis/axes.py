@@ -62,6 +62,7 @@ class Axes:
     name: ClassVar[str] = "axes"
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with the axes of every dimension and the sequence axis."""
         return replace(facts, found_axes=sequence_axes(facts.joint))
 
 
@@ -111,6 +112,7 @@ def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | Non
 
 
 def _has_split_relative(axes: AxisFacts, sequence: SequenceAxis) -> bool:
+    """Return whether an axis sliced from the sequence, or padded around it, is factored into several axes."""
     for node, signature in axes.signatures.items():
         for letter, window in signature.windows.items():
             operand, result = (axes.table.resolve(axes.letters[node][item]) for item in (window.of, letter))
@@ -237,6 +239,7 @@ def _is_static_input(node: fx.Node) -> bool:
 
 
 def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
+    """Return the sequence: the axis of attention, else the axis with the most chunkable bytes; None without axes."""
     main = _attention_axis(joint, axes)
     if main is None:
         main = _widest_axis(joint, axes)

@@ -20,6 +20,7 @@ MOST_PARTS = 24
 
 
 def sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
+    """Return the sequence with this main axis, its derived axes and block sizes."""
     cuts = _tilings(axes, axes.table.size(main))
     members, blocks = members_of(main, axes, cuts)
     sound = [cut for cut in cuts if not any(atom in members for atom in cut.inside)]
@@ -127,6 +128,7 @@ class ConcatAxis:
 
 
 def _joins(axes: AxisFacts) -> list[ConcatAxis]:
+    """Return the concatenated axes of all concatenations whose operands have exactly one axis."""
     return [join for node in axes.signatures if (join := join_of(node, axes)) is not None]
 
 
@@ -165,6 +167,7 @@ def turned_axes(axes: AxisFacts) -> set[Atom]:
 
 
 def shift_links(axes: AxisFacts) -> list[Link]:
+    """Return (source axis, sliced or padded axis, position of its first row in the source, is static) per window."""
     links = []
     for node, signature in axes.signatures.items():
         for letter, window in signature.windows.items():

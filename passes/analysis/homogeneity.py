@@ -76,6 +76,8 @@ def multiples(stage: Stage, facts: Facts) -> tuple[Homogeneous, ...]:
 
 
 class _Finder:
+    """Finds, for one stage, the cotangent scales (drivers) and the gradients that are multiples of them."""
+
     def __init__(self, stage: Stage, facts: Facts) -> None:
         self.stage, self.axes, self.forms, self.tangents = stage, facts.axes, facts.demand.forms, set(facts.joint.tangents)
         self.own = set(stage.backward)
@@ -111,9 +113,11 @@ class _Finder:
         return self._is_scalar(node) and all(map(self._is_scalar, operators)) and all(map(self._is_available, inputs))
 
     def _is_scalar(self, node: fx.Node) -> bool:
+        """Return whether no result of an operator has sequence rows."""
         return all(form is StorageClass.OUTSIDE for form in self.forms.get(node, ()))
 
     def _is_available(self, node: fx.Node) -> bool:
+        """Return whether a value exists before the backward loops: an input, a static value, a scalar or a sum."""
         return (
             node.op != "call_function"
             or node in self.axes.static
@@ -133,6 +137,7 @@ class _Finder:
         return operators
 
     def multiple(self, gradient: fx.Node, driver: fx.Node) -> Homogeneous | None:
+        """Return the gradient as a multiple of the driver, or None if it is not provably one."""
         between = self._between(gradient, driver)
         sources = {source for node in between for source in node.all_input_nodes if source not in between}
         if driver not in sources or any(source in self.late for source in sources):
@@ -180,6 +185,7 @@ class _Finder:
 
 
 def _driven(multiple: Homogeneous) -> set[fx.Node]:
+    """Return the values between a driver and its gradient that depend on the driver, without the driver."""
     driven: set[fx.Node] = {multiple.driver}
     todo = [multiple.driver]
     while todo:
@@ -233,6 +239,7 @@ class _LinearPath:
         )
 
     def _resolved(self, dim: Dim) -> Dim:
+        """Return the axis factors of a dimension after unification."""
         return self.axes.table.resolve(dim)
 
     def _is_linear(self, node: fx.Node) -> bool:
@@ -262,6 +269,7 @@ class _LinearPath:
 
 
 def _count(letter: Letter, shape: LetterShape) -> int:
+    """Return how often a label occurs in the dimensions of a value."""
     return sum(item == letter for dim in shape for item in dim)
 
 
@@ -272,6 +280,7 @@ def _selection_of_where(arguments: dict[str, Any], driven: Collection[fx.Node]) 
 
 
 def _selection_of_fill(arguments: dict[str, Any], driven: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
+    """Return the mask of a `masked_fill`, and False: the driven operand is used if the mask is False."""
     return arguments["mask"], False
 
 

@@ -37,6 +37,7 @@ class KeySpans:
     name: ClassVar[str] = "causality"
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with key spans; masks that are equal to their span are dropped."""
         causality = _spans(facts.joint, facts.axes, facts.demand)
         signatures = dict(facts.axes.signatures)
         for node in causality.exact:
@@ -45,6 +46,7 @@ class KeySpans:
 
 
 def _spans(joint: JointGraph, axes: AxisFacts, demand: AccessFacts) -> SpanFacts:
+    """Return the key span of each operator on rows and keys, one span per connected group."""
     masks = Masks(joint, axes, demand)
     pairs = [node for node in joint.nodes if Role.KEYS in demand.roles.get(node, {}).values() and not _outside(node, demand)]
     measured = _measured(pairs, axes, demand)
@@ -86,6 +88,7 @@ def verdict(span: Span) -> str:
 
 
 def _outside(node: fx.Node, demand: AccessFacts) -> bool:
+    """Return whether no result of an operator is computed in a loop."""
     return all(form in (StorageClass.OUTSIDE, StorageClass.WHOLE) for form in demand.forms[node])
 
 
@@ -133,6 +136,7 @@ def _groups(pairs: list[fx.Node], axes: AxisFacts) -> list[list[fx.Node]]:
 
 
 def _carries_pair(value: fx.Node, axes: AxisFacts) -> bool:
+    """Return whether a value has both query positions and key positions."""
     return is_tensor(value) and len(axes.sequence_dims(axes.shapes[value])) == 2
 
 
@@ -168,6 +172,7 @@ def _support(node: fx.Node, masks: Masks, axes: AxisFacts, demand: AccessFacts) 
 
 
 def _narrowness(support: tuple[int | None, int | None]) -> tuple[bool, bool]:
+    """Return a sort key by which intervals with more finite ends, the high end first, are larger."""
     return support[1] is not None, support[0] is not None
 
 
@@ -189,6 +194,7 @@ def _normalised_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | 
 
 
 def _fused_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]:
+    """Return the interval of delta that a fused attention needs, from its mask and causal flag."""
     bias = masks.fused_bias(node)
     if bias is None:
         return None, None
@@ -206,6 +212,7 @@ def _is_exact(node: fx.Node, masks: Masks, span: Span) -> bool:
 
 
 def _is_contiguous(bias: Pieces, hidden: Callable[[Fact], bool]) -> bool:
+    """Return whether the visible intervals of delta follow each other without a hidden interval in between."""
     visible = [not hidden(fact) for fact in bias.facts]
     first = visible.index(True) if True in visible else 0
     last = len(visible) - 1 - visible[::-1].index(True) if True in visible else 0

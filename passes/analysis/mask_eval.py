@@ -40,6 +40,7 @@ class Intervals:
         self._reach, self._reader = reach, reader
 
     def range(self, fact: Fact) -> Range:
+        """Return the range of a fact for delta in [-reach, reach]."""
         return fact.within(self._reach) if isinstance(fact, Slope) else fact
 
     def evaluate(self, node: fx.Node, facts: Mapping[fx.Node, Fact], result: int = 0) -> Pieces:
@@ -62,6 +63,7 @@ class Intervals:
         return compare_slope(relation, slope, number)
 
     def is_held(self, slope: Slope, dtype: torch.dtype) -> bool:
+        """Return whether a dtype represents all numbers of a slope exactly."""
         known = slope.within(self._reach)
         return is_exact_in(dtype, known.low, known.high)
 
@@ -70,6 +72,7 @@ class Intervals:
         return everywhere(slope) if self.is_held(slope, node.meta[VALUE].dtype) else None
 
     def _of_slope(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
+        """Evaluate a comparison, copy, negation, absolute value or linear combination of slopes; None for others."""
         if node.target in COMPARISONS:
             return self._comparison(node, facts)
         only = facts[node.args[0]] if node.args and node.args[0] in facts else None  # type: ignore[index]
@@ -82,6 +85,7 @@ class Intervals:
         return self._combined(node, facts)
 
     def _comparison(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
+        """Compare a slope with a number, in either order; None if both operands or none are slopes."""
         left, right = (self._fact(item, facts) for item in node.args[:2])
         if isinstance(left, Slope) and not isinstance(right, Slope):
             return self.compared(node, left, right, COMPARISONS[node.target])
@@ -104,6 +108,7 @@ class Intervals:
         return self.held(Slope(factor, offset), node)
 
     def _fact(self, item: object, facts: Mapping[fx.Node, Fact]) -> Fact:
+        """Return the fact about an argument: given for this interval, or its range over all positions."""
         if is_tensor(item) and item in facts:
             return facts[item]  # type: ignore[index]
         return range_of_argument(item, self._reader)

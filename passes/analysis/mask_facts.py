@@ -72,6 +72,7 @@ class Masks:
                 self._record_maximum(node)
 
     def _find(self, node: fx.Node) -> None:
+        """Find the facts about one value: its affine form, its pattern, and its facts per interval of delta."""
         if node in self._axes.static:
             self._positions.find(node)
         self._propagate_pattern(node)
@@ -114,6 +115,7 @@ class Masks:
     # -- values with rows and keys
 
     def _is_pair(self, node: fx.Node) -> bool:
+        """Return whether a value has two sequence dimensions: query positions and key positions."""
         return len(self._axes.sequence_dims(self._axes.shapes[node])) == 2
 
     def _pieces_of(self, node: fx.Node) -> Pieces:
@@ -135,6 +137,7 @@ class Masks:
         return everywhere(self.values.of(node))
 
     def _is_elementwise(self, node: fx.Node) -> bool:
+        """Return whether each element of the result depends on the elements at its own position alone."""
         row = TRANSFERS.get(node.target)
         return row is not None and row.elementwise and rule_for(node) is broadcast and not is_random(node)
 
@@ -179,6 +182,7 @@ class Masks:
             self._patterns[node] = combined(lambda fact: self._intervals.evaluate(node, {source: fact}), self._patterns[source])
 
     def _keeps_positions(self, node: fx.Node, source: fx.Node) -> bool:
+        """Return whether a view keeps each row and column of the last two dimensions at its index."""
         rank, before = len(shape_of_node(node)), len(shape_of_node(source))
         arguments = bound_arguments(node)
         if node.target is aten.slice.Tensor:
@@ -213,6 +217,7 @@ class Masks:
         return [next((roles[letter] for letter in dim if letter in roles), None) for dim in letters]
 
     def _offset_between(self, node: fx.Node, keys_last: bool) -> int | None:
+        """Return the keys' offset minus the rows' offset for a buffer's last two dimensions; None if unknown."""
         rank = len(shape_of_node(node))
         last, before = self._offset(node, rank - 1), self._offset(node, rank - 2)
         keys, rows = (last, before) if keys_last else (before, last)
@@ -243,6 +248,7 @@ class Masks:
         return {i: roles[letter] for i, dim in enumerate(letters) for letter in dim if letter in roles}
 
     def _sliced(self, node: fx.Node) -> Pieces:
+        """Return the facts about a slice of a mask, or of a table that is larger than the sequence."""
         source = node_argument(node)
         if source in self._pieces or self._is_pair(source):
             return self._square_slice(node, source)
@@ -276,6 +282,7 @@ class Masks:
         return keys - rows if isinstance(keys, int) and isinstance(rows, int) else None
 
     def _offset(self, node: fx.Node, dim: int) -> Any:
+        """Return the position of index 0 of a dimension in the sequence; None if it is not an axis of the sequence."""
         sequence, atom = self._axes.sequence, self._axes.row_axis(self._axes.shapes[node][dim])
         return None if sequence is None or atom is None else sequence.members[atom][0]
 

@@ -22,19 +22,23 @@ Adder: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]
 
 
 def _product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call that adds a matrix product to an accumulator."""
     return accumulate.add_product, (*builder.operands(node), builder.is_first())
 
 
 def _look_up(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call that adds rows of an embedding's gradient to an accumulator."""
     return accumulate.add_looked_up, (*builder.operands(node), builder.plain(node.args[3]))
 
 
 def _put(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call that writes rows by index into an accumulator."""
     _, index, rows = builder.operands(node)
     return accumulate.put, (node.args[1], index, rows)
 
 
 def _outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call that adds the weight gradients of groups to an accumulator."""
     x, y, group = builder.operands(node)
     return add_outer, (x, y, *arranged(builder, group, builder.plain(node.args[3])))
 

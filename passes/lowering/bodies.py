@@ -126,12 +126,14 @@ class BodyBuilder(BodyInputs):
         return self.made[key]
 
     def _name(self, node: fx.Node, lowered: Any) -> None:
+        """Copy the trace's provenance to a lowered node, and mark whether its operator has keys."""
         if isinstance(lowered, fx.Node):
             lowered.meta.update({name: node.meta[name] for name in FROM_THE_TRACE if name in node.meta})
             lowered.meta[JOINT] = node.name
             lowered.meta[HAS_KEYS] = Role.KEYS in self.layout.demand.roles.get(producer_of(node), {}).values()
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
+        """Return the body's nodes for an operator's operands, restricted to the keys that are requested."""
         outside, span = self.asked, self.layout.span(node, self.asked)
         self.asked = span
         operands = [self.operand(need) for need in self.layout.needs(node, span)]
@@ -151,6 +153,7 @@ class BodyBuilder(BodyInputs):
         return self.prefix(need)
 
     def _is_own_rows(self, need: OperandAccess) -> bool:
+        """Return whether the needed rows are an operand's own rows of the chunk, or can be sliced from them."""
         placement, _, selector = need.where[0]
         shown = self.layout.shown_rows(placement, selector)
         return shown is not None and (shown.rows == placement.rows or (placement.outer, placement.inner) == (1, 1))
@@ -213,6 +216,7 @@ class BodyBuilder(BodyInputs):
         return span.low is None and reaches_end and placement.rows == RowRange(0, self.length)
 
     def is_first(self) -> fx.Node:
+        """Return the flag that is true in the first chunk that runs."""
         return self.feed("is_first", IsFirst(), None)
 
     def carry(self, node: fx.Node, dim: int, dtype: torch.dtype, keeps_states: bool) -> tuple[fx.Node, fx.Node | None]:
@@ -236,12 +240,14 @@ class BodyBuilder(BodyInputs):
         return carry, self.feed(f"{node.name}_states", BufferPart(self.states[node], ()), None)
 
     def _new_buffer(self, value: fx.Node, dtype: torch.dtype) -> int:
+        """Allocate a buffer of the full shape of a value; return its index."""
         shape = self.layout.full_shape(value)
         self.symbols |= free_symbols(shape)
         self.buffers.append(Buffer(value.name, shape, dtype, device_of_value(value), zeroed=False))
         return len(self.buffers) - 1
 
     def _new_sum(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
+        """Allocate an accumulator for a value; return its index. `zeroed` unless the first chunk overwrites it."""
         index = self._new_buffer(value, dtype)
         self.buffers[index] = replace(self.buffers[index], zeroed=zeroed, is_sum=True)
         return index
@@ -354,6 +360,7 @@ class BodyBuilder(BodyInputs):
                 self.value(node)
 
     def _stacked(self, node: fx.Node) -> ConcatOutput:
+        """Return the output into which the loop writes the rows of each chunk."""
         placement = next(p for p in self.layout.placements(node) if self._is_rows(node, p))
         shape = self.layout.full_shape(node)
         self.symbols |= free_symbols(shape)
@@ -361,6 +368,7 @@ class BodyBuilder(BodyInputs):
         return ConcatOutput(shape, node.meta[VALUE].dtype, device_of_value(node), placement)
 
     def _is_rows(self, node: fx.Node, placement: Placement) -> bool:
+        """Return whether a sequence dimension of a value runs over query positions, not keys."""
         producer = producer_of(node)
         result = int_argument(node, 1) if producer is not node else 0
         roles = self.layout.demand.roles[producer]

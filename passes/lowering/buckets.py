@@ -31,6 +31,7 @@ class Buckets:
     name: ClassVar[str] = "buckets"
 
     def apply(self, facts: Facts) -> Facts:
+        """Coalesce the collectives of the forward and the backward host program."""
         program = facts.program
         if facts.collectives is None or program is None:
             return facts

@@ -50,10 +50,13 @@ class BuildProgram:
     name: ClassVar[str] = "rewrite"
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with the program of host programs and loops."""
         return replace(facts, program=_ProgramBuilder(facts).program())
 
 
 class _ProgramBuilder:
+    """Builds the forward and the backward host program from stages and plan."""
+
     def __init__(self, facts: Facts) -> None:
         self.facts, self.joint = facts, facts.joint
         self.layout = Layout(facts.axes, facts.demand, facts.causality, facts.truncations)
@@ -113,9 +116,11 @@ class _ProgramBuilder:
                 outer.emit(node)
 
     def chunk_size(self, stage: Stage) -> ChunkSize:
+        """Return the planned chunk size of a stage."""
         return self.facts.plan.chunk_sizes[self.stages.index(stage)]
 
     def _add_inputs(self, outer: HostProgramBuilder) -> None:
+        """Add a placeholder for each input, and register the symbols that its sizes define."""
         for node in self.joint.primals:
             made = outer.graph.placeholder(node.name)
             made.meta = dict(node.meta)
@@ -123,6 +128,7 @@ class _ProgramBuilder:
         outer.symbols.update(symbols_of(self.joint, outer))
 
     def _unmarked(self, outer: HostProgramBuilder, given: fx.Node) -> fx.Node:
+        """Return an input without its mark, as a call on its placeholder."""
         made = outer.graph.call_function(unmarked, (given,))
         made.meta = {**given.meta, VALUE: unmarked(given.meta[VALUE])}
         return made
@@ -156,6 +162,7 @@ class _ProgramBuilder:
         made: dict[Any, Any] = {}
 
         def laid(number: int) -> Any:
+            """Return result `number` as the trace lays it out, and as a view of another value if it was one."""
             output, strides, place = outputs[number], layouts[number], places[number]
             if place is not None and not isinstance(place[0], OtherMemory):
                 base, offset, own = place
@@ -182,11 +189,13 @@ class _ProgramBuilder:
         return [forward.placed(value, *place) for value, place in zip(values, places, strict=True)]
 
     def _apart(self, forward: HostProgramBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
+        """Clone results that share memory with other results or saved values where the trace did not."""
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))
         names = {value: node.name for node, value in forward.env.items()}
         return results_apart(results, traced[: len(results)], saved, names)
 
     def _output(self, outer: HostProgramBuilder, output: Any) -> Any:
+        """Return the host-program node or number for an output of the joint graph."""
         if not isinstance(output, fx.Node):
             return output
         return outer.number(size_of(output.meta[VALUE])) if is_size(output) else outer.operand(output)
@@ -201,6 +210,7 @@ def check_draws(region: Region, stage: Stage) -> None:
 
 
 def _finished(builder: HostProgramBuilder) -> fx.GraphModule:
+    """Return the module of a complete host program, with buffers reused and operators written in place."""
     module = LazyGraphModule(builder.module, builder.graph)
     reuse_buffers(module)
     write_in_place(module)
@@ -225,13 +235,16 @@ class _BackwardBuilder(HostProgramBuilder):
             self.tangents.append(placeholder)
 
     def has(self, node: fx.Node) -> bool:
+        """Return whether a value exists here, or can be saved by the forward program."""
         return node in self.env or self._is_saved(node)
 
     def _is_saved(self, node: fx.Node) -> bool:
+        """Return whether the forward program can save a value for this program."""
         is_dropped = self.plan.is_dropped(node)
         return is_tensor(node) and self.forward.has(node) and not is_dropped and node not in self._repeated
 
     def value(self, node: fx.Node) -> fx.Node | None:
+        """Return the node of a value, adding a placeholder if the forward program can save it; else None."""
         if node not in self.env and self._is_saved(node):
             if node in self.offloaded:
                 self.env[node] = self._fetched(node)
@@ -250,6 +263,7 @@ class _BackwardBuilder(HostProgramBuilder):
         return waited
 
     def _on_host(self, node: fx.Node) -> Any:
+        """Return a fake copy of a value on the CPU."""
         with torch.no_grad():
             return torch.empty_like(node.meta[VALUE], device="cpu")
 
@@ -267,18 +281,21 @@ class _BackwardBuilder(HostProgramBuilder):
         return [held[value] if node in self.offloaded else copied_if_written(value) for node, value in forward.items()]
 
     def states_of(self, node: fx.Node) -> fx.Node | None:
+        """Return a scan's states, adding a placeholder if a forward loop has stored them; else None."""
         if node not in self.states and node in self.forward.states:
             self.states[node] = self._placeholder(f"{node.name}_states", dict(self.forward.states[node].meta))
             self.chunks_of_states[node] = self.forward.chunks_of_states[node]
         return self.states.get(node)
 
     def symbol(self, symbol: sympy.Symbol) -> Any:
+        """Return a placeholder for the value of a symbol that the forward program passes on."""
         if symbol not in self.numbers:
             value = self.forward.symbol(symbol)
             self.numbers[symbol] = self._placeholder(symbol.name, {VALUE: value.meta[VALUE]})
         return self.numbers[symbol]
 
     def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
+        """Add a placeholder at the start of the graph; `finish` puts placeholders in order."""
         with self.graph.inserting_before(next(iter(self.graph.nodes), None) or self.graph._root):
             placeholder = self.graph.placeholder(name)
         placeholder.target, placeholder.meta = placeholder.name, meta
@@ -297,6 +314,7 @@ class _BackwardBuilder(HostProgramBuilder):
         return frozenset(repeated)
 
     def _is_cheap_outside(self, node: fx.Node) -> bool:
+        """Return whether a value is computed between loops, deterministically and without a product."""
         producer = producer_of(node)
         return (
             is_tensor(node)
@@ -354,4 +372,5 @@ def symbols_of(joint: JointGraph, outer: HostProgramBuilder) -> dict[sympy.Symbo
 
 
 def _identifier(name: str) -> str:
+    """Return a name of letters, digits and underscores."""
     return re.sub(r"\W+", "_", name).strip("_") or "stage"

@@ -44,6 +44,7 @@ class CompileBodies:
     options: Options
 
     def apply(self, facts: Facts) -> Facts:
+        """Split each body into calls, and compile it with Inductor; equal bodies share their segments."""
         if not uses_inductor(self.options, facts.joint.graph):
             return facts
         program: Program = known(facts.program)
@@ -123,6 +124,7 @@ class _Parts:
         )
 
     def _fed(self, condition: Callable[[Feed], bool]) -> set[fx.Node]:
+        """Return the placeholders whose feeds meet a condition."""
         return {node for node, feed in self.feeds.items() if condition(feed)}
 
     def _is_opening(self, node: fx.Node) -> bool:
@@ -175,6 +177,7 @@ def is_last(node: fx.Node) -> bool:
 
 
 def _segment(nodes: list[fx.Node]) -> CodeCall:
+    """Return a call of a graph that has copies of these operators, with inputs and outputs of the segment."""
     inside = set(nodes)
     inputs = [source for node in nodes for source in node.all_input_nodes if source not in inside]
     inputs = list(dict.fromkeys(inputs))
@@ -189,4 +192,5 @@ def _segment(nodes: list[fx.Node]) -> CodeCall:
 
 
 def _is_tuple(node: fx.Node) -> bool:
+    """Return whether a node returns several values."""
     return any(user.target is operator.getitem for user in node.users)

@@ -52,6 +52,7 @@ class _Runs:
         return self._begin.get(run, self.graph._root)
 
     def later(self, *nodes: fx.Node) -> fx.Node:
+        """Return the last of these nodes in graph order; the root counts as the end."""
         return max(nodes, key=lambda node: self.position.get(node, len(self.position)))
 
 

@@ -40,6 +40,7 @@ def write_in_place(module: fx.GraphModule) -> None:
 
 
 def _rewrite(node: fx.Node, module: fx.GraphModule) -> None:
+    """Let a sum or product write over an operand without other users that this graph, or a saved value, owns."""
     over, over_saved = IN_PLACE[node.target]  # type: ignore[index]
     left, right = node.args[:2]
     for target, other in ((left, right), (right, left)):

@@ -66,6 +66,7 @@ def _dies_here(source: fx.Node, call: fx.Node, module: fx.GraphModule) -> bool:
 
 
 def _stacked_by(source: fx.Node, module: fx.GraphModule) -> ConcatOutput | None:
+    """Return the loop output that stacks a value; None if it is no loop's stacked result."""
     if source.target is not operator.getitem:
         return None
     producer, position = source.args

@@ -99,6 +99,7 @@ def deliveries(backward: fx.GraphModule, saved: Saved) -> tuple[ReleaseSegment, 
 
 
 def _delivery(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> ReleaseSegment:
+    """Return a segment with its operators, the saved inputs whose memory it reads, and its complete gradients."""
     memory_read = (memory for node in operators for operand in node.all_input_nodes for memory in memories(operand))
     reads = [
         node for node in memory_read if node.op == "placeholder" and is_tensor(node) and not node.meta.get(SAVED_FOR_ONE, False)
@@ -107,6 +108,7 @@ def _delivery(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> Re
 
 
 def _takes_time(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Return whether a node is a loop or an expensive operator."""
     if node.op == "call_module":
         return isinstance(module.get_submodule(str(node.target)), Loop)
     return is_expensive(node) and node.target is not operator.getitem
@@ -118,6 +120,7 @@ def _early(module: fx.GraphModule) -> list[fx.Node]:
     movable, placed, order = _movable(module), set(inputs), list[fx.Node]()
 
     def may_follow(node: fx.Node) -> bool:
+        """Return whether a movable operator is not placed yet and all its operands are."""
         return node in movable and node not in placed and placed.issuperset(node.all_input_nodes)
 
     def place(node: fx.Node) -> None:

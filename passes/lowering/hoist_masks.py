@@ -35,6 +35,7 @@ class HoistMasks:
     name: ClassVar[str] = "visibility"
 
     def apply(self, facts: Facts) -> Facts:
+        """Replace the hoistable masks of all loop bodies by calls of mask programs."""
         program: Program | None = facts.program
         if program is None:
             return facts
@@ -104,6 +105,7 @@ def _makers(mask: fx.Node, lasting: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _is_pure(node: fx.Node) -> bool:
+    """Return whether an operator of torch has no side effects and draws no random numbers."""
     is_operator = isinstance(node.target, OpOverload) and not node.target._schema.is_mutable and not is_random(node)
     return is_operator or node.target is operator.getitem
 
@@ -115,6 +117,7 @@ def _call(
     lasting: Mapping[fx.Node, fx.Node | None],
     known: dict[Any, MaskProgram],
 ) -> None:
+    """Replace a mask, as an operand of attention, by a call of its program; erase operators left unused."""
     inside = set(makers)
     inputs = list(dict.fromkeys(source for node in makers for source in node.all_input_nodes if source not in inside))
     constants = {node: source for node in inputs if (source := lasting[node]) is not None and _is_number(source)}

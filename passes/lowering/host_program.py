@@ -51,6 +51,7 @@ class HostProgramBuilder:
         self.runs = 0
 
     def has(self, node: fx.Node) -> bool:
+        """Return whether a value exists at this point of the program."""
         return node in self.env
 
     def value(self, node: fx.Node) -> fx.Node | None:
@@ -64,6 +65,7 @@ class HostProgramBuilder:
         return self.symbols[symbol]
 
     def _counted(self, symbol: sympy.Symbol) -> fx.Node:
+        """Return the value of a symbol, read from the shape of a value, or else from data."""
         for node in filter(is_tensor, self.env):
             for dim, size in enumerate(shape_of_node(node)):
                 if size == symbol:
@@ -82,6 +84,7 @@ class HostProgramBuilder:
         return self.env[node]
 
     def number(self, size: Size) -> Any:
+        """Return a size as a literal, or as a node that computes it from symbols."""
         if isinstance(size, int):
             return size
         if isinstance(size, sympy.Symbol):
@@ -114,6 +117,7 @@ class HostProgramBuilder:
         layouts = iter(node.meta.get(LAYOUTS, ()))
 
         def taken(argument: fx.Node) -> Any:
+            """Return the argument of the copied operator for an argument of the joint graph."""
             if is_size(argument):
                 return self.number(size_of(argument.meta[VALUE]))
             value = self.operand(argument)
@@ -156,6 +160,7 @@ class HostProgramBuilder:
         return made
 
     def _constant(self, node: fx.Node) -> None:
+        """Register a constant of the graph, a tensor or a subgraph, as an attribute of the module."""
         name = f"constant_{node.name}"
         if GRAPH in node.meta:
             self.module.add_module(name, node.meta[GRAPH])
@@ -165,6 +170,7 @@ class HostProgramBuilder:
         self.env[node].meta = dict(node.meta)
 
     def operand(self, node: fx.Node) -> fx.Node:
+        """Return the node of a value, emitting its operator first if necessary."""
         value = self.value(node)
         if value is None:
             self.emit(node)
@@ -207,11 +213,13 @@ class HostProgramBuilder:
         return name if not hasattr(self.module, name) else next(n for n in numbered if not hasattr(self.module, n))
 
     def _emit_with_producer(self, node: fx.Node) -> None:
+        """Emit an operator; for an element of a tuple, emit the operator that returns the tuple first."""
         if is_part(node) and not self.has(node_argument(node)):
             self.emit(node_argument(node))
         self.emit(node)
 
     def _loop(self, name: str, region: Region, number: int, chunk_size: ChunkSize) -> None:
+        """Emit a call of loop `number` of a region, and extract its results and the states of its scans."""
         builder = BodyBuilder(
             self.layout, self.value, self.order, region.reverse, self.plan, lambda node: self._states_for(node, chunk_size)
         )

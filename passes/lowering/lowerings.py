@@ -202,6 +202,7 @@ def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(aten.convolution_backward.default)
 def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Lower a convolution's weight gradient to the chunk's windows; kernels of one tap mix channels only."""
     gradient, *others = builder.layout.needs(node)
     if not gradient.where or not isinstance(gradient.selector, ShiftedRows):
         return builder.graph.call_function(window_ops.mixing_gradient, builder.arguments(node)[0])
@@ -244,6 +245,7 @@ def layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(GROUPED_MM)
 def grouped_mm(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Sort the chunk's rows by group, and multiply each group by its weight."""
     x, weight, group = builder.operands(node)
     order = arranged(builder, group, builder.number(shape_of_node(node_argument(node, 1))[0]))
     return builder.graph.call_function(ARRANGED_MM, (x, weight, *order))
@@ -251,6 +253,7 @@ def grouped_mm(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(GROUPED_OUTER)
 def grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Sort the chunk's rows by group, and compute each group's weight gradient."""
     x, y, group = builder.operands(node)
     return builder.graph.call_function(ARRANGED_OUTER, (x, y, *arranged(builder, group, builder.plain(node.args[3]))))
 
@@ -276,6 +279,7 @@ def attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(ATTENTION_BACKWARD)
 def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Call the backward kernel on the chunk's queries and the keys they see."""
     gradient, query, key, value, out, lse, *mask = builder.operands(node)
     return builder.graph.call_function(
         chunked.backward,
@@ -308,6 +312,7 @@ def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -
 
 
 def _first_query_less_first_key(builder: BodyBuilder, node: fx.Node) -> Any:
+    """Return the position of the chunk's first query minus that of its first key."""
     return builder.number(_position(builder, node, M) - _position(builder, node, N))
 
 

@@ -37,6 +37,7 @@ class ReinsertCollectives:
     options: Options
 
     def apply(self, facts: Facts) -> Facts:
+        """Insert gathers of weights and reductions of gradients into both host programs."""
         found, program = facts.collectives, facts.program
         if found is None or program is None:
             return facts
@@ -94,6 +95,7 @@ class _HostGraph:
             self.behind[node] = computed
 
     def finish(self) -> None:
+        """Check and recompile the changed host program."""
         self.graph.lint()
         self.module.recompile()
 
@@ -171,6 +173,7 @@ def _views_of(weight: fx.Node) -> set[fx.Node]:
 
 
 def _is_view(node: fx.Node, values: set[fx.Node]) -> bool:
+    """Return whether a node is a light value computed from these values alone."""
     return node.op == "call_function" and _is_light(node) and values.issuperset(node.all_input_nodes)
 
 

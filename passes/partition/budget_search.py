@@ -51,6 +51,7 @@ class BudgetSearch:
     rewrite: Callable[[Facts], Facts]
 
     def apply(self, facts: Facts) -> Facts:
+        """Search for the lengths of the inputs, with headroom if possible; raise an error if no plan fits."""
         budget = self.options.memory_budget
         if budget is None or facts.program is None:
             return facts
@@ -84,6 +85,8 @@ def kept_bytes(facts: Facts) -> int:
 
 @dataclass
 class _BudgetSearch:
+    """Searches for the fastest plan within a budget, for inputs of given lengths; caches plans and costs."""
+
     facts: Facts
     options: Options
     rewrite: Callable[[Facts], Facts]
@@ -175,9 +178,11 @@ class _BudgetSearch:
         return least_save(self.options.offload)
 
     def with_choices(self, candidate: Candidate) -> Options:
+        """Return the options with the saved values and boundaries of a candidate."""
         return replace(self.options, save=candidate.save, keep_every=candidate.keep_every)  # type: ignore[arg-type]
 
     def planned(self, candidate: Candidate) -> Facts:
+        """Return the facts with the plan of a candidate, without its program."""
         if candidate not in self.plans:
             self.plans[candidate] = Plan(self.with_choices(candidate), self.chunk_sizes).apply(self.facts)
         return self.plans[candidate]
@@ -188,6 +193,7 @@ class _BudgetSearch:
         return chunk_sizes(self.facts, self.options)
 
     def rewritten(self, candidate: Candidate) -> Facts:
+        """Return the facts with the program of a candidate, built only if its plan differs."""
         planned = self.planned(candidate)
         own, other = self.facts.plan, planned.plan
         return self.facts if (own.kept, own.dropped) == (other.kept, other.dropped) else self.rewrite(planned)
@@ -212,6 +218,7 @@ class _BudgetSearch:
 
     @property
     def length(self) -> int:
+        """The sequence length, at least 1."""
         return sequence_length(self.facts) or 1
 
     def enlarged(self, candidate: Candidate, program: Program, size: int | None, cost: Cost) -> int | None:
@@ -259,6 +266,7 @@ class _BudgetSearch:
         return cost
 
     def cost(self, program: Program) -> Cost:
+        """Simulate a step of the program and return its cost."""
         return cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
 
     def chosen(self, facts: Facts, working_set: int | None) -> Facts:
@@ -296,6 +304,7 @@ def set_most_rows(program: Program, lengths: Lengths) -> None:
 
 
 def with_working_set(size: Any, working_set: int | None) -> Any:
+    """Return an automatic chunk size with this working set; other chunk sizes stay as they are."""
     return replace(size, working_set=working_set) if isinstance(size, AutoChunk) and working_set is not None else size
 
 
@@ -306,6 +315,7 @@ def set_working_set(program: Program, working_set: int | None) -> None:
 
 
 def over_budget(budget: int, held: int, cost: Cost) -> OverBudgetError:
+    """Return the error for a budget below the smallest peak, with its largest parts and remedies."""
     terms = {PARAMETERS: held, **cost.peak_terms}
     most = sorted(terms.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in most[:4] if size)

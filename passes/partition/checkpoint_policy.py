@@ -45,11 +45,14 @@ def kept_values(stage: Stage, facts: Facts, level: str) -> tuple[fx.Node, ...]:
 
 
 class _Saving:
+    """Queries on one stage: its positions, live values, and values that the backward graph recomputes."""
+
     def __init__(self, stage: Stage, facts: Facts) -> None:
         self.stage, self.axes, self.demand, self.spans = stage, facts.axes, facts.demand, facts.causality.spans
         self.position = {node: i for i, node in enumerate(stage.forward)}
 
     def has_rows(self, node: fx.Node) -> bool:
+        """Return whether a value is a sequence-shaped tensor that depends on more than positions."""
         return is_tensor(node) and node not in self.axes.static and self.demand.form(node) is StorageClass.ROWS
 
     def is_rows(self, node: fx.Node) -> bool:
@@ -57,6 +60,7 @@ class _Saving:
         return node in self.position and node not in self.stage.outputs and self.has_rows(node)
 
     def is_attention(self, node: fx.Node) -> bool:
+        """Return whether an operator is a fused attention."""
         signature = self.axes.signatures.get(node)
         return signature is not None and bool(signature.keys)
 

@@ -31,6 +31,7 @@ class Plan:
     chunk_sizes: tuple[ChunkSize, ...] | None = None
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with the plan: chunk sizes, and values to keep, drop, offload and recompute."""
         between = InterloopValues(facts)
         kept = self.kept(facts, between)
         plan = StagePlan(

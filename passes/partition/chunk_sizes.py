@@ -44,6 +44,7 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
     enough = -(-rates.tokens * _length(facts) // tokens(facts))
 
     def size(stage: Stage, rows: int | str) -> ChunkSize:
+        """Return a requested number of rows, rounded up to whole blocks, or an automatic chunk size."""
         if isinstance(rows, int):
             return -(-rows // granule) * granule
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
@@ -52,6 +53,7 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
         return AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts, busy, granule=granule)
 
     def asked(stage: Stage) -> int | str:
+        """Return the chunk size that the options request for a stage."""
         return options.loss_chunk_size if is_loss_stage(stage, facts) else options.chunk_size
 
     return tuple(size(stage, asked(stage)) for stage in facts.stages)
@@ -104,10 +106,12 @@ def gradient_bytes(gradients: Iterable[Any]) -> int:
 
 
 def _flops(nodes: Iterable[fx.Node]) -> int:
+    """Return the floating-point operations of the expensive operators among `nodes`."""
     return sum(flops_of_call(node.target, node.args, node.kwargs, node) for node in nodes if is_expensive(node))
 
 
 def _computes(node: fx.Node) -> bool:
+    """Return whether an operator launches a kernel, unlike views and elements of tuples."""
     return is_tensor(node) and not is_moved_elements(node) and node.target is not operator.getitem
 
 
@@ -153,6 +157,7 @@ def _told(size: Size, facts: Facts) -> Size:
 
 
 def _elements_of_a_row(node: fx.Node, axes: AxisFacts) -> Size:
+    """Return the elements of a value per position of the sequence."""
     table, sequence = axes.table, known(axes.sequence)
     atoms = [atom for dim in axes.shapes[node] for atom in table.resolve(dim)]
     rows = next((i for i, atom in enumerate(atoms) if atom in sequence.members), None)

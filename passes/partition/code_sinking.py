@@ -82,6 +82,7 @@ def _suffix(
     products = [0, *accumulate(is_expensive(node) for node in group)]
 
     def waiting(place: int) -> float:
+        """Return the bytes alive across later attentions if the group is split before index `place`."""
         before, after = set(group[:place]), set(group[place:])
         if any(node.target is operator.getitem and node.args[0] in before for node in after):
             return float("inf")
@@ -94,4 +95,5 @@ def _suffix(
 
 
 def _waits_anyway(node: fx.Node, number: int, segment_of: dict[fx.Node, int]) -> bool:
+    """Return whether a later segment reads a value, which is alive until then anyway."""
     return any(segment_of.get(user, number) > number for user in node.users)

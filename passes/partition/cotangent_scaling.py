@@ -79,6 +79,7 @@ class Scaling:
         return self._known(split, (self._grouped(alignment),), self._letters(alignment.shape), alignment.shape)
 
     def _joined_sizes(self, gradient: fx.Node, alignment: Alignment) -> list[Any]:
+        """Return the sizes that restore the gradient's shape; -1 for the dimension that was split."""
         return [-1 if len(dims) > 1 else size for size, dims in zip(self._sizes(gradient), alignment.dims, strict=True)]
 
     def _factor(self, driver: fx.Node, alignment: Alignment, selection: RowMask | None) -> fx.Node:
@@ -123,6 +124,7 @@ class Scaling:
         return mask
 
     def shape(self, node: fx.Node) -> Shape:
+        """Return the resolved axes of each dimension of a value."""
         return tuple(self.axes.table.resolve(dim) for dim in self.axes.shapes[node])
 
     def _sizes(self, node: fx.Node, writer: GraphWriter | None = None) -> list[Any]:

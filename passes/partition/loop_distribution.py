@@ -130,6 +130,7 @@ def filled(table: Table, requested: frozenset[int], levels: Levels, sizes: Bytes
 
 
 def loops_of(table: Table, levels: Levels) -> int:
+    """Return the number of loops of a region."""
     return 1 + max((level for level, value in zip(levels, table, strict=True) if value.is_in_loop), default=-1)
 
 
@@ -222,10 +223,12 @@ class _Placer:
         return ContentPlacement(*(frozenset(kept[number]) for kept in (self.stacked, self.summed, self.key_sums)))
 
     def fill_all(self, count: int) -> None:
+        """Fill the loops from the last to the first."""
         for number in range(count - 1, -1, -1):
             self.fill(number)
 
     def _is_stored_product(self, value: int) -> bool:
+        """Return whether a value is an expensive, sequence-shaped one that loops store."""
         return self.table[value].is_expensive and self.table[value].form is StorageClass.ROWS
 
     def want_outside(self, value: int) -> None:

@@ -45,6 +45,7 @@ class LossGradient:
     may_cut: bool = True
 
     def apply(self, facts: Facts) -> Facts:
+        """Move the last stage's backward graph to its forward loop, for the first cut that allows it."""
         for cut in _cuts(facts, self.may_cut):
             stage = cut.stages[-1]
             if not stage.backward or not _is_worth_it(stage, cut):
@@ -79,6 +80,7 @@ def _run_along_rows(homogeneous: Sequence[Homogeneous], facts: Facts) -> bool:
     axes = facts.axes
 
     def along(node: fx.Node) -> int:
+        """Return the number of sequence dimensions of a value."""
         return sum(axes.sequence_atom(axes.table.resolve(dim)) is not None for dim in axes.shapes[node])
 
     return all(along(node) <= 1 for multiple in homogeneous for node in (multiple.gradient, multiple.driver))

@@ -36,6 +36,8 @@ def with_loss_stage(facts: Facts, with_trained_heads: bool = False) -> Facts | N
 
 
 class _LossSearch:
+    """Searches for the operators of a separate last stage by a minimum cut in the forward graph."""
+
     def __init__(self, facts: Facts, with_trained_heads: bool) -> None:
         self.with_trained_heads = with_trained_heads
         self.facts, self.forms, self.static = facts, facts.demand.forms, facts.axes.static
@@ -86,6 +88,7 @@ class _LossSearch:
         return heads
 
     def _is_earlier(self, node: fx.Node, heads: set[fx.Node]) -> bool:
+        """Return whether an operator may not be in the last stage: attention, a scan, or a trained layer."""
         if node in self.facts.causality.spans or self.facts.axes.is_running(node):
             return True
         return self._is_trained(node) and not (self.with_trained_heads and node in heads)
@@ -102,9 +105,11 @@ class _LossSearch:
         return descendants(weights, (node for node in forward if node in self.static or not self._is_in_loop(node)))
 
     def _is_in_loop(self, node: fx.Node) -> bool:
+        """Return whether a value is computed chunk by chunk."""
         return any(form not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for form in self.forms.get(node, ()))
 
     def _bytes(self, node: fx.Node) -> int:
+        """Return the bytes that a cut after a value stores; prohibitive for values that cannot cross a cut."""
         if not self._is_in_loop(node) or self.forms[node] == (StorageClass.SUM,):
             return 0
         return (

@@ -87,12 +87,15 @@ class Rematerialization:
         return network
 
     def _in(self, value: int) -> Any:
+        """Return a value's entry node in the flow network; values of this loop share one node."""
         return HERE if self.levels[value] == self.number else (value, "in")
 
     def _out(self, value: int) -> Any:
+        """Return a value's exit node in the flow network; values of this loop share one node."""
         return HERE if self.levels[value] == self.number else (value, "out")
 
     def _bytes(self, value: int, stored: Collection[int]) -> int:
+        """Return the bytes to store a value for this loop: 0 if it is stored anyway or a sum."""
         form = self.table[value].form
         if value in stored or form is StorageClass.SUM:
             return 0
@@ -101,4 +104,5 @@ class Rematerialization:
         return size * FOR_PAIRS if form is StorageClass.PAIR else size
 
     def _cuttable(self, network: Any) -> list[int]:
+        """Return the values that the flow network may store."""
         return [node[0] for node in network if isinstance(node, tuple) and node[1] == "in"]

@@ -43,6 +43,7 @@ class StagesPass:
     name: ClassVar[str] = "stages"
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with the stages."""
         return replace(facts, found_stages=_Cutter(facts).stages())
 
 
@@ -113,6 +114,7 @@ class _Cutter:
         products, sent = list(accumulate(is_expensive(node) for node in self.forward)), self.sent_bytes()
 
         def best(low: int, high: int) -> int | None:
+            """Return the position in [low, high] with the fewest live bytes; None if no cut is possible."""
             # If equally few bytes are alive, cut after the last product, so that its result is stored and not
             # computed twice, and before the following norm, whose gradient would read that result. A stored sum
             # over ranks saves one communication.
@@ -158,6 +160,7 @@ class _Cutter:
         return self.looks_back(node) or (self.axes.is_running(node) and self.is_streamed(node))
 
     def moves(self, node: fx.Node, letter: Letter, window: Window) -> bool:
+        """Return whether a window reads rows at other positions than the result's."""
         sequence, letters = self.axes.sequence, self.axes.letters[node]
         result, source = (self.axes.sequence_atom(letters[item]) for item in (letter, window.of))
         if sequence is None or result is None or source is None:
@@ -246,6 +249,7 @@ class _Cutter:
         return list(accumulate(done))
 
     def cost(self, node: fx.Node, is_stored: bool) -> int:
+        """Return the bytes that a live value adds at a cut: 1 if stored anyway, prohibitive if it has keys."""
         form = self.demand.form(node)
         if form in (StorageClass.PAIR, StorageClass.KEYSUM):
             return UNCUTTABLE
@@ -262,6 +266,7 @@ class _Cutter:
         return self.bytes[node]
 
     def _bytes_of_rows(self, node: fx.Node) -> int:
+        """Compute the full-sequence bytes of a value; see `bytes_of_rows`."""
         if not is_tensor(node) or not self.is_streamed(node) or self.demand.form(node) is not StorageClass.ROWS:
             return 0
         elements = numeric(product(self.axes.table.size_of_dim(dim) for dim in self.axes.shapes[node]))

@@ -58,6 +58,7 @@ def where_to_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx
 
 
 def _by_place(computed: Sequence[ForwardOperator], chosen: Iterable[int]) -> Counter[int]:
+    """Return the bytes of the chosen results, summed by index in Dynamo's graph."""
     sizes = Counter[int]()
     for i in chosen:
         sizes[computed[i].place] += computed[i].size

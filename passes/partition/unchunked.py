@@ -62,6 +62,7 @@ def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
 
 
 def _leaves_room(joint: JointGraph, budget: int | float | str) -> bool:
+    """Return whether the values that the forward graph saves leave room in the budget; see `may_fit_whole`."""
     if any(RECOMPUTE in node.meta for node in joint.graph.nodes):
         return True
     held = held_bytes(joint.graph, joint.tangents)
@@ -119,6 +120,7 @@ def smaller_than(
     held: list[bool] = []
 
     def holds(lengths: Lengths) -> bool:
+        """Record and return whether the unchunked variant is still smaller for the lengths being tried."""
         held.append(cost_of(*variant.halves, num_outputs).peak <= TOLERATED * cost_of(*others, num_outputs).peak)
         return held[-1]
 
@@ -136,6 +138,7 @@ def _is_less(least: int, one: Cost, other: Cost) -> bool:
 
 
 def _simulated(make: Callable[[], Halves], num_outputs: int) -> UnchunkedGraph | None:
+    """Build an unchunked variant and return it with its cost; None if it cannot be traced."""
     try:
         halves = make()
         return UnchunkedGraph(halves, cost_of(*halves, num_outputs))

@@ -77,16 +77,19 @@ def bytes_of(nodes: Sequence[fx.Node], table: Table, layout: Layout) -> Bytes:
 
 
 def is_loop_value(node: fx.Node, layout: Layout) -> bool:
+    """Return whether a value is computed chunk by chunk."""
     return layout.demand.form(node) not in NOT_IN_LOOPS
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the tensor operands of the operator that computes a value."""
     return [source for source in producer_of(node).all_input_nodes if is_tensor(source)]
 
 
 def _value(
     node: fx.Node, numbers: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool
 ) -> RegionValue:
+    """Return the table entry of a value: its storage class, operands and siblings."""
     form, producer = layout.demand.form(node), producer_of(node)
     if form in NOT_IN_LOOPS:
         return RegionValue(form, (), _numbers(tensor_inputs(node), numbers, available), (), is_expensive(node))
@@ -101,11 +104,13 @@ def _value(
 def _numbers(
     nodes: Iterable[fx.Node], numbers: dict[fx.Node, int], available: Callable[[fx.Node], bool], missing: bool = False
 ) -> tuple[int, ...]:
+    """Return the table indices of values; available ones have none, and give None if `missing` is set."""
     indices = [numbers.get(node) if node in numbers or available(node) else numbers[node] for node in nodes]
     return tuple(indices) if missing else tuple(number for number in indices if number is not None)  # type: ignore[arg-type]
 
 
 def _wanted(operand: int, need: OperandAccess, layout: Layout, reverse: bool) -> Access:
+    """Return how a loop reads an operand: from the same iteration, stored, or stored before the loop."""
     form = layout.demand.form(need.operand)
     if form in NOT_IN_LOOPS:
         return Access(operand, True, False, False)

@@ -44,6 +44,7 @@ class Recurrences:
     name: ClassVar[str] = "recurrences"
 
     def apply(self, facts: Facts) -> Facts:
+        """Reroll unrolled loops over rows into recurrence operators; restore rewritten blocks that no loop uses."""
         joint = facts.joint
         writer = GraphWriter(joint.graph)
         blocks = cut_blocks(joint, writer)
@@ -57,6 +58,7 @@ class Recurrences:
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
 
     def _roll(self, facts: Facts, joint: JointGraph, rows: RowAccesses) -> None:
+        """Plan the loops of each number of rows, and replace them unless they must stay unchunked."""
         lengths = {len(join.values) for join in rows.joins} & {row.length for row in rows.reads.values()}
         if not lengths:
             return
@@ -123,6 +125,7 @@ class _Family:
         return pairs
 
     def is_forward(self, node: fx.Node) -> bool:
+        """Return whether a node belongs to the forward graph."""
         return node in self.joint.forward
 
     # -- steps
@@ -149,6 +152,7 @@ class _Family:
         self.step = {node: step for node, (part, step) in steps if part == self.part}
 
     def _part_of(self, join: ConcatAccess) -> int | None:
+        """Return the interval of a concatenation: of its last row if forward, of its first row if backward."""
         parts = [self.step[value] // self.length for value in join.values if value in self.step]
         return (max if self.is_forward(join.node) else min)(parts, default=None)
 
@@ -215,6 +219,7 @@ class _Family:
     # -- connected components
 
     def pairs(self, others: Container[fx.Node] = ()) -> list[UnrolledLoop]:
+        """Return the connected components of the steps' operators, forward and backward ones paired."""
         self._unite(self.useful)
         self._add_totals(self.useful, others)
         groups: dict[fx.Node, list[fx.Node]] = {}
@@ -268,12 +273,15 @@ class _Family:
                     self.component[node] = roots.pop()  # type: ignore[assignment]
 
     def _is_operator_of(self, node: fx.Node, forward: bool) -> bool:
+        """Return whether a node computes in a step of the given graph: forward if `forward`, else backward."""
         return node in self.step and self.is_forward(node) == forward and node not in self.reads
 
     def _is_made(self, value: fx.Node) -> bool:
+        """Return whether a step computes a value, rather than selecting a row from outside."""
         return value in self.step and value not in self.reads
 
     def _unite(self, useful: Iterable[fx.Node]) -> None:
+        """Merge the components of operators that read each other, and of values that one result concatenates."""
         for node in useful:
             self.component.setdefault(node, node)
             for source in node.all_input_nodes:
@@ -285,6 +293,7 @@ class _Family:
                 self.component[self._root(value)] = self._root(values[0])
 
     def _root(self, node: fx.Node) -> fx.Node:
+        """Return the representative of a node's component (union-find with path halving)."""
         while (parent := self.component.get(node, node)) is not node:
             self.component[node] = self.component.get(parent, parent)
             node = parent
@@ -324,6 +333,7 @@ class _Family:
         return [root for root in groups if root in readers][:1]
 
     def _pair(self, nodes: list[fx.Node], joins: list[ConcatAccess]) -> UnrolledLoop:
+        """Return the unrolled loop of these operators, with the rows that it reads and concatenates."""
         inside = set(nodes)
         joins = [join for join in joins if all(value in inside for value in join.values if self._is_made(value))]
         forward_joins = [join for join in joins if self.is_forward(join.node)]
@@ -347,5 +357,6 @@ class _Family:
 
 
 def _kind(node: fx.Node) -> Any:
+    """Return the operator and the shape of its result, to recognize like operators."""
     value = node.meta.get(VALUE)
     return node.target, shape_of(value) if isinstance(value, torch.Tensor) else None

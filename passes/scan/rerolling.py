@@ -29,6 +29,7 @@ def roll(plan: RecurrencePair, graph: fx.Graph, replacements: dict[fx.Node, fx.N
 
 
 def _insert(half: RecurrenceCall, inside: frozenset[fx.Node], graph: fx.Graph, replacements: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Insert a recurrence operator before the output, and replace the results of the unrolled loop."""
     values = [join.node for join in half.joins] + list(half.finals)
     with graph.inserting_before(graph.output_node()):
         recurrence = graph.call_function(
@@ -68,6 +69,7 @@ def sort_again(graph: fx.Graph) -> None:
 
 
 def _sorted(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the nodes in topological order, otherwise in the given order; raise an error for a cycle."""
     placed: dict[fx.Node, None] = {}
     for start in nodes:
         todo, waiting = [start], set[fx.Node]()

@@ -65,6 +65,7 @@ class _Chain:
     written: dict[int, tuple[list[int], list[fx.Node]]] = field(default_factory=lambda: defaultdict(lambda: ([], [])))
 
     def add(self, link: fx.Node, step: int) -> None:
+        """Append a link that writes row `step`."""
         positions, values = self.written[step]
         positions.append(len(self.links))
         values.append(node_argument(link, 1))
@@ -128,6 +129,7 @@ def _place(whole: fx.Node, dim: Any, step: Any) -> tuple[int, int, int] | None:
 
 
 def _write(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]]) -> None:
+    """Record a `select_scatter` as a link of a chain of row writes, a new chain if it extends none."""
     place = _place(node, *node.args[2:4])
     same_type = node_argument(node, 1).meta[VALUE].dtype == node.meta[VALUE].dtype  # otherwise the write converts the value
     if place is None or place[2] < FEWEST or not same_type:
@@ -141,6 +143,7 @@ def _write(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]]) -> None:
 
 
 def _read(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]], accesses: RowAccesses) -> None:
+    """Record a selected row; if a chain of writes has just written it, use the written value instead."""
     source = node_argument(node)
     place = _place(source, *node.args[1:3])
     if place is None or place[2] < FEWEST:
@@ -201,6 +204,7 @@ def _is_summand(node: fx.Node, parts: Collection[fx.Node]) -> bool:
 
 
 def _stack_sum(node: fx.Node, parts: Collection[fx.Node], order: Mapping[fx.Node, int], writer: GraphWriter) -> None:
+    """Replace a sum of zero-padded rows by stacks of rows; other summands are added as before."""
     todo, others = list(node.args), list[Any]()
     rows: dict[tuple[int, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     padded: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)

@@ -72,12 +72,15 @@ class RecurrenceCall:
 
 @dataclass(frozen=True)
 class RecurrencePair:
+    """The forward and backward recurrence operators of a loop; either may be missing."""
+
     forward: RecurrenceCall | None
     backward: RecurrenceCall | None
     inside: frozenset[fx.Node]  # the loop's operators, and those that concatenate its rows
 
 
 def planned(pair: UnrolledLoop, axes: AxisFacts, nodes: list[fx.Node]) -> RecurrencePair:
+    """Return the recurrence operators of an unrolled loop; raise `NoRecurrenceError` if it cannot run in chunks."""
     for half in filter(None, (pair.forward, pair.backward)):
         _check_order(frozenset(half), nodes[pair.order[half[0]] : pair.order[half[-1]] + 1])
     return _Planner(pair, axes).planned()
@@ -95,6 +98,8 @@ def _check_order(inside: frozenset[fx.Node], nodes: list[fx.Node]) -> None:
 
 
 class _Planner:
+    """Numbers the values of an unrolled loop, and translates its operators to steps with a carry."""
+
     def __init__(self, pair: UnrolledLoop, axes: AxisFacts) -> None:
         self.pair, self.axes = pair, axes
         self.values = {*pair.forward, *pair.backward, *pair.forward_reads, *pair.backward_reads}
@@ -104,6 +109,7 @@ class _Planner:
         self.ends = {join.node for join in (*pair.forward_joins, *pair.backward_joins)}
 
     def planned(self) -> RecurrencePair:
+        """Check the loop, and return its forward and backward recurrence operators."""
         pair = self.pair
         self._check()
         uses = self._uses(pair.forward, pair.forward_joins), self._uses(pair.backward, pair.backward_joins)
@@ -125,6 +131,7 @@ class _Planner:
         return RecurrencePair(forward, backward, frozenset(self.values | self.ends))
 
     def _check(self) -> None:
+        """Raise an error for dynamic sizes, operators that read strides, or rows that are not read one by one."""
         for node in (*self.pair.forward, *self.pair.backward):
             if any(is_size(source) for source in node.all_input_nodes) or not _is_static(node):
                 raise NoRecurrenceError(f"{node.name} has sizes that change from call to call")
@@ -156,6 +163,7 @@ class _Planner:
         return False
 
     def _check_size(self, half: RecurrenceCall | None, carried: int) -> None:
+        """Raise an error if the carry is larger than the rows, or grows from step to step."""
         assert half is not None
         if carried > sum(value.meta[VALUE].numel() for value in (*half.operands, *(join.node for join in half.joins))):
             raise NoRecurrenceError("as much crosses from row to row as the rows hold")
@@ -211,6 +219,7 @@ class _Planner:
         dtype: torch.dtype,
         reverse: bool,
     ) -> Steps:
+        """Return the instructions of each step, the carry between steps, and the results of one graph."""
         steps: list[list[Instruction]] = [[] for _ in range(self.pair.length)]
         for node, row in reads.items():
             steps[row.step].append(RowRead(self.number[node], self.number[row.source], row.dim, row.step))
@@ -225,6 +234,8 @@ class _Planner:
         return Steps(tuple(map(tuple, steps)), crossing, results, finals, dtype, reverse, dead)
 
     def _operation(self, node: fx.Node) -> Operation:
+        """Return an operator as an instruction whose operands are value numbers."""
+
         def numbered(item: fx.Node) -> Any:
             return StepValue(self.number[item])
 
@@ -232,6 +243,7 @@ class _Planner:
         return Operation(self.number[node], COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
 
     def _join(self, join: ConcatAccess) -> ConcatResult:
+        """Return a concatenation of rows as a result that lists the value number of each row."""
         value = join.node.meta[VALUE]
         numbers = tuple(self.number[item] for item in join.values)
         return ConcatResult(numbers, join.dim, tuple(value.shape), value.dtype)
@@ -241,9 +253,11 @@ class _Planner:
         return tuple(node for node in nodes if any(self._is_outside(user) for user in node.users))
 
     def _is_outside(self, user: fx.Node) -> bool:
+        """Return whether a user is neither in the loop nor a concatenation of its rows."""
         return user not in self.values and user not in self.ends
 
     def _final(self, node: fx.Node) -> SingleStepResult:
+        """Return a value of a single step as a result of the loop."""
         if not is_tensor(node) or node.meta[VALUE].dtype == torch.bool:
             raise NoRecurrenceError(f"{node.name} is no number")
         value = node.meta[VALUE]
@@ -254,6 +268,7 @@ class _Planner:
     def _half(
         self, name: str, steps: Steps, recomputed: Steps | None, joins: tuple[ConcatAccess, ...], nodes: tuple[fx.Node, ...]
     ) -> RecurrenceCall:
+        """Return the recurrence operator of one graph; `recomputed` has the forward steps that a backward graph reruns."""
         rows: dict[fx.Node, int] = {}
         inputs: dict[fx.Node, None] = {}
         reads = (self.pair.forward_reads, self.pair.backward_reads) if recomputed is not None else None
@@ -286,6 +301,7 @@ class _Planner:
         return RecurrenceCall(plan, tuple(value for value, _ in operands), joins, finals)
 
     def _reads_of(self, steps: Steps) -> Mapping[fx.Node, RowAccess]:
+        """Return the rows that the steps read: those of the backward graph if the steps run in reverse."""
         return self.pair.backward_reads if steps.reverse else self.pair.forward_reads
 
     def _operand(self, value: fx.Node, has_rows: bool) -> Number:
@@ -309,6 +325,7 @@ class _Planner:
 
 
 def _is_static(node: fx.Node) -> bool:
+    """Return whether all sizes of a node's results are integers."""
     values = node.meta.get(VALUE)
     values = values if isinstance(values, (tuple, list)) else (values,)
     return all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)

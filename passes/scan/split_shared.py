@@ -36,6 +36,7 @@ class OwnTables:
     name: ClassVar[str] = "own tables"
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with split tables if that puts more concatenations in place, else the facts unchanged."""
         axes = facts.found_axes
         shared = set() if axes is None or axes.sequence is None else _shared_by_operands(facts.joint, axes)
         if axes is None or not shared or not (views := _insert_views(facts.joint, axes, shared)):
@@ -92,4 +93,5 @@ def _in_place(axes: AxisFacts) -> int:
 
 
 def _joins_in_place(axes: AxisFacts) -> Iterator[fx.Node]:
+    """Yield the concatenations that keep rows of the sequence at their positions."""
     return (node for node in axes.signatures if node.target is aten.cat.default and stands_in_place(node, axes))

@@ -121,6 +121,7 @@ def _places(graph: fx.Graph) -> dict[fx.Node, dict[tuple[int, int, int], list[fx
 
 
 def _parts(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
+    """Yield each output of a split, with its row range (dimension, start, stop)."""
     shape, sizes = shape_of_node(node_argument(split)), [tuple(part.shape) for part in split.meta[VALUE]]
     if not is_fixed(shape) or not all(map(is_fixed, sizes)):
         return
@@ -167,6 +168,7 @@ def _cut_out(
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
+    """Return the values that a concatenation joins."""
     return list(node.args[0])  # type: ignore[arg-type]
 
 
@@ -183,6 +185,7 @@ def _joined(node: fx.Node) -> Blocks | None:
 
 
 def _join(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: GraphWriter) -> fx.Node:
+    """Replace the leading blocks of a concatenation by a view of their stack; return the view."""
     view = _stacked(values, blocks, writer.before(node))
     rest = _operands(node)[blocks.count :]
     concatenated = writer.call(aten.cat.default, [view, *rest], blocks.dim) if rest else view

@@ -116,6 +116,7 @@ def _first_counts(
 
 
 def _stacked_rows(node: fx.Node) -> int:
+    """Return the number of rows that a stack has; 0 for other operators."""
     return len(node.args[0]) if node.target is aten.stack.default else 0  # type: ignore[arg-type]
 
 

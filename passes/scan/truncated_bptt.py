@@ -41,6 +41,7 @@ class Truncations:
     name: ClassVar[str] = "truncations"
 
     def apply(self, facts: Facts) -> Facts:
+        """Record, for each backward recurrence, the slices of its carry that are gradients of states."""
         rows, sequence = self.options.adjoints, facts.axes.sequence
         if rows == "exact" or sequence is None:
             return facts
@@ -76,6 +77,7 @@ def _refuse_states_of_other_ranks(facts: Facts, rows: int, driven: Collection[fx
 
 
 def _has_rows(node: fx.Node, facts: Facts) -> bool:
+    """Return whether a value has a sequence dimension."""
     shape = facts.axes.shapes.get(node)
     return shape is not None and bool(facts.axes.sequence_dims(shape))
 
@@ -102,6 +104,7 @@ def _(run: AssociativeBackward, driven: Sequence[bool]) -> Sequence[Places]:
 
 @adjoints.register
 def _(run: ChunkedScan, driven: Sequence[bool]) -> Sequence[Places]:
+    """Follow the driven operands through the step graph to a fixpoint; sums of gradients do not count."""
     graph, count = run.plan.step, len(run.plan.carry)
     inputs: list[fx.Node] = list(graph.find_nodes(op="placeholder"))
     results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
@@ -126,6 +129,7 @@ def _is_total(place: fx.Node, left: fx.Node, results: Sequence[fx.Node]) -> bool
 
 @adjoints.register
 def _(run: UnrolledRecurrence, driven: Sequence[bool]) -> Sequence[Places]:
+    """Follow the driven operands through all steps; sums of gradients do not count."""
     plan, steps = run.plan, run.plan.own
     operands = {number for number, is_driven in zip(plan.operands, driven, strict=True) if is_driven}
     adjoint_values = {value for number, value in plan.given.items() if number in operands}
@@ -137,6 +141,7 @@ def _(run: UnrolledRecurrence, driven: Sequence[bool]) -> Sequence[Places]:
 
 
 def _in_order(steps: Steps) -> Iterator[Instruction]:
+    """Yield the instructions of all steps in execution order."""
     for step in reversed(steps.steps) if steps.reverse else steps.steps:
         yield from step
 
