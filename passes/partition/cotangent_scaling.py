@@ -16,7 +16,7 @@ from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, Shape, Storag
 from streamfx.ir.signature import LetterShape, Signature
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
-from streamfx.passes.analysis.alignment import Alignment, aligned, parted
+from streamfx.passes.analysis.alignment import Alignment, aligned, group_places
 from streamfx.passes.analysis.homogeneity import RowMask
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ class Scaling:
         if not alignment.is_split:
             return gradient
         own, of_driver = self._sizes(gradient), self._sizes(driver)
-        groups = parted(alignment.places, alignment.dims)
+        groups = group_places(alignment.places, alignment.dims)
         sizes = [
             of_driver[place] if place is not None else own[i] if len(places) == 1 else -1
             for i, places in enumerate(groups)

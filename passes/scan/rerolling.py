@@ -52,7 +52,7 @@ def unrolled_name(half: RecurrenceCall) -> str:
     return [*(join.node for join in half.joins), *half.finals][0].name
 
 
-def _crossed(path: Sequence[fx.Node]) -> Exception:
+def _cycle_error(path: Sequence[fx.Node]) -> Exception:
     """Return the error for a cycle in the graph: one of the loops on it is not rerolled."""
     loop = next((node for node in path if UNROLLED in node.meta), path[-1])
     error = FallbackError(loop, CROSSED)
@@ -60,15 +60,15 @@ def _crossed(path: Sequence[fx.Node]) -> Exception:
     return error
 
 
-def sort_again(graph: fx.Graph) -> None:
+def sort_topologically(graph: fx.Graph) -> None:
     """Sort the graph topologically and otherwise keep its order; drop unused nodes."""
     drop_unused(graph, is_random)
-    for node in _sorted(graph.nodes):
+    for node in _topological_order(graph.nodes):
         if node.op not in ("placeholder", "output"):
             graph.output_node().prepend(node)
 
 
-def _sorted(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+def _topological_order(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the nodes in topological order, otherwise in the given order; raise an error for a cycle."""
     placed: dict[fx.Node, None] = {}
     for start in nodes:
@@ -83,7 +83,7 @@ def _sorted(nodes: Iterable[fx.Node]) -> list[fx.Node]:
                 placed[node] = None
                 continue
             if node in waiting:
-                raise _crossed(todo)
+                raise _cycle_error(todo)
             waiting.add(node)
             todo.extend(reversed(missing))
     return list(placed)
