@@ -180,8 +180,8 @@ def run_analyses(facts: Facts, options: Options) -> Facts:
 def _run(facts: Facts, steps: Iterable[Pass], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
     """Run passes in order, skip analyses whose facts exist, and stop if there is nothing to chunk."""
     if facts.found_causality is not None:
-        known = {*(step.name for step in analyses(options)), CompileBodies.name}
-        steps = [step for step in steps if step.name not in known]
+        analysis_names = {*(step.name for step in analyses(options)), CompileBodies.name}
+        steps = [step for step in steps if step.name not in analysis_names]
     verifier = Verifier.of(facts.joint.graph) if options.check_passes else None
     for step in steps:
         facts = guarded(step.name, facts, step.apply)

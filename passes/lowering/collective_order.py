@@ -48,10 +48,10 @@ def values_of_weights(facts: Facts, group: str) -> str:
         if collectives is None
         else ([item.stretch for item in collectives.gathers.values()], list(collectives.reductions.values()))
     )
-    sent = [
+    lines_by_side = [
         sorted(chain(*(_values_sent(node) for stretch in side for node in _of_group(stretch.graph, group)))) for side in sides
     ]
-    return "\n\n".join("\n".join(part) for part in sent)
+    return "\n\n".join("\n".join(part) for part in lines_by_side)
 
 
 def traced_order(graph: fx.Graph, group: str) -> str:

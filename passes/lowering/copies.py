@@ -75,7 +75,7 @@ def fetch_in_time(graph: fx.Graph) -> None:
     """Fetch each value of a complete backward graph during the run before the run of its first user."""
     runs, groups = _Runs(graph), list[tuple[fx.Node, list[fx.Node]]]()
     for node in graph.find_nodes(op="call_function", target=wait_for_copy):
-        groups += [(node, users) for users in _without_gaps(node.users, runs)]
+        groups += [(node, users) for users in _groups_of_users(node.users, runs)]
     for node, users in sorted(groups, key=lambda group: runs.number[group[1][0]]):
         (fetched,) = node.all_input_nodes
         with graph.inserting_before(runs.begin(max(runs.number[users[0]] - 1, 0))):
@@ -91,7 +91,7 @@ def fetch_in_time(graph: fx.Graph) -> None:
         graph.erase_node(fetched)
 
 
-def _without_gaps(users: Iterable[fx.Node], runs: _Runs) -> Iterator[list[fx.Node]]:
+def _groups_of_users(users: Iterable[fx.Node], runs: _Runs) -> Iterator[list[fx.Node]]:
     """Group the users of a value: between two groups there is time to free and refetch the value."""
     group: list[fx.Node] = []
     for user in sorted(users, key=runs.position.__getitem__):

@@ -31,7 +31,7 @@ EARLIER, LAST = "earlier", "last"
 
 def with_loss_stage(facts: Facts, with_trained_heads: bool = False) -> Facts | None:
     """Return the facts with such a last stage, or None; a flag allows trained weights in the last products."""
-    last = _LossSearch(facts, with_trained_heads).found()
+    last = _LossSearch(facts, with_trained_heads).operators()
     return None if not last else replace(facts, found_stages=stages_with(last, facts))
 
 
@@ -44,10 +44,10 @@ class _LossSearch:
         self.nodes = [node for node in facts.joint.nodes if node in facts.joint.forward and node not in self.static]
         self.trained = trained_values(facts.joint)
 
-    def found(self) -> frozenset[fx.Node]:
+    def operators(self) -> frozenset[fx.Node]:
         """Return the operators of the stage; empty if products lead to attention or use trained weights."""
         heads = self._heads()
-        earlier = ancestors(tuple(node for node in self.nodes if self._is_earlier(node, heads)))
+        earlier = ancestors(tuple(node for node in self.nodes if self._must_be_earlier(node, heads)))
         if not heads or not heads.isdisjoint(earlier):
             return frozenset()
         network = self._network(heads, earlier)
@@ -77,17 +77,22 @@ class _LossSearch:
     def _heads(self) -> set[fx.Node]:
         """Return the last products on rows on the path from trained values to outputs; recurrences do not count."""
         driven = self.trained & ancestors(self.facts.joint.outputs)
-        before: set[fx.Node] = set()
+        operands_of_products: set[fx.Node] = set()
         heads: set[fx.Node] = set()
         for node in reversed(self.nodes):
             in_loop = is_product(node) and self._is_in_loop(node)
-            if in_loop and node in driven and node not in before and not self.facts.axes.is_running(producer_of(node)):
+            if (
+                in_loop
+                and node in driven
+                and node not in operands_of_products
+                and not self.facts.axes.is_running(producer_of(node))
+            ):
                 heads.add(node)
-            if in_loop or node in before:
-                before.update(node.all_input_nodes)
+            if in_loop or node in operands_of_products:
+                operands_of_products.update(node.all_input_nodes)
         return heads
 
-    def _is_earlier(self, node: fx.Node, heads: set[fx.Node]) -> bool:
+    def _must_be_earlier(self, node: fx.Node, heads: set[fx.Node]) -> bool:
         """Return whether an operator may not be in the last stage: attention, a scan, or a trained layer."""
         if node in self.facts.causality.spans or self.facts.axes.is_running(node):
             return True
