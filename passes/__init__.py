@@ -161,7 +161,7 @@ def _within_budget(
         return _run(capture(), steps, options, after)
     except OverBudgetError as error:
         try:
-            without = [LossGradient(False) if isinstance(step, LossGradient) else step for step in steps]
+            without = [LossGradient(may_cut=False) if isinstance(step, LossGradient) else step for step in steps]
             return _run(capture(), without, options, after)
         except OverBudgetError as other:
             raise min(error, other, key=lambda item: item.smallest) from None

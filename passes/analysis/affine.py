@@ -68,8 +68,12 @@ class Positions:
 
     def number(self, value: Any) -> int | None:
         """Return the integer that all elements of a value equal, if any."""
-        known = range_of_argument(value, self._values.of).constant if _is_numeric(value) else None
-        return int(known) if known is not None and abs(known) != float("inf") and known == int(known) else None
+        common_value = range_of_argument(value, self._values.of).constant if _is_numeric(value) else None
+        return (
+            int(common_value)
+            if common_value is not None and abs(common_value) != float("inf") and common_value == int(common_value)
+            else None
+        )
 
 
 def extent(affine: Affine, shape: tuple[Size, ...]) -> Range:

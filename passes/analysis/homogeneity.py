@@ -79,8 +79,9 @@ class _MultipleFinder:
     """Finds, for one stage, the cotangent scales (drivers) and the gradients that are multiples of them."""
 
     def __init__(self, stage: Stage, facts: Facts) -> None:
+        """Collect the late sums and the candidate drivers of a stage."""
         self.stage, self.axes, self.forms, self.tangents = stage, facts.axes, facts.demand.forms, set(facts.joint.tangents)
-        self.own = set(stage.backward)
+        self.backward_nodes = set(stage.backward)
         self.trained = trained_values(facts.joint)
         self.late = self._late_sums()
         self.drivers = tuple(self._drivers())
@@ -131,7 +132,7 @@ class _MultipleFinder:
         todo = [node]
         while todo:
             item = todo.pop()
-            if item is not driver and item in self.own and item not in operators:
+            if item is not driver and item in self.backward_nodes and item not in operators:
                 operators.add(item)
                 todo.extend(item.all_input_nodes)
         return operators
@@ -203,6 +204,7 @@ class _LinearPath:
     def __init__(
         self, driver: fx.Node, gradient: fx.Node, axes: AxisFacts, forms: Mapping[fx.Node, tuple[StorageClass, ...]]
     ) -> None:
+        """Start with the driver alone; with none if it has an axis twice, or a dtype that loses its numbers."""
         self.axes, self.forms, self.driven = axes, forms, {driver}
         self.types = (driver.meta[VALUE].dtype, gradient.meta[VALUE].dtype)
         self.shape = tuple(map(self._resolved, axes.shapes[driver]))

@@ -162,10 +162,10 @@ class BodyBuilder(BodyInputs):
         """Return the chunk's own rows of a value; for an axis with another offset or length, the common rows."""
         value, length = self.value(need.operand), self.length
         for placement, _, selector in need.where:
-            own, shown = placement.rows, self.layout.shown_rows(placement, selector)
-            if shown is not None and shown.rows != own:
-                start = first_shifted(shown, own.length, length) - first_in_chunk(own, length)
-                bounds = self.number(start), self.number(start + rows_shifted(shown, own.length, length))
+            axis_rows, shown = placement.rows, self.layout.shown_rows(placement, selector)
+            if shown is not None and shown.rows != axis_rows:
+                start = first_shifted(shown, axis_rows.length, length) - first_in_chunk(axis_rows, length)
+                bounds = self.number(start), self.number(start + rows_shifted(shown, axis_rows.length, length))
                 value = self.graph.call_function(aten.slice.Tensor, (value, placement.dim, *bounds))
         return value
 

@@ -122,9 +122,9 @@ class _ProgramBuilder:
     def _add_inputs(self, outer: HostProgramBuilder) -> None:
         """Add a placeholder for each input, and register the symbols that its sizes define."""
         for node in self.joint.primals:
-            made = outer.graph.placeholder(node.name)
-            made.meta = dict(node.meta)
-            outer.env[node] = self._unmarked(outer, made) if is_tensor(node) and is_marked(node.meta[VALUE]) else made
+            input_ = outer.graph.placeholder(node.name)
+            input_.meta = dict(node.meta)
+            outer.env[node] = self._unmarked(outer, input_) if is_tensor(node) and is_marked(node.meta[VALUE]) else input_
         outer.symbols.update(symbols_of(self.joint, outer))
 
     def _unmarked(self, outer: HostProgramBuilder, placeholder: fx.Node) -> fx.Node:
@@ -229,6 +229,7 @@ class _BackwardBuilder(HostProgramBuilder):
     """Builds the backward host program. Forward values that it needs are saved, or recomputed if that is cheap."""
 
     def __init__(self, rewriter: _ProgramBuilder, forward: HostProgramBuilder) -> None:
+        """Start a program with the tangents; `saved`, `numbers` and `objects` map forward values to placeholders."""
         super().__init__(rewriter.layout, rewriter.order, rewriter.facts.plan)
         self.joint, self.forward = rewriter.joint, forward
         self.saved: dict[fx.Node, fx.Node] = {}

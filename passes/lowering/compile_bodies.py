@@ -96,6 +96,7 @@ class _SegmentAssignment:
     """
 
     def __init__(self, spec: LoopSpec) -> None:
+        """Assign each operator of a body to a segment (`segment_of`), then merge segments."""
         self.graph = spec.body.graph
         self.feeds = dict(zip(self.graph.find_nodes(op="placeholder"), spec.feeds, strict=True))
         self.positions = self._placeholders_with(lambda feed: isinstance(feed, Number) and depends_on_position(feed.value))
@@ -149,13 +150,13 @@ class _SegmentAssignment:
     def _merge_segments(self) -> None:
         """Merge segments into the next one if no operator in between needs their values, or it can wait as well."""
         compiled = [node for node in self.segment_of if node.op == "call_function" and self.is_compiled(node)]
-        of_buffers = self._buffer_readers()
+        buffer_readers = self._buffer_readers()
         for number, following in pairwise(sorted({self.segment_of[node] for node in compiled})):
-            own = {node for node in compiled if self.segment_of[node] == number}
-            after = {user for node in own for user in node.users if user not in own and user.op != "output"}
-            early = {user for user in after if self.segment_of[user] < following}
-            if own.isdisjoint(of_buffers) and all(has_no_user(user) for user in early):
-                self.segment_of.update(dict.fromkeys(own | early, following))
+            segment = {node for node in compiled if self.segment_of[node] == number}
+            readers = {user for node in segment for user in node.users if user not in segment and user.op != "output"}
+            readers_before_next = {user for user in readers if self.segment_of[user] < following}
+            if segment.isdisjoint(buffer_readers) and all(has_no_user(user) for user in readers_before_next):
+                self.segment_of.update(dict.fromkeys(segment | readers_before_next, following))
 
     def _buffer_readers(self) -> set[fx.Node]:
         """Return operators that read a buffer, to which later operators may write."""

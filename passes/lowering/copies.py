@@ -34,6 +34,7 @@ class _Runs:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
+        """Number the runs of a graph, and record the run of each node and the first node of each run."""
         self.graph, self.position = graph, {node: i for i, node in enumerate(graph.nodes)}
         index = {run: i for i, run in enumerate(dict.fromkeys(node.meta[RUN] for node in graph.nodes if RUN in node.meta))}
         self.number: dict[fx.Node, int] = {}

@@ -56,9 +56,9 @@ def plan_chain(
 def _release_spec(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int) -> ReleaseSpec:
     """Return the release spec of the graph, without places if there is only one segment."""
     sources = sources_of(joint, num_outputs, num_inputs)
-    place = {source.primal: place for place, source in sources.items()}
+    source_index = {source.primal: source_index for source_index, source in sources.items()}
     inputs_of_saved = inputs_saved(forward, num_outputs)
-    saved = tuple(frozenset(place[primal] for primal in inputs if primal in place) for inputs in inputs_of_saved)
+    saved = tuple(frozenset(source_index[primal] for primal in inputs if primal in source_index) for inputs in inputs_of_saved)
     places = places_of(deliveries(backward, saved)) if sources else ()
     return ReleaseSpec(sources, saved, places if len(places) > 1 else ())
 

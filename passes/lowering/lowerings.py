@@ -174,9 +174,9 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     placement, _, selector = moved
     assert isinstance(selector, ShiftedRows)
     operand = builder.operand(need)
-    own, length = placement.rows, builder.length
-    count = rows_shifted(selector, own.length, length)
-    before = rows_before_shifted(selector, own.length, length)
+    axis_rows, length = placement.rows, builder.length
+    count = rows_shifted(selector, axis_rows.length, length)
+    before = rows_before_shifted(selector, axis_rows.length, length)
     after = rows_in_chunk(selector.rows, length) - count - before
     if node.target is aten.slice.Tensor:
         return operand

@@ -78,6 +78,6 @@ def _outlives_graph(memory: fx.Node) -> bool:
 
 
 def _copy(node: fx.Node) -> fx.Node:
-    made = node.graph.call_function(aten.clone.default, (node,))
-    made.meta = dict(node.meta)
-    return made
+    copied = node.graph.call_function(aten.clone.default, (node,))
+    copied.meta = dict(node.meta)
+    return copied

@@ -38,11 +38,11 @@ class ReinsertCollectives:
 
     def apply(self, facts: Facts) -> Facts:
         """Insert gathers of weights and reductions of gradients into both host programs."""
-        found, program = facts.collectives, facts.program
-        if found is None or program is None:
+        removed, program = facts.collectives, facts.program
+        if removed is None or program is None:
             return facts
         given = zip(facts.joint.primals, program.forward.graph.find_nodes(op="placeholder"), strict=True)
-        weights = {node: found.gathers[primal] for primal, node in given if primal in found.gathers}
+        weights = {node: removed.gathers[primal] for primal, node in given if primal in removed.gathers}
         forward, kept = _HostGraph(program.forward), set[fx.Node]()
         if program.backward is not None:
             backward = _HostGraph(program.backward)
@@ -52,7 +52,7 @@ class ReinsertCollectives:
             for node, gather in reused.items():
                 if node not in kept:
                     backward.gather(node, gather)
-            for position, stretch in found.reductions.items():
+            for position, stretch in removed.reductions.items():
                 backward.reduce(position, stretch)
             backward.finish()
         lasting = {saved[node] for node in kept}
@@ -80,6 +80,7 @@ class _HostGraph:
     """A host program, with the index of the region that each of its nodes belongs to."""
 
     def __init__(self, module: fx.GraphModule) -> None:
+        """Record the region of each node (`run`) and the first loop or full-sequence operator of each region."""
         self.module, self.graph, self.output = module, module.graph, module.graph.output_node()
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self.run: dict[fx.Node, int] = {}
@@ -146,10 +147,10 @@ class _HostGraph:
     def _insert_subgraph(self, stretch: Subgraph, source: fx.Node, begins: fx.Node, ends: fx.Node) -> fx.Node:
         """Insert a subgraph: waits and their descendants before `ends`, and other operators before `begins`."""
         late = _waits_and_descendants(stretch)
-        made = stretch.written(source, lambda node: ends if node in late else self.first_inserted.get(begins, begins))
+        inserted = stretch.written(source, lambda node: ends if node in late else self.first_inserted.get(begins, begins))
         for node in late:
-            self.first_inserted.setdefault(ends, made[node])
-        return made[stretch.end]
+            self.first_inserted.setdefault(ends, inserted[node])
+        return inserted[stretch.end]
 
 
 def computes(node: fx.Node) -> bool:

@@ -275,14 +275,14 @@ class _BudgetSearch:
 
     def with_chosen_plan(self, facts: Facts, working_set: int | None) -> Facts:
         """Return the facts with the chosen plan: its working set, and the lengths for which it holds."""
-        program, plan, found = known(facts.program), facts.plan, facts.lengths
+        program, plan, valid_lengths = known(facts.program), facts.plan, facts.lengths
         set_working_set(program, working_set)
         plan = replace(plan, chunk_sizes=tuple(with_working_set(size, working_set) for size in plan.chunk_sizes))
         if self.lengths:
             furthest = self.lengths.furthest(lambda longer: self.still_fits(program, longer))
             set_most_rows(program, furthest)
-            found = furthest.joined(facts.lengths)
-        return replace(facts, found_plan=plan, lengths=found, fitting=SearchTrace(self.budget, tuple(self.tried)))
+            valid_lengths = furthest.joined(facts.lengths)
+        return replace(facts, found_plan=plan, lengths=valid_lengths, fitting=SearchTrace(self.budget, tuple(self.tried)))
 
     def still_fits(self, program: Program, longer: Lengths) -> bool:
         """Return whether a program that fits also fits longer sequences, with about as many rows per chunk."""
@@ -322,10 +322,10 @@ def over_budget(budget: int, held: int, cost: Cost) -> OverBudgetError:
     """Return the error for a budget below the smallest peak, with its largest parts and remedies."""
     terms = {PARAMETERS: held, **cost.peak_terms}
     most = sorted(terms.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in most[:4] if size)
+    largest_terms = ", ".join(f"{name} {in_bytes(size)}" for name, size in most[:4] if size)
     error = OverBudgetError(
         f"memory_budget of {in_bytes(budget)} is less than any plan for this step takes",
-        found=f"the smallest possible peak is {in_bytes(held + cost.peak)} ({held + cost.peak} bytes): {parts}",
+        found=f"the smallest possible peak is {in_bytes(held + cost.peak)} ({held + cost.peak} bytes): {largest_terms}",
         do=f"raise the budget, or lower what dominates: {REMEDIES.get(most[0][0], 'a shorter sequence or a smaller batch')}",
     )
     error.smallest, error.terms = held + cost.peak, terms

@@ -91,7 +91,10 @@ def rows_of_a_call(stage: Stage, facts: Facts) -> int:
     """Return the chunk size at which no reduction over ranks is latency bound; 0 without reductions."""
     nodes = [node for node in (*stage.forward, *stage.backward) if is_reduced_over_ranks(node)]
     rows = [-(-BYTES_OF_A_CALL * _length(facts) // max(bytes_like(node.meta[VALUE]), 1)) for node in nodes]
-    return max((own for node, own in zip(nodes, rows, strict=True) if facts.demand.form(node) is StorageClass.ROWS), default=0)
+    return max(
+        (rows_needed for node, rows_needed in zip(nodes, rows, strict=True) if facts.demand.form(node) is StorageClass.ROWS),
+        default=0,
+    )
 
 
 def model_bytes(facts: Facts) -> int:

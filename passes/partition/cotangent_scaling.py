@@ -26,6 +26,7 @@ class Scaling:
     """Writes into a joint graph, and records the new nodes in `axes` and `demand`."""
 
     def __init__(self, facts: Facts) -> None:
+        """Copy the recorded facts, so that those of other cuts do not change."""
         self.axes: AxisFacts = replace(
             facts.axes,
             shapes=dict(facts.axes.shapes),

@@ -49,7 +49,7 @@ def early_sums(number: int, facts: Facts) -> list[fx.Node]:
 
 def _available_values(stage: Stage, earlier: tuple[Stage, ...]) -> list[fx.Node]:
     """Return the values available in a stage's forward loops: its own, and outputs of earlier stages."""
-    return [*stage.forward, *(node for other in earlier for node in other.outputs)]
+    return [*stage.forward, *(node for stage_before in earlier for node in stage_before.outputs)]
 
 
 def _has_storage_class(node: fx.Node, form: StorageClass, facts: Facts) -> bool:

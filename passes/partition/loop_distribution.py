@@ -216,6 +216,7 @@ class _Placer:
         sizes: Bytes | None,
         computed_by_loop: Mapping[int, set[int]] | None = None,
     ) -> None:
+        """Request these values in full; `sizes` are required if there are several loops."""
         self.table, self.loop_indices, self.sizes, self.computed_by_loop = table, loop_indices, sizes, computed_by_loop or {}
         self.stacked: dict[int, set[int]] = defaultdict(set)
         self.summed: dict[int, set[int]] = defaultdict(set)

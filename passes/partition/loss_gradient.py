@@ -50,9 +50,9 @@ class LossGradient:
             stage = cut.stages[-1]
             if not stage.backward or not _saves_work(stage, cut):
                 continue
-            found = multiples(stage, cut)
-            if found and _have_one_sequence_dim(found, cut):
-                return _move_to_forward(cut, found)
+            homogeneous = multiples(stage, cut)
+            if homogeneous and _have_one_sequence_dim(homogeneous, cut):
+                return _move_to_forward(cut, homogeneous)
         return facts
 
 

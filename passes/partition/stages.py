@@ -226,10 +226,10 @@ class _Cutter:
         free = set(free)
         for node in nodes:
             if not is_tensor(node):  # a tuple must not be separated from its elements
-                parts = [position[user] for user in node.users if user.target is operator.getitem and user in position]
-                if parts:
+                elements = [position[user] for user in node.users if user.target is operator.getitem and user in position]
+                if elements:
                     change[position[node]] += UNCUTTABLE
-                    change[max(parts)] -= UNCUTTABLE
+                    change[max(elements)] -= UNCUTTABLE
                 continue
             if not self.is_alive(node):
                 continue

@@ -113,7 +113,7 @@ def _operand_access(operand: int, need: OperandAccess, layout: Layout, reverse: 
     """Return how a loop reads an operand: from the same iteration, stored, or stored before the loop."""
     form = layout.demand.form(need.operand)
     if form in NOT_IN_LOOPS:
-        return Access(operand, True, False, False)
+        return Access(operand, in_same_loop=True, is_stored=False, is_stored_before=False)
     is_whole = Role.WHOLE in need.roles
     is_stored = is_whole or form is StorageClass.SUM
     is_stored_before = (

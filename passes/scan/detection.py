@@ -91,6 +91,7 @@ class _Family:
     def __init__(
         self, joint: JointGraph, rows: RowAccesses, length: int, interval_of: Mapping[fx.Node, int], interval: int
     ) -> None:
+        """Assign a step to each operator; `interval_of` numbers the interval of each row read, `interval` is ours."""
         self.joint, self.length, self.interval_of, self.interval = joint, length, interval_of, interval
         self.nodes = joint.nodes
         self.order = {node: i for i, node in enumerate(self.nodes)}

@@ -101,6 +101,7 @@ class _Planner:
     """Numbers the values of an unrolled loop, and translates its operators to steps with a carry."""
 
     def __init__(self, pair: UnrolledLoop, axes: AxisFacts) -> None:
+        """Number the values of the loop, its operators and the rows that it reads."""
         self.pair, self.axes = pair, axes
         self.values = {*pair.forward, *pair.backward, *pair.forward_reads, *pair.backward_reads}
         self.forward_values = {*pair.forward, *pair.forward_reads}  # values of the forward graph

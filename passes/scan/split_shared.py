@@ -55,8 +55,8 @@ def _axes_shared_by_operands(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
     shared: set[Atom] = set()
     for node in joint.nodes:
         if node.target is aten.cat.default and node in axes.signatures and (join := join_of(node, axes)) is not None:
-            parts = [part for part, _ in join.parts]
-            shared |= {part for part in parts if parts.count(part) > 1 and axes.sequence_atom((part,)) is not None}
+            operand_axes = [part for part, _ in join.parts]
+            shared |= {part for part in operand_axes if operand_axes.count(part) > 1 and axes.sequence_atom((part,)) is not None}
     return shared
 
 

@@ -187,13 +187,13 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def _leading_blocks(node: fx.Node) -> Blocks | None:
     """Return the blocks of equal size with which a concatenation begins; smaller operands may follow."""
-    parts = _operands(node)
+    operands = _operands(node)
     dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
-    if not all(is_fixed(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in parts):
+    if not all(is_fixed(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in operands):
         return None
-    sizes = [int(shape_of_node(part)[dim]) for part in parts]
+    sizes = [int(shape_of_node(part)[dim]) for part in operands]
     count = next((number for number, size in enumerate(sizes) if size != sizes[0]), len(sizes))
-    is_like = len({part.meta[VALUE].dtype for part in parts}) == 1
+    is_like = len({part.meta[VALUE].dtype for part in operands}) == 1
     return Blocks(dim, count, sizes[0]) if is_like and sizes[0] > 0 and count >= FEWEST_ROWS else None
 
 
@@ -223,37 +223,39 @@ def _rewrite_gradient_sums(
     graph: fx.Graph, kinds: Collection[tuple[int, int]], writer: GraphWriter
 ) -> list[tuple[fx.Node, Blocks]]:
     """Rewrite sums of zero-padded gradients of blocks."""
-    parts: dict[fx.Node, None] = {}
+    partial_sums: dict[fx.Node, None] = {}
     for node in graph.nodes:
         is_padded = node.target is aten.slice_backward.default and is_fixed(shape_of_node(node))
-        if is_padded or (is_plain_sum(node) and any(item in parts for item in node.args)):
-            parts[node] = None
-    order = {node: number for number, node in enumerate(graph.nodes)} if parts else {}
+        if is_padded or (is_plain_sum(node) and any(item in partial_sums for item in node.args)):
+            partial_sums[node] = None
+    order = {node: number for number, node in enumerate(graph.nodes)} if partial_sums else {}
     joined: list[tuple[fx.Node, Blocks]] = []
-    for node in parts:
-        is_summand = len(node.users) == 1 and (user := next(iter(node.users))) in parts and user.target is aten.add.Tensor
+    for node in partial_sums:
+        is_summand = len(node.users) == 1 and (user := next(iter(node.users))) in partial_sums and user.target is aten.add.Tensor
         if node.target is aten.add.Tensor and not is_summand:
-            padded, others = _summands(node, parts)
+            padded, other_summands = _summands(node, partial_sums)
             blocks = _matching_blocks(padded, shape_of_node(node), kinds)
             if blocks is not None:
-                joined += _stack_gradients(node, blocks, padded, others, order, writer)
+                joined += _stack_gradients(node, blocks, padded, other_summands, order, writer)
     return joined
 
 
-def _summands(total: fx.Node, parts: Collection[fx.Node]) -> tuple[dict[tuple[int, int, int], list[fx.Node]], list[fx.Node]]:
+def _summands(
+    total: fx.Node, partial_sums: Collection[fx.Node]
+) -> tuple[dict[tuple[int, int, int], list[fx.Node]], list[fx.Node]]:
     """Return the summands: zero-padded gradients by their row range, and others."""
     padded: dict[tuple[int, int, int], list[fx.Node]] = defaultdict(list)
-    todo, others = list(total.all_input_nodes) if total.args[0] is not total.args[1] else [], list[fx.Node]()
+    todo, other_summands = list(total.all_input_nodes) if total.args[0] is not total.args[1] else [], list[fx.Node]()
     while todo:
-        part = todo.pop()
-        rows = sliced_rows(part, part) if part.target is aten.slice_backward.default else None
+        addend = todo.pop()
+        rows = sliced_rows(addend, addend) if addend.target is aten.slice_backward.default else None
         if rows is not None:
-            padded[rows].append(part)
-        elif part in parts and is_plain_sum(part) and len(part.users) == 1 and part.args[0] is not part.args[1]:
-            todo.extend(part.all_input_nodes)
+            padded[rows].append(addend)
+        elif addend in partial_sums and is_plain_sum(addend) and len(addend.users) == 1 and addend.args[0] is not addend.args[1]:
+            todo.extend(addend.all_input_nodes)
         else:
-            others.append(part)
-    return padded, others
+            other_summands.append(addend)
+    return padded, other_summands
 
 
 def _stack_gradients(
