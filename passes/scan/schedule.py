@@ -295,8 +295,8 @@ class _Planner:
             steps,
             recomputed,
             tuple(self._operand(value, has_rows) for value, has_rows in operands),
-            {self._operand(value, True): dim for value, dim in rows.items()},
-            {self._operand(value, False): self.number[value] for value in inputs},
+            {self._operand(value, has_rows=True): dim for value, dim in rows.items()},
+            {self._operand(value, has_rows=False): self.number[value] for value in inputs},
             self._axis_labels([(value, rows[value] if has_rows else None) for value, has_rows in operands], joins, finals),
         )
         return RecurrenceCall(plan, tuple(value for value, _ in operands), joins, finals)
