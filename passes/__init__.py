@@ -65,16 +65,19 @@ class Fixpoint:
         return self.analysis.name
 
     def apply(self, facts: Facts) -> Facts:
+        """Run the analysis; after each rewrite that changes the graph, run it again."""
         facts = self.analysis.apply(facts)
         while (rewritten := self._rewritten(facts)) is not facts:
             facts = guarded(self.name, rewritten, self.analysis.apply)
         return facts
 
     def _rewritten(self, facts: Facts) -> Facts:
+        """Return the facts after the first rewrite that changes them, or the same object if none does."""
         rewrites = (guarded(rewrite.name, facts, rewrite.apply) for rewrite in self.rewrites)
         return next((rewritten for rewritten in rewrites if rewritten is not facts), facts)
 
     def without(self, left_out: Container[str]) -> Pass:
+        """Return a copy that lacks the rewrites with these names."""
         return replace(self, rewrites=tuple(rewrite for rewrite in self.rewrites if rewrite.name not in left_out))
 
 
@@ -158,13 +161,14 @@ def _within_budget(
         return _run(capture(), steps, options, after)
     except OverBudgetError as error:
         try:
-            without = [LossGradient(False) if isinstance(step, LossGradient) else step for step in steps]
+            without = [LossGradient(may_cut=False) if isinstance(step, LossGradient) else step for step in steps]
             return _run(capture(), without, options, after)
         except OverBudgetError as other:
             raise min(error, other, key=lambda item: item.smallest) from None
 
 
 def _without(step: Pass, left_out: Container[str]) -> Pass:
+    """Return the pass without the rewrites named in `left_out`."""
     return step.without(left_out) if isinstance(step, Fixpoint) else step
 
 
@@ -174,9 +178,10 @@ def run_analyses(facts: Facts, options: Options) -> Facts:
 
 
 def _run(facts: Facts, steps: Iterable[Pass], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
+    """Run passes in order, skip analyses whose facts exist, and stop if there is nothing to chunk."""
     if facts.found_causality is not None:
-        known = {*(step.name for step in analyses(options)), CompileBodies.name}
-        steps = [step for step in steps if step.name not in known]
+        analysis_names = {*(step.name for step in analyses(options)), CompileBodies.name}
+        steps = [step for step in steps if step.name not in analysis_names]
     verifier = Verifier.of(facts.joint.graph) if options.check_passes else None
     for step in steps:
         facts = guarded(step.name, facts, step.apply)

@@ -34,13 +34,13 @@ from streamfx.runtime.restride import RestridedOperator
 from streamfx.torch_private import OpOverload
 from streamfx.torch_private.lines import source_line
 
-MOST = 8  # limit of operator remedies per pass
-COSTS_LITTLE = frozenset(
+MOST_REMEDIES = 8  # limit of operator remedies per pass
+SKIPPED_FIRST = frozenset(
     {"loss gradient", "buckets", "visibility", "lower"}
 )  # skip these passes first: an operator that is not chunked costs more
 REWRITES = frozenset({"joined keys", "keys in blocks", "sums along the sequence", "own tables", "sums over ranks"})
 WRITE_OPERATORS = ("loss gradient", *sorted(REWRITES), "recurrences")  # skipped if nothing else helps, in this order
-MAY_BE_LEFT_OUT = COSTS_LITTLE | REWRITES | {"recurrences"}
+MAY_BE_LEFT_OUT = SKIPPED_FIRST | REWRITES | {"recurrences"}
 FAILED_AT = "{target} runs whole, as the pass '{step}' failed at it ({error})"
 LEFT_OUT = "the pass '{step}' is left out, as {failed} failed ({error})"
 EXACT = "%s. The result is exact; strict=True raises an error instead"
@@ -106,9 +106,9 @@ class Remedies:
     def applied(self, facts: Facts) -> Facts:
         """Apply the remedies to a freshly traced graph."""
         self.traced = {node.name: node for node in facts.joint.graph.nodes}
-        self.shown = _shown(facts.joint)
+        self.shown = _observable_views(facts.joint)
         for name, why in self.unknown.items():
-            _write_opaque(self.traced[name], why)
+            _replace_by_opaque(self.traced[name], why)
         if self.unknown:
             facts = replace(facts, joint=joint_graph(facts.joint.graph, len(facts.joint.primals), len(facts.joint.outputs)))
         return replace(facts, whole=dict(self.whole), faults=tuple(self.faults))
@@ -118,18 +118,18 @@ class Remedies:
         if refused.name not in self.whole:
             self.whole[refused.name] = refused.why
             return True
-        return refused.name in self.traced and self._make_unknown(self.traced[refused.name], refused.why)
+        return refused.name in self.traced and self._make_opaque(self.traced[refused.name], refused.why)
 
     def add_remedy(self, failed: PassFailedError) -> bool:
         """Return whether a remedy exists for an unexpected exception in a pass."""
-        if failed.step in COSTS_LITTLE:
-            return self._leave_out(failed)
-        if self.tried[failed.step] < MOST and any(self._help_at(node, failed) for node in failed.operators()):
+        if failed.step in SKIPPED_FIRST:
+            return self._skip_pass(failed)
+        if self.tried[failed.step] < MOST_REMEDIES and any(self._remedy_at(node, failed) for node in failed.operators()):
             self.tried[failed.step] += 1
             return True
-        return self._leave_out(failed) or any(self._leave_out(failed, step) for step in WRITE_OPERATORS)
+        return self._skip_pass(failed) or any(self._skip_pass(failed, step) for step in WRITE_OPERATORS)
 
-    def _leave_out(self, failed: PassFailedError, step: str = "") -> bool:
+    def _skip_pass(self, failed: PassFailedError, step: str = "") -> bool:
         """Skip the pass that failed, or another one. Return False if that is not allowed or was already done."""
         step = step or failed.step
         if step not in MAY_BE_LEFT_OUT or step in self.left_out:
@@ -140,14 +140,18 @@ class Remedies:
         self._record(why, failed.error)
         return True
 
-    def _help_at(self, node: fx.Node, failed: PassFailedError) -> bool:
+    def _remedy_at(self, node: fx.Node, failed: PassFailedError) -> bool:
         """Try one more remedy at an operator; return whether there is one.
 
         If a pass fails in the same way at a second operator of the kind, the remedy applies to all operators of that
         kind from the same source line, in all layers; at a third one, to all operators of that kind.
         """
         why = FAILED_AT.format(target=node.target, step=failed.step, error=told(failed.error))
-        helps = (self._mark, self._make_unknown) if failed.facts.found_demand is not None else (self._make_unknown, self._mark)
+        helps = (
+            (self._exclude_from_chunking, self._make_opaque)
+            if failed.facts.found_demand is not None
+            else (self._make_opaque, self._exclude_from_chunking)
+        )
         help_ = next((help_ for help_ in helps if help_(node, why)), None)
         if help_ is None:
             return False
@@ -159,17 +163,17 @@ class Remedies:
         self._record(f"{why}, in {line}" if line else why, failed.error)
         return True
 
-    def _mark(self, node: fx.Node, why: str) -> bool:
+    def _exclude_from_chunking(self, node: fx.Node, why: str) -> bool:
         """Mark an operator as not chunked."""
         if node.name in self.whole or is_assertion(node) or is_collective(node) or is_size(node):
             return False
         self.whole[node.name] = why
         return True
 
-    def _make_unknown(self, node: fx.Node, why: str) -> bool:
+    def _make_opaque(self, node: fx.Node, why: str) -> bool:
         """Make the traced operator opaque from which this one stems; a pass may have replaced it."""
         traced = self.traced.get(node.meta.get(ORIGIN, node.name))
-        if traced is None or traced.name in self.unknown or traced in self.shown or not _may_be_unknown(traced):
+        if traced is None or traced.name in self.unknown or traced in self.shown or not _may_be_opaque(traced):
             return False
         self.unknown[traced.name] = why
         return True
@@ -179,7 +183,7 @@ class Remedies:
         log.warning(EXACT, what, exc_info=error if log.isEnabledFor(logging.DEBUG) else None)
 
 
-def _write_opaque(node: fx.Node, why: str) -> None:
+def _replace_by_opaque(node: fx.Node, why: str) -> None:
     """Replace a traced operator by an opaque one, which no pass has rules for."""
     target: Any = node.target
     with node.graph.inserting_before(node):
@@ -189,7 +193,7 @@ def _write_opaque(node: fx.Node, why: str) -> None:
     node.graph.erase_node(node)
 
 
-def _may_be_unknown(node: fx.Node) -> bool:
+def _may_be_opaque(node: fx.Node) -> bool:
     """Return whether one of our functions may call an operator, on operands with the traced strides, with the same
     result.
     """
@@ -199,7 +203,7 @@ def _may_be_unknown(node: fx.Node) -> bool:
     return not (reads_memory or is_random(node) or is_collective(node) or is_assertion(node) or is_size(node))
 
 
-def _shown(joint: JointGraph) -> frozenset[fx.Node]:
+def _observable_views(joint: JointGraph) -> frozenset[fx.Node]:
     """Return views through which aliasing is observable: results of the graph, and operands of operators that read
     strides.
     """

@@ -46,11 +46,12 @@ class Verifier:
             facts.joint.graph.lint()
         except RuntimeError as error:
             raise InconsistentFactsError(f"after {name}: {error}") from error
-        wrong = [*self._results(facts.joint.graph), *_strangers(facts)]
+        wrong = [*self._wrong_results(facts.joint.graph), *_foreign_nodes(facts)]
         if wrong:
             raise InconsistentFactsError(f"after {name}: {'; '.join(wrong[:5])}")
 
-    def _results(self, graph: fx.Graph) -> Iterator[str]:
+    def _wrong_results(self, graph: fx.Graph) -> Iterator[str]:
+        """Yield an error for each new or changed call whose recorded result is wrong."""
         for node in graph.nodes:
             call = _call(node)
             if self.known.get(node) != call and isinstance(node.target, OpOverload) and is_tensor(node) and not is_opaque(node):
@@ -59,21 +60,23 @@ class Verifier:
 
 
 def _call(node: fx.Node) -> tuple[Any, ...]:
+    """Return a node's target and arguments, to detect changes."""
     return node.target, node.args, tuple(node.kwargs.items())
 
 
 def _wrong_result(node: fx.Node) -> Iterator[str]:
+    """Run a call on fake tensors; yield an error if dtype or shape differs from the recorded result."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta[VALUE])
     mode, function = fake_mode_of([node.meta[VALUE]]), COPIES_WHERE_NEEDED.get(node.target, node.target)
     operands = [value for operand in node.all_input_nodes for value in (*results_of(operand), operand.meta[VALUE])]
     known_symbols = free_symbols(size for value in operands for size in _sizes(value))
     with torch.no_grad(), mode, without_guards(mode):
-        expected, actual = _plain(node.meta[VALUE], known_symbols), _plain(function(*args, **kwargs), known_symbols)
+        expected, actual = _format_type(node.meta[VALUE], known_symbols), _format_type(function(*args, **kwargs), known_symbols)
     if actual != expected:
         yield f"{node.name} gives {actual}, not {expected}"
 
 
-def _plain(value: torch.Tensor, known_symbols: set[sympy.Symbol]) -> str:
+def _format_type(value: torch.Tensor, known_symbols: set[sympy.Symbol]) -> str:
     """Format dtype and shape; sizes that depend on data are "?", since their symbols differ on each run."""
     return f"{value.dtype} {[size if free_symbols([size]) <= known_symbols else '?' for size in shape_of(value)]}"
 
@@ -85,15 +88,16 @@ def _sizes(value: Any) -> tuple[Size, ...]:
     return (size_of(value),) if isinstance(value, (int, torch.SymInt)) else ()
 
 
-def _strangers(facts: Facts) -> Iterator[str]:
+def _foreign_nodes(facts: Facts) -> Iterator[str]:
     """Report facts about operators that are not in the graph."""
     inside = set(facts.joint.graph.nodes)
-    for name, nodes in _named(facts):
+    for name, nodes in _nodes_by_fact(facts):
         if strange := [node.name for node in nodes if node not in inside]:
             yield f"{name} are about {', '.join(strange[:5])}, which the graph does not have"
 
 
-def _named(facts: Facts) -> Iterator[tuple[str, Iterable[fx.Node]]]:
+def _nodes_by_fact(facts: Facts) -> Iterator[tuple[str, Iterable[fx.Node]]]:
+    """Yield each kind of facts by name, with the nodes that it refers to."""
     if facts.found_axes is not None:
         yield "axes", facts.axes.shapes
         yield "signatures", facts.axes.signatures

@@ -190,7 +190,7 @@ def test_a_pass_that_fails_costs_what_it_looked_at(name: str, caplog: pytest.Log
 
 @pytest.mark.long
 def test_a_recurrence_that_no_plan_can_look_at_is_a_loop_again() -> None:
-    Traced.of("recurrence").checked((checkpoint_policy._Saving.is_attention.__code__, "recurrence"), "always")
+    Traced.of("recurrence").checked((checkpoint_policy._StageValues.is_attention.__code__, "recurrence"), "always")
 
 
 def a_step(monkeypatch: pytest.MonkeyPatch, fails: Callable[[list[str], str], bool], **options: Any) -> Any:

@@ -14,10 +14,10 @@ pytestmark = pytest.mark.compiled
 
 OWN, KEPT = Access(0, True, False, False), Access(0, False, True, True)
 FOUND_ONCE = (
-    loop_distribution.levels_of,
-    loop_distribution.latest_levels,
-    loop_distribution.filled,
-    loop_distribution.best_placed,
+    loop_distribution.earliest_loops,
+    loop_distribution.latest_loops,
+    loop_distribution.fill_loops,
+    loop_distribution.cheapest_placement,
 )
 
 
@@ -33,7 +33,7 @@ def solved(layers: int) -> tuple[int, list[int]]:
     for function in FOUND_ONCE:
         function.cache_clear()
     streamfx.explain(Layers(layers), *batch(length=64), chunk_size=16).summary(with_baseline=False)
-    asked = loop_distribution.levels_of.cache_info()
+    asked = loop_distribution.earliest_loops.cache_info()
     return asked.hits + asked.misses, [function.cache_info().misses for function in FOUND_ONCE]
 
 
@@ -54,7 +54,7 @@ def table(need: Access = OWN, form: StorageClass = StorageClass.ROWS, is_expensi
 
 
 def placed(values: tuple[RegionValue, ...], size: int = 8) -> loop_distribution.RegionPlacement:
-    return loop_distribution.best_placed(values, frozenset({2}), frozenset({2}), Bytes((size, 8, 8), (size, 8, 8)))
+    return loop_distribution.cheapest_placement(values, frozenset({2}), frozenset({2}), Bytes((size, 8, 8), (size, 8, 8)))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def placed(values: tuple[RegionValue, ...], size: int = 8) -> loop_distribution.
 def test_what_is_asked_of_a_value_is_part_of_what_is_known(changed: tuple[RegionValue, ...]) -> None:
     known = placed(table())
     assert placed(table()) is known
-    before = loop_distribution.best_placed.cache_info().misses
+    before = loop_distribution.cheapest_placement.cache_info().misses
     placed(changed)
     placed(table(), size=16)
-    assert loop_distribution.best_placed.cache_info().misses == before + 2, "each is placed by itself"
+    assert loop_distribution.cheapest_placement.cache_info().misses == before + 2, "each is placed by itself"

@@ -44,6 +44,7 @@ class AccessRoles:
     name: ClassVar[str] = "demand"
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with the role of each axis label and the storage class of each value."""
         return replace(facts, found_demand=_Analysis(facts.joint, facts.axes, facts.whole, facts.apart).run())
 
 
@@ -51,11 +52,11 @@ def is_unanimous(facts: Facts) -> bool:
     """Return whether all evidence on rows and keys agrees: then more evidence could not change the roles."""
     analysis = _Analysis(facts.joint, facts.axes, facts.whole, facts.apart)
     roles = analysis._orientation()
-    evidence = {(node, letter) for node in {node for node, _ in roles} for letter, _ in analysis._evidence(node)}
+    evidence = {(node, letter) for node in {node for node, _ in roles} for letter, _ in analysis._key_labels(node)}
     return all(roles[item] is Role.KEYS for item in evidence)
 
 
-class _Parity:
+class _ParityUnionFind:
     """A union-find whose elements are equal or opposite."""
 
     def __init__(self) -> None:
@@ -63,16 +64,18 @@ class _Parity:
         self.broken: set[Hashable] = set()
 
     def find(self, element: Hashable) -> tuple[Hashable, int]:
+        """Return an element's root, and 1 if the element is its opposite, else 0; compress the path."""
         path, parity = [], 0
-        while (link := self._parent.get(element, (element, 0)))[0] != element:
+        while (parent_and_parity := self._parent.get(element, (element, 0)))[0] != element:
             path.append((element, parity))
-            parity ^= link[1]
-            element = link[0]
-        for seen, before in path:
-            self._parent[seen] = (element, parity ^ before)
+            parity ^= parent_and_parity[1]
+            element = parent_and_parity[0]
+        for visited, parity_to_parent in path:
+            self._parent[visited] = (element, parity ^ parity_to_parent)
         return element, parity
 
     def relate(self, left: Hashable, right: Hashable, opposite: bool) -> None:
+        """Merge two sets of elements; mark a set as broken if its relations contradict each other."""
         (a, parity_a), (b, parity_b) = self.find(left), self.find(right)
         if a == b:
             if parity_a ^ parity_b != opposite:
@@ -84,6 +87,8 @@ class _Parity:
 
 
 class _Analysis:
+    """Assigns roles to axis labels, and storage classes to results, in program order."""
+
     def __init__(self, joint: JointGraph, axes: AxisFacts, whole: Mapping[str, str], apart: str | None) -> None:
         self.joint, self.axes, self.whole, self.apart = joint, axes, whole, apart
         self.roles: dict[fx.Node, dict[Letter, Role]] = {}
@@ -92,6 +97,7 @@ class _Analysis:
         self._sequence_dims: dict[fx.Node, tuple[int, ...]] = {}
 
     def run(self) -> AccessFacts:
+        """Return the roles, the storage classes, and the reasons for operators that are not chunked."""
         for node in self.joint.sources:
             if is_tensor(node):
                 self.forms[node] = (StorageClass.WHOLE if self._dims(node) else StorageClass.OUTSIDE,)
@@ -103,18 +109,18 @@ class _Analysis:
             elif is_size(node):
                 self.forms[node] = (StorageClass.OUTSIDE,)
             else:
-                self.forms[node] = self._forms_of(node, orientation)
-        self._unchunk_between()
+                self.forms[node] = self._storage_classes(node, orientation)
+        self._unchunk_cheap_neighbors()
         return AccessFacts(self.roles, self.forms, self.reasons)
 
-    def _unchunk_between(self) -> None:
+    def _unchunk_cheap_neighbors(self) -> None:
         """Do not chunk operators between unchunked operators, unless their results are larger than their operands.
 
         The gradients of a recurrence that was traced row by row are summed row by row: each sum would be a separate loop.
         """
         between = set[fx.Node]()
         for node in reversed(self.joint.nodes):
-            if any(user in between or user in self.reasons for user in node.users) and self._can_run_whole(node):
+            if any(user in between or user in self.reasons for user in node.users) and self._is_cheap_unchunked(node):
                 between.add(node)
         for node in (node for node in self.joint.nodes if node in between):
             rows = [operand for operand in tensor_operands(node) if self._dims(operand)]
@@ -123,7 +129,7 @@ class _Analysis:
             if all(self.forms[operand][0] is StorageClass.WHOLE for operand in rows):
                 self.forms[node] = (StorageClass.WHOLE,)
 
-    def _can_run_whole(self, node: fx.Node) -> bool:
+    def _is_cheap_unchunked(self, node: fx.Node) -> bool:
         """Return whether an operator computes rows from operands that take at least as much memory."""
         if not is_tensor(node) or self.forms[node] != (StorageClass.ROWS,) or is_expensive(node) or is_random(node):
             return False
@@ -132,8 +138,6 @@ class _Analysis:
 
     def _elements(self, node: fx.Node) -> int:
         return numeric(product(shape_of_node(node)))
-
-    # -- labels of the sequence
 
     def _dims(self, node: fx.Node) -> tuple[int, ...]:
         if node not in self._sequence_dims:
@@ -144,7 +148,7 @@ class _Analysis:
         letters = self.axes.letters.get(node, {})
         return [letter for letter, dim in letters.items() if self.axes.sequence_atom(dim) is not None]
 
-    def _slots(self, signature: Signature, letters: list[Letter]) -> int:
+    def _sequence_dim_count(self, signature: Signature, letters: list[Letter]) -> int:
         """Return the number of sequence dimensions of an operator; shifted, tiled or concatenated axes count once."""
         related = [(letter, index.of) for letter, index in signature.index.items() if isinstance(index, (Window, Tile))]
         if signature.joined is not None:
@@ -164,12 +168,12 @@ class _Analysis:
 
         How a mask is computed (row by row, in a loop) is evidence only if no computed value provides any.
         """
-        parity, votes = _Parity(), dict[Hashable, tuple[int, int]]()
+        parity, votes = _ParityUnionFind(), dict[Hashable, tuple[int, int]]()
         pairs = [node for node in self.axes.signatures if self._is_pair(node)]
         for node in pairs:
             self._relate(node, parity)
         for node in pairs:
-            for letter, weight in self._evidence(node):
+            for letter, weight in self._key_labels(node):
                 root, flipped = parity.find((node, letter))
                 computed, static = votes.get(root, (0, 0))
                 signed = -weight if flipped else weight
@@ -187,16 +191,17 @@ class _Analysis:
 
     def _is_pair(self, node: fx.Node) -> bool:
         letters = self._sequence_letters(node)
-        return self._slots(self.axes.signatures[node], letters) == 2 and not self._has_blocks(node, letters)
+        return self._sequence_dim_count(self.axes.signatures[node], letters) == 2 and not self._has_blocks(node, letters)
 
-    def _relate(self, node: fx.Node, parity: _Parity) -> None:
+    def _relate(self, node: fx.Node, parity: _ParityUnionFind) -> None:
+        """Relate the labels of an operator to each other and to the dimensions of its operands and results."""
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
         shifted = [letter for letter in letters if letter in signature.windows and signature.windows[letter].of in letters]
         for letter in shifted:
             parity.relate((node, letter), (node, signature.windows[letter].of), opposite=False)
-        first, *others = [letter for letter in letters if letter not in shifted]
-        for other in others:
-            parity.relate((node, first), (node, other), opposite=True)
+        first_label, *other_labels = [letter for letter in letters if letter not in shifted]
+        for other_label in other_labels:
+            parity.relate((node, first_label), (node, other_label), opposite=True)
         values = [*zip(tensor_operands(node), signature.operands, strict=True)]
         values += [(user, shape) for user, shape in self._results(node, signature)]
         for value, letter_shape in values:
@@ -208,12 +213,13 @@ class _Analysis:
                             parity.relate((value, ("dim", dim)), (node, letter), opposite=False)
 
     def _results(self, node: fx.Node, signature: Signature) -> list[tuple[fx.Node, LetterShape]]:
+        """Return the tensor results of an operator (itself, or elements of its tuple) with their labels."""
         if is_tensor(node):
             return [(node, signature.results[0])]
         users = [user for user in node.users if user.target is operator.getitem and is_tensor(user)]
         return [(user, signature.results[user.args[1]]) for user in users]  # type: ignore[index]
 
-    def _evidence(self, node: fx.Node) -> list[tuple[Letter, int]]:
+    def _key_labels(self, node: fx.Node) -> list[tuple[Letter, int]]:
         """Return labels that run over keys, with the weight of the evidence."""
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
         if signature.keys:
@@ -225,12 +231,13 @@ class _Analysis:
 
     # -- storage classes
 
-    def _forms_of(self, node: fx.Node, orientation: dict[tuple[fx.Node, Letter], Role]) -> tuple[StorageClass, ...]:
+    def _storage_classes(self, node: fx.Node, orientation: dict[tuple[fx.Node, Letter], Role]) -> tuple[StorageClass, ...]:
+        """Return the storage class of each result; record roles, or the reason if the operator is not chunked."""
         result_dims = self.axes.results[node]
         outside = tuple(StorageClass.WHOLE if self.axes.sequence_dims(shape) else StorageClass.OUTSIDE for shape in result_dims)
         operands = tensor_operands(node)
-        touches = any(self._dims(operand) for operand in operands) or StorageClass.WHOLE in outside
-        if not touches or is_part_of_opaque(node):
+        has_sequence = any(self._dims(operand) for operand in operands) or StorageClass.WHOLE in outside
+        if not has_sequence or is_part_of_opaque(node):
             return outside
         if node.name in self.whole:
             self.reasons[node] = self.whole[node.name]
@@ -243,30 +250,30 @@ class _Analysis:
                 self.reasons[node] = self.axes.declined.get(node, f"no rule for {node.target}")
             return outside
         letters = self._sequence_letters(node)
-        if self._slots(signature, letters) > 2 or self._has_double_letter(node):
+        if self._sequence_dim_count(signature, letters) > 2 or self._has_sequence_twice(node):
             self.reasons[node] = why_too_many(node, signature, self.axes, letters)
             return outside
-        if self._slots(signature, letters) == 2 and self._has_blocks(node, letters):
+        if self._sequence_dim_count(signature, letters) == 2 and self._has_blocks(node, letters):
             if any(self.forms[operand][0] not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for operand in operands):
                 self.reasons[node] = MIXES_BLOCKS.format(target=node.target)
             return outside
-        placed = [letter for letter in letters if letter in signature.placed]
-        if any(self.axes.row_axis(self.axes.letters[node][letter]) is None for letter in placed):
+        position_labels = [letter for letter in letters if letter in signature.placed]
+        if any(self.axes.row_axis(self.axes.letters[node][letter]) is None for letter in position_labels):
             self.reasons[node] = COUNTS_ROWS.format(target=node.target)
             return outside
         roles = self._roles_of(node, signature, letters, orientation)
         self.roles[node] = roles
-        apart = REDUCES_PAIRS if Role.KEYS in roles.values() else self.apart
-        if is_reduced_over_ranks(node) and apart is not None:
-            self.reasons[node] = apart
+        why_not_in_loop = REDUCES_PAIRS if Role.KEYS in roles.values() else self.apart
+        if is_reduced_over_ranks(node) and why_not_in_loop is not None:
+            self.reasons[node] = why_not_in_loop
             return outside
         if is_reduced_over_ranks(node) and self.forms[operands[0]][0] is StorageClass.WHOLE:  # all rows exist: reduce at once
             return outside
-        if self._must_be_whole(signature, roles):
-            if self._takes_rows(node, signature) and COLLECTED not in node.meta:
+        if self._must_run_unchunked(signature, roles):
+            if self._reads_loop_values(node, signature) and COLLECTED not in node.meta:
                 self.reasons[node] = why_whole(node, signature, self.axes)
             return outside
-        return tuple(self._form(letter_shape, roles) for letter_shape in signature.results)
+        return tuple(self._storage_class(letter_shape, roles) for letter_shape in signature.results)
 
     def _is_computed_once(self, node: fx.Node, result_dims: tuple[Shape, ...]) -> bool:
         """Return whether a static value is narrow, and so are its operands: a sum of a mask must not store the full mask."""
@@ -279,7 +286,7 @@ class _Analysis:
         """Return whether a static value is small enough to compute in full: one sequence axis, few elements per row."""
         dims, table = self.axes.sequence_dims(shape), self.axes.table
         others = product(table.size_of_dim(dim) for i, dim in enumerate(shape) if i not in dims)
-        inner = product(table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_member(atom))
+        inner = product(table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_sequence_axis(atom))
         width = product((others, inner))
         materialized = sum(not self._materialized_atoms.isdisjoint(table.resolve(dim)) for dim in shape)
         return len(dims) + materialized <= 1 and numeric(width) <= NARROW
@@ -294,22 +301,20 @@ class _Analysis:
         """Return whether a constant is used only by computed values, and can be created with them, chunk by chunk."""
         return node.target in FILLERS and not any(user in self.axes.static for user in node.users)
 
-    def _is_member(self, atom: int) -> bool:
+    def _is_sequence_axis(self, atom: int) -> bool:
         return self.axes.sequence is not None and atom in self.axes.sequence.members
 
-    def _takes_rows(self, node: fx.Node, signature: Signature) -> bool:
-        """Return whether an operator that is not chunked takes values out of their loops.
-
-        Slicing the sequence from a table, or writing its gradient back into one, does not.
-        """
-        crosses_border = any(self._is_cut_out(node, letter, window.of) for letter, window in signature.windows.items())
+    def _reads_loop_values(self, node: fx.Node, signature: Signature) -> bool:
+        """Return whether an unchunked operator reads values of loops, unlike a slice of a table or its gradient."""
+        crosses_border = any(self._is_sliced_from_table(node, letter, window.of) for letter, window in signature.windows.items())
         return node not in self.axes.static and not crosses_border
 
-    def _is_cut_out(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
+    def _is_sliced_from_table(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
+        """Return whether a window label is the sequence while its source axis is not."""
         letters = self.axes.letters[node]
         return self.axes.sequence_atom(letters[letter]) is not None and self.axes.sequence_atom(letters[source]) is None
 
-    def _has_double_letter(self, node: fx.Node) -> bool:
+    def _has_sequence_twice(self, node: fx.Node) -> bool:
         """Return whether a dimension has the sequence twice (`(t t)` after a flatten), so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
         shapes: list[Shape] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
@@ -317,17 +322,14 @@ class _Analysis:
         return any(sum(atom in members for atom in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape)
 
     def _roles_of(
-        self,
-        node: fx.Node,
-        signature: Signature,
-        letters: list[Letter],
-        orientation: dict[tuple[fx.Node, Letter], Role],
+        self, node: fx.Node, signature: Signature, letters: list[Letter], orientation: dict[tuple[fx.Node, Letter], Role]
     ) -> dict[Letter, Role]:
+        """Return the role of each sequence label of an operator: rows, keys, or whole."""
         roles: dict[Letter, Role] = {}
         for letter in letters:
             role = orientation.get((node, letter), Role.ROWS)
             if letter in signature.whole and role is Role.ROWS:
-                role = Role.ROWS if self._is_carried(node, signature, letter, letters) else Role.WHOLE
+                role = Role.ROWS if self._can_run_in_row_order(node, signature, letter, letters) else Role.WHOLE
             roles[letter] = role
         for letter, window in signature.windows.items():
             source = window.of
@@ -358,7 +360,7 @@ class _Analysis:
         begins_together = inner[0] in sequence.members and sequence.members[inner[0]][0] == sequence.members[outer[0]][0]
         return begins_together and product((table.size(outer[0]), sequence.block(outer[0]))) == table.size(inner[0])
 
-    def _is_carried(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
+    def _can_run_in_row_order(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
         """Return whether an operator accesses a single row, or scans rows in the direction of the loops of its graph."""
         is_backward = node not in self.joint.forward
         index = signature.index[letter]
@@ -382,14 +384,15 @@ class _Analysis:
         start = self.axes.signatures[node].windows[letter].start
         return bool(start + sequence.members[operand[0]][0] == sequence.members[result[0]][0])
 
-    def _must_be_whole(self, signature: Signature, roles: dict[Letter, Role]) -> bool:
+    def _must_run_unchunked(self, signature: Signature, roles: dict[Letter, Role]) -> bool:
         """Return whether there are no rows to loop over, or a result is needed in full."""
         if Role.ROWS not in roles.values():
             return True
         result_letters = {letter for shape in signature.results for dim in shape for letter in dim}
         return any(roles.get(letter) is Role.WHOLE for letter in result_letters)
 
-    def _form(self, shape: LetterShape, roles: dict[Letter, Role]) -> StorageClass:
+    def _storage_class(self, shape: LetterShape, roles: dict[Letter, Role]) -> StorageClass:
+        """Return the storage class of a result by the roles of its labels; reduced rows give a sum."""
         present = {roles[letter] for dim in shape for letter in dim if letter in roles}
         if Role.ROWS in present:
             return StorageClass.PAIR if Role.KEYS in present else StorageClass.ROWS

@@ -17,7 +17,7 @@ from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.ranges.transfer import longest, named_arguments, range_of_argument
 
 aten = torch.ops.aten
-NUMBERS = (torch.int64, torch.int32)  # dtypes of indices: booleans and bytes are masks
+INDEX_DTYPES = (torch.int64, torch.int32)  # dtypes of indices: booleans and bytes are masks
 
 
 @dataclass(frozen=True)
@@ -34,42 +34,46 @@ class Positions:
 
     def __init__(self, values: ValueRanges) -> None:
         self._values = values
-        self._known: dict[fx.Node, Affine | None] = {}
+        self._affine_of: dict[fx.Node, Affine | None] = {}
 
     def of(self, node: Any) -> Affine | None:
         """Return the affine form of a value that varies along one dimension, if known."""
-        return self._known.get(node) if isinstance(node, fx.Node) else None
+        return self._affine_of.get(node) if isinstance(node, fx.Node) else None
 
     def find(self, node: fx.Node) -> Affine | None:
         """Find the affine form of a value. Each dtype must represent its numbers exactly, without wrapping or rounding."""
         rule = _RULES.get(node.target)
         affine = rule(node, self) if rule is not None else None
-        self._known[node] = None
-        if affine is None or not self.is_held(affine, node, node.meta[VALUE].dtype):
+        self._affine_of[node] = None
+        if affine is None or not self.is_exact(affine, node, node.meta[VALUE].dtype):
             return None
-        known = extent(affine, shape_of_node(node))
-        self._values.note(node, known)
-        if known.constant is None:  # a single row is a constant, and may be broadcast
-            self._known[node] = affine
-        return self._known[node]
+        value_range = extent(affine, shape_of_node(node))
+        self._values.note(node, value_range)
+        if value_range.constant is None:  # a single row is a constant, and may be broadcast
+            self._affine_of[node] = affine
+        return self._affine_of[node]
 
-    def is_held(self, affine: Affine, node: fx.Node, dtype: torch.dtype) -> bool:
+    def is_exact(self, affine: Affine, node: fx.Node, dtype: torch.dtype) -> bool:
         """Return whether a dtype represents all numbers of an affine vector with the node's shape exactly."""
-        known = extent(affine, shape_of_node(node))
-        return is_exact_in(dtype, known.low, known.high)
+        value_range = extent(affine, shape_of_node(node))
+        return is_exact_in(dtype, value_range.low, value_range.high)
 
     def operand(self, value: Any, dtype: torch.dtype) -> Affine | None:
         """Return an operand of an operator that computes in `dtype` as an affine vector or an integer constant."""
         affine = self.of(value)
         if affine is not None:
-            return affine if self.is_held(affine, value, dtype) else None
+            return affine if self.is_exact(affine, value, dtype) else None
         number = self.number(value)
         return None if number is None or not is_exact_in(dtype, number, number) else Affine(0, number, None)
 
     def number(self, value: Any) -> int | None:
         """Return the integer that all elements of a value equal, if any."""
-        known = range_of_argument(value, self._values.of).constant if _is_numeric(value) else None
-        return int(known) if known is not None and abs(known) != float("inf") and known == int(known) else None
+        common_value = range_of_argument(value, self._values.of).constant if _is_numeric(value) else None
+        return (
+            int(common_value)
+            if common_value is not None and abs(common_value) != float("inf") and common_value == int(common_value)
+            else None
+        )
 
 
 def extent(affine: Affine, shape: tuple[Size, ...]) -> Range:
@@ -82,14 +86,16 @@ def _is_numeric(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or (isinstance(value, fx.Node) and value.meta.get(VALUE) is not None)
 
 
-def _affine(factor: int, offset: int, dim: int | None) -> Affine:
+def _affine_or_constant(factor: int, offset: int, dim: int | None) -> Affine:
+    """Return an affine form; with factor 0 it is a constant and has no dimension."""
     return Affine(factor, offset, dim if factor else None)
 
 
 def _arange(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return step * i + start."""
     arguments = bound_arguments(node)
     start, step = positions.number(arguments.get("start", 0)), positions.number(arguments.get("step", 1))
-    return None if start is None or step is None else _affine(step, start, 0)
+    return None if start is None or step is None else _affine_or_constant(step, start, 0)
 
 
 COEFFICIENTS: dict[Any, Callable[[int], tuple[int, int]]] = {  # of `self` and `other`, given alpha
@@ -113,6 +119,7 @@ def combination(node: fx.Node) -> tuple[tuple[int, Any], tuple[int, Any]] | None
 
 
 def _sum(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the affine form of a * x + b * y if x and y vary along at most one common dimension."""
     combined, dtype = combination(node), node.meta[VALUE].dtype
     if combined is None:
         return None
@@ -120,18 +127,22 @@ def _sum(node: fx.Node, positions: Positions) -> Affine | None:
     left, right = positions.operand(x, dtype), positions.operand(y, dtype)
     if left is None or right is None or not is_exact_in(dtype, min(a, b), max(a, b)):
         return None
-    along = {dim for item, fact in ((x, left), (y, right)) if (dim := _result_dim(node, item, fact)) is not None}
-    if len(along) > 1:
+    varying_dims = {dim for item, fact in ((x, left), (y, right)) if (dim := _result_dim(node, item, fact)) is not None}
+    if len(varying_dims) > 1:
         return None
-    return _affine(a * left.factor + b * right.factor, a * left.offset + b * right.offset, along.pop() if along else None)
+    return _affine_or_constant(
+        a * left.factor + b * right.factor, a * left.offset + b * right.offset, varying_dims.pop() if varying_dims else None
+    )
 
 
 def _negated(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the affine form of the negated operand."""
     source = positions.of(node_argument(node))
-    return None if source is None else _affine(-source.factor, -source.offset, source.dim)
+    return None if source is None else _affine_or_constant(-source.factor, -source.offset, source.dim)
 
 
 def _product(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the affine form of a product of an affine vector and an integer constant."""
     arguments, dtype = named_arguments(node, frozenset({"self", "other"})), node.meta[VALUE].dtype
     if arguments is None:
         return None
@@ -140,7 +151,7 @@ def _product(node: fx.Node, positions: Positions) -> Affine | None:
     if left is None or right is None or (left.dim is None) == (right.dim is None):
         return None
     varying, fixed, item = (left, right, x) if left.dim is not None else (right, left, y)
-    return _affine(varying.factor * fixed.offset, varying.offset * fixed.offset, _result_dim(node, item, varying))
+    return _affine_or_constant(varying.factor * fixed.offset, varying.offset * fixed.offset, _result_dim(node, item, varying))
 
 
 def _result_dim(node: fx.Node, operand: Any, affine: Affine) -> int | None:
@@ -148,11 +159,13 @@ def _result_dim(node: fx.Node, operand: Any, affine: Affine) -> int | None:
     return None if affine.dim is None else affine.dim + len(shape_of_node(node)) - len(shape_of_node(operand))
 
 
-def _same(node: fx.Node, positions: Positions) -> Affine | None:
+def _pass_through(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the operand's affine form: copies and casts keep it."""
     return positions.of(node_argument(node))
 
 
 def _unsqueeze(node: fx.Node, positions: Positions) -> Affine | None:
+    """Shift the varying dimension by one if a dimension is inserted before it."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -161,6 +174,7 @@ def _unsqueeze(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _expand(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the affine form with its varying dimension counted from the last one."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -173,14 +187,15 @@ def _view(node: fx.Node, positions: Positions) -> Affine | None:
     if source is None or source.dim is None:
         return None
     before, after = shape_of_node(node_argument(node)), shape_of_node(node)
-    wide = [i for i, size in enumerate(before) if size != 1]
-    kept = [i for i, size in enumerate(after) if size != 1]
-    if [before[i] for i in wide] != [after[i] for i in kept] or source.dim not in wide:
+    wide_before = [i for i, size in enumerate(before) if size != 1]
+    wide_after = [i for i, size in enumerate(after) if size != 1]
+    if [before[i] for i in wide_before] != [after[i] for i in wide_after] or source.dim not in wide_before:
         return None
-    return replace(source, dim=kept[wide.index(source.dim)])
+    return replace(source, dim=wide_after[wide_before.index(source.dim)])
 
 
 def _permute(node: fx.Node, positions: Positions) -> Affine | None:
+    """Move the varying dimension to its new position."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -196,6 +211,7 @@ def _permute(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _slice(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return factor * (step * i + start) + offset for a slice along the varying dimension."""
     source = positions.of(node_argument(node))
     arguments = bound_arguments(node)
     rank = len(shape_of_node(node))
@@ -211,6 +227,7 @@ def _slice(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _select(node: fx.Node, positions: Positions) -> Affine | None:
+    """Return the selected number as a constant, or the affine form without the selected other dimension."""
     source = positions.of(node_argument(node))
     dim, position = int_argument(node, 1) % (len(shape_of_node(node)) + 1), positions.number(node.args[2])
     if source is None or source.dim is None:
@@ -220,18 +237,18 @@ def _select(node: fx.Node, positions: Positions) -> Affine | None:
     length = shape_of_node(node_argument(node))[dim]
     if position is not None and position < 0:
         position = position + length if isinstance(length, int) else None
-    return None if position is None else _affine(0, source.offset + source.factor * position, None)
+    return None if position is None else _affine_or_constant(0, source.offset + source.factor * position, None)
 
 
 def _cat(node: fx.Node, positions: Positions) -> Affine | None:
     """Concatenate adjacent slices to one affine vector, such as a first value before the rest of an `arange`."""
     arguments, rank = bound_arguments(node), len(shape_of_node(node))
-    pieces, dim = arguments["tensors"], arguments["dim"] % rank
-    known = [positions.operand(piece, node.meta[VALUE].dtype) for piece in pieces]
-    facts = [fact for fact in known if fact is not None]
-    if len(facts) < len(pieces) or any(len(shape_of_node(piece)) != rank for piece in pieces):
+    operands, dim = arguments["tensors"], arguments["dim"] % rank
+    operand_forms = [positions.operand(piece, node.meta[VALUE].dtype) for piece in operands]
+    facts = [fact for fact in operand_forms if fact is not None]
+    if len(facts) < len(operands) or any(len(shape_of_node(piece)) != rank for piece in operands):
         return None
-    lengths: list[Size] = [shape_of_node(piece)[dim] for piece in pieces]
+    lengths: list[Size] = [shape_of_node(piece)[dim] for piece in operands]
     factors = {fact.factor for fact, n in zip(facts, lengths, strict=True) if n != 1 or fact.dim == dim}
     if len(factors) > 1 or any(fact.dim not in (dim, None) for fact in facts):
         return None
@@ -243,7 +260,7 @@ def _cat(node: fx.Node, positions: Positions) -> Affine | None:
         position += length
     if facts[-1].offset != offset + factor * position:
         return None
-    return _affine(factor, offset, dim)
+    return _affine_or_constant(factor, offset, dim)
 
 
 def _cumsum(node: fx.Node, positions: Positions) -> Affine | None:
@@ -251,7 +268,7 @@ def _cumsum(node: fx.Node, positions: Positions) -> Affine | None:
     arguments = named_arguments(node, frozenset({"self", "dim", "dtype"}))
     number = None if arguments is None else positions.number(arguments["self"])
     rank = len(shape_of_node(node))
-    return None if number is None or not rank else _affine(number, number, int_argument(node, 1) % rank)
+    return None if number is None or not rank else _affine_or_constant(number, number, int_argument(node, 1) % rank)
 
 
 def _index(node: fx.Node, positions: Positions) -> Affine | None:
@@ -261,7 +278,7 @@ def _index(node: fx.Node, positions: Positions) -> Affine | None:
         return None
     index_tensors = [item for item in indices if item is not None]
     if len(index_tensors) != len(shape_of_node(node_argument(node))) or any(
-        item.meta[VALUE].dtype not in NUMBERS for item in index_tensors
+        item.meta[VALUE].dtype not in INDEX_DTYPES for item in index_tensors
     ):
         return None
     tensor = indices[source.dim]
@@ -269,7 +286,7 @@ def _index(node: fx.Node, positions: Positions) -> Affine | None:
     if index is None or index.factor < 0 or index.offset < 0:  # negative indices count from the end
         return None
     dim = None if index.dim is None else index.dim + len(shape_of_node(node)) - len(shape_of_node(tensor))
-    return _affine(source.factor * index.factor, source.offset + source.factor * index.offset, dim)
+    return _affine_or_constant(source.factor * index.factor, source.offset + source.factor * index.offset, dim)
 
 
 _RULES: dict[Any, Callable[[fx.Node, Positions], Affine | None]] = {
@@ -285,11 +302,11 @@ _RULES: dict[Any, Callable[[fx.Node, Positions], Affine | None]] = {
     aten.neg.default: _negated,
     aten.mul.Tensor: _product,
     aten.mul.Scalar: _product,
-    aten._to_copy.default: _same,
-    aten.clone.default: _same,
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.lift_fresh_copy.default: _same,
+    aten._to_copy.default: _pass_through,
+    aten.clone.default: _pass_through,
+    aten.alias.default: _pass_through,
+    aten.detach.default: _pass_through,
+    aten.lift_fresh_copy.default: _pass_through,
     aten.unsqueeze.default: _unsqueeze,
     aten.expand.default: _expand,
     aten.view.default: _view,

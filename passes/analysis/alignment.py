@@ -35,32 +35,36 @@ def aligned(driver: Shape, gradient: Shape) -> Alignment | None:
 
     Dimensions must be resolved; dimensions of size one have no axes.
     """
-    wide = {dim[0]: (i, dim) for i, dim in enumerate(driver) if dim}
-    held = {atom for dim in driver for atom in dim}
+    driver_dims = {dim[0]: (i, dim) for i, dim in enumerate(driver) if dim}
+    driver_atoms = {atom for dim in driver for atom in dim}
     dims: list[tuple[Dim, ...]] = []
     places: list[int | None] = []
     for dim_atoms in gradient:
-        parts: list[tuple[int | None, Dim]] = []
-        at = 0
-        while at < len(dim_atoms):
-            place, dim = wide.get(dim_atoms[at], (None, dim_atoms[at : at + 1]))
-            if dim_atoms[at : at + len(dim)] != dim or (place is None and not held.isdisjoint(dim)):
+        pieces: list[tuple[int | None, Dim]] = []
+        position = 0
+        while position < len(dim_atoms):
+            driver_dim, dim = driver_dims.get(dim_atoms[position], (None, dim_atoms[position : position + 1]))
+            if dim_atoms[position : position + len(dim)] != dim or (driver_dim is None and not driver_atoms.isdisjoint(dim)):
                 return None
-            if place is None and parts and parts[-1][0] is None:
-                parts[-1] = None, (*parts[-1][1], *dim)
+            if driver_dim is None and pieces and pieces[-1][0] is None:
+                pieces[-1] = None, (*pieces[-1][1], *dim)
             else:
-                parts.append((place, dim))
-            at += len(dim)
-        parts = parts or [(None, ())]
-        dims.append(tuple(dim for _, dim in parts))
-        places += [place for place, _ in parts]
-    matched = [place for place in places if place is not None]
-    unknown = sum(place is None for group in parted(places, dims) if len(group) > 1 for place in group)
+                pieces.append((driver_dim, dim))
+            position += len(dim)
+        pieces = pieces or [(None, ())]
+        dims.append(tuple(dim for _, dim in pieces))
+        places += [driver_dim for driver_dim, _ in pieces]
+    matched = [driver_dim for driver_dim in places if driver_dim is not None]
+    unknown = sum(driver_dim is None for group in group_places(places, dims) if len(group) > 1 for driver_dim in group)
     has_sizes = unknown <= 1 and sum(len(group) > 1 for group in dims) <= 1  # a view can infer one size only
-    return Alignment(tuple(dims), tuple(places)) if matched == sorted(place for place, _ in wide.values()) and has_sizes else None
+    return (
+        Alignment(tuple(dims), tuple(places))
+        if matched == sorted(driver_dim for driver_dim, _ in driver_dims.values()) and has_sizes
+        else None
+    )
 
 
-def parted(places: Sequence[int | None], dims: Sequence[Sequence[Dim]]) -> list[list[int | None]]:
+def group_places(places: Sequence[int | None], dims: Sequence[Sequence[Dim]]) -> list[list[int | None]]:
     """Group the places by dimension."""
     remaining = iter(places)
     return [[next(remaining) for _ in group] for group in dims]

@@ -62,6 +62,7 @@ class Axes:
     name: ClassVar[str] = "axes"
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with the axes of every dimension and the sequence axis."""
         return replace(facts, found_axes=sequence_axes(facts.joint))
 
 
@@ -70,18 +71,18 @@ def sequence_axes(joint: JointGraph) -> AxisFacts:
     axes = axes_of(joint)
     sequence = sequence_axis(joint, axes)
     if split := _split_axes(joint, axes, sequence):
-        along = frozenset((node, i) for node, i in split if _contains_sequence(sequence, axes, axes.shapes[node][i]))
-        split = along or split  # features that are split are not rows
-        kept = axes_of(joint, split)
-        whole_sequence = sequence_axis(joint, kept)
+        sequence_dims = frozenset((node, i) for node, i in split if _contains_sequence(sequence, axes, axes.shapes[node][i]))
+        split = sequence_dims or split  # features that are split are not rows
+        axes_unsplit = axes_of(joint, split)
+        sequence_unsplit = sequence_axis(joint, axes_unsplit)
         inputs = [(node, i) for node in joint.primals for i, _ in enumerate(axes.shapes.get(node, ())) if (node, i) in split]
-        places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in inputs}
+        origin = {axes_unsplit.table.resolve(axes_unsplit.shapes[node][i])[0]: (node, i) for node, i in inputs}
         # another axis looks like the sequence within its blocks
-        if whole_sequence is None or whole_sequence.main not in places:
-            mains = [main for main, (node, i) in places.items() if _contains_sequence(sequence, axes, axes.shapes[node][i])]
-            whole_sequence = sequence_of(mains[0], kept) if mains else None
-        if whole_sequence is not None:
-            axes, sequence = kept, whole_sequence
+        if sequence_unsplit is None or sequence_unsplit.main not in origin:
+            mains = [main for main, (node, i) in origin.items() if _contains_sequence(sequence, axes, axes.shapes[node][i])]
+            sequence_unsplit = sequence_of(mains[0], axes_unsplit) if mains else None
+        if sequence_unsplit is not None:
+            axes, sequence = axes_unsplit, sequence_unsplit
     return replace(axes, sequence=sequence)
 
 
@@ -103,14 +104,15 @@ def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | Non
         for i, dim in enumerate(axes.shapes[node])
         if len(dim) == 1
     }
-    single = {atom for dim in candidates.values() for atom in table.resolve(dim) if len(table.resolve(dim)) == 1}
-    split = {place for place, dim in candidates.items() if not single.issuperset(table.resolve(dim))}
+    unsplit_atoms = {atom for dim in candidates.values() for atom in table.resolve(dim) if len(table.resolve(dim)) == 1}
+    split = {input_dim for input_dim, dim in candidates.items() if not unsplit_atoms.issuperset(table.resolve(dim))}
     if sequence is not None and _has_split_relative(axes, sequence):
-        split |= {place for place, dim in candidates.items() if table.resolve(dim) == (sequence.main,)}
+        split |= {input_dim for input_dim, dim in candidates.items() if table.resolve(dim) == (sequence.main,)}
     return frozenset(split)
 
 
 def _has_split_relative(axes: AxisFacts, sequence: SequenceAxis) -> bool:
+    """Return whether an axis sliced from the sequence, or padded around it, is factored into several axes."""
     for node, signature in axes.signatures.items():
         for letter, window in signature.windows.items():
             operand, result = (axes.table.resolve(axes.letters[node][item]) for item in (window.of, letter))
@@ -157,24 +159,24 @@ def _unify_concat_parts(
     table: AxisTable, signatures: Mapping[fx.Node, Signature], letters: Mapping[fx.Node, Mapping[Letter, Dim]]
 ) -> None:
     """Unify operands at the same position of one concatenated axis: keys and their mask are concatenated alike."""
-    first: dict[tuple[Dim, Size, Size], Dim] = {}
+    first_by_position: dict[tuple[Dim, Size, Size], Dim] = {}
     for node, signature in signatures.items():
         if signature.joined is not None:
             letter, joined = signature.joined
-            for part, before in joined.parts:
+            for part, rows_before in joined.parts:
                 part_dim = table.resolve(letters[node][part])
-                place = table.resolve(letters[node][letter]), before, table.size_of_dim(part_dim)
-                if len(part_dim) == len(table.resolve(other := first.setdefault(place, part_dim))) == 1:
-                    table.unify(part_dim, other)
+                key = table.resolve(letters[node][letter]), rows_before, table.size_of_dim(part_dim)
+                if len(part_dim) == len(table.resolve(first_part := first_by_position.setdefault(key, part_dim))) == 1:
+                    table.unify(part_dim, first_part)
 
 
-def _unknown_dims(value: torch.Tensor | None, made_by: fx.Node, table: AxisTable, shapes: Mapping[fx.Node, Shape]) -> Shape:
+def _unknown_dims(value: torch.Tensor | None, producer: fx.Node, table: AxisTable, shapes: Mapping[fx.Node, Shape]) -> Shape:
     """Return the dimensions of a result without a signature: new axes, or those of like operands if no rule exists."""
     if value is None:
         return ()
-    places = places_like(value, made_by) if is_opaque(made_by) else [None] * value.dim()
-    pairs = zip(shape_of(value), places, strict=True)
-    return tuple(table.fresh(size) if place is None else shapes[place[0]][place[1]] for size, place in pairs)
+    input_dims = places_like(value, producer) if is_opaque(producer) else [None] * value.dim()
+    pairs = zip(shape_of(value), input_dims, strict=True)
+    return tuple(table.fresh(size) if input_dim is None else shapes[input_dim[0]][input_dim[1]] for size, input_dim in pairs)
 
 
 def _apply_rule(
@@ -195,8 +197,8 @@ def _apply_rule(
         for dim, letter_dim in zip(shapes[operand], letter_shape, strict=True):
             if len(letter_dim) != 1 or letter_dim[0] in signature.atoms:
                 continue
-            known = bound.setdefault(letter_dim[0], dim)
-            if known is not dim and not table.unify(known, dim):
+            first_dim = bound.setdefault(letter_dim[0], dim)
+            if first_dim is not dim and not table.unify(first_dim, dim):
                 return OTHER_ORDERS.format(target=node.target)
     result_dims = []
     for result_shape, letter_shape in zip(call.result_shapes, signature.results, strict=False):
@@ -237,6 +239,7 @@ def _is_static_input(node: fx.Node) -> bool:
 
 
 def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
+    """Return the sequence: the axis of attention, else the axis with the most chunkable bytes; None without axes."""
     main = _attention_axis(joint, axes)
     if main is None:
         main = _widest_axis(joint, axes)
@@ -281,7 +284,7 @@ def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
             whole, *parts = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.index]
             # the rows of an operand in blocks are not related
             related = {*whole, *(atom for part in parts for atom in part[:1])}
-            links += [(one, other) for one in related for other in related]
+            links += [(a_related, b_related) for a_related in related for b_related in related]
     relatives: set[Atom] = set()
     while atoms - relatives:
         relatives |= atoms
@@ -322,17 +325,17 @@ def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
     """
     parameters = {node for node in joint.primals if is_tensor(node) and is_parameter(node)}
     features: set[Atom] = set()
-    repeated: set[Atom] = set()
+    expanded: set[Atom] = set()
     for node in (node for node in joint.nodes if node in joint.forward):
         operands = tensor_operands(node)
         if operands and all(operand in parameters for operand in operands):
             parameters.add(node)
-            repeated |= _atoms(node, axes) - _atoms(operands[0], axes) if node.target is aten.expand.default else set()
+            expanded |= _atoms(node, axes) - _atoms(operands[0], axes) if node.target is aten.expand.default else set()
         elif (signature := axes.signatures.get(node)) is not None and signature.results[0]:
             contracted = signature.contracted()
             for operand, shape in zip(operands, signature.operands, strict=True):
                 if operand in parameters and any(letter in contracted for dim in shape for letter in dim):
-                    features |= _atoms(operand, axes) - repeated
+                    features |= _atoms(operand, axes) - expanded
     return features
 
 
@@ -360,28 +363,28 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     features: these are contiguous in memory, and their slices change places, as in rotary embeddings. Axes along
     which random numbers are drawn come last: without rows, they are drawn once, as in eager.
     """
-    gain: dict[Atom, int] = defaultdict(int)
-    barred: set[Atom] = set()
+    chunked_elements: dict[Atom, int] = defaultdict(int)
+    unfit: set[Atom] = set()
     input_axes, ordered = _input_axes(joint, axes), _ordered_axes(axes)
-    stays = {*joint.outputs, *joint.gradients}
+    returned = {*joint.outputs, *joint.gradients}
     for node, signature in axes.signatures.items():
         for letter in (letter for letter, index in signature.index.items() if isinstance(index, (FullAxis, Tile, ConcatAxes))):
-            barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
+            unfit.update(axes.table.resolve(axes.letters[node].get(letter, ())))
         if node not in axes.static:
-            saves = node not in stays and not is_moved_elements(node)
+            is_freed = node not in returned and not is_moved_elements(node)
             for shape in axes.results[node]:
-                numel = numeric(product(axes.table.size_of_dim(dim) for dim in shape)) if saves else 0
+                numel = numeric(product(axes.table.size_of_dim(dim) for dim in shape)) if is_freed else 0
                 for atom in {atom for dim in shape for atom in axes.table.resolve(dim)}:
-                    gain[atom] += numel
+                    chunked_elements[atom] += numel
     for node in joint.primals:
         if is_tensor(node) and node.meta[VALUE].is_floating_point() and is_parameter(node):
-            barred |= _atoms(node, axes)
+            unfit |= _atoms(node, axes)
     inner = _innermost_axes(joint, axes)
-    sequences = (input_axes & ordered & gain.keys()) - (inner & turned_axes(axes))
-    candidates = sequences or (gain.keys() - barred)
+    sequences = (input_axes & ordered & chunked_elements.keys()) - (inner & turned_axes(axes))
+    candidates = sequences or (chunked_elements.keys() - unfit)
     drawn = {atom for node in joint.nodes if is_random(node) and not tensor_operands(node) for atom in _atoms(node, axes)}
-    total = {atom: sum(gain.get(member, 0) for member in members_of(atom, axes)[0]) for atom in candidates}
-    ranked = sorted(candidates, key=lambda a: (a in barred, a in drawn, -total[a], a in inner, -numeric(axes.table.size(a)), -a))
+    total = {atom: sum(chunked_elements.get(member, 0) for member in members_of(atom, axes)[0]) for atom in candidates}
+    ranked = sorted(candidates, key=lambda a: (a in unfit, a in drawn, -total[a], a in inner, -numeric(axes.table.size(a)), -a))
     return ranked[0] if ranked else None
 
 

@@ -16,10 +16,11 @@ from streamfx.ir.sizes import Size, numeric, simplified
 from streamfx.runtime.chunked_recurrences import Recurrence
 
 Link: TypeAlias = "tuple[Atom, Atom, Size, bool]"
-MOST_PARTS = 24
+MOST_SLICES = 24
 
 
 def sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
+    """Return the sequence with this main axis, its derived axes and block sizes."""
     cuts = _tilings(axes, axes.table.size(main))
     members, blocks = members_of(main, axes, cuts)
     sound = [cut for cut in cuts if not any(atom in members for atom in cut.inside)]
@@ -45,18 +46,18 @@ def members_of(
     """
     members: dict[Atom, tuple[Size, Size]] = {main: (0, axes.table.size(main))}
     blocks: dict[Atom, int] = {}
-    links, joins = _without_crowded(shift_links(axes), axes), _joins(axes)
+    links, joins = _drop_axes_sliced_often(shift_links(axes), axes), _concat_axes(axes)
     changed = True
     while changed:
         changed = False
-        for cut in cuts:
-            whole, outer = cut.whole, cut.blocks
-            if whole in members and whole not in blocks and outer not in members and members[whole][0] % cut.size == 0:
-                members[outer], blocks[outer] = (members[whole][0], axes.table.size(outer)), cut.size
+        for tiling in cuts:
+            whole, block_axis = tiling.whole, tiling.blocks
+            if whole in members and whole not in blocks and block_axis not in members and members[whole][0] % tiling.size == 0:
+                members[block_axis], blocks[block_axis] = (members[whole][0], axes.table.size(block_axis)), tiling.size
                 changed = True
-        for join in joins:
-            if join.whole not in members and (begin := join.begin(members, blocks)) is not None:
-                members[join.whole] = begin, axes.table.size(join.whole)
+        for concat in joins:
+            if concat.whole not in members and (begin := concat.begin(members, blocks)) is not None:
+                members[concat.whole] = begin, axes.table.size(concat.whole)
                 changed = True
         candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)
         sizes: dict[Atom, int] = {}
@@ -64,25 +65,25 @@ def members_of(
             if source in members and target not in members:
                 candidates[target].append((not is_static, members[source][0] + start * blocks.get(source, 1)))
                 sizes[target] = blocks.get(source, 1)
-        for atom, offers in candidates.items():
-            preferred = [offset for computed, offset in offers if computed] or [offset for _, offset in offers]
+        for atom, offsets_found in candidates.items():
+            preferred = [offset for computed, offset in offsets_found if computed] or [offset for _, offset in offsets_found]
             members[atom] = (max(preferred, key=numeric), axes.table.size(atom))
             blocks |= {atom: sizes[atom]} if sizes[atom] != 1 else {}
             changed = True
     return members, blocks
 
 
-def _without_crowded(links: list[Link], axes: AxisFacts) -> list[Link]:
+def _drop_axes_sliced_often(links: list[Link], axes: AxisFacts) -> list[Link]:
     """Drop links to axes that are sliced in very many ways: `x[:1]`, `x[:2]`, ... belong to an unrolled loop.
 
     Static values, such as a mask written row by row, may be sliced freely: they are computed once, in full.
     """
-    places: dict[Atom, set[tuple[Size, Size]]] = defaultdict(set)
+    slices: dict[Atom, set[tuple[Size, Size]]] = defaultdict(set)
     for source, target, start, is_static in links:
         if not is_static:
-            places[source].add((start, axes.table.size(target)))
-            places[target].add((start, axes.table.size(source)))
-    return [link for link in links if max(len(places[link[0]]), len(places[link[1]])) <= MOST_PARTS]
+            slices[source].add((start, axes.table.size(target)))
+            slices[target].add((start, axes.table.size(source)))
+    return [link for link in links if max(len(slices[link[0]]), len(slices[link[1]])) <= MOST_SLICES]
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ class ConcatAxis:
         return begins.pop() if len(begins) == 1 else None
 
 
-def _joins(axes: AxisFacts) -> list[ConcatAxis]:
+def _concat_axes(axes: AxisFacts) -> list[ConcatAxis]:
+    """Return the concatenated axes of all concatenations whose operands have exactly one axis."""
     return [join for node in axes.signatures if (join := join_of(node, axes)) is not None]
 
 
@@ -165,6 +167,7 @@ def turned_axes(axes: AxisFacts) -> set[Atom]:
 
 
 def shift_links(axes: AxisFacts) -> list[Link]:
+    """Return (source axis, sliced or padded axis, position of its first row in the source, is static) per window."""
     links = []
     for node, signature in axes.signatures.items():
         for letter, window in signature.windows.items():

@@ -19,10 +19,10 @@ def scores_of(node: fx.Node, values: ValueRanges) -> Range:
     arguments = bound_arguments(node)
     query, key, scale = (arguments[name] for name in ("query", "key", "scale"))
     dtype = query.meta[VALUE].dtype
-    known = product(dtype, longest(shape_of_node(query)[-1]), values.of(query), values.of(key))
+    products = product(dtype, longest(shape_of_node(query)[-1]), values.of(query), values.of(key))
     if scale is None:
-        return known
-    return times(known, constant(scale)) if isinstance(scale, (int, float)) else everything(dtype)
+        return products
+    return times(products, constant(scale)) if isinstance(scale, (int, float)) else everything(dtype)
 
 
 def finite_hides(node: fx.Node, values: ValueRanges) -> bool:

@@ -64,7 +64,7 @@ def multiples(stage: Stage, facts: Facts) -> tuple[Homogeneous, ...]:
     No finished sum of the forward graph may lie between the scale and the gradient: it would take a second pass.
     Return an empty tuple if any gradient is not such a multiple.
     """
-    finder = _Finder(stage, facts)
+    finder = _MultipleFinder(stage, facts)
     multiples_found: list[Homogeneous] = []
     for gradient in stage.gradients:
         if is_tensor(gradient) and not finder.is_outside(gradient):
@@ -75,10 +75,13 @@ def multiples(stage: Stage, facts: Facts) -> tuple[Homogeneous, ...]:
     return tuple(multiples_found) if finder.are_independent(multiples_found) else ()
 
 
-class _Finder:
+class _MultipleFinder:
+    """Finds, for one stage, the cotangent scales (drivers) and the gradients that are multiples of them."""
+
     def __init__(self, stage: Stage, facts: Facts) -> None:
+        """Collect the late sums and the candidate drivers of a stage."""
         self.stage, self.axes, self.forms, self.tangents = stage, facts.axes, facts.demand.forms, set(facts.joint.tangents)
-        self.own = set(stage.backward)
+        self.backward_nodes = set(stage.backward)
         self.trained = trained_values(facts.joint)
         self.late = self._late_sums()
         self.drivers = tuple(self._drivers())
@@ -111,9 +114,11 @@ class _Finder:
         return self._is_scalar(node) and all(map(self._is_scalar, operators)) and all(map(self._is_available, inputs))
 
     def _is_scalar(self, node: fx.Node) -> bool:
+        """Return whether no result of an operator has sequence rows."""
         return all(form is StorageClass.OUTSIDE for form in self.forms.get(node, ()))
 
     def _is_available(self, node: fx.Node) -> bool:
+        """Return whether a value exists before the backward loops: an input, a static value, a scalar or a sum."""
         return (
             node.op != "call_function"
             or node in self.axes.static
@@ -127,12 +132,13 @@ class _Finder:
         todo = [node]
         while todo:
             item = todo.pop()
-            if item is not driver and item in self.own and item not in operators:
+            if item is not driver and item in self.backward_nodes and item not in operators:
                 operators.add(item)
                 todo.extend(item.all_input_nodes)
         return operators
 
     def multiple(self, gradient: fx.Node, driver: fx.Node) -> Homogeneous | None:
+        """Return the gradient as a multiple of the driver, or None if it is not provably one."""
         between = self._between(gradient, driver)
         sources = {source for node in between for source in node.all_input_nodes if source not in between}
         if driver not in sources or any(source in self.late for source in sources):
@@ -147,13 +153,13 @@ class _Finder:
         )
         if aligned(driver_shape, gradient_shape) is None:
             return None
-        is_kept = _LinearPath(driver, gradient, self.axes, self.forms)
+        path = _LinearPath(driver, gradient, self.axes, self.forms)
         for node in ordered:
-            if not is_kept.through(node):
+            if not path.through(node):
                 return None
-        if gradient not in is_kept.driven or not all(self._is_bottleneck(node, gradient, driver) for node in is_kept.selections):
+        if gradient not in path.driven or not all(self._is_bottleneck(node, gradient, driver) for node in path.selections):
             return None
-        return Homogeneous(gradient, driver, frozenset(between), next(iter(is_kept.selections.values()), None))
+        return Homogeneous(gradient, driver, frozenset(between), next(iter(path.selections.values()), None))
 
     def _is_bottleneck(self, selecting: fx.Node, gradient: fx.Node, driver: fx.Node) -> bool:
         """Return whether every path from the driver to the gradient passes through `selecting`."""
@@ -174,12 +180,15 @@ class _Finder:
         """Return whether no driver, and no gradient outside of loops, depends on values that are rescaled (driven by
         ones).
         """
-        staying = [node for node in self.stage.gradients if is_tensor(node) and self.is_outside(node)]
-        kept = {node for root in (*(m.driver for m in multiples_found), *staying) for node in self._between(root, None)}
-        return all(kept.isdisjoint(_driven(m)) for m in multiples_found)
+        outside_gradients = [node for node in self.stage.gradients if is_tensor(node) and self.is_outside(node)]
+        unscaled = {
+            node for root in (*(m.driver for m in multiples_found), *outside_gradients) for node in self._between(root, None)
+        }
+        return all(unscaled.isdisjoint(_driven_values(m)) for m in multiples_found)
 
 
-def _driven(multiple: Homogeneous) -> set[fx.Node]:
+def _driven_values(multiple: Homogeneous) -> set[fx.Node]:
+    """Return the values between a driver and its gradient that depend on the driver, without the driver."""
     driven: set[fx.Node] = {multiple.driver}
     todo = [multiple.driver]
     while todo:
@@ -195,6 +204,7 @@ class _LinearPath:
     def __init__(
         self, driver: fx.Node, gradient: fx.Node, axes: AxisFacts, forms: Mapping[fx.Node, tuple[StorageClass, ...]]
     ) -> None:
+        """Start with the driver alone; with none if it has an axis twice, or a dtype that loses its numbers."""
         self.axes, self.forms, self.driven = axes, forms, {driver}
         self.types = (driver.meta[VALUE].dtype, gradient.meta[VALUE].dtype)
         self.shape = tuple(map(self._resolved, axes.shapes[driver]))
@@ -211,13 +221,13 @@ class _LinearPath:
             return False
         if node.target is operator.getitem:
             self.driven.add(node)
-            return all(self._keeps(node_argument(node), atom, node.args[1]) for atom in self.atoms)  # type: ignore[arg-type]
-        if not self._is_linear(node):
+            return all(self._keeps_rows(node_argument(node), atom, node.args[1]) for atom in self.atoms)  # type: ignore[arg-type]
+        if not self._is_linear_and_record_selection(node):
             return False
         self.driven.add(node)
-        return not is_tensor(node) or all(self._keeps(node, atom, 0) for atom in self.atoms)
+        return not is_tensor(node) or all(self._keeps_rows(node, atom, 0) for atom in self.atoms)
 
-    def _keeps(self, node: fx.Node, atom: Atom, result: int) -> bool:
+    def _keeps_rows(self, node: fx.Node, atom: Atom, result: int) -> bool:
         """Return whether rows of a result along an axis depend only on the same rows of the driven operands."""
         signature = self.axes.signatures.get(node)
         if signature is None:
@@ -233,9 +243,10 @@ class _LinearPath:
         )
 
     def _resolved(self, dim: Dim) -> Dim:
+        """Return the axis factors of a dimension after unification."""
         return self.axes.table.resolve(dim)
 
-    def _is_linear(self, node: fx.Node) -> bool:
+    def _is_linear_and_record_selection(self, node: fx.Node) -> bool:
         """Return whether a result is linear in the driven operands while all others are fixed, and its row selection
         is known.
         """
@@ -243,35 +254,40 @@ class _LinearPath:
             return False
         if node.target in SELECTIONS:
             condition, when = SELECTIONS[node.target](bound_arguments(node), self.driven)
-            return when is None or self._may_select(node, RowMask(condition, when))
+            return when is None or self._record_selection(node, RowMask(condition, when))
         return True
 
-    def _may_select(self, node: fx.Node, selection: RowMask) -> bool:
+    def _record_selection(self, node: fx.Node, selection: RowMask) -> bool:
         """Return whether the rows of the driver that are not used can be determined beforehand."""
         condition = selection.condition
         shape = tuple(map(self._resolved, self.axes.shapes[condition]))
         if {atom for dim in shape for atom in dim}.isdisjoint(self.atoms):  # the same for all rows of the driver
             return True
-        wide = [dim for dim in self.shape if dim]
-        along = [dim for dim in shape if not set(dim).isdisjoint(self.atoms)]
-        is_outside = condition in self.axes.static and self.forms[condition] in ((StorageClass.OUTSIDE,), (StorageClass.WHOLE,))
-        if along != wide or not is_outside or self.selections:
+        driver_dims = [dim for dim in self.shape if dim]
+        condition_dims = [dim for dim in shape if not set(dim).isdisjoint(self.atoms)]
+        is_known_before_loop = condition in self.axes.static and self.forms[condition] in (
+            (StorageClass.OUTSIDE,),
+            (StorageClass.WHOLE,),
+        )
+        if condition_dims != driver_dims or not is_known_before_loop or self.selections:
             return False
         self.selections[node] = selection
         return True
 
 
 def _count(letter: Letter, shape: LetterShape) -> int:
+    """Return how often a label occurs in the dimensions of a value."""
     return sum(item == letter for dim in shape for item in dim)
 
 
 def _selection_of_where(arguments: dict[str, Any], driven: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
     """Return the condition of a `where`, and its value for the driven operand; None if both operands are driven."""
-    yes, no = arguments["self"] in driven, arguments["other"] in driven
-    return arguments["condition"], None if yes and no else yes
+    is_self_driven, is_other_driven = arguments["self"] in driven, arguments["other"] in driven
+    return arguments["condition"], None if is_self_driven and is_other_driven else is_self_driven
 
 
 def _selection_of_fill(arguments: dict[str, Any], driven: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
+    """Return the mask of a `masked_fill`, and False: the driven operand is used if the mask is False."""
     return arguments["mask"], False
 
 

@@ -37,33 +37,37 @@ class KeySpans:
     name: ClassVar[str] = "causality"
 
     def apply(self, facts: Facts) -> Facts:
-        causality = _spans(facts.joint, facts.axes, facts.demand)
+        """Return the facts with key spans; masks that are equal to their span are dropped."""
+        causality = _find_spans(facts.joint, facts.axes, facts.demand)
         signatures = dict(facts.axes.signatures)
         for node in causality.exact:
             signatures[node] = _without_mask(node, signatures[node])
         return replace(facts, found_axes=replace(facts.axes, signatures=signatures), found_causality=causality)
 
 
-def _spans(joint: JointGraph, axes: AxisFacts, demand: AccessFacts) -> SpanFacts:
+def _find_spans(joint: JointGraph, axes: AxisFacts, demand: AccessFacts) -> SpanFacts:
+    """Return the key span of each operator on rows and keys, one span per connected group."""
     masks = Masks(joint, axes, demand)
-    pairs = [node for node in joint.nodes if Role.KEYS in demand.roles.get(node, {}).values() and not _outside(node, demand)]
-    measured = _measured(pairs, axes, demand)
+    pairs = [
+        node for node in joint.nodes if Role.KEYS in demand.roles.get(node, {}).values() and not _is_outside_loops(node, demand)
+    ]
+    measured = _recomputed_per_consumer(pairs, axes, demand)
     spans: dict[fx.Node, Span] = {}
     verdicts: dict[fx.Node, str] = {}
     exact: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
     for group in _groups([node for node in pairs if node not in measured], axes):
-        supports = [_support(node, masks, axes, demand) for node in group]
+        supports = [_needed_deltas(node, masks, axes, demand) for node in group]
         bounds = [support for support in supports if support is not None]
-        if any(_is_kept_whole(node, joint, demand) for node in group):
+        if any(_leaves_loops(node, joint, demand) for node in group):
             bounds.append((None, None))
-        span = _hull(bounds)
+        span = _smallest_span(bounds)
         for node in group:
             spans[node] = span
             if node not in axes.static:
                 verdicts[node] = verdict(span)
             signature = axes.signatures[node]
-            if signature.keys and _is_exact(node, masks, span):
+            if signature.keys and _mask_equals_span(node, masks, span):
                 exact.add(node)
             if signature.keys and finite_hides(node, masks.values):
                 ordinary.add(node)
@@ -85,21 +89,22 @@ def verdict(span: Span) -> str:
     return "masked" if span.low is None and span.high is None else f"band({span})"
 
 
-def _outside(node: fx.Node, demand: AccessFacts) -> bool:
+def _is_outside_loops(node: fx.Node, demand: AccessFacts) -> bool:
+    """Return whether no result of an operator is computed in a loop."""
     return all(form in (StorageClass.OUTSIDE, StorageClass.WHOLE) for form in demand.forms[node])
 
 
-def _is_kept_whole(node: fx.Node, joint: JointGraph, demand: AccessFacts) -> bool:
+def _leaves_loops(node: fx.Node, joint: JointGraph, demand: AccessFacts) -> bool:
     """Return whether a value with rows and keys leaves the loop: as a result, or to an operator that is not chunked."""
     if StorageClass.PAIR not in demand.forms[node]:
         return False
     values = [node] if is_tensor(node) else [user for user in node.users if producer_of(user) is node]
     if any(value is output for value in values for output in (*joint.outputs, *joint.gradients)):
         return True
-    return any(user in demand.forms and _outside(user, demand) for value in values for user in value.users)
+    return any(user in demand.forms and _is_outside_loops(user, demand) for value in values for user in value.users)
 
 
-def _measured(pairs: list[fx.Node], axes: AxisFacts, demand: AccessFacts) -> frozenset[fx.Node]:
+def _recomputed_per_consumer(pairs: list[fx.Node], axes: AxisFacts, demand: AccessFacts) -> frozenset[fx.Node]:
     """Return operators on positions whose result for each key depends on that key alone: masks, biases, decays.
 
     They are cheap and give the same result for any span, so each consumer recomputes them for its own keys. A softmax
@@ -133,10 +138,11 @@ def _groups(pairs: list[fx.Node], axes: AxisFacts) -> list[list[fx.Node]]:
 
 
 def _carries_pair(value: fx.Node, axes: AxisFacts) -> bool:
+    """Return whether a value has both query positions and key positions."""
     return is_tensor(value) and len(axes.sequence_dims(axes.shapes[value])) == 2
 
 
-def _hull(bounds: list[tuple[int | None, int | None]]) -> Span:
+def _smallest_span(bounds: list[tuple[int | None, int | None]]) -> Span:
     """Return the smallest interval that contains all bounds, and delta = 0, so that no chunk is left without keys."""
     lows, highs = [low for low, _ in bounds], [high for _, high in bounds]
     low = None if not lows or None in lows else min(0, *lows)  # type: ignore[type-var]
@@ -144,17 +150,17 @@ def _hull(bounds: list[tuple[int | None, int | None]]) -> Span:
     return Span(low, high)
 
 
-def _support(node: fx.Node, masks: Masks, axes: AxisFacts, demand: AccessFacts) -> tuple[int | None, int | None] | None:
+def _needed_deltas(node: fx.Node, masks: Masks, axes: AxisFacts, demand: AccessFacts) -> tuple[int | None, int | None] | None:
     """Return the interval of delta that a reduction needs; None for operators that reduce neither rows nor keys of a
     pair.
     """
     signature, roles = axes.signatures[node], demand.roles[node]
     if signature.keys:
-        return _fused_support(node, masks)
+        return _needed_deltas_fused(node, masks)
     contracted = {roles[letter] for letter in signature.contracted() if letter in roles}
     normalised = {roles[letter] for letter in signature.whole if letter in roles}
     if Role.KEYS in normalised:
-        return _normalised_support(node, masks)
+        return _needed_deltas_softmax(node, masks)
     if Role.KEYS in contracted or Role.ROWS in contracted:
         if signature.combine not in ("sum", "mean"):
             return None, None
@@ -163,11 +169,12 @@ def _support(node: fx.Node, masks: Masks, axes: AxisFacts, demand: AccessFacts) 
             for operand in tensor_operands(node)
             if len(axes.sequence_dims(axes.shapes[operand])) == 2 and is_linear(node, [operand])
         ]
-        return max(supports, key=_narrowness) if supports else (None, None)
+        return max(supports, key=_finite_ends) if supports else (None, None)
     return None
 
 
-def _narrowness(support: tuple[int | None, int | None]) -> tuple[bool, bool]:
+def _finite_ends(support: tuple[int | None, int | None]) -> tuple[bool, bool]:
+    """Return a sort key by which intervals with more finite ends, the high end first, are larger."""
     return support[1] is not None, support[0] is not None
 
 
@@ -176,7 +183,7 @@ def _is_zero(fact: Fact) -> bool:
     return isinstance(fact, Range) and fact.is_zero
 
 
-def _normalised_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]:
+def _needed_deltas_softmax(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]:
     """Return the interval in which a softmax is nonzero, or in its backward, the probabilities."""
     if node.target in (aten._softmax.default, aten._safe_softmax.default):
         return masks.of(node).support(_is_zero)
@@ -188,14 +195,15 @@ def _normalised_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | 
     return None, None
 
 
-def _fused_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]:
+def _needed_deltas_fused(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]:
+    """Return the interval of delta that a fused attention needs, from its mask and causal flag."""
     bias = masks.fused_bias(node)
     if bias is None:
         return None, None
     return bias.support(masks.hidden_test(node, bias))
 
 
-def _is_exact(node: fx.Node, masks: Masks, span: Span) -> bool:
+def _mask_equals_span(node: fx.Node, masks: Masks, span: Span) -> bool:
     """Return whether a fused mask hides exactly the keys outside of the span and nothing else: kernels compare indices."""
     bias = masks.fused_bias(node)
     if bias is None or masks.counted(node) is None:
@@ -206,6 +214,7 @@ def _is_exact(node: fx.Node, masks: Masks, span: Span) -> bool:
 
 
 def _is_contiguous(bias: Pieces, hidden: Callable[[Fact], bool]) -> bool:
+    """Return whether the visible intervals of delta follow each other without a hidden interval in between."""
     visible = [not hidden(fact) for fact in bias.facts]
     first = visible.index(True) if True in visible else 0
     last = len(visible) - 1 - visible[::-1].index(True) if True in visible else 0

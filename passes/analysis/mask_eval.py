@@ -40,6 +40,7 @@ class Intervals:
         self._reach, self._reader = reach, reader
 
     def range(self, fact: Fact) -> Range:
+        """Return the range of a fact for delta in [-reach, reach]."""
         return fact.within(self._reach) if isinstance(fact, Slope) else fact
 
     def evaluate(self, node: fx.Node, facts: Mapping[fx.Node, Fact], result: int = 0) -> Pieces:
@@ -50,38 +51,45 @@ class Intervals:
             pieces = self._of_slope(node, facts)
             if pieces is not None:
                 return pieces
-        known = {operand: self.range(fact) for operand, fact in facts.items()}
-        return everywhere(applied(node, lambda operand: known[operand] if operand in known else self._reader(operand))[result])
+        ranges = {operand: self.range(fact) for operand, fact in facts.items()}
+        return everywhere(applied(node, lambda operand: ranges[operand] if operand in ranges else self._reader(operand))[result])
 
     def compared(self, node: fx.Node, slope: Slope, value: Range, relation: str) -> Pieces | None:
         """Compare a slope with a number, if the dtype of the comparison represents the slope exactly."""
         dtype = computed_in(node, bound_arguments(node))
         number = None if dtype is None else in_type(value, dtype).constant
-        if number is None or dtype is None or not self.is_held(slope, dtype):
+        if number is None or dtype is None or not self.is_exact(slope, dtype):
             return None
         return compare_slope(relation, slope, number)
 
-    def is_held(self, slope: Slope, dtype: torch.dtype) -> bool:
-        known = slope.within(self._reach)
-        return is_exact_in(dtype, known.low, known.high)
+    def is_exact(self, slope: Slope, dtype: torch.dtype) -> bool:
+        """Return whether a dtype represents all numbers of a slope exactly."""
+        slope_range = slope.within(self._reach)
+        return is_exact_in(dtype, slope_range.low, slope_range.high)
 
-    def held(self, slope: Slope, node: fx.Node) -> Pieces | None:
+    def if_exact(self, slope: Slope, node: fx.Node) -> Pieces | None:
         """Return a slope if the dtype of the node's result represents it exactly."""
-        return everywhere(slope) if self.is_held(slope, node.meta[VALUE].dtype) else None
+        return everywhere(slope) if self.is_exact(slope, node.meta[VALUE].dtype) else None
 
     def _of_slope(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
+        """Evaluate a comparison, copy, negation, absolute value or linear combination of slopes; None for others."""
         if node.target in COMPARISONS:
             return self._comparison(node, facts)
-        only = facts[node.args[0]] if node.args and node.args[0] in facts else None  # type: ignore[index]
-        if node.target in SAME and isinstance(only, Slope):
-            return self.held(only, node)
-        if node.target is aten.neg.default and isinstance(only, Slope):
-            return self.held(Slope(-only.factor, -only.offset), node)
-        if node.target is aten.abs.default and isinstance(only, Slope):
-            return absolute(only) if self.is_held(Slope(-only.factor, -only.offset), node.meta[VALUE].dtype) else None
+        operand_fact = facts[node.args[0]] if node.args and node.args[0] in facts else None  # type: ignore[index]
+        if node.target in SAME and isinstance(operand_fact, Slope):
+            return self.if_exact(operand_fact, node)
+        if node.target is aten.neg.default and isinstance(operand_fact, Slope):
+            return self.if_exact(Slope(-operand_fact.factor, -operand_fact.offset), node)
+        if node.target is aten.abs.default and isinstance(operand_fact, Slope):
+            return (
+                absolute(operand_fact)
+                if self.is_exact(Slope(-operand_fact.factor, -operand_fact.offset), node.meta[VALUE].dtype)
+                else None
+            )
         return self._combined(node, facts)
 
     def _comparison(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
+        """Compare a slope with a number, in either order; None if both operands or none are slopes."""
         left, right = (self._fact(item, facts) for item in node.args[:2])
         if isinstance(left, Slope) and not isinstance(right, Slope):
             return self.compared(node, left, right, COMPARISONS[node.target])
@@ -98,20 +106,21 @@ class Intervals:
         for coefficient, item in combined:
             fact = self._fact(item, facts)
             slope = fact if isinstance(fact, Slope) else _constant_slope(fact)
-            if slope is None or not self.is_held(slope, dtype) or not is_exact_in(dtype, coefficient, coefficient):
+            if slope is None or not self.is_exact(slope, dtype) or not is_exact_in(dtype, coefficient, coefficient):
                 return None
             factor, offset = factor + coefficient * slope.factor, offset + coefficient * slope.offset
-        return self.held(Slope(factor, offset), node)
+        return self.if_exact(Slope(factor, offset), node)
 
     def _fact(self, item: object, facts: Mapping[fx.Node, Fact]) -> Fact:
+        """Return the fact about an argument: given for this interval, or its range over all positions."""
         if is_tensor(item) and item in facts:
             return facts[item]  # type: ignore[index]
         return range_of_argument(item, self._reader)
 
 
-def _constant_slope(known: Range) -> Slope | None:
+def _constant_slope(value_range: Range) -> Slope | None:
     """Return an integer as a slope with factor zero."""
-    number = known.constant
+    number = value_range.constant
     return Slope(0, int(number)) if number is not None and abs(number) < float("inf") and number == int(number) else None
 
 

@@ -67,16 +67,17 @@ class Masks:
         }
         for node in joint.nodes:
             if is_tensor(node):
-                self._find(node)
+                self._find_facts(node)
             elif node.target is aten.max.dim:
                 self._record_maximum(node)
 
-    def _find(self, node: fx.Node) -> None:
+    def _find_facts(self, node: fx.Node) -> None:
+        """Find the facts about one value: its affine form, its pattern, and its facts per interval of delta."""
         if node in self._axes.static:
             self._positions.find(node)
         self._propagate_pattern(node)
         if self._is_pair(node):
-            self._pieces[node] = self._pieces_of(node)
+            self._pieces[node] = self._facts_by_interval(node)
             self.values.note(node, hull_of(self._pieces[node], reach_of(self._axes)))
         elif node.target in (aten.amax.default, aten.logsumexp.default):
             self._record_maximum(node)
@@ -89,7 +90,7 @@ class Masks:
         """Return the facts about the bias of a fused attention, including its causal flag."""
         arguments = bound_arguments(node)
         mask = arguments.get("attn_mask")
-        bias = everywhere(constant(0)) if mask is None else self._operand(mask, node)
+        bias = everywhere(constant(0)) if mask is None else self._operand_facts(mask, node)
         if arguments.get("is_causal"):
             distance = self._index_distance(node)
             if distance is None:
@@ -114,56 +115,58 @@ class Masks:
     # -- values with rows and keys
 
     def _is_pair(self, node: fx.Node) -> bool:
+        """Return whether a value has two sequence dimensions: query positions and key positions."""
         return len(self._axes.sequence_dims(self._axes.shapes[node])) == 2
 
-    def _pieces_of(self, node: fx.Node) -> Pieces:
+    def _facts_by_interval(self, node: fx.Node) -> Pieces:
         """Evaluate a node by interval if that is more precise than its range over all rows and keys."""
         target = node.target
-        special = _SPECIAL.get(target)
-        if special is not None:
-            return special(self, node)
+        rule = _SPECIAL.get(target)
+        if rule is not None:
+            return rule(self, node)
         if target in MOVES_ELEMENTS:
             source = node_argument(node)
-            keeps = self._is_pair(source) or not self._dims(source)
-            return self._operand(source, node) if keeps else self._anything(node)
+            keeps_roles = self._is_pair(source) or not self._dims(source)
+            return self._operand_facts(source, node) if keeps_roles else self._range_everywhere(node)
         if target in REDUCES_OTHERS or self._is_elementwise(node):
-            return self._evaluated(node)
-        return self._anything(node)
+            return self._evaluate(node)
+        return self._range_everywhere(node)
 
-    def _anything(self, node: fx.Node) -> Pieces:
+    def _range_everywhere(self, node: fx.Node) -> Pieces:
         """Return the range of all elements, at any position."""
         return everywhere(self.values.of(node))
 
     def _is_elementwise(self, node: fx.Node) -> bool:
+        """Return whether each element of the result depends on the elements at its own position alone."""
         row = TRANSFERS.get(node.target)
         return row is not None and row.elementwise and rule_for(node) is broadcast and not is_random(node)
 
-    def _evaluated(self, node: fx.Node, result: int = 0) -> Pieces:
+    def _evaluate(self, node: fx.Node, result: int = 0) -> Pieces:
         """Evaluate an operator on each interval."""
-        relative = self._relative(node)
+        relative = self._compare_positions(node)
         if relative is not None:
             return relative
         operands = list(dict.fromkeys(tensor_operands(node)))
-        pieces = [self._operand(operand, node) for operand in operands]
+        pieces = [self._operand_facts(operand, node) for operand in operands]
         return combined(lambda *facts: self._intervals.evaluate(node, dict(zip(operands, facts, strict=True)), result), *pieces)
 
     def _dropout_result(self, node: fx.Node) -> Pieces:
         """Return the facts about a result of dropout, which scales or drops each element."""
         producer = node_argument(node)
         if producer.target is aten.native_dropout.default and isinstance(node.args[1], int):
-            return self._evaluated(producer, node.args[1])
-        return self._anything(node)
+            return self._evaluate(producer, node.args[1])
+        return self._range_everywhere(node)
 
     def _one_tap_convolution(self, node: fx.Node) -> Pieces:
         """Return the facts about a convolution over rows and keys that only mixes heads."""
         taps = shape_of_node(node_argument(node, 1))[2:]
-        return self._evaluated(node) if all(size == 1 for size in taps) else self._anything(node)
+        return self._evaluate(node) if all(size == 1 for size in taps) else self._range_everywhere(node)
 
-    def _padded(self, node: fx.Node) -> Pieces:
+    def _padded_facts(self, node: fx.Node) -> Pieces:
         """Return the facts about padded heads; padding of rows or keys would shift delta."""
         source, signature = node_argument(node), self._axes.signatures.get(node)
         moves = signature is None or any(letter in signature.windows for letter in self._demand.roles.get(node, {}))
-        return self._anything(node) if moves or not self._is_pair(source) else self._evaluated(node)
+        return self._range_everywhere(node) if moves or not self._is_pair(source) else self._evaluate(node)
 
     # -- buffers that hold a mask, as patterns of column - row in their last two dimensions
 
@@ -179,6 +182,7 @@ class Masks:
             self._patterns[node] = combined(lambda fact: self._intervals.evaluate(node, {source: fact}), self._patterns[source])
 
     def _keeps_positions(self, node: fx.Node, source: fx.Node) -> bool:
+        """Return whether a view keeps each row and column of the last two dimensions at its index."""
         rank, before = len(shape_of_node(node)), len(shape_of_node(source))
         arguments = bound_arguments(node)
         if node.target is aten.slice.Tensor:
@@ -192,11 +196,11 @@ class Masks:
             return shape_of_node(node)[-2:] == shape_of_node(source)[-2:]
         return node.target in (aten.clone.default, aten.alias.default, aten.detach.default)
 
-    def _oriented(self, operand: fx.Node, user: fx.Node) -> Pieces:
+    def _facts_from_pattern(self, operand: fx.Node, user: fx.Node) -> Pieces:
         """Convert a buffer's pattern to facts about delta, by the roles that its user assigns to its dimensions."""
         roles = self._operand_roles(operand, user)
         keys_last = roles[-2:] == [Role.ROWS, Role.KEYS]
-        offsets = self._offset_between(operand, keys_last)
+        offsets = self._pattern_offset(operand, keys_last)
         if (not keys_last and roles[-2:] != [Role.KEYS, Role.ROWS]) or offsets is None:
             return everywhere(self.values.of(operand))
         pattern = self._patterns[operand]
@@ -212,7 +216,8 @@ class Masks:
         letters = signature.operands[tensor_operands(user).index(operand)]
         return [next((roles[letter] for letter in dim if letter in roles), None) for dim in letters]
 
-    def _offset_between(self, node: fx.Node, keys_last: bool) -> int | None:
+    def _pattern_offset(self, node: fx.Node, keys_last: bool) -> int | None:
+        """Return the keys' offset minus the rows' offset for a buffer's last two dimensions; None if unknown."""
         rank = len(shape_of_node(node))
         last, before = self._offset(node, rank - 1), self._offset(node, rank - 2)
         keys, rows = (last, before) if keys_last else (before, last)
@@ -221,16 +226,16 @@ class Masks:
     def _dims(self, node: fx.Node) -> tuple[int, ...]:
         return self._axes.sequence_dims(self._axes.shapes[node])
 
-    def _operand(self, operand: fx.Node, user: fx.Node) -> Pieces:
+    def _operand_facts(self, operand: fx.Node, user: fx.Node) -> Pieces:
         """Return the facts about an operand, whether it has rows and keys or is constant along both."""
         if operand in self._patterns:
-            return self._oriented(operand, user)
-        known = self._pieces.get(operand)
-        if known is None or (known.cuts and not self._agrees(operand, user)):
+            return self._facts_from_pattern(operand, user)
+        facts = self._pieces.get(operand)
+        if facts is None or (facts.cuts and not self._roles_agree(operand, user)):
             return everywhere(self.values.of(operand))
-        return known
+        return facts
 
-    def _agrees(self, operand: fx.Node, user: fx.Node) -> bool:
+    def _roles_agree(self, operand: fx.Node, user: fx.Node) -> bool:
         """Return whether an operand's user and producer assign the same roles to it; else delta changes its sign."""
         producer = node_argument(operand) if operand.target is operator.getitem else operand
         producer_roles, user_roles = self._roles_by_dim(producer), self._operand_roles(operand, user)
@@ -242,52 +247,54 @@ class Masks:
         letters = self._axes.signatures[node].results[0] if node in self._axes.signatures else ()
         return {i: roles[letter] for i, dim in enumerate(letters) for letter in dim if letter in roles}
 
-    def _sliced(self, node: fx.Node) -> Pieces:
+    def _slice_facts(self, node: fx.Node) -> Pieces:
+        """Return the facts about a slice of a mask, or of a table that is larger than the sequence."""
         source = node_argument(node)
         if source in self._pieces or self._is_pair(source):
-            return self._square_slice(node, source)
-        return self._operand(source, node)  # sliced from a table
+            return self._mask_slice_facts(node, source)
+        return self._operand_facts(source, node)  # sliced from a table
 
-    def _square_slice(self, node: fx.Node, source: fx.Node) -> Pieces:
+    def _mask_slice_facts(self, node: fx.Node, source: fx.Node) -> Pieces:
         """A slice that starts at the first row keeps delta; another start would shift it."""
         signature = self._axes.signatures.get(node)
         starts = [window.start for window in signature.windows.values()] if signature is not None else [None]
-        known = self.of(source) if source in self._pieces else self._operand(source, node)
-        return known if all(start == 0 for start in starts) else self._anything(node)
+        source_facts = self.of(source) if source in self._pieces else self._operand_facts(source, node)
+        return source_facts if all(start == 0 for start in starts) else self._range_everywhere(node)
 
-    def _triangle(self, node: fx.Node) -> Pieces:
+    def _triangle_facts(self, node: fx.Node) -> Pieces:
         """Return the facts about `tril` and `triu`: elements outside of the triangle become zero."""
         arguments, roles = bound_arguments(node), self._roles_by_dim(node)
         source, diagonal, rank = arguments["self"], arguments["diagonal"], len(shape_of_node(node))
-        last, before = roles.get(rank - 1), roles.get(rank - 2)
-        offsets = self._offsets(node)
-        if not isinstance(diagonal, int) or offsets is None or {last, before} != {Role.ROWS, Role.KEYS}:
-            return self._anything(node)
-        sign = 1 if last is Role.KEYS else -1  # column - row = sign * delta, plus the offsets of the axes
+        last_role, other_role = roles.get(rank - 1), roles.get(rank - 2)
+        offsets = self._key_offset_less_row_offset(node)
+        if not isinstance(diagonal, int) or offsets is None or {last_role, other_role} != {Role.ROWS, Role.KEYS}:
+            return self._range_everywhere(node)
+        sign = 1 if last_role is Role.KEYS else -1  # column - row = sign * delta, plus the offsets of the axes
         relation = "le" if node.target is aten.tril.default else "ge"
-        kept = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
-        known = self._operand(source, node)
-        return combined(lambda keep, fact: everywhere(fact if keep == constant(True) else constant(0)), kept, known)
+        inside = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
+        source_facts = self._operand_facts(source, node)
+        return combined(lambda keep, fact: everywhere(fact if keep == constant(True) else constant(0)), inside, source_facts)
 
-    def _offsets(self, node: fx.Node) -> int | None:
+    def _key_offset_less_row_offset(self, node: fx.Node) -> int | None:
         """Return the offset of the key axis minus the offset of the row axis."""
         offsets = {role: self._offset(node, dim) for dim, role in self._roles_by_dim(node).items()}
         keys, rows = offsets.get(Role.KEYS), offsets.get(Role.ROWS)
         return keys - rows if isinstance(keys, int) and isinstance(rows, int) else None
 
     def _offset(self, node: fx.Node, dim: int) -> Any:
+        """Return the position of index 0 of a dimension in the sequence; None if it is not an axis of the sequence."""
         sequence, atom = self._axes.sequence, self._axes.row_axis(self._axes.shapes[node][dim])
         return None if sequence is None or atom is None else sequence.members[atom][0]
 
-    def _softmax(self, node: fx.Node) -> Pieces:
+    def _softmax_facts(self, node: fx.Node) -> Pieces:
         """Return the facts about a softmax: zero where the scores are hidden, at most one elsewhere."""
-        scores, share = node_argument(node), self.values.of(node)
+        scores, probability = node_argument(node), self.values.of(node)
         role = self._roles_by_dim(node).get(bound_arguments(node)["dim"] % len(shape_of_node(node)))
         if role is None:
-            return everywhere(share)
-        known = self._operand(scores, node)
-        hidden = self.hidden_test(node, known)
-        return combined(lambda fact: everywhere(Range(0, 0, share.nan) if hidden(fact) else share), known)
+            return everywhere(probability)
+        score_facts = self._operand_facts(scores, node)
+        hidden = self.hidden_test(node, score_facts)
+        return combined(lambda fact: everywhere(Range(0, 0, probability.nan) if hidden(fact) else probability), score_facts)
 
     def hidden_test(self, node: fx.Node, scores: Pieces) -> Callable[[Fact], bool]:
         """Return a test for scores that do not contribute to a softmax or maximum over keys.
@@ -303,22 +310,22 @@ class Masks:
         def score(fact: Fact) -> Range:
             return plus(self._intervals.range(fact), products)
 
-        sees_itself = score(scores.at(0)).low >= least and self._has_own_keys(node)
+        sees_itself = score(scores.at(0)).low >= least and self._sees_own_key(node)
         return lambda fact: score(fact).high <= (most if sees_itself else -INFINITY)
 
-    def _has_own_keys(self, node: fx.Node) -> bool:
+    def _sees_own_key(self, node: fx.Node) -> bool:
         """Return whether the keys of an operator include, for each row of the sequence, the key of that row."""
         sequence, letters = self._axes.sequence, self._axes.letters.get(node, {})
         roles = self._demand.roles.get(node, {})
-        places = {role: self._axes.sequence_atom(letters[letter]) for letter, role in roles.items() if letter in letters}
-        rows, keys = places.get(Role.ROWS), places.get(Role.KEYS)
+        atoms = {role: self._axes.sequence_atom(letters[letter]) for letter, role in roles.items() if letter in letters}
+        rows, keys = atoms.get(Role.ROWS), atoms.get(Role.KEYS)
         if sequence is None or rows is None or keys is None or rows in sequence.blocks or keys in sequence.blocks:
             return False
-        (start, count), (first, number) = sequence.members[rows], sequence.members[keys]
-        if (start, count) == (first, number):
+        (first_row, row_count), (first_key, key_count) = sequence.members[rows], sequence.members[keys]
+        if (first_row, row_count) == (first_key, key_count):
             return True
-        known = all(isinstance(size, int) for size in (start, count, first, number))
-        return known and first <= start and start + count <= first + number  # type: ignore[operator]
+        is_static = all(isinstance(size, int) for size in (first_row, row_count, first_key, key_count))
+        return is_static and first_key <= first_row and first_row + row_count <= first_key + key_count  # type: ignore[operator]
 
     def _record_maximum(self, node: fx.Node) -> None:
         """Record that the maximum score of a row is at least the score of its own key."""
@@ -326,51 +333,53 @@ class Masks:
         if (
             node.target in (aten.amax.default, aten.max.dim, aten.logsumexp.default)
             and source in self._pieces
-            and self._has_own_keys(node)
+            and self._sees_own_key(node)
         ):
-            diagonal = self._intervals.range(self._operand(source, node).at(0))
-            known = self.values.of(node if is_tensor(node) else source)
+            diagonal = self._intervals.range(self._operand_facts(source, node).at(0))
+            bounds = self.values.of(node if is_tensor(node) else source)
             dim = bound_arguments(node)["dim"]
             dims = [dim] if isinstance(dim, int) else list(dim)
-            along = [self._operand_roles(source, node)[item] for item in dims]
-            if along == [Role.KEYS]:
-                self.values.note(node, Range(max(diagonal.low - 1 - abs(diagonal.low) / 100, known.low), known.high, known.nan))
+            reduced_roles = [self._operand_roles(source, node)[item] for item in dims]
+            if reduced_roles == [Role.KEYS]:
+                low = max(diagonal.low - 1 - abs(diagonal.low) / 100, bounds.low)
+                self.values.note(node, Range(low, bounds.high, bounds.nan))
 
     # -- index vectors
 
-    def _relative(self, node: fx.Node) -> Pieces | None:
+    def _compare_positions(self, node: fx.Node) -> Pieces | None:
         """Evaluate a comparison or difference of two index vectors, one along the rows and one along the keys."""
         relation = COMPARISONS.get(node.target)
         if relation is not None:
-            parts: Any = ((1, node.args[0]), (-1, node.args[1]))
+            terms: Any = ((1, node.args[0]), (-1, node.args[1]))
             dtype = computed_in(node, bound_arguments(node))
         elif node.target in COEFFICIENTS:
-            parts, dtype = combination(node), node.meta[VALUE].dtype
-            if parts is not None and not all(is_exact_in(dtype, a, a) for a, _ in parts):
+            terms, dtype = combination(node), node.meta[VALUE].dtype
+            if terms is not None and not all(is_exact_in(dtype, a, a) for a, _ in terms):
                 return None
         else:
             return None
-        slope = None if parts is None or dtype is None else self._slope(node, parts, dtype)
+        slope = None if terms is None or dtype is None else self._slope_of_terms(node, terms, dtype)
         if slope is None:
             return None
-        return self._intervals.held(slope, node) if relation is None else compare_slope(relation, slope, 0)
+        return self._intervals.if_exact(slope, node) if relation is None else compare_slope(relation, slope, 0)
 
-    def _slope(self, node: fx.Node, parts: tuple[tuple[int, Any], ...], dtype: torch.dtype) -> Slope | None:
+    def _slope_of_terms(self, node: fx.Node, parts: tuple[tuple[int, Any], ...], dtype: torch.dtype) -> Slope | None:
         """Write a * rows + b * keys as a multiple of keys - rows, if the dtype represents both terms exactly."""
         terms: dict[Role, tuple[int, int]] = {}
         for coefficient, operand in parts:
-            place = self._position(operand, node, dtype)
-            if place is None or place[0] in terms:
+            affine = self._affine_along_role(operand, node, dtype)
+            if affine is None or affine[0] in terms:
                 return None
-            terms[place[0]] = (coefficient * place[1], coefficient * place[2])
+            role, factor, offset = affine
+            terms[role] = (coefficient * factor, coefficient * offset)
         if set(terms) != {Role.ROWS, Role.KEYS} or terms[Role.KEYS][0] != -terms[Role.ROWS][0] or not terms[Role.KEYS][0]:
             return None
         return Slope(terms[Role.KEYS][0], terms[Role.KEYS][1] + terms[Role.ROWS][1])
 
-    def _position(self, operand: Any, user: fx.Node, dtype: torch.dtype) -> tuple[Role, int, int] | None:
+    def _affine_along_role(self, operand: Any, user: fx.Node, dtype: torch.dtype) -> tuple[Role, int, int] | None:
         """Return (role, factor, offset) if the operand is factor * position + offset along the rows or keys of `user`."""
         affine = self._positions.of(operand)
-        if affine is None or affine.dim is None or not self._positions.is_held(affine, operand, dtype):
+        if affine is None or affine.dim is None or not self._positions.is_exact(affine, operand, dtype):
             return None
         dim = affine.dim + len(shape_of_node(user)) - len(shape_of_node(operand))
         role, start = self._roles_by_dim(user).get(dim), self._offset(operand, affine.dim)
@@ -382,10 +391,10 @@ class Masks:
 _SPECIAL: dict[Any, Callable[[Masks, fx.Node], Pieces]] = {
     operator.getitem: Masks._dropout_result,
     aten.convolution.default: Masks._one_tap_convolution,
-    aten.slice.Tensor: Masks._sliced,
-    aten.tril.default: Masks._triangle,
-    aten.triu.default: Masks._triangle,
-    aten._softmax.default: Masks._softmax,
-    aten._safe_softmax.default: Masks._softmax,
-    aten.constant_pad_nd.default: Masks._padded,
+    aten.slice.Tensor: Masks._slice_facts,
+    aten.tril.default: Masks._triangle_facts,
+    aten.triu.default: Masks._triangle_facts,
+    aten._softmax.default: Masks._softmax_facts,
+    aten._safe_softmax.default: Masks._softmax_facts,
+    aten.constant_pad_nd.default: Masks._padded_facts,
 }

@@ -21,20 +21,24 @@ aten = torch.ops.aten
 Adder: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]"  # arguments after the accumulator
 
 
-def _product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+def _add_product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call that adds a matrix product to an accumulator."""
     return accumulate.add_product, (*builder.operands(node), builder.is_first())
 
 
-def _look_up(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+def _add_embedding_rows(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call that adds rows of an embedding's gradient to an accumulator."""
     return accumulate.add_looked_up, (*builder.operands(node), builder.plain(node.args[3]))
 
 
-def _put(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+def _put_rows(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call that writes rows by index into an accumulator."""
     _, index, rows = builder.operands(node)
     return accumulate.put, (node.args[1], index, rows)
 
 
-def _outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+def _add_outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call that adds the weight gradients of groups to an accumulator."""
     x, y, group = builder.operands(node)
     return add_outer, (x, y, *arranged(builder, group, builder.plain(node.args[3])))
 
@@ -42,18 +46,18 @@ def _outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 def arranged(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:
     """Sort the chunk's rows by group, once for all products with the same groups."""
     key = ("arranged", group, groups)
-    if key not in builder.made:
+    if key not in builder.lowered:
         pair = builder.graph.call_function(ARRANGE, (group, groups))
-        builder.made[key] = tuple(builder.graph.call_function(operator.getitem, (pair, i)) for i in range(2))
-    return builder.made[key]  # type: ignore[no-any-return]
+        builder.lowered[key] = tuple(builder.graph.call_function(operator.getitem, (pair, i)) for i in range(2))
+    return builder.lowered[key]  # type: ignore[no-any-return]
 
 
 ADDERS: dict[Any, Adder] = {
-    GROUPED_OUTER: _outer,
-    aten.mm.default: _product,
-    aten.bmm.default: _product,
-    aten.embedding_dense_backward.default: _look_up,
-    aten.scatter.src: _put,
+    GROUPED_OUTER: _add_outer,
+    aten.mm.default: _add_product,
+    aten.bmm.default: _add_product,
+    aten.embedding_dense_backward.default: _add_embedding_rows,
+    aten.scatter.src: _put_rows,
 }
 # These write only some elements of the accumulator, which must be zeroed before the first chunk.
 ADD_TO_SOME = (GROUPED_OUTER, aten.embedding_dense_backward.default, aten.scatter.src)

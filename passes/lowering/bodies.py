@@ -88,13 +88,13 @@ class BodyBuilder(BodyInputs):
         assert layout.axes.sequence is not None
         self.layout, self.outer, self.order, self.reverse, self.plan = layout, outer, order, reverse, plan
         self.length = layout.axes.sequence.length
-        self.made: dict[Any, Any] = {}
+        self.lowered: dict[Any, Any] = {}
         self.prefixes: dict[fx.Node, int] = {}
         self.prefix_reads: dict[tuple[fx.Node, Selector], fx.Node] = {}
         self.deposits: dict[fx.Node, tuple[int, fx.Node]] = {}
         self.outer_states = states
         self.states: dict[fx.Node, int] = {}  # indices of buffers that hold the states of scans at the start of each chunk
-        self.asked: Span | None = None  # the span of keys for which a mask is being computed
+        self.requested_span: Span | None = None  # the span of keys for which a mask is being computed
 
     def letter_size(self, node: fx.Node, letter: int) -> Size:
         """Return the size of an axis in the chunk's copy of an operator."""
@@ -103,7 +103,7 @@ class BodyBuilder(BodyInputs):
         atom = axes.sequence_atom(dim) if role in (Role.ROWS, Role.KEYS) else None
         if atom is None:
             return axes.table.size_of_dim(dim)
-        rows, span = self.layout.rows(dim), self.layout.span(node, self.asked)
+        rows, span = self.layout.rows(dim), self.layout.span(node, self.requested_span)
         count = rows_in_chunk(rows, self.length) if role is Role.ROWS else rows_in_span(rows, span, self.length)
         return product(count if a == atom else axes.table.size(a) for a in dim)
 
@@ -114,28 +114,30 @@ class BodyBuilder(BodyInputs):
 
     def value(self, node: fx.Node) -> Any:
         """Return the body's node for a value of this loop."""
-        key = (node, self.asked) if is_tensor(node) and self.layout.is_made_to_measure(node) else node
-        if key not in self.made:
+        key = (node, self.requested_span) if is_tensor(node) and self.layout.is_made_to_measure(node) else node
+        if key not in self.lowered:
             producer = producer_of(node)
             if producer is not node:
                 lowered = self.graph.call_function(operator.getitem, (self.value(producer), node.args[1]))
             else:
                 lowered = emitter_of(node)(self, node)
-            self._name(node, lowered)
-            self.made[key] = lowered
-        return self.made[key]
+            self._copy_provenance(node, lowered)
+            self.lowered[key] = lowered
+        return self.lowered[key]
 
-    def _name(self, node: fx.Node, lowered: Any) -> None:
+    def _copy_provenance(self, node: fx.Node, lowered: Any) -> None:
+        """Copy the trace's provenance to a lowered node, and mark whether its operator has keys."""
         if isinstance(lowered, fx.Node):
             lowered.meta.update({name: node.meta[name] for name in FROM_THE_TRACE if name in node.meta})
             lowered.meta[JOINT] = node.name
             lowered.meta[HAS_KEYS] = Role.KEYS in self.layout.demand.roles.get(producer_of(node), {}).values()
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        outside, span = self.asked, self.layout.span(node, self.asked)
-        self.asked = span
+        """Return the body's nodes for an operator's operands, restricted to the keys that are requested."""
+        outside, span = self.requested_span, self.layout.span(node, self.requested_span)
+        self.requested_span = span
         operands = [self.operand(need) for need in self.layout.needs(node, span)]
-        self.asked = outside
+        self.requested_span = outside
         return operands
 
     def operand(self, need: OperandAccess) -> fx.Node:
@@ -145,66 +147,67 @@ class BodyBuilder(BodyInputs):
             return self.part(need.operand, source, need.where)
         form = self.layout.demand.form(need.operand)
         if form is StorageClass.KEYSUM:
-            return self.completed(need)
+            return self.completed_key_sum(need)
         if form is StorageClass.PAIR or need.selector is None or self._is_own_rows(need):
-            return self._asked_for(need)
-        return self.prefix(need)
+            return self._chunk_rows(need)
+        return self.append_to_prefix(need)
 
     def _is_own_rows(self, need: OperandAccess) -> bool:
+        """Return whether the needed rows are an operand's own rows of the chunk, or can be sliced from them."""
         placement, _, selector = need.where[0]
-        shown = self.layout.shown_rows(placement, selector)
-        return shown is not None and (shown.rows == placement.rows or (placement.outer, placement.inner) == (1, 1))
+        selected = self.layout.shown_rows(placement, selector)
+        return selected is not None and (selected.rows == placement.rows or (placement.outer, placement.inner) == (1, 1))
 
-    def _asked_for(self, need: OperandAccess) -> fx.Node:
+    def _chunk_rows(self, need: OperandAccess) -> fx.Node:
         """Return the chunk's own rows of a value; for an axis with another offset or length, the common rows."""
         value, length = self.value(need.operand), self.length
         for placement, _, selector in need.where:
-            own, shown = placement.rows, self.layout.shown_rows(placement, selector)
-            if shown is not None and shown.rows != own:
-                start = first_shifted(shown, own.length, length) - first_in_chunk(own, length)
-                bounds = self.number(start), self.number(start + rows_shifted(shown, own.length, length))
+            axis_rows, shown = placement.rows, self.layout.shown_rows(placement, selector)
+            if shown is not None and shown.rows != axis_rows:
+                start = first_shifted(shown, axis_rows.length, length) - first_in_chunk(axis_rows, length)
+                bounds = self.number(start), self.number(start + rows_shifted(shown, axis_rows.length, length))
                 value = self.graph.call_function(aten.slice.Tensor, (value, placement.dim, *bounds))
         return value
 
-    def prefix(self, need: OperandAccess) -> fx.Node:
+    def append_to_prefix(self, need: OperandAccess) -> fx.Node:
         """Append the chunk's rows of a value to a prefix buffer, and return the rows needed so far."""
         operand, placement, selector = need.operand, need.where[0][0], need.selector
         key = (operand, selector)
         if key not in self.prefix_reads:
             value = self.value(operand)
-            first = operand not in self.prefixes
-            if first:
+            is_new = operand not in self.prefixes
+            if is_new:
                 self.prefixes[operand] = self._new_buffer(operand, operand.meta[VALUE].dtype)
             index = self.prefixes[operand]
-            visible = self.buffer_part(f"{operand.name}_seen", index, placement, selector)
-            own = self.buffer_part(f"{operand.name}_own", index, placement, None)
+            rows_so_far = self.buffer_part(f"{operand.name}_seen", index, placement, selector)
+            chunk_rows = self.buffer_part(f"{operand.name}_own", index, placement, None)
             shape = self._selected_shape(operand, placement, selector)
-            self.prefix_reads[key] = self.graph.call_function(buffer_ops.append, (visible, own, value, shape))
+            self.prefix_reads[key] = self.graph.call_function(buffer_ops.append, (rows_so_far, chunk_rows, value, shape))
         return self.prefix_reads[key]
 
-    def completed(self, need: OperandAccess) -> fx.Node:
+    def completed_key_sum(self, need: OperandAccess) -> fx.Node:
         """Return the chunk's own rows of a sum over the chunks whose queries see them."""
         operand, placement = need.operand, need.where[0][0]
-        index, _ = self.deposit(operand)
-        own = self.buffer_part(f"{operand.name}_own", index, placement, None)
+        index, _ = self.add_key_sum(operand)
+        rows = self.buffer_part(f"{operand.name}_own", index, placement, None)
         shape = self._selected_shape(operand, placement, None)
         key = (operand, "completed")
-        if key not in self.made:
+        if key not in self.lowered:
             marker = self.deposits[operand][1]
-            self.made[key] = self.graph.call_function(buffer_ops.complete, (own, marker, shape, operand.meta[VALUE].dtype))
-        return self.made[key]
+            self.lowered[key] = self.graph.call_function(buffer_ops.complete, (rows, marker, shape, operand.meta[VALUE].dtype))
+        return self.lowered[key]
 
-    def deposit(self, operand: fx.Node) -> tuple[int, fx.Node]:
+    def add_key_sum(self, operand: fx.Node) -> tuple[int, fx.Node]:
         """Add this chunk's contribution to a sum over keys to its buffer, once."""
         if operand not in self.deposits:
-            part = self.value(operand)
+            contribution = self.value(operand)
             (placement,) = self.layout.placements(operand)
             span = self.layout.span(producer_of(operand))
-            is_all = self._first_chunk_sees_all(placement, span)
-            index = self._new_sum(operand, self.plan.sum_type(operand), zeroed=not is_all)
+            sees_all = self._first_chunk_sees_all(placement, span)
+            index = self._new_accumulator(operand, self.plan.sum_type(operand), zeroed=not sees_all)
             visible = self.buffer_part(f"{operand.name}_seen", index, placement, span)
-            added = visible, part, self.is_first() if is_all else False
-            self.deposits[operand] = index, self.graph.call_function(buffer_ops.add_rows, added)
+            arguments = visible, contribution, self.is_first() if sees_all else False
+            self.deposits[operand] = index, self.graph.call_function(buffer_ops.add_rows, arguments)
         return self.deposits[operand]
 
     def _first_chunk_sees_all(self, placement: Placement, span: Span) -> bool:
@@ -213,6 +216,7 @@ class BodyBuilder(BodyInputs):
         return span.low is None and reaches_end and placement.rows == RowRange(0, self.length)
 
     def is_first(self) -> fx.Node:
+        """Return the flag that is true in the first chunk that runs."""
         return self.feed("is_first", IsFirst(), None)
 
     def carry(self, node: fx.Node, dim: int, dtype: torch.dtype, keeps_states: bool) -> tuple[fx.Node, fx.Node | None]:
@@ -236,17 +240,19 @@ class BodyBuilder(BodyInputs):
         return carry, self.feed(f"{node.name}_states", BufferPart(self.states[node], ()), None)
 
     def _new_buffer(self, value: fx.Node, dtype: torch.dtype) -> int:
+        """Allocate a buffer of the full shape of a value; return its index."""
         shape = self.layout.full_shape(value)
         self.symbols |= free_symbols(shape)
         self.buffers.append(Buffer(value.name, shape, dtype, device_of_value(value), zeroed=False))
         return len(self.buffers) - 1
 
-    def _new_sum(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
+    def _new_accumulator(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
+        """Allocate an accumulator for a value; return its index. `zeroed` unless the first chunk overwrites it."""
         index = self._new_buffer(value, dtype)
         self.buffers[index] = replace(self.buffers[index], zeroed=zeroed, is_sum=True)
         return index
 
-    def total_type(self, node: fx.Node) -> torch.dtype:
+    def accumulation_dtype(self, node: fx.Node) -> torch.dtype:
         """Return the accumulation dtype of a sum. The sum before a mean's division may overflow a narrow dtype."""
         is_mean = self.layout.axes.signatures[producer_of(node)].combine == "mean"
         return carry_type(node.meta[VALUE].dtype) if is_mean else self.plan.sum_type(node)
@@ -254,7 +260,7 @@ class BodyBuilder(BodyInputs):
     def accumulate(self, node: fx.Node) -> BufferOutput:
         """Add this chunk's contribution to an accumulator, in one operator if a lowering fuses both."""
         dtype, count = node.meta[VALUE].dtype, mean_count(producer_of(node), self.layout)
-        index = self._new_sum(node, self.total_type(node), zeroed=node.target in ADD_TO_SOME)
+        index = self._new_accumulator(node, self.accumulation_dtype(node), zeroed=node.target in ADD_TO_SOME)
         if node.target in ROUNDED_ONCE and count == 1:
             self.buffers[index] = replace(self.buffers[index], of_one=dtype)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
@@ -298,23 +304,23 @@ class BodyBuilder(BodyInputs):
 
     def finish(self, name: str, content: LoopContent, chunk_size: ChunkSize) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
         """Return the loop, the host nodes it reads, and the values it returns before the states of its scans."""
-        kept: dict[fx.Node, BufferOutput] = {}
+        buffer_outputs: dict[fx.Node, BufferOutput] = {}
         for node in sorted(content.stacked | content.summed | content.key_sums, key=self.order.__getitem__):
             if node in content.summed:
                 self._compute_in_order(*(need.operand for need in self.layout.needs(producer_of(node))))
-                kept[node] = self.accumulate(node)
+                buffer_outputs[node] = self.accumulate(node)
             else:
                 self._compute_in_order(node)
             if node in content.key_sums:
-                kept[node] = BufferOutput(self.deposit(node)[0], node.meta[VALUE].dtype)
+                buffer_outputs[node] = BufferOutput(self.add_key_sum(node)[0], node.meta[VALUE].dtype)
         stacked = sorted(content.stacked, key=self.order.__getitem__)
         for node in [node for node in stacked if node in self.prefixes]:  # the prefix buffer already holds the full value
-            kept[node] = BufferOutput(self.prefixes[node], node.meta[VALUE].dtype)
+            buffer_outputs[node] = BufferOutput(self.prefixes[node], node.meta[VALUE].dtype)
             stacked.remove(node)
         outputs = [self.value(node) for node in stacked]
-        yields: list[Yield] = [*(self._stacked(node) for node in stacked), *kept.values()]
+        yields: list[Yield] = [*(self._concat_output(node) for node in stacked), *buffer_outputs.values()]
         yields += [BufferOutput(buffer, self.buffers[buffer].dtype) for buffer in self.states.values()]
-        leaves = [*stacked, *kept]
+        returned = [*stacked, *buffer_outputs]
         self.graph.output(tuple(outputs))
         wait_late(self.graph)
         body = LazyGraphModule(torch.nn.Module(), self.graph)
@@ -334,9 +340,9 @@ class BodyBuilder(BodyInputs):
             length=self.length,
             reverse=self.reverse,
             chunk_size=chunk_size,
-            labels=(*(node.name for node in leaves), *(self.buffers[buffer].name for buffer in self.states.values())),
+            labels=(*(node.name for node in returned), *(self.buffers[buffer].name for buffer in self.states.values())),
         )
-        return spec, sources, leaves
+        return spec, sources, returned
 
     def _compute_in_order(self, *roots: fx.Node) -> None:
         """Compute all that `roots` need in program order, without recursion: bodies may have thousands of operators."""
@@ -344,7 +350,7 @@ class BodyBuilder(BodyInputs):
         todo = list(roots)
         while todo:
             node = todo.pop()
-            if node in needed or node in self.made or self.outer(node) is not None:
+            if node in needed or node in self.lowered or self.outer(node) is not None:
                 continue
             needed.add(node)
             if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
@@ -353,7 +359,8 @@ class BodyBuilder(BodyInputs):
             if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
                 self.value(node)
 
-    def _stacked(self, node: fx.Node) -> ConcatOutput:
+    def _concat_output(self, node: fx.Node) -> ConcatOutput:
+        """Return the output into which the loop writes the rows of each chunk."""
         placement = next(p for p in self.layout.placements(node) if self._is_rows(node, p))
         shape = self.layout.full_shape(node)
         self.symbols |= free_symbols(shape)
@@ -361,6 +368,7 @@ class BodyBuilder(BodyInputs):
         return ConcatOutput(shape, node.meta[VALUE].dtype, device_of_value(node), placement)
 
     def _is_rows(self, node: fx.Node, placement: Placement) -> bool:
+        """Return whether a sequence dimension of a value runs over query positions, not keys."""
         producer = producer_of(node)
         result = int_argument(node, 1) if producer is not node else 0
         roles = self.layout.demand.roles[producer]

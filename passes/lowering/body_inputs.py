@@ -90,6 +90,7 @@ class BodyInputs:
         return self.feed(name, BufferPart(buffer, ((placement, selector),)), None)
 
     def note_symbols(self, where: Sequence[tuple[Placement, Selector]]) -> None:
+        """Record the symbols that the sizes of these placements and selectors depend on."""
         for placement, selector in where:
             sizes = [placement.outer, placement.inner, placement.rows.offset, placement.rows.length]
             if isinstance(selector, ShiftedRows):

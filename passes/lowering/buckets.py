@@ -31,6 +31,7 @@ class Buckets:
     name: ClassVar[str] = "buckets"
 
     def apply(self, facts: Facts) -> Facts:
+        """Coalesce the collectives of the forward and the backward host program."""
         program = facts.program
         if facts.collectives is None or program is None:
             return facts
@@ -46,11 +47,11 @@ def put_together(graph: fx.Graph) -> None:
     """Coalesce the collectives of a graph where possible, in place."""
     writer = GraphWriter(graph)
     for nodes, end in list(_between_loops(graph)):
-        ordered = _begun_first(nodes)
+        ordered = _starts_before_waits(nodes)
         for node in ordered:
             end.prepend(node)
         for bucket in _buckets(ordered):
-            _as_one(bucket, writer)
+            _coalesce(bucket, writer)
 
 
 def _between_loops(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], fx.Node]]:
@@ -64,7 +65,7 @@ def _between_loops(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], fx.Node]]:
             nodes.append(node)
 
 
-def _begun_first(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+def _starts_before_waits(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Sort nodes by the number of waits before them, so that collectives start before others are waited for."""
     waits: dict[fx.Node, int] = {}
     for node in nodes:
@@ -79,18 +80,18 @@ def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
         for key in [key for key, bucket in open_ones.items() if not set(bucket).isdisjoint(node.all_input_nodes)]:
             yield open_ones.pop(key)
         if RUN not in node.meta and of_several(node) is not None:
-            open_ones.setdefault(_kind(node), []).append(node)
+            open_ones.setdefault(_bucket_key(node), []).append(node)
     yield from open_ones.values()
 
 
-def _kind(node: fx.Node) -> Any:
+def _bucket_key(node: fx.Node) -> Any:
     """Return the properties that coalesced collectives share: operator, group and other arguments, dtype and device."""
     (operand,) = node.all_input_nodes
     value = operand.meta[VALUE]
     return node.target, node.args[1:], value.dtype, value.device
 
 
-def _as_one(bucket: Sequence[fx.Node], writer: GraphWriter) -> None:
+def _coalesce(bucket: Sequence[fx.Node], writer: GraphWriter) -> None:
     """Replace several collectives by one, at the position of the last."""
     target, last = of_several(bucket[0]), bucket[-1]
     device, group = last.all_input_nodes[0].meta[VALUE].device, group_of(last)

@@ -28,10 +28,10 @@ from streamfx.ir.stage import Stage
 from streamfx.ir.stage_plan import ChunkSize
 from streamfx.node_meta import JOINT, LAYOUTS, MEMORIES, MUTATED, PLACES, SAVED_FOR_ONE, STACK_TRACE, VALUE
 from streamfx.passes.lowering.copies import copy_to_host, fetch_in_time
-from streamfx.passes.lowering.donated_bodies import is_made_here, made_by, write_in_place
+from streamfx.passes.lowering.donated_bodies import is_owned_here, viewed_value, write_in_place
 from streamfx.passes.lowering.donation import reuse_buffers
 from streamfx.passes.lowering.host_program import HostProgramBuilder
-from streamfx.passes.lowering.output_aliasing import copied_if_written, gradients_apart, results_apart
+from streamfx.passes.lowering.output_aliasing import clone_shared_gradients, clone_shared_results, copied_if_written
 from streamfx.passes.ops.aliasing import OtherMemory
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.traits import is_expensive, is_random, producer_of, unpacks
@@ -50,10 +50,13 @@ class BuildProgram:
     name: ClassVar[str] = "rewrite"
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with the program of host programs and loops."""
         return replace(facts, program=_ProgramBuilder(facts).program())
 
 
 class _ProgramBuilder:
+    """Builds the forward and the backward host program from stages and plan."""
+
     def __init__(self, facts: Facts) -> None:
         self.facts, self.joint = facts, facts.joint
         self.layout = Layout(facts.axes, facts.demand, facts.causality, facts.truncations)
@@ -69,33 +72,33 @@ class _ProgramBuilder:
         forward = HostProgramBuilder(self.layout, self.order, self.facts.plan)
         self._add_inputs(forward)
         for stage in self.stages:
-            region = place(self._wanted(stage), forward.has, self.layout, self.order, reverse=False)
+            region = place(self._values_used_outside(stage), forward.has, self.layout, self.order, reverse=False)
             check_draws(region, stage)
             forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage))
-        self._assert(forward, early=True)
+        self._emit_assertions(forward, early=True)
         results = self._results(forward)
         if not any(isinstance(gradient, fx.Node) for gradient in self.joint.gradients):
-            forward.graph.output(tuple(self._apart(forward, results, ())))
-            return Program(_finished(forward), None, (), tuple(forward.loops))
+            forward.graph.output(tuple(self._clone_shared_results(forward, results, ())))
+            return Program(_finished_module(forward), None, (), tuple(forward.loops))
         backward = _BackwardBuilder(self, forward)
         for stage in reversed(self.stages):
-            wanted = [node for node in stage.gradients if is_tensor(node)]
+            gradients_of_stage = [node for node in stage.gradients if is_tensor(node)]
             if stage.gradient_in_forward:
                 continue
-            if wanted:
-                self._run_again(stage, backward)
-            region = place(wanted, backward.has, self.layout, self.order, reverse=True)
+            if gradients_of_stage:
+                self._rerun_dropped_stages(stage, backward)
+            region = place(gradients_of_stage, backward.has, self.layout, self.order, reverse=True)
             check_draws(region, stage)
             chunk_size = forward.chunks_of(region) or self.chunk_size(stage)
             backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size)
-        self._assert(backward, early=False)
-        gradients = gradients_apart([self._output(backward, gradient) for gradient in self.joint.gradients])
-        saved, others = backward.finish(tuple(gradients))
-        forward.graph.output((*self._apart(forward, results, saved), *saved, *others))
+        self._emit_assertions(backward, early=False)
+        gradients = clone_shared_gradients([self._output_value(backward, gradient) for gradient in self.joint.gradients])
+        saved, objects_and_numbers = backward.finish(tuple(gradients))
+        forward.graph.output((*self._clone_shared_results(forward, results, saved), *saved, *objects_and_numbers))
         loops = (*forward.loops, *backward.loops)
-        return Program(_finished(forward), _finished(backward), tuple(saved), loops)
+        return Program(_finished_module(forward), _finished_module(backward), tuple(saved), loops)
 
-    def _run_again(self, stage: Stage, backward: HostProgramBuilder) -> None:
+    def _rerun_dropped_stages(self, stage: Stage, backward: HostProgramBuilder) -> None:
         """Rerun the forward loops of earlier stages whose outputs were dropped, starting from the last boundary."""
         dropped = self.facts.plan.dropped[: self.stages.index(stage)]
         first = len(dropped)
@@ -106,43 +109,50 @@ class _ProgramBuilder:
             check_draws(region, earlier)
             backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier))
 
-    def _assert(self, outer: HostProgramBuilder, early: bool) -> None:
+    def _emit_assertions(self, outer: HostProgramBuilder, early: bool) -> None:
         """Emit the assertions of the user's code at the end of a graph, when all their operands are available."""
         for node in self.joint.assertions:
             if self.joint.forward.issuperset(node.all_input_nodes) is early:
                 outer.emit(node)
 
     def chunk_size(self, stage: Stage) -> ChunkSize:
+        """Return the planned chunk size of a stage."""
         return self.facts.plan.chunk_sizes[self.stages.index(stage)]
 
     def _add_inputs(self, outer: HostProgramBuilder) -> None:
+        """Add a placeholder for each input, and register the symbols that its sizes define."""
         for node in self.joint.primals:
-            made = outer.graph.placeholder(node.name)
-            made.meta = dict(node.meta)
-            outer.env[node] = self._unmarked(outer, made) if is_tensor(node) and is_marked(node.meta[VALUE]) else made
+            input_ = outer.graph.placeholder(node.name)
+            input_.meta = dict(node.meta)
+            outer.env[node] = self._unmarked(outer, input_) if is_tensor(node) and is_marked(node.meta[VALUE]) else input_
         outer.symbols.update(symbols_of(self.joint, outer))
 
-    def _unmarked(self, outer: HostProgramBuilder, given: fx.Node) -> fx.Node:
-        made = outer.graph.call_function(unmarked, (given,))
-        made.meta = {**given.meta, VALUE: unmarked(given.meta[VALUE])}
-        return made
+    def _unmarked(self, outer: HostProgramBuilder, placeholder: fx.Node) -> fx.Node:
+        """Return an input without its mark, as a call on its placeholder."""
+        call = outer.graph.call_function(unmarked, (placeholder,))
+        call.meta = {**placeholder.meta, VALUE: unmarked(placeholder.meta[VALUE])}
+        return call
 
-    def _wanted(self, stage: Stage) -> list[fx.Node]:
+    def _values_used_outside(self, stage: Stage) -> list[fx.Node]:
         """Return the values of a stage that are used outside it: by later stages, the caller, or hoisted reductions."""
         inside = set(stage.forward)
-        wanted = list(stage.outputs)
+        values = list(stage.outputs)
         outputs = {output for output in self.joint.outputs if isinstance(output, fx.Node)}
         for node in stage.forward:
             if not is_tensor(node) or (node in self.facts.axes.static and node not in outputs):
                 continue
-            form = self.layout.demand.form(node)
-            leaves = node in outputs or any(user not in inside for user in node.users)
-            if leaves and form is not StorageClass.ROWS and form not in (StorageClass.PAIR, StorageClass.KEYSUM):
-                wanted.append(node)
+            storage_class = self.layout.demand.form(node)
+            is_used_outside = node in outputs or any(user not in inside for user in node.users)
+            if (
+                is_used_outside
+                and storage_class is not StorageClass.ROWS
+                and storage_class not in (StorageClass.PAIR, StorageClass.KEYSUM)
+            ):
+                values.append(node)
         if stage.gradient_in_forward:
-            wanted += [node for node in stage.gradients if is_tensor(node)]
+            values += [node for node in stage.gradients if is_tensor(node)]
         number = self.stages.index(stage)
-        return list(dict.fromkeys([*wanted, *self.facts.plan.kept[number], *early_sums(number, self.facts)]))
+        return list(dict.fromkeys([*values, *self.facts.plan.kept[number], *early_sums(number, self.facts)]))
 
     def _results(self, forward: HostProgramBuilder) -> list[Any]:
         """Return the results with the strides of the trace.
@@ -153,40 +163,47 @@ class _ProgramBuilder:
         outputs, meta = self.joint.outputs, self.joint.graph.output_node().meta
         layouts, places = (meta.get(name, (None,) * len(outputs)) for name in (LAYOUTS, PLACES))
         inputs = {node.name: node for node in forward.graph.find_nodes(op="placeholder")}
-        made: dict[Any, Any] = {}
+        nodes_by_layout: dict[Any, Any] = {}
 
-        def laid(number: int) -> Any:
+        def result_at(number: int) -> Any:
+            """Return result `number` as the trace lays it out, and as a view of another value if it was one."""
             output, strides, place = outputs[number], layouts[number], places[number]
             if place is not None and not isinstance(place[0], OtherMemory):
-                base, offset, own = place
-                of = inputs[base] if isinstance(base, str) else laid(base)
-                return forward.part_of_memory(of, output, offset, own)
-            if (output, strides, place) in made:
-                return made[output, strides, place]
+                base, offset, own_strides = place
+                base_node = inputs[base] if isinstance(base, str) else result_at(base)
+                return forward.part_of_memory(base_node, output, offset, own_strides)
+            if (output, strides, place) in nodes_by_layout:
+                return nodes_by_layout[output, strides, place]
             if place is None:
-                value = self._output(forward, output)
-                made[output, strides, place] = value if strides is None else forward.laid_out(value, output, strides)
-                return made[output, strides, place]
-            alike = [(outputs[i], layouts[i], other) for i, other in enumerate(places) if other and other[0] == place[0]]
-            made.update(zip(alike, self._placed(forward, alike), strict=True))
-            return made[output, strides, place]
+                value = self._output_value(forward, output)
+                nodes_by_layout[output, strides, place] = value if strides is None else forward.laid_out(value, output, strides)
+                return nodes_by_layout[output, strides, place]
+            same_storage = [
+                (outputs[i], layouts[i], other_place)
+                for i, other_place in enumerate(places)
+                if other_place and other_place[0] == place[0]
+            ]
+            nodes_by_layout.update(zip(same_storage, self._place_in_one_storage(forward, same_storage), strict=True))
+            return nodes_by_layout[output, strides, place]
 
-        return [laid(number) for number in range(len(outputs))]
+        return [result_at(number) for number in range(len(outputs))]
 
-    def _placed(self, forward: HostProgramBuilder, alike: Sequence[tuple[fx.Node, Any, Any]]) -> list[fx.Node]:
+    def _place_in_one_storage(self, forward: HostProgramBuilder, outputs: Sequence[tuple[fx.Node, Any, Any]]) -> list[fx.Node]:
         """Return results that are views of one value which is not a result itself."""
-        values, places = [self._output(forward, output) for output, *_ in alike], [place[1:] for *_, place in alike]
-        same_type = len({output.meta[VALUE].dtype for output, *_ in alike}) == 1
-        if len(alike) > 1 and same_type:
+        values, places = [self._output_value(forward, output) for output, *_ in outputs], [place[1:] for *_, place in outputs]
+        same_type = len({output.meta[VALUE].dtype for output, *_ in outputs}) == 1
+        if len(outputs) > 1 and same_type:
             return forward.placed_together(values, places)
         return [forward.placed(value, *place) for value, place in zip(values, places, strict=True)]
 
-    def _apart(self, forward: HostProgramBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
+    def _clone_shared_results(self, forward: HostProgramBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
+        """Clone results that share memory with other results or saved values where the trace did not."""
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))
         names = {value: node.name for node, value in forward.env.items()}
-        return results_apart(results, traced[: len(results)], saved, names)
+        return clone_shared_results(results, traced[: len(results)], saved, names)
 
-    def _output(self, outer: HostProgramBuilder, output: Any) -> Any:
+    def _output_value(self, outer: HostProgramBuilder, output: Any) -> Any:
+        """Return the host-program node or number for an output of the joint graph."""
         if not isinstance(output, fx.Node):
             return output
         return outer.number(size_of(output.meta[VALUE])) if is_size(output) else outer.operand(output)
@@ -194,13 +211,14 @@ class _ProgramBuilder:
 
 def check_draws(region: Region, stage: Stage) -> None:
     """Random draws are repeated chunk by chunk, so their loop must have the chunks of their own stage."""
-    own = {*stage.forward, *stage.backward}
+    stage_nodes = {*stage.forward, *stage.backward}
     for node in region.nodes:
-        if is_random(node) and node not in own and node.target is not draw_seed:
+        if is_random(node) and node not in stage_nodes and node.target is not draw_seed:
             raise FallbackError(node, DRAWN_ELSEWHERE.format(target=node.target, stage=stage.name))
 
 
-def _finished(builder: HostProgramBuilder) -> fx.GraphModule:
+def _finished_module(builder: HostProgramBuilder) -> fx.GraphModule:
+    """Return the module of a complete host program, with buffers reused and operators written in place."""
     module = LazyGraphModule(builder.module, builder.graph)
     reuse_buffers(module)
     write_in_place(module)
@@ -211,6 +229,7 @@ class _BackwardBuilder(HostProgramBuilder):
     """Builds the backward host program. Forward values that it needs are saved, or recomputed if that is cheap."""
 
     def __init__(self, rewriter: _ProgramBuilder, forward: HostProgramBuilder) -> None:
+        """Start a program with the tangents; `saved`, `numbers` and `objects` map forward values to placeholders."""
         super().__init__(rewriter.layout, rewriter.order, rewriter.facts.plan)
         self.joint, self.forward = rewriter.joint, forward
         self.saved: dict[fx.Node, fx.Node] = {}
@@ -225,13 +244,16 @@ class _BackwardBuilder(HostProgramBuilder):
             self.tangents.append(placeholder)
 
     def has(self, node: fx.Node) -> bool:
+        """Return whether a value exists here, or can be saved by the forward program."""
         return node in self.env or self._is_saved(node)
 
     def _is_saved(self, node: fx.Node) -> bool:
+        """Return whether the forward program can save a value for this program."""
         is_dropped = self.plan.is_dropped(node)
-        return is_tensor(node) and self.forward.has(node) and not is_dropped and node not in self._repeated
+        return is_tensor(node) and self.forward.has(node) and not is_dropped and node not in self._recomputed
 
     def value(self, node: fx.Node) -> fx.Node | None:
+        """Return the node of a value, adding a placeholder if the forward program can save it; else None."""
         if node not in self.env and self._is_saved(node):
             if node in self.offloaded:
                 self.env[node] = self._fetched(node)
@@ -243,49 +265,55 @@ class _BackwardBuilder(HostProgramBuilder):
 
     def _fetched(self, node: fx.Node) -> fx.Node:
         """Return a value that was offloaded to the host; `fetch_in_time` later moves its copy to an earlier point."""
-        held = self.saved[node] = self._placeholder(f"{node.name}_held", {VALUE: self._on_host(node)})
-        fetched = self.graph.call_function(from_host, (held, node.meta[VALUE].device))
+        host_copy = self.saved[node] = self._placeholder(f"{node.name}_held", {VALUE: self._on_host(node)})
+        fetched = self.graph.call_function(from_host, (host_copy, node.meta[VALUE].device))
         waited = self.graph.call_function(wait_for_copy, (fetched,))
         fetched.meta, waited.meta = dict(node.meta), dict(node.meta)
         return waited
 
     def _on_host(self, node: fx.Node) -> Any:
+        """Return a fake copy of a value on the CPU."""
         with torch.no_grad():
             return torch.empty_like(node.meta[VALUE], device="cpu")
 
-    def kept_by_forward(self) -> list[fx.Node]:
+    def nodes_to_save(self) -> list[fx.Node]:
         """Return what the forward program saves of each value: the host copy if it is offloaded, a device copy if the
         caller may write to the value after the forward program, otherwise the value.
         """
-        forward = {node: self.forward.env[node] for node in self.saved}
+        forward_nodes = {node: self.forward.env[node] for node in self.saved}
         meta = {
-            forward[node]: {VALUE: self._on_host(node), JOINT: node.name, STACK_TRACE: node.meta.get(STACK_TRACE)}
+            forward_nodes[node]: {VALUE: self._on_host(node), JOINT: node.name, STACK_TRACE: node.meta.get(STACK_TRACE)}
             for node in self.saved
             if node in self.offloaded
         }
-        held = copy_to_host(self.forward.graph, meta)
-        return [held[value] if node in self.offloaded else copied_if_written(value) for node, value in forward.items()]
+        host_copies = copy_to_host(self.forward.graph, meta)
+        return [
+            host_copies[value] if node in self.offloaded else copied_if_written(value) for node, value in forward_nodes.items()
+        ]
 
     def states_of(self, node: fx.Node) -> fx.Node | None:
+        """Return a scan's states, adding a placeholder if a forward loop has stored them; else None."""
         if node not in self.states and node in self.forward.states:
             self.states[node] = self._placeholder(f"{node.name}_states", dict(self.forward.states[node].meta))
             self.chunks_of_states[node] = self.forward.chunks_of_states[node]
         return self.states.get(node)
 
     def symbol(self, symbol: sympy.Symbol) -> Any:
+        """Return a placeholder for the value of a symbol that the forward program passes on."""
         if symbol not in self.numbers:
             value = self.forward.symbol(symbol)
             self.numbers[symbol] = self._placeholder(symbol.name, {VALUE: value.meta[VALUE]})
         return self.numbers[symbol]
 
     def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
+        """Add a placeholder at the start of the graph; `finish` puts placeholders in order."""
         with self.graph.inserting_before(next(iter(self.graph.nodes), None) or self.graph._root):
             placeholder = self.graph.placeholder(name)
         placeholder.target, placeholder.meta = placeholder.name, meta
         return placeholder
 
     @cached_property
-    def _repeated(self) -> frozenset[fx.Node]:
+    def _recomputed(self) -> frozenset[fx.Node]:
         """Views, casts and unpackings of parameters: recomputing them is cheaper than saving them."""
         repeated = set(self.joint.graph.find_nodes(op="get_attr"))
         for node in self.joint.nodes:
@@ -297,6 +325,7 @@ class _BackwardBuilder(HostProgramBuilder):
         return frozenset(repeated)
 
     def _is_cheap_outside(self, node: fx.Node) -> bool:
+        """Return whether a value is computed between loops, deterministically and without a product."""
         producer = producer_of(node)
         return (
             is_tensor(node)
@@ -319,16 +348,16 @@ class _BackwardBuilder(HostProgramBuilder):
                 previous.append(placeholder)
             previous = placeholder
         for node, placeholder in self.saved.items():
-            placeholder.meta[SAVED_FOR_ONE] = self._is_for_one(node)
-        saved = self.kept_by_forward() + [self.forward.states[node] for node in self.states]
+            placeholder.meta[SAVED_FOR_ONE] = self._is_saved_exclusively(node)
+        saved = self.nodes_to_save() + [self.forward.states[node] for node in self.states]
         objects = [self.forward.env[node] for node in self.objects]
         return saved, objects + [self.forward.symbol(symbol) for symbol in self.numbers]
 
-    def _is_for_one(self, node: fx.Node) -> bool:
+    def _is_saved_exclusively(self, node: fx.Node) -> bool:
         """Return whether a saved value is a loop's result that the forward program passes to this program only."""
-        made = self.forward.env[node]
-        is_saved_once = [self.forward.env[other] for other in self.saved].count(made) == 1 and node not in self.joint.outputs
-        return is_saved_once and not made.users and is_made_here(made_by(made), self.forward.module)
+        value = self.forward.env[node]
+        is_saved_once = [self.forward.env[other] for other in self.saved].count(value) == 1 and node not in self.joint.outputs
+        return is_saved_once and not value.users and is_owned_here(viewed_value(value), self.forward.module)
 
 
 def _is_lasting_input(node: fx.Node) -> bool:
@@ -354,4 +383,5 @@ def symbols_of(joint: JointGraph, outer: HostProgramBuilder) -> dict[sympy.Symbo
 
 
 def _identifier(name: str) -> str:
+    """Return a name of letters, digits and underscores."""
     return re.sub(r"\W+", "_", name).strip("_") or "stage"

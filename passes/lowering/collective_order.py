@@ -48,10 +48,10 @@ def values_of_weights(facts: Facts, group: str) -> str:
         if collectives is None
         else ([item.stretch for item in collectives.gathers.values()], list(collectives.reductions.values()))
     )
-    sent = [
+    lines_by_side = [
         sorted(chain(*(_values_sent(node) for stretch in side for node in _of_group(stretch.graph, group)))) for side in sides
     ]
-    return "\n\n".join("\n".join(part) for part in sent)
+    return "\n\n".join("\n".join(part) for part in lines_by_side)
 
 
 def traced_order(graph: fx.Graph, group: str) -> str:
@@ -65,6 +65,7 @@ def _between_loops(program: Program, group: str) -> list[list[fx.Node]]:
 
 
 def _of_group(graph: fx.Graph, group: str) -> list[fx.Node]:
+    """Return a group's collectives in a graph, in order."""
     return [node for node in graph.nodes if is_collective(node) and group_of(node) == group]
 
 
@@ -81,6 +82,7 @@ def _values_sent(node: fx.Node) -> list[str]:
 
 
 def _lines_of_program(program: Program, group: str) -> Iterator[str]:
+    """Yield a line for each collective between loops or reduced value in loops, forward, then backward."""
     for name, half in (("forward", program.forward), ("backward", program.backward)):
         yield name
         if half is not None:
@@ -88,6 +90,7 @@ def _lines_of_program(program: Program, group: str) -> Iterator[str]:
 
 
 def _lines_of_half(half: fx.GraphModule, group: str) -> Iterator[str]:
+    """Yield the lines of one host program: of its loops, and of its collectives between them."""
     for node in half.graph.nodes:
         if node.op == "call_module":
             yield from _lines_of_loop(half.get_submodule(str(node.target)))
@@ -119,4 +122,5 @@ def _name(node: fx.Node) -> str:
 
 
 def _type_and_sizes(node: fx.Node) -> str:
+    """Describe a tensor by dtype and shape, any other value as "_"."""
     return f"{node.meta[VALUE].dtype} {list(node.meta[VALUE].shape)}" if is_tensor(node) else "_"

@@ -44,50 +44,51 @@ class CompileBodies:
     options: Options
 
     def apply(self, facts: Facts) -> Facts:
+        """Split each body into calls, and compile it with Inductor; equal bodies share their segments."""
         if not uses_inductor(self.options, facts.joint.graph):
             return facts
         program: Program = known(facts.program)
-        written: dict[Any, tuple[LoopSpec, list[CodeCall]]] = {}
+        calls_by_key: dict[Any, tuple[LoopSpec, list[CodeCall]]] = {}
         for loop in program.loops:
-            first, calls = written.setdefault(_form_of(loop.spec), (loop.spec, []))
+            first, calls = calls_by_key.setdefault(_structural_key(loop.spec), (loop.spec, []))
             calls += split(first) if not calls else []
             loop.compiled = CompiledBody(_calls_for(loop.spec, first, calls), loop.spec.body)
         tallied([loop.compiled for loop in program.loops], self.options.progress)
         return replace(facts, program=program)
 
 
-def _form_of(spec: LoopSpec) -> Any:
+def _structural_key(spec: LoopSpec) -> Any:
     """Return a key of a body's calls and of the lines that its errors name; equal layers have equal keys."""
     nodes = spec.body.graph.nodes
-    said = tuple((node.meta.get(HAS_KEYS, False), node.meta.get(STACK_TRACE)) for node in nodes)
-    return structure(spec.body.graph), spec.feeds, said
+    provenance = tuple((node.meta.get(HAS_KEYS, False), node.meta.get(STACK_TRACE)) for node in nodes)
+    return structure(spec.body.graph), spec.feeds, provenance
 
 
 def _calls_for(spec: LoopSpec, first: LoopSpec, calls: Sequence[CodeCall]) -> list[CodeCall]:
     """Return the calls of a body, given those of an equal body: the same segments, applied to its own nodes."""
-    own = dict(zip(first.body.graph.nodes, spec.body.graph.nodes, strict=True))
+    node_of = dict(zip(first.body.graph.nodes, spec.body.graph.nodes, strict=True))
     return [
-        replace(call, args=tuple(own[node] for node in call.args), makes=tuple(own[node] for node in call.made))
+        replace(call, args=tuple(node_of[node] for node in call.args), makes=tuple(node_of[node] for node in call.made))
         if isinstance(call.run, Segment)
-        else single_call(own[call.stands_for[0]], spec.body)
+        else single_call(node_of[call.stands_for[0]], spec.body)
         for call in calls
     ]
 
 
 def split(spec: LoopSpec) -> list[CodeCall]:
     """Split the body into calls in order: compiled segments, and single operators of the runtime."""
-    parts = _Parts(spec)
+    segments = _SegmentAssignment(spec)
     calls: list[CodeCall] = []
-    for number in range(BEFORE, 1 + max(parts.level.values(), default=0)):
-        nodes = [node for node, own in parts.level.items() if own == number and node.op in CALLS]
-        compiled = [node for node in nodes if parts.is_compiled(node)]
+    for number in range(BEFORE, 1 + max(segments.segment_of.values(), default=0)):
+        nodes = [node for node, segment in segments.segment_of.items() if segment == number and node.op in CALLS]
+        compiled = [node for node in nodes if segments.is_compiled(node)]
         if compiled:
             calls.append(_segment(compiled))
-        calls.extend(single_call(node, spec.body) for node in nodes if not parts.is_compiled(node))
+        calls.extend(single_call(node, spec.body) for node in nodes if not segments.is_compiled(node))
     return calls
 
 
-class _Parts:
+class _SegmentAssignment:
     """Assigns each operator of a body to a segment.
 
     An operator is assigned to the first segment in which all its operands are ready, so that segments are long. A
@@ -95,17 +96,18 @@ class _Parts:
     """
 
     def __init__(self, spec: LoopSpec) -> None:
+        """Assign each operator of a body to a segment (`segment_of`), then merge segments."""
         self.graph = spec.body.graph
         self.feeds = dict(zip(self.graph.find_nodes(op="placeholder"), spec.feeds, strict=True))
-        self.positions = self._fed(lambda feed: isinstance(feed, Number) and depends_on_position(feed.value))
-        self.level: dict[fx.Node, int] = {}
+        self.positions = self._placeholders_with(lambda feed: isinstance(feed, Number) and depends_on_position(feed.value))
+        self.segment_of: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                self.level[node] = 0
+                self.segment_of[node] = 0
             elif node.op in CALLS:
                 ready = max((self._ready_at(source) for source in node.all_input_nodes), default=0)
-                self.level[node] = BEFORE if self._is_opening(node) else max(ready, self._after_others(node))
-        self._join()
+                self.segment_of[node] = BEFORE if self._is_opening(node) else max(ready, self._segment_of_last_reduction(node))
+        self._merge_segments()
 
     def is_compiled(self, node: fx.Node) -> bool:
         """Return whether Inductor may compile an operator; an element of a tuple follows its operator.
@@ -122,7 +124,8 @@ class _Parts:
             and not self._is_opening(producer)
         )
 
-    def _fed(self, condition: Callable[[Feed], bool]) -> set[fx.Node]:
+    def _placeholders_with(self, condition: Callable[[Feed], bool]) -> set[fx.Node]:
+        """Return the placeholders whose feeds meet a condition."""
         return {node for node, feed in self.feeds.items() if condition(feed)}
 
     def _is_opening(self, node: fx.Node) -> bool:
@@ -134,27 +137,31 @@ class _Parts:
 
     def _ready_at(self, source: fx.Node) -> int:
         """Return the first segment that can use a value: runtime operators run after the segment of their own level."""
-        return self.level[source] + (source.op in CALLS and not self.is_compiled(source))
+        return self.segment_of[source] + (source.op in CALLS and not self.is_compiled(source))
 
-    def _after_others(self, node: fx.Node) -> int:
+    def _segment_of_last_reduction(self, node: fx.Node) -> int:
         """Keep reductions over ranks in the body's order, as on a rank without a compiler."""
-        return max((self.level[other] for other in self.level if other.target is begin), default=0) if node.target is begin else 0
+        return (
+            max((self.segment_of[other] for other in self.segment_of if other.target is begin), default=0)
+            if node.target is begin
+            else 0
+        )
 
-    def _join(self) -> None:
+    def _merge_segments(self) -> None:
         """Merge segments into the next one if no operator in between needs their values, or it can wait as well."""
-        compiled = [node for node in self.level if node.op == "call_function" and self.is_compiled(node)]
-        of_buffers = self._of_buffers()
-        for number, following in pairwise(sorted({self.level[node] for node in compiled})):
-            own = {node for node in compiled if self.level[node] == number}
-            after = {user for node in own for user in node.users if user not in own and user.op != "output"}
-            early = {user for user in after if self.level[user] < following}
-            if own.isdisjoint(of_buffers) and all(is_last(user) for user in early):
-                self.level.update(dict.fromkeys(own | early, following))
+        compiled = [node for node in self.segment_of if node.op == "call_function" and self.is_compiled(node)]
+        buffer_readers = self._buffer_readers()
+        for number, following in pairwise(sorted({self.segment_of[node] for node in compiled})):
+            segment = {node for node in compiled if self.segment_of[node] == number}
+            readers = {user for node in segment for user in node.users if user not in segment and user.op != "output"}
+            readers_before_next = {user for user in readers if self.segment_of[user] < following}
+            if segment.isdisjoint(buffer_readers) and all(has_no_user(user) for user in readers_before_next):
+                self.segment_of.update(dict.fromkeys(segment | readers_before_next, following))
 
-    def _of_buffers(self) -> set[fx.Node]:
+    def _buffer_readers(self) -> set[fx.Node]:
         """Return operators that read a buffer, to which later operators may write."""
-        readers = self._fed(lambda feed: isinstance(feed, BufferPart))
-        for node in self.level:
+        readers = self._placeholders_with(lambda feed: isinstance(feed, BufferPart))
+        for node in self.segment_of:
             if node.op == "call_function" and self.is_compiled(node) and readers.intersection(node.all_input_nodes):
                 readers.add(node)
         return readers
@@ -169,12 +176,13 @@ def depends_on_position(value: Size) -> bool:
     return not moved.free_symbols.isdisjoint({START, STOP, CHUNK})
 
 
-def is_last(node: fx.Node) -> bool:
+def has_no_user(node: fx.Node) -> bool:
     """Return whether no operator uses this one's result, as for an addition to an accumulator."""
     return all(user.op == "output" for user in node.users)
 
 
 def _segment(nodes: list[fx.Node]) -> CodeCall:
+    """Return a call of a graph that has copies of these operators, with inputs and outputs of the segment."""
     inside = set(nodes)
     inputs = [source for node in nodes for source in node.all_input_nodes if source not in inside]
     inputs = list(dict.fromkeys(inputs))
@@ -189,4 +197,5 @@ def _segment(nodes: list[fx.Node]) -> CodeCall:
 
 
 def _is_tuple(node: fx.Node) -> bool:
+    """Return whether a node returns several values."""
     return any(user.target is operator.getitem for user in node.users)

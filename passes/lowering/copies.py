@@ -34,6 +34,7 @@ class _Runs:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
+        """Number the runs of a graph, and record the run of each node and the first node of each run."""
         self.graph, self.position = graph, {node: i for i, node in enumerate(graph.nodes)}
         index = {run: i for i, run in enumerate(dict.fromkeys(node.meta[RUN] for node in graph.nodes if RUN in node.meta))}
         self.number: dict[fx.Node, int] = {}
@@ -52,6 +53,7 @@ class _Runs:
         return self._begin.get(run, self.graph._root)
 
     def later(self, *nodes: fx.Node) -> fx.Node:
+        """Return the last of these nodes in graph order; the root counts as the end."""
         return max(nodes, key=lambda node: self.position.get(node, len(self.position)))
 
 
@@ -74,7 +76,7 @@ def fetch_in_time(graph: fx.Graph) -> None:
     """Fetch each value of a complete backward graph during the run before the run of its first user."""
     runs, groups = _Runs(graph), list[tuple[fx.Node, list[fx.Node]]]()
     for node in graph.find_nodes(op="call_function", target=wait_for_copy):
-        groups += [(node, users) for users in _without_gaps(node.users, runs)]
+        groups += [(node, users) for users in _groups_of_users(node.users, runs)]
     for node, users in sorted(groups, key=lambda group: runs.number[group[1][0]]):
         (fetched,) = node.all_input_nodes
         with graph.inserting_before(runs.begin(max(runs.number[users[0]] - 1, 0))):
@@ -90,7 +92,7 @@ def fetch_in_time(graph: fx.Graph) -> None:
         graph.erase_node(fetched)
 
 
-def _without_gaps(users: Iterable[fx.Node], runs: _Runs) -> Iterator[list[fx.Node]]:
+def _groups_of_users(users: Iterable[fx.Node], runs: _Runs) -> Iterator[list[fx.Node]]:
     """Group the users of a value: between two groups there is time to free and refetch the value."""
     group: list[fx.Node] = []
     for user in sorted(users, key=runs.position.__getitem__):

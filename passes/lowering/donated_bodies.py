@@ -36,17 +36,23 @@ def write_in_place(module: fx.GraphModule) -> None:
     """Replace a host program's sums and products by in-place variants where possible."""
     for node in list(module.graph.nodes):
         if node.target in IN_PLACE and not node.kwargs:
-            _rewrite(node, module)
+            _write_over_operand(node, module)
 
 
-def _rewrite(node: fx.Node, module: fx.GraphModule) -> None:
+def _write_over_operand(node: fx.Node, module: fx.GraphModule) -> None:
+    """Let a sum or product write over an operand without other users that this graph, or a saved value, owns."""
     over, over_saved = IN_PLACE[node.target]  # type: ignore[index]
     left, right = node.args[:2]
     for target, other in ((left, right), (right, left)):
-        if not isinstance(target, fx.Node) or target is other or not _is_alike(target, node) or set(target.users) != {node}:
+        if (
+            not isinstance(target, fx.Node)
+            or target is other
+            or not _has_same_layout(target, node)
+            or set(target.users) != {node}
+        ):
             continue
-        origin = made_by(target)
-        if is_made_here(origin, module):
+        origin = viewed_value(target)
+        if is_owned_here(origin, module):
             node.target, node.args = over, (target, other)
             return
         if origin.meta.get(SAVED_FOR_ONE, False) and over_saved is not None:
@@ -54,14 +60,14 @@ def _rewrite(node: fx.Node, module: fx.GraphModule) -> None:
             return
 
 
-def made_by(node: fx.Node) -> fx.Node:
+def viewed_value(node: fx.Node) -> fx.Node:
     """Follow a chain of views to the viewed value, as long as it has no other user."""
     while is_moved_elements(node) and len(node.all_input_nodes[0].users) == 1:
         node = node.all_input_nodes[0]
     return node
 
 
-def is_made_here(node: fx.Node, module: Any) -> bool:
+def is_owned_here(node: fx.Node, module: Any) -> bool:
     """Return whether a value is one of a loop's results, or was itself written in place."""
     if node.target in OVER_FIRST:
         return True
@@ -73,9 +79,13 @@ def is_made_here(node: fx.Node, module: Any) -> bool:
     )
 
 
-def _is_alike(operand: fx.Node, result: fx.Node) -> bool:
+def _has_same_layout(operand: fx.Node, result: fx.Node) -> bool:
     """Return whether a result has the shape and dtype of an operand whose elements do not overlap in memory."""
-    one, other = operand.meta.get(VALUE), result.meta.get(VALUE)
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+    operand_value, result_value = operand.meta.get(VALUE), result.meta.get(VALUE)
+    if not isinstance(operand_value, Tensor) or not isinstance(result_value, Tensor):
         return False
-    return one.shape == other.shape and one.dtype == other.dtype and 0 not in one.stride()
+    return (
+        operand_value.shape == result_value.shape
+        and operand_value.dtype == result_value.dtype
+        and 0 not in operand_value.stride()
+    )

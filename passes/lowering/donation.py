@@ -32,24 +32,31 @@ def reuse_buffers(module: fx.GraphModule) -> None:
             if not isinstance(item, ConcatOutput):
                 continue
             for index, source in enumerate(tensors):
-                if index not in reused and _dies_here(source, call, module) and _fits(loop.spec, position, index, source, module):
+                if (
+                    index not in reused
+                    and _is_last_use(source, call, module)
+                    and _can_overwrite(loop.spec, position, index, source, module)
+                ):
                     yields[position] = replace(item, reuse=index)
                     reused.add(index)
                     break
         loop.spec = replace(loop.spec, yields=tuple(yields))
     for loop in module.children():
         if isinstance(loop, Loop):
-            loop.spec = _with_fresh(loop.spec)
+            loop.spec = _mark_fresh_results(loop.spec)
 
 
-def _with_fresh(spec: LoopSpec) -> LoopSpec:
+def _mark_fresh_results(spec: LoopSpec) -> LoopSpec:
     """Mark the results that the loop's body computes in memory of their own."""
     outputs: Sequence[fx.Node] = spec.body.graph.output_node().args[0]  # type: ignore[assignment]
     placeholders = zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, strict=True)
     numbers = {node for node, feed in placeholders if not isinstance(feed, (Broadcast, ChunkSlice, BufferPart))}
-    shown = [memories(output) - numbers for output in outputs]
-    count = Counter(memory for memories_of_one in shown for memory in memories_of_one)
-    fresh = [len(own) == 1 and all(count[memory] == 1 and _is_made(memory) for memory in own) for own in shown]
+    memories_by_output = [memories(output) - numbers for output in outputs]
+    count = Counter(memory for memories_of_one in memories_by_output for memory in memories_of_one)
+    fresh = [
+        len(memories_of_output) == 1 and all(count[memory] == 1 and _is_made(memory) for memory in memories_of_output)
+        for memories_of_output in memories_by_output
+    ]
     yields = [replace(item, is_fresh=fresh[i]) if isinstance(item, ConcatOutput) else item for i, item in enumerate(spec.yields)]
     return replace(spec, yields=tuple(yields))
 
@@ -60,12 +67,13 @@ def _is_made(memory: fx.Node) -> bool:
     return producer.op == "call_function" and isinstance(producer.target, OpOverload)
 
 
-def _dies_here(source: fx.Node, call: fx.Node, module: fx.GraphModule) -> bool:
+def _is_last_use(source: fx.Node, call: fx.Node, module: fx.GraphModule) -> bool:
     """Return whether an earlier loop computed a value for this one alone."""
     return set(source.users) == {call} and _stacked_by(source, module) is not None
 
 
 def _stacked_by(source: fx.Node, module: fx.GraphModule) -> ConcatOutput | None:
+    """Return the loop output that stacks a value; None if it is no loop's stacked result."""
     if source.target is not operator.getitem:
         return None
     producer, position = source.args
@@ -75,7 +83,7 @@ def _stacked_by(source: fx.Node, module: fx.GraphModule) -> ConcatOutput | None:
     return item if isinstance(item, ConcatOutput) else None
 
 
-def _fits(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx.GraphModule) -> bool:
+def _can_overwrite(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx.GraphModule) -> bool:
     """Return whether result `position` can overwrite operand `index`: equal rows, shape and dtype, and no view of it.
 
     The loop would read such a view, in another order, while it is overwritten.
@@ -85,8 +93,8 @@ def _fits(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx
     if source_item is None or replace(source_item, reuse=item.reuse) != item:
         return False
     placeholders = spec.body.graph.find_nodes(op="placeholder")
-    own = {node for node, i in zip(placeholders, spec.sources, strict=True) if i == index}
+    operand_views = {node for node, i in zip(placeholders, spec.sources, strict=True) if i == index}
     feeds = [feed for feed, i in zip(spec.feeds, spec.sources, strict=True) if i == index]
     by_rows = all(isinstance(feed, ChunkSlice) and feed.where == ((item.placement, None),) for feed in feeds)
     outputs = spec.body.graph.output_node().args[0]
-    return by_rows and not any(memories(output) & own for output in outputs)  # type: ignore[arg-type,union-attr]
+    return by_rows and not any(memories(output) & operand_views for output in outputs)  # type: ignore[arg-type,union-attr]

@@ -48,17 +48,17 @@ def plan_chain(
     chain: GradientReleaseChain, joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int
 ) -> None:
     """Record which gradients can be released early; inputs that the graph writes to are excluded."""
-    look, nothing = partial(_planned, joint, forward, backward, num_outputs, num_inputs), ReleaseSpec({}, (), ())
+    look, nothing = partial(_release_spec, joint, forward, backward, num_outputs, num_inputs), ReleaseSpec({}, (), ())
     chain.sources, chain.saved, chain.places = attempted(look, nothing, AT_ONCE, strict=False)
     chain.keep_out(mutated_inputs(joint))
 
 
-def _planned(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int) -> ReleaseSpec:
+def _release_spec(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int) -> ReleaseSpec:
     """Return the release spec of the graph, without places if there is only one segment."""
     sources = sources_of(joint, num_outputs, num_inputs)
-    place = {source.primal: place for place, source in sources.items()}
-    lies_in = inputs_saved(forward, num_outputs)
-    saved = tuple(frozenset(place[primal] for primal in some if primal in place) for some in lies_in)
+    source_index = {source.primal: source_index for source_index, source in sources.items()}
+    inputs_of_saved = inputs_saved(forward, num_outputs)
+    saved = tuple(frozenset(source_index[primal] for primal in inputs if primal in source_index) for inputs in inputs_of_saved)
     places = places_of(deliveries(backward, saved)) if sources else ()
     return ReleaseSpec(sources, saved, places if len(places) > 1 else ())
 
@@ -87,18 +87,19 @@ def deliveries(backward: fx.GraphModule, saved: Saved) -> tuple[ReleaseSegment, 
         isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in backward.graph.nodes
     ):
         return ()
-    order = _early(backward)
-    complete = _complete(backward.graph, order, saved)
+    order = _execution_order(backward)
+    complete = _complete_gradients(backward.graph, order, saved)
     segments, begin, ready = list[ReleaseSegment](), 0, dict[int, fx.Node]()
     for index, node in enumerate(order):
         if ready and _takes_time(node, backward):
-            segments.append(_delivery(order[begin:index], ready))
+            segments.append(_release_segment(order[begin:index], ready))
             begin, ready = index, {}
         ready |= complete.get(index, {})
-    return (*segments, _delivery(order[begin:], ready)) if order else ()
+    return (*segments, _release_segment(order[begin:], ready)) if order else ()
 
 
-def _delivery(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> ReleaseSegment:
+def _release_segment(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> ReleaseSegment:
+    """Return a segment with its operators, the saved inputs whose memory it reads, and its complete gradients."""
     memory_read = (memory for node in operators for operand in node.all_input_nodes for memory in memories(operand))
     reads = [
         node for node in memory_read if node.op == "placeholder" and is_tensor(node) and not node.meta.get(SAVED_FOR_ONE, False)
@@ -107,17 +108,19 @@ def _delivery(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> Re
 
 
 def _takes_time(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Return whether a node is a loop or an expensive operator."""
     if node.op == "call_module":
         return isinstance(module.get_submodule(str(node.target)), Loop)
     return is_expensive(node) and node.target is not operator.getitem
 
 
-def _early(module: fx.GraphModule) -> list[fx.Node]:
+def _execution_order(module: fx.GraphModule) -> list[fx.Node]:
     """Return the operators in a valid order: graph order, except for movable operators, which run early."""
     inputs = module.graph.find_nodes(op="placeholder")
     movable, placed, order = _movable(module), set(inputs), list[fx.Node]()
 
     def may_follow(node: fx.Node) -> bool:
+        """Return whether a movable operator is not placed yet and all its operands are."""
         return node in movable and node not in placed and placed.issuperset(node.all_input_nodes)
 
     def place(node: fx.Node) -> None:
@@ -151,19 +154,19 @@ def _movable(module: fx.GraphModule) -> set[fx.Node]:
     movable: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         leads_to_gradients_alone = all(user is output or user in movable for user in node.users)
-        if node in needed and leads_to_gradients_alone and _gives_the_same(node) and not _takes_time(node, module):
+        if node in needed and leads_to_gradients_alone and _may_run_any_time(node) and not _takes_time(node, module):
             movable.add(node)
     return movable
 
 
-def _gives_the_same(node: fx.Node) -> bool:
+def _may_run_any_time(node: fx.Node) -> bool:
     """Return whether an operator may run at any time, unlike a collective or an operator that waits for one."""
     if node.target is operator.getitem or node.target in OVER_FIRST:
         return True
     return isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not is_random(node)
 
 
-def _complete(graph: fx.Graph, order: Sequence[fx.Node], saved: Saved) -> dict[int, dict[int, fx.Node]]:
+def _complete_gradients(graph: fx.Graph, order: Sequence[fx.Node], saved: Saved) -> dict[int, dict[int, fx.Node]]:
     """Return, by operator index, the gradients that are complete after it and whose memory no later operator reads."""
     number = {node: index for index, node in enumerate(order)}
     last = _last_reads(graph, number)

@@ -35,21 +35,22 @@ class HoistMasks:
     name: ClassVar[str] = "visibility"
 
     def apply(self, facts: Facts) -> Facts:
+        """Replace the hoistable masks of all loop bodies by calls of mask programs."""
         program: Program | None = facts.program
         if program is None:
             return facts
-        known: dict[Any, MaskProgram] = {}
-        saved = _saved(program, len(facts.joint.outputs))
+        programs: dict[Any, MaskProgram] = {}
+        saved = _saved_forward_values(program, len(facts.joint.outputs))
         for outer in (program.forward, program.backward):
             for call in outer.graph.find_nodes(op="call_module") if outer is not None else ():
                 loop = outer.get_submodule(call.target)  # type: ignore[union-attr]
                 if isinstance(loop, Loop):
                     sources = call.args[len(loop.spec.symbols) :]
-                    _hoist(loop.spec, [saved.get(source, source) for source in sources], known)
+                    _hoist_masks(loop.spec, [saved.get(source, source) for source in sources], programs)
         return replace(facts, program=program)
 
 
-def _saved(program: Program, num_outputs: int) -> dict[fx.Node, fx.Node]:
+def _saved_forward_values(program: Program, num_outputs: int) -> dict[fx.Node, fx.Node]:
     """Return, for each input of the backward program, the identical forward value that was saved for it."""
     if program.backward is None:
         return {}
@@ -57,25 +58,25 @@ def _saved(program: Program, num_outputs: int) -> dict[fx.Node, fx.Node]:
     return {taken: value for taken, value in saved.items() if taken.meta.get(VALUE) is value.meta.get(VALUE)}
 
 
-def _hoist(spec: LoopSpec, sources: Sequence[Any], known: dict[Any, MaskProgram]) -> None:
+def _hoist_masks(spec: LoopSpec, sources: Sequence[Any], programs: dict[Any, MaskProgram]) -> None:
     """Replace each hoistable mask of a body by a call of its program."""
     body = spec.body
-    lasting: dict[fx.Node, fx.Node | None] = {}  # placeholders whose values no loop computes, and their host nodes
+    loop_invariant: dict[fx.Node, fx.Node | None] = {}  # placeholders whose values no loop computes, and their host nodes
     for node, feed, position in zip(body.graph.find_nodes(op="placeholder"), spec.feeds, spec.sources, strict=True):
         source = None if position is None else sources[position]
-        if isinstance(feed, Number) or (source is not None and _lasts(source) and _is_view(feed)):
-            lasting[node] = source
+        if isinstance(feed, Number) or (source is not None and _is_outside_loops(source) and _is_view(feed)):
+            loop_invariant[node] = source
     masks = {node.args[position] for node in body.graph.nodes if (position := MASK_ARGUMENT.get(node.target)) is not None}
     for mask in [node for node in body.graph.nodes if node in masks]:
-        makers = _makers(mask, lasting)
-        if makers:
-            _call(body, mask, makers, lasting, known)
+        operators = _computing_operators(mask, loop_invariant)
+        if operators:
+            _replace_by_program_call(body, mask, operators, loop_invariant, programs)
     if masks:
         body.graph.lint()
         body.recompile()
 
 
-def _lasts(source: fx.Node) -> bool:
+def _is_outside_loops(source: fx.Node) -> bool:
     """Return whether no loop computes a value: a loop's results may be overwritten by other loops."""
     producer = source.args[0] if source.target is operator.getitem else source
     return isinstance(producer, fx.Node) and producer.op != "call_module"
@@ -88,39 +89,41 @@ def _is_view(feed: Any) -> bool:
     )
 
 
-def _makers(mask: fx.Node, lasting: Collection[fx.Node]) -> list[fx.Node]:
+def _computing_operators(mask: fx.Node, loop_invariant: Collection[fx.Node]) -> list[fx.Node]:
     """Return the operators that compute a mask from lasting values, in order; none if it has any other input."""
-    makers: set[fx.Node] = set()
+    operators: set[fx.Node] = set()
     todo = [mask]
     while todo:
         node = todo.pop()
-        if node in makers or node in lasting:
+        if node in operators or node in loop_invariant:
             continue
         if node.op != "call_function" or not _is_pure(node):
             return []
-        makers.add(node)
+        operators.add(node)
         todo.extend(node.all_input_nodes)
-    return [node for node in mask.graph.nodes if node in makers]
+    return [node for node in mask.graph.nodes if node in operators]
 
 
 def _is_pure(node: fx.Node) -> bool:
+    """Return whether an operator of torch has no side effects and draws no random numbers."""
     is_operator = isinstance(node.target, OpOverload) and not node.target._schema.is_mutable and not is_random(node)
     return is_operator or node.target is operator.getitem
 
 
-def _call(
+def _replace_by_program_call(
     body: fx.GraphModule,
     mask: fx.Node,
-    makers: list[fx.Node],
-    lasting: Mapping[fx.Node, fx.Node | None],
-    known: dict[Any, MaskProgram],
+    operators: list[fx.Node],
+    loop_invariant: Mapping[fx.Node, fx.Node | None],
+    programs: dict[Any, MaskProgram],
 ) -> None:
-    inside = set(makers)
-    inputs = list(dict.fromkeys(source for node in makers for source in node.all_input_nodes if source not in inside))
-    constants = {node: source for node in inputs if (source := lasting[node]) is not None and _is_number(source)}
+    """Replace a mask, as an operand of attention, by a call of its program; erase operators left unused."""
+    inside = set(operators)
+    inputs = list(dict.fromkeys(source for node in operators for source in node.all_input_nodes if source not in inside))
+    constants = {node: source for node in inputs if (source := loop_invariant[node]) is not None and _is_number(source)}
     inputs = [node for node in inputs if node not in constants]
-    program = _program(mask, makers, inputs, constants, lasting, known)
-    name = f"mask_{list(known.values()).index(program)}"
+    program = _mask_program(mask, operators, inputs, constants, loop_invariant, programs)
+    name = f"mask_{list(programs.values()).index(program)}"
     body.add_submodule(name, program)
     with body.graph.inserting_after(mask):
         call = body.graph.call_module(name, tuple(inputs))
@@ -128,7 +131,7 @@ def _call(
         position = MASK_ARGUMENT.get(user.target)  # type: ignore[arg-type]
         if position is not None and user.args[position] is mask:
             user.update_arg(position, call)
-    for node in reversed(makers):
+    for node in reversed(operators):
         if not node.users:
             body.graph.erase_node(node)
 
@@ -139,35 +142,35 @@ def _is_number(source: fx.Node) -> bool:
     return literal and isinstance(value := source.meta.get(VALUE), torch.Tensor) and value.dim() == 0
 
 
-def _program(
+def _mask_program(
     mask: fx.Node,
-    makers: list[fx.Node],
+    operators: list[fx.Node],
     inputs: list[fx.Node],
     constants: Mapping[fx.Node, fx.Node],
-    lasting: Mapping[fx.Node, fx.Node | None],
-    known: dict[Any, MaskProgram],
+    loop_invariant: Mapping[fx.Node, fx.Node | None],
+    programs: dict[Any, MaskProgram],
 ) -> MaskProgram:
     """Return the program that maps `inputs` to the mask and computes its own constants; equal masks share a program."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
     for node, source in constants.items():
         copies[node] = graph.node_copy(source)
-    for node in makers:
+    for node in operators:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output((copies[mask],))
-    literals = tuple(_literal(lasting[node]) for node in inputs)
+    literals = tuple(_literal_key(loop_invariant[node]) for node in inputs)
     key = structure(graph), literals
-    if key not in known:
-        known[key] = MaskProgram(LazyGraphModule(torch.nn.Module(), graph), literals)
-    return known[key]
+    if key not in programs:
+        programs[key] = MaskProgram(LazyGraphModule(torch.nn.Module(), graph), literals)
+    return programs[key]
 
 
-def _literal(source: fx.Node | None) -> Any:
+def _literal_key(source: fx.Node | None) -> Any:
     """Return a key of a value computed from literals only, such as an `arange`; None for other values."""
-    makers = _makers(source, ()) if source is not None else []
-    if not makers:
+    operators = _computing_operators(source, ()) if source is not None else []
+    if not operators:
         return None
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in makers:
+    for node in operators:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     return structure(graph)

@@ -51,6 +51,7 @@ class HostProgramBuilder:
         self.runs = 0
 
     def has(self, node: fx.Node) -> bool:
+        """Return whether a value exists at this point of the program."""
         return node in self.env
 
     def value(self, node: fx.Node) -> fx.Node | None:
@@ -60,19 +61,20 @@ class HostProgramBuilder:
     def symbol(self, symbol: sympy.Symbol) -> Any:
         """Return the value of a dynamic shape symbol, from the inputs or from an operator that has computed it."""
         if symbol not in self.symbols:
-            self.symbols[symbol] = self._counted(symbol)
+            self.symbols[symbol] = self._symbol_from_shape(symbol)
         return self.symbols[symbol]
 
-    def _counted(self, symbol: sympy.Symbol) -> fx.Node:
+    def _symbol_from_shape(self, symbol: sympy.Symbol) -> fx.Node:
+        """Return the value of a symbol, read from the shape of a value, or else from data."""
         for node in filter(is_tensor, self.env):
             for dim, size in enumerate(shape_of_node(node)):
                 if size == symbol:
-                    counted = self.graph.call_function(aten.sym_size.int, (self.env[node], dim))
-                    counted.meta[VALUE] = node.meta[VALUE].shape[dim]
-                    return counted
-        return self._read(symbol)
+                    size_node = self.graph.call_function(aten.sym_size.int, (self.env[node], dim))
+                    size_node.meta[VALUE] = node.meta[VALUE].shape[dim]
+                    return size_node
+        return self._symbol_from_data(symbol)
 
-    def _read(self, symbol: sympy.Symbol) -> fx.Node:
+    def _symbol_from_data(self, symbol: sympy.Symbol) -> fx.Node:
         """Return a number that an operator reads from data."""
         readers = (node for node in self.order if node.target is aten._local_scalar_dense.default)
         node = next((node for node in readers if free_symbols([size_of(node.meta[VALUE])]) == {symbol}), None)
@@ -82,6 +84,7 @@ class HostProgramBuilder:
         return self.env[node]
 
     def number(self, size: Size) -> Any:
+        """Return a size as a literal, or as a node that computes it from symbols."""
         if isinstance(size, int):
             return size
         if isinstance(size, sympy.Symbol):
@@ -89,19 +92,19 @@ class HostProgramBuilder:
         symbols = sorted(free_symbols([size]), key=str)
         name = f"size_{len([child for child in self.module.children() if isinstance(child, SizeOf)])}"
         self.module.add_module(name, SizeOf(size, tuple(symbols)))
-        made = self.graph.call_module(name, tuple(self.symbol(symbol) for symbol in symbols))
-        made.meta[VALUE] = numeric(size)
-        return made
+        call = self.graph.call_module(name, tuple(self.symbol(symbol) for symbol in symbols))
+        call.meta[VALUE] = numeric(size)
+        return call
 
     def emit(self, node: fx.Node) -> None:
         """Copy an operator that runs once on full values."""
         if self.has(node):
             return
         if node.op == "get_attr":
-            self._constant(node)
+            self._emit_constant(node)
             return
 
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._taken_by(node))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._argument_mapper(node))
         copy = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
         copy.meta = {**node.meta, TRACED: node.name, RUN: self.runs}
         self.env[node] = copy
@@ -109,39 +112,40 @@ class HostProgramBuilder:
             if is_part(user) and user not in self.env and is_tensor(user):
                 self.emit(user)
 
-    def _taken_by(self, node: fx.Node) -> Callable[[fx.Node], Any]:
+    def _argument_mapper(self, node: fx.Node) -> Callable[[fx.Node], Any]:
         """Return the function that maps an operator's arguments; opaque operators get tensors with traced strides."""
         layouts = iter(node.meta.get(LAYOUTS, ()))
 
-        def taken(argument: fx.Node) -> Any:
+        def map_argument(argument: fx.Node) -> Any:
+            """Return the argument of the copied operator for an argument of the joint graph."""
             if is_size(argument):
                 return self.number(size_of(argument.meta[VALUE]))
             value = self.operand(argument)
             strides = next(layouts, None) if is_tensor(argument) else None
             return value if strides is None else self.laid_out(value, argument, strides)
 
-        return taken
+        return map_argument
 
     def laid_out(self, value: fx.Node, node: fx.Node, strides: tuple[Size, ...]) -> fx.Node:
         """Return a value with its traced strides. Inputs have them already, and loops stack rows densely."""
         if node.op == "placeholder" or (value.meta.get(STACKED) and _are_dense(strides, shape_of_node(node))):
             return value
-        made = self.graph.call_function(laid_out, (value, *(self.number(stride) for stride in strides)))
-        made.meta = {VALUE: node.meta[VALUE], JOINT: node.name}
-        return made
+        call = self.graph.call_function(laid_out, (value, *(self.number(stride) for stride in strides)))
+        call.meta = {VALUE: node.meta[VALUE], JOINT: node.name}
+        return call
 
     def placed(self, value: fx.Node, begins: Size, strides: tuple[Size, ...]) -> fx.Node:
         """Return a result that starts at this offset in its storage."""
-        made = self.graph.call_function(placed, (value, self.number(begins), *(self.number(stride) for stride in strides)))
-        made.meta = dict(value.meta)
-        return made
+        call = self.graph.call_function(placed, (value, self.number(begins), *(self.number(stride) for stride in strides)))
+        call.meta = dict(value.meta)
+        return call
 
     def placed_together(self, values: Sequence[fx.Node], places: Sequence[tuple[Size, tuple[Size, ...]]]) -> list[fx.Node]:
         """Return results that share one storage."""
         begins = [self.number(begin) for begin, _ in places]
-        strides = [[self.number(stride) for stride in own] for _, own in places]
-        made = self.graph.call_function(placed_together, (list(values), begins, strides))
-        parts = [self.graph.call_function(operator.getitem, (made, i)) for i in range(len(values))]
+        strides = [[self.number(stride) for stride in strides_of_result] for _, strides_of_result in places]
+        call = self.graph.call_function(placed_together, (list(values), begins, strides))
+        parts = [self.graph.call_function(operator.getitem, (call, i)) for i in range(len(values))]
         for part, value in zip(parts, values, strict=True):
             part.meta = dict(value.meta)
         return parts
@@ -151,11 +155,12 @@ class HostProgramBuilder:
         sizes = shape_of_node(node)
         where = (self.number(item) for item in (*sizes, *strides))
         arguments = base, node.meta[VALUE].dtype, self.number(offset), len(sizes), *where
-        made = self.graph.call_function(part_of_memory, arguments)
-        made.meta = {VALUE: node.meta[VALUE], JOINT: node.name}
-        return made
+        call = self.graph.call_function(part_of_memory, arguments)
+        call.meta = {VALUE: node.meta[VALUE], JOINT: node.name}
+        return call
 
-    def _constant(self, node: fx.Node) -> None:
+    def _emit_constant(self, node: fx.Node) -> None:
+        """Register a constant of the graph, a tensor or a subgraph, as an attribute of the module."""
         name = f"constant_{node.name}"
         if GRAPH in node.meta:
             self.module.add_module(name, node.meta[GRAPH])
@@ -165,6 +170,7 @@ class HostProgramBuilder:
         self.env[node].meta = dict(node.meta)
 
     def operand(self, node: fx.Node) -> fx.Node:
+        """Return the node of a value, emitting its operator first if necessary."""
         value = self.value(node)
         if value is None:
             self.emit(node)
@@ -189,29 +195,31 @@ class HostProgramBuilder:
 
     def run(self, name: str, region: Region, chunk_size: ChunkSize) -> None:
         """Emit a region: its loops, and the operators before, between and after them."""
-        whole: dict[int, list[fx.Node]] = {}
+        full_values: dict[int, list[fx.Node]] = {}
         for node in region.nodes:
             if is_tensor(node) and not is_loop_value(node, self.layout):
-                whole.setdefault(region.level[node], []).append(node)
+                full_values.setdefault(region.loop_index[node], []).append(node)
         for number in range(len(region.loops) + 1):
-            for node in whole.get(number, ()):
+            for node in full_values.get(number, ()):
                 self._emit_with_producer(node)
             if number < len(region.loops):
                 label = name if len(region.loops) == 1 else f"{name}_{number}"
-                self._loop(self._unused(label), region, number, chunk_size)
+                self._emit_loop(self._unique_name(label), region, number, chunk_size)
         self.runs += 1
 
-    def _unused(self, name: str) -> str:
+    def _unique_name(self, name: str) -> str:
         """Return a unique name: stages of one module share a name."""
         numbered = (f"{name}_{number}" for number in count(2))
         return name if not hasattr(self.module, name) else next(n for n in numbered if not hasattr(self.module, n))
 
     def _emit_with_producer(self, node: fx.Node) -> None:
+        """Emit an operator; for an element of a tuple, emit the operator that returns the tuple first."""
         if is_part(node) and not self.has(node_argument(node)):
             self.emit(node_argument(node))
         self.emit(node)
 
-    def _loop(self, name: str, region: Region, number: int, chunk_size: ChunkSize) -> None:
+    def _emit_loop(self, name: str, region: Region, number: int, chunk_size: ChunkSize) -> None:
+        """Emit a call of loop `number` of a region, and extract its results and the states of its scans."""
         builder = BodyBuilder(
             self.layout, self.value, self.order, region.reverse, self.plan, lambda node: self._states_for(node, chunk_size)
         )

@@ -55,7 +55,7 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     (operand,) = builder.operands(node)
     rank = len(builder.layout.axes.shapes[tensor_operands(node)[0]])
     dims = arguments.get("dim") or list(range(rank))
-    call, dtype, wide = builder.graph.call_function, node.meta[VALUE].dtype, builder.total_type(node)
+    call, dtype, wide = builder.graph.call_function, node.meta[VALUE].dtype, builder.accumulation_dtype(node)
     total = call(aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), {"dtype": wide})
     if builder.layout.demand.form(node) is StorageClass.SUM:
         return total
@@ -64,12 +64,12 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 @emits(aten.sum.default, aten.sum.dim_IntList)
-def part_of_a_sum(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+def sum_in_wide_dtype(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Sum in the accumulator's dtype: a chunk's sum may overflow a narrow dtype even if the total does not."""
     if builder.layout.demand.form(node) is not StorageClass.SUM:
         return emit_copy(builder, node)
     args, kwargs = builder.arguments(node)
-    wide = builder.total_type(node)
+    wide = builder.accumulation_dtype(node)
     kwargs = kwargs if wide == node.meta[VALUE].dtype else {**kwargs, "dtype": wide}
     return builder.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
 
@@ -87,24 +87,24 @@ def triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     (operand,) = builder.operands(node)
     rank = len(shape_of_node(node))
     diagonal = number_of(bound_arguments(node)["diagonal"])
-    shift = _first(builder, node, rank - 2) - _first(builder, node, rank - 1)
+    shift = _first_index(builder, node, rank - 2) - _first_index(builder, node, rank - 1)
     moved = builder.number(diagonal + shift)
     return builder.graph.call_function(node.target, (operand, moved))  # type: ignore[arg-type]
 
 
-def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
+def _first_index(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
     """Return the first index of the chunk along a dimension of the result."""
     letters = builder.layout.axes.signatures[node].results[0][position]
-    return next((first for letter in letters if (first := _first_of(builder, node, letter)) is not None), 0)
+    return next((first for letter in letters if (first := _first_index_of_label(builder, node, letter)) is not None), 0)
 
 
-def _first_of(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+def _first_index_of_label(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
     """Return the first index of the chunk along a label; None if the chunk has the full axis."""
     axes, role = builder.layout.axes, builder.layout.demand.roles.get(node, {}).get(letter)
     if role is Role.ROWS:
         return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
     if role is Role.KEYS:
-        span = builder.layout.span(node, builder.asked)
+        span = builder.layout.span(node, builder.requested_span)
         return first_in_span(builder.layout.rows(axes.letters[node][letter]), span, builder.length)
     return None
 
@@ -113,17 +113,17 @@ def _first_of(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
 def relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Offset the chunk's first row to the left, and its first column to the right."""
     (operand,) = builder.operands(node)
-    dim, first, columns = _sizes(node)
+    dim, first, columns = _size_arguments(node)
     if not _stays_in_rows(builder, node, dim, first):
         raise FallbackError(node, NEXT_ROWS.format(target=node.target))
-    row, column = (_first_of(builder, node, letter) or 0 for letter in (dim, dim + 1))
+    row, column = (_first_index_of_label(builder, node, letter) or 0 for letter in (dim, dim + 1))
     if node.target is RELATIVE_SHIFT:
         columns = builder.letter_size(node, dim + 1)
     arguments = (operand, dim, builder.number(first - row + column), builder.number(columns))
     return builder.graph.call_function(node.target, arguments)  # type: ignore[arg-type]
 
 
-def _sizes(node: fx.Node) -> list[Any]:
+def _size_arguments(node: fx.Node) -> list[Any]:
     """Return the arguments after the first as sizes."""
     return [number_of(item) for item in node.args[1:]]
 
@@ -135,29 +135,29 @@ def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -
     width, columns = (layout.axes.table.size_of_dim(letters[letter]) for letter in (len(layout.axes.shapes[node]), dim + 1))
     if dim not in roles or is_never_less(width, first + columns):
         return True
-    high = layout.span(node, builder.asked).high if roles.get(dim + 1) is Role.KEYS else None
+    high = layout.span(node, builder.requested_span).high if roles.get(dim + 1) is Role.KEYS else None
     if high is None:
         return False
-    apart = layout.rows(letters[dim]).offset - layout.rows(letters[dim + 1]).offset
-    return is_never_less(width, first + apart + high + 1)
+    row_offset_less_key_offset = layout.rows(letters[dim]).offset - layout.rows(letters[dim + 1]).offset
+    return is_never_less(width, first + row_offset_less_key_offset + high + 1)
 
 
 @emits(aten.select.int, aten.select_backward.default)
-def single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+def lower_single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Return the row if the chunk holds it; a slice of one row keeps its dimension."""
     signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
     singles = ((letter, index.number) for letter, index in signature.index.items() if isinstance(index, SingleRow))
-    single = next((item for item in singles if roles.get(item[0]) is Role.ROWS), None)
-    if single is None:
+    single_row = next((item for item in singles if roles.get(item[0]) is Role.ROWS), None)
+    if single_row is None:
         return emit_copy(builder, node)
-    letter, row = single
+    letter, row = single_row
     (operand,) = builder.operands(node)
     call = builder.graph.call_function
     rows = builder.layout.rows(builder.layout.axes.letters[node][letter])
     position = builder.number(row - first_in_chunk(rows, builder.length))
     if node.target in (aten.select.int, aten.slice.Tensor):
-        taken = call(select_row.take_row, (operand, letter, position))
-        return taken if node.target is aten.select.int else call(aten.unsqueeze.default, (taken, letter))
+        selected = call(select_row.take_row, (operand, letter, position))
+        return selected if node.target is aten.select.int else call(aten.unsqueeze.default, (selected, letter))
     row_alone = operand if node.target is aten.select_backward.default else call(aten.squeeze.dim, (operand, letter))
     return call(select_row.put_row, (row_alone, letter, position, builder.number(builder.letter_size(node, letter))))
 
@@ -166,7 +166,7 @@ def single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Lower slices and pads of the sequence axis: rows that exist in the operand, zeros elsewhere."""
     if any(isinstance(index, SingleRow) for index in builder.layout.axes.signatures[node].index.values()):
-        return single_row(builder, node)
+        return lower_single_row(builder, node)
     (need,) = builder.layout.needs(node)
     moved = next((where for where in need.where if isinstance(where[2], ShiftedRows)), None)
     if moved is None:
@@ -174,9 +174,9 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     placement, _, selector = moved
     assert isinstance(selector, ShiftedRows)
     operand = builder.operand(need)
-    own, length = placement.rows, builder.length
-    count = rows_shifted(selector, own.length, length)
-    before = rows_before_shifted(selector, own.length, length)
+    axis_rows, length = placement.rows, builder.length
+    count = rows_shifted(selector, axis_rows.length, length)
+    before = rows_before_shifted(selector, axis_rows.length, length)
     after = rows_in_chunk(selector.rows, length) - count - before
     if node.target is aten.slice.Tensor:
         return operand
@@ -195,29 +195,35 @@ def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
         return builder.graph.call_function(window_ops.mix_channels, builder.arguments(node)[0])
     arguments = bound_arguments(node)
     rows, weight, *bias = (builder.operand(need) for need in (x, *others))
-    around = _around(builder, x)
+    around = _rows_around(builder, x)
     options = (arguments["dilation"][0], arguments["transposed"], builder.plain(arguments["groups"]))
     return builder.graph.call_function(window_ops.convolve, (rows, weight, bias[0] if bias else None, around, *options))
 
 
 @emits(aten.convolution_backward.default)
 def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Lower a convolution's weight gradient to the chunk's windows; kernels of one tap mix channels only."""
     gradient, *others = builder.layout.needs(node)
     if not gradient.where or not isinstance(gradient.selector, ShiftedRows):
         return builder.graph.call_function(window_ops.mixing_gradient, builder.arguments(node)[0])
     arguments = bound_arguments(node)
     operands = [builder.operand(need) for need in (gradient, *others)]
     options = (arguments["dilation"][0], arguments["transposed"], builder.plain(arguments["groups"]))
-    return builder.graph.call_function(window_ops.weight_gradient, (*operands, _around(builder, gradient), *options))
+    return builder.graph.call_function(window_ops.weight_gradient, (*operands, _rows_around(builder, gradient), *options))
 
 
-def _around(builder: BodyBuilder, need: OperandAccess) -> tuple[Any, Any]:
+def _rows_around(builder: BodyBuilder, need: OperandAccess) -> tuple[Any, Any]:
     """Return the number of window rows before the operand's first row, and after its last row."""
     placement, _, selector = need.where[0]
     assert isinstance(selector, ShiftedRows)
-    own, length = placement.rows.length, builder.length
-    before = rows_before_shifted(selector, own, length)
-    after = rows_in_chunk(selector.rows, length) + selector.reach - before - rows_shifted(selector, own, length)
+    length_of_axis, sequence_length = placement.rows.length, builder.length
+    before = rows_before_shifted(selector, length_of_axis, sequence_length)
+    after = (
+        rows_in_chunk(selector.rows, sequence_length)
+        + selector.reach
+        - before
+        - rows_shifted(selector, length_of_axis, sequence_length)
+    )
     return builder.number(before), builder.number(after)
 
 
@@ -225,11 +231,11 @@ def _around(builder: BodyBuilder, need: OperandAccess) -> tuple[Any, Any]:
 def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Repeat a dimension of size one to the chunk's number of rows, and any other by its number of copies."""
     (operand,) = builder.operands(node)
-    own = shape_of_node(tensor_operands(node)[0])
+    operand_shape = shape_of_node(tensor_operands(node)[0])
     times = [builder.plain(item) for item in bound_arguments(node)["repeats"]]
     for position, dim in enumerate(builder.layout.axes.signatures[node].results[0]):
-        before = position - (len(times) - len(own))
-        if before < 0 or own[before] == 1 or len(dim) == 2:
+        operand_dim = position - (len(times) - len(operand_shape))
+        if operand_dim < 0 or operand_shape[operand_dim] == 1 or len(dim) == 2:
             times[position] = builder.number(builder.letter_size(node, dim[0]))
     return builder.graph.call_function(aten.repeat.default, (operand, times))
 
@@ -244,6 +250,7 @@ def layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(GROUPED_MM)
 def grouped_mm(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Sort the chunk's rows by group, and multiply each group by its weight."""
     x, weight, group = builder.operands(node)
     order = arranged(builder, group, builder.number(shape_of_node(node_argument(node, 1))[0]))
     return builder.graph.call_function(ARRANGED_MM, (x, weight, *order))
@@ -251,6 +258,7 @@ def grouped_mm(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(GROUPED_OUTER)
 def grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Sort the chunk's rows by group, and compute each group's weight gradient."""
     x, y, group = builder.operands(node)
     return builder.graph.call_function(ARRANGED_OUTER, (x, y, *arranged(builder, group, builder.plain(node.args[3]))))
 
@@ -270,21 +278,22 @@ def attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Call the kernel on the chunk's queries and the keys they see."""
     query, key, value, *mask = builder.operands(node)
     return builder.graph.call_function(
-        chunked.forward, (query, key, value, *_mask_and_window(builder, node, mask)), _scores(builder, node, mask)
+        chunked.forward, (query, key, value, *_mask_and_window(builder, node, mask)), _score_options(builder, node, mask)
     )
 
 
 @emits(ATTENTION_BACKWARD)
 def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Call the backward kernel on the chunk's queries and the keys they see."""
     gradient, query, key, value, out, lse, *mask = builder.operands(node)
     return builder.graph.call_function(
         chunked.backward,
         (gradient, query, key, value, out, lse, *_mask_and_window(builder, node, mask)),
-        _scores(builder, node, mask),
+        _score_options(builder, node, mask),
     )
 
 
-def _scores(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
+def _score_options(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
     """Return the scale of the scores, and whether they may be too large for a mask's finite numbers to hide."""
     scale = {"scale": builder.plain(bound_arguments(node)["scale"])}
     return scale if not mask or node in builder.layout.causality.ordinary else {**scale, "finite_hides": False}
@@ -302,13 +311,14 @@ def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -
     if node in layout.causality.exact:
         return None, _first_query_less_first_key(builder, node), (span.low, span.high)
     if is_causal:  # a mask in addition to the causal flag
-        apart = builder.number(_offset(builder, node, N) - _offset(builder, node, M))
-        return (mask[0] if mask else None), _first_query_less_first_key(builder, node), (None, apart)
+        causal_end = builder.number(_offset(builder, node, N) - _offset(builder, node, M))
+        return (mask[0] if mask else None), _first_query_less_first_key(builder, node), (None, causal_end)
     return (mask[0] if mask else None), None, None
 
 
 def _first_query_less_first_key(builder: BodyBuilder, node: fx.Node) -> Any:
-    return builder.number(_position(builder, node, M) - _position(builder, node, N))
+    """Return the position of the chunk's first query minus that of its first key."""
+    return builder.number(_chunk_position(builder, node, M) - _chunk_position(builder, node, N))
 
 
 def _offset(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
@@ -317,7 +327,7 @@ def _offset(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
     return 0 if layout.axes.sequence_atom(dim) is None else layout.rows(dim).offset
 
 
-def _position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+def _chunk_position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
     """Return the position of a chunk's first row or key in an attention; 0 if that axis is not the sequence."""
     layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
     if layout.axes.sequence_atom(dim) is None:

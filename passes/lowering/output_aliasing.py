@@ -34,20 +34,20 @@ def copied_if_written(node: fx.Node) -> fx.Node:
         return _copy(node)
 
 
-def gradients_apart(gradients: Sequence[Any]) -> list[Any]:
+def clone_shared_gradients(gradients: Sequence[Any]) -> list[Any]:
     """Clone gradients that share memory with another gradient or with an input."""
-    held, results = set[fx.Node](), list[Any]()
+    shared_memory, results = set[fx.Node](), list[Any]()
     for gradient in gradients:
         if is_tensor(gradient):
-            own = memories(gradient)
-            if own & held or any(map(_is_given, own)):
-                gradient, own = _copy(gradient), frozenset()
-            held |= own
+            memory = memories(gradient)
+            if memory & shared_memory or any(map(_outlives_graph, memory)):
+                gradient, memory = _copy(gradient), frozenset()
+            shared_memory |= memory
         results.append(gradient)
     return results
 
 
-def results_apart(
+def clone_shared_results(
     results: Sequence[Any], traced: Sequence[frozenset[str]], saved: Sequence[fx.Node], names: Mapping[fx.Node, str]
 ) -> list[Any]:
     """Clone results that share memory with other results, inputs or saved values where the trace did not.
@@ -56,24 +56,28 @@ def results_apart(
     graph's values to their names.
     """
     kept_for_backward = frozenset[fx.Node]().union(*map(memories, saved))
-    shown, separate = dict[fx.Node, frozenset[str]](), list[Any]()
-    for result, before in zip(results, traced, strict=True):
+    traced_memory_of, separate = dict[fx.Node, frozenset[str]](), list[Any]()
+    for result, traced_memory in zip(results, traced, strict=True):
         if is_tensor(result):
-            own = memories(result)
-            is_new = (names.get(memory) not in before for memory in own if _is_given(memory) or memory in kept_for_backward)
-            if any(is_new) or any(shown.get(memory, before) != before for memory in own):
-                result, own = _copy(result), frozenset()
-            shown.update(dict.fromkeys(own, before))
+            memory_of_result = memories(result)
+            is_new = (
+                names.get(memory) not in traced_memory
+                for memory in memory_of_result
+                if _outlives_graph(memory) or memory in kept_for_backward
+            )
+            if any(is_new) or any(traced_memory_of.get(memory, traced_memory) != traced_memory for memory in memory_of_result):
+                result, memory_of_result = _copy(result), frozenset()
+            traced_memory_of.update(dict.fromkeys(memory_of_result, traced_memory))
         separate.append(result)
     return separate
 
 
-def _is_given(memory: fx.Node) -> bool:
+def _outlives_graph(memory: fx.Node) -> bool:
     """Return whether a value exists before and after the graph runs: an input, or a constant of the graph."""
     return memory.op in ("placeholder", "get_attr")
 
 
 def _copy(node: fx.Node) -> fx.Node:
-    made = node.graph.call_function(aten.clone.default, (node,))
-    made.meta = dict(node.meta)
-    return made
+    copied = node.graph.call_function(aten.clone.default, (node,))
+    copied.meta = dict(node.meta)
+    return copied

@@ -37,11 +37,12 @@ class ReinsertCollectives:
     options: Options
 
     def apply(self, facts: Facts) -> Facts:
-        found, program = facts.collectives, facts.program
-        if found is None or program is None:
+        """Insert gathers of weights and reductions of gradients into both host programs."""
+        removed, program = facts.collectives, facts.program
+        if removed is None or program is None:
             return facts
         given = zip(facts.joint.primals, program.forward.graph.find_nodes(op="placeholder"), strict=True)
-        weights = {node: found.gathers[primal] for primal, node in given if primal in found.gathers}
+        weights = {node: removed.gathers[primal] for primal, node in given if primal in removed.gathers}
         forward, kept = _HostGraph(program.forward), set[fx.Node]()
         if program.backward is not None:
             backward = _HostGraph(program.backward)
@@ -51,7 +52,7 @@ class ReinsertCollectives:
             for node, gather in reused.items():
                 if node not in kept:
                     backward.gather(node, gather)
-            for position, stretch in found.reductions.items():
+            for position, stretch in removed.reductions.items():
                 backward.reduce(position, stretch)
             backward.finish()
         lasting = {saved[node] for node in kept}
@@ -79,21 +80,23 @@ class _HostGraph:
     """A host program, with the index of the region that each of its nodes belongs to."""
 
     def __init__(self, module: fx.GraphModule) -> None:
+        """Record the region of each node (`run`) and the first loop or full-sequence operator of each region."""
         self.module, self.graph, self.output = module, module.graph, module.graph.output_node()
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self.run: dict[fx.Node, int] = {}
-        self.behind: dict[fx.Node, int] = {}  # region of the last computing node up to a node
+        self.computed_region: dict[fx.Node, int] = {}  # region of the last computing node up to a node
         self.first: dict[int, fx.Node] = {}
-        self.waits: dict[fx.Node, fx.Node] = {}  # the first node that was inserted before a node
+        self.first_inserted: dict[fx.Node, fx.Node] = {}  # the first node that was inserted before a node
         at = computed = 0
         for node in self.graph.nodes:
             at = self.run[node] = max(at, node.meta.get(RUN, 0))
             if computes(node):
                 self.first.setdefault(at, node)
                 computed = at
-            self.behind[node] = computed
+            self.computed_region[node] = computed
 
     def finish(self) -> None:
+        """Check and recompile the changed host program."""
         self.graph.lint()
         self.module.recompile()
 
@@ -104,14 +107,14 @@ class _HostGraph:
     def gather(self, shard: fx.Node, gather: Gather, lasts: bool = False) -> None:
         """Gather a weight before its uses; if it `lasts`, the full weight is passed to the backward graph."""
         uses, views = self._uses(shard), _views_of(shard)
-        groups = [[*uses, (self.output, shard)]] if lasts else self._without_gaps(uses)
+        groups = [[*uses, (self.output, shard)]] if lasts else self._group_uses(uses)
         for group in groups:
             first = group[0][0]
-            ahead = self.first.get(max(self.run[first] - 1, 0), first)
-            begins = min(ahead, first, key=self.position.__getitem__)
-            gathered = {shard: self._written(gather.stretch, shard, begins, first)}
+            region_before = self.first.get(max(self.run[first] - 1, 0), first)
+            begins = min(region_before, first, key=self.position.__getitem__)
+            gathered = {shard: self._insert_subgraph(gather.stretch, shard, begins, first)}
             for user, value in group:
-                user.replace_input_with(value, _view(value, gathered, first))
+                user.replace_input_with(value, _recomputed_view(value, gathered, first))
         for view in sorted(views, reverse=True):
             self.graph.erase_node(view)
         shard.meta = {**shard.meta, VALUE: gather.shard}
@@ -122,7 +125,7 @@ class _HostGraph:
         uses = [(user, value) for value in (weight, *views) for user in value.users if user not in views]
         return sorted((use for use in uses if use != (self.output, weight)), key=lambda use: self.position[use[0]])
 
-    def _without_gaps(self, uses: Sequence[Use]) -> list[list[Use]]:
+    def _group_uses(self, uses: Sequence[Use]) -> list[list[Use]]:
         """Group the uses so that no region of loops lies between those of one group."""
         groups: list[list[Use]] = []
         for use in uses:
@@ -137,17 +140,17 @@ class _HostGraph:
         results = list(outputs_of(self.graph))
         gradient = results[position]
         begins = next(node for node in _following(gradient) if node is self.output or computes(node))
-        ends = self.first.get(self.behind[gradient] + 2, self.output)
-        results[position] = self._written(stretch, gradient, begins, ends)
+        ends = self.first.get(self.computed_region[gradient] + 2, self.output)
+        results[position] = self._insert_subgraph(stretch, gradient, begins, ends)
         self.output.args = (tuple(results),)
 
-    def _written(self, stretch: Subgraph, source: fx.Node, begins: fx.Node, ends: fx.Node) -> fx.Node:
+    def _insert_subgraph(self, stretch: Subgraph, source: fx.Node, begins: fx.Node, ends: fx.Node) -> fx.Node:
         """Insert a subgraph: waits and their descendants before `ends`, and other operators before `begins`."""
-        late = _waiting(stretch)
-        made = stretch.written(source, lambda node: ends if node in late else self.waits.get(begins, begins))
+        late = _waits_and_descendants(stretch)
+        inserted = stretch.written(source, lambda node: ends if node in late else self.first_inserted.get(begins, begins))
         for node in late:
-            self.waits.setdefault(ends, made[node])
-        return made[stretch.end]
+            self.first_inserted.setdefault(ends, inserted[node])
+        return inserted[stretch.end]
 
 
 def computes(node: fx.Node) -> bool:
@@ -164,26 +167,27 @@ def _views_of(weight: fx.Node) -> set[fx.Node]:
     """Return the light values computed from a weight alone."""
     views, todo = {weight}, [weight]
     while todo:
-        new = [user for user in todo.pop().users if user not in views and _is_view(user, views)]
+        new = [user for user in todo.pop().users if user not in views and _is_light_view(user, views)]
         views.update(new)
         todo += new
     return views - {weight}
 
 
-def _is_view(node: fx.Node, values: set[fx.Node]) -> bool:
+def _is_light_view(node: fx.Node, values: set[fx.Node]) -> bool:
+    """Return whether a node is a light value computed from these values alone."""
     return node.op == "call_function" and _is_light(node) and values.issuperset(node.all_input_nodes)
 
 
-def _view(value: fx.Node, gathered: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
+def _recomputed_view(value: fx.Node, gathered: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
     """Return a view of a weight, recomputed from the gathered weight."""
     if value not in gathered:
-        sources = {source: _view(source, gathered, before) for source in value.all_input_nodes}
+        sources = {source: _recomputed_view(source, gathered, before) for source in value.all_input_nodes}
         with before.graph.inserting_before(before):
             gathered[value] = before.graph.node_copy(value, sources.__getitem__)
     return gathered[value]
 
 
-def _waiting(stretch: Subgraph) -> dict[fx.Node, None]:
+def _waits_and_descendants(stretch: Subgraph) -> dict[fx.Node, None]:
     """Return the waits of a subgraph and their descendants, in order."""
     waiting: dict[fx.Node, None] = {}
     for node in stretch.nodes:

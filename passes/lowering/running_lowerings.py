@@ -35,17 +35,17 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     (rows,) = builder.operands(node)
     dtype = node.meta[VALUE].dtype
     scan_arguments = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
-    before = _rows_before(builder, builder.layout.rows(builder.layout.axes.letters[node][dim]), reverse)
+    rows_before = _rows_before(builder, builder.layout.rows(builder.layout.axes.letters[node][dim]), reverse)
     chunk = builder.number(CHUNK)
-    known = builder.outer_states(node)
+    stored_states = builder.outer_states(node)
     if builder.reverse == reverse:
-        keeps_states = not reverse and known is None
+        keeps_states = not reverse and stored_states is None
         carry, states = builder.carry(node, dim, chunked_scans.carry_type(dtype), keeps_states)
-        return builder.graph.call_function(chunked_scans.advance, (*scan_arguments, carry, before, states, chunk))
-    if known is None:
+        return builder.graph.call_function(chunked_scans.advance, (*scan_arguments, carry, rows_before, states, chunk))
+    if stored_states is None:
         raise FallbackError(node, AGAINST.format(target=node.target))
-    states = builder.feed(f"{node.name}_states", Broadcast(), known)
-    return builder.graph.call_function(chunked_scans.resume, (*scan_arguments, before, states, chunk))
+    states = builder.feed(f"{node.name}_states", Broadcast(), stored_states)
+    return builder.graph.call_function(chunked_scans.resume, (*scan_arguments, rows_before, states, chunk))
 
 
 @emits(UnrolledRecurrence, ChunkedScan, Forward, Backward, Associative, AssociativeBackward)
@@ -55,33 +55,36 @@ def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     layout, rows = builder.layout, run.axes.rows
     if layout.demand.roles.get(node, {}).get(rows) is not Role.ROWS:
         return emit_copy(builder, node)
-    own = layout.rows(layout.axes.letters[node][rows])
-    if run.block != 1 and (own.block != 1 or not isinstance(own.offset, int) or own.offset % run.block):
+    axis_rows = layout.rows(layout.axes.letters[node][rows])
+    if run.block != 1 and (axis_rows.block != 1 or not isinstance(axis_rows.offset, int) or axis_rows.offset % run.block):
         raise FallbackError(node, INSIDE_BLOCKS.format(target=node.target, block=run.block))
-    before, after = _rows_before(builder, own, run.reverse), _rows_before(builder, own, not run.reverse)
+    rows_before, rows_after = (
+        _rows_before(builder, axis_rows, run.reverse),
+        _rows_before(builder, axis_rows, not run.reverse),
+    )
     chunk, operands, forward = builder.number(CHUNK), builder.operands(node), node.meta.get(FORWARD_OPERATOR, node)
-    known = builder.outer_states(forward) if forward is not None else None
-    states = None if known is None else builder.feed(f"{forward.name}_states", Broadcast(), known)
+    stored_states = builder.outer_states(forward) if forward is not None else None
+    states = None if stored_states is None else builder.feed(f"{forward.name}_states", Broadcast(), stored_states)
     if node in layout.truncations:
         run = TruncatedRecurrence(run, layout.truncations[node])
     if run.reverse:
-        if not builder.reverse or (run.needs_states and known is None):
+        if not builder.reverse or (run.needs_states and stored_states is None):
             raise FallbackError(node, NO_STATES)
         carry, _ = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=False)
-        if (kept := _kept_steps(builder, forward, run)) is not None:
-            return builder.graph.call_function(run.retreat_from, (before, after, carry, kept, *operands))
-        return builder.graph.call_function(run.retreat, (before, after, carry, states, chunk, *operands))
+        if (kept_steps := _kept_steps(builder, forward, run)) is not None:
+            return builder.graph.call_function(run.retreat_from, (rows_before, rows_after, carry, kept_steps, *operands))
+        return builder.graph.call_function(run.retreat, (rows_before, rows_after, carry, states, chunk, *operands))
     if builder.reverse:
-        if known is None:
+        if stored_states is None:
             raise FallbackError(node, AGAINST.format(target="a loop over rows"))
-        return builder.graph.call_function(run.resume, (before, after, states, chunk, *operands))
-    carry, made = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=known is None)
-    return builder.graph.call_function(run.advance, (before, after, carry, made, chunk, *operands))
+        return builder.graph.call_function(run.resume, (rows_before, rows_after, states, chunk, *operands))
+    carry, new_states = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=stored_states is None)
+    return builder.graph.call_function(run.advance, (rows_before, rows_after, carry, new_states, chunk, *operands))
 
 
 def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, run: Recurrence) -> fx.Node | None:
     """Return the steps of the forward recurrence if the body recomputes its rows anyway, so that they run only once."""
-    recomputed, first = builder.made.get(forward), None if forward is None else forward.target
+    recomputed, first = builder.lowered.get(forward), None if forward is None else forward.target
     if (
         recomputed is None
         or not isinstance(first, Recurrence)
@@ -93,7 +96,7 @@ def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, run: Recurrence) 
     return builder.graph.call_function(operator.getitem, (recomputed, -1))
 
 
-def _rows_before(builder: BodyBuilder, own: RowRange, reverse: bool) -> fx.Node:
+def _rows_before(builder: BodyBuilder, rows: RowRange, reverse: bool) -> fx.Node:
     """Return how many rows of an axis come before those of the chunk, in the direction of the scan."""
-    first = first_in_chunk(own, builder.length)  # the first or last chunks may have no row of this axis
-    return builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)
+    first = first_in_chunk(rows, builder.length)  # the first or last chunks may have no row of this axis
+    return builder.number(rows.length - first - rows_in_chunk(rows, builder.length) if reverse else first)

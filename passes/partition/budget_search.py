@@ -51,6 +51,7 @@ class BudgetSearch:
     rewrite: Callable[[Facts], Facts]
 
     def apply(self, facts: Facts) -> Facts:
+        """Search for the lengths of the inputs, with headroom if possible; raise an error if no plan fits."""
         budget = self.options.memory_budget
         if budget is None or facts.program is None:
             return facts
@@ -84,6 +85,8 @@ def kept_bytes(facts: Facts) -> int:
 
 @dataclass
 class _BudgetSearch:
+    """Searches for the fastest plan within a budget, for inputs of given lengths; caches plans and costs."""
+
     facts: Facts
     options: Options
     rewrite: Callable[[Facts], Facts]
@@ -100,30 +103,30 @@ class _BudgetSearch:
         is chosen, unless the next one is faster.
         """
         fallback: tuple[Candidate, Facts] | None = None
-        found: tuple[float, Facts, int | None] | None = None
+        fastest: tuple[float, Facts, int | None] | None = None
         for candidate in self.candidates():
-            facts = self.rewritten(candidate)
+            facts = self.facts_with_program(candidate)
             program = known(facts.program)
-            least, good = self.working_sets(program)
-            cost = self.simulate(candidate, program, good)
-            if cost.peak <= self.left:
-                size = self.enlarged(candidate, program, good, cost)
+            least_set, good_set = self.working_sets(program)
+            cost = self.simulate(candidate, program, good_set)
+            if cost.peak <= self.available_bytes:
+                size = self.largest_working_set(candidate, program, good_set, cost)
                 seconds = self.seconds(self.simulate(candidate, program, size))
-                if found is not None and seconds >= found[0]:
+                if fastest is not None and seconds >= fastest[0]:
                     break
-                found = seconds, facts, size
-            elif found is not None:
+                fastest = seconds, facts, size
+            elif fastest is not None:
                 break
-            elif good != least and fallback is None:
-                cost = self.simulate(candidate, program, least)
-                if cost.peak <= self.left:
+            elif good_set != least_set and fallback is None:
+                cost = self.simulate(candidate, program, least_set)
+                if cost.peak <= self.available_bytes:
                     fallback = candidate, facts
-        if found is not None:
-            return self.chosen(*found[1:])
+        if fastest is not None:
+            return self.with_chosen_plan(*fastest[1:])
         if fallback is None:
             raise over_budget(self.budget, self.held, self.smallest)
         candidate, facts = fallback
-        return self.chosen(facts, self.between(candidate, known(facts.program)))
+        return self.with_chosen_plan(facts, self.largest_below_good(candidate, known(facts.program)))
 
     def seconds(self, cost: Cost) -> float:
         """Estimate the duration of a step with fused element-wise operators."""
@@ -133,37 +136,37 @@ class _BudgetSearch:
     def candidates(self) -> Iterator[Candidate]:
         """Yield the combinations that the options allow, the fastest first; skip those that clearly cannot fit."""
         count = len(self.facts.stages)
-        save = self.least if self.options.save == "auto" else self.options.save
+        save = self.least_level if self.options.save == "auto" else self.options.save
         if InterloopValues(self.facts).exchanges:  # one rank's bytes must not decide about exchanges between ranks
             yield Candidate(save, 1 if self.options.keep_every == "auto" else self.options.keep_every)
             return
         every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
         if self.options.save == "auto":
-            yield from self.keeping_more(every[0])
+            yield from self.candidates_keeping_more(every[0])
         yield Candidate(save, every[0])
         several = [Candidate(save, k) for k in every[1:]]
         peaks = [self.estimate(candidate, count) for candidate in several]
         for candidate, peak in zip(several, peaks, strict=True):
-            if peak <= self.left * NEAR or peak == min(peaks):
+            if peak <= self.available_bytes * NEAR or peak == min(peaks):
                 yield candidate
 
-    def keeping_more(self, every: int) -> Iterator[Candidate]:
+    def candidates_keeping_more(self, every: int) -> Iterator[Candidate]:
         """Yield candidates that keep more than required and may fit, those that keep the most first."""
         program = known(self.facts.program)
-        base = self.simulate(Candidate(self.least, every), program, self.working_sets(program)[1])
+        base = self.simulate(Candidate(self.least_level, every), program, self.working_sets(program)[1])
         by_kept: dict[Any, Candidate] = {}
-        for level in SAVE_LEVELS[SAVE_LEVELS.index(self.least) + 1 :]:
+        for level in SAVE_LEVELS[SAVE_LEVELS.index(self.least_level) + 1 :]:
             candidate = Candidate(level, every)
-            planned = self.planned(candidate)
-            if base.peak + kept_bytes(planned) <= self.left * NEAR:
+            planned = self.facts_with_plan(candidate)
+            if base.peak + kept_bytes(planned) <= self.available_bytes * NEAR:
                 by_kept.setdefault(planned.plan.kept, candidate)
         yield from [candidate for kept, candidate in by_kept.items() if any(kept)][::-1]
 
     def estimate(self, candidate: Candidate, count: int) -> int:
         """Estimate the peak with fewer boundaries from the peak with all of them."""
         cost, k = self.smallest, candidate.keep_every
-        kept = min(1, 1 / k + (k - 1) / max(count, 1))
-        return int(cost.peak - cost.peak_terms.get(STAGE_INPUTS, 0) * (1 - kept))
+        kept_share = min(1, 1 / k + (k - 1) / max(count, 1))
+        return int(cost.peak - cost.peak_terms.get(STAGE_INPUTS, 0) * (1 - kept_share))
 
     @property
     def smallest(self) -> Cost:
@@ -171,13 +174,15 @@ class _BudgetSearch:
         return min((cost for _, cost in self.costs), key=lambda cost: cost.peak)
 
     @property
-    def least(self) -> str:
+    def least_level(self) -> str:
         return least_save(self.options.offload)
 
     def with_choices(self, candidate: Candidate) -> Options:
+        """Return the options with the saved values and boundaries of a candidate."""
         return replace(self.options, save=candidate.save, keep_every=candidate.keep_every)  # type: ignore[arg-type]
 
-    def planned(self, candidate: Candidate) -> Facts:
+    def facts_with_plan(self, candidate: Candidate) -> Facts:
+        """Return the facts with the plan of a candidate, without its program."""
         if candidate not in self.plans:
             self.plans[candidate] = Plan(self.with_choices(candidate), self.chunk_sizes).apply(self.facts)
         return self.plans[candidate]
@@ -187,17 +192,22 @@ class _BudgetSearch:
         """Chunk sizes before a working set is chosen; the same for all candidates."""
         return chunk_sizes(self.facts, self.options)
 
-    def rewritten(self, candidate: Candidate) -> Facts:
-        planned = self.planned(candidate)
-        own, other = self.facts.plan, planned.plan
-        return self.facts if (own.kept, own.dropped) == (other.kept, other.dropped) else self.rewrite(planned)
+    def facts_with_program(self, candidate: Candidate) -> Facts:
+        """Return the facts with the program of a candidate, built only if its plan differs."""
+        planned = self.facts_with_plan(candidate)
+        current_plan, new_plan = self.facts.plan, planned.plan
+        return (
+            self.facts
+            if (current_plan.kept, current_plan.dropped) == (new_plan.kept, new_plan.dropped)
+            else self.rewrite(planned)
+        )
 
     @property
     def held(self) -> int:
         return held_bytes(known(self.facts.program).forward.graph)
 
     @property
-    def left(self) -> int:
+    def available_bytes(self) -> int:
         """Bytes of the budget that parameters and inputs leave."""
         return self.budget - self.held
 
@@ -212,9 +222,10 @@ class _BudgetSearch:
 
     @property
     def length(self) -> int:
+        """The sequence length, at least 1."""
         return sequence_length(self.facts) or 1
 
-    def enlarged(self, candidate: Candidate, program: Program, size: int | None, cost: Cost) -> int | None:
+    def largest_working_set(self, candidate: Candidate, program: Program, size: int | None, cost: Cost) -> int | None:
         """Return the largest working set that fits, starting from one that does."""
         if size is None:
             return None
@@ -223,24 +234,24 @@ class _BudgetSearch:
         low, high, has_failed = size, most, False
         for _ in range(MOST_STEPS):
             work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
-            aim = low + int(MARGIN * (self.left - cost.peak) * low / work)
+            aim = low + int(MARGIN * (self.available_bytes - cost.peak) * low / work)
             trial = aim if aim < high else math.isqrt(low * high) if has_failed else high
             if trial < low * WORTHWHILE:
                 break
             larger = self.simulate(candidate, program, trial)
-            if larger.peak <= self.left:
+            if larger.peak <= self.available_bytes:
                 low, cost = trial, larger
             else:
                 high, has_failed = trial, True
         return low
 
-    def between(self, candidate: Candidate, program: Program) -> int:
+    def largest_below_good(self, candidate: Candidate, program: Program) -> int:
         """Return the largest working set that fits and is below the good size."""
         low, high = self.working_sets(program)
         assert low is not None and high is not None
         while high > 2 * low:
             middle = math.isqrt(low * high)
-            if self.simulate(candidate, program, middle).peak <= self.left:
+            if self.simulate(candidate, program, middle).peak <= self.available_bytes:
                 low = middle
             else:
                 high = middle
@@ -249,9 +260,9 @@ class _BudgetSearch:
     def simulate(self, candidate: Candidate, program: Program, working_set: int | None) -> Cost:
         """Simulate a step with chunks of this working set, and cache the cost."""
         set_working_set(program, working_set)
-        before = next((cost for tried, cost in self.costs if tried == (candidate, working_set)), None)
-        if before is not None:
-            return before
+        cached = next((cost for tried, cost in self.costs if tried == (candidate, working_set)), None)
+        if cached is not None:
+            return cached
         cost = self.cost(program)
         self.tried.append(SimulatedCandidate(candidate, working_set, cost.peak + self.held))
         self.costs.append(((candidate, working_set), cost))
@@ -259,23 +270,24 @@ class _BudgetSearch:
         return cost
 
     def cost(self, program: Program) -> Cost:
+        """Simulate a step of the program and return its cost."""
         return cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
 
-    def chosen(self, facts: Facts, working_set: int | None) -> Facts:
+    def with_chosen_plan(self, facts: Facts, working_set: int | None) -> Facts:
         """Return the facts with the chosen plan: its working set, and the lengths for which it holds."""
-        program, plan, found = known(facts.program), facts.plan, facts.lengths
+        program, plan, valid_lengths = known(facts.program), facts.plan, facts.lengths
         set_working_set(program, working_set)
         plan = replace(plan, chunk_sizes=tuple(with_working_set(size, working_set) for size in plan.chunk_sizes))
         if self.lengths:
             furthest = self.lengths.furthest(lambda longer: self.still_fits(program, longer))
             set_most_rows(program, furthest)
-            found = furthest.joined(facts.lengths)
-        return replace(facts, found_plan=plan, lengths=found, fitting=SearchTrace(self.budget, tuple(self.tried)))
+            valid_lengths = furthest.joined(facts.lengths)
+        return replace(facts, found_plan=plan, lengths=valid_lengths, fitting=SearchTrace(self.budget, tuple(self.tried)))
 
     def still_fits(self, program: Program, longer: Lengths) -> bool:
         """Return whether a program that fits also fits longer sequences, with about as many rows per chunk."""
         rows = zip(rows_of_chunks(program, longer), rows_of_chunks(program, self.lengths), strict=True)
-        return all(2 * then >= now for then, now in rows) and self.cost(program).peak <= self.left
+        return all(2 * then >= now for then, now in rows) and self.cost(program).peak <= self.available_bytes
 
 
 def rows_of_chunks(program: Program, lengths: Lengths) -> list[int]:
@@ -296,6 +308,7 @@ def set_most_rows(program: Program, lengths: Lengths) -> None:
 
 
 def with_working_set(size: Any, working_set: int | None) -> Any:
+    """Return an automatic chunk size with this working set; other chunk sizes stay as they are."""
     return replace(size, working_set=working_set) if isinstance(size, AutoChunk) and working_set is not None else size
 
 
@@ -306,12 +319,13 @@ def set_working_set(program: Program, working_set: int | None) -> None:
 
 
 def over_budget(budget: int, held: int, cost: Cost) -> OverBudgetError:
+    """Return the error for a budget below the smallest peak, with its largest parts and remedies."""
     terms = {PARAMETERS: held, **cost.peak_terms}
     most = sorted(terms.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in most[:4] if size)
+    largest_terms = ", ".join(f"{name} {in_bytes(size)}" for name, size in most[:4] if size)
     error = OverBudgetError(
         f"memory_budget of {in_bytes(budget)} is less than any plan for this step takes",
-        found=f"the smallest possible peak is {in_bytes(held + cost.peak)} ({held + cost.peak} bytes): {parts}",
+        found=f"the smallest possible peak is {in_bytes(held + cost.peak)} ({held + cost.peak} bytes): {largest_terms}",
         do=f"raise the budget, or lower what dominates: {REMEDIES.get(most[0][0], 'a shorter sequence or a smaller batch')}",
     )
     error.smallest, error.terms = held + cost.peak, terms

@@ -28,28 +28,31 @@ from streamfx.passes.ops.traits import is_expensive
 
 def kept_values(stage: Stage, facts: Facts, level: str) -> tuple[fx.Node, ...]:
     """Return the values of a stage that are kept at a level, in addition to its outputs."""
-    number = SAVE_LEVELS.index(level)
+    level_index = SAVE_LEVELS.index(level)
     if stage.gradient_in_forward:  # the backward graph has nothing left to compute here
         return ()
-    saving = _Saving(stage, facts)
-    kept = saving.entering() if stage is facts.stages[0] else []
-    kept += saving.attention_results() if number >= SAVE_LEVELS.index("attention") else []
-    if number >= SAVE_LEVELS.index("projections"):
-        place, alive = saving.narrowest()
-        kept += [node for node in saving.made_again(kept) if node in alive]
+    values = _StageValues(stage, facts)
+    kept = values.sums_before_attention() if stage is facts.stages[0] else []
+    kept += values.attention_results() if level_index >= SAVE_LEVELS.index("attention") else []
+    if level_index >= SAVE_LEVELS.index("projections"):
+        place, alive = values.narrowest()
+        kept += [node for node in values.recomputed_rows(kept) if node in alive]
         last = len(stage.forward) if level == "products" else place
-        early = [node for node in saving.made_again(kept) if saving.position[node] <= last]
+        early = [node for node in values.recomputed_rows(kept) if values.position[node] <= last]
         kept += [node for node in early if is_reduced_over_ranks(node)]  # so the products before the reduction are not needed
-        kept += [node for node in saving.made_again(kept) if is_expensive(node) and saving.position[node] <= last]
-    return tuple(sorted(dict.fromkeys(kept), key=saving.position.__getitem__))
+        kept += [node for node in values.recomputed_rows(kept) if is_expensive(node) and values.position[node] <= last]
+    return tuple(sorted(dict.fromkeys(kept), key=values.position.__getitem__))
 
 
-class _Saving:
+class _StageValues:
+    """Queries on one stage: its positions, live values, and values that the backward graph recomputes."""
+
     def __init__(self, stage: Stage, facts: Facts) -> None:
         self.stage, self.axes, self.demand, self.spans = stage, facts.axes, facts.demand, facts.causality.spans
         self.position = {node: i for i, node in enumerate(stage.forward)}
 
     def has_rows(self, node: fx.Node) -> bool:
+        """Return whether a value is a sequence-shaped tensor that depends on more than positions."""
         return is_tensor(node) and node not in self.axes.static and self.demand.form(node) is StorageClass.ROWS
 
     def is_rows(self, node: fx.Node) -> bool:
@@ -57,28 +60,29 @@ class _Saving:
         return node in self.position and node not in self.stage.outputs and self.has_rows(node)
 
     def is_attention(self, node: fx.Node) -> bool:
+        """Return whether an operator is a fused attention."""
         signature = self.axes.signatures.get(node)
         return signature is not None and bool(signature.keys)
 
-    def entering(self) -> list[fx.Node]:
+    def sums_before_attention(self) -> list[fx.Node]:
         """Return sums over ranks before the first attention: with a sharded embedding, the first layer's input."""
         attentions = [i for node, i in self.position.items() if node in self.spans and node not in self.axes.static]
         first = min(attentions, default=0)
-        return [node for node in self.made_again(()) if is_reduced_over_ranks(node) and self.position[node] < first]
+        return [node for node in self.recomputed_rows(()) if is_reduced_over_ranks(node) and self.position[node] < first]
 
     def attention_results(self) -> list[fx.Node]:
         """Return results of fused attention that are used outside the stage's forward graph."""
         results = [node for node in self.stage.forward if node.target is operator.getitem and self.is_attention(node.args[0])]  # type: ignore[arg-type]
         return [node for node in results if any(user not in self.position for user in node.users)]
 
-    def made_again(self, kept: Iterable[fx.Node]) -> list[fx.Node]:
+    def recomputed_rows(self, kept: Iterable[fx.Node]) -> list[fx.Node]:
         """Return the sequence-shaped values that the backward graph recomputes if `kept` is kept."""
-        there = {*kept, *self.stage.outputs}
+        available = {*kept, *self.stage.outputs}
         todo = [source for node in self.stage.backward for source in node.all_input_nodes]
         recomputed: set[fx.Node] = set()
         while todo:
             node = todo.pop()
-            if node in self.position and node not in there and node not in recomputed:
+            if node in self.position and node not in available and node not in recomputed:
                 recomputed.add(node)
                 todo += node.all_input_nodes
         return [node for node in self.stage.forward if node in recomputed and self.is_rows(node)]

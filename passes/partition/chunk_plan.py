@@ -31,6 +31,7 @@ class Plan:
     chunk_sizes: tuple[ChunkSize, ...] | None = None
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with the plan: chunk sizes, and values to keep, drop, offload and recompute."""
         between = InterloopValues(facts)
         kept = self.kept(facts, between)
         plan = StagePlan(
@@ -39,7 +40,7 @@ class Plan:
             narrow=self.narrow(facts),
             dropped=self.dropped(facts),
             offloaded=self.offloaded(facts, between),
-            again=between.made_again(facts.stages, kept),
+            again=between.recomputed_values(facts.stages, kept),
         )
         lengths = self.lengths(plan.kept, facts)
         return replace(facts, found_plan=plan, lengths=lengths or facts.lengths)
@@ -68,19 +69,19 @@ class Plan:
         values are gathered, and when, must not.
         """
         if self.options.save != "auto":
-            return self._at(self.options.save, facts, between)
-        results, least = self._at("attention", facts, between), least_save(self.options.offload)
+            return self._kept_at(self.options.save, facts, between)
+        results, least = self._kept_at("attention", facts, between), least_save(self.options.offload)
         is_alone = facts.collectives is None
         keeps = is_alone and self.options.memory_budget is None and are_small(results, facts)
-        return results if keeps or least == "attention" else self._at(least, facts, between)
+        return results if keeps or least == "attention" else self._kept_at(least, facts, between)
 
-    def _at(self, level: str, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
+    def _kept_at(self, level: str, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
         """Return the values that each stage keeps at a level of `save`."""
-        own = tuple(kept_values(stage, facts, level) for stage in facts.stages)
+        kept = tuple(kept_values(stage, facts, level) for stage in facts.stages)
         if level == "inputs":
-            return own
-        extra = between.asked_for(facts.stages, own)
-        return tuple((*nodes, *more) for nodes, more in zip(own, extra, strict=True))
+            return kept
+        extra = between.recomputed_and_read(facts.stages, kept)
+        return tuple((*nodes, *extra_nodes) for nodes, extra_nodes in zip(kept, extra, strict=True))
 
     def offloaded(self, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
         """Return values that are offloaded to the host if they are kept: sequence-shaped values at cuts, and the
@@ -89,10 +90,11 @@ class Plan:
         if self.options.offload == "none":
             return ()
         outputs = set(facts.joint.outputs)
-        kept = self._at(self.options.offload, facts, between)
+        kept = self._kept_at(self.options.offload, facts, between)
         rows = (tuple(node for node in stage.outputs if facts.demand.form(node) is StorageClass.ROWS) for stage in facts.stages)
         return tuple(
-            tuple(node for node in (*own, *others) if node not in outputs) for own, others in zip(rows, kept, strict=True)
+            tuple(node for node in (*stage_rows, *stage_kept) if node not in outputs)
+            for stage_rows, stage_kept in zip(rows, kept, strict=True)
         )
 
     def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
@@ -117,12 +119,12 @@ def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
 
 def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
     """Return whether only a stage and its successor use this sequence-shaped output."""
-    own, following = facts.stages[number : number + 2]
-    near = {*own.forward, *own.backward, *following.forward, *following.backward}
+    stage, following = facts.stages[number : number + 2]
+    in_both_stages = {*stage.forward, *stage.backward, *following.forward, *following.backward}
     return (
         facts.demand.form(node) is StorageClass.ROWS
         and node not in facts.joint.outputs
         and node not in facts.joint.gradients
-        and node not in own.gradients
-        and all(user in near for user in node.users)
+        and node not in stage.gradients
+        and all(user in in_both_stages for user in node.users)
     )

@@ -33,7 +33,7 @@ from streamfx.torch_private.symbolic_sizes import size_hint
 ALIVE_TOGETHER = 3  # about one in this many values of a loop body is alive at its peak
 BYTES_OF_A_CALL = 1 << 20  # with fewer bytes, a reduction over ranks is latency bound
 OVERHEAD = 0.01  # share of the time of a chunk's products: a fixed cost below it is small
-TOTAL = 8  # bytes moved to add one number to a float32 accumulator
+BYTES_PER_ACCUMULATION = 8  # bytes moved to add one number to a float32 accumulator
 
 
 def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
@@ -41,20 +41,22 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
     granule = known(facts.axes.sequence).granule
     stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)
     rates, held, cuts = rates_of(device_of(facts.joint.graph)), model_bytes(facts), len(facts.stages)
-    enough = -(-rates.tokens * _length(facts) // tokens(facts))
+    efficient_rows = -(-rates.tokens * _length(facts) // tokens(facts))
 
     def size(stage: Stage, rows: int | str) -> ChunkSize:
+        """Return a requested number of rows, rounded up to whole blocks, or an automatic chunk size."""
         if isinstance(rows, int):
             return -(-rows // granule) * granule
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
         worthwhile = worthwhile_rows(stage, facts, rates)
-        busy = max(min(worthwhile, enough), rows_of_a_call(stage, facts))
+        busy = max(min(worthwhile, efficient_rows), rows_of_a_call(stage, facts))
         return AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts, busy, granule=granule)
 
-    def asked(stage: Stage) -> int | str:
+    def requested(stage: Stage) -> int | str:
+        """Return the chunk size that the options request for a stage."""
         return options.loss_chunk_size if is_loss_stage(stage, facts) else options.chunk_size
 
-    return tuple(size(stage, asked(stage)) for stage in facts.stages)
+    return tuple(size(stage, requested(stage)) for stage in facts.stages)
 
 
 def is_loss_stage(stage: Stage, facts: Facts) -> bool:
@@ -79,7 +81,7 @@ def _length(facts: Facts) -> int:
 def worthwhile_rows(stage: Stage, facts: Facts, rates: Rates) -> int:
     """Return the chunk size beyond which larger chunks save little time; the forward graph counts twice."""
     flops = 2 * _flops(stage.forward) + _flops(stage.backward)
-    launches = 2 * sum(map(_computes, stage.forward)) + sum(map(_computes, stage.backward))
+    launches = 2 * sum(map(_launches_kernel, stage.forward)) + sum(map(_launches_kernel, stage.backward))
     overhead = rates.seconds(moved=_moved_by_a_chunk(stage, facts), launches=launches)
     row = rates.seconds(flops=flops) / _length(facts)
     return math.ceil(overhead / (OVERHEAD * row)) if row else 0
@@ -89,7 +91,10 @@ def rows_of_a_call(stage: Stage, facts: Facts) -> int:
     """Return the chunk size at which no reduction over ranks is latency bound; 0 without reductions."""
     nodes = [node for node in (*stage.forward, *stage.backward) if is_reduced_over_ranks(node)]
     rows = [-(-BYTES_OF_A_CALL * _length(facts) // max(bytes_like(node.meta[VALUE]), 1)) for node in nodes]
-    return max((own for node, own in zip(nodes, rows, strict=True) if facts.demand.form(node) is StorageClass.ROWS), default=0)
+    return max(
+        (rows_needed for node, rows_needed in zip(nodes, rows, strict=True) if facts.demand.form(node) is StorageClass.ROWS),
+        default=0,
+    )
 
 
 def model_bytes(facts: Facts) -> int:
@@ -104,10 +109,12 @@ def gradient_bytes(gradients: Iterable[Any]) -> int:
 
 
 def _flops(nodes: Iterable[fx.Node]) -> int:
+    """Return the floating-point operations of the expensive operators among `nodes`."""
     return sum(flops_of_call(node.target, node.args, node.kwargs, node) for node in nodes if is_expensive(node))
 
 
-def _computes(node: fx.Node) -> bool:
+def _launches_kernel(node: fx.Node) -> bool:
+    """Return whether an operator launches a kernel, unlike views and elements of tuples."""
     return is_tensor(node) and not is_moved_elements(node) and node.target is not operator.getitem
 
 
@@ -120,7 +127,9 @@ def _moved_by_a_chunk(stage: Stage, facts: Facts) -> int:
     for node in (*stage.forward, *stage.backward):
         form = demand.forms.get(node, (None,))[0]
         if is_tensor(node) and form in (StorageClass.SUM, StorageClass.KEYSUM):
-            moved += math.prod(map(size_hint, node.meta[VALUE].shape)) * (TOTAL if form is StorageClass.SUM else TOTAL // 2)
+            moved += math.prod(map(size_hint, node.meta[VALUE].shape)) * (
+                BYTES_PER_ACCUMULATION if form is StorageClass.SUM else BYTES_PER_ACCUMULATION // 2
+            )
         moved += sum(bytes_like(operand.meta[VALUE]) // 2 for operand in _keys_of(node, facts))
     return moved
 
@@ -132,8 +141,8 @@ def _keys_of(node: fx.Node, facts: Facts) -> Iterable[fx.Node]:
     if not keys or node not in axes.signatures:
         return ()
     operands = zip(tensor_operands(node), axes.signatures[node].operands, strict=False)
-    seen = [operand for operand, dims in operands if any(keys & set(dim) for dim in dims)]
-    return [operand for operand in seen if demand.forms.get(operand, (None,))[0] is StorageClass.ROWS]
+    with_keys = [operand for operand, dims in operands if any(keys & set(dim) for dim in dims)]
+    return [operand for operand in with_keys if demand.forms.get(operand, (None,))[0] is StorageClass.ROWS]
 
 
 def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
@@ -143,16 +152,17 @@ def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
     for node in nodes:
         if is_tensor(node) and not is_moved_elements(node) and demand.form(node) in (StorageClass.ROWS, StorageClass.PAIR):
             total = total + _elements_of_a_row(node, facts.axes) * node.meta[VALUE].element_size()
-    return _told(total, facts)
+    return _with_hints(total, facts)
 
 
-def _told(size: Size, facts: Facts) -> Size:
+def _with_hints(size: Size, facts: Facts) -> Size:
     """Substitute hints for symbols that are known only at run time, such as loop counts."""
     late = free_symbols([size]) - input_symbols(facts.joint)
     return size if isinstance(size, int) or not late else simplified(size.subs({symbol: numeric(symbol) for symbol in late}))
 
 
 def _elements_of_a_row(node: fx.Node, axes: AxisFacts) -> Size:
+    """Return the elements of a value per position of the sequence."""
     table, sequence = axes.table, known(axes.sequence)
     atoms = [atom for dim in axes.shapes[node] for atom in table.resolve(dim)]
     rows = next((i for i, atom in enumerate(atoms) if atom in sequence.members), None)

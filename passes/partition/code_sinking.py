@@ -39,7 +39,7 @@ def sunk(nodes: Sequence[fx.Node], starts: Sequence[int], bytes_of: Callable[[fx
             if not later:
                 continue
             target = min(later)
-            moved = _suffix(group, number, segment_of, bytes_of)
+            moved = _part_to_move(group, number, segment_of, bytes_of)
             inside = set(moved)
             segments[number] = [node for node in segments[number] if node not in inside]
             uses = (i for i, node in enumerate(segments[target]) if not inside.isdisjoint(node.all_input_nodes))
@@ -75,23 +75,25 @@ def _groups(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     return groups
 
 
-def _suffix(
+def _part_to_move(
     group: Sequence[fx.Node], number: int, segment_of: dict[fx.Node, int], bytes_of: Callable[[fx.Node], int]
 ) -> list[fx.Node]:
     """Split a group where the fewest bytes stay alive, and return the second part."""
     products = [0, *accumulate(is_expensive(node) for node in group)]
 
-    def waiting(place: int) -> float:
-        before, after = set(group[:place]), set(group[place:])
+    def bytes_waiting(index: int) -> float:
+        """Return the bytes alive across later attentions if the group is split before `index`."""
+        before, after = set(group[:index]), set(group[index:])
         if any(node.target is operator.getitem and node.args[0] in before for node in after):
             return float("inf")
         crossing = sum(bytes_of(node) for node in before if any(user not in before for user in node.users))
-        read = {source for node in after for source in node.all_input_nodes} - set(group)
-        return crossing + sum(bytes_of(node) for node in read if not _waits_anyway(node, number, segment_of))
+        operands_read = {source for node in after for source in node.all_input_nodes} - set(group)
+        return crossing + sum(bytes_of(node) for node in operands_read if not _is_read_later(node, number, segment_of))
 
-    place = min(range(len(group) + 1), key=lambda place: (waiting(place), -products[place], place))
-    return list(group[place:])
+    index = min(range(len(group) + 1), key=lambda index: (bytes_waiting(index), -products[index], index))
+    return list(group[index:])
 
 
-def _waits_anyway(node: fx.Node, number: int, segment_of: dict[fx.Node, int]) -> bool:
+def _is_read_later(node: fx.Node, number: int, segment_of: dict[fx.Node, int]) -> bool:
+    """Return whether a later segment reads a value, which is alive until then anyway."""
     return any(segment_of.get(user, number) > number for user in node.users)

@@ -16,7 +16,7 @@ from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, Shape, Storag
 from streamfx.ir.signature import LetterShape, Signature
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
-from streamfx.passes.analysis.alignment import Alignment, aligned, parted
+from streamfx.passes.analysis.alignment import Alignment, aligned, group_places
 from streamfx.passes.analysis.homogeneity import RowMask
 
 aten = torch.ops.aten
@@ -26,6 +26,7 @@ class Scaling:
     """Writes into a joint graph, and records the new nodes in `axes` and `demand`."""
 
     def __init__(self, facts: Facts) -> None:
+        """Copy the recorded facts, so that those of other cuts do not change."""
         self.axes: AxisFacts = replace(
             facts.axes,
             shapes=dict(facts.axes.shapes),
@@ -35,50 +36,53 @@ class Scaling:
         )
         self.demand: AccessFacts = replace(facts.demand, roles=dict(facts.demand.roles), forms=dict(facts.demand.forms))
         self.writer = GraphWriter(facts.joint.graph)
-        self.made: list[fx.Node] = []
+        self.written_nodes: list[fx.Node] = []
 
     def ones_like(self, driver: fx.Node, before: fx.Node) -> list[fx.Node]:
         """Write ones of the driver's shape before `before`, from its sizes alone; the ones are the last node."""
-        self.made, value = [], driver.meta[VALUE]
+        self.written_nodes, value = [], driver.meta[VALUE]
         sizes = self._sizes(driver, self.writer.before(before))
         ones = self.writer.call(aten.full.default, sizes, 1.0, dtype=value.dtype, device=value.device)
-        self._known(ones, (), self._letters(self.shape(driver)), self.shape(driver))
-        return self.made
+        self._record_facts(ones, (), self._letters(self.shape(driver)), self.shape(driver))
+        return self.written_nodes
 
     def product(self, gradient: fx.Node, driver: fx.Node, selection: RowMask | None = None) -> list[fx.Node]:
         """Multiply the gradient by its driver, in the gradient's dtype; the product is the last node returned."""
-        self.made = []
+        self.written_nodes = []
         self.writer.before(gradient.next)
         dtype, alignment = gradient.meta[VALUE].dtype, aligned(self.shape(driver), self.shape(gradient))
         assert alignment is not None
         reshaped, letters = self._split(gradient, driver, alignment), self._letters(alignment.shape)
         factor = self._factor(driver, alignment, selection)
-        along = tuple(own if place is not None else () for own, place in zip(letters, alignment.places, strict=True))
+        factor_labels = tuple(
+            label if driver_dim is not None else () for label, driver_dim in zip(letters, alignment.places, strict=True)
+        )
         scaled = self.writer.call(aten.mul.Tensor, reshaped, factor)
-        self._known(scaled, (letters, along if self.shape(factor) else ()), letters, alignment.shape)
+        self._record_facts(scaled, (letters, factor_labels if self.shape(factor) else ()), letters, alignment.shape)
         if scaled.meta[VALUE].dtype != dtype:
             scaled = self.writer.call(aten._to_copy.default, scaled, dtype=dtype)
-            self._known(scaled, (letters,), letters, alignment.shape)
+            self._record_facts(scaled, (letters,), letters, alignment.shape)
         if alignment.is_split:
-            joined = self.writer.call(aten.reshape.default, scaled, self._joined_sizes(gradient, alignment))
-            self._known(joined, (letters,), self._grouped(alignment), alignment.shape)
-        return self.made
+            restored = self.writer.call(aten.reshape.default, scaled, self._original_sizes(gradient, alignment))
+            self._record_facts(restored, (letters,), self._grouped(alignment), alignment.shape)
+        return self.written_nodes
 
     def _split(self, gradient: fx.Node, driver: fx.Node, alignment: Alignment) -> fx.Node:
         """Reshape the gradient so that the driver's dimensions are separate from all others."""
         if not alignment.is_split:
             return gradient
-        own, of_driver = self._sizes(gradient), self._sizes(driver)
-        groups = parted(alignment.places, alignment.dims)
+        gradient_sizes, driver_sizes = self._sizes(gradient), self._sizes(driver)
+        groups = group_places(alignment.places, alignment.dims)
         sizes = [
-            of_driver[place] if place is not None else own[i] if len(places) == 1 else -1
-            for i, places in enumerate(groups)
-            for place in places
+            driver_sizes[driver_dim] if driver_dim is not None else gradient_sizes[i] if len(driver_dims) == 1 else -1
+            for i, driver_dims in enumerate(groups)
+            for driver_dim in driver_dims
         ]
         split = self.writer.call(aten.reshape.default, gradient, sizes)
-        return self._known(split, (self._grouped(alignment),), self._letters(alignment.shape), alignment.shape)
+        return self._record_facts(split, (self._grouped(alignment),), self._letters(alignment.shape), alignment.shape)
 
-    def _joined_sizes(self, gradient: fx.Node, alignment: Alignment) -> list[Any]:
+    def _original_sizes(self, gradient: fx.Node, alignment: Alignment) -> list[Any]:
+        """Return the sizes that restore the gradient's shape; -1 for the dimension that was split."""
         return [-1 if len(dims) > 1 else size for size, dims in zip(self._sizes(gradient), alignment.dims, strict=True)]
 
     def _factor(self, driver: fx.Node, alignment: Alignment, selection: RowMask | None) -> fx.Node:
@@ -88,41 +92,44 @@ class Scaling:
             reduced = tuple(dim for dim in shape if dim)
             remaining = iter(self._letters(reduced))
             operand = tuple(next(remaining) if dim else () for dim in shape)
-            driver = self._known(
+            driver = self._record_facts(
                 self.writer.call(aten.squeeze.dims, driver, singles), (operand,), self._letters(reduced), reduced
             )
             shape = reduced
         if selection is not None:
             letters = self._letters(shape)
-            cleared = self.writer.call(aten.masked_fill.Scalar, driver, self._unselected(selection, shape), 0)
-            driver = self._known(cleared, (letters, letters), letters, shape)
-        for i, place in enumerate(alignment.places) if shape else ():
-            if place is None:
+            cleared = self.writer.call(aten.masked_fill.Scalar, driver, self._unused_rows_mask(selection, shape), 0)
+            driver = self._record_facts(cleared, (letters, letters), letters, shape)
+        for i, driver_dim in enumerate(alignment.places) if shape else ():
+            if driver_dim is None:
                 wide = (*shape[:i], (), *shape[i:])
                 letters = self._letters(wide)
                 operand = (*letters[:i], *letters[i + 1 :])
-                driver = self._known(self.writer.call(aten.unsqueeze.default, driver, i), (operand,), letters, wide)
+                driver = self._record_facts(self.writer.call(aten.unsqueeze.default, driver, i), (operand,), letters, wide)
                 shape = wide
         return driver
 
-    def _unselected(self, selection: RowMask, own: Shape) -> fx.Node:
+    def _unused_rows_mask(self, selection: RowMask, driver_shape: Shape) -> fx.Node:
         """Return the mask of driver rows that contribute to no gradient."""
         condition, shape = selection.condition, self.shape(selection.condition)
-        others = [i for i, dim in enumerate(shape) if dim not in own]
+        other_dims = [i for i, dim in enumerate(shape) if dim not in driver_shape]
         letters = self._letters(shape)
-        kept = tuple(letter for letter, dim in zip(letters, shape, strict=True) if dim in own)
+        kept = tuple(letter for letter, dim in zip(letters, shape, strict=True) if dim in driver_shape)
         reduce = aten.any.dims if selection.when else aten.all.dims
         mask = condition
-        if others:
-            mask = self._known(self.writer.call(reduce, condition, others), (letters,), kept, shape)
+        if other_dims:
+            mask = self._record_facts(self.writer.call(reduce, condition, other_dims), (letters,), kept, shape)
             self.demand.roles[mask] = dict.fromkeys(self.demand.roles[mask], Role.WHOLE)  # type: ignore[index]
             self.demand.forms[mask] = (StorageClass.OUTSIDE,)  # type: ignore[index]
         if selection.when:
-            own_letters = self._letters(own)
-            mask = self._known(self.writer.call(aten.logical_not.default, mask), (own_letters,), own_letters, own)
+            driver_letters = self._letters(driver_shape)
+            mask = self._record_facts(
+                self.writer.call(aten.logical_not.default, mask), (driver_letters,), driver_letters, driver_shape
+            )
         return mask
 
     def shape(self, node: fx.Node) -> Shape:
+        """Return the resolved axes of each dimension of a value."""
         return tuple(self.axes.table.resolve(dim) for dim in self.axes.shapes[node])
 
     def _sizes(self, node: fx.Node, writer: GraphWriter | None = None) -> list[Any]:
@@ -131,7 +138,7 @@ class Scaling:
         for size in sizes:
             if isinstance(size, fx.Node):
                 self.demand.forms[size] = (StorageClass.OUTSIDE,)  # type: ignore[index]
-                self.made.append(size)
+                self.written_nodes.append(size)
         return sizes
 
     def _letters(self, shape: Shape) -> LetterShape:
@@ -143,7 +150,7 @@ class Scaling:
         letters = iter(self._letters(alignment.shape))
         return tuple(tuple(letter for _ in dims for letter in next(letters)) for dims in alignment.dims)
 
-    def _known(self, node: fx.Node, operands: Sequence[LetterShape], result: LetterShape, letters: Shape) -> fx.Node:
+    def _record_facts(self, node: fx.Node, operands: Sequence[LetterShape], result: LetterShape, letters: Shape) -> fx.Node:
         """Record the facts of a new node: its axis labels, and that it is chunked along the sequence."""
         shape = tuple(tuple(atom for letter in dim for atom in letters[letter]) for dim in result)
         self.axes.shapes[node], self.axes.results[node] = shape, (shape,)  # type: ignore[index]
@@ -152,5 +159,5 @@ class Scaling:
         rows = [letter for letter, dim in enumerate(letters) if self.axes.sequence_atom(dim) is not None]
         self.demand.roles[node] = dict.fromkeys(rows, Role.ROWS)  # type: ignore[index]
         self.demand.forms[node] = (StorageClass.ROWS if rows else StorageClass.OUTSIDE,)  # type: ignore[index]
-        self.made.append(node)
+        self.written_nodes.append(node)
         return node

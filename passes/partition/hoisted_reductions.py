@@ -28,49 +28,55 @@ def early_sums(number: int, facts: Facts) -> list[fx.Node]:
     stage = facts.stages[number]
     if stage.gradient_in_forward:
         return []
-    rows = {node for node in _given(stage, facts.stages[:number]) if _has_form(node, StorageClass.ROWS, facts)}
+    rows = {
+        node for node in _available_values(stage, facts.stages[:number]) if _has_storage_class(node, StorageClass.ROWS, facts)
+    }
     sums: list[fx.Node] = []
     for node in stage.backward:
-        sources = [source for source in node.all_input_nodes if is_tensor(source) and not _is_at_hand(source, facts)]
-        if not sources or not rows.issuperset(sources) or not _is_on_the_way(node, facts):
+        sources = [source for source in node.all_input_nodes if is_tensor(source) and not _needs_no_loop(source, facts)]
+        if not sources or not rows.issuperset(sources) or not _is_cheap_in_forward_loop(node, facts):
             continue
-        if _has_form(node, StorageClass.ROWS, facts):
+        if _has_storage_class(node, StorageClass.ROWS, facts):
             rows.add(node)
-        elif _has_form(node, StorageClass.SUM, facts) and _is_short(node, sources) and _is_waited_for(node, stage, facts):
+        elif (
+            _has_storage_class(node, StorageClass.SUM, facts)
+            and _is_half_of_operands(node, sources)
+            and _delays_backward_loop(node, stage, facts)
+        ):
             sums.append(node)
     return sums
 
 
-def _given(stage: Stage, earlier: tuple[Stage, ...]) -> list[fx.Node]:
+def _available_values(stage: Stage, earlier: tuple[Stage, ...]) -> list[fx.Node]:
     """Return the values available in a stage's forward loops: its own, and outputs of earlier stages."""
-    return [*stage.forward, *(node for other in earlier for node in other.outputs)]
+    return [*stage.forward, *(node for stage_before in earlier for node in stage_before.outputs)]
 
 
-def _has_form(node: fx.Node, form: StorageClass, facts: Facts) -> bool:
+def _has_storage_class(node: fx.Node, form: StorageClass, facts: Facts) -> bool:
     return is_tensor(node) and node not in facts.axes.static and facts.demand.form(node) is form
 
 
-def _is_at_hand(node: fx.Node, facts: Facts) -> bool:
+def _needs_no_loop(node: fx.Node, facts: Facts) -> bool:
     """Return whether no loop and no gradient computes a value: it is an input, or depends on positions only."""
     return node in facts.axes.static or (node.op != "call_function" and node not in facts.joint.tangents)
 
 
-def _is_on_the_way(node: fx.Node, facts: Facts) -> bool:
+def _is_cheap_in_forward_loop(node: fx.Node, facts: Facts) -> bool:
     """Return whether a loop in forward order can compute a value chunk by chunk, without a product."""
     producer = producer_of(node)
     return not (is_expensive(node) or is_random(producer) or facts.axes.is_running(producer))
 
 
-def _is_short(node: fx.Node, sources: list[fx.Node]) -> bool:
+def _is_half_of_operands(node: fx.Node, sources: list[fx.Node]) -> bool:
     return 2 * bytes_like(node.meta[VALUE]) <= min(bytes_like(source.meta[VALUE]) for source in sources)
 
 
-def _is_waited_for(node: fx.Node, stage: Stage, facts: Facts) -> bool:
+def _delays_backward_loop(node: fx.Node, stage: Stage, facts: Facts) -> bool:
     """Return whether a backward loop uses a value, directly or through operators between loops."""
-    own, todo, seen = set(stage.backward), [node], set[fx.Node]()
+    stage_nodes, todo, seen = set(stage.backward), [node], set[fx.Node]()
     while todo:
         for user in todo.pop().users:
-            if user not in own or user in seen:
+            if user not in stage_nodes or user in seen:
                 continue
             if any(form not in NOT_IN_LOOPS for form in facts.demand.forms.get(user, ())):
                 return True

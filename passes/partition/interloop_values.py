@@ -65,7 +65,7 @@ class InterloopValues:
         """Fused attention that is not chunked, or whose keys are complete before its loop begins."""
         return frozenset(node for node in self.facts.joint.forward if self._is_attention(producer_of(node)) and is_tensor(node))
 
-    def made_again(self, stages: Sequence[Stage], kept: Sequence[Collection[fx.Node]]) -> frozenset[fx.Node]:
+    def recomputed_values(self, stages: Sequence[Stage], kept: Sequence[Collection[fx.Node]]) -> frozenset[fx.Node]:
         """Return the values that the backward graph recomputes if stages keep `kept` and their outputs.
 
         If a single stage has all of them, recomputing gains nothing, since all would be alive at once. Exchanged
@@ -73,40 +73,41 @@ class InterloopValues:
         """
         if self.exchanges and self.facts.apart is not None:
             return frozenset()
-        found = [self._of_stage(stage, nodes) for stage, nodes in zip(stages, kept, strict=True)]
-        return frozenset(chain(*found)) if sum(map(bool, found)) > 1 else frozenset()
+        by_stage = [self._recomputed_in_stage(stage, nodes) for stage, nodes in zip(stages, kept, strict=True)]
+        return frozenset(chain(*by_stage)) if sum(map(bool, by_stage)) > 1 else frozenset()
 
-    def asked_for(self, stages: Sequence[Stage], kept: Sequence[Collection[fx.Node]]) -> list[list[fx.Node]]:
+    def recomputed_and_read(self, stages: Sequence[Stage], kept: Sequence[Collection[fx.Node]]) -> list[list[fx.Node]]:
         """Return the recomputed values that backward operators read; if these are kept, nothing is recomputed."""
-        recomputed = self.made_again(stages, kept)
-        return [[node for node in stage.forward if node in recomputed and self._is_taken_back(node)] for stage in stages]
+        recomputed = self.recomputed_values(stages, kept)
+        return [[node for node in stage.forward if node in recomputed and self._is_read_by_backward(node)] for stage in stages]
 
-    def _is_taken_back(self, node: fx.Node) -> bool:
+    def _is_read_by_backward(self, node: fx.Node) -> bool:
         return not self._has_rows(node) and any(user not in self.facts.joint.forward for user in node.users)
 
-    def _of_stage(self, stage: Stage, kept: Collection[fx.Node]) -> set[fx.Node]:
+    def _recomputed_in_stage(self, stage: Stage, kept: Collection[fx.Node]) -> set[fx.Node]:
         """Return a stage's repeatable values between loops, and their sequence-shaped ancestors, which loops may
         have stored for other loops. Includes the stage's masks and tables, which do not depend on sequence-shaped
         values.
         """
         if stage.gradient_in_forward:  # the backward graph has nothing left to compute here
             return set()
-        own, others = set(stage.forward), {*kept, *stage.outputs, *self.facts.joint.outputs}
+        inside, not_recomputed = set(stage.forward), {*kept, *stage.outputs, *self.facts.joint.outputs}
 
-        def is_read_here(node: fx.Node) -> bool:
-            return node not in others and all(user in own for user in node.users if user in self.facts.joint.forward)
+        def is_internal(node: fx.Node) -> bool:
+            return node not in not_recomputed and all(user in inside for user in node.users if user in self.facts.joint.forward)
 
-        made = (node for node in stage.forward if node in self.long or self._is_table(node))
-        found = {node for node in made if is_repeatable(node) and is_read_here(node)}
-        return found | {node for node in self._behind(found, own) if self._has_rows(node) and is_read_here(node)}
+        candidates = (node for node in stage.forward if node in self.long or self._is_table(node))
+        recomputed = {node for node in candidates if is_repeatable(node) and is_internal(node)}
+        ancestors = self._ancestors_in_stage(recomputed, inside)
+        return recomputed | {node for node in ancestors if self._has_rows(node) and is_internal(node)}
 
-    def _behind(self, nodes: Collection[fx.Node], own: Collection[fx.Node]) -> set[fx.Node]:
+    def _ancestors_in_stage(self, nodes: Collection[fx.Node], inside: Collection[fx.Node]) -> set[fx.Node]:
         """Return the ancestors, within the stage, of the given values between loops."""
         ancestors: set[fx.Node] = set()
         todo = [node for node in nodes if node in self.nodes]
         while todo:
             for source in todo.pop().all_input_nodes:
-                if source in own and source not in ancestors:
+                if source in inside and source not in ancestors:
                     ancestors.add(source)
                     todo.append(source)
         return ancestors
@@ -117,8 +118,8 @@ class InterloopValues:
 
     def _is_table(self, node: fx.Node) -> bool:
         """Return whether a value between loops depends on positions only and has several elements per position."""
-        is_made = node in self.axes.static and is_tensor(node) and not self.is_in_loop(node)
-        return is_made and numeric(product(shape_of_node(node))) > self.length
+        is_static_between_loops = node in self.axes.static and is_tensor(node) and not self.is_in_loop(node)
+        return is_static_between_loops and numeric(product(shape_of_node(node))) > self.length
 
     def _is_long(self, node: fx.Node) -> bool:
         return numeric(product(shape_of_node(node))) >= self.length
@@ -133,5 +134,5 @@ class InterloopValues:
 
 def is_repeatable(node: fx.Node) -> bool:
     """Return whether running an operator twice gives the same result; all ranks repeat an exchange together."""
-    made = producer_of(node)
-    return gives_the_same_twice(made) and (is_collective(made) or may_be_merged(made))
+    producer = producer_of(node)
+    return gives_the_same_twice(producer) and (is_collective(producer) or may_be_merged(producer))

@@ -33,9 +33,9 @@ from streamfx.node_meta import DRAW
 from streamfx.passes.partition.rematerialization import Rematerialization
 from streamfx.passes.partition.value_table import Bytes, Table, bytes_of, is_loop_value, table_of, tensor_inputs
 
-KNOWN = 256  # number of distinct regions whose placement is cached
+CACHE_SIZE = 256  # number of distinct regions whose placement is cached
 
-Levels: TypeAlias = "tuple[int, ...]"
+LoopIndices: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass
@@ -49,10 +49,10 @@ class LoopContent:
 
 @dataclass(frozen=True)
 class Region:
-    """The loops of a stage in one direction; `level` is the index of the loop in (or before) which a value is ready."""
+    """The loops of a stage in one direction; `loop_index` is the index of the loop in (or before) which a value is ready."""
 
     nodes: tuple[fx.Node, ...]
-    level: dict[fx.Node, int]
+    loop_index: dict[fx.Node, int]
     loops: tuple[LoopContent, ...]
     reverse: bool
 
@@ -68,7 +68,7 @@ class ContentPlacement(NamedTuple):
 class RegionPlacement(NamedTuple):
     """A `Region` with indices into the table in place of nodes."""
 
-    levels: Levels
+    loop_indices: LoopIndices
     loops: tuple[ContentPlacement, ...]
 
 
@@ -84,53 +84,56 @@ def place(
     outputs = list(outputs)
     nodes = _closure(outputs, available, order, layout)
     values = [node for node in nodes if is_tensor(node)]
-    placed = placed_values(
-        values, table_of(values, available, layout, reverse), _asked_for(outputs, nodes, values, layout), layout
+    placed = choose_placement(
+        values, table_of(values, available, layout, reverse), _requested_values(outputs, nodes, values, layout), layout
     )
     loops = tuple(LoopContent(*({values[i] for i in numbers} for numbers in content)) for content in placed.loops)
-    return Region(tuple(nodes), dict(zip(values, placed.levels, strict=True)), loops, reverse)
+    return Region(tuple(nodes), dict(zip(values, placed.loop_indices, strict=True)), loops, reverse)
 
 
-def placed_values(
+def choose_placement(
     values: Sequence[fx.Node], table: Table, requests: tuple[frozenset[int], frozenset[int]], layout: Layout
 ) -> RegionPlacement:
     """Return the contents of each loop; with several loops, the placement that stores fewer bytes."""
     outputs, requested = requests
-    early = levels_of(table)
+    early = earliest_loops(table)
     if loops_of(table, early) < 2:
-        return filled(table, requested, early, None)
-    return best_placed(table, outputs, requested, bytes_of(values, table, layout))
+        return fill_loops(table, requested, early, None)
+    return cheapest_placement(table, outputs, requested, bytes_of(values, table, layout))
 
 
-@functools.lru_cache(KNOWN)
-def best_placed(table: Table, outputs: frozenset[int], requested: frozenset[int], sizes: Bytes) -> RegionPlacement:
+@functools.lru_cache(CACHE_SIZE)
+def cheapest_placement(table: Table, outputs: frozenset[int], requested: frozenset[int], sizes: Bytes) -> RegionPlacement:
     """Return the placement that stores less: all values as early as possible, or as late as possible."""
-    early, late = levels_of(table), latest_levels(table)
-    first = filled(table, requested, early, sizes)
-    if late == early:
-        return first
-    return min((first, filled(table, requested, late, sizes)), key=lambda placed: _stored(placed, outputs, sizes))
+    earliest, latest = earliest_loops(table), latest_loops(table)
+    early_placement = fill_loops(table, requested, earliest, sizes)
+    if latest == earliest:
+        return early_placement
+    return min(
+        (early_placement, fill_loops(table, requested, latest, sizes)), key=lambda placed: _stored_bytes(placed, outputs, sizes)
+    )
 
 
-def _stored(placed: RegionPlacement, outputs: frozenset[int], sizes: Bytes) -> int:
+def _stored_bytes(placed: RegionPlacement, outputs: frozenset[int], sizes: Bytes) -> int:
     """Return the bytes that loops store for later loops."""
     return sum(sizes.stored[i] for i in frozenset[int]().union(*(content.stacked for content in placed.loops)) - outputs)
 
 
-@functools.lru_cache(KNOWN)
-def filled(table: Table, requested: frozenset[int], levels: Levels, sizes: Bytes | None) -> RegionPlacement:
+@functools.lru_cache(CACHE_SIZE)
+def fill_loops(table: Table, requested: frozenset[int], loop_indices: LoopIndices, sizes: Bytes | None) -> RegionPlacement:
     """Build the placement that computes each value at its level. `sizes` is required if there are several loops."""
-    count = loops_of(table, levels)
-    placer = _Placer(table, levels, requested, sizes)
+    count = loops_of(table, loop_indices)
+    placer = _Placer(table, loop_indices, requested, sizes)
     placer.fill_all(count)
     if count > 1:
-        placer = _Placer(table, levels, requested, sizes, placer.computed)
+        placer = _Placer(table, loop_indices, requested, sizes, placer.computed)
         placer.fill_all(count)
-    return RegionPlacement(levels, tuple(placer.content(number) for number in range(count)))
+    return RegionPlacement(loop_indices, tuple(placer.content(number) for number in range(count)))
 
 
-def loops_of(table: Table, levels: Levels) -> int:
-    return 1 + max((level for level, value in zip(levels, table, strict=True) if value.is_in_loop), default=-1)
+def loops_of(table: Table, loop_indices: LoopIndices) -> int:
+    """Return the number of loops of a region."""
+    return 1 + max((loop_index for loop_index, value in zip(loop_indices, table, strict=True) if value.is_in_loop), default=-1)
 
 
 def _closure(
@@ -154,33 +157,37 @@ def _closure(
     return sorted(closure, key=order.__getitem__)
 
 
-def _asked_for(
+def _requested_values(
     outputs: Iterable[fx.Node], nodes: Iterable[fx.Node], values: Sequence[fx.Node], layout: Layout
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Return the outputs, and the outputs plus values needed in full between loops, without available ones."""
     numbers = {node: i for i, node in enumerate(values)}
-    between = [source for node in nodes if is_tensor(node) and not is_loop_value(node, layout) for source in tensor_inputs(node)]
-    own = frozenset(numbers[node] for node in outputs if node in numbers)
-    return own, own.union(numbers[node] for node in between if node in numbers)
+    read_between_loops = [
+        source for node in nodes if is_tensor(node) and not is_loop_value(node, layout) for source in tensor_inputs(node)
+    ]
+    requested_outputs = frozenset(numbers[node] for node in outputs if node in numbers)
+    return requested_outputs, requested_outputs.union(numbers[node] for node in read_between_loops if node in numbers)
 
 
-@functools.lru_cache(KNOWN)
-def levels_of(table: Table) -> Levels:
+@functools.lru_cache(CACHE_SIZE)
+def earliest_loops(table: Table) -> LoopIndices:
     """Return, for each value, the first loop in (or before) which all its operands are ready."""
-    levels: list[int] = []
+    loop_indices: list[int] = []
     for value in table:
         if value.is_in_loop:  # an operator between loops waits for no further loop once its operands exist
-            waits = [levels[need.operand] + (not need.in_same_loop) for need in value.needs]
+            waits = [loop_indices[need.operand] + (not need.in_same_loop) for need in value.needs]
         else:
-            waits = [levels[source] + table[source].is_in_loop for source in value.sources]
-        levels.append(max(waits, default=0))
-    return tuple(levels)
+            waits = [loop_indices[source] + table[source].is_in_loop for source in value.sources]
+        loop_indices.append(max(waits, default=0))
+    return tuple(loop_indices)
 
 
-@functools.lru_cache(KNOWN)
-def latest_levels(table: Table) -> Levels:
+@functools.lru_cache(CACHE_SIZE)
+def latest_loops(table: Table) -> LoopIndices:
     """Return, for each value, the last loop in (or before) which it is early enough for all its uses."""
-    last = max((level for level, value in zip(levels_of(table), table, strict=True) if value.is_in_loop), default=0)
+    last = max(
+        (loop_index for loop_index, value in zip(earliest_loops(table), table, strict=True) if value.is_in_loop), default=0
+    )
     late = [last if value.is_in_loop else last + 1 for value in table]
     for number in range(len(table) - 1, -1, -1):
         value = table[number]
@@ -197,61 +204,69 @@ def latest_levels(table: Table) -> Levels:
 class _Placer:
     """Fills loops from the last to the first.
 
-    `before` maps each loop to the values it would compute if every loop computed all its needs: a product that
+    `computed_by_loop` maps each loop to the values it would compute if every loop computed all its needs: a product that
     several loops need is computed once.
     """
 
     def __init__(
         self,
         table: Table,
-        levels: Levels,
+        loop_indices: LoopIndices,
         requested: Iterable[int],
         sizes: Bytes | None,
-        before: Mapping[int, set[int]] | None = None,
+        computed_by_loop: Mapping[int, set[int]] | None = None,
     ) -> None:
-        self.table, self.levels, self.sizes, self.before = table, levels, sizes, before or {}
+        """Request these values in full; `sizes` are required if there are several loops."""
+        self.table, self.loop_indices, self.sizes, self.computed_by_loop = table, loop_indices, sizes, computed_by_loop or {}
         self.stacked: dict[int, set[int]] = defaultdict(set)
         self.summed: dict[int, set[int]] = defaultdict(set)
         self.key_sums: dict[int, set[int]] = defaultdict(set)
         self.computed: dict[int, set[int]] = {}
         for value in requested:
-            self.want_outside(value)
+            self.request_in_full(value)
 
     def content(self, number: int) -> ContentPlacement:
         """Return the values that a loop returns or accumulates."""
         return ContentPlacement(*(frozenset(kept[number]) for kept in (self.stacked, self.summed, self.key_sums)))
 
     def fill_all(self, count: int) -> None:
+        """Fill the loops from the last to the first."""
         for number in range(count - 1, -1, -1):
             self.fill(number)
 
     def _is_stored_product(self, value: int) -> bool:
+        """Return whether a value is an expensive, sequence-shaped one that loops store."""
         return self.table[value].is_expensive and self.table[value].form is StorageClass.ROWS
 
-    def want_outside(self, value: int) -> None:
+    def request_in_full(self, value: int) -> None:
         """Request the full value between or after loops. A value that no loop computes is available already."""
         if not self.table[value].is_in_loop:
             return
         match self.table[value].form:
             case StorageClass.SUM:
-                self.summed[self.levels[value]].add(value)
+                self.summed[self.loop_indices[value]].add(value)
             case StorageClass.KEYSUM:
-                self.key_sums[self.levels[value]].add(value)
+                self.key_sums[self.loop_indices[value]].add(value)
             case _:
-                self.stacked[self.levels[value]].add(value)
+                self.stacked[self.loop_indices[value]].add(value)
 
     def fill(self, number: int) -> None:
         """Find the values that loop `number` computes, and request the others from earlier loops."""
         outputs = self.stacked[number] | self.summed[number] | self.key_sums[number]
         products = {
-            value for earlier in range(number) for value in self.before.get(earlier, ()) if self._is_stored_product(value)
+            value
+            for earlier in range(number)
+            for value in self.computed_by_loop.get(earlier, ())
+            if self._is_stored_product(value)
         }
-        split = Rematerialization(number, self.table, self.levels, self.sizes, products)
-        stored = split.cut(outputs, set().union(*self.stacked.values(), *self.key_sums.values()))
+        rematerialization = Rematerialization(number, self.table, self.loop_indices, self.sizes, products)
+        stored = rematerialization.cut(outputs, set().union(*self.stacked.values(), *self.key_sums.values()))
         computed = set(outputs)
-        for _, need in split.walk(outputs, lambda need: need.operand not in stored and not split.must_be_stored(need)):
-            if need.operand not in stored and not split.must_be_stored(need):
+        for _, need in rematerialization.walk(
+            outputs, lambda need: need.operand not in stored and not rematerialization.must_be_stored(need)
+        ):
+            if need.operand not in stored and not rematerialization.must_be_stored(need):
                 computed.add(need.operand)
             else:
-                self.want_outside(need.operand)
+                self.request_in_full(need.operand)
         self.computed[number] = computed

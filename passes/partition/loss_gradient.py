@@ -45,25 +45,28 @@ class LossGradient:
     may_cut: bool = True
 
     def apply(self, facts: Facts) -> Facts:
-        for cut in _cuts(facts, self.may_cut):
+        """Move the last stage's backward graph to its forward loop, for the first cut that allows it."""
+        for cut in _candidate_cuts(facts, self.may_cut):
             stage = cut.stages[-1]
-            if not stage.backward or not _is_worth_it(stage, cut):
+            if not stage.backward or not _saves_work(stage, cut):
                 continue
-            found = multiples(stage, cut)
-            if found and _run_along_rows(found, cut):
-                return _moved(cut, found)
+            homogeneous = multiples(stage, cut)
+            if homogeneous and _have_one_sequence_dim(homogeneous, cut):
+                return _move_to_forward(cut, homogeneous)
         return facts
 
 
-def _cuts(facts: Facts, may_cut: bool) -> Iterator[Facts]:
+def _candidate_cuts(facts: Facts, may_cut: bool) -> Iterator[Facts]:
     """Yield the given stages and cuts with a separate last stage, first those with a product in the last stage."""
     stages = facts.stages
     if stages:
-        others = (other for allowed in (False, True) if may_cut and (other := with_loss_stage(facts, allowed)) is not None)
-        yield from (facts, *others) if any(map(is_product, stages[-1].forward)) else (*others, facts)
+        with_separate_stage = (
+            cut for trained_heads in (False, True) if may_cut and (cut := with_loss_stage(facts, trained_heads)) is not None
+        )
+        yield from (facts, *with_separate_stage) if any(map(is_product, stages[-1].forward)) else (*with_separate_stage, facts)
 
 
-def _is_worth_it(stage: Stage, facts: Facts) -> bool:
+def _saves_work(stage: Stage, facts: Facts) -> bool:
     """Return whether the stage has no attention and runs in one loop: otherwise nothing is saved."""
     return all(
         Role.KEYS not in facts.demand.roles.get(node, {}).values()
@@ -74,17 +77,18 @@ def _is_worth_it(stage: Stage, facts: Facts) -> bool:
     ) and any(form is StorageClass.SUM for node in stage.forward for form in facts.demand.forms.get(node, ()))
 
 
-def _run_along_rows(homogeneous: Sequence[Homogeneous], facts: Facts) -> bool:
+def _have_one_sequence_dim(homogeneous: Sequence[Homogeneous], facts: Facts) -> bool:
     """Return whether each gradient and driver has at most one sequence dimension, as `Scaling` requires."""
     axes = facts.axes
 
-    def along(node: fx.Node) -> int:
+    def sequence_dim_count(node: fx.Node) -> int:
+        """Return the number of sequence dimensions of a value."""
         return sum(axes.sequence_atom(axes.table.resolve(dim)) is not None for dim in axes.shapes[node])
 
-    return all(along(node) <= 1 for multiple in homogeneous for node in (multiple.gradient, multiple.driver))
+    return all(sequence_dim_count(node) <= 1 for multiple in homogeneous for node in (multiple.gradient, multiple.driver))
 
 
-def _moved(facts: Facts, homogeneous: Sequence[Homogeneous]) -> Facts:
+def _move_to_forward(facts: Facts, homogeneous: Sequence[Homogeneous]) -> Facts:
     """Replace the tangents of the last stage's backward graph by ones, and scale the gradients that leave it."""
     inside = set(facts.stages[-1].backward)
     scaling = Scaling(facts)
@@ -115,13 +119,13 @@ def _stages_after(
     staying = tuple(node for node in last.backward if node not in moved)
     for group in (staying, *scaled) if stages else ():
         users = {user for node in group for user in node.users}
-        at = next((i for i in reversed(range(len(stages))) if not users.isdisjoint(stages[i].backward)), len(stages) - 1)
-        stages[at] = replace(stages[at], backward=(*group, *stages[at].backward))
+        number = next((i for i in reversed(range(len(stages))) if not users.isdisjoint(stages[i].backward)), len(stages) - 1)
+        stages[number] = replace(stages[number], backward=(*group, *stages[number].backward))
     gradients = {node for node in facts.joint.gradients if isinstance(node, fx.Node)}
-    for at, stage in enumerate(stages):
+    for number, stage in enumerate(stages):
         inside, new = set(stage.backward), [node for group in (staying, *scaled) for node in group if node in stage.backward]
-        left = [node for node in new if is_tensor(node) and (node in gradients or not inside.issuperset(node.users))]
-        stages[at] = replace(stage, gradients=tuple(dict.fromkeys((*left, *stage.gradients))))
+        leaving = [node for node in new if is_tensor(node) and (node in gradients or not inside.issuperset(node.users))]
+        stages[number] = replace(stage, gradients=tuple(dict.fromkeys((*leaving, *stage.gradients))))
     last = replace(
         last,
         backward=(*ones, *(node for node in last.backward if node in moved)),

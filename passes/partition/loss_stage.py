@@ -31,21 +31,23 @@ EARLIER, LAST = "earlier", "last"
 
 def with_loss_stage(facts: Facts, with_trained_heads: bool = False) -> Facts | None:
     """Return the facts with such a last stage, or None; a flag allows trained weights in the last products."""
-    last = _LossSearch(facts, with_trained_heads).found()
+    last = _LossSearch(facts, with_trained_heads).operators()
     return None if not last else replace(facts, found_stages=stages_with(last, facts))
 
 
 class _LossSearch:
+    """Searches for the operators of a separate last stage by a minimum cut in the forward graph."""
+
     def __init__(self, facts: Facts, with_trained_heads: bool) -> None:
         self.with_trained_heads = with_trained_heads
         self.facts, self.forms, self.static = facts, facts.demand.forms, facts.axes.static
         self.nodes = [node for node in facts.joint.nodes if node in facts.joint.forward and node not in self.static]
         self.trained = trained_values(facts.joint)
 
-    def found(self) -> frozenset[fx.Node]:
+    def operators(self) -> frozenset[fx.Node]:
         """Return the operators of the stage; empty if products lead to attention or use trained weights."""
         heads = self._heads()
-        earlier = ancestors(tuple(node for node in self.nodes if self._is_earlier(node, heads)))
+        earlier = ancestors(tuple(node for node in self.nodes if self._must_be_earlier(node, heads)))
         if not heads or not heads.isdisjoint(earlier):
             return frozenset()
         network = self._network(heads, earlier)
@@ -75,17 +77,23 @@ class _LossSearch:
     def _heads(self) -> set[fx.Node]:
         """Return the last products on rows on the path from trained values to outputs; recurrences do not count."""
         driven = self.trained & ancestors(self.facts.joint.outputs)
-        before: set[fx.Node] = set()
+        operands_of_products: set[fx.Node] = set()
         heads: set[fx.Node] = set()
         for node in reversed(self.nodes):
             in_loop = is_product(node) and self._is_in_loop(node)
-            if in_loop and node in driven and node not in before and not self.facts.axes.is_running(producer_of(node)):
+            if (
+                in_loop
+                and node in driven
+                and node not in operands_of_products
+                and not self.facts.axes.is_running(producer_of(node))
+            ):
                 heads.add(node)
-            if in_loop or node in before:
-                before.update(node.all_input_nodes)
+            if in_loop or node in operands_of_products:
+                operands_of_products.update(node.all_input_nodes)
         return heads
 
-    def _is_earlier(self, node: fx.Node, heads: set[fx.Node]) -> bool:
+    def _must_be_earlier(self, node: fx.Node, heads: set[fx.Node]) -> bool:
+        """Return whether an operator may not be in the last stage: attention, a scan, or a trained layer."""
         if node in self.facts.causality.spans or self.facts.axes.is_running(node):
             return True
         return self._is_trained(node) and not (self.with_trained_heads and node in heads)
@@ -102,9 +110,11 @@ class _LossSearch:
         return descendants(weights, (node for node in forward if node in self.static or not self._is_in_loop(node)))
 
     def _is_in_loop(self, node: fx.Node) -> bool:
+        """Return whether a value is computed chunk by chunk."""
         return any(form not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for form in self.forms.get(node, ()))
 
     def _bytes(self, node: fx.Node) -> int:
+        """Return the bytes that a cut after a value stores; prohibitive for values that cannot cross a cut."""
         if not self._is_in_loop(node) or self.forms[node] == (StorageClass.SUM,):
             return 0
         return (

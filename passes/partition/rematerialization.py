@@ -26,14 +26,14 @@ FOR_PAIRS = 1 << 20  # factor on the bytes of query-by-key values: they are stor
 class Rematerialization:
     """The values that loop `number` of a region reads from earlier loops.
 
-    `levels` has the first loop that can compute each value, `products` the products that an earlier loop computes for
+    `loop_indices` has the first loop that can compute each value, `products` the products that an earlier loop computes for
     itself. `sizes` is required if there is an earlier loop.
     """
 
     def __init__(
-        self, number: int, table: Table, levels: tuple[int, ...], sizes: Bytes | None, products: Collection[int]
+        self, number: int, table: Table, loop_indices: tuple[int, ...], sizes: Bytes | None, products: Collection[int]
     ) -> None:
-        self.number, self.table, self.levels, self.sizes, self.products = number, table, levels, sizes, products
+        self.number, self.table, self.loop_indices, self.sizes, self.products = number, table, loop_indices, sizes, products
 
     def cut(self, outputs: Iterable[int], stored: Collection[int]) -> set[int]:
         """Return the values to store for a loop with these outputs; those in `stored` are stored anyway, at no cost."""
@@ -44,12 +44,14 @@ class Rematerialization:
             return set()
         # Of all minimum cuts, take the one closest to the loop. Any algorithm finds it; this one is the fastest on
         # these graphs.
-        _, (far, near) = networkx.minimum_cut(network, BEFORE, HERE, flow_func=boykov_kolmogorov)
-        return {value for value in self._cuttable(network) if (value, "in") in far and (value, "out") in near}
+        _, (earlier_side, loop_side) = networkx.minimum_cut(network, BEFORE, HERE, flow_func=boykov_kolmogorov)
+        return {
+            value for value in self._storable_values(network) if (value, "in") in earlier_side and (value, "out") in loop_side
+        }
 
     def must_be_stored(self, need: Access) -> bool:
         """Return whether the loop cannot recompute the needed rows for its own chunk."""
-        return need.is_stored or (need.is_stored_before and self.levels[need.operand] != self.number)
+        return need.is_stored or (need.is_stored_before and self.loop_indices[need.operand] != self.number)
 
     def walk(self, outputs: Iterable[int], goes_on: Callable[[Access], bool]) -> Iterator[tuple[int, Access]]:
         """Yield each value computed for these outputs with each of its needs that a loop of the region computes, in
@@ -67,32 +69,35 @@ class Rematerialization:
                     if goes_on(need):
                         todo.append(need.operand)
 
-    def _is_given(self, need: Access) -> bool:
+    def _is_read_from_earlier_loop(self, need: Access) -> bool:
         """Return whether an operand is read from an earlier loop, unless a value computed from it is stored there."""
-        is_computed_before = self.levels[need.operand] != self.number and need.operand in self.products
+        is_computed_before = self.loop_indices[need.operand] != self.number and need.operand in self.products
         return self.must_be_stored(need) or is_computed_before
 
     def _network(self, outputs: Iterable[int], stored: Collection[int]) -> Any:
         """Build the flow network: capacities are bytes, and edges lead from each operand to its users."""
         network = networkx.DiGraph()
         network.add_node(HERE)
-        for value, need in self.walk(outputs, lambda need: not self._is_given(need)):
+        for value, need in self.walk(outputs, lambda need: not self._is_read_from_earlier_loop(need)):
             operand = need.operand
             network.add_edge(self._out(operand), self._in(value), capacity=math.inf)
-            if self.levels[operand] != self.number:
+            if self.loop_indices[operand] != self.number:
                 network.add_edge((operand, "in"), (operand, "out"), capacity=self._bytes(operand, stored))
-            if self._is_given(need):
+            if self._is_read_from_earlier_loop(need):
                 network.add_edge(BEFORE, self._in(operand), capacity=math.inf)
         network.remove_edges_from([(HERE, HERE)])
         return network
 
     def _in(self, value: int) -> Any:
-        return HERE if self.levels[value] == self.number else (value, "in")
+        """Return a value's entry node in the flow network; values of this loop share one node."""
+        return HERE if self.loop_indices[value] == self.number else (value, "in")
 
     def _out(self, value: int) -> Any:
-        return HERE if self.levels[value] == self.number else (value, "out")
+        """Return a value's exit node in the flow network; values of this loop share one node."""
+        return HERE if self.loop_indices[value] == self.number else (value, "out")
 
     def _bytes(self, value: int, stored: Collection[int]) -> int:
+        """Return the bytes to store a value for this loop: 0 if it is stored anyway or a sum."""
         form = self.table[value].form
         if value in stored or form is StorageClass.SUM:
             return 0
@@ -100,5 +105,6 @@ class Rematerialization:
         size = self.sizes.shown[value]
         return size * FOR_PAIRS if form is StorageClass.PAIR else size
 
-    def _cuttable(self, network: Any) -> list[int]:
+    def _storable_values(self, network: Any) -> list[int]:
+        """Return the values that the flow network may store."""
         return [node[0] for node in network if isinstance(node, tuple) and node[1] == "in"]

@@ -43,6 +43,7 @@ class StagesPass:
     name: ClassVar[str] = "stages"
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with the stages."""
         return replace(facts, found_stages=_Cutter(facts).stages())
 
 
@@ -58,7 +59,7 @@ class _Cutter:
         self.facts, self.axes, self.demand, self.causality = facts, facts.axes, facts.demand, facts.causality
         joint = facts.joint
         self.between = InterloopValues(facts)
-        nodes = beside_producers(joint.nodes)
+        nodes = elements_after_producers(joint.nodes)
         self.forward = [node for node in nodes if node in joint.forward]
         self.backward = as_late_as_possible([node for node in nodes if node not in joint.forward], joint.tangents)
         self.position = {node: i for i, node in enumerate(self.forward)}
@@ -92,33 +93,34 @@ class _Cutter:
             for i in range(len(forwards))
         )
 
-    def is_streamed(self, node: fx.Node) -> bool:
+    def is_chunked(self, node: fx.Node) -> bool:
         """Return whether a value is computed chunk by chunk and has to be stored to cross a cut."""
         return self.between.is_in_loop(node) and node not in self.axes.static
 
     def is_alive(self, node: fx.Node) -> bool:
         """Return whether a value takes memory from its definition to its last use."""
-        return self.is_streamed(node) or node in self.between.long
+        return self.is_chunked(node) or node in self.between.long
 
     def forward_cuts(self) -> list[int]:
         """Return the positions after which the forward graph is cut."""
         live = self.live_bytes(self.forward, self.position, self.outputs)
         attentions = self.attention_intervals()
         gaps = [(last, first - 1) for (_, last), (first, _) in pairwise(attentions)]
-        loss = self.first_sum()
+        loss = self.first_sequence_sum()
         if self.last:
             gaps.append((len(self.forward) - self.last - 1,) * 2)
         elif loss is not None and (attentions or self.facts.joint.tangents):  # else the head is all there is
             gaps.append((attentions[-1][1] if attentions else -1, loss - 1))
-        products, sent = list(accumulate(is_expensive(node) for node in self.forward)), self.sent_bytes()
+        products_until, reduced = list(accumulate(is_expensive(node) for node in self.forward)), self.reduced_bytes()
 
         def best(low: int, high: int) -> int | None:
+            """Return the position in [low, high] with the fewest live bytes; None if no cut is possible."""
             # If equally few bytes are alive, cut after the last product, so that its result is stored and not
             # computed twice, and before the following norm, whose gradient would read that result. A stored sum
             # over ranks saves one communication.
             candidates = range(max(low, 0), high + 1)
-            found = min(candidates, key=lambda i: (live[i] - sent[i], -products[i], i), default=None)
-            return found if found is not None and 0 < live[found] < UNCUTTABLE else None
+            cut_at = min(candidates, key=lambda i: (live[i] - reduced[i], -products_until[i], i), default=None)
+            return cut_at if cut_at is not None and 0 < live[cut_at] < UNCUTTABLE else None
 
         cuts: list[int] = []
         for low, high in gaps:
@@ -126,8 +128,8 @@ class _Cutter:
             if cut is not None and (not cuts or cut > cuts[-1]):
                 cuts.append(cut)
         # Windows come first: a narrow running sum alongside the layers might have the minimum.
-        layers = self.cuts_between_layers(self.looks_back, cuts, best, live)
-        return self.cuts_between_layers(self.looks_or_runs_back, layers, best, live)
+        layers = self.cuts_between_layers(self.reads_earlier_rows, cuts, best, live)
+        return self.cuts_between_layers(self.reads_or_scans_earlier_rows, layers, best, live)
 
     def cuts_between_layers(
         self,
@@ -148,16 +150,17 @@ class _Cutter:
         new = [cut for low, high, cut in candidates if live[cut] == least and not any(low <= other <= high for other in cuts)]
         return sorted({*cuts, *new})
 
-    def looks_back(self, node: fx.Node) -> bool:
+    def reads_earlier_rows(self, node: fx.Node) -> bool:
         """Return whether each row depends on a few earlier rows, as in a convolution or a shift."""
-        windows = self.axes.signatures[node].windows if node in self.axes.signatures and self.is_streamed(node) else {}
-        return any(self.moves(node, letter, window) for letter, window in windows.items())
+        windows = self.axes.signatures[node].windows if node in self.axes.signatures and self.is_chunked(node) else {}
+        return any(self.shifts_rows(node, letter, window) for letter, window in windows.items())
 
-    def looks_or_runs_back(self, node: fx.Node) -> bool:
+    def reads_or_scans_earlier_rows(self, node: fx.Node) -> bool:
         """Return whether each row depends on earlier rows, a few or all, as in a recurrence."""
-        return self.looks_back(node) or (self.axes.is_running(node) and self.is_streamed(node))
+        return self.reads_earlier_rows(node) or (self.axes.is_running(node) and self.is_chunked(node))
 
-    def moves(self, node: fx.Node, letter: Letter, window: Window) -> bool:
+    def shifts_rows(self, node: fx.Node, letter: Letter, window: Window) -> bool:
+        """Return whether a window reads rows at other positions than the result's."""
         sequence, letters = self.axes.sequence, self.axes.letters[node]
         result, source = (self.axes.sequence_atom(letters[item]) for item in (letter, window.of))
         if sequence is None or result is None or source is None:
@@ -180,7 +183,9 @@ class _Cutter:
             producer = producer_of(node)
             seen.setdefault(producer.meta.get(PART_OF, producer), []).append(self.position[node])
         seen |= {
-            node: self.attention_places(node) for node in self.forward if COLLECTED in node.meta and node not in self.axes.static
+            node: self.collected_key_positions(node)
+            for node in self.forward
+            if COLLECTED in node.meta and node not in self.axes.static
         }
         for positions in seen.values():
             intervals.append((min(positions), max(positions)))
@@ -192,9 +197,9 @@ class _Cutter:
                 merged.append((low, high))
         return merged
 
-    def attention_places(self, keys: fx.Node) -> list[int]:
+    def collected_key_positions(self, keys: fx.Node) -> list[int]:
         """Return the positions of collected keys, their source, and the operators along the axis of the keys."""
-        own = {atom for dim in keys.meta[COLLECTED] for atom in self.axes.table.resolve(self.axes.shapes[keys][dim])}
+        key_atoms = {atom for dim in keys.meta[COLLECTED] for atom in self.axes.table.resolve(self.axes.shapes[keys][dim])}
         source, todo, nodes = node_argument(keys), [keys], set[fx.Node]()
         while is_moved_elements(source) and node_argument(source) in self.position:
             source = node_argument(source)
@@ -202,16 +207,16 @@ class _Cutter:
             node = todo.pop()
             if node in self.position and node not in nodes:
                 nodes.add(node)
-                parts = [dim for shape in self.axes.results.get(node, ()) for dim in shape]
-                has_key_axis = any(not own.isdisjoint(self.axes.table.resolve(dim)) for dim in parts)
+                result_dims = [dim for shape in self.axes.results.get(node, ()) for dim in shape]
+                has_key_axis = any(not key_atoms.isdisjoint(self.axes.table.resolve(dim)) for dim in result_dims)
                 todo += [user for user in node.users if has_key_axis]
         return [self.position[node] for node in (*nodes, source) if node in self.position]
 
-    def first_sum(self) -> int | None:
+    def first_sequence_sum(self) -> int | None:
         """Return the position of the first sum over the sequence that an output depends on, if any."""
         needed = ancestors(self.facts.joint.outputs)
         for i, node in enumerate(self.forward):
-            if self.is_streamed(node) and StorageClass.SUM in self.demand.forms[node] and node in needed:
+            if self.is_chunked(node) and StorageClass.SUM in self.demand.forms[node] and node in needed:
                 return i
         return None
 
@@ -221,10 +226,10 @@ class _Cutter:
         free = set(free)
         for node in nodes:
             if not is_tensor(node):  # a tuple must not be separated from its elements
-                parts = [position[user] for user in node.users if user.target is operator.getitem and user in position]
-                if parts:
+                elements = [position[user] for user in node.users if user.target is operator.getitem and user in position]
+                if elements:
                     change[position[node]] += UNCUTTABLE
-                    change[max(parts)] -= UNCUTTABLE
+                    change[max(elements)] -= UNCUTTABLE
                 continue
             if not self.is_alive(node):
                 continue
@@ -235,17 +240,18 @@ class _Cutter:
                 change[last] -= cost
         return list(accumulate(change[:-1]))
 
-    def sent_bytes(self) -> list[int]:
+    def reduced_bytes(self) -> list[int]:
         """Return, for each position, the bytes reduced over ranks whose last use is at or before it."""
-        done = [0] * len(self.forward)
+        finished = [0] * len(self.forward)
         for node in self.forward:
             if is_reduced_over_ranks(node):
-                done[max((self.position[user] for user in node.users if user in self.position), default=-1)] += (
+                finished[max((self.position[user] for user in node.users if user in self.position), default=-1)] += (
                     self.bytes_of_rows(node)
                 )
-        return list(accumulate(done))
+        return list(accumulate(finished))
 
     def cost(self, node: fx.Node, is_stored: bool) -> int:
+        """Return the bytes that a live value adds at a cut: 1 if stored anyway, prohibitive if it has keys."""
         form = self.demand.form(node)
         if form in (StorageClass.PAIR, StorageClass.KEYSUM):
             return UNCUTTABLE
@@ -262,7 +268,8 @@ class _Cutter:
         return self.bytes[node]
 
     def _bytes_of_rows(self, node: fx.Node) -> int:
-        if not is_tensor(node) or not self.is_streamed(node) or self.demand.form(node) is not StorageClass.ROWS:
+        """Compute the full-sequence bytes of a value; see `bytes_of_rows`."""
+        if not is_tensor(node) or not self.is_chunked(node) or self.demand.form(node) is not StorageClass.ROWS:
             return 0
         elements = numeric(product(self.axes.table.size_of_dim(dim) for dim in self.axes.shapes[node]))
         return elements * int(node.meta[VALUE].element_size())
@@ -273,26 +280,26 @@ class _Cutter:
             node
             for node in nodes
             if is_tensor(node)
-            and self.is_streamed(node)
+            and self.is_chunked(node)
             and (node in self.outputs or any(stage_of.get(user, stage) > stage for user in node.users))
         ]
 
     def backward_segments(self, stage_of: dict[fx.Node, int], count: int, kept: set[fx.Node]) -> list[list[fx.Node]]:
         """Split the backward graph into `count` segments, indexed by stage; the last stage's segment runs first."""
         if self.last:
-            made = {node: stage_of[node] for node in stage_of if node not in kept and self.is_streamed(node)}
-            self.backward = self.sums_early(in_front(self.backward, made, count - 1))
+            stage_of_recomputed = {node: stage_of[node] for node in stage_of if node not in kept and self.is_chunked(node)}
+            self.backward = self.sums_after_operands(last_stage_first(self.backward, stage_of_recomputed, count - 1))
         position = {node: i for i, node in enumerate(self.backward)}
-        used: list[list[int]] = [[] for _ in range(count)]
+        uses_of_stage: list[list[int]] = [[] for _ in range(count)]
         for node in self.backward:
             for source in node.all_input_nodes:
                 if source in stage_of and source not in kept and self.is_alive(source):
-                    used[stage_of[source]].append(position[node])
+                    uses_of_stage[stage_of[source]].append(position[node])
         live = self.live_bytes(self.backward, position)
         bounds = [0]
         for stage in range(count - 1, 0, -1):
-            low = max((p for own in used[stage:] for p in own), default=-1)
-            high = min((p for own in used[:stage] for p in own), default=len(self.backward))
+            low = max((p for positions in uses_of_stage[stage:] for p in positions), default=-1)
+            high = min((p for positions in uses_of_stage[:stage] for p in positions), default=len(self.backward))
             candidates = range(max(low + 1, bounds[-1]), max(high, low + 1, bounds[-1]) + 1)
             best = min(candidates, key=lambda i: (live[i - 1] if i else 0, i))
             while best and live[best - 1] >= UNCUTTABLE:  # a query-by-key value is never stored for a later segment
@@ -301,16 +308,16 @@ class _Cutter:
         bounds.append(len(self.backward))
         return [self.backward[low:high] for low, high in pairwise(bounds)][::-1]
 
-    def sums_early(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    def sums_after_operands(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Move each addition of sums over rows right after its operands: one sum is stored instead of several."""
-        place: dict[fx.Node, int] = {}
+        sort_key: dict[fx.Node, int] = {}
         sums = {node for node in nodes if self.demand.form(node) is StorageClass.SUM}
         for i, node in enumerate(nodes):
-            own = node.all_input_nodes
-            adds = len(own) > 1 and all(it in place and it in sums for it in own)
-            place[node] = max(place[it] for it in own) if adds else i
+            operands = node.all_input_nodes
+            adds = len(operands) > 1 and all(operand in sort_key and operand in sums for operand in operands)
+            sort_key[node] = max(sort_key[operand] for operand in operands) if adds else i
             sums.update([node] if adds else [])
-        return sorted(nodes, key=place.__getitem__)
+        return sorted(nodes, key=sort_key.__getitem__)
 
     def crossing_backward(self, nodes: Sequence[fx.Node], segment_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
         """Return the values of a backward segment that later segments read or the graph returns."""
@@ -322,21 +329,21 @@ class _Cutter:
         ]
 
 
-def _makes_less(node: fx.Node, driven: Collection[fx.Node]) -> bool:
+def _shrinks_largest_operand(node: fx.Node, driven: Collection[fx.Node]) -> bool:
     """Return whether a product has fewer bytes than its largest operand among `driven`."""
     largest = max((bytes_like(source.meta.get(VALUE)) for source in node.all_input_nodes if source in driven), default=0)
     return is_tensor(node) and bytes_like(node.meta[VALUE]) < largest
 
 
-def beside_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+def elements_after_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Move each element of a tuple right after its producer, so that no cut separates them.
 
     The final state of a recurrence would otherwise be extracted at the very end, if it is only returned.
     """
-    place: dict[fx.Node, int] = {}
+    sort_key: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
-        place[node] = place.get(producer_of(node), i)
-    return sorted(place, key=place.__getitem__)
+        sort_key[node] = sort_key.get(producer_of(node), i)
+    return sorted(sort_key, key=sort_key.__getitem__)
 
 
 def as_late_as_possible(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -> list[fx.Node]:
@@ -353,14 +360,14 @@ def as_late_as_possible(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -
 
 def before_use(nodes: Sequence[fx.Node], moved: Collection[fx.Node]) -> list[fx.Node]:
     """Move each of the `moved` operators right before its first user."""
-    place = {node: i for i, node in enumerate(nodes)}
+    position = {node: i for i, node in enumerate(nodes)}
     for node in reversed(nodes):
         if node in moved:
-            place[node] = min((place[user] for user in node.users if user in place), default=place[node])
-    return sorted(nodes, key=lambda node: (place[node], node not in moved))
+            position[node] = min((position[user] for user in node.users if user in position), default=position[node])
+    return sorted(nodes, key=lambda node: (position[node], node not in moved))
 
 
-def in_front(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
+def last_stage_first(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
     """Move the backward operators of the last stage to the front; `stage_of` maps forward values to their stage.
 
     If a model is called twice, the backward graph passes all layers of one call before the head of the other.
@@ -370,20 +377,24 @@ def in_front(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], last: in
     last stage, and those that only reshape their operand or pad it with zeros: the gradient of a final state would
     otherwise be as long as the sequence.
     """
-    needed, driven, behind = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+    leads_to_last, driven, earlier_stage_ops = set[fx.Node](), set[fx.Node](), set[fx.Node]()
     for node in reversed(nodes):
-        if any(user in needed for user in node.users) or any(stage_of.get(source) == last for source in node.all_input_nodes):
-            needed.add(node)
+        if any(user in leads_to_last for user in node.users) or any(
+            stage_of.get(source) == last for source in node.all_input_nodes
+        ):
+            leads_to_last.add(node)
     for node in nodes:
-        if node in needed or any(source in driven for source in node.all_input_nodes):
+        if node in leads_to_last or any(source in driven for source in node.all_input_nodes):
             driven.add(node)
-        is_another = is_expensive(node) and node not in needed and not _makes_less(node, driven)
-        if is_another or any(source in behind or stage_of.get(source, last) < last for source in node.all_input_nodes):
-            behind.add(node)
-    shown = set[fx.Node]()
+        is_earlier_product = is_expensive(node) and node not in leads_to_last and not _shrinks_largest_operand(node, driven)
+        if is_earlier_product or any(
+            source in earlier_stage_ops or stage_of.get(source, last) < last for source in node.all_input_nodes
+        ):
+            earlier_stage_ops.add(node)
+    reshaped = set[fx.Node]()
     for node in reversed(nodes):
-        is_shown = is_moved_elements(node) or node.target in AMONG_ZEROS or node not in driven
-        if is_shown and node not in behind and behind.issuperset(node.users):
-            shown.add(node)
-            behind.add(node)
-    return before_use(sorted(nodes, key=behind.__contains__), shown)
+        is_reshaped = is_moved_elements(node) or node.target in AMONG_ZEROS or node not in driven
+        if is_reshaped and node not in earlier_stage_ops and earlier_stage_ops.issuperset(node.users):
+            reshaped.add(node)
+            earlier_stage_ops.add(node)
+    return before_use(sorted(nodes, key=earlier_stage_ops.__contains__), reshaped)

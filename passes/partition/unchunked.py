@@ -58,16 +58,22 @@ def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
     If not, no partitioner has to run. Counts each storage that the forward graph certainly allocates once. If the
     user's code asks for recomputation, the kept values are not known yet.
     """
-    return attempted(partial(_leaves_room, joint, budget), True, NOT_LOOKED_AT, strict=False)
+    return attempted(partial(_saved_values_fit, joint, budget), True, NOT_LOOKED_AT, strict=False)
 
 
-def _leaves_room(joint: JointGraph, budget: int | float | str) -> bool:
+def _saved_values_fit(joint: JointGraph, budget: int | float | str) -> bool:
+    """Return whether the values that the forward graph saves leave room in the budget; see `may_fit_whole`."""
     if any(RECOMPUTE in node.meta for node in joint.graph.nodes):
         return True
-    held = held_bytes(joint.graph, joint.tangents)
-    left = bytes_of(budget, device_of(joint.graph), held, gradient_bytes(joint.gradients)) - held
-    read = (memories(node) for node in joint.forward if node.op == "call_function" and not joint.forward.issuperset(node.users))
-    return bytes_of_values(node for shown in read if len(shown) == 1 for node in shown if node.op == "call_function") <= left
+    input_bytes = held_bytes(joint.graph, joint.tangents)
+    available = bytes_of(budget, device_of(joint.graph), input_bytes, gradient_bytes(joint.gradients)) - input_bytes
+    saved_memories = (
+        memories(node) for node in joint.forward if node.op == "call_function" and not joint.forward.issuperset(node.users)
+    )
+    return (
+        bytes_of_values(node for memory in saved_memories if len(memory) == 1 for node in memory if node.op == "call_function")
+        <= available
+    )
 
 
 def fits_whole(
@@ -110,32 +116,34 @@ def smaller_than(
     num_outputs, program = len(facts.joint.outputs), facts.program
     if ours is not None and (not is_compared(ours.peak) or bytes_at_least(traced) >= ours.peak):
         return None
-    variants = [variant for make in ways if (variant := _simulated(make, num_outputs)) is not None]
+    variants = [variant for make in ways if (variant := _with_cost(make, num_outputs)) is not None]
     least = min((variant.cost.peak for variant in variants), default=0)
-    least_held = sorted((one for one in variants if one.cost.peak <= TOLERATED * least), key=lambda one: one.cost.held)
+    least_held = sorted((each for each in variants if each.cost.peak <= TOLERATED * least), key=lambda each: each.cost.held)
     if not variants or not _is_less(least, least_held[0].cost, variants[0].cost if ours is None else ours):
         return None
-    variant, others = least_held[0], variants[0].halves if program is None else (program.forward, program.backward)
-    held: list[bool] = []
+    variant, other_halves = least_held[0], variants[0].halves if program is None else (program.forward, program.backward)
+    holds_for: list[bool] = []
 
     def holds(lengths: Lengths) -> bool:
-        held.append(cost_of(*variant.halves, num_outputs).peak <= TOLERATED * cost_of(*others, num_outputs).peak)
-        return held[-1]
+        """Record and return whether the unchunked variant is still smaller for the lengths being tried."""
+        holds_for.append(cost_of(*variant.halves, num_outputs).peak <= TOLERATED * cost_of(*other_halves, num_outputs).peak)
+        return holds_for[-1]
 
     lengths = Lengths.now(facts.joint.graph).furthest_beyond(holds, CLOSE)
-    if lengths is None and all(held):  # no call has more of every size, as with slices that add up to a fixed number
+    if lengths is None and all(holds_for):  # no call has more of every size, as with slices that add up to a fixed number
         lengths = Lengths({})
     return None if lengths is None else replace(variant, lengths=lengths)
 
 
-def _is_less(least: int, one: Cost, other: Cost) -> bool:
+def _is_less(least: int, candidate: Cost, baseline: Cost) -> bool:
     """Return whether `least`, about the peak of one, is below the other's peak by more than the tolerance; or
     whether one has no higher peak, and keeps less between forward and backward, while other graphs of the step run.
     """
-    return least * TOLERATED < other.peak or (one.peak <= other.peak and one.held * TOLERATED < other.held)
+    return least * TOLERATED < baseline.peak or (candidate.peak <= baseline.peak and candidate.held * TOLERATED < baseline.held)
 
 
-def _simulated(make: Callable[[], Halves], num_outputs: int) -> UnchunkedGraph | None:
+def _with_cost(make: Callable[[], Halves], num_outputs: int) -> UnchunkedGraph | None:
+    """Build an unchunked variant and return it with its cost; None if it cannot be traced."""
     try:
         halves = make()
         return UnchunkedGraph(halves, cost_of(*halves, num_outputs))
@@ -161,14 +169,14 @@ def _alive_in_backward(joint: JointGraph, nodes: list[fx.Node]) -> Iterator[int]
     """Yield the bytes of kept products and of gradients, after each backward operator."""
     on_gradients = descendants(joint.tangents, nodes)
     backward = [node for node in nodes if node in on_gradients]  # the mask of `clamp` may run in the forward graph
-    last = {source: node for node in backward for source in memories_made(node.all_input_nodes) if source in joint.forward}
-    last = {source: node for source, node in last.items() if is_expensive(source) and RECOMPUTE not in source.meta}
-    read_last, alive = Counter[fx.Node](), bytes_of_values(last)
-    for source, node in last.items():
-        read_last[node] += bytes_of_values((source,))
+    last_use = {source: node for node in backward for source in memories_made(node.all_input_nodes) if source in joint.forward}
+    last_use = {source: node for source, node in last_use.items() if is_expensive(source) and RECOMPUTE not in source.meta}
+    freed_after, alive = Counter[fx.Node](), bytes_of_values(last_use)
+    for source, node in last_use.items():
+        freed_after[node] += bytes_of_values((source,))
     gradients = memories_made(node for node in joint.gradients if isinstance(node, fx.Node)) - joint.forward
     yield alive
     for node in backward:
         alive += bytes_of_values(gradients & {node})
         yield alive
-        alive -= read_last[node]
+        alive -= freed_after[node]

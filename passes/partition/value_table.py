@@ -65,7 +65,7 @@ class Bytes(NamedTuple):
 def table_of(nodes: Sequence[fx.Node], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool) -> Table:
     """Build the table of these tensors, by index, for loops in this direction."""
     numbers = {node: i for i, node in enumerate(nodes)}
-    return tuple(_value(node, numbers, available, layout, reverse) for node in nodes)
+    return tuple(_table_entry(node, numbers, available, layout, reverse) for node in nodes)
 
 
 def bytes_of(nodes: Sequence[fx.Node], table: Table, layout: Layout) -> Bytes:
@@ -77,47 +77,52 @@ def bytes_of(nodes: Sequence[fx.Node], table: Table, layout: Layout) -> Bytes:
 
 
 def is_loop_value(node: fx.Node, layout: Layout) -> bool:
+    """Return whether a value is computed chunk by chunk."""
     return layout.demand.form(node) not in NOT_IN_LOOPS
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the tensor operands of the operator that computes a value."""
     return [source for source in producer_of(node).all_input_nodes if is_tensor(source)]
 
 
-def _value(
+def _table_entry(
     node: fx.Node, numbers: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool
 ) -> RegionValue:
+    """Return the table entry of a value: its storage class, operands and siblings."""
     form, producer = layout.demand.form(node), producer_of(node)
     if form in NOT_IN_LOOPS:
-        return RegionValue(form, (), _numbers(tensor_inputs(node), numbers, available), (), is_expensive(node))
+        return RegionValue(form, (), _table_indices(tensor_inputs(node), numbers, available), (), is_expensive(node))
     needs = layout.needs(producer)  # an element of a tuple has the needs of its operator
-    operands = _numbers((need.operand for need in needs), numbers, available, missing=True)
+    operands = _table_indices((need.operand for need in needs), numbers, available, missing=True)
     pairs = zip(operands, needs, strict=True)
-    accesses = tuple(_wanted(operand, need, layout, reverse) for operand, need in pairs if operand is not None)
+    accesses = tuple(_operand_access(operand, need, layout, reverse) for operand, need in pairs if operand is not None)
     siblings = () if producer is node else tuple(numbers[user] for user in producer.users if user in numbers)
     return RegionValue(form, accesses, (), siblings, is_expensive(node))
 
 
-def _numbers(
+def _table_indices(
     nodes: Iterable[fx.Node], numbers: dict[fx.Node, int], available: Callable[[fx.Node], bool], missing: bool = False
 ) -> tuple[int, ...]:
+    """Return the table indices of values; available ones have none, and give None if `missing` is set."""
     indices = [numbers.get(node) if node in numbers or available(node) else numbers[node] for node in nodes]
     return tuple(indices) if missing else tuple(number for number in indices if number is not None)  # type: ignore[arg-type]
 
 
-def _wanted(operand: int, need: OperandAccess, layout: Layout, reverse: bool) -> Access:
+def _operand_access(operand: int, need: OperandAccess, layout: Layout, reverse: bool) -> Access:
+    """Return how a loop reads an operand: from the same iteration, stored, or stored before the loop."""
     form = layout.demand.form(need.operand)
     if form in NOT_IN_LOOPS:
-        return Access(operand, True, False, False)
+        return Access(operand, in_same_loop=True, is_stored=False, is_stored_before=False)
     is_whole = Role.WHOLE in need.roles
     is_stored = is_whole or form is StorageClass.SUM
     is_stored_before = (
         form is not StorageClass.PAIR and not is_stored and (form is StorageClass.KEYSUM or need.selector is not None)
     )
-    return Access(operand, is_met_in_same_loop(need, layout, reverse), is_stored, is_stored_before)
+    return Access(operand, is_ready_in_same_loop(need, layout, reverse), is_stored, is_stored_before)
 
 
-def is_met_in_same_loop(need: OperandAccess, layout: Layout, reverse: bool) -> bool:
+def is_ready_in_same_loop(need: OperandAccess, layout: Layout, reverse: bool) -> bool:
     """Return whether the needed rows are ready in the iteration that computes the operand's rows."""
     form = layout.demand.form(need.operand)
     if form is StorageClass.PAIR:
@@ -126,10 +131,10 @@ def is_met_in_same_loop(need: OperandAccess, layout: Layout, reverse: bool) -> b
         return False
     if form is StorageClass.KEYSUM:
         span = layout.span(producer_of(need.operand))
-        return need.roles == {Role.ROWS} and need.selector is None and _is_seen(span, not reverse)
-    return _is_seen(layout.distance(need.where[0][0], need.selector), reverse)
+        return need.roles == {Role.ROWS} and need.selector is None and _is_ready(span, not reverse)
+    return _is_ready(layout.distance(need.where[0][0], need.selector), reverse)
 
 
-def _is_seen(span: Span, reverse: bool) -> bool:
+def _is_ready(span: Span, reverse: bool) -> bool:
     """Return whether rows of the span belong to this chunk or to chunks that ran before it."""
     return (span.low is not None and span.low >= 0) if reverse else (span.high is not None and span.high <= 0)

@@ -28,19 +28,20 @@ def roll(plan: RecurrencePair, graph: fx.Graph, replacements: dict[fx.Node, fx.N
         _insert(plan.backward, plan.inside, graph, replacements).meta[FORWARD_OPERATOR] = forward
 
 
-def _insert(half: RecurrenceCall, inside: frozenset[fx.Node], graph: fx.Graph, replacements: dict[fx.Node, fx.Node]) -> fx.Node:
-    values = [join.node for join in half.joins] + list(half.finals)
+def _insert(call: RecurrenceCall, inside: frozenset[fx.Node], graph: fx.Graph, replacements: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Insert a recurrence operator before the output, and replace the results of the unrolled loop."""
+    values = [join.node for join in call.joins] + list(call.finals)
     with graph.inserting_before(graph.output_node()):
         recurrence = graph.call_function(
-            UnrolledRecurrence(half.plan), tuple(replacements.get(operand, operand) for operand in half.operands)
+            UnrolledRecurrence(call.plan), tuple(replacements.get(operand, operand) for operand in call.operands)
         )  # type: ignore[arg-type]
         results = [graph.call_function(operator.getitem, (recurrence, position)) for position in range(len(values))]
-    recurrence.meta = {**values[0].meta, VALUE: tuple(value.meta[VALUE] for value in values), UNROLLED: unrolled_name(half)}
+    recurrence.meta = {**values[0].meta, VALUE: tuple(value.meta[VALUE] for value in values), UNROLLED: unrolled_name(call)}
     for result, value in zip(results, values, strict=True):
         result.meta = dict(value.meta)
-    for join, result in zip(half.joins, results, strict=False):
+    for join, result in zip(call.joins, results, strict=False):
         join.node.replace_all_uses_with(result, propagate_meta=False)
-    for node, result in zip(half.finals, results[len(half.joins) :], strict=True):
+    for node, result in zip(call.finals, results[len(call.joins) :], strict=True):
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside, propagate_meta=False)
     replacements |= dict(zip(values, results, strict=True))
     return recurrence
@@ -51,7 +52,7 @@ def unrolled_name(half: RecurrenceCall) -> str:
     return [*(join.node for join in half.joins), *half.finals][0].name
 
 
-def _crossed(path: Sequence[fx.Node]) -> Exception:
+def _cycle_error(path: Sequence[fx.Node]) -> Exception:
     """Return the error for a cycle in the graph: one of the loops on it is not rerolled."""
     loop = next((node for node in path if UNROLLED in node.meta), path[-1])
     error = FallbackError(loop, CROSSED)
@@ -59,29 +60,30 @@ def _crossed(path: Sequence[fx.Node]) -> Exception:
     return error
 
 
-def sort_again(graph: fx.Graph) -> None:
+def sort_topologically(graph: fx.Graph) -> None:
     """Sort the graph topologically and otherwise keep its order; drop unused nodes."""
     drop_unused(graph, is_random)
-    for node in _sorted(graph.nodes):
+    for node in _topological_order(graph.nodes):
         if node.op not in ("placeholder", "output"):
             graph.output_node().prepend(node)
 
 
-def _sorted(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+def _topological_order(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the nodes in topological order, otherwise in the given order; raise an error for a cycle."""
     placed: dict[fx.Node, None] = {}
     for start in nodes:
-        todo, waiting = [start], set[fx.Node]()
+        todo, on_path = [start], set[fx.Node]()
         while todo:
             node = todo[-1]
             if node in placed:
                 todo.pop()
                 continue
-            missing = [source for source in node.all_input_nodes if source not in placed]
-            if not missing:
+            unplaced = [source for source in node.all_input_nodes if source not in placed]
+            if not unplaced:
                 placed[node] = None
                 continue
-            if node in waiting:
-                raise _crossed(todo)
-            waiting.add(node)
-            todo.extend(reversed(missing))
+            if node in on_path:
+                raise _cycle_error(todo)
+            on_path.add(node)
+            todo.extend(reversed(unplaced))
     return list(placed)

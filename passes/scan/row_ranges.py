@@ -12,10 +12,10 @@ from streamfx.ir.facts import AxisFacts
 from streamfx.ir.sizes import numeric
 from streamfx.passes.scan.row_access import RowAccess
 
-Part: TypeAlias = "tuple[float, int]"
+RowInterval: TypeAlias = "tuple[float, int]"
 
 
-def part_of(row: RowAccess, axes: AxisFacts) -> Part | None:
+def row_interval_of(row: RowAccess, axes: AxisFacts) -> RowInterval | None:
     """Return the position of the first row, and the number of sequence rows per row; None if unknown."""
     dim = axes.table.resolve(axes.shapes[row.source][row.dim])
     if axes.sequence is None or len(dim) != 1 or dim[0] not in axes.sequence.members:

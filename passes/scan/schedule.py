@@ -72,15 +72,18 @@ class RecurrenceCall:
 
 @dataclass(frozen=True)
 class RecurrencePair:
+    """The forward and backward recurrence operators of a loop; either may be missing."""
+
     forward: RecurrenceCall | None
     backward: RecurrenceCall | None
     inside: frozenset[fx.Node]  # the loop's operators, and those that concatenate its rows
 
 
-def planned(pair: UnrolledLoop, axes: AxisFacts, nodes: list[fx.Node]) -> RecurrencePair:
+def plan_recurrence(pair: UnrolledLoop, axes: AxisFacts, nodes: list[fx.Node]) -> RecurrencePair:
+    """Return the recurrence operators of an unrolled loop; raise `NoRecurrenceError` if it cannot run in chunks."""
     for half in filter(None, (pair.forward, pair.backward)):
         _check_order(frozenset(half), nodes[pair.order[half[0]] : pair.order[half[-1]] + 1])
-    return _Planner(pair, axes).planned()
+    return _Planner(pair, axes).plan_recurrence()
 
 
 def _check_order(inside: frozenset[fx.Node], nodes: list[fx.Node]) -> None:
@@ -95,18 +98,22 @@ def _check_order(inside: frozenset[fx.Node], nodes: list[fx.Node]) -> None:
 
 
 class _Planner:
+    """Numbers the values of an unrolled loop, and translates its operators to steps with a carry."""
+
     def __init__(self, pair: UnrolledLoop, axes: AxisFacts) -> None:
+        """Number the values of the loop, its operators and the rows that it reads."""
         self.pair, self.axes = pair, axes
         self.values = {*pair.forward, *pair.backward, *pair.forward_reads, *pair.backward_reads}
-        self.early = {*pair.forward, *pair.forward_reads}  # values of the forward graph
+        self.forward_values = {*pair.forward, *pair.forward_reads}  # values of the forward graph
         numbers = count()
         self.number: dict[fx.Node, Number] = defaultdict(lambda: next(numbers))
-        self.ends = {join.node for join in (*pair.forward_joins, *pair.backward_joins)}
+        self.concat_nodes = {join.node for join in (*pair.forward_joins, *pair.backward_joins)}
 
-    def planned(self) -> RecurrencePair:
+    def plan_recurrence(self) -> RecurrencePair:
+        """Check the loop, and return its forward and backward recurrence operators."""
         pair = self.pair
         self._check()
-        uses = self._uses(pair.forward, pair.forward_joins), self._uses(pair.backward, pair.backward_joins)
+        uses = self._steps_using(pair.forward, pair.forward_joins), self._steps_using(pair.backward, pair.backward_joins)
         forward_lifetimes, backward_lifetimes = self._lifetimes(*uses)
         dtype = _carry_type([*forward_lifetimes, *backward_lifetimes])
         forward_steps = self._steps(pair.forward, pair.forward_reads, pair.forward_joins, forward_lifetimes, dtype, reverse=False)
@@ -116,17 +123,18 @@ class _Planner:
         if not pair.forward and not backward_steps.carried:
             raise NoRecurrenceError("nothing crosses from row to row, and the forward half has them as they are")
         name = "recurrence"
-        forward = self._half(name, forward_steps, None, pair.forward_joins, pair.forward) if pair.forward else None
+        forward = self._recurrence_call(name, forward_steps, None, pair.forward_joins, pair.forward) if pair.forward else None
         backward = None
         if pair.backward:
             recomputed = forward_steps if pair.forward or pair.forward_reads else None
-            backward = self._half(f"{name}_backward", backward_steps, recomputed, pair.backward_joins, pair.backward)
+            backward = self._recurrence_call(f"{name}_backward", backward_steps, recomputed, pair.backward_joins, pair.backward)
         self._check_size(forward or backward, max(forward_steps.carried, backward_steps.carried))
-        return RecurrencePair(forward, backward, frozenset(self.values | self.ends))
+        return RecurrencePair(forward, backward, frozenset(self.values | self.concat_nodes))
 
     def _check(self) -> None:
+        """Raise an error for dynamic sizes, operators that read strides, or rows that are not read one by one."""
         for node in (*self.pair.forward, *self.pair.backward):
-            if any(is_size(source) for source in node.all_input_nodes) or not _is_static(node):
+            if any(is_size(source) for source in node.all_input_nodes) or not _has_static_sizes(node):
                 raise NoRecurrenceError(f"{node.name} has sizes that change from call to call")
             if node.target in READS_LAYOUT:
                 raise NoRecurrenceError(f"{node.name} reads the memory layout of a computed value")
@@ -156,6 +164,7 @@ class _Planner:
         return False
 
     def _check_size(self, half: RecurrenceCall | None, carried: int) -> None:
+        """Raise an error if the carry is larger than the rows, or grows from step to step."""
         assert half is not None
         if carried > sum(value.meta[VALUE].numel() for value in (*half.operands, *(join.node for join in half.joins))):
             raise NoRecurrenceError("as much crosses from row to row as the rows hold")
@@ -166,7 +175,7 @@ class _Planner:
 
     # -- uses
 
-    def _uses(self, nodes: Iterable[fx.Node], joins: Iterable[ConcatAccess]) -> dict[fx.Node, list[int]]:
+    def _steps_using(self, nodes: Iterable[fx.Node], joins: Iterable[ConcatAccess]) -> dict[fx.Node, list[int]]:
         """Return the steps at which each value is used, by operators and as a row of a concatenation."""
         steps_of: dict[fx.Node, list[int]] = defaultdict(list)
         for node in nodes:
@@ -183,22 +192,22 @@ class _Planner:
         self, forward: Mapping[fx.Node, list[int]], backward: Mapping[fx.Node, list[int]]
     ) -> tuple[dict[fx.Node, tuple[int, int]], dict[fx.Node, tuple[int, int]]]:
         """Return the first and last boundary between steps that each value crosses: left to right, and right to left."""
-        ahead, back = {}, {}
+        forward_lifetimes, backward_lifetimes = {}, {}
         step = self.pair.step
         for value in sorted(self.values, key=self.pair.order.__getitem__):
-            made_at = step[value]
-            if value in self.early:
-                if any(use < made_at for use in forward.get(value, ())):
+            defined_at = step[value]
+            if value in self.forward_values:
+                if any(use < defined_at for use in forward.get(value, ())):
                     raise NoRecurrenceError(f"an earlier row needs {value.name}")
-                last = max((*forward.get(value, ()), *backward.get(value, ())), default=made_at)
-                if last > made_at:
-                    ahead[value] = made_at + 1, last
-            elif any(use > made_at for use in backward.get(value, ())):
+                last = max((*forward.get(value, ()), *backward.get(value, ())), default=defined_at)
+                if last > defined_at:
+                    forward_lifetimes[value] = defined_at + 1, last
+            elif any(use > defined_at for use in backward.get(value, ())):
                 raise NoRecurrenceError(f"a later row needs {value.name}")
-            first = min(backward.get(value, ()), default=made_at)
-            if first < made_at:
-                back[value] = first + 1, made_at
-        return ahead, back
+            first = min(backward.get(value, ()), default=defined_at)
+            if first < defined_at:
+                backward_lifetimes[value] = first + 1, defined_at
+        return forward_lifetimes, backward_lifetimes
 
     # -- steps
 
@@ -211,39 +220,45 @@ class _Planner:
         dtype: torch.dtype,
         reverse: bool,
     ) -> Steps:
+        """Return the instructions of each step, the carry between steps, and the results of one graph."""
         steps: list[list[Instruction]] = [[] for _ in range(self.pair.length)]
         for node, row in reads.items():
             steps[row.step].append(RowRead(self.number[node], self.number[row.source], row.dim, row.step))
         for node in nodes:
             steps[self.pair.step[node]].append(self._operation(node))
-        results = tuple(self._join(join) for join in joins)
-        finals = tuple(self._final(node) for node in self._finals(nodes))
-        crossing = _slots(lifetimes, self.number, self.pair.length, reverse)
+        results = tuple(self._concat_result(join) for join in joins)
+        finals = tuple(self._single_step_result(node) for node in self._values_used_outside(nodes))
+        crossing = _assign_carry_slots(lifetimes, self.number, self.pair.length, reverse)
         kept = {slot.value for slots in crossing for slot in slots} | {final.value for final in finals}
         kept |= {number for join in results for number in join.values}
-        dead = _dead(steps, kept, reverse)
+        dead = _dead_values(steps, kept, reverse)
         return Steps(tuple(map(tuple, steps)), crossing, results, finals, dtype, reverse, dead)
 
     def _operation(self, node: fx.Node) -> Operation:
+        """Return an operator as an instruction whose operands are value numbers."""
+
         def numbered(item: fx.Node) -> Any:
             return StepValue(self.number[item])
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbered)
         return Operation(self.number[node], COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
 
-    def _join(self, join: ConcatAccess) -> ConcatResult:
+    def _concat_result(self, join: ConcatAccess) -> ConcatResult:
+        """Return a concatenation of rows as a result that lists the value number of each row."""
         value = join.node.meta[VALUE]
         numbers = tuple(self.number[item] for item in join.values)
         return ConcatResult(numbers, join.dim, tuple(value.shape), value.dtype)
 
-    def _finals(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+    def _values_used_outside(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
         """Return values that are used outside of the loop, other than through concatenated rows."""
         return tuple(node for node in nodes if any(self._is_outside(user) for user in node.users))
 
     def _is_outside(self, user: fx.Node) -> bool:
-        return user not in self.values and user not in self.ends
+        """Return whether a user is neither in the loop nor a concatenation of its rows."""
+        return user not in self.values and user not in self.concat_nodes
 
-    def _final(self, node: fx.Node) -> SingleStepResult:
+    def _single_step_result(self, node: fx.Node) -> SingleStepResult:
+        """Return a value of a single step as a result of the loop."""
         if not is_tensor(node) or node.meta[VALUE].dtype == torch.bool:
             raise NoRecurrenceError(f"{node.name} is no number")
         value = node.meta[VALUE]
@@ -251,9 +266,10 @@ class _Planner:
 
     # -- operands and results
 
-    def _half(
+    def _recurrence_call(
         self, name: str, steps: Steps, recomputed: Steps | None, joins: tuple[ConcatAccess, ...], nodes: tuple[fx.Node, ...]
     ) -> RecurrenceCall:
+        """Return the recurrence operator of one graph; `recomputed` has the forward steps that a backward graph reruns."""
         rows: dict[fx.Node, int] = {}
         inputs: dict[fx.Node, None] = {}
         reads = (self.pair.forward_reads, self.pair.backward_reads) if recomputed is not None else None
@@ -270,7 +286,7 @@ class _Planner:
         if not rows or not all(is_tensor(value) for value in inputs):
             raise NoRecurrenceError("it reads no rows, or something else than tensors")
         operands = [(value, True) for value in rows] + [(value, False) for value in inputs]
-        finals = self._finals(nodes)
+        finals = self._values_used_outside(nodes)
         if len(finals) > MOST_FINALS:
             raise NoRecurrenceError(f"{len(finals)} values of single rows are used elsewhere")
         plan = RecurrencePlan(
@@ -279,36 +295,38 @@ class _Planner:
             steps,
             recomputed,
             tuple(self._operand(value, has_rows) for value, has_rows in operands),
-            {self._operand(value, True): dim for value, dim in rows.items()},
-            {self._operand(value, False): self.number[value] for value in inputs},
-            self._letters([(value, rows[value] if has_rows else None) for value, has_rows in operands], joins, finals),
+            {self._operand(value, has_rows=True): dim for value, dim in rows.items()},
+            {self._operand(value, has_rows=False): self.number[value] for value in inputs},
+            self._axis_labels([(value, rows[value] if has_rows else None) for value, has_rows in operands], joins, finals),
         )
         return RecurrenceCall(plan, tuple(value for value, _ in operands), joins, finals)
 
     def _reads_of(self, steps: Steps) -> Mapping[fx.Node, RowAccess]:
+        """Return the rows that the steps read: those of the backward graph if the steps run in reverse."""
         return self.pair.backward_reads if steps.reverse else self.pair.forward_reads
 
     def _operand(self, value: fx.Node, has_rows: bool) -> Number:
         """Return the operand number. A value that is read by rows and also used in full becomes two operands."""
         return self.number[value] if has_rows else -1 - self.number[value]
 
-    def _letters(
+    def _axis_labels(
         self, operands: list[tuple[fx.Node, int | None]], joins: tuple[ConcatAccess, ...], finals: tuple[fx.Node, ...]
     ) -> RecurrenceAxes:
         """Assign axis labels: dimensions with the same axis in the unrolled loop get the same label."""
         letters: dict[Dim, int] = {}
 
-        def read(value: fx.Node, stepped: int | None) -> LetterShape:
+        def labels_of(value: fx.Node, row_dim: int | None) -> LetterShape:
             dims = [self.axes.table.resolve(dim) for dim in self.axes.shapes[value]]
-            labels = [(letters.setdefault(dim, 1 + len(letters)),) if dim and i != stepped else () for i, dim in enumerate(dims)]
-            return tuple((0,) if i == stepped else dim for i, dim in enumerate(labels))
+            labels = [(letters.setdefault(dim, 1 + len(letters)),) if dim and i != row_dim else () for i, dim in enumerate(dims)]
+            return tuple((0,) if i == row_dim else dim for i, dim in enumerate(labels))
 
-        shapes = tuple(read(value, stepped) for value, stepped in operands)
-        results = (*(read(join.node, join.dim) for join in joins), *(read(final, None) for final in finals))
+        shapes = tuple(labels_of(value, row_dim) for value, row_dim in operands)
+        results = (*(labels_of(join.node, join.dim) for join in joins), *(labels_of(final, None) for final in finals))
         return RecurrenceAxes(shapes, results, 0)
 
 
-def _is_static(node: fx.Node) -> bool:
+def _has_static_sizes(node: fx.Node) -> bool:
+    """Return whether all sizes of a node's results are integers."""
     values = node.meta.get(VALUE)
     values = values if isinstance(values, (tuple, list)) else (values,)
     return all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
@@ -324,7 +342,7 @@ def _carry_type(values: Iterable[fx.Node]) -> torch.dtype:
     return torch.float32 if mixed and wide[0] not in (torch.float64, torch.float32) else (wide or [torch.float32])[0]
 
 
-def _slots(
+def _assign_carry_slots(
     lifetimes: Mapping[fx.Node, tuple[int, int]], number: Mapping[fx.Node, Number], length: int, reverse: bool
 ) -> tuple[tuple[CarrySlot, ...], ...]:
     """Assign a slot of the carry to each value for its lifetime; slots of expired values are reused."""
@@ -352,7 +370,7 @@ def _slots(
     return tuple(map(tuple, crossing))
 
 
-def _dead(steps: list[list[Instruction]], kept: set[Number], reverse: bool) -> tuple[tuple[Number, ...], ...]:
+def _dead_values(steps: list[list[Instruction]], kept: set[Number], reverse: bool) -> tuple[tuple[Number, ...], ...]:
     """Return, for each step, the values that no later step needs."""
     last: dict[Number, int] = {}
     positions = range(len(steps) - 1, -1, -1) if reverse else range(len(steps))

@@ -36,12 +36,13 @@ class OwnTables:
     name: ClassVar[str] = "own tables"
 
     def apply(self, facts: Facts) -> Facts:
+        """Return the facts with split tables if that puts more concatenations in place, else the facts unchanged."""
         axes = facts.found_axes
-        shared = set() if axes is None or axes.sequence is None else _shared_by_operands(facts.joint, axes)
+        shared = set() if axes is None or axes.sequence is None else _axes_shared_by_operands(facts.joint, axes)
         if axes is None or not shared or not (views := _insert_views(facts.joint, axes, shared)):
             return facts
         joint = joint_graph(facts.joint.graph, len(facts.joint.primals), len(facts.joint.outputs))
-        if _in_place(sequence_axes(joint)) > _in_place(axes):
+        if _count_concats_in_place(sequence_axes(joint)) > _count_concats_in_place(axes):
             return replace(facts, joint=joint, found_axes=None)
         for view in views:
             view.replace_all_uses_with(view.all_input_nodes[0], propagate_meta=False)
@@ -49,13 +50,13 @@ class OwnTables:
         return facts
 
 
-def _shared_by_operands(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+def _axes_shared_by_operands(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
     """Return axis factors of the sequence that several operands of one concatenation share."""
     shared: set[Atom] = set()
     for node in joint.nodes:
         if node.target is aten.cat.default and node in axes.signatures and (join := join_of(node, axes)) is not None:
-            parts = [part for part, _ in join.parts]
-            shared |= {part for part in parts if parts.count(part) > 1 and axes.sequence_atom((part,)) is not None}
+            operand_axes = [part for part, _ in join.parts]
+            shared |= {part for part in operand_axes if operand_axes.count(part) > 1 and axes.sequence_atom((part,)) is not None}
     return shared
 
 
@@ -86,10 +87,11 @@ def _is_constant(node: fx.Node) -> bool:
     return node.op == "get_attr" or is_parameter(node)
 
 
-def _in_place(axes: AxisFacts) -> int:
+def _count_concats_in_place(axes: AxisFacts) -> int:
     """Return the number of concatenations that keep rows of the sequence at their positions."""
-    return sum(1 for _ in _joins_in_place(axes))
+    return sum(1 for _ in _concats_in_place(axes))
 
 
-def _joins_in_place(axes: AxisFacts) -> Iterator[fx.Node]:
+def _concats_in_place(axes: AxisFacts) -> Iterator[fx.Node]:
+    """Yield the concatenations that keep rows of the sequence at their positions."""
     return (node for node in axes.signatures if node.target is aten.cat.default and stands_in_place(node, axes))

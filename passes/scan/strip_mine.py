@@ -26,7 +26,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import widths
 from streamfx.passes.rewrite.views.tile_views import is_fixed, sliced_rows
-from streamfx.passes.scan.row_access import FEWEST
+from streamfx.passes.scan.row_access import FEWEST_ROWS
 from streamfx.passes.scan.trim import is_plain_sum
 
 aten = torch.ops.aten
@@ -59,10 +59,18 @@ def cut_blocks(joint: JointGraph, writer: GraphWriter) -> CutBlocks:
     count.
     """
     graph = joint.graph
-    joins = {node: blocks for node in graph.find_nodes(op="call_function", target=aten.cat.default) if (blocks := _joined(node))}
+    joins = {
+        node: blocks
+        for node in graph.find_nodes(op="call_function", target=aten.cat.default)
+        if (blocks := _leading_blocks(node))
+    }
     kinds = {(blocks.count, blocks.size) for blocks in joins.values()}
-    places = _places(graph) if kinds else {}
-    cuts = {source: cut for source, ranges in places.items() if (cut := _cut(ranges, shape_of_node(source), kinds))}
+    slices_by_range = _sliced_row_ranges(graph) if kinds else {}
+    cuts = {
+        source: blocks_cut
+        for source, ranges in slices_by_range.items()
+        if (blocks_cut := _matching_blocks(ranges, shape_of_node(source), kinds))
+    }
     if cuts:
         is_width = widths(joint)
         cuts = {source: blocks for source, blocks in cuts.items() if not is_width(source, blocks.dim)}
@@ -70,13 +78,16 @@ def cut_blocks(joint: JointGraph, writer: GraphWriter) -> CutBlocks:
     if not kinds:
         return CutBlocks((), ())
     joined = [
-        (_join(node, blocks, _operands(node)[: blocks.count], writer), blocks)
+        (_stack_concat_operands(node, blocks, _operands(node)[: blocks.count], writer), blocks)
         for node, blocks in joins.items()
         if (blocks.count, blocks.size) in kinds
     ]
-    joined += _joined_gradients(graph, kinds, writer)
+    joined += _rewrite_gradient_sums(graph, kinds, writer)
     return CutBlocks(
-        tuple((_cut_out(source, own_blocks, places[source], writer), own_blocks) for source, own_blocks in cuts.items()),
+        tuple(
+            (_select_blocks_from_view(source, own_blocks, slices_by_range[source], writer), own_blocks)
+            for source, own_blocks in cuts.items()
+        ),
         tuple(joined),
     )
 
@@ -106,7 +117,7 @@ def put_back(blocks: CutBlocks, graph: fx.Graph, writer: GraphWriter) -> None:
 # -- slices
 
 
-def _places(graph: fx.Graph) -> dict[fx.Node, dict[tuple[int, int, int], list[fx.Node]]]:
+def _sliced_row_ranges(graph: fx.Graph) -> dict[fx.Node, dict[tuple[int, int, int], list[fx.Node]]]:
     """Return, by value, the row ranges that are sliced from it (dimension, start, stop), with the slicing nodes."""
     ranges: dict[fx.Node, dict[tuple[int, int, int], list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
@@ -115,12 +126,13 @@ def _places(graph: fx.Graph) -> dict[fx.Node, dict[tuple[int, int, int], list[fx
             ranges[source][rows].append(node)
     for target in SPLITS:
         for node in graph.find_nodes(op="call_function", target=target):
-            for rows, part in _parts(node):
+            for rows, part in _split_outputs(node):
                 ranges[node_argument(node)][rows].append(part)
     return ranges
 
 
-def _parts(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
+def _split_outputs(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
+    """Yield each output of a split, with its row range (dimension, start, stop)."""
     shape, sizes = shape_of_node(node_argument(split)), [tuple(part.shape) for part in split.meta[VALUE]]
     if not is_fixed(shape) or not all(map(is_fixed, sizes)):
         return
@@ -132,18 +144,20 @@ def _parts(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
             yield (dim, start, start + sizes[number][dim]), part
 
 
-def _cut(places: Collection[tuple[int, int, int]], shape: Sequence[Any], kinds: Collection[tuple[int, int]]) -> Blocks | None:
+def _matching_blocks(
+    row_ranges: Collection[tuple[int, int, int]], shape: Sequence[Any], kinds: Collection[tuple[int, int]]
+) -> Blocks | None:
     """Return blocks of one of these kinds if a value has them and all are sliced, except perhaps the first or last."""
-    for dim in sorted({dim for dim, _, _ in places}):
+    for dim in sorted({dim for dim, _, _ in row_ranges}):
         for count, size in sorted(kinds, reverse=True):
-            missing = [number for number in range(count) if (dim, number * size, number * size + size) not in places]
+            missing = [number for number in range(count) if (dim, number * size, number * size + size) not in row_ranges]
             if missing in ([], [0], [count - 1]) and count * size <= shape[dim]:
                 return Blocks(dim, count, size)
     return None
 
 
-def _cut_out(
-    source: fx.Node, blocks: Blocks, places: Mapping[tuple[int, int, int], Sequence[fx.Node]], writer: GraphWriter
+def _select_blocks_from_view(
+    source: fx.Node, blocks: Blocks, slices_by_range: Mapping[tuple[int, int, int], Sequence[fx.Node]], writer: GraphWriter
 ) -> fx.Node:
     """Select the blocks from a view of the source that has them in a dimension."""
     writer.before(source.next)
@@ -153,13 +167,13 @@ def _cut_out(
     view = writer.call(aten.view.default, rows, in_blocks)
     for number in range(blocks.count):
         start = number * blocks.size
-        for node in places.get((blocks.dim, start, start + blocks.size), ()):
+        for node in slices_by_range.get((blocks.dim, start, start + blocks.size), ()):
             block = writer.before(node).call(aten.select.int, view, blocks.dim, number)
             node.replace_all_uses_with(block, propagate_meta=False)
-    for place, nodes in places.items():  # outputs of a split after the blocks
+    for row_range, nodes in slices_by_range.items():  # outputs of a split after the blocks
         for node in nodes:
             if node.target is operator.getitem and node.users:
-                node.replace_all_uses_with(writer.before(node).call(aten.slice.Tensor, source, *place), propagate_meta=False)
+                node.replace_all_uses_with(writer.before(node).call(aten.slice.Tensor, source, *row_range), propagate_meta=False)
     return view
 
 
@@ -167,30 +181,32 @@ def _cut_out(
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
+    """Return the values that a concatenation joins."""
     return list(node.args[0])  # type: ignore[arg-type]
 
 
-def _joined(node: fx.Node) -> Blocks | None:
+def _leading_blocks(node: fx.Node) -> Blocks | None:
     """Return the blocks of equal size with which a concatenation begins; smaller operands may follow."""
-    parts = _operands(node)
+    operands = _operands(node)
     dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
-    if not all(is_fixed(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in parts):
+    if not all(is_fixed(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in operands):
         return None
-    sizes = [int(shape_of_node(part)[dim]) for part in parts]
+    sizes = [int(shape_of_node(part)[dim]) for part in operands]
     count = next((number for number, size in enumerate(sizes) if size != sizes[0]), len(sizes))
-    is_like = len({part.meta[VALUE].dtype for part in parts}) == 1
-    return Blocks(dim, count, sizes[0]) if is_like and sizes[0] > 0 and count >= FEWEST else None
+    is_like = len({part.meta[VALUE].dtype for part in operands}) == 1
+    return Blocks(dim, count, sizes[0]) if is_like and sizes[0] > 0 and count >= FEWEST_ROWS else None
 
 
-def _join(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: GraphWriter) -> fx.Node:
-    view = _stacked(values, blocks, writer.before(node))
+def _stack_concat_operands(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: GraphWriter) -> fx.Node:
+    """Replace the leading blocks of a concatenation by a view of their stack; return the view."""
+    view = _stack_blocks(values, blocks, writer.before(node))
     rest = _operands(node)[blocks.count :]
     concatenated = writer.call(aten.cat.default, [view, *rest], blocks.dim) if rest else view
     node.replace_all_uses_with(concatenated, propagate_meta=False)
     return view
 
 
-def _stacked(values: Sequence[fx.Node | None], blocks: Blocks, writer: GraphWriter) -> fx.Node:
+def _stack_blocks(values: Sequence[fx.Node | None], blocks: Blocks, writer: GraphWriter) -> fx.Node:
     """Concatenate blocks, with zeros for missing ones."""
     like = next(value.meta[VALUE] for value in values if value is not None)
     shape = [int(size) for size in like.shape]
@@ -203,42 +219,46 @@ def _stacked(values: Sequence[fx.Node | None], blocks: Blocks, writer: GraphWrit
 # -- gradients of slices
 
 
-def _joined_gradients(graph: fx.Graph, kinds: Collection[tuple[int, int]], writer: GraphWriter) -> list[tuple[fx.Node, Blocks]]:
+def _rewrite_gradient_sums(
+    graph: fx.Graph, kinds: Collection[tuple[int, int]], writer: GraphWriter
+) -> list[tuple[fx.Node, Blocks]]:
     """Rewrite sums of zero-padded gradients of blocks."""
-    parts: dict[fx.Node, None] = {}
+    partial_sums: dict[fx.Node, None] = {}
     for node in graph.nodes:
         is_padded = node.target is aten.slice_backward.default and is_fixed(shape_of_node(node))
-        if is_padded or (is_plain_sum(node) and any(item in parts for item in node.args)):
-            parts[node] = None
-    order = {node: number for number, node in enumerate(graph.nodes)} if parts else {}
+        if is_padded or (is_plain_sum(node) and any(item in partial_sums for item in node.args)):
+            partial_sums[node] = None
+    order = {node: number for number, node in enumerate(graph.nodes)} if partial_sums else {}
     joined: list[tuple[fx.Node, Blocks]] = []
-    for node in parts:
-        is_summand = len(node.users) == 1 and (user := next(iter(node.users))) in parts and user.target is aten.add.Tensor
+    for node in partial_sums:
+        is_summand = len(node.users) == 1 and (user := next(iter(node.users))) in partial_sums and user.target is aten.add.Tensor
         if node.target is aten.add.Tensor and not is_summand:
-            padded, others = _summands(node, parts)
-            blocks = _cut(padded, shape_of_node(node), kinds)
+            padded, other_summands = _summands(node, partial_sums)
+            blocks = _matching_blocks(padded, shape_of_node(node), kinds)
             if blocks is not None:
-                joined += _join_gradients(node, blocks, padded, others, order, writer)
+                joined += _stack_gradients(node, blocks, padded, other_summands, order, writer)
     return joined
 
 
-def _summands(total: fx.Node, parts: Collection[fx.Node]) -> tuple[dict[tuple[int, int, int], list[fx.Node]], list[fx.Node]]:
+def _summands(
+    total: fx.Node, partial_sums: Collection[fx.Node]
+) -> tuple[dict[tuple[int, int, int], list[fx.Node]], list[fx.Node]]:
     """Return the summands: zero-padded gradients by their row range, and others."""
     padded: dict[tuple[int, int, int], list[fx.Node]] = defaultdict(list)
-    todo, others = list(total.all_input_nodes) if total.args[0] is not total.args[1] else [], list[fx.Node]()
+    todo, other_summands = list(total.all_input_nodes) if total.args[0] is not total.args[1] else [], list[fx.Node]()
     while todo:
-        part = todo.pop()
-        rows = sliced_rows(part, part) if part.target is aten.slice_backward.default else None
+        addend = todo.pop()
+        rows = sliced_rows(addend, addend) if addend.target is aten.slice_backward.default else None
         if rows is not None:
-            padded[rows].append(part)
-        elif part in parts and is_plain_sum(part) and len(part.users) == 1 and part.args[0] is not part.args[1]:
-            todo.extend(part.all_input_nodes)
+            padded[rows].append(addend)
+        elif addend in partial_sums and is_plain_sum(addend) and len(addend.users) == 1 and addend.args[0] is not addend.args[1]:
+            todo.extend(addend.all_input_nodes)
         else:
-            others.append(part)
-    return padded, others
+            other_summands.append(addend)
+    return padded, other_summands
 
 
-def _join_gradients(
+def _stack_gradients(
     node: fx.Node,
     blocks: Blocks,
     padded: Mapping[tuple[int, int, int], list[fx.Node]],
@@ -250,21 +270,24 @@ def _join_gradients(
 
     Several gradients of a block come from several loops, in order.
     """
-    places = [(blocks.dim, number * blocks.size, number * blocks.size + blocks.size) for number in range(blocks.count)]
-    rounds = [sorted(padded.get(place, ()), key=order.__getitem__) for place in places]
-    counts = {len(gradients) for gradients in rounds if gradients}
+    block_ranges = [(blocks.dim, number * blocks.size, number * blocks.size + blocks.size) for number in range(blocks.count)]
+    gradients_by_block = [sorted(padded.get(row_range, ()), key=order.__getitem__) for row_range in block_ranges]
+    counts = {len(gradients) for gradients in gradients_by_block if gradients}
     if len(counts) != 1:
         return []
     shape = list(node.meta[VALUE].shape)
     writer.before(node)
-    rows = [[node_argument(gradients[number]) if gradients else None for gradients in rounds] for number in range(counts.pop())]
-    views = [_stacked(values, blocks, writer) for values in rows]
+    rows = [
+        [node_argument(gradients[number]) if gradients else None for gradients in gradients_by_block]
+        for number in range(counts.pop())
+    ]
+    views = [_stack_blocks(values, blocks, writer) for values in rows]
     pad = (blocks.dim, 0, blocks.rows, 1)
     terms = [
         view if shape[blocks.dim] == blocks.rows else writer.call(aten.slice_backward.default, view, shape, *pad)
         for view in views
     ]
-    terms += [part for place, gradients in padded.items() if place not in places for part in gradients] + others
+    terms += [part for row_range, gradients in padded.items() if row_range not in block_ranges for part in gradients] + others
     total = terms[0]
     for term in terms[1:]:
         total = writer.call(aten.add.Tensor, total, term)

@@ -36,16 +36,16 @@ def cut_stacks(graph: fx.Graph, reads: Mapping[fx.Node, tuple[fx.Node, int]], wr
     lengths = {node: length for node, (source, length) in reads.items() if reads_per_source[source] > 1}
     for node in list(graph.nodes):
         source = node_argument(node) if node.target is aten.slice.Tensor else node
-        place = sliced_rows(node, source) if source.target is aten.stack.default and source is not node else None
-        if place is None or place[0] != _dimension(source):
+        rows_range = sliced_rows(node, source) if source.target is aten.stack.default and source is not node else None
+        if rows_range is None or rows_range[0] != _row_dim(source):
             continue
         values: list[fx.Node] = source.args[0]  # type: ignore[assignment]
-        kept = values[place[1] : place[2]]
-        counts = _first_counts(
+        kept = values[rows_range[1] : rows_range[2]]
+        counts = _first_matching_counts(
             kept, lambda value: value.all_input_nodes, lambda value: lengths.get(value, 0), {len(kept), len(values)}
         )
         if len(kept) in counts and len(values) not in counts:
-            node.replace_all_uses_with(writer.before(node).call(aten.stack.default, kept, place[0]), propagate_meta=False)
+            node.replace_all_uses_with(writer.before(node).call(aten.stack.default, kept, rows_range[0]), propagate_meta=False)
 
 
 def cut_rows(reads: Iterable[fx.Node], writer: GraphWriter) -> None:
@@ -55,33 +55,37 @@ def cut_rows(reads: Iterable[fx.Node], writer: GraphWriter) -> None:
         if read.target is aten.select.int and node_argument(read).target in (aten.slice_backward.default, aten.add.Tensor):
             padded[node_argument(read)].append(read)
     for source, selects in padded.items():
-        dim, length = _dimension(selects[0]), shape_of_node(source)[_dimension(selects[0])]
-        parts = _paddings(source, dim)
-        if not parts or any(_dimension(read) != dim for read in selects):
+        dim, length = _row_dim(selects[0]), shape_of_node(source)[_row_dim(selects[0])]
+        summands = _padded_summands(source, dim)
+        if not summands or any(_row_dim(read) != dim for read in selects):
             continue
-        counts = {length, *(part.stop - part.start for part in parts.values())}
-        first_counts = _first_counts(selects, lambda value: list(value.users), _stacked_rows, counts)
-        if length not in first_counts and any(part.stop - part.start in first_counts for part in parts.values()):
+        counts = {length, *(rows.stop - rows.start for rows in summands.values())}
+        first_counts = _first_matching_counts(selects, lambda value: list(value.users), _stacked_rows, counts)
+        if length not in first_counts and any(rows.stop - rows.start in first_counts for rows in summands.values()):
             for read in selects:
                 row = int_argument(read, 2) % int(length)  # type: ignore[call-overload]
-                read.replace_all_uses_with(_row(read, row, parts, writer.before(read)), propagate_meta=False)
+                read.replace_all_uses_with(_select_padded_row(read, row, summands, writer.before(read)), propagate_meta=False)
 
 
-def _paddings(source: fx.Node, dim: int) -> dict[fx.Node, range]:
+def _padded_summands(source: fx.Node, dim: int) -> dict[fx.Node, range]:
     """Return the summands of a value that are padded along a dimension to its shape, with the rows of each.
 
     Summands must not overlap. Return nothing if the value has any other form.
     """
     summands, todo = dict[fx.Node, range](), [source]
     while todo:
-        part = todo.pop()
-        if is_plain_sum(part):
-            todo.extend(part.args)  # type: ignore[arg-type]
+        addend = todo.pop()
+        if is_plain_sum(addend):
+            todo.extend(addend.args)  # type: ignore[arg-type]
             continue
-        place = sliced_rows(part, part) if part.target is aten.slice_backward.default else None
-        if place is None or place[0] != dim or any(place[1] < rows.stop and rows.start < place[2] for rows in summands.values()):
+        rows_range = sliced_rows(addend, addend) if addend.target is aten.slice_backward.default else None
+        if (
+            rows_range is None
+            or rows_range[0] != dim
+            or any(rows_range[1] < rows.stop and rows.start < rows_range[2] for rows in summands.values())
+        ):
             return {}  # including x + x, which has its rows twice
-        summands[part] = range(place[1], place[2])
+        summands[addend] = range(rows_range[1], rows_range[2])
     return summands
 
 
@@ -93,7 +97,7 @@ def is_plain_sum(node: fx.Node) -> bool:
     return len(values) == 3 and len({(shape_of(value), value.dtype) for value in values}) == 1
 
 
-def _first_counts(
+def _first_matching_counts(
     start: Iterable[fx.Node],
     following: Callable[[fx.Node], Iterable[fx.Node]],
     rows: Callable[[fx.Node], int],
@@ -116,20 +120,21 @@ def _first_counts(
 
 
 def _stacked_rows(node: fx.Node) -> int:
+    """Return the number of rows that a stack has; 0 for other operators."""
     return len(node.args[0]) if node.target is aten.stack.default else 0  # type: ignore[arg-type]
 
 
-def _dimension(node: fx.Node) -> int:
+def _row_dim(node: fx.Node) -> int:
     """Return the dimension along which rows are stacked, or one is selected."""
     of = node if node.target is aten.stack.default else node_argument(node)
     return int(bound_arguments(node)["dim"]) % len(shape_of_node(of))
 
 
-def _row(read: fx.Node, row: int, parts: Mapping[fx.Node, range], writer: GraphWriter) -> fx.Node:
+def _select_padded_row(read: fx.Node, row: int, summands: Mapping[fx.Node, range], writer: GraphWriter) -> fx.Node:
     """Select a row from a sum of padded values, from the value that has it; the zeros of the others turn -0 into 0."""
     like = read.meta[VALUE]
-    for part, rows in parts.items():
+    for summand, rows in summands.items():
         if row in rows:
-            selected = writer.call(aten.select.int, node_argument(part), _dimension(read), row - rows.start)
-            return selected if len(parts) == 1 else writer.call(aten.add.Tensor, selected, 0.0)
+            selected = writer.call(aten.select.int, node_argument(summand), _row_dim(read), row - rows.start)
+            return selected if len(summands) == 1 else writer.call(aten.add.Tensor, selected, 0.0)
     return writer.call(aten.full.default, list(like.shape), 0, dtype=like.dtype, device=like.device)

@@ -41,6 +41,7 @@ class Truncations:
     name: ClassVar[str] = "truncations"
 
     def apply(self, facts: Facts) -> Facts:
+        """Record, for each backward recurrence, the slices of its carry that are gradients of states."""
         rows, sequence = self.options.adjoints, facts.axes.sequence
         if rows == "exact" or sequence is None:
             return facts
@@ -76,6 +77,7 @@ def _refuse_states_of_other_ranks(facts: Facts, rows: int, driven: Collection[fx
 
 
 def _has_rows(node: fx.Node, facts: Facts) -> bool:
+    """Return whether a value has a sequence dimension."""
     shape = facts.axes.shapes.get(node)
     return shape is not None and bool(facts.axes.sequence_dims(shape))
 
@@ -102,51 +104,68 @@ def _(run: AssociativeBackward, driven: Sequence[bool]) -> Sequence[Places]:
 
 @adjoints.register
 def _(run: ChunkedScan, driven: Sequence[bool]) -> Sequence[Places]:
+    """Follow the driven operands through the step graph to a fixpoint; sums of gradients do not count."""
     graph, count = run.plan.step, len(run.plan.carry)
     inputs: list[fx.Node] = list(graph.find_nodes(op="placeholder"))
     results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
     operators = [node for node in graph.nodes if node.op == "call_function"]
-    adjoint_values = {place for place, is_driven in zip(inputs, driven, strict=True) if is_driven}
+    adjoint_values = {node for node, is_driven in zip(inputs, driven, strict=True) if is_driven}
     before = -1
     while len(adjoint_values) > before:
         before = len(adjoint_values)
         adjoint_values = descendants(adjoint_values, operators)
-        adjoint_values.update(place for place, left in zip(inputs[:count], results, strict=False) if left in adjoint_values)
+        adjoint_values.update(
+            carry_input
+            for carry_input, carry_output in zip(inputs[:count], results, strict=False)
+            if carry_output in adjoint_values
+        )
     places = zip(slots(run.plan.carry), inputs, results, strict=False)
-    return [[where for where, place, left in places if place in adjoint_values and not _is_total(place, left, results)]]
+    return [
+        [
+            slot
+            for slot, carry_input, carry_output in places
+            if carry_input in adjoint_values and not _is_accumulated(carry_input, carry_output, results)
+        ]
+    ]
 
 
-def _is_total(place: fx.Node, left: fx.Node, results: Sequence[fx.Node]) -> bool:
+def _is_accumulated(carry_input: fx.Node, carry_output: fx.Node, results: Sequence[fx.Node]) -> bool:
     """Return whether a step only adds to a carried value and returns it."""
-    is_left_alone = list(results).count(left) == 1 and len(left.users) == 1
-    return is_left_alone and (
-        left is place or (set(place.users) == {left} and is_summand(left.target, left.args, left.kwargs, place))
+    has_no_other_use = list(results).count(carry_output) == 1 and len(carry_output.users) == 1
+    return has_no_other_use and (
+        carry_output is carry_input
+        or (
+            set(carry_input.users) == {carry_output}
+            and is_summand(carry_output.target, carry_output.args, carry_output.kwargs, carry_input)
+        )
     )
 
 
 @adjoints.register
 def _(run: UnrolledRecurrence, driven: Sequence[bool]) -> Sequence[Places]:
+    """Follow the driven operands through all steps; sums of gradients do not count."""
     plan, steps = run.plan, run.plan.own
     operands = {number for number, is_driven in zip(plan.operands, driven, strict=True) if is_driven}
     adjoint_values = {value for number, value in plan.given.items() if number in operands}
-    for item in _in_order(steps):
-        if not adjoint_values.isdisjoint(_sources(item)) or (isinstance(item, RowRead) and item.operand in operands):
+    for item in _instructions(steps):
+        if not adjoint_values.isdisjoint(_values_used(item)) or (isinstance(item, RowRead) and item.operand in operands):
             adjoint_values.add(item.made)
-    adjoint_values -= _totals(steps)
+    adjoint_values -= _accumulated_sums(steps)
     return [[(slot.start, slot.stop) for slot in crossing if slot.value in adjoint_values] for crossing in steps.crossing]
 
 
-def _in_order(steps: Steps) -> Iterator[Instruction]:
+def _instructions(steps: Steps) -> Iterator[Instruction]:
+    """Yield the instructions of all steps in execution order."""
     for step in reversed(steps.steps) if steps.reverse else steps.steps:
         yield from step
 
 
-def _totals(steps: Steps) -> set[Number]:
+def _accumulated_sums(steps: Steps) -> set[Number]:
     """Return values whose only uses are as addends of one another, or as results after the last row."""
     uses: dict[Number, list[Any]] = {}
-    instructions = list(_in_order(steps))
+    instructions = list(_instructions(steps))
     for item in instructions:
-        for number in _sources(item):
+        for number in _values_used(item):
             uses.setdefault(number, []).append(item)
     finals, joined = {final.value for final in steps.finals}, {value for join in steps.joins for value in join.values}
     sums: set[Number] = set()
@@ -163,6 +182,6 @@ def is_summand(target: Any, args: Collection[Any], kwargs: Mapping[str, Any], va
     return target is ADD and not kwargs and list(args).count(value) == 1
 
 
-def _sources(item: Instruction) -> list[Number]:
+def _values_used(item: Instruction) -> list[Number]:
     """Return the values of steps that an instruction uses."""
     return numbers_in((item.args, item.kwargs)) if isinstance(item, Operation) else []
