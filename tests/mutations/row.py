@@ -12,6 +12,7 @@ A head names a file, a kind, and the tests of the rows that follow. A row has wo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +45,15 @@ class Mutation:
     def node_ids(self) -> list[str]:
         return [f"tests/{test}" for test in self.tests]
 
-    def count(self, text: str) -> int:
-        """How often a file has what stands there."""
-        return text.count(self.before)
+    def places(self, text: str) -> list[int]:
+        """Return where a file has the fragment, which begins and ends between words."""
+        pattern = r"(?<!\w)" * self.before[0].isidentifier() + re.escape(self.before) + r"(?!\w)" * self.before[-1].isidentifier()
+        return [match.start() for match in re.finditer(pattern, text)]
 
     def put_into(self, text: str) -> str:
-        assert self.count(text) == 1, f"{self.what}: {self.before!r} stands {self.count(text)} times in {self.file}"
-        return text.replace(self.before, self.after)
+        places = self.places(text)
+        assert len(places) == 1, f"{self.what}: {self.file} has {self.before!r} {len(places)} times"
+        return text[: places[0]] + self.after + text[places[0] + len(self.before) :]
 
 
 def read(text: str) -> Iterator[Mutation]:

@@ -74,7 +74,7 @@ class Copy:
         return process.exitcode or 0, log.read_text()
 
     def outcome(self, row: Mutation) -> Outcome:
-        if row.count((self.folder / row.file).read_text()) != 1:
+        if len(row.places((self.folder / row.file).read_text())) != 1:
             return Outcome(row, NO_PLACE)
         begin = time.monotonic()
         with self.mutated(row):
