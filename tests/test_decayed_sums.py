@@ -50,6 +50,12 @@ def totalled(totals: Totals) -> Mixer:
     return lambda m, x: m.out(totals(falling(m, x)).exp() @ x)
 
 
+def written(m: Mixed, x: Tensor) -> Tensor:
+    totals = segment_sums(falling(m, x))
+    totals.mul_(2)
+    return m.out(totals.exp() @ x)
+
+
 def blended(
     m: Mixed, x: Tensor, totals: Totals = segment_sums, first: Tensor | None = None, last: bool = False, shift: int = 1
 ) -> Tensor:
@@ -169,7 +175,7 @@ OTHERS: dict[str, Mixer] = {
     "sums over something else": of_heads,
     "sums of two": totalled(lambda x: differences(x, 2 * x)),
     "a triangle of numbers whose bits are turned": totalled(of_bits),
-    "weights that are written": totalled(lambda x: segment_sums(x).mul_(2)),
+    "weights that are written": written,
     "weights without a gradient": of_frozen_decays,
     "a narrow type": lambda m, x: m.out((segment_sums(falling(m, x).bfloat16()).exp() @ x.bfloat16()).to(x.dtype)),
     "another order in memory": turned_in_memory,
