@@ -46,14 +46,15 @@ class Fusion:
     """Tracks operators, and counts the bytes that fused kernels move, and the kernels."""
 
     def __init__(self) -> None:
+        """Start without values; `_values` has the memory of each storage, by its address."""
         self._values: dict[int, FusedMemory] = {}  # by storage
 
-    def follow(self, func: Any, given: Any, out: Any) -> tuple[int, int]:
+    def follow(self, func: Any, operands: Any, out: Any) -> tuple[int, int]:
         """Return the bytes moved and kernels launched to compute the pending values that an operator reads.
 
         The caller counts the operator's own bytes.
         """
-        read = [(self._value(tensor), tensor.nbytes) for tensor in tensors_in(given)]
+        read = [(self._value(tensor), tensor.nbytes) for tensor in tensors_in(operands)]
         if is_fusible(func):
             for tensor in tensors_in(out):
                 self._value(tensor, FusedMemory(tensor.nbytes, tuple(read), is_pending=True))
@@ -73,10 +74,11 @@ class Fusion:
         return value
 
     def _mark_freed(self, key: int) -> None:
+        """Forget a freed storage: no kernel has to write its value."""
         self._values.pop(key).is_held = False
 
     def _compute(self, pending: Sequence[FusedMemory]) -> tuple[int, int]:
-        """Compute these pending values in one kernel."""
+        """Compute these pending values in one kernel; return (bytes moved, kernels launched)."""
         if not pending:
             return 0, 0
         computed, read = set(pending), dict[FusedMemory, int]()

@@ -23,17 +23,18 @@ def largest_copied(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
 
 
 def lies_as(gradient: Tensor, value: Tensor) -> bool:
+    """Return whether a gradient is stored as it is: strides equal to those of a dense value, or else contiguous."""
     if not _is_dense(value):
         return gradient.is_contiguous()
     strides = zip(gradient.shape, gradient.stride(), value.stride(), strict=True)
-    return all(size == 1 or ours == other for size, ours, other in strides)
+    return all(size == 1 or gradient_stride == value_stride for size, gradient_stride, value_stride in strides)
 
 
 def _is_dense(value: Tensor) -> bool:
     """Return whether the elements fill memory without overlaps and without gaps."""
-    places = 1
+    expected_stride = 1
     for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1):
-        if stride != places:
+        if stride != expected_stride:
             return False
-        places *= size
+        expected_stride *= size
     return True

@@ -41,6 +41,7 @@ class LoopCost:
 
     @property
     def flops(self) -> int:
+        """The FLOPs of all chunks."""
         return self.work.flops
 
 
@@ -72,6 +73,7 @@ class Cost:
 
     @property
     def flops(self) -> int:
+        """The FLOPs of both graphs."""
         return self.work.flops
 
     @property
@@ -85,6 +87,7 @@ class Cost:
 
     @property
     def streamed_flops(self) -> int:
+        """The FLOPs that run in loops."""
         return sum(loop.flops for loop in self.loops.values())
 
     @property
@@ -114,13 +117,13 @@ def cost_of(
     """
     meter = Meter()
     meter.recorder = Recorder() if recorded else None
-    known: dict[Any, LoopRun] = {}
-    forward = sampled(forward, meter, known, False, loss)
-    backward = None if backward is None else sampled(backward, meter, known, True, loss)
+    known_runs: dict[Any, LoopRun] = {}
+    forward = sampled(forward, meter, known_runs, False, loss)
+    backward = None if backward is None else sampled(backward, meter, known_runs, True, loss)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         placeholders = forward.graph.find_nodes(op="placeholder")
         inputs = [made_like(node.meta[VALUE]) for node in placeholders]
-        given = [value for node, value in zip(placeholders, inputs, strict=True) if not is_token(node)]
+        inputs_but_tokens = [value for node, value in zip(placeholders, inputs, strict=True) if not is_token(node)]
         with meter:
             results = list(HostProgramRunner(forward)(list(inputs)))
             meter.flush()
@@ -135,8 +138,8 @@ def cost_of(
             elif backward is not None:
                 gradients = HostProgramRunner(backward)(_backward_arguments(backward, saved))
             meter.flush()
-            if copied := largest_copied(given, gradients or ()):
-                meter.reached(Delta(copied, {GRADIENTS: copied}))
+            if copied_bytes := largest_copied(inputs_but_tokens, gradients or ()):
+                meter.reached(Delta(copied_bytes, {GRADIENTS: copied_bytes}))
             cost = Cost(
                 forward_peak=forward_peak,
                 backward_peak=meter.peak if backward is not None else 0,
@@ -150,7 +153,7 @@ def cost_of(
                 forward_curve=forward_curve,
                 backward_curve=meter.recorded(forward_work) if backward is not None else Curve(),
             )
-        del outputs, gradients, inputs, given
+        del outputs, gradients, inputs, inputs_but_tokens
     return cost
 
 
@@ -163,6 +166,7 @@ def _backward_arguments(backward: fx.GraphModule, saved: list[Any]) -> list[Any]
 
 
 def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of each category that has any, the largest first."""
     return {name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size}
 
 
@@ -170,18 +174,18 @@ def sampled(
     module: fx.GraphModule, meter: Meter, known: dict[Any, LoopRun], is_backward: bool, loss: frozenset[str]
 ) -> fx.GraphModule:
     """Copy a host program with loops that run only a few of their chunks, and with bytes counted by category."""
-    between = terms_between(module, is_backward)
-    terms = terms_of(module, is_backward, between, loss)
-    copied = with_stand_ins(module, meter, made_like)
-    if between:
-        copied = fx.GraphModule(copied, graph_copy(copied.graph))
-        for node in copied.graph.nodes:
-            if node.name in between and makes_memory(node):
-                node.target = meter.named(between[node.name], node.target)
+    outer_terms = terms_between(module, is_backward)
+    terms = terms_of(module, is_backward, outer_terms, loss)
+    metered = with_stand_ins(module, meter, made_like)
+    if outer_terms:
+        metered = fx.GraphModule(metered, graph_copy(metered.graph))
+        for node in metered.graph.nodes:
+            if node.name in outer_terms and makes_memory(node):
+                node.target = meter.named(outer_terms[node.name], node.target)
     for name, child in module.named_children():
         if isinstance(child, Loop):
-            copied.add_module(name, SampledLoop(child.spec, meter, terms[name], known))
-    return copied
+            metered.add_module(name, SampledLoop(child.spec, meter, terms[name], known))
+    return metered
 
 
 def made_like(value: Any) -> Any:
@@ -210,6 +214,7 @@ def bytes_of_values(nodes: Iterable[fx.Node]) -> int:
 
 
 def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
+    """Return the cost of each sampled loop of a host program, by the loop's name; none without a program."""
     if module is None:
         return {}
     loops = {name: child for name, child in module.named_children() if isinstance(child, SampledLoop)}
@@ -217,4 +222,5 @@ def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
 
 
 def _loop_cost(loop: SampledLoop) -> LoopCost:
+    """Return the cost of one sampled loop, with its rows per chunk limited to the sequence."""
     return LoopCost(loop.work, min(loop.rows, loop.length), added(loop.work.wire.values()), loop.count)

@@ -45,23 +45,25 @@ def run_in_stretches(
         next(run)
         for number, _ in enumerate(run):
             if number >= handed.first:
-                _take(results, handed, given, meter)
+                _release(results, handed, given, meter)
 
 
-def _take(results: dict[int, Any], handed: ReleasedGradients, given: Sequence[Any], meter: Meter) -> None:
+def _release(results: dict[int, Any], handed: ReleasedGradients, given: Sequence[Any], meter: Meter) -> None:
     """Release gradients one by one: autograd copies a gradient whose layout differs from its input's."""
-    for place in sorted(handed.taken.keys() & results.keys()):
-        gradient, value = results.pop(place), given[handed.taken[place]]
+    for index in sorted(handed.taken.keys() & results.keys()):
+        gradient, value = results.pop(index), given[handed.taken[index]]
         if isinstance(value, Tensor) and gradient.shape == value.shape and not lies_as(gradient, value):
             meter.reached(Delta(gradient.nbytes, {GRADIENTS: gradient.nbytes}))
 
 
 def _segments_of(backward: fx.GraphModule, handed: ReleasedGradients) -> Stretches:
-    known = {node.name: node for node in backward.graph.nodes}
+    """Return the segments of a backward graph as callables; nodes of the release plan are looked up by name."""
+    nodes_by_name = {node.name: node for node in backward.graph.nodes}
 
-    def in_graph(delivery: ReleaseSegment) -> ReleaseSegment:
-        gradients = {place: known[node.name] for place, node in delivery.gradients.items()}
-        return ReleaseSegment(tuple(known[node.name] for node in delivery.operators), (), gradients)
+    def in_graph(segment: ReleaseSegment) -> ReleaseSegment:
+        """Return a segment with the nodes of this graph in place of the plan's."""
+        gradients = {index: nodes_by_name[node.name] for index, node in segment.gradients.items()}
+        return ReleaseSegment(tuple(nodes_by_name[node.name] for node in segment.operators), (), gradients)
 
-    pairs = [(delivery, [call_of(node, backward) for node in delivery.operators]) for delivery in map(in_graph, handed.stretches)]
-    return stretches_of("backward", backward.graph.find_nodes(op="placeholder"), pairs)
+    segments = [(segment, [call_of(node, backward) for node in segment.operators]) for segment in map(in_graph, handed.stretches)]
+    return stretches_of("backward", backward.graph.find_nodes(op="placeholder"), segments)
