@@ -51,6 +51,7 @@ class Range:
     assumed: Number = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
+        """Check that the bounds are in order."""
         assert self.low <= self.high, f"no range: {self.low} .. {self.high}"
 
     @property
@@ -60,6 +61,7 @@ class Range:
 
     @property
     def magnitude(self) -> Number:
+        """The largest absolute value of a bound."""
         return max(abs(self.low), abs(self.high))
 
     @property
@@ -74,6 +76,7 @@ class Range:
 
     @property
     def is_finite(self) -> bool:
+        """Whether no element is infinite or NaN."""
         return math.isfinite(self.low) and math.isfinite(self.high) and not self.nan
 
     @property
@@ -83,6 +86,7 @@ class Range:
 
     @property
     def has_zero(self) -> bool:
+        """Whether zero lies between the bounds."""
         return self.low <= 0 <= self.high
 
     def __str__(self) -> str:
@@ -135,10 +139,10 @@ def assumed_of(ranges: Sequence[Range], made: Range | None = None) -> Number:
         return 0
     if made is None:
         return max(r.assumed for r in sources)
-    larger, usual = math.prod(r.assumed for r in sources), math.prod(r.magnitude for r in sources)
-    if math.isfinite(made.magnitude) and 0 < usual < INFINITY:
-        larger = max(1, min(made.magnitude, larger * max(1, made.magnitude / usual)))
-    return larger if larger <= LARGER else 0
+    factor, product_magnitude = math.prod(r.assumed for r in sources), math.prod(r.magnitude for r in sources)
+    if math.isfinite(made.magnitude) and 0 < product_magnitude < INFINITY:
+        factor = max(1, min(made.magnitude, factor * max(1, made.magnitude / product_magnitude)))
+    return factor if factor <= LARGER else 0
 
 
 def widened(low: Number, high: Number, nan: bool = False) -> Range:
@@ -160,8 +164,8 @@ def is_exact_in(dtype: torch.dtype, low: Number, high: Number) -> bool:
     if dtype.is_complex:
         return False
     if dtype.is_floating_point:
-        whole = 2.0 / torch.finfo(dtype).eps  # all integers up to 2 ** (digits of the mantissa)
-        return -whole <= low and high <= whole and max(abs(low), abs(high)) <= torch.finfo(dtype).max
+        exact_limit = 2.0 / torch.finfo(dtype).eps  # all integers up to 2 ** (digits of the mantissa)
+        return -exact_limit <= low and high <= exact_limit and max(abs(low), abs(high)) <= torch.finfo(dtype).max
     limits = everything(dtype)
     return limits.low <= low and high <= limits.high
 
@@ -200,5 +204,6 @@ def _rounded(value: Number, dtype: torch.dtype) -> float:
 
 @lru_cache(maxsize=4096)
 def _rounded_by_torch(value: float, dtype: torch.dtype) -> float:
+    """Round a number as a cast to the dtype does on the CPU."""
     with unset_fake_temporarily():
         return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype).item())

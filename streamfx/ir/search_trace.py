@@ -34,6 +34,7 @@ class SimulatedCandidate:
     peak: int
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the candidate as a dictionary for reports."""
         return {"choice": str(self.candidate), "chunk_work_bytes": self.working_set, "peak_bytes": self.peak}
 
 

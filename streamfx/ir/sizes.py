@@ -31,10 +31,12 @@ def size_of(dimension: Any) -> Size:
 
 
 def simplified(expression: Any) -> Size:
+    """Convert a constant expression to an integer; return any other expression unchanged."""
     return int(expression) if isinstance(expression, (int, sympy.Integer)) else expression
 
 
 def product(sizes: Iterable[Size]) -> Size:
+    """Return the product of sizes."""
     total: Size = 1
     for size in sizes:
         total = total * size
@@ -70,8 +72,10 @@ def numeric(size: Size, symbol_value: int = 16) -> int:
 
 
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
+    """Return the sizes of a fake tensor."""
     return tuple(size_of(dimension) for dimension in value.shape)
 
 
 def free_symbols(sizes: Iterable[Size]) -> set[sympy.Symbol]:
+    """Return the symbols in some sizes."""
     return {symbol for size in sizes if isinstance(size, sympy.Expr) for symbol in size.free_symbols}

@@ -29,10 +29,12 @@ class Subgraph:
 
     @property
     def source(self) -> fx.Node:
+        """The input."""
         return next(iter(self.graph.nodes))
 
     @property
     def end(self) -> fx.Node:
+        """The result."""
         return self.graph.output_node().all_input_nodes[0]
 
     @property
