@@ -69,6 +69,7 @@ def are_awaited(tensors: Iterable[Tensor]) -> bool:
 
 
 def _is_awaited(tensor: Tensor) -> bool:
+    """Return whether a leaf has hooks on its gradient, or a gradient to which a new one is added."""
     return bool(tensor._post_accumulate_grad_hooks or tensor._backward_hooks) or tensor.grad is not None
 
 
