@@ -20,12 +20,12 @@ def enabled(given: Any, options: Mapping[str, Any], dynamic: bool | None) -> Ena
     replacing the old one.
     """
     modules = {target.module for target in found_in(given).targets}
-    before = next((one for one in _handles_of(modules) if {target.module for target in one.targets} == modules), None)
-    if before is not None:
-        if (before.options, before.dynamic) == (dict(options), dynamic):
-            return before
-        log.warning(REPLACED, _with_dynamic(options, dynamic), _with_dynamic(before.options, before.dynamic))
-        before.disable()
+    existing = next((handle for handle in _handles_of(modules) if {target.module for target in handle.targets} == modules), None)
+    if existing is not None:
+        if (existing.options, existing.dynamic) == (dict(options), dynamic):
+            return existing
+        log.warning(REPLACED, _with_dynamic(options, dynamic), _with_dynamic(existing.options, existing.dynamic))
+        existing.disable()
     return EnabledModules(given, options, dynamic)
 
 
@@ -37,8 +37,10 @@ def enabled_in(given: Any) -> list[EnabledModules]:
 
 
 def _handles_of(modules: Iterable[nn.Module]) -> list[EnabledModules]:
+    """Return the handles through which some modules are enabled, each once."""
     return list(dict.fromkeys(calls.enabled for module in modules if (calls := calls_of(module)) is not None))
 
 
 def _with_dynamic(options: Mapping[str, Any], dynamic: bool | None) -> dict[str, Any]:
+    """Return the options with `dynamic` among them, if it is set; for a log message."""
     return {**options, **({} if dynamic is None else {"dynamic": dynamic})}

@@ -44,9 +44,10 @@ class Calls:
     def __init__(
         self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, look_again: Callable[[], bool]
     ) -> None:
+        """Compile two versions of a module's call: one that returns its key-value cache, and one that drops it."""
         self.module, self.counts = module, CallCounts()
         setattr(self, ENABLED, self)
-        self._is_off = gives_back()
+        self._was_off_at_start = gives_back()
         self._look_again, self._has_checked_parts = look_again, False
         keywords = {"dynamic": dynamic, "options": dict(options), **isolated()}
         self.asks = packing.asks(self.module)
@@ -55,12 +56,14 @@ class Calls:
         self._without_cache = torch.compile(wrap(without_cache(self.module._call_impl)), backend=streambp, **keywords)
 
     def install(self) -> None:
+        """Replace the module's `__call__`, and the functions of other libraries that would break its graph."""
         self.module._compiled_call_impl = self
         plain_weights.listen()
         if self.asks:
             packing.listen()
 
     def remove(self) -> None:
+        """Undo `install`, if it still holds."""
         if self.is_installed:
             self.module._compiled_call_impl = None
             plain_weights.forget()
@@ -69,14 +72,16 @@ class Calls:
 
     @property
     def is_installed(self) -> bool:
+        """Whether the module is called through this object now."""
         return self.module._compiled_call_impl is self
 
     @property
     def is_off(self) -> bool:
         """Whether compilation is switched off globally."""
-        return self._is_off or is_switched_off()
+        return self._was_off_at_start or is_switched_off()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module compiled, or its original forward if it is being traced, generates, or compilation is off."""
         is_traced = is_traced_here()
         if not is_traced and self._was_wrapped_later():
             return self.module(*args, **kwargs)
@@ -90,7 +95,7 @@ class Calls:
         return run(call, self.module, args, kwargs, seen=None if self.enabled is None else self.enabled.compiled)
 
     def _was_wrapped_later(self) -> bool:
-        """Return whether an engine has taken over the model's weights after `enable`. The first call checks all modules."""
+        """Return whether an engine took over the weights after `enable`, whose modules are then enabled instead."""
         with_parts, self._has_checked_parts = not self._has_checked_parts, True
         return is_held(self.module, with_parts) and self._look_again()
 
@@ -113,6 +118,7 @@ def run(
 
 
 def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function itself: its arguments need no document boundaries."""
     return function
 
 
@@ -133,6 +139,7 @@ def without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call the function, and return its output without caches."""
         output = function(*args, **kwargs)
         if isinstance(output, OrderedDict) and any(name in output for name in CACHES):
             return type(output)(**{name: value for name, value in output.items() if name not in CACHES})
@@ -158,28 +165,34 @@ def graphs_as_wanted(sharers: int = 1) -> AbstractContextManager[None]:
 @contextmanager
 def without_checkpointing(module: nn.Module) -> Iterator[None]:
     """Disable a model's own checkpointing: the backend recomputes activations itself, and would otherwise do so twice."""
-    modules = [part for part in module.modules() if part.__dict__.get("gradient_checkpointing")]
-    places = [
-        part._forward_hooks
-        for part in module.modules()
-        if modules and any(map(_is_checkpointing_hook, part._forward_hooks.values()))
+    modules = [submodule for submodule in module.modules() if submodule.__dict__.get("gradient_checkpointing")]
+    hook_tables = [
+        submodule._forward_hooks
+        for submodule in module.modules()
+        if modules and any(map(_is_checkpointing_hook, submodule._forward_hooks.values()))
     ]
-    kept = [(place, dict(place)) for place in places]
-    for part in modules:
-        part.gradient_checkpointing = False  # type: ignore[assignment]
-    for place, before in kept:
-        for key in [key for key, hook in before.items() if _is_checkpointing_hook(hook)]:
-            del place[key]
+    saved_hooks = [(hook_table, dict(hook_table)) for hook_table in hook_tables]
+    for submodule in modules:
+        submodule.gradient_checkpointing = False  # type: ignore[assignment]
+    for hook_table, hooks_before in saved_hooks:
+        for key in [key for key, hook in hooks_before.items() if _is_checkpointing_hook(hook)]:
+            del hook_table[key]
     try:
         yield
     finally:
-        for part in modules:
-            part.gradient_checkpointing = True  # type: ignore[assignment]
-        for place, before in kept:  # in the original order, without the hooks that the call has removed
-            now = dict(place)
-            place.clear()
-            place.update({**{key: hook for key, hook in before.items() if key in now or _is_checkpointing_hook(hook)}, **now})
+        for submodule in modules:
+            submodule.gradient_checkpointing = True  # type: ignore[assignment]
+        for hook_table, hooks_before in saved_hooks:  # in the original order, without the hooks that the call has removed
+            hooks_now = dict(hook_table)
+            hook_table.clear()
+            hook_table.update(
+                {
+                    **{key: hook for key, hook in hooks_before.items() if key in hooks_now or _is_checkpointing_hook(hook)},
+                    **hooks_now,
+                }
+            )
 
 
 def _is_checkpointing_hook(hook: Any) -> bool:
+    """Return whether a hook was set by a library only so that checkpointing works."""
     return getattr(hook, "__name__", None) == HOOK

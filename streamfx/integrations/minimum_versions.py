@@ -26,12 +26,12 @@ LEAST = {  # the oldest versions that pass the tests; pyproject.toml requires th
 
 def check_versions(given: Iterable[Any]) -> None:
     """Raise if one of the objects comes from a library version that is too old."""
-    for name, object_of_it in sorted(_libraries_of(given).items()):
-        found = _version(name)
-        if is_too_old(name, found):
+    for name, class_name in sorted(_libraries_of(given).items()):
+        version = _installed_version(name)
+        if is_too_old(name, version):
             raise IntegrationError(
                 f"streamfx.enable relies on what {name} has since version {LEAST[name]}",
-                found=f"{name} {found}, which {object_of_it} comes from",
+                found=f"{name} {version}, which {class_name} comes from",
                 do=f"pip install '{name}>={LEAST[name]}'",
             )
 
@@ -47,7 +47,8 @@ def _libraries_of(given: Iterable[Any]) -> dict[str, str]:
     return {name: kind.__name__ for kind in reversed(kinds) if (name := kind.__module__.partition(".")[0]) in LEAST}
 
 
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
+    """Return the installed version of a library; None if it has no metadata."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:  # a source checkout without metadata: its version is not checked

@@ -46,15 +46,15 @@ class _TracedCall:
     is_known = False
 
 
-_call = _TracedCall()
-_before: list[dict[str, Any]] = []  # transformers' own functions, one entry per enabled module
+_traced_call = _TracedCall()
+_originals: list[dict[str, Any]] = []  # transformers' own functions, one entry per enabled module
 
 
 def asks(module: nn.Module) -> bool:
     """Return whether layers of a module may look for boundaries."""
-    known = vars(sys.modules[ASKS]) if ASKS in sys.modules else {}
-    configs = (getattr(part, "config", None) for part in module.modules())
-    return known.keys() >= {IS_PACKED, PREPARE, ENDS, CAST} and any(
+    names = vars(sys.modules[ASKS]) if ASKS in sys.modules else {}
+    configs = (getattr(submodule, "config", None) for submodule in module.modules())
+    return names.keys() >= {IS_PACKED, PREPARE, ENDS, CAST} and any(
         "flash" in str(getattr(config, USES, None)) for config in configs
     )
 
@@ -62,28 +62,29 @@ def asks(module: nn.Module) -> bool:
 def listen() -> None:
     """Replace transformers' functions. Calls that are not wrapped keep the original behavior."""
     names = vars(sys.modules[ASKS])
-    _before.append(_before[0] if _before else {name: names[name] for name in (IS_PACKED, PREPARE, ENDS, CAST)})
-    names.update({IS_PACKED: _is_packed, PREPARE: _prepared, CAST: _cast})
+    _originals.append(_originals[0] if _originals else {name: names[name] for name in (IS_PACKED, PREPARE, ENDS, CAST)})
+    names.update({IS_PACKED: _is_packed, PREPARE: _prepare_heads, CAST: _cast_heads})
 
 
 def forget() -> None:
     """Undo one `listen`."""
-    before = _before.pop()
-    if not _before:
-        vars(sys.modules[ASKS]).update(before)
+    originals = _originals.pop()
+    if not _originals:
+        vars(sys.modules[ASKS]).update(originals)
 
 
 def told(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a call so that it is traced with the boundaries, its first argument."""
 
     def call(found: Found, *args: Any, **kwargs: Any) -> Any:
-        _call.found, _call.is_known = found, True
+        """Run the function with the boundaries at hand for transformers' replaced functions."""
+        _traced_call.found, _traced_call.is_known = found, True
         if found is True:
             kwargs[OF_KEYS] = kwargs[OF_ROWS].clone()
         try:
             return function(*args, **kwargs)
         finally:
-            _call.found, _call.is_known = None, False
+            _traced_call.found, _traced_call.is_known = None, False
 
     return call
 
@@ -94,32 +95,43 @@ def found_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
         if _are_equal(kwargs.get(OF_ROWS), kwargs.get(OF_KEYS)):
             del kwargs[OF_KEYS]
             return True
-        return _by_positions(kwargs["position_ids"]) if kwargs.get("position_ids") is not None else _by_count(args)
+        return (
+            _boundaries_by_positions(kwargs["position_ids"])
+            if kwargs.get("position_ids") is not None
+            else _boundaries_by_count(args)
+        )
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and (one is other or torch.equal(one, other))
+def _are_equal(value: Any, other_value: Any) -> bool:
+    """Return whether both values are tensors with equal elements."""
+    return (
+        isinstance(value, Tensor)
+        and isinstance(other_value, Tensor)
+        and (value is other_value or torch.equal(value, other_value))
+    )
 
 
-def _by_count(args: Sequence[Any]) -> Found:
+def _boundaries_by_count(args: Sequence[Any]) -> Found:
     """Return the boundaries for a call without named positions: positional arguments may contain them."""
     return False if len(args) <= 1 else None
 
 
-def _by_positions(positions: Any) -> Found:
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or not _before:
+def _boundaries_by_positions(positions: Any) -> Found:
+    """Return the boundaries at which positions restart: False for one document per row, None if they cannot be read."""
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or not _originals:
         return None
-    if not bool(_before[0][IS_PACKED](positions, positions.shape[0])):
+    if not bool(_originals[0][IS_PACKED](positions, positions.shape[0])):
         return False
-    (ends, _), _ = _before[0][ENDS](positions)
-    return of_any_length(ends)
+    (boundaries, _), _ = _originals[0][ENDS](positions)
+    return of_any_length(boundaries)
 
 
 # -- replacements of transformers' functions
 
 
 def _is_packed(position_ids: Any, batch_size: Any) -> Any:
-    is_packed, found = _before[0][IS_PACKED](position_ids, batch_size), _call.found
+    """Replace `_is_packed_sequence`: in a trace, answer by the known boundaries, and assert at run time that it is right."""
+    is_packed, found = _originals[0][IS_PACKED](position_ids, batch_size), _traced_call.found
     if not isinstance(is_packed, Tensor) or not torch.compiler.is_dynamo_compiling() or found is None or found is True:
         return is_packed
     if found is False:
@@ -127,20 +139,26 @@ def _is_packed(position_ids: Any, batch_size: Any) -> Any:
     return found is not False
 
 
-def _prepared(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Any:
-    ends = _call.found
-    if not isinstance(ends, Tensor) or not torch.compiler.is_dynamo_compiling():
-        return _before[0][PREPARE](query, key, value, position_ids)
-    rows = torch.arange(position_ids.numel(), device=ends.device)
-    begins = torch.bucketize(rows, ends, right=True) != torch.bucketize(rows, ends)
+def _prepare_heads(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Any:
+    """Replace `_prepare_from_posids`: in a trace, return flattened heads, boundaries, and lengths from the known boundaries."""
+    boundaries = _traced_call.found
+    if not isinstance(boundaries, Tensor) or not torch.compiler.is_dynamo_compiling():
+        return _originals[0][PREPARE](query, key, value, position_ids)
+    rows = torch.arange(position_ids.numel(), device=boundaries.device)
+    begins = torch.bucketize(rows, boundaries, right=True) != torch.bucketize(rows, boundaries)
     assert_true((begins == (position_ids == position_ids.min()).flatten()).all(), OTHERWISE)
     heads = tuple(item.reshape(-1, *item.shape[-2:]) for item in (query, key, value))
     longest = heads[0].shape[0]  # an upper bound of the document lengths is enough
-    return *heads, (ends, ends.clone()), (longest, longest)  # a clone: Dynamo (2.13) cannot trace one tensor passed twice
+    return (
+        *heads,
+        (boundaries, boundaries.clone()),
+        (longest, longest),
+    )  # a clone: Dynamo (2.13) cannot trace one tensor passed twice
 
 
-def _cast(query: Tensor, key: Tensor, value: Tensor, target_dtype: torch.dtype | None = None) -> Any:
-    if not (_call.is_known and torch.compiler.is_dynamo_compiling()):
-        return _before[0][CAST](query, key, value, target_dtype)
+def _cast_heads(query: Tensor, key: Tensor, value: Tensor, target_dtype: torch.dtype | None = None) -> Any:
+    """Replace the cast of heads in single precision: in a trace, cast without a warning."""
+    if not (_traced_call.is_known and torch.compiler.is_dynamo_compiling()):
+        return _originals[0][CAST](query, key, value, target_dtype)
     is_wide = target_dtype is not None and query.dtype == torch.float32
     return tuple(item.to(target_dtype) if is_wide else item for item in (query, key, value))

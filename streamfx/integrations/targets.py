@@ -47,10 +47,10 @@ def found_in(given: Any) -> CompileTargets:
     models = list(models_of(given))
     check_versions([given, getattr(given, "accelerator", None), *(part for _, model in models for part in model.modules())])
     for name, model in models:
-        inner, around = _unwrapped(model)
+        inner, wrappers = _unwrapped(model)
         check_engine(inner)
-        engines |= dict.fromkeys(filter(None, (*around, engine_of(inner))))
-        target = _target(name, inner, is_given_alone=isinstance(given, nn.Module))
+        engines |= dict.fromkeys(filter(None, (*wrappers, engine_of(inner))))
+        target = _target_of_model(name, inner, is_given_alone=isinstance(given, nn.Module))
         parts = [target]
         if is_held(inner, with_parts=True):
             owner = inner if is_held(inner) and target.module is not inner else None
@@ -69,7 +69,7 @@ def models_of(given: Any, asked: str = "enable") -> Iterator[tuple[str, nn.Modul
     if not isinstance(model, nn.Module):
         raise IntegrationError(
             ASKED.format(name=asked),
-            found=_described(given),
+            found=_describe_object(given),
             do="give the trainer after it was made, or the model itself",
         )
     yield "model", model
@@ -80,6 +80,7 @@ def models_of(given: Any, asked: str = "enable") -> Iterator[tuple[str, nn.Modul
 
 
 def _check_trainer(trainer: Any) -> None:
+    """Raise if the trainer compiles the model itself."""
     arguments = getattr(trainer, "args", None)
     if getattr(arguments, "torch_compile", False):
         raise IntegrationError(
@@ -89,7 +90,8 @@ def _check_trainer(trainer: Any) -> None:
         )
 
 
-def _described(given: Any) -> str:
+def _describe_object(given: Any) -> str:
+    """Describe an object that is neither a module nor a trainer with one."""
     if isinstance(given, type):
         return f"a class ({given.__name__}), not an object of it"
     name = one(type(given).__name__)
@@ -116,11 +118,11 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
     wrapper = inside_of(model)
     if wrapper is None:
         return model, []
-    inner, around = _unwrapped(wrapper[0])
-    return inner, [wrapper[1], *around]
+    inner, wrappers = _unwrapped(wrapper[0])
+    return inner, [wrapper[1], *wrappers]
 
 
-def _target(name: str, model: nn.Module, is_given_alone: bool) -> Target:
+def _target_of_model(name: str, model: nn.Module, is_given_alone: bool) -> Target:
     """Return the module of a model to compile. A model that was `given_alone` may be a part of a larger one."""
     base: Any = inside_of_wrapper(model) if is_fsdp_wrapper(model) else model
     base = getattr(base, "get_base_model", lambda: base)()
@@ -134,8 +136,10 @@ def _target(name: str, model: nn.Module, is_given_alone: bool) -> Target:
             found=f"{type(base).__name__}.base_model is not a module of its own",
             do="give the module that makes the hidden states: enable(model.<backbone>)",
         )
-    inner = next((path for path, module in model.named_modules() if module is backbone), "base_model")
-    return Target(f"{name}.{inner}", backbone, "the backbone; the trainer applies the head itself, in chunks", head_of(forward))
+    path_of_backbone = next((path for path, module in model.named_modules() if module is backbone), "base_model")
+    return Target(
+        f"{name}.{path_of_backbone}", backbone, "the backbone; the trainer applies the head itself, in chunks", head_of(forward)
+    )
 
 
 def _forward_with_head(model: nn.Module) -> Any:
