@@ -36,8 +36,8 @@ def failure(error: BaseException) -> str:
     """Return the text that a failed rank writes for the others: the cause in the first line, the remedy in the next."""
     if not isinstance(error, StreamFXError):
         return f"{told(error)}\n{UNTIL_THEN}"
-    refused = ", ".join(filter(None, (error.asked, error.found, error.where))).replace("\n", " ")
-    return f"{type(error).__name__}: {refused}\n{error.do}"
+    cause = ", ".join(filter(None, (error.asked, error.found, error.where))).replace("\n", " ")
+    return f"{type(error).__name__}: {cause}\n{error.do}"
 
 
 def failed_elsewhere(failure: str) -> RanksDifferError:
