@@ -76,12 +76,12 @@ def _buffer_terms(spec: LoopSpec) -> tuple[str, ...]:
 
 
 def _concat_terms(
-    spec: LoopSpec, call: fx.Node, module: fx.GraphModule, other: str, between: Mapping[str, str]
+    spec: LoopSpec, call: fx.Node, module: fx.GraphModule, default_term: str, between: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the category of each concatenated result of a loop; `other` if its users tell none."""
+    """Return the category of each concatenated result of a loop: keys, exchanged rows, or else `default_term`."""
     results = {user.args[1]: user for user in call.users if user.target is operator.getitem}
     positions = [i for i, item in enumerate(spec.yields) if isinstance(item, ConcatOutput)]
-    return tuple(_concat_term(results.get(i), module, between) or other for i in positions)
+    return tuple(_concat_term(results.get(i), module, between) or default_term for i in positions)
 
 
 def _concat_term(result: fx.Node | None, module: fx.GraphModule, between: Mapping[str, str]) -> str | None:

@@ -38,7 +38,7 @@ KIND_OF = {
     "broadcast": EXCHANGES,
 }
 TOGETHER = 8  # devices per machine
-WAYS = ("_coalesced", "_out", "_")  # suffixes: several values in one call; into a given buffer
+SUFFIXES = ("_coalesced", "_out", "_")  # suffixes: several values in one call; into a given buffer
 
 
 class Sent(NamedTuple):
@@ -114,7 +114,7 @@ def _collective_name(target: Any) -> str | None:
     if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
         return None
     name = target.name().split("::")[1].split(".")[0]
-    names = (name, *(name.removesuffix(way) for way in WAYS))
+    names = (name, *(name.removesuffix(suffix) for suffix in SUFFIXES))
     return next((candidate for candidate in names if candidate in KIND_OF), None)
 
 

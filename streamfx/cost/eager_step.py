@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from streamfx.cost.curve import Curve, Point, Recorder, shortened
-from streamfx.cost.loop_sampling import Iterations, following
+from streamfx.cost.loop_sampling import Iterations, sampled_iterations
 from streamfx.cost.memory import Cost, made_like
 from streamfx.cost.meter import Meter
 from streamfx.cost.nested_tensors import tensors_in, tensors_returned
@@ -95,7 +95,7 @@ def eager_step(
     marks = _Marks(meter, recorder)
     for number, layer in enumerate(layers):
         layer.forward = marks.marking(number, meter.watched(layer.forward))
-    with meter, following(Iterations(meter, of_few)):
+    with meter, sampled_iterations(Iterations(meter, of_few)):
         outputs = call()
         meter.flush()
         forward = EagerHalf(tuple(recorder.points), meter.work, tuple(marks.forward))

@@ -24,15 +24,15 @@ READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 RANDOM_STATE_BYTES = 5056  # of the CPU generator; other devices have smaller states
 
 
-def with_stand_ins(module: fx.GraphModule, meter: Meter, like: Callable[[Any], Any]) -> fx.GraphModule:
-    """Return the module with stand-ins for such operators in its graph; `like` creates a tensor like a traced one."""
+def with_stand_ins(module: fx.GraphModule, meter: Meter, create_like: Callable[[Any], Any]) -> fx.GraphModule:
+    """Return the module with stand-ins for such operators in its graph; `create_like` creates a tensor like a traced one."""
     if not any(isinstance(node.target, HigherOrderOperator) or node.target is READS_NUMBER for node in module.graph.nodes):
         return fx.GraphModule(module, module.graph)
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
-            node.target = _stand_in(node, module, meter, like)
+            node.target = _stand_in(node, module, meter, create_like)
         elif node.target is READS_NUMBER:
             node.target = _number_like(node.meta[VALUE])
     return fx.GraphModule(module, graph)
@@ -44,7 +44,7 @@ def _number_like(value: Any) -> Callable[..., Any]:
     return lambda *_: 1 if hint is None else hint
 
 
-def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, like: Callable[[Any], Any]) -> Callable[..., Any]:
+def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, create_like: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return a function that adds the work of a higher-order operator and returns results like the traced ones."""
     if VALUE not in node.meta and (operator_index := _operator_index(node)) is not None:
         return _run_with_state(node, operator_index)
@@ -53,7 +53,7 @@ def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, like: Callabl
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         """Count the work, and return new tensors like the traced results."""
         meter.work = meter.work.plus(Work(flops=work))
-        return tree_map(lambda item: like(item) if isinstance(item, Tensor) else item, value)
+        return tree_map(lambda item: create_like(item) if isinstance(item, Tensor) else item, value)
 
     return stand_in
 

@@ -36,8 +36,8 @@ class IterationsDifferError(StreamFXError):
 
 def in_turn(function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
     """Return the function's results for all inputs. Its work must depend only on the type of an input, not on earlier calls."""
-    turns = _following.get()
-    return one_by_one(function, pieces) if turns is None else turns.results(function, pieces)
+    iterations = _active_iterations.get()
+    return one_by_one(function, pieces) if iterations is None else iterations.results(function, pieces)
 
 
 def one_by_one(function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
@@ -56,7 +56,7 @@ class Snapshot(NamedTuple):
     """The number of recorded points, and the state."""
 
     position: int
-    stood: Point
+    state: Point
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Iterations:
         assert self.meter.recorder is not None
         if iterations.repeated is None:
             raise IterationsDifferError("the first turns differ")
-        work, terms = iterations.running[1].stood
+        work, terms = iterations.running[1].state
         self.meter.recorder.points += [point.above(work, terms) for point in iterations.repeated.points]
         self.meter.work = work.plus(iterations.repeated.end.work)
         return True
@@ -138,7 +138,7 @@ class Iterations:
         """Check that an iteration equals the ones it must equal, and store its record if the next ones must equal it."""
         if number in iterations.skipped:
             assert iterations.repeated is not None
-            expected = Snapshot(start.position + len(iterations.repeated.points), start.stood.above(*iterations.repeated.end))
+            expected = Snapshot(start.position + len(iterations.repeated.points), start.state.above(*iterations.repeated.end))
             if self._now() != expected:
                 raise IterationsDifferError(f"turn {number} leaves something else behind")
             return
@@ -156,9 +156,9 @@ class Iterations:
     def _since(self, start: Snapshot) -> IterationRecord:
         """Return the points recorded since an iteration began, and the state now, relative to its start."""
         assert self.meter.recorder is not None
-        minus_work, minus_terms = NO_WORK.minus(start.stood.work), _negative(start.stood.terms)
+        minus_work, minus_terms = NO_WORK.minus(start.state.work), _negative(start.state.terms)
         points = (point.above(minus_work, minus_terms) for point in self.meter.recorder.points[start.position :])
-        return IterationRecord(tuple(points), self._now().stood.above(minus_work, minus_terms))
+        return IterationRecord(tuple(points), self._now().state.above(minus_work, minus_terms))
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -174,9 +174,9 @@ class _SkippedIteration(torch.autograd.Function):
     """A skipped iteration: its result, and the gradient of the first tensor of its input, have the layout of the others."""
 
     @staticmethod
-    def forward(ctx: Any, turns: Iterations, result: Kind, gradients: list[Kind], *piece: Tensor) -> Tensor:
+    def forward(ctx: Any, iterations: Iterations, result: Kind, gradients: list[Kind], *piece: Tensor) -> Tensor:
         """Return an empty result of the given kind, instead of running the iteration."""
-        ctx.turns, ctx.gradients, ctx.others = turns, gradients, len(piece) - 1
+        ctx.iterations, ctx.gradients, ctx.other_inputs = iterations, gradients, len(piece) - 1
         return _empty(result)
 
     @staticmethod
@@ -184,22 +184,22 @@ class _SkippedIteration(torch.autograd.Function):
         """Return an empty gradient for the first tensor of the input; raise an error if other iterations' gradients differ."""
         if len(set(ctx.gradients)) != 1:
             raise IterationsDifferError("gradients of pieces differ")
-        with ctx.turns._unrecorded():
+        with ctx.iterations._unrecorded():
             skipped_gradient = _empty(ctx.gradients[0])
-        return None, None, None, skipped_gradient, *(None for _ in range(ctx.others))
+        return None, None, None, skipped_gradient, *(None for _ in range(ctx.other_inputs))
 
 
-_following: ContextVar[Iterations | None] = ContextVar("following", default=None)
+_active_iterations: ContextVar[Iterations | None] = ContextVar("following", default=None)
 
 
 @contextmanager
-def following(turns: Iterations | None) -> Iterator[None]:
-    """Within this context, `in_turn` runs only a few of equal iterations; outside, it runs all."""
-    token = _following.set(turns)
+def sampled_iterations(iterations: Iterations | None) -> Iterator[None]:
+    """Within this context, `in_turn` runs only a few of equal iterations, through `iterations`; outside, it runs all."""
+    token = _active_iterations.set(iterations)
     try:
         yield
     finally:
-        _following.reset(token)
+        _active_iterations.reset(token)
 
 
 def kind_of(tensor: Tensor) -> Kind:

@@ -78,6 +78,7 @@ class Cost:
 
     @property
     def peak(self) -> int:
+        """The higher of both peaks."""
         return max(self.forward_peak, self.backward_peak)
 
     @property
@@ -118,8 +119,8 @@ def cost_of(
     meter = Meter()
     meter.recorder = Recorder() if recorded else None
     known_runs: dict[Any, LoopRun] = {}
-    forward = sampled(forward, meter, known_runs, False, loss)
-    backward = None if backward is None else sampled(backward, meter, known_runs, True, loss)
+    forward = with_sampled_loops(forward, meter, known_runs, False, loss)
+    backward = None if backward is None else with_sampled_loops(backward, meter, known_runs, True, loss)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         placeholders = forward.graph.find_nodes(op="placeholder")
         inputs = [made_like(node.meta[VALUE]) for node in placeholders]
@@ -170,8 +171,8 @@ def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size}
 
 
-def sampled(
-    module: fx.GraphModule, meter: Meter, known: dict[Any, LoopRun], is_backward: bool, loss: frozenset[str]
+def with_sampled_loops(
+    module: fx.GraphModule, meter: Meter, known_runs: dict[Any, LoopRun], is_backward: bool, loss: frozenset[str]
 ) -> fx.GraphModule:
     """Copy a host program with loops that run only a few of their chunks, and with bytes counted by category."""
     outer_terms = terms_between(module, is_backward)
@@ -184,7 +185,7 @@ def sampled(
                 node.target = meter.named(outer_terms[node.name], node.target)
     for name, child in module.named_children():
         if isinstance(child, Loop):
-            metered.add_module(name, SampledLoop(child.spec, meter, terms[name], known))
+            metered.add_module(name, SampledLoop(child.spec, meter, terms[name], known_runs))
     return metered
 
 
@@ -193,9 +194,9 @@ def made_like(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return size_hint(value) if isinstance(value, torch.SymInt) else value
     size, stride = ([size_hint(item) for item in items] for items in (value.shape, value.stride()))
-    like = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
-    like = torch.ops.aten._conj(like) if value.is_conj() else like
-    return torch.ops.aten._neg_view(like) if value.is_neg() else like
+    tensor = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+    tensor = torch.ops.aten._conj(tensor) if value.is_conj() else tensor
+    return torch.ops.aten._neg_view(tensor) if value.is_neg() else tensor
 
 
 def bytes_like(value: Any) -> int:

@@ -151,18 +151,22 @@ class Meter(TorchDispatchMode):
 
     @property
     def flops(self) -> int:
+        """The FLOPs so far."""
         return self.work.flops
 
     @property
     def masked_flops(self) -> int:
+        """The FLOPs so far of fused attention without a causal flag."""
         return self.work.masked_flops
 
     @property
     def moved(self) -> int:
+        """The bytes moved so far by operators without FLOPs."""
         return self.work.moved
 
     @property
     def attention_flops(self) -> int:
+        """The FLOPs so far of fused attention."""
         return self.work.attention_flops
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -312,17 +316,17 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         return Work(0, moved, 0, 1)
     if (total := added_to(func, args, kwargs)) is None:
         return Work(flops, 0, 0, 1, moved)
-    read = sum(value.nbytes for value in tensors_in((args, kwargs)) if value is not total)
+    bytes_read = sum(value.nbytes for value in tensors_in((args, kwargs)) if value is not total)
     total_bytes = bytes_of_total(func, args, total)
-    return Work(flops, 0, 0, 1, read + total_bytes, total_bytes)
+    return Work(flops, 0, 0, 1, bytes_read + total_bytes, total_bytes)
 
 
 def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     """Return the bytes that an operator reads and writes. An added row counts three times: two reads and a write."""
     if func in ADDS_ROWS:
         return 3 * args[-1].nbytes if isinstance(args[-1], Tensor) else 0
-    read = args[1:] if func is COPIES else args
-    return sum(value.nbytes for value in tensors_in((read, kwargs, out)))
+    operands = args[1:] if func is COPIES else args
+    return sum(value.nbytes for value in tensors_in((operands, kwargs, out)))
 
 
 def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage, torch.device]]:

@@ -68,9 +68,9 @@ def _gradient_nodes(module: fx.GraphModule) -> frozenset[fx.Node]:
     return frozenset(gradients)
 
 
-def _exchanged_nodes(module: fx.GraphModule, others: frozenset[fx.Node]) -> frozenset[fx.Node]:
+def _exchanged_nodes(module: fx.GraphModule, excluded: frozenset[fx.Node]) -> frozenset[fx.Node]:
     """Return the rows that ranks exchange, and the same rows in another layout before and after."""
-    collectives = {node for node in module.graph.nodes if node not in others and sent_by_node(node) is not None}
+    collectives = {node for node in module.graph.nodes if node not in excluded and sent_by_node(node) is not None}
     exchanged = set(collectives)
     for node in module.graph.nodes:
         if node.op == "call_function" and _only_moves(node) and not exchanged.isdisjoint(node.all_input_nodes):
@@ -81,7 +81,7 @@ def _exchanged_nodes(module: fx.GraphModule, others: frozenset[fx.Node]) -> froz
             and _only_moves(node)
             and node.users
             and exchanged.issuperset(node.users)
-            and node not in others
+            and node not in excluded
         ):
             exchanged.add(node)
     return frozenset(exchanged)

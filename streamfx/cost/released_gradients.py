@@ -33,30 +33,30 @@ class ReleasedGradients:
 
 
 def run_in_stretches(
-    backward: fx.GraphModule, arguments: list[Any], handed: ReleasedGradients, given: Sequence[Any], meter: Meter
+    backward: fx.GraphModule, arguments: list[Any], released: ReleasedGradients, inputs: Sequence[Any], meter: Meter
 ) -> None:
     """Run a backward graph, or a copy with the same names, in segments; gradients that are not taken stay in memory.
 
-    `given` are the inputs of the forward graph.
+    `inputs` are the inputs of the forward graph.
     """
     results: dict[int, Any] = {}
     with looking(found_before(arguments)):
-        run = _segments_of(backward, handed)(arguments, results)
+        run = _segments_of(backward, released)(arguments, results)
         next(run)
         for number, _ in enumerate(run):
-            if number >= handed.first:
-                _release(results, handed, given, meter)
+            if number >= released.first:
+                _release(results, released, inputs, meter)
 
 
-def _release(results: dict[int, Any], handed: ReleasedGradients, given: Sequence[Any], meter: Meter) -> None:
+def _release(results: dict[int, Any], released: ReleasedGradients, inputs: Sequence[Any], meter: Meter) -> None:
     """Release gradients one by one: autograd copies a gradient whose layout differs from its input's."""
-    for index in sorted(handed.taken.keys() & results.keys()):
-        gradient, value = results.pop(index), given[handed.taken[index]]
-        if isinstance(value, Tensor) and gradient.shape == value.shape and not lies_as(gradient, value):
+    for index in sorted(released.taken.keys() & results.keys()):
+        gradient, input_value = results.pop(index), inputs[released.taken[index]]
+        if isinstance(input_value, Tensor) and gradient.shape == input_value.shape and not lies_as(gradient, input_value):
             meter.reached(Delta(gradient.nbytes, {GRADIENTS: gradient.nbytes}))
 
 
-def _segments_of(backward: fx.GraphModule, handed: ReleasedGradients) -> Stretches:
+def _segments_of(backward: fx.GraphModule, released: ReleasedGradients) -> Stretches:
     """Return the segments of a backward graph as callables; nodes of the release plan are looked up by name."""
     nodes_by_name = {node.name: node for node in backward.graph.nodes}
 
@@ -65,5 +65,7 @@ def _segments_of(backward: fx.GraphModule, handed: ReleasedGradients) -> Stretch
         gradients = {index: nodes_by_name[node.name] for index, node in segment.gradients.items()}
         return ReleaseSegment(tuple(nodes_by_name[node.name] for node in segment.operators), (), gradients)
 
-    segments = [(segment, [call_of(node, backward) for node in segment.operators]) for segment in map(in_graph, handed.stretches)]
+    segments = [
+        (segment, [call_of(node, backward) for node in segment.operators]) for segment in map(in_graph, released.stretches)
+    ]
     return stretches_of("backward", backward.graph.find_nodes(op="placeholder"), segments)

@@ -66,9 +66,11 @@ def _repeats(half: EagerHalf, marks: list[WorkMark]) -> bool:
     first, second, third = marks
     first_segment, second_segment = half.points[first.position : second.position], half.points[second.position : third.position]
     start, middle, end = (_state_at(half, mark) for mark in marks)
-    if len(first_segment) != len(second_segment) or _between(start, middle) != _between(middle, end):
+    if len(first_segment) != len(second_segment) or _change_between(start, middle) != _change_between(middle, end):
         return False
-    return all(_between(start, a) == _between(middle, b) for a, b in zip(first_segment, second_segment, strict=True))
+    return all(
+        _change_between(start, a) == _change_between(middle, b) for a, b in zip(first_segment, second_segment, strict=True)
+    )
 
 
 def _state_at(half: EagerHalf, mark: WorkMark) -> Point:
@@ -77,17 +79,17 @@ def _state_at(half: EagerHalf, mark: WorkMark) -> Point:
     return Point(mark.work, terms)
 
 
-def _between(before: Point, after: Point) -> tuple[Work, Mapping[str, int]]:
+def _change_between(start: Point, end: Point) -> tuple[Work, Mapping[str, int]]:
     """Return the work done and the changes of the live bytes between two points."""
-    names = {*before.terms, *after.terms}
-    changes = {name: after.terms.get(name, 0) - before.terms.get(name, 0) for name in names}
-    return after.work.minus(before.work), {name: change for name, change in changes.items() if change}
+    names = {*start.terms, *end.terms}
+    changes = {name: end.terms.get(name, 0) - start.terms.get(name, 0) for name in names}
+    return end.work.minus(start.work), {name: change for name, change in changes.items() if change}
 
 
 def _with_copies(half: EagerHalf, marks: list[WorkMark], rise: Point, copies: int) -> tuple[EagerHalf, Point]:
     """Repeat a segment in a half that starts `rise` above; return the half, and its rise at the end."""
     first, second, _ = marks
-    period_change = Point(*_between(_state_at(half, first), _state_at(half, second)))
+    period_change = Point(*_change_between(_state_at(half, first), _state_at(half, second)))
     segment = half.points[first.position : second.position]
     points = [point.above(rise.work, rise.terms) for point in half.points[: second.position]]
     shift = rise

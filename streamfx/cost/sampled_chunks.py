@@ -31,27 +31,27 @@ class SampledChunk:
 
 
 def curve_of_chunks(
-    before: Sequence[Point], sampled: Sequence[SampledChunk], count: int, work_of: Callable[[range], Work]
+    points_before: Sequence[Point], sampled: Sequence[SampledChunk], count: int, work_of: Callable[[range], Work]
 ) -> Curve:
     """Return the curve of a loop with `count` chunks.
 
-    `before` was recorded before the chunks; `work_of` returns the work of a range of chunks.
+    `points_before` was recorded before the chunks; `work_of` returns the work of a range of chunks.
     """
     groups = groups_of(count)
-    points, done = list(before), Work()
+    points, work_done = list(points_before), Work()
     for group in groups:
         chunk, work = _representative(group, sampled), work_of(group)
-        points += _rescaled(chunk, work, done)
-        done = done.plus(work)
-    return Curve(tuple(points), (), done)
+        points += _rescaled(chunk, work, work_done)
+        work_done = work_done.plus(work)
+    return Curve(tuple(points), (), work_done)
 
 
 def groups_of(count: int) -> list[range]:
     """Return chunk indices in groups of about equal size; the first and the last chunk are separate."""
     if count <= MOST_TEETH:
         return [range(position, position + 1) for position in range(count)]
-    inner, parts = count - 2, MOST_TEETH - 2
-    bounds = [1 + inner * part // parts for part in range(parts + 1)]
+    inner_chunks, inner_groups = count - 2, MOST_TEETH - 2
+    bounds = [1 + inner_chunks * group // inner_groups for group in range(inner_groups + 1)]
     return [range(1), *(range(*pair) for pair in pairwise(bounds)), range(count - 1, count)]
 
 
@@ -64,13 +64,13 @@ def _representative(group: range, sampled: Sequence[SampledChunk]) -> SampledChu
     return min(sampled, key=lambda chunk: abs(chunk.position - middle))
 
 
-def _rescaled(chunk: SampledChunk, work: Work, done: Work) -> Iterator[Point]:
+def _rescaled(chunk: SampledChunk, work: Work, work_done: Work) -> Iterator[Point]:
     """Stretch the points of a chunk over the work of a group."""
     begin = chunk.points[0].work if chunk.points else Work()
     for point in shortened(chunk.points, POINTS_OF_TOOTH):
         counters = zip(point.work.minus(begin), chunk.work, work, strict=True)
         yield Point(
-            done.plus(
+            work_done.plus(
                 Work(
                     *(
                         group_total * min(at_point, chunk_total) // chunk_total if chunk_total else 0

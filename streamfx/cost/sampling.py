@@ -59,22 +59,22 @@ class SampledLoop(Loop):
         super().__init__(spec)
         self.meter, self.terms, self.known = meter, terms, known
         self.work, self.rows, self.count, self.length = Work(), 0, 0, 0
-        self._stretches: list[range] = []
+        self._segments: list[range] = []
         self._costs: dict[int, Work] = {}
-        self._upcoming: Iterator[int] = iter(())
-        self._is_known = False
-        self._marks: list[tuple[int, int]] = []  # the index of a chunk, and the number of points recorded before it
+        self._sampled_positions: Iterator[int] = iter(())
+        self._is_cached = False
+        self._chunk_starts: list[tuple[int, int]] = []  # the index of a chunk, and the number of points recorded before it
 
     def chunks(self, length: int, env: Env) -> Sequence[Chunk]:
         """Return the (start, stop) rows of the chunks to run: none if the cost is cached, else a sample of each segment."""
         self.rows, self.length = self.rows_per_chunk(length, env), length
         all_chunks = Chunks(length, self.rows, self.spec.reverse)
         self.count = len(all_chunks)
-        if self._is_known:
+        if self._is_cached:
             return []
-        self._stretches = stretches(all_chunks, self._edges(env))
-        sampled = [position for stretch in self._stretches for position in sample_of(stretch)]
-        self._upcoming = iter(sampled)
+        self._segments = segments_of(all_chunks, self._edges(env))
+        sampled = [position for segment in self._segments for position in sample_of(segment)]
+        self._sampled_positions = iter(sampled)
         return [all_chunks[position] for position in sampled]
 
     def runner(self, bounds: Sequence[Chunk]) -> Callable[..., Sequence[Any]]:
@@ -84,10 +84,10 @@ class SampledLoop(Loop):
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
         """Run the sampled chunks, or none if the cost is cached; add the work and the curve of all chunks to the meter."""
         key = (signature_of(self.spec), self.terms, tuple(_shape(argument) for argument in arguments))
-        self._is_known, self._costs, self._marks = key in self.known, {}, []
+        self._is_cached, self._costs, self._chunk_starts = key in self.known, {}, []
         work_before, terms_before = self.meter.work, dict(self.meter.live_terms)
         with self.meter.recorded_apart() as recorder:
-            if self._is_known:
+            if self._is_cached:
                 self.meter.reached(self.known[key].rise)
                 results = super().forward(*arguments)
             else:
@@ -107,22 +107,24 @@ class SampledLoop(Loop):
         """Compute the curve of all chunks from the points of a few, relative to the memory and work before the loop."""
         minus_terms, minus_work = {name: -size for name, size in terms_before.items()}, Work().minus(begin)
         relative = [point.above(minus_work, minus_terms) for point in points]
-        ends = [first for _, first in self._marks[1:]] + [len(relative)]
+        ends = [start for _, start in self._chunk_starts[1:]] + [len(relative)]
         sampled = [
-            SampledChunk(position, self._costs[position], relative[first:stop])
-            for (position, first), stop in zip(self._marks, ends, strict=True)
+            SampledChunk(position, self._costs[position], relative[start:stop])
+            for (position, start), stop in zip(self._chunk_starts, ends, strict=True)
         ]
-        return curve_of_chunks(relative[: self._marks[0][1]], sampled, self.count, self._work_of)
+        return curve_of_chunks(relative[: self._chunk_starts[0][1]], sampled, self.count, self._work_of)
 
     def _work_of_all(self) -> Work:
         """Return the work of all chunks."""
-        return Work(*(sum(total(stretch, costs) for stretch in self._stretches) for costs in self._costs_by_kind()))
+        return Work(*(sum(total_over(segment, costs) for segment in self._segments) for costs in self._costs_by_kind()))
 
     def _work_of(self, chunks: range) -> Work:
         """Return the work of some consecutive chunks."""
-        parts = [(stretch, range(max(stretch[0], chunks[0]), min(stretch[-1], chunks[-1]) + 1)) for stretch in self._stretches]
+        overlaps = [(segment, range(max(segment[0], chunks[0]), min(segment[-1], chunks[-1]) + 1)) for segment in self._segments]
         kinds = self._costs_by_kind()
-        return Work(*(sum(total_of(part, stretch, costs) for stretch, part in parts if part) for costs in kinds))
+        return Work(
+            *(sum(total_over_part(overlap, segment, costs) for segment, overlap in overlaps if overlap) for costs in kinds)
+        )
 
     def _costs_by_kind(self) -> list[dict[int, int]]:
         """Return one dict per counter of `Work`, from the index of each chunk that ran to its value."""
@@ -130,13 +132,13 @@ class SampledLoop(Loop):
 
     def _run_metered(self, *feeds: Any) -> Sequence[Any]:
         """Run the loop body on the next sampled chunk, and store its work by chunk index."""
-        before, position = self.meter.work, next(self._upcoming)
+        work_before, position = self.meter.work, next(self._sampled_positions)
         if self.meter.recorder is not None:
-            self._marks.append((position, len(self.meter.recorder.points)))
+            self._chunk_starts.append((position, len(self.meter.recorder.points)))
         with self._named(self.terms.chunk):
             outputs: Sequence[Any] = self.spec.body(*feeds)
             self.meter.flush()
-        self._costs[position] = self.meter.work.minus(before)
+        self._costs[position] = self.meter.work.minus(work_before)
         return outputs
 
     # -- terms
@@ -169,10 +171,12 @@ class SampledLoop(Loop):
         return result
 
     def _new_buffer(self, item: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
+        """Allocate a buffer or a result under its category."""
         with self._named(self._term(item)):
             return super()._new_buffer(item, env, zeroed)
 
     def _finished(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
+        """Return the result of a buffer, with copies counted under the buffer's category."""
         with self._named(self.terms.buffers[item.buffer]):
             return super()._finished(item, buffers, env)
 
@@ -187,8 +191,8 @@ class SampledLoop(Loop):
 
     def _edges_of(self, placement: Placement, selector: Selector, env: Env) -> set[int]:
         """Return these rows for one sliced dimension: the ends of its rows, shifted by the bounds of the selector."""
-        first = self.size(placement.rows.offset, env)
-        ends = {first, first + self.size(placement.rows.length, env)}
+        start = self.size(placement.rows.offset, env)
+        ends = {start, start + self.size(placement.rows.length, env)}
         shifts = {0}
         if isinstance(selector, Span):
             shifts = {bound for bound in (selector.low, selector.high) if bound is not None}
@@ -200,12 +204,12 @@ class SampledLoop(Loop):
         return {end - shift for end in ends for shift in shifts}
 
 
-def stretches(chunks: Chunks, edges: Iterable[int]) -> list[range]:
+def segments_of(chunks: Chunks, edges: Iterable[int]) -> list[range]:
     """Return the indices of `chunks` in segments along which sizes change linearly; the first and last chunk are separate."""
-    single = {0, len(chunks) - 1}.union(*map(chunks.touching, edges))
+    single_chunks = {0, len(chunks) - 1}.union(*map(chunks.touching, edges))
     segments: list[range] = []
     start = 0
-    for position in sorted(single):
+    for position in sorted(single_chunks):
         if start < position:
             segments.append(range(start, position))
         segments.append(range(position, position + 1))
@@ -213,19 +217,19 @@ def stretches(chunks: Chunks, edges: Iterable[int]) -> list[range]:
     return segments
 
 
-def sample_of(stretch: range) -> list[int]:
+def sample_of(segment: range) -> list[int]:
     """Return the ends and the middle of a segment."""
-    return sorted({stretch[0], stretch[len(stretch) // 2], stretch[-1]})
+    return sorted({segment[0], segment[len(segment) // 2], segment[-1]})
 
 
-def total(stretch: range, costs: dict[int, int]) -> int:
+def total_over(segment: range, costs: dict[int, int]) -> int:
     """Sum the parabola through the sampled costs over a segment."""
-    return total_of(stretch, stretch, costs)
+    return total_over_part(segment, segment, costs)
 
 
-def total_of(part: range, stretch: range, costs: dict[int, int]) -> int:
-    """Sum the parabola through the sampled costs of segment `stretch` over `part` of it."""
-    points = [(position, costs[position]) for position in sample_of(stretch)]
+def total_over_part(part: range, segment: range, costs: dict[int, int]) -> int:
+    """Sum the parabola through the sampled costs of `segment` over `part` of it."""
+    points = [(position, costs[position]) for position in sample_of(segment)]
     constant, slope, curve = _parabola(points)
     first, count = part[0], len(part)
     last = first + count - 1
@@ -241,12 +245,12 @@ def _squares_up_to(last: int) -> int:
 
 def _parabola(points: Sequence[tuple[int, int]]) -> tuple[Fraction, Fraction, Fraction]:
     """Return the coefficients of the polynomial through up to three points (Newton's form)."""
-    (x, y), *others = points
-    if not others:
+    (x, y), *other_points = points
+    if not other_points:
         return Fraction(y), Fraction(0), Fraction(0)
-    slopes = [Fraction(other_y - y, other_x - x) for other_x, other_y in others]
-    curve = (slopes[1] - slopes[0]) / (others[1][0] - others[0][0]) if len(others) == 2 else Fraction(0)
-    second_x = others[0][0]
+    slopes = [Fraction(other_y - y, other_x - x) for other_x, other_y in other_points]
+    curve = (slopes[1] - slopes[0]) / (other_points[1][0] - other_points[0][0]) if len(other_points) == 2 else Fraction(0)
+    second_x = other_points[0][0]
     return y - slopes[0] * x + curve * x * second_x, slopes[0] - curve * (x + second_x), curve
 
 

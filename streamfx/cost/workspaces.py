@@ -36,8 +36,8 @@ def workspace_of(target: Any, args: Any, kwargs: Any) -> int:
     if formula is None:
         return 0
     arguments = arguments_by_name(target, args, kwargs)
-    first: Tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
-    return 0 if kind_of(first.device).type == "cpu" else formula(arguments)
+    first_tensor: Tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
+    return 0 if kind_of(first_tensor.device).type == "cpu" else formula(arguments)
 
 
 def _flash_backward(arguments: Arguments) -> int:
