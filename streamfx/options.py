@@ -170,11 +170,11 @@ def checked(options: Any, origin: str) -> dict[str, Any]:
             found=f"{options!r} ({type(options).__name__})",
             do=f"write for example {{'chunk_size': 1024}}; the options are {', '.join(NAMES)}",
         )
-    given = {name: plain(value) for name, value in options.items()}
-    for name, value in given.items():
+    values = {name: plain(value) for name, value in options.items()}
+    for name, value in values.items():
         _check(name, value, origin)
-    _check_together(given)
-    return given
+    _check_together(values)
+    return values
 
 
 def merged(options: Any, keywords: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -288,8 +288,8 @@ def from_environment() -> dict[str, Any]:
 
 def resolved(options: Any = None) -> Options:
     """Return the options of one compilation: `torch.compile`'s override `configure`'s, which override the environment's."""
-    given = checked(options, "torch.compile(options=...)")
-    return replace(Options(), **{**from_environment(), **_configured(), **given})
+    own_options = checked(options, "torch.compile(options=...)")
+    return replace(Options(), **{**from_environment(), **_configured(), **own_options})
 
 
 class _OptionLayer:

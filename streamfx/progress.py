@@ -110,9 +110,9 @@ def is_shown(asked: Asked) -> bool:
 class Tally:
     """Counts activities of which a number is expected, and shows each."""
 
-    def __init__(self, what: str, expected: int, asked: Asked) -> None:
-        """Count activities called `what`, of which `expected` are expected."""
-        self.what, self.expected, self.asked = what, expected, asked
+    def __init__(self, activity_name: str, expected: int, asked: Asked) -> None:
+        """Count activities called `activity_name`, of which `expected` are expected."""
+        self.activity_name, self.expected, self.asked = activity_name, expected, asked
         self._done, self._since = 0, 0.0
 
     @contextmanager
@@ -121,7 +121,7 @@ class Tally:
         self._since = self._since or time.monotonic()
         self._done += 1
         number = f" {self._done} of {self.expected}" if self._done <= self.expected else " for other lengths"
-        with doing(f"{self.what}{number}", self.asked, self._since):
+        with doing(f"{self.activity_name}{number}", self.asked, self._since):
             yield
 
 

@@ -42,16 +42,16 @@ class Calls:
     enabled: Any = None  # the `EnabledModules` that holds this object
 
     def __init__(
-        self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, look_again: Callable[[], bool]
+        self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, enable_wrapped: Callable[[], bool]
     ) -> None:
         """Compile two versions of a module's call: one that returns its key-value cache, and one that drops it."""
         self.module, self.counts = module, CallCounts()
         setattr(self, ENABLED, self)
         self._was_off_at_start = gives_back()
-        self._look_again, self._has_checked_parts = look_again, False
+        self._enable_wrapped, self._has_checked_parts = enable_wrapped, False
         keywords = {"dynamic": dynamic, "options": dict(options), **isolated()}
-        self.asks = packing.asks(self.module)
-        wrap = packing.told if self.asks else _unchanged
+        self.needs_boundaries = packing.needs_boundaries(self.module)
+        wrap = packing.with_boundaries if self.needs_boundaries else _without_boundaries
         self._with_cache = torch.compile(wrap(self.module._call_impl), backend=streambp, **keywords)
         self._without_cache = torch.compile(wrap(without_cache(self.module._call_impl)), backend=streambp, **keywords)
 
@@ -59,7 +59,7 @@ class Calls:
         """Replace the module's `__call__`, and the functions of other libraries that would break its graph."""
         self.module._compiled_call_impl = self
         plain_weights.listen()
-        if self.asks:
+        if self.needs_boundaries:
             packing.listen()
 
     def remove(self) -> None:
@@ -67,7 +67,7 @@ class Calls:
         if self.is_installed:
             self.module._compiled_call_impl = None
             plain_weights.forget()
-            if self.asks:
+            if self.needs_boundaries:
                 packing.forget()
 
     @property
@@ -91,23 +91,28 @@ class Calls:
         self.counts.compiled += 1
         self.engine = self.engine or (DATA_PARALLEL if is_in_data_parallel() else "")
         call = self._with_cache if keeps_cache(kwargs) else self._without_cache
-        args = (packing.found_in(args, kwargs), *args) if self.asks else args
-        return run(call, self.module, args, kwargs, seen=None if self.enabled is None else self.enabled.compiled)
+        args = (packing.find_boundaries(args, kwargs), *args) if self.needs_boundaries else args
+        return run(call, self.module, args, kwargs, compiled_graphs=None if self.enabled is None else self.enabled.compiled)
 
     def _was_wrapped_later(self) -> bool:
         """Return whether an engine took over the weights after `enable`, whose modules are then enabled instead."""
         with_parts, self._has_checked_parts = not self._has_checked_parts, True
-        return is_held(self.module, with_parts) and self._look_again()
+        return is_held(self.module, with_parts) and self._enable_wrapped()
 
 
 def run(
-    call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, sharers: int = 1, seen: list[Compiled] | None = None
+    call: Callable[..., Any],
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    sharers: int = 1,
+    compiled_graphs: list[Compiled] | None = None,
 ) -> Any:
     """Run a compiled call of a module; errors of the model are raised without the compiler's wrapper.
 
-    `sharers` modules share the graphs of the function. Graphs compiled during the call are appended to `seen`.
+    `sharers` modules share the graphs of the function. Graphs compiled during the call are appended to `compiled_graphs`.
     """
-    with graphs_as_wanted(sharers), without_checkpointing(module), noted_in(seen):
+    with graphs_as_wanted(sharers), without_checkpointing(module), noted_in(compiled_graphs):
         try:
             return call(*args, **kwargs)
         except Exception as error:
@@ -117,7 +122,7 @@ def run(
     raise cause  # outside of the handler, so that the traceback does not chain the compiler's wrapper
 
 
-def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_boundaries(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function itself: its arguments need no document boundaries."""
     return function
 

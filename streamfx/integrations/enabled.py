@@ -10,7 +10,7 @@ from streamfx.frontend.unpicklable import Unpicklable
 from streamfx.integrations.calls import Calls
 from streamfx.integrations.parts import CompiledModule, SharedFunctions, is_enabled
 from streamfx.integrations.target import Target
-from streamfx.integrations.targets import CompileTargets, found_in, models_of
+from streamfx.integrations.targets import CompileTargets, find_targets, models_of
 from streamfx.log import log
 from streamfx.options import resolved
 from streamfx.tools.report.first_step_notice import Compiled
@@ -50,7 +50,7 @@ class EnabledModules(Unpicklable):
         """Find the modules of a model or a trainer that must be compiled, and replace their calls."""
         self.options, self.dynamic, self._given = dict(options), dynamic, given
         self.compiled: list[Compiled] = []  # graphs of training steps, in order of compilation
-        self._install(found_in(given))
+        self._install(find_targets(given))
         if self._is_off:
             log.warning("streamfx.enable: nothing is compiled, as %s: %s", SWITCHED_OFF, SWITCH_ON)
 
@@ -83,7 +83,7 @@ class EnabledModules(Unpicklable):
 
     def _enable_wrapped(self) -> bool:
         """Enable the modules of an engine that has wrapped the model since `enable`; return whether there are any."""
-        targets = found_in(self._given)
+        targets = find_targets(self._given)
         if not any(target.is_part for target in targets.targets):
             return False
         self.disable()

@@ -63,11 +63,11 @@ def is_held(model: nn.Module, with_parts: bool = False) -> bool:
     return any(map(is_managed, modules)) or any(map(is_partitioned, _first_or_all(model, with_parts)))
 
 
-def _first_or_all(model: nn.Module, all_of_them: bool) -> Iterator[nn.Parameter]:
+def _first_or_all(model: nn.Module, wants_all: bool) -> Iterator[nn.Parameter]:
     """Yield the parameters of a model: all of them, or only the first."""
     for parameter in model.parameters():
         yield parameter
-        if not all_of_them:
+        if not wants_all:
             return
 
 
@@ -91,8 +91,8 @@ def parts_of(target: Target, owner: nn.Module | None) -> list[Target]:
     """Return the wrapped modules of a target, and the remainder of modules that contain wrapped ones; `owner` wraps the
     target.
     """
-    first, *inner_targets = _targets_inside(target.name, target.module, owner, is_top=True)
-    return [replace(first, head=target.head), *inner_targets]
+    outer_target, *inner_targets = _targets_inside(target.name, target.module, owner, is_top=True)
+    return [replace(outer_target, head=target.head), *inner_targets]
 
 
 def _targets_inside(path: str, module: nn.Module, owner: nn.Module | None, is_top: bool = False) -> Iterator[Target]:
@@ -105,10 +105,10 @@ def _targets_inside(path: str, module: nn.Module, owner: nn.Module | None, is_to
     owner = module if has_hooks or (owner is None and is_managed(module)) else owner
     holds_wrapped = _holds_wrapped(module)
     if has_hooks or is_top or not (holds_wrapped or isinstance(module, CONTAINERS)):
-        part = Target(path, module, PART, is_part=True, owner=owner, within_hooks=has_hooks)
+        target = Target(path, module, PART, is_part=True, owner=owner, within_hooks=has_hooks)
         if has_hooks or is_top:
-            part = replace(part, why=REST if holds_wrapped else WRAPPED, is_wrapped=True, is_rest=holds_wrapped)
-        yield part
+            target = replace(target, why=REST if holds_wrapped else WRAPPED, is_wrapped=True, is_rest=holds_wrapped)
+        yield target
     if holds_wrapped or isinstance(module, CONTAINERS):
         for name, child in module.named_children():
             yield from _targets_inside(f"{path}.{name}", child, owner)

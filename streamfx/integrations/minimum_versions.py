@@ -24,9 +24,9 @@ LEAST = {  # the oldest versions that pass the tests; pyproject.toml requires th
 }
 
 
-def check_versions(given: Iterable[Any]) -> None:
+def check_versions(objects: Iterable[Any]) -> None:
     """Raise if one of the objects comes from a library version that is too old."""
-    for name, class_name in sorted(_libraries_of(given).items()):
+    for name, class_name in sorted(_libraries_of(objects).items()):
         version = _installed_version(name)
         if is_too_old(name, version):
             raise IntegrationError(
@@ -36,14 +36,14 @@ def check_versions(given: Iterable[Any]) -> None:
             )
 
 
-def is_too_old(name: str, found: str | None) -> bool:
+def is_too_old(name: str, version: str | None) -> bool:
     """Return whether `enable` refuses a version of a library."""
-    return found is not None and name in LEAST and TorchVersion(found) < LEAST[name]
+    return version is not None and name in LEAST and TorchVersion(version) < LEAST[name]
 
 
-def _libraries_of(given: Iterable[Any]) -> dict[str, str]:
+def _libraries_of(objects: Iterable[Any]) -> dict[str, str]:
     """Return the known libraries that define the classes of the objects or their bases, each with one such class."""
-    kinds = {kind: None for item in given for kind in type(item).__mro__}
+    kinds = {kind: None for item in objects for kind in type(item).__mro__}
     return {name: kind.__name__ for kind in reversed(kinds) if (name := kind.__module__.partition(".")[0]) in LEAST}
 
 

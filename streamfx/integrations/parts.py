@@ -67,7 +67,7 @@ class SharedFunctions:
             self._compiled[key] = torch.compile(function, backend=own_backend(streambp), options=options, **self.keywords)
         return self._compiled[key]
 
-    def alike(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:
+    def key_with_buffers(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:
         """Extend the key by the index of the first module with this key and equal buffers."""
         distinct_modules = self._distinct.setdefault(key, [])
         index = next((i for i, other in enumerate(distinct_modules) if _has_same_buffers(module, other)), len(distinct_modules))
@@ -75,15 +75,15 @@ class SharedFunctions:
             distinct_modules.append(module)
         return (*key, index)
 
-    def hands_on_deferred(self) -> bool:
+    def returns_deferred(self) -> bool:
         """Return whether a wrapped module (a head) returns deferred outputs to its caller.
 
         This is known after each wrapped module was called. Before, a module may if it is the only one of its class and
         its weights are not freed.
         """
-        wrapped = [part for part in self.parts if part.is_wrapped and not part.is_rest]
-        kinds = Counter(type(part.module) for part in wrapped)
-        return any(part.gave_deferred(may=kinds[type(part.module)] == 1) for part in wrapped)
+        wrapped = [compiled for compiled in self.parts if compiled.is_wrapped and not compiled.is_rest]
+        kinds = Counter(type(compiled.module) for compiled in wrapped)
+        return any(compiled.returned_deferred(may=kinds[type(compiled.module)] == 1) for compiled in wrapped)
 
 
 class CompiledModule:
@@ -93,13 +93,13 @@ class CompiledModule:
         """Wrap a target's call, or its forward within an engine's hooks; it is compiled at its first call."""
         self.module, self.owner, self.within_hooks = target.module, target.owner, target.within_hooks
         self.is_rest, self.is_wrapped = target.is_rest, target.is_wrapped
-        self._gave_deferred: bool | None = None
+        self._returned_deferred: bool | None = None
         self.shared, self.counts, self.note, self.engine = shared, CallCounts(), "", ""
         self.enabled: Any = None  # the `EnabledModules` that holds this object
         shared.parts.append(self)
         original = self.module.forward if self.within_hooks else self.module._call_impl
         self._original: Callable[..., Any] = original
-        self._function, self._kind, self._leading_args = _unbound(original, self.module)
+        self._function, self._base_key, self._leading_args = _unbound(original, self.module)
         self._signature = inspect.signature(original)
         self._key: tuple[Any, ...] | None = None
         self._had_forward = "forward" in self.module.__dict__
@@ -139,9 +139,9 @@ class CompiledModule:
         """Whether compilation is switched off globally."""
         return is_switched_off()
 
-    def gave_deferred(self, may: bool) -> bool:
+    def returned_deferred(self, may: bool) -> bool:
         """Return whether the last outputs were deferred; before the first call, return `may` unless the weights are freed."""
-        return may and not self._frees_weights() if self._gave_deferred is None else self._gave_deferred
+        return may and not self._frees_weights() if self._returned_deferred is None else self._returned_deferred
 
     def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original function in a generation call, in which no nested module is compiled, either."""
@@ -174,21 +174,26 @@ class CompiledModule:
             return self._original(*args, **kwargs)
         if self.is_rest:
             kwargs = self._with_no_cache(args, kwargs)
-        if self.is_rest and self.shared.hands_on_deferred():
+        if self.is_rest and self.shared.returns_deferred():
             self.counts.plain += 1
             self.note = "; as it was, so that a loss on deferred outputs of a wrapped module stays in chunks"
             return run(self._original, self.module, args, kwargs)
         if self._key is None:  # not before the first call: buffers may be loaded after `enable`
-            self._key = self.shared.alike(self._kind, self.module)
+            self._key = self.shared.key_with_buffers(self._base_key, self.module)
         self.counts.compiled += 1
         dense = self._frees_weights()  # a deferred output could not be computed without the weights
         self.note = "; its outputs are plain tensors, because its weights are freed behind its forward" if dense else ""
         compiled_call = self.shared.function(self._key, self._function, keeps_cache(kwargs), dense)
         compiled_graphs = None if self.enabled is None else self.enabled.compiled
         result = run(
-            compiled_call, self.module, (*self._leading_args, *args), kwargs, sharers=len(self.shared.parts), seen=compiled_graphs
+            compiled_call,
+            self.module,
+            (*self._leading_args, *args),
+            kwargs,
+            sharers=len(self.shared.parts),
+            compiled_graphs=compiled_graphs,
         )
-        self._gave_deferred = isinstance(result, DeferredTensor)
+        self._returned_deferred = isinstance(result, DeferredTensor)
         return result
 
 

@@ -38,45 +38,51 @@ class CompileTargets:
     engines: list[str]
 
 
-def found_in(given: Any) -> CompileTargets:
+def find_targets(model_or_trainer: Any) -> CompileTargets:
     """Find the modules of a trainer or a model that must be compiled."""
     targets: dict[nn.Module, Target] = {}
     engines: dict[str, None] = {}
-    if not isinstance(given, nn.Module):
-        _check_trainer(given)
-    models = list(models_of(given))
-    check_versions([given, getattr(given, "accelerator", None), *(part for _, model in models for part in model.modules())])
+    if not isinstance(model_or_trainer, nn.Module):
+        _check_trainer(model_or_trainer)
+    models = list(models_of(model_or_trainer))
+    check_versions(
+        [
+            model_or_trainer,
+            getattr(model_or_trainer, "accelerator", None),
+            *(module for _, model in models for module in model.modules()),
+        ]
+    )
     for name, model in models:
         inner, wrappers = _unwrapped(model)
         check_engine(inner)
         engines |= dict.fromkeys(filter(None, (*wrappers, engine_of(inner))))
-        target = _target_of_model(name, inner, is_given_alone=isinstance(given, nn.Module))
-        parts = [target]
+        target = _target_of_model(name, inner, is_given_alone=isinstance(model_or_trainer, nn.Module))
+        target_parts = [target]
         if is_held(inner, with_parts=True):
             owner = inner if is_held(inner) and target.module is not inner else None
-            parts = parts_of(target, owner)
-        for part in parts:
-            targets.setdefault(part.module, part)
+            target_parts = parts_of(target, owner)
+        for target_part in target_parts:
+            targets.setdefault(target_part.module, target_part)
     return CompileTargets(list(targets.values()), list(engines))
 
 
-def models_of(given: Any, asked: str = "enable") -> Iterator[tuple[str, nn.Module]]:
-    """Yield a model, or the models of a trainer, by name; `asked` is the name of the calling function."""
-    if isinstance(given, nn.Module):
-        yield "model", given
+def models_of(model_or_trainer: Any, caller: str = "enable") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a model, or the models of a trainer, by name; `caller` is the name of the calling function."""
+    if isinstance(model_or_trainer, nn.Module):
+        yield "model", model_or_trainer
         return
-    model = getattr(given, "model", None)
+    model = getattr(model_or_trainer, "model", None)
     if not isinstance(model, nn.Module):
         raise IntegrationError(
-            ASKED.format(name=asked),
-            found=_describe_object(given),
+            ASKED.format(name=caller),
+            found=_describe_object(model_or_trainer),
             do="give the trainer after it was made, or the model itself",
         )
     yield "model", model
     for name in BESIDE:
-        other = getattr(given, name, None)
-        if isinstance(other, nn.Module):
-            yield name, other
+        frozen_model = getattr(model_or_trainer, name, None)
+        if isinstance(frozen_model, nn.Module):
+            yield name, frozen_model
 
 
 def _check_trainer(trainer: Any) -> None:
@@ -90,12 +96,16 @@ def _check_trainer(trainer: Any) -> None:
         )
 
 
-def _describe_object(given: Any) -> str:
+def _describe_object(model_or_trainer: Any) -> str:
     """Describe an object that is neither a module nor a trainer with one."""
-    if isinstance(given, type):
-        return f"a class ({given.__name__}), not an object of it"
-    name = one(type(given).__name__)
-    return f"{name}, whose .model is {type(given.model).__name__}" if hasattr(given, "model") else f"{name} without .model"
+    if isinstance(model_or_trainer, type):
+        return f"a class ({model_or_trainer.__name__}), not an object of it"
+    name = one(type(model_or_trainer).__name__)
+    return (
+        f"{name}, whose .model is {type(model_or_trainer.model).__name__}"
+        if hasattr(model_or_trainer, "model")
+        else f"{name} without .model"
+    )
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:

@@ -19,12 +19,12 @@ class AxisTable:
     """Union-find over atoms. An atom can also be refined into a product of smaller atoms, unless `keep` marked it."""
 
     def __init__(self) -> None:
-        """Start without atoms; atoms index `_parent` and `_size`, and `_parts` has the factors of a refined atom."""
+        """Start without atoms; atoms index `_parent` and `_size`, and `_factors` has the factors of a refined atom."""
         self._kept: set[Atom] = set()
         self._blocks: list[tuple[Atom, Dim]] = []  # kept atoms, and the axes into which a view splits them
         self._parent: list[Atom] = []
         self._size: list[Size] = []
-        self._parts: dict[Atom, Dim] = {}
+        self._factors: dict[Atom, Dim] = {}
         self._resolved: dict[Dim, Dim] = {}  # valid until two axes are unified, or one is split
         self._sizes: dict[Dim, Size] = {}  # always valid: only axes of equal size are unified
 
@@ -63,8 +63,8 @@ class AxisTable:
         """Yield the finest known atoms of a dimension."""
         for atom in dim:
             root = self._root(atom)
-            parts = self._parts.get(root)
-            yield from (root,) if parts is None else self.resolve(parts)
+            factors = self._factors.get(root)
+            yield from (root,) if factors is None else self.resolve(factors)
 
     def unify(self, left: Dim, right: Dim) -> bool:
         """State that both dimensions share an index space; return False if their factors cannot be matched.
@@ -83,10 +83,10 @@ class AxisTable:
                 self._kept |= {b} if a in self._kept else set()
                 continue
             if self._refine(a, self.size(b)):
-                todo_left.extend(reversed(self._parts[a]))
+                todo_left.extend(reversed(self._factors[a]))
                 todo_right.append(b)
             elif self._refine(b, self.size(a)):
-                todo_right.extend(reversed(self._parts[b]))
+                todo_right.extend(reversed(self._factors[b]))
                 todo_left.append(a)
             else:
                 return False
@@ -107,7 +107,7 @@ class AxisTable:
                     dim.append(atom)
                     remaining = quotient_size
                 elif self._refine(atom, remaining):
-                    todo.extend(reversed(self._parts[atom]))
+                    todo.extend(reversed(self._factors[atom]))
                 elif blocks := self._split_kept(atom, remaining):
                     todo.extend(reversed(blocks))
                 else:
@@ -163,7 +163,7 @@ class AxisTable:
         inner = quotient(self.size(atom), outer)
         if inner is None or atom in self._kept:
             return False
-        self._parts[atom] = (self._new(outer), self._new(inner))
+        self._factors[atom] = (self._new(outer), self._new(inner))
         self._resolved.clear()
         return True
 

@@ -128,7 +128,7 @@ def _byte_slices(tensor: Tensor) -> Iterator[Tensor]:
         yield ordered.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return
     rows = max(1, 4 * WORDS * ROWS * ordered.shape[0] // ordered.nbytes)
-    yield from (part.reshape(-1).view(torch.uint8) for part in ordered.split(rows))
+    yield from (rows_slice.reshape(-1).view(torch.uint8) for rows_slice in ordered.split(rows))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

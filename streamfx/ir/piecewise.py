@@ -113,8 +113,8 @@ def compare_slope(relation: str, slope: Slope, value: float) -> Pieces:
             return Pieces((first_above,), (no, yes))
         case "ge":
             return Pieces((first_at,), (no, yes))
-    equal, other = (yes, no) if relation == "eq" else (no, yes)
-    return everywhere(other) if first_at == first_above else Pieces((first_at, first_above), (other, equal, other))
+    equal, unequal = (yes, no) if relation == "eq" else (no, yes)
+    return everywhere(unequal) if first_at == first_above else Pieces((first_at, first_above), (unequal, equal, unequal))
 
 
 def _relation(relation: str, left: float, right: float) -> bool:

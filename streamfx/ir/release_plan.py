@@ -68,16 +68,16 @@ def sources_of(joint: fx.Graph, num_outputs: int, num_inputs: int) -> Sources:
     if gradient_inputs is None or {position for position in input_positions if position is not None} != set(range(num_inputs)):
         return {}
     placeholder_index = {node: i for i, node in enumerate(joint.find_nodes(op="placeholder"))}
-    sources, seen = dict[int, GradientSource](), set[int]()
+    sources, seen_positions = dict[int, GradientSource](), set[int]()
     for result_index, (primal, gradient) in enumerate(zip(gradient_inputs, gradients, strict=True)):
         if not is_tensor(gradient):
             continue
         position = None if primal is None else input_positions[placeholder_index[primal]]
         is_part = primal is not None and is_taken_apart(primal)
         part = _sharded_part(gradient) if is_part else None
-        if primal is None or position is None or position in seen or (is_part and part is None):
+        if primal is None or position is None or position in seen_positions or (is_part and part is None):
             return {}
-        seen.add(position)
+        seen_positions.add(position)
         sources[result_index] = GradientSource(position, placeholder_index[primal], part)
     return sources
 

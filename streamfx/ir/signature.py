@@ -122,9 +122,9 @@ class Signature:
 
     def contracted(self, result: int = 0) -> set[Letter]:
         """Return the letters of the operands that result `result` does not have."""
-        kept = {letter for dim in self.results[result] for letter in dim}
-        kept |= {self.windows[letter].of for letter in kept if letter in self.windows}
-        return _letters_of(self.operands) - kept
+        kept_letters = {letter for dim in self.results[result] for letter in dim}
+        kept_letters |= {self.windows[letter].of for letter in kept_letters if letter in self.windows}
+        return _letters_of(self.operands) - kept_letters
 
 
 def _letters_of(shapes: Iterable[LetterShape]) -> set[Letter]:

@@ -43,11 +43,11 @@ def product(sizes: Iterable[Size]) -> Size:
     return simplified(total)
 
 
-def quotient(whole: Size, part: Size) -> Size | None:
+def quotient(size: Size, divisor: Size) -> Size | None:
     """Return `whole / part` if it is an integer for every value of the symbols, provably; else None."""
-    if isinstance(whole, int) and isinstance(part, int):
-        return whole // part if part and whole % part == 0 else None
-    ratio = sympy.cancel(whole / part)
+    if isinstance(size, int) and isinstance(divisor, int):
+        return size // divisor if divisor and size % divisor == 0 else None
+    ratio = sympy.cancel(size / divisor)
     numerator, denominator = sympy.fraction(ratio)
     return (
         simplified(numerator)

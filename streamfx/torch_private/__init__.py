@@ -138,8 +138,8 @@ def mutated_inputs(joint: fx.Graph) -> list[int] | None:
     return [i for i, node in enumerate(placeholders) if node.meta.get(DESCRIPTION) in mutated]
 
 
-def inputs_of_gradients(joint: fx.Graph, first: int) -> list[fx.Node | None] | None:
-    """Return, for each result of a joint graph from the `first` gradient on, the input whose gradient it is (2.11, 2.13).
+def inputs_of_gradients(joint: fx.Graph, first_gradient: int) -> list[fx.Node | None] | None:
+    """Return, for each result of a joint graph from index `first_gradient` on, the input whose gradient it is (2.11, 2.13).
 
     Return None if AOTAutograd does not report it. A sharded tensor is several inputs; it has several gradients, or one
     None.
@@ -148,7 +148,7 @@ def inputs_of_gradients(joint: fx.Graph, first: int) -> list[fx.Node | None] | N
     if descriptions is None:
         return None
     inputs = {node.meta[DESCRIPTION]: node for node in joint.find_nodes(op="placeholder") if DESCRIPTION in node.meta}
-    return [inputs.get(_input_of(item)) for item in descriptions[first:]]
+    return [inputs.get(_input_of(item)) for item in descriptions[first_gradient:]]
 
 
 def _input_of(gradient: Any) -> Any:
@@ -272,11 +272,11 @@ def no_modes() -> Any:
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
     """Let autograd save tensors unpacked, whatever hooks are active (2.11, 2.13)."""
-    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    was_tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     try:
         yield
     finally:
-        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+        torch._C._autograd._saved_tensors_hooks_set_tracing(was_tracing)
 
 
 def register_logger(name: str) -> None:

@@ -17,12 +17,12 @@ PLACE = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "Checkpo
 INNER = "_checkpoint_wrapped_module"
 
 
-def checkpoints_around(model: nn.Module, inside: Collection[nn.Module]) -> list[nn.Module]:
+def checkpoints_around(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
     """Return the wrappers in a model that run one of these modules by `torch.utils.checkpoint` alone (2.11, 2.13)."""
     kind: Any = getattr(sys.modules.get(PLACE[0]), PLACE[1], None)
     if not isinstance(kind, type):
         return []
-    wrappers = [module for module in model.modules() if isinstance(module, kind) and module._modules.get(INNER) in inside]
+    wrappers = [module for module in model.modules() if isinstance(module, kind) and module._modules.get(INNER) in layers]
     return [wrapper for wrapper in wrappers if _is_torch_checkpoint(wrapper.checkpoint_fn)]
 
 

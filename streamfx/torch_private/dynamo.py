@@ -50,9 +50,9 @@ def inside_of_compiled(model: Any) -> Any:
         return None if function is None else MethodType(function, model.__self__)
     if isinstance(model, nn.Module) or getattr(model, WRAPPER, id(model)) != id(model):
         return None
-    inside: Any = getattr(model, ORIGINAL, None)
-    is_frame = getattr(inside, "__code__", None) is wrap_inline(len).__code__  # Dynamo's wrapper around torch's own modules
-    return inside.__wrapped__ if is_frame else inside
+    inner: Any = getattr(model, ORIGINAL, None)
+    is_frame = getattr(inner, "__code__", None) is wrap_inline(len).__code__  # Dynamo's wrapper around torch's own modules
+    return inner.__wrapped__ if is_frame else inner
 
 
 def backend_of(model: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -280,8 +280,8 @@ def lost_writes(graph: fx.Graph) -> list[str]:
     such as `seen[...] = x`, are kept.
     """
     writes = (node for node in graph.nodes if node.op in ("call_method", "call_function") and _is_in_place(node.target))
-    written = ((node, node.args[0].meta.get(EXAMPLE_VALUE)) for node in writes if _is_placeholder(node.args[:1]))
-    lost = (node for node, value in written if isinstance(value, torch.Tensor) and _is_like_a_number(value))
+    written_inputs = ((node, node.args[0].meta.get(EXAMPLE_VALUE)) for node in writes if _is_placeholder(node.args[:1]))
+    lost = (node for node, value in written_inputs if isinstance(value, torch.Tensor) and _is_like_a_number(value))
     return list(dict.fromkeys(source_line(node) for node in lost))
 
 

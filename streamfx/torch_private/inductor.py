@@ -120,9 +120,11 @@ def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> 
         return _compile_body("from_example_inputs", module, inputs)
 
 
-def compile_for_sizes(module: fx.GraphModule, like: int, shapes: Shapes) -> tuple[Callable[..., Any], Callable[[int], bool]]:
+def compile_for_sizes(
+    module: fx.GraphModule, typical_size: int, shapes: Shapes
+) -> tuple[Callable[..., Any], Callable[[int], bool]]:
     """Compile a graph for all sizes that are functions of one number: see `with_sizes` (2.11, 2.13)."""
-    return with_sizes(functools.partial(_compile_body, "from_tracing_context"), module, like, shapes)
+    return with_sizes(functools.partial(_compile_body, "from_tracing_context"), module, typical_size, shapes)
 
 
 def _compile_body(dynamic_shapes: str, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

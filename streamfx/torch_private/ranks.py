@@ -86,9 +86,9 @@ class _Text(NamedTuple):
         return f"{self.subject} {self.attempt}\n{self.text}"
 
     @classmethod
-    def read(cls, written: str) -> _Text:
+    def read(cls, stored: str) -> _Text:
         """Parse a stored text."""
-        head, text = written.split("\n", 1)
+        head, text = stored.split("\n", 1)
         subject, attempt = head.split(" ")
         return cls(subject, int(attempt), text)
 
@@ -182,8 +182,8 @@ class _Board:
 
     def _load_text(self, key: str) -> _Text | None:
         """Return the text stored under a key; None if there is none, or if it is withdrawn."""
-        written = self.store.get(key).decode() if self.store.check([key]) else NOTHING
-        return None if written == NOTHING else _Text.read(written)
+        stored = self.store.get(key).decode() if self.store.check([key]) else NOTHING
+        return None if stored == NOTHING else _Text.read(stored)
 
     def _store_text(self, key: str, text: _Text) -> None:
         """Store a text under a key."""

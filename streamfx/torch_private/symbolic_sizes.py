@@ -100,10 +100,10 @@ def pair_dimensions(graph: fx.Graph) -> None:
 
 def _differences(shape_env: Any, condition: Any) -> list[Any]:
     """Return expressions that are zero if a guard says that two products are equal."""
-    left, right = getattr(condition, "lhs", None), getattr(condition, "rhs", None)
-    if type(condition).__name__ != "Equality" or left is None or right is None:
+    left_product, right_product = getattr(condition, "lhs", None), getattr(condition, "rhs", None)
+    if type(condition).__name__ != "Equality" or left_product is None or right_product is None:
         return []
-    difference = shape_env.replace(left - right).expand()
+    difference = shape_env.replace(left_product - right_product).expand()
     return [difference, -difference]
 
 
@@ -137,13 +137,13 @@ Shapes = Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]
 
 
 def with_sizes(
-    compiler: Compiler, module: fx.GraphModule, like: int, shapes: Shapes
+    compiler: Compiler, module: fx.GraphModule, typical_size: int, shapes: Shapes
 ) -> tuple[Callable[..., Any], Callable[[int], bool]]:
     """Compile a graph whose first input is a number n, and whose tensors have sizes that are functions of n (2.11, 2.13).
 
     `shapes(n)` returns the sizes and strides of each tensor, with a tensor of the same dtype and device. Return the
     compiled function, called as f(n, *tensors), and a predicate for the n for which it holds. It is optimized for the
-    number `like`.
+    number `typical_size`.
     """
     from torch._dynamo.source import ConstantSource
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -151,7 +151,7 @@ def with_sizes(
 
     sizes = ShapeEnv()
     mode = FakeTensorMode(shape_env=sizes)
-    n: Any = sizes.create_unspecified_symint_and_symbol(like, ConstantSource("n"), DimDynamic.DYNAMIC)
+    n: Any = sizes.create_unspecified_symint_and_symbol(typical_size, ConstantSource("n"), DimDynamic.DYNAMIC)
     symbol = n.node.expr  # read it now: after compilation, it may be a number or an expression in another symbol
     with torch.no_grad(), no_modes():
         with mode:
@@ -166,8 +166,8 @@ def with_sizes(
     @functools.cache
     def holds(number: int) -> bool:
         """Return whether the compiled function holds for a number: the compiled one, or one that all guards allow."""
-        if number == like or replaced:  # it holds at least for the compiled size
-            return number == like
+        if number == typical_size or replaced:  # it holds at least for the compiled size
+            return number == typical_size
         return bool(bounds.lower <= number <= bounds.upper) and all(_is_met(item, symbol, number) for item in conditions)
 
     return compiled, holds
