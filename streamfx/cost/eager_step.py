@@ -71,12 +71,12 @@ class EagerStep:
             layer_attention=self.layer_attention,
             forward_wire=forward_work.wire,
             backward_wire=final_half.work.minus(forward_work).wire,
-            forward_curve=_curve(forward, NO_WORK),
-            backward_curve=Curve() if self.backward is None else _curve(self.backward, forward_work),
+            forward_curve=_curve_of(forward, NO_WORK),
+            backward_curve=Curve() if self.backward is None else _curve_of(self.backward, forward_work),
         )
 
 
-def _curve(half: EagerHalf, begin: Work) -> Curve:
+def _curve_of(half: EagerHalf, begin: Work) -> Curve:
     """Return the curve of a pass, with work counted from `begun`."""
     return Curve(shortened(half.points), (), half.work).above(NO_WORK.minus(begin))
 

@@ -54,7 +54,7 @@ def flops_of_graph(graph: fx.Graph) -> int:
 def flops_of_call(target: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of a traced call; its arguments and its result may be nodes."""
     with real_values():  # only shapes are read; fake tensors would take several times as long to create
-        return flops_of(target, _on_meta(args), _on_meta(kwargs), _on_meta(out))
+        return flops_of(target, _with_meta_tensors(args), _with_meta_tensors(kwargs), _with_meta_tensors(out))
 
 
 def has_flops(target: Any) -> bool:
@@ -64,17 +64,17 @@ def has_flops(target: Any) -> bool:
     return is_fused_attention(target) or target.name() in PACKED or target.overloadpacket in flop_registry
 
 
-def _on_meta(arguments: Any) -> Any:
+def _with_meta_tensors(arguments: Any) -> Any:
     """Replace nodes with meta tensors, or with the numbers they hold."""
 
-    def like(node: fx.Node) -> Any:
+    def meta_value(node: fx.Node) -> Any:
         """Return a meta tensor of a node's shape, or the number that the node holds."""
         value = node.meta.get(VALUE)
         if isinstance(value, torch.Tensor):
             return torch.empty([size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
         return size_hint(value) if isinstance(value, torch.SymInt) else value
 
-    return fx.node.map_arg(arguments, like)
+    return fx.node.map_arg(arguments, meta_value)
 
 
 def is_fused_attention(target: Any) -> bool:

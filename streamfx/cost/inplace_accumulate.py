@@ -14,7 +14,7 @@ from streamfx.kernels.cuda_products import ADD_PRODUCT
 ADDS_TO_A_TOTAL = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRODUCT, grouped_mm.ADD_ARRANGED_OUTER)
 
 
-def added_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def total_added_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the total to which an operator adds a product; None if it adds nothing, or overwrites the total (`is_first`)."""
     is_first = func is ADD_PRODUCT and args[-1]
     return kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL and not is_first else None

@@ -15,11 +15,11 @@ from torch import Tensor, fx
 from streamfx.cost.categories import GRADIENTS, terms_of
 from streamfx.cost.comm import Traffic, added
 from streamfx.cost.curve import Curve, Recorder
-from streamfx.cost.gradient_copies import largest_copied
+from streamfx.cost.gradient_copies import largest_copied_bytes
 from streamfx.cost.hop_cost import with_stand_ins
 from streamfx.cost.meter import Delta, Meter
-from streamfx.cost.outer_categories import makes_memory, terms_between
-from streamfx.cost.released_gradients import ReleasedGradients, run_in_stretches
+from streamfx.cost.outer_categories import may_allocate, terms_between_loops
+from streamfx.cost.released_gradients import ReleasedGradients, run_in_segments
 from streamfx.cost.sampling import LoopRun, SampledLoop
 from streamfx.cost.work import NO_WORK, Work
 from streamfx.ir.joint import graph_copy
@@ -135,11 +135,11 @@ def cost_of(
             del results
             gradients = None
             if backward is not None and handed is not None:
-                run_in_stretches(backward, _backward_arguments(backward, saved), handed, inputs, meter)
+                run_in_segments(backward, _backward_arguments(backward, saved), handed, inputs, meter)
             elif backward is not None:
                 gradients = HostProgramRunner(backward)(_backward_arguments(backward, saved))
             meter.flush()
-            if copied_bytes := largest_copied(inputs_but_tokens, gradients or ()):
+            if copied_bytes := largest_copied_bytes(inputs_but_tokens, gradients or ()):
                 meter.reached(Delta(copied_bytes, {GRADIENTS: copied_bytes}))
             cost = Cost(
                 forward_peak=forward_peak,
@@ -175,13 +175,13 @@ def with_sampled_loops(
     module: fx.GraphModule, meter: Meter, known_runs: dict[Any, LoopRun], is_backward: bool, loss: frozenset[str]
 ) -> fx.GraphModule:
     """Copy a host program with loops that run only a few of their chunks, and with bytes counted by category."""
-    outer_terms = terms_between(module, is_backward)
+    outer_terms = terms_between_loops(module, is_backward)
     terms = terms_of(module, is_backward, outer_terms, loss)
     metered = with_stand_ins(module, meter, made_like)
     if outer_terms:
         metered = fx.GraphModule(metered, graph_copy(metered.graph))
         for node in metered.graph.nodes:
-            if node.name in outer_terms and makes_memory(node):
+            if node.name in outer_terms and may_allocate(node):
                 node.target = meter.named(outer_terms[node.name], node.target)
     for name, child in module.named_children():
         if isinstance(child, Loop):

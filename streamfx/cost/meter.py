@@ -23,7 +23,7 @@ from streamfx.cost.comm import KINDS, sent_by
 from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.fusion import Fusion, is_fusible
-from streamfx.cost.inplace_accumulate import added_to, bytes_of_total
+from streamfx.cost.inplace_accumulate import bytes_of_total, total_added_to
 from streamfx.cost.kernels import by_kernel
 from streamfx.cost.most_rows import with_most_rows
 from streamfx.cost.nested_tensors import tensors_in
@@ -135,7 +135,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def rising(self) -> Iterator[Delta]:
-        """Yield a `Delta`, filled in at the end with the peak of the code inside above its start; the peak stays."""
+        """Yield a `Delta`; at the end it holds the peak of the code inside, relative to the live bytes at its start."""
         rise, peak_before, terms_at_start = Delta(), (self.peak, self.peak_terms), Counter(self.live_terms)
         base = self.live
         self.restart_peak()
@@ -307,21 +307,21 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         return Work(
             flops, 0, flops, 1, masked_flops=0 if is_masked_by_flag else flops, **by_kernel(func.name(), arguments, flops)
         )
-    moved = _moved(func, args, kwargs, out)
+    moved = _bytes_moved(func, args, kwargs, out)
     if (sent := sent_by(func, args, kwargs, out)) is not None:
         bytes_field = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))[sent.kind]
         calls, sent_bytes, far_bytes = sent.traffic
         return Work(moved=moved, launches=1, **{sent.kind: calls, bytes_field: sent_bytes, f"{bytes_field}_far": far_bytes})
     if not flops:
         return Work(0, moved, 0, 1)
-    if (total := added_to(func, args, kwargs)) is None:
+    if (total := total_added_to(func, args, kwargs)) is None:
         return Work(flops, 0, 0, 1, moved)
     bytes_read = sum(value.nbytes for value in tensors_in((args, kwargs)) if value is not total)
     total_bytes = bytes_of_total(func, args, total)
     return Work(flops, 0, 0, 1, bytes_read + total_bytes, total_bytes)
 
 
-def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
+def _bytes_moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     """Return the bytes that an operator reads and writes. An added row counts three times: two reads and a write."""
     if func in ADDS_ROWS:
         return 3 * args[-1].nbytes if isinstance(args[-1], Tensor) else 0

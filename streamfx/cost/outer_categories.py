@@ -24,9 +24,9 @@ MOVES = (aten.clone.default, aten.reshape.default, aten.view.default, aten.permu
 WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tensor")
 
 
-def terms_between(module: fx.GraphModule, is_backward: bool) -> dict[str, str]:
+def terms_between_loops(module: fx.GraphModule, is_backward: bool) -> dict[str, str]:
     """Return the terms of the nodes of a host program that are not loops and have a known category, by name."""
-    weights = whole_weights(module)
+    weights = gathered_weights(module)
     gradients = _gradient_nodes(module) if is_backward else frozenset()
     exchanged = _exchanged_nodes(module, weights | gradients)
     attention = (node for node in module.graph.nodes if node.op == "call_function" and is_fused_attention(node.target))
@@ -35,12 +35,12 @@ def terms_between(module: fx.GraphModule, is_backward: bool) -> dict[str, str]:
     return {node.name: term for node, term in terms.items()}
 
 
-def makes_memory(node: fx.Node) -> bool:
+def may_allocate(node: fx.Node) -> bool:
     """Return whether a node calls an operator that may allocate; not a view, nor a view that copies if needed."""
     return node.op == "call_function" and node.target not in COPIES_WHERE_NEEDED and not getattr(node.target, "is_view", False)
 
 
-def whole_weights(module: fx.GraphModule) -> frozenset[fx.Node]:
+def gathered_weights(module: fx.GraphModule) -> frozenset[fx.Node]:
     """Return the nodes that gather weights, and the nodes that combine gathered weights.
 
     These depend on nothing but the graph's inputs.
@@ -51,9 +51,9 @@ def whole_weights(module: fx.GraphModule) -> frozenset[fx.Node]:
         is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem
         if is_operator and node.all_input_nodes and computable.issuperset(node.all_input_nodes):
             computable.add(node)
-            sent = sent_by_node(node)
-            is_gather = sent is not None and sent.kind == GATHERS
-            if is_gather or (sent is None and not weights.isdisjoint(node.all_input_nodes)):
+            traffic = sent_by_node(node)
+            is_gather = traffic is not None and traffic.kind == GATHERS
+            if is_gather or (traffic is None and not weights.isdisjoint(node.all_input_nodes)):
                 weights.add(node)
     return frozenset(weights)
 

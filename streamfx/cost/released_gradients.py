@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from streamfx.cost.categories import GRADIENTS
-from streamfx.cost.gradient_copies import lies_as
+from streamfx.cost.gradient_copies import needs_no_copy
 from streamfx.cost.meter import Delta, Meter
 from streamfx.ir.release_plan import ReleaseSegment
 from streamfx.kernels.mask_programs import looking
@@ -32,7 +32,7 @@ class ReleasedGradients:
     taken: dict[int, int]
 
 
-def run_in_stretches(
+def run_in_segments(
     backward: fx.GraphModule, arguments: list[Any], released: ReleasedGradients, inputs: Sequence[Any], meter: Meter
 ) -> None:
     """Run a backward graph, or a copy with the same names, in segments; gradients that are not taken stay in memory.
@@ -52,7 +52,7 @@ def _release(results: dict[int, Any], released: ReleasedGradients, inputs: Seque
     """Release gradients one by one: autograd copies a gradient whose layout differs from its input's."""
     for index in sorted(released.taken.keys() & results.keys()):
         gradient, input_value = results.pop(index), inputs[released.taken[index]]
-        if isinstance(input_value, Tensor) and gradient.shape == input_value.shape and not lies_as(gradient, input_value):
+        if isinstance(input_value, Tensor) and gradient.shape == input_value.shape and not needs_no_copy(gradient, input_value):
             meter.reached(Delta(gradient.nbytes, {GRADIENTS: gradient.nbytes}))
 
 

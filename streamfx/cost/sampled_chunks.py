@@ -12,8 +12,8 @@ from itertools import pairwise
 from streamfx.cost.curve import Curve, Point, shortened
 from streamfx.cost.work import Work
 
-MOST_TEETH = 16  # groups of chunks in a loop
-POINTS_OF_TOOTH = 12
+MOST_GROUPS = 16  # groups of chunks in a loop
+POINTS_PER_GROUP = 12
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def curve_of_chunks(
 
 def groups_of(count: int) -> list[range]:
     """Return chunk indices in groups of about equal size; the first and the last chunk are separate."""
-    if count <= MOST_TEETH:
+    if count <= MOST_GROUPS:
         return [range(position, position + 1) for position in range(count)]
-    inner_chunks, inner_groups = count - 2, MOST_TEETH - 2
+    inner_chunks, inner_groups = count - 2, MOST_GROUPS - 2
     bounds = [1 + inner_chunks * group // inner_groups for group in range(inner_groups + 1)]
     return [range(1), *(range(*pair) for pair in pairwise(bounds)), range(count - 1, count)]
 
@@ -67,7 +67,7 @@ def _representative(group: range, sampled: Sequence[SampledChunk]) -> SampledChu
 def _rescaled(chunk: SampledChunk, work: Work, work_done: Work) -> Iterator[Point]:
     """Stretch the points of a chunk over the work of a group."""
     begin = chunk.points[0].work if chunk.points else Work()
-    for point in shortened(chunk.points, POINTS_OF_TOOTH):
+    for point in shortened(chunk.points, POINTS_PER_GROUP):
         counters = zip(point.work.minus(begin), chunk.work, work, strict=True)
         yield Point(
             work_done.plus(

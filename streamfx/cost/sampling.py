@@ -18,7 +18,7 @@ from torch import Tensor
 from streamfx.cost.categories import LoopTerms
 from streamfx.cost.curve import Curve, LoopInterval, Point
 from streamfx.cost.meter import Delta, Meter
-from streamfx.cost.sampled_chunks import MOST_TEETH, SampledChunk, curve_of_chunks
+from streamfx.cost.sampled_chunks import MOST_GROUPS, SampledChunk, curve_of_chunks
 from streamfx.cost.work import Work
 from streamfx.ir.program import (
     Buffer,
@@ -98,7 +98,7 @@ class SampledLoop(Loop):
         run = self.known[key]
         self.meter.work, self.work = work_before.plus(run.work), self.work.plus(run.work)
         if self.meter.recorder is not None:
-            interval = LoopInterval(self.spec.name, work_before, self.meter.work, self.count, min(self.count, MOST_TEETH))
+            interval = LoopInterval(self.spec.name, work_before, self.meter.work, self.count, min(self.count, MOST_GROUPS))
             self.meter.recorder.add(replace(run.curve.above(work_before, terms_before), loops=(interval,)))
             self.meter.recorder.note(self.meter.work, self.meter.live_terms)
         return results

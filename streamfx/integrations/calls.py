@@ -17,11 +17,11 @@ from torch import nn
 
 from streamfx.frontend.backend import streambp
 from streamfx.integrations import packing, plain_weights
-from streamfx.integrations.engines import DATA_PARALLEL, is_held
+from streamfx.integrations.engines import DATA_PARALLEL, is_sharded_by_engine
 from streamfx.tools.inspect.side_effect_guard import ENABLED
 from streamfx.tools.report.first_step_notice import Compiled, noted_in
 from streamfx.torch_private.autograd import is_in_data_parallel
-from streamfx.torch_private.dynamo import cause_of, gives_back, is_switched_off, is_traced_here, isolated
+from streamfx.torch_private.dynamo import cause_of, is_disabled_by_environment, is_switched_off, is_traced_here, isolated
 
 CACHES = ("past_key_values", "cache_params")
 HOOK = "make_inputs_require_grads"  # only used for checkpointing: parameter gradients are the same without it
@@ -47,7 +47,7 @@ class Calls:
         """Compile two versions of a module's call: one that returns its key-value cache, and one that drops it."""
         self.module, self.counts = module, CallCounts()
         setattr(self, ENABLED, self)
-        self._was_off_at_start = gives_back()
+        self._was_off_at_start = is_disabled_by_environment()
         self._enable_wrapped, self._has_checked_parts = enable_wrapped, False
         keywords = {"dynamic": dynamic, "options": dict(options), **isolated()}
         self.needs_boundaries = packing.needs_boundaries(self.module)
@@ -97,7 +97,7 @@ class Calls:
     def _was_wrapped_later(self) -> bool:
         """Return whether an engine took over the weights after `enable`, whose modules are then enabled instead."""
         with_parts, self._has_checked_parts = not self._has_checked_parts, True
-        return is_held(self.module, with_parts) and self._enable_wrapped()
+        return is_sharded_by_engine(self.module, with_parts) and self._enable_wrapped()
 
 
 def run(
@@ -112,7 +112,7 @@ def run(
 
     `sharers` modules share the graphs of the function. Graphs compiled during the call are appended to `compiled_graphs`.
     """
-    with graphs_as_wanted(sharers), without_checkpointing(module), noted_in(compiled_graphs):
+    with dynamo_settings(sharers), without_checkpointing(module), noted_in(compiled_graphs):
         try:
             return call(*args, **kwargs)
         except Exception as error:
@@ -153,7 +153,7 @@ def without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def graphs_as_wanted(sharers: int = 1) -> AbstractContextManager[None]:
+def dynamo_settings(sharers: int = 1) -> AbstractContextManager[None]:
     """Configure Dynamo not to split graphs at DistributedDataParallel buckets, and not to share one graph between unequal layers.
 
     The recompile limits are scaled by the number of modules that share a function.

@@ -37,7 +37,7 @@ PART = "a part of a module whose graph is cut at wrapped modules"
 FABRIC = "_forward_module"  # the submodule name of the model in Lightning Fabric's wrapper
 
 
-def inside_of(model: nn.Module) -> tuple[nn.Module, str] | None:
+def unwrap_engine(model: nn.Module) -> tuple[nn.Module, str] | None:
     """Return the module inside of a wrapper that is not compiled, and its description; None if the model is not such a
     wrapper.
     """
@@ -57,7 +57,7 @@ def check_engine(model: nn.Module) -> None:
     refuse_partitioned(model.parameters())
 
 
-def is_held(model: nn.Module, with_parts: bool = False) -> bool:
+def is_sharded_by_engine(model: nn.Module, with_parts: bool = False) -> bool:
     """Return whether an engine shards a model's weights; `with_parts` also checks its submodules."""
     modules = model.modules() if with_parts else (model,)
     return any(map(is_managed, modules)) or any(map(is_partitioned, _first_or_all(model, with_parts)))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from streamfx.errors import IntegrationError, one
-from streamfx.integrations.engines import check_engine, engine_of, inside_of, is_held, parts_of
+from streamfx.integrations.engines import check_engine, engine_of, is_sharded_by_engine, parts_of, unwrap_engine
 from streamfx.integrations.heads import head_of
 from streamfx.integrations.minimum_versions import check_versions
 from streamfx.integrations.target import Target
@@ -58,8 +58,8 @@ def find_targets(model_or_trainer: Any) -> CompileTargets:
         engines |= dict.fromkeys(filter(None, (*wrappers, engine_of(inner))))
         target = _target_of_model(name, inner, is_given_alone=isinstance(model_or_trainer, nn.Module))
         target_parts = [target]
-        if is_held(inner, with_parts=True):
-            owner = inner if is_held(inner) and target.module is not inner else None
+        if is_sharded_by_engine(inner, with_parts=True):
+            owner = inner if is_sharded_by_engine(inner) and target.module is not inner else None
             target_parts = parts_of(target, owner)
         for target_part in target_parts:
             targets.setdefault(target_part.module, target_part)
@@ -125,7 +125,7 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
     if not has_forward(model):
         found = f"{one(type(model).__name__)} that has no forward: nothing of it runs when it is called"
         raise IntegrationError("streamfx.enable compiles what a module does when it is called", found=found, do=NO_FORWARD)
-    wrapper = inside_of(model)
+    wrapper = unwrap_engine(model)
     if wrapper is None:
         return model, []
     inner, wrappers = _unwrapped(wrapper[0])

@@ -13,7 +13,7 @@ from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.sizes import shape_of
 from streamfx.node_meta import VALUE
 from streamfx.torch_private import inputs_of_gradients
-from streamfx.torch_private.autograd import is_taken_apart, owners
+from streamfx.torch_private.autograd import is_inner_tensor, owners
 
 Saved: TypeAlias = "tuple[frozenset[int], ...]"  # for each tensor saved for a backward graph, the inputs that it may alias
 
@@ -73,7 +73,7 @@ def sources_of(joint: fx.Graph, num_outputs: int, num_inputs: int) -> Sources:
         if not is_tensor(gradient):
             continue
         position = None if primal is None else input_positions[placeholder_index[primal]]
-        is_part = primal is not None and is_taken_apart(primal)
+        is_part = primal is not None and is_inner_tensor(primal)
         part = _sharded_part(gradient) if is_part else None
         if primal is None or position is None or position in seen_positions or (is_part and part is None):
             return {}

@@ -84,10 +84,10 @@ SWITCH_ON = (
 
 def is_switched_off() -> bool:
     """Return whether the environment or a setting disables `torch.compile` (2.11, 2.13)."""
-    return gives_back() or bool(config.disable) or eval_frame._stance.stance == "force_eager"
+    return is_disabled_by_environment() or bool(config.disable) or eval_frame._stance.stance == "force_eager"
 
 
-def gives_back() -> bool:
+def is_disabled_by_environment() -> bool:
     """Return whether `torch.compile` returns its argument, even if the environment changes afterwards (2.11, 2.13)."""
     return os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
 
