@@ -25,7 +25,7 @@ RANDOM_STATE_BYTES = 5056  # of the CPU generator; other devices have smaller st
 
 
 def with_stand_ins(module: fx.GraphModule, meter: Meter, create_like: Callable[[Any], Any]) -> fx.GraphModule:
-    """Return the module with stand-ins for such operators in its graph; `create_like` creates a tensor like a traced one."""
+    """Replace higher-order operators and reads of numbers by stand-ins; `create_like` returns a tensor like a traced one."""
     if not any(isinstance(node.target, HigherOrderOperator) or node.target is READS_NUMBER for node in module.graph.nodes):
         return fx.GraphModule(module, module.graph)
     graph = fx.Graph()

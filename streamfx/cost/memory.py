@@ -108,19 +108,19 @@ def cost_of(
     backward: fx.GraphModule | None,
     num_outputs: int,
     loss: frozenset[str] = frozenset(),
-    handed: ReleasedGradients | None = None,
+    released: ReleasedGradients | None = None,
     recorded: bool = False,
 ) -> Cost:
     """Run the forward and backward graph on fake tensors; the caller keeps the forward results during the backward.
 
-    `loss` has the names of the values of the loss stage (see `loss_values`). `handed` is set if gradients are released
+    `loss` has the names of the values of the loss stage (see `loss_values`). `released` is set if gradients are released
     during the backward. Curves are empty unless `recorded`.
     """
     meter = Meter()
     meter.recorder = Recorder() if recorded else None
     known_runs: dict[Any, LoopRun] = {}
-    forward = with_sampled_loops(forward, meter, known_runs, False, loss)
-    backward = None if backward is None else with_sampled_loops(backward, meter, known_runs, True, loss)
+    forward = with_sampled_loops(forward, meter, known_runs, is_backward=False, loss=loss)
+    backward = None if backward is None else with_sampled_loops(backward, meter, known_runs, is_backward=True, loss=loss)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         placeholders = forward.graph.find_nodes(op="placeholder")
         inputs = [made_like(node.meta[VALUE]) for node in placeholders]
@@ -134,8 +134,8 @@ def cost_of(
             outputs, saved = results[:num_outputs], results[num_outputs:]
             del results
             gradients = None
-            if backward is not None and handed is not None:
-                run_in_segments(backward, _backward_arguments(backward, saved), handed, inputs, meter)
+            if backward is not None and released is not None:
+                run_in_segments(backward, _backward_arguments(backward, saved), released, inputs, meter)
             elif backward is not None:
                 gradients = HostProgramRunner(backward)(_backward_arguments(backward, saved))
             meter.flush()

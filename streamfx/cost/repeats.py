@@ -31,24 +31,24 @@ class Repeat:
         return (self.count - self.kept) // self.period
 
 
-def step_of_all(few: EagerStep, repeat: Repeat) -> EagerStep | None:
+def step_of_all(step_of_few: EagerStep, repeat: Repeat) -> EagerStep | None:
     """Return the step of all layers, from the step of the kept layers; None if the recorded layers do not repeat.
 
     The FLOPs of the layers alone are unknown.
     """
     front, period = repeat.front, repeat.period
-    marks_of_halves = [_layer_marks(few.forward, range(repeat.kept), [front, front + period, front + 2 * period])]
-    halves = [few.forward]
-    if few.backward is not None:
+    marks_of_halves = [_layer_marks(step_of_few.forward, range(repeat.kept), [front, front + period, front + 2 * period])]
+    halves = [step_of_few.forward]
+    if step_of_few.backward is not None:
         ends = [front + 2 * period - 1, front + period - 1, front - 1]
-        marks_of_halves.append(_layer_marks(few.backward, range(repeat.kept)[::-1], ends))
-        halves.append(few.backward)
+        marks_of_halves.append(_layer_marks(step_of_few.backward, range(repeat.kept)[::-1], ends))
+        halves.append(step_of_few.backward)
     results: list[EagerHalf] = []
-    rise = Point(NO_WORK, {})
+    shift = Point(NO_WORK, {})
     for half, marks in zip(halves, marks_of_halves, strict=True):
         if marks is None or not _repeats(half, marks):
             return None
-        result, rise = _with_copies(half, marks, rise, repeat.copies)
+        result, shift = _with_copies(half, marks, shift, repeat.copies)
         results.append(result)
     return EagerStep(results[0], results[1] if len(results) > 1 else None)
 
@@ -86,13 +86,13 @@ def _change_between(start: Point, end: Point) -> tuple[Work, Mapping[str, int]]:
     return end.work.minus(start.work), {name: change for name, change in changes.items() if change}
 
 
-def _with_copies(half: EagerHalf, marks: list[WorkMark], rise: Point, copies: int) -> tuple[EagerHalf, Point]:
-    """Repeat a segment in a half that starts `rise` above; return the half, and its rise at the end."""
+def _with_copies(half: EagerHalf, marks: list[WorkMark], shift_at_start: Point, copies: int) -> tuple[EagerHalf, Point]:
+    """Repeat a segment in a half that is shifted by `shift_at_start`; return (the half, its shift at the end)."""
     first, second, _ = marks
     period_change = Point(*_change_between(_state_at(half, first), _state_at(half, second)))
     segment = half.points[first.position : second.position]
-    points = [point.above(rise.work, rise.terms) for point in half.points[: second.position]]
-    shift = rise
+    points = [point.above(shift_at_start.work, shift_at_start.terms) for point in half.points[: second.position]]
+    shift = shift_at_start
     for _ in range(copies):
         shift = shift.above(period_change.work, period_change.terms)
         points += [point.above(shift.work, shift.terms) for point in segment]

@@ -41,7 +41,7 @@ def workspace_of(target: Any, args: Any, kwargs: Any) -> int:
 
 
 def _flash_backward(arguments: Arguments) -> int:
-    """flash_attn/flash_api.cpp: mha_bwd: softmax_d, dq_accum, dk_expanded and dv_expanded."""
+    """Return the bytes of softmax_d, dq_accum, dk_expanded, and dv_expanded (flash_attn/flash_api.cpp: mha_bwd)."""
     batch, heads, rows, width = arguments["query"].shape
     groups, keys = arguments["key"].shape[1:3]
     rows, padded = _round_up(rows, 128), _round_up(width, 32 if width <= 128 else 64)
@@ -50,7 +50,10 @@ def _flash_backward(arguments: Arguments) -> int:
 
 
 def _cudnn_backward(arguments: Arguments) -> int:
-    """cudnn-frontend: node/scaled_dot_product_flash_attention.h: softmax_sum, dQ_accum, dK_fullhead and dV_fullhead."""
+    """Return the bytes of softmax_sum, dQ_accum, dK_fullhead, and dV_fullhead.
+
+    cudnn-frontend: node/scaled_dot_product_flash_attention.h.
+    """
     batch, heads, rows, width = arguments["query"].shape
     groups, keys, value_width = arguments["value"].shape[1:]
     expanded = batch * keys * heads * (width + value_width) * arguments["query"].element_size() if groups != heads else 0
@@ -79,13 +82,16 @@ def _efficient_rows_backward(arguments: Arguments) -> int:
 
 
 def _window_backward(arguments: Arguments) -> int:
-    """`flash_window.py`: the workspace of flash attention, or of the memory-efficient kernel."""
+    """Return the workspace of flash attention, or of the memory-efficient kernel, as `flash_window.py` chooses."""
     is_flash = cuda_attention.takes_flash(arguments["query"], arguments["value"], arguments.get("scale"))
     return _flash_backward(arguments) if is_flash else _efficient_backward(arguments)
 
 
 def _efficient_backward(arguments: Arguments) -> int:
-    """attention_backward.cu: delta; mem_eff_attention/kernel_backward.h: workspace_elements_gq, and _gk and _gv of wide heads."""
+    """Return the bytes of delta, and of workspace_elements_gq (of wide heads, also _gk and _gv).
+
+    attention_backward.cu; mem_eff_attention/kernel_backward.h.
+    """
     batch, heads, rows, width = arguments["query"].shape
     keys, value_width = arguments["value"].shape[2:]
     elements = rows

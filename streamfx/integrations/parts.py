@@ -58,12 +58,14 @@ class SharedFunctions:
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._distinct: dict[tuple[Any, ...], list[nn.Module]] = {}
 
-    def function(self, key: tuple[Any, ...], module_call: Callable[..., Any], cached: bool, dense: bool) -> Callable[..., Any]:
-        """Return the compiled function of a key, compiling `module_call` on first use."""
-        key = (*key, cached, dense)
+    def function(
+        self, key: tuple[Any, ...], module_call: Callable[..., Any], with_cache: bool, dense: bool
+    ) -> Callable[..., Any]:
+        """Return the compiled function of a key; `with_cache` keeps the key-value cache, `dense` forbids deferred outputs."""
+        key = (*key, with_cache, dense)
         if key not in self._compiled:
             options = {**({"outputs": "dense"} if dense else {}), **self.options}
-            function = module_call if cached else without_cache(module_call)
+            function = module_call if with_cache else without_cache(module_call)
             self._compiled[key] = torch.compile(function, backend=own_backend(streambp), options=options, **self.keywords)
         return self._compiled[key]
 

@@ -128,8 +128,9 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
     wrapper = unwrap_engine(model)
     if wrapper is None:
         return model, []
-    inner, wrappers = _unwrapped(wrapper[0])
-    return inner, [wrapper[1], *wrappers]
+    wrapped_module, description = wrapper
+    inner, wrappers = _unwrapped(wrapped_module)
+    return inner, [description, *wrappers]
 
 
 def _target_of_model(name: str, model: nn.Module, is_given_alone: bool) -> Target:

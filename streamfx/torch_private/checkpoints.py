@@ -13,16 +13,20 @@ from typing import Any
 from torch import nn
 from torch.utils import checkpoint
 
-PLACE = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper")
-INNER = "_checkpoint_wrapped_module"
+WRAPPER_CLASS = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper")
+WRAPPED_MODULE = "_checkpoint_wrapped_module"
 
 
 def checkpoints_around(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
     """Return the wrappers in a model that run one of these modules by `torch.utils.checkpoint` alone (2.11, 2.13)."""
-    kind: Any = getattr(sys.modules.get(PLACE[0]), PLACE[1], None)
-    if not isinstance(kind, type):
+    wrapper_class: Any = getattr(sys.modules.get(WRAPPER_CLASS[0]), WRAPPER_CLASS[1], None)
+    if not isinstance(wrapper_class, type):
         return []
-    wrappers = [module for module in model.modules() if isinstance(module, kind) and module._modules.get(INNER) in layers]
+    wrappers = [
+        module
+        for module in model.modules()
+        if isinstance(module, wrapper_class) and module._modules.get(WRAPPED_MODULE) in layers
+    ]
     return [wrapper for wrapper in wrappers if _is_torch_checkpoint(wrapper.checkpoint_fn)]
 
 
