@@ -124,7 +124,7 @@ class AxisTable:
 
     def cuts(self) -> list[tuple[Atom, Dim, Dim]]:
         """Return the kept atoms that views have split, each with the axis of the blocks and the axis inside a block."""
-        return [(self._root(kept), *(self.resolve((axis,)) for axis in block_axes)) for kept, block_axes in self._blocks]  # type: ignore[misc]
+        return [(self._root(kept), *(self.resolve((a,)) for a in axes)) for kept, axes in self._blocks]  # type: ignore[misc]
 
     def _split_kept(self, atom: Atom, outer: Size) -> Dim | None:
         """Split a kept atom into blocks; repeated calls return the same axes."""
