@@ -34,7 +34,7 @@ def described(value: Any) -> str:
     return f"{text} ({kind})" if len(text) <= LONGEST else one(kind)
 
 
-def did_you_mean(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:
+def did_you_mean(word: Any, allowed: Iterable[Any], cutoff: float = 0.4) -> str:
     """Return a hint at the closest of some words; empty if none is close.
 
     >>> did_you_mean("chunk", ["chunk_size", "save"]), did_you_mean("x", ["save"])
@@ -42,20 +42,20 @@ def did_you_mean(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:
     >>> did_you_mean("True", ["auto", True]), did_you_mean(None, ["none", "sgd"]), did_you_mean(None, ["nose"])
     ('write True without quotes; ', "write 'none' in quotes; ", '')
     """
-    called, text = {str(one).casefold(): one for one in known}, str(word).casefold()
-    if text in called and isinstance(called[text], str) != isinstance(word, str):
-        return f"write {called[text]!r} {'in' if isinstance(called[text], str) else 'without'} quotes; "
-    near = [] if word is None else difflib.get_close_matches(text, called, n=1, cutoff=cutoff)
-    return f"did you mean {called[near[0]]!r}? " if near else ""
+    words_by_text, text = {str(allowed_word).casefold(): allowed_word for allowed_word in allowed}, str(word).casefold()
+    if text in words_by_text and isinstance(words_by_text[text], str) != isinstance(word, str):
+        return f"write {words_by_text[text]!r} {'in' if isinstance(words_by_text[text], str) else 'without'} quotes; "
+    closest = [] if word is None else difflib.get_close_matches(text, words_by_text, n=1, cutoff=cutoff)
+    return f"did you mean {words_by_text[closest[0]]!r}? " if closest else ""
 
 
-def one_of(word: Any, known: Collection[Any]) -> str:
+def one_of(word: Any, allowed: Collection[Any]) -> str:
     """Return a hint at the allowed words, for an argument that must be one of them.
 
     >>> one_of("DPO", ["sft", "dpo"])
     "did you mean 'dpo'? give one of sft, dpo"
     """
-    return f"{did_you_mean(word, known)}give one of {', '.join(map(str, known))}"
+    return f"{did_you_mean(word, allowed)}give one of {', '.join(map(str, allowed))}"
 
 
 def plain(value: Any) -> Any:
@@ -71,18 +71,20 @@ def refuse_unless(holds: bool, error: Refusal, asked: str, found: Any, do: str) 
         raise error(asked, found=found if isinstance(found, str) else described(found), do=do)
 
 
-def refusing(error: Refusal, origin: str, what: str = "argument", do: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+def refusing(error: Refusal, origin: str, kind: str = "argument", do: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a public function: if a call does not fit its signature, raise `error`, which says the remedy."""
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        """Wrap a function so that a call is checked against its signature first."""
         signature = inspect.signature(function)
 
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            """Check the call, and run the function."""
             try:
                 signature.bind(*args, **kwargs)
-            except TypeError as wrong:
-                raise _Misfit(signature, args, kwargs, what, do).as_error(error, origin, str(wrong)) from None
+            except TypeError as mismatch:
+                raise _MismatchedCall(signature, args, kwargs, kind, do).as_error(error, origin, str(mismatch)) from None
             return function(*args, **kwargs)
 
         return called
@@ -90,27 +92,35 @@ def refusing(error: Refusal, origin: str, what: str = "argument", do: str = "") 
     return decorated
 
 
-class _Misfit:
+class _MismatchedCall:
     """A call that does not fit a signature, without its `self`."""
 
-    def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], what: str, do: str) -> None:
+    def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str, do: str) -> None:
+        """Remember the parameters and the arguments of a call, both without `self`."""
         parameters = list(signature.parameters.values())
-        own = int(bool(parameters) and parameters[0].name == "self")
-        self.parameters, self.args, self.kwargs = parameters[own:], args[own:], kwargs
-        self.what, self.do = what, do
+        skipped = int(bool(parameters) and parameters[0].name == "self")
+        self.parameters, self.args, self.kwargs = parameters[skipped:], args[skipped:], kwargs
+        self.kind, self.do = kind, do
 
-    def as_error(self, error: Refusal, origin: str, wrong: str) -> StreamFXError:
-        names = [one.name for one in self.parameters if one.kind is not one.VAR_KEYWORD]
+    def as_error(self, error: Refusal, origin: str, mismatch: str) -> StreamFXError:
+        """Return the error for the call: options passed by position, an unknown name, or `mismatch`, Python's message."""
+        names = [parameter.name for parameter in self.parameters if parameter.kind is not parameter.VAR_KEYWORD]
         takes = f"it takes {', '.join(names)}" if names else "it takes nothing"
-        positional = [one for one in self.parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-        meant = [value for value in self.args[len(positional) :] if isinstance(value, Mapping) or hasattr(value, "given")]
-        if meant:  # options, as a mapping or as streamfx.Options
-            found = f"{described(meant[0])} as a positional argument"
+        positional = [
+            parameter
+            for parameter in self.parameters
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        passed_options = [
+            value for value in self.args[len(positional) :] if isinstance(value, Mapping) or hasattr(value, "given")
+        ]
+        if passed_options:  # options, as a mapping or as streamfx.Options
+            found = f"{described(passed_options[0])} as a positional argument"
             return OptionError(f"{origin} takes options by name", found=found, do=BY_NAME)
         unknown = next((name for name in self.kwargs if name not in names), None)
         if unknown is not None:
             found = f"{unknown}={described(self.kwargs[unknown])}"
-            return error(f"{origin} has no {self.what} {unknown!r}", found=found, do=did_you_mean(unknown, names) + takes)
-        given = [*map(described, self.args), *(f"{name}={described(value)}" for name, value in self.kwargs.items())]
+            return error(f"{origin} has no {self.kind} {unknown!r}", found=found, do=did_you_mean(unknown, names) + takes)
+        passed_arguments = [*map(described, self.args), *(f"{name}={described(value)}" for name, value in self.kwargs.items())]
         asked = f"{origin} was called with other arguments than it takes"
-        return error(asked, found=f"{', '.join(given) or 'none'}: {wrong}", do=self.do or takes)
+        return error(asked, found=f"{', '.join(passed_arguments) or 'none'}: {mismatch}", do=self.do or takes)

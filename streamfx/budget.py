@@ -54,6 +54,7 @@ def amount_of(value: Any) -> int | float | None:
 
 
 def _amount_of_text(text: str) -> int | float | None:
+    """Parse a text as bytes (int) or as a share of device memory (float); None if it is neither."""
     match = AMOUNT.fullmatch(text)
     if match is None:
         return None
@@ -115,8 +116,8 @@ def _free_of_group() -> int:
         return sys.maxsize
     if limit.strip() == "max":
         return sys.maxsize
-    parts = dict(line.split() for line in stat.splitlines())
-    return int(limit) - int(used) + sum(int(parts.get(name, 0)) for name in ("inactive_file", "active_file"))
+    counters = dict(line.split() for line in stat.splitlines())
+    return int(limit) - int(used) + sum(int(counters.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
 def memory_of(device: torch.device) -> int:

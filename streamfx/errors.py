@@ -30,6 +30,7 @@ class StreamFXError(Exception):
     """
 
     def __init__(self, asked: str, found: str = "", where: str = "", do: str = "") -> None:
+        """Format the message: the request, then a line for each of the other texts that is given."""
         self.asked, self.found, self.where, self.do = asked, found, where, do
         lines = [asked]
         lines += [f"  {label:<6}{text}" for label, text in (("found", found), ("where", where), ("do", do)) if text]

@@ -30,10 +30,10 @@ PARTLY_ON_META = (
 ALL_THE_SAME = "%s (%s). The result is exact; strict=True raises an error instead"
 
 
-def attempted(what: Callable[[], T], otherwise: T, failed: str, strict: bool) -> T:
+def attempted(step: Callable[[], T], otherwise: T, failed: str, strict: bool) -> T:
     """Return the result of a step; if it fails, warn with `failed` and return `otherwise`. Under `strict`, raise an error."""
     try:
-        return what()
+        return step()
     except Exception as error:
         if strict:
             raise not_streamed(f"{failed} ({told(error)})") from error

@@ -85,6 +85,7 @@ class Options:
     progress: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        """Check each option, and that options do not contradict each other."""
         for field in fields(self):
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
             _check(field.name, getattr(self, field.name), "streamfx.Options(...)")
@@ -169,11 +170,11 @@ def checked(options: Any, origin: str) -> dict[str, Any]:
             found=f"{options!r} ({type(options).__name__})",
             do=f"write for example {{'chunk_size': 1024}}; the options are {', '.join(NAMES)}",
         )
-    given = {name: plain(value) for name, value in options.items()}
-    for name, value in given.items():
+    values = {name: plain(value) for name, value in options.items()}
+    for name, value in values.items():
         _check(name, value, origin)
-    _check_together(given)
-    return given
+    _check_together(values)
+    return values
 
 
 def merged(options: Any, keywords: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -190,6 +191,7 @@ def merged(options: Any, keywords: Mapping[str, Any], origin: str) -> dict[str, 
 
 
 def _check(name: Any, value: Any, origin: str) -> None:
+    """Raise an `OptionError` if an option does not exist or has an invalid value."""
     if name not in NAMES:
         hint = did_you_mean(name, NAMES)
         raise OptionError(
@@ -199,12 +201,12 @@ def _check(name: Any, value: Any, origin: str) -> None:
         )
     if name in COUNTS:
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        things, word = COUNTS[name]
-        if not is_count and not (isinstance(value, str) and value == word):
+        unit, allowed_word = COUNTS[name]
+        if not is_count and not (isinstance(value, str) and value == allowed_word):
             raise OptionError(
                 f"option {name!r} of {origin} cannot be {value!r}",
                 found=f"{value!r} ({type(value).__name__})",
-                do=f"give a whole number of {things}, 1 or more, or {word!r}",
+                do=f"give a whole number of {unit}, 1 or more, or {allowed_word!r}",
             )
         return
     if name == "memory_budget":
@@ -257,23 +259,24 @@ def check_mode(mode: Any) -> None:
         )
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Convert the pairs of a JSON object to a dictionary; refuse a repeated name, which Python would silently overwrite."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name in found if sum(name == other for other, _ in pairs) > 1)
-        values = ", ".join(json.dumps(value) for name, value in pairs if name == twice)
-        raise OptionError("each option once", found=f"{twice!r}: {values}")
-    return found
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        repeated = next(name for name in options if sum(name == other_name for other_name, _ in pairs) > 1)
+        values = ", ".join(json.dumps(value) for name, value in pairs if name == repeated)
+        raise OptionError("each option once", found=f"{repeated!r}: {values}")
+    return options
 
 
 def from_environment() -> dict[str, Any]:
+    """Return the options in the environment variable, checked; empty if it is not set."""
     text = os.environ.get(ENVIRONMENT, "")
     if not text.strip():
         return {}
     origin = f"the environment variable {ENVIRONMENT}"
     try:
-        options = json.loads(text, object_pairs_hook=_once)
+        options = json.loads(text, object_pairs_hook=_without_duplicates)
     except OptionError as error:
         raise OptionError(f"{origin} has each option once", found=error.found, do="give it once") from None
     except json.JSONDecodeError as error:
@@ -285,19 +288,22 @@ def from_environment() -> dict[str, Any]:
 
 def resolved(options: Any = None) -> Options:
     """Return the options of one compilation: `torch.compile`'s override `configure`'s, which override the environment's."""
-    given = checked(options, "torch.compile(options=...)")
-    return replace(Options(), **{**from_environment(), **_configured(), **given})
+    own_options = checked(options, "torch.compile(options=...)")
+    return replace(Options(), **{**from_environment(), **_configured(), **own_options})
 
 
-class _Layer:
+class _OptionLayer:
     """Options set in one place. `decided` is set once it is known whether they belong to a block."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        """Remember the options and the thread that sets them."""
         self.options, self.thread, self.decided, self.is_open = options, threading.get_ident(), threading.Event(), True
 
 
-_of_process: list[_Layer] = []  # by calls of `configure`
-_of_context: ContextVar[tuple[_Layer, ...]] = ContextVar("streamfx_options", default=())  # by the blocks around the current code
+_process_layers: list[_OptionLayer] = []  # by calls of `configure`
+_context_layers: ContextVar[tuple[_OptionLayer, ...]] = ContextVar(
+    "streamfx_options", default=()
+)  # by the blocks around the current code
 
 
 def _configured() -> dict[str, Any]:
@@ -305,11 +311,11 @@ def _configured() -> dict[str, Any]:
 
     If another thread has just set options, they may be for a block that it is about to enter: wait briefly for that.
     """
-    for layer in list(_of_process):
+    for layer in list(_process_layers):
         if layer.thread != threading.get_ident():
             layer.decided.wait(1.0)
             layer.decided.set()
-    layers = [*_of_process, *(layer for layer in _of_context.get() if layer.is_open)]
+    layers = [*_process_layers, *(layer for layer in _context_layers.get() if layer.is_open)]
     return {name: value for layer in layers for name, value in layer.options.items()}
 
 
@@ -335,25 +341,29 @@ class configure:
 
     @refusing(OptionError, "streamfx.configure(...)")
     def __init__(self, *, options: Any = None, **keywords: Any) -> None:
+        """Set the options for the process, until it is known whether a block follows."""
         from_environment()  # raises now rather than at the first call of a model
         self._options = merged(options, keywords, "streamfx.configure(...)")
-        self._called = _Layer(self._options)
-        self._blocks: list[_Layer] = []
-        _of_process.append(self._called)
+        self._process_layer = _OptionLayer(self._options)
+        self._blocks: list[_OptionLayer] = []
+        _process_layers.append(self._process_layer)
 
     def __enter__(self) -> configure:
-        if self._called in _of_process:
-            _of_process.remove(self._called)
-        self._called.decided.set()
-        self._blocks.append(_Layer(self._options))
-        _of_context.set((*_of_context.get(), self._blocks[-1]))
+        """Set the options for a block instead of the process."""
+        if self._process_layer in _process_layers:
+            _process_layers.remove(self._process_layer)
+        self._process_layer.decided.set()
+        self._blocks.append(_OptionLayer(self._options))
+        _context_layers.set((*_context_layers.get(), self._blocks[-1]))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        left = self._blocks.pop()
-        left.is_open = False  # where a block is left in another context than it was entered in, too
-        _of_context.set(tuple(layer for layer in _of_context.get() if layer is not left))
+        """Remove the options of the block."""
+        ended_block = self._blocks.pop()
+        ended_block.is_open = False  # where a block is left in another context than it was entered in, too
+        _context_layers.set(tuple(layer for layer in _context_layers.get() if layer is not ended_block))
 
     def __del__(self) -> None:
-        if called := getattr(self, "_called", None):  # missing if options were refused
-            called.decided.set()  # no block follows
+        """Tell other threads that no block follows."""
+        if process_layer := getattr(self, "_process_layer", None):  # missing if options were refused
+            process_layer.decided.set()  # no block follows

@@ -31,24 +31,27 @@ class _StatusLine:
     """The status line and its activities: nested, the outermost first."""
 
     def __init__(self) -> None:
+        """Start without activities; `_shown` is the text on the terminal."""
         self._lock = threading.RLock()
         self._activities: list[_Activity] = []
         self._timer: threading.Timer | None = None
         self._shown = ""
 
-    def begin(self, doing: _Activity) -> None:
+    def begin(self, activity: _Activity) -> None:
+        """Add an activity; the first one starts a timer that shows the line once `PATIENCE` is over."""
         with self._lock:
-            self._activities.append(doing)
+            self._activities.append(activity)
             if len(self._activities) == 1:
-                left = PATIENCE - (time.monotonic() - doing.since)
-                self._timer = threading.Timer(max(left, 0.0), self.tell)
+                remaining = PATIENCE - (time.monotonic() - activity.since)
+                self._timer = threading.Timer(max(remaining, 0.0), self.tell)
                 self._timer.daemon = True
                 self._timer.start()
             self.tell()
 
-    def end(self, doing: _Activity) -> None:
+    def end(self, activity: _Activity) -> None:
+        """Remove an activity; the last one erases the line."""
         with self._lock:
-            self._activities = [other for other in self._activities if other is not doing]
+            self._activities = [other for other in self._activities if other is not activity]
             if self._activities:
                 self.tell()
                 return
@@ -56,19 +59,21 @@ class _StatusLine:
                 self._timer.cancel()
                 self._timer = None
             if self._shown and _is_terminal():
-                _write(ERASE)
+                _write_to_terminal(ERASE)
             self._shown = ""
 
     def tell(self) -> None:
         """Write the current activities, if they have taken long and the text has changed."""
         with self._lock:
-            texts = [doing.text for doing in self._activities]
-            parts = [text for text, around in zip(texts, ["", *texts], strict=False) if not around.startswith(text)]
-            text = f"streamfx: {', '.join(parts)} ..."[:WIDTH]
+            texts = [activity.text for activity in self._activities]
+            distinct_texts = [
+                text for text, outer_text in zip(texts, ["", *texts], strict=False) if not outer_text.startswith(text)
+            ]
+            text = f"streamfx: {', '.join(distinct_texts)} ..."[:WIDTH]
             if not self._activities or text == self._shown or time.monotonic() - self._activities[0].since < PATIENCE:
                 return
             self._shown = text
-            _write(f"{ERASE}{text}" if _is_terminal() else f"{text}\n")
+            _write_to_terminal(f"{ERASE}{text}" if _is_terminal() else f"{text}\n")
 
 
 _line = _StatusLine()
@@ -86,6 +91,7 @@ def doing(text: str, asked: Asked = "auto", since: float | None = None) -> Itera
     activity = _Activity(text, time.monotonic() if since is None else since)
 
     def now(text: str) -> None:
+        """Change the text of the activity."""
         activity.text = text
         _line.tell()
 
@@ -104,8 +110,9 @@ def is_shown(asked: Asked) -> bool:
 class Tally:
     """Counts activities of which a number is expected, and shows each."""
 
-    def __init__(self, what: str, expected: int, asked: Asked) -> None:
-        self.what, self.expected, self.asked = what, expected, asked
+    def __init__(self, activity_name: str, expected: int, asked: Asked) -> None:
+        """Count activities called `activity_name`, of which `expected` are expected."""
+        self.activity_name, self.expected, self.asked = activity_name, expected, asked
         self._done, self._since = 0, 0.0
 
     @contextmanager
@@ -114,18 +121,20 @@ class Tally:
         self._since = self._since or time.monotonic()
         self._done += 1
         number = f" {self._done} of {self.expected}" if self._done <= self.expected else " for other lengths"
-        with doing(f"{self.what}{number}", self.asked, self._since):
+        with doing(f"{self.activity_name}{number}", self.asked, self._since):
             yield
 
 
 def _is_terminal() -> bool:
+    """Return whether standard error is a terminal."""
     try:
         return sys.stderr.isatty()
     except (AttributeError, ValueError):  # there is none, or it is closed
         return False
 
 
-def _write(text: str) -> None:
+def _write_to_terminal(text: str) -> None:
+    """Write a text to standard error; ignore a terminal that is gone."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()

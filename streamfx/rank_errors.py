@@ -36,8 +36,8 @@ def failure(error: BaseException) -> str:
     """Return the text that a failed rank writes for the others: the cause in the first line, the remedy in the next."""
     if not isinstance(error, StreamFXError):
         return f"{told(error)}\n{UNTIL_THEN}"
-    refused = ", ".join(filter(None, (error.asked, error.found, error.where))).replace("\n", " ")
-    return f"{type(error).__name__}: {refused}\n{error.do}"
+    cause = ", ".join(filter(None, (error.asked, error.found, error.where))).replace("\n", " ")
+    return f"{type(error).__name__}: {cause}\n{error.do}"
 
 
 def failed_elsewhere(failure: str) -> RanksDifferError:
@@ -46,29 +46,29 @@ def failed_elsewhere(failure: str) -> RanksDifferError:
     return RanksDifferError("all ranks have to run the same collectives, and another rank does not run this graph", found, do=do)
 
 
-def other_collectives(rank: int, first: str, other: str) -> RanksDifferError:
+def other_collectives(rank: int, first_line: str, other_line: str) -> RanksDifferError:
     """Return the error for ranks that would run other collectives, or the same in another order."""
     return RanksDifferError(
         "all ranks have to run the same collectives in the same order",
-        found=f"{first} on the first rank of a group, {other} on its rank {rank}",
-        do=_remedy(first, other),
+        found=f"{first_line} on the first rank of a group, {other_line} on its rank {rank}",
+        do=_remedy(first_line, other_line),
     )
 
 
-def _remedy(first: str, other: str) -> str:
+def _remedy(first_line: str, other_line: str) -> str:
     """Return the remedy for a line in which ranks differ: in their code, or in their options."""
-    if NOTHING_MORE in (first, other):
+    if NOTHING_MORE in (first_line, other_line):
         return f"{READ_BY_ALL}; {SAME_OPTIONS}"
-    if (NUMBER in first) != (NUMBER in other):
+    if (NUMBER in first_line) != (NUMBER in other_line):
         return f"{OF_DATA}; {SAME_OPTIONS}"
     return SAME_OPTIONS
 
 
-def other_order_than_before(before: str) -> RanksDifferError:
+def other_order_than_before(agreed: str) -> RanksDifferError:
     """Return the error for a rank that would run the same collectives in another order than agreed."""
     return RanksDifferError(
         "the collectives of a model have one order, whatever the lengths, so that ranks may have lengths of their own",
-        found=f"another order for the lengths of this call than for those before, which began with {before.splitlines()[0]}",
+        found=f"another order for the lengths of this call than for those before, which began with {agreed.splitlines()[0]}",
         do=f"give {TWO_TOKENS}",
     )
 

@@ -25,7 +25,7 @@ IDS = tokens(2, 24)
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(streamfx.options.ENVIRONMENT, raising=False)
-    monkeypatch.setattr(streamfx.options, "_of_process", [])
+    monkeypatch.setattr(streamfx.options, "_process_layers", [])
 
 
 def test_blocks_left_in_another_order_than_entered() -> None:

@@ -148,7 +148,7 @@ def test_every_attention_of_a_program_is_counted(context: int, device: str, dtyp
         return count(func, *given)
 
     monkeypatch.setattr(meter, "_work_of", noted)
-    meter._followed.cache_clear()
+    meter._traced_workspace.cache_clear()
     options = {"save": "inputs", "chunk_size": 128, "loss_chunk_size": 128}
     given: dict[str, Any] = {"device": device, "dtype": dtype, "world": context, "context": context, "shard": "ddp"}
     streamfx.plan({**TINY, "num_hidden_layers": 1}, seq=512, baselines=False, options=options, **given)

@@ -122,7 +122,7 @@ def test_resume_and_save(tmp_path: Path) -> None:
 def test_the_head_of_trl_is_narrowed_and_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     utils, before = pytest.importorskip("trl.trainer.utils"), 32_768
     monkeypatch.setattr(utils, heads.NAME, before)  # other tests leave their trainers enabled
-    monkeypatch.setattr(heads, "_narrowed", {})
+    monkeypatch.setattr(heads, "_width_and_count", {})
     first, second = enable(build("dpo", tmp_path)), enable(build("sft", tmp_path))
     assert before > utils._CHUNKED_LOGPROB_CHUNK_SIZE > 0
     first.disable()
@@ -143,12 +143,12 @@ def test_libraries_that_are_too_old(name: str, found: str, tmp_path: Path, lora:
     """Each is named with what was found and what to install, and nothing is compiled; others do not matter."""
     pytest.importorskip("trl")
     trainer = build("sft", tmp_path, peft=lora)
-    monkeypatch.setattr(minimum_versions, "_version", lambda asked: found if asked == name else "99.0")
+    monkeypatch.setattr(minimum_versions, "_installed_version", lambda asked: found if asked == name else "99.0")
     with pytest.raises(IntegrationError, match=rf"(?s){name} {found}, which \w+ comes from.*pip install '{name}>="):
         enable(trainer)
     assert all(module._compiled_call_impl is None for module in trainer.model.modules())
     monkeypatch.setattr(
-        minimum_versions, "_version", lambda asked: found if asked == "lightning" else None
+        minimum_versions, "_installed_version", lambda asked: found if asked == "lightning" else None
     )  # a checkout: no version
     with enable(trainer) as done:
         assert done.is_enabled

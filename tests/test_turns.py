@@ -144,7 +144,7 @@ def test_sampled_chunks_stand_for_all(example: str, monkeypatch: pytest.MonkeyPa
     model, arguments = EXAMPLES[example].model(), EXAMPLES[example].arguments()
     sampled = summary_of(model, *arguments, options={"chunk_size": 1})
     monkeypatch.setattr("streamfx.cost.sampling.sample_of", list)
-    monkeypatch.setattr("streamfx.cost.sampling.total", lambda stretch, costs: sum(costs[i] for i in stretch))
+    monkeypatch.setattr("streamfx.cost.sampling.total_over", lambda stretch, costs: sum(costs[i] for i in stretch))
     every = summary_of(model, *arguments, options={"chunk_size": 1})
     assert (sampled["flops"], sampled["peak_bytes"]) == (every["flops"], every["peak_bytes"])
 

@@ -14,14 +14,14 @@ def peak_of_calls(costs: Sequence[Cost], gradients: Sequence[int]) -> int:
 
     `gradients` are the bytes of each graph's parameter gradients; the next backward graph consumes the other gradients.
     """
-    peak = held = later = 0
+    peak = held = gradient_bytes = 0
     for cost in costs:
         peak = max(peak, held + cost.forward_peak)
         held += cost.held
     for cost, size in zip(reversed(costs), reversed(gradients), strict=True):
         held -= cost.held
-        peak = max(peak, held + cost.backward_peak + later)
-        later += size
+        peak = max(peak, held + cost.backward_peak + gradient_bytes)
+        gradient_bytes += size
     return peak
 
 

@@ -39,8 +39,8 @@ class LoopTerms:
 
 def loss_values(facts: Facts) -> frozenset[str]:
     """Return the names of the values of a loss stage that computes its gradient together with the loss."""
-    last = [stage for stage in facts.found_stages or () if stage.gradient_in_forward]
-    return frozenset(node.name for stage in last for node in (*stage.forward, *stage.backward))
+    loss_stages = [stage for stage in facts.found_stages or () if stage.gradient_in_forward]
+    return frozenset(node.name for stage in loss_stages for node in (*stage.forward, *stage.backward))
 
 
 def terms_of(
@@ -56,27 +56,35 @@ def terms_of(
         if isinstance(loop, Loop):
             is_loss = not is_backward and bool(loop.spec.labels) and loop.spec.labels[0] in loss
             is_gradient = (is_backward and loop.spec.reverse) or is_loss
-            stacked = _stacked(loop.spec, call, module, STREAM_GRADIENT if is_gradient else STAGE_INPUTS, between)
-            terms[call.target] = LoopTerms(_buffers(loop.spec), stacked, LOSS if is_loss else CHUNK)
+            stacked = _concat_terms(loop.spec, call, module, STREAM_GRADIENT if is_gradient else STAGE_INPUTS, between)
+            terms[call.target] = LoopTerms(_buffer_terms(loop.spec), stacked, LOSS if is_loss else CHUNK)
     return terms
 
 
-def _buffers(spec: LoopSpec) -> tuple[str, ...]:
-    totals = {feed.buffer for feed in spec.feeds if isinstance(feed, BufferPart) and not feed.where}
-    kept = {item.buffer for item in spec.yields if isinstance(item, BufferOutput)}
+def _buffer_terms(spec: LoopSpec) -> tuple[str, ...]:
+    """Return the category of each buffer: gradients or states if read as a whole, else keys, or their gradients if a sum."""
+    read_whole = {feed.buffer for feed in spec.feeds if isinstance(feed, BufferPart) and not feed.where}
+    returned = {item.buffer for item in spec.yields if isinstance(item, BufferOutput)}
     return tuple(
-        (GRADIENTS if i in kept and buffer.is_sum else STATES) if i in totals else KEY_GRADIENTS if buffer.is_sum else KEYS
+        (GRADIENTS if i in returned and buffer.is_sum else STATES)
+        if i in read_whole
+        else KEY_GRADIENTS
+        if buffer.is_sum
+        else KEYS
         for i, buffer in enumerate(spec.buffers)
     )
 
 
-def _stacked(spec: LoopSpec, call: fx.Node, module: fx.GraphModule, other: str, between: Mapping[str, str]) -> tuple[str, ...]:
+def _concat_terms(
+    spec: LoopSpec, call: fx.Node, module: fx.GraphModule, default_term: str, between: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return the category of each concatenated result of a loop: keys, exchanged rows, or else `default_term`."""
     results = {user.args[1]: user for user in call.users if user.target is operator.getitem}
     positions = [i for i, item in enumerate(spec.yields) if isinstance(item, ConcatOutput)]
-    return tuple(_stacked_term(results.get(i), module, between) or other for i in positions)
+    return tuple(_concat_term(results.get(i), module, between) or default_term for i in positions)
 
 
-def _stacked_term(result: fx.Node | None, module: fx.GraphModule, between: Mapping[str, str]) -> str | None:
+def _concat_term(result: fx.Node | None, module: fx.GraphModule, between: Mapping[str, str]) -> str | None:
     """Return the term of rows that other rows read as keys, or that are sent to other ranks."""
     if result is None:
         return None

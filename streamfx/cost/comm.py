@@ -38,7 +38,7 @@ KIND_OF = {
     "broadcast": EXCHANGES,
 }
 TOGETHER = 8  # devices per machine
-WAYS = ("_coalesced", "_out", "_")  # suffixes: several values in one call; into a given buffer
+SUFFIXES = ("_coalesced", "_out", "_")  # suffixes: several values in one call; into a given buffer
 
 
 class Sent(NamedTuple):
@@ -51,6 +51,7 @@ class Sent(NamedTuple):
 
     @property
     def traffic(self) -> Traffic:
+        """The traffic of this one call."""
         return Traffic(1, self.bytes, self.bytes if self.is_far else 0)
 
 
@@ -62,6 +63,7 @@ class Traffic(NamedTuple):
     far: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
+        """Return the sum of both traffics."""
         return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.far + other.far)
 
     @property
@@ -75,27 +77,29 @@ def sent_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     name = _collective_name(target)
     if name is None:
         return None
-    given = arguments_by_name(target, args, kwargs)
-    group = group_among(given)
-    ranks = given.get("group_size") or ranks_in(group)
+    arguments = arguments_by_name(target, args, kwargs)
+    group = group_among(arguments)
+    ranks = arguments.get("group_size") or ranks_in(group)
     kind = KIND_OF[name]
-    whole = _bytes(result if kind == GATHERS else args[0])
-    return Sent(kind, ranks, (2 if name == ALL_REDUCE else 1) * whole * (ranks - 1) // ranks, ranks > TOGETHER or _is_far(group))
+    full_bytes = _bytes_of(result if kind == GATHERS else args[0])
+    return Sent(
+        kind, ranks, (2 if name == ALL_REDUCE else 1) * full_bytes * (ranks - 1) // ranks, ranks > TOGETHER or _is_far(group)
+    )
 
 
 def sent_by_node(node: fx.Node) -> Sent | None:
     """Return the traffic of a node, from the values with which it was traced."""
     if node.op != "call_function" or _collective_name(node.target) is None:
         return None
-    args, kwargs = (tree_map(_value, given) for given in (tuple(node.args), dict(node.kwargs)))
-    return sent_by(node.target, args, kwargs, _value(node))
+    args, kwargs = (tree_map(_traced_value, arguments) for arguments in (tuple(node.args), dict(node.kwargs)))
+    return sent_by(node.target, args, kwargs, _traced_value(node))
 
 
-def added(parts: Iterable[Traffic]) -> Traffic:
+def added(traffics: Iterable[Traffic]) -> Traffic:
     """Return the sum of all traffic."""
     total = Traffic()
-    for part in parts:
-        total = total.plus(part)
+    for traffic in traffics:
+        total = total.plus(traffic)
     return total
 
 
@@ -110,15 +114,17 @@ def _collective_name(target: Any) -> str | None:
     if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
         return None
     name = target.name().split("::")[1].split(".")[0]
-    names = (name, *(name.removesuffix(way) for way in WAYS))
-    return next((own for own in names if own in KIND_OF), None)
+    names = (name, *(name.removesuffix(suffix) for suffix in SUFFIXES))
+    return next((candidate for candidate in names if candidate in KIND_OF), None)
 
 
-def _value(item: Any) -> Any:
+def _traced_value(item: Any) -> Any:
+    """Return the traced value of a node; any other value unchanged."""
     return item.meta.get(VALUE) if isinstance(item, fx.Node) else item
 
 
-def _bytes(values: Any) -> int:
+def _bytes_of(values: Any) -> int:
+    """Return the bytes of all tensors in nested values, at the sizes of the trace."""
     total = 0
     for value in tensors_in(values):
         count = value.element_size()

@@ -21,6 +21,7 @@ class Point(NamedTuple):
 
     @property
     def total(self) -> int:
+        """The live bytes of all categories."""
         return sum(self.terms.values())
 
     def above(self, work: Work, terms: Mapping[str, int]) -> Point:
@@ -53,6 +54,7 @@ class Curve:
 
     @property
     def peak(self) -> int:
+        """The peak of the live bytes."""
         return max((point.total for point in self.points), default=0)
 
     def above(self, work: Work, terms: Mapping[str, int] = NOTHING) -> Curve:
@@ -67,6 +69,7 @@ class Curve:
         return Curve((*self.points, *other.points), (*self.loops, *other.loops), other.work, turn)
 
     def shortened(self, most: int = MOST_POINTS) -> Curve:
+        """Return the curve with at most `most` points and the same peak."""
         return replace(self, points=shortened(self.points, most))
 
 
@@ -74,6 +77,7 @@ class Recorder:
     """Records the points of a meter."""
 
     def __init__(self) -> None:
+        """Start without points and loops."""
         self.points: list[Point] = []
         self.loops: list[LoopInterval] = []
 
@@ -91,10 +95,10 @@ class Recorder:
 
     def take(self, begin: Work, end: Work) -> Curve:
         """Return the curve since `begin`, and restart with its last point."""
-        last = self.points[-1:]
-        back = Work().minus(begin)
-        curve = Curve(shortened(self.points), tuple(self.loops), end).above(back)
-        self.points, self.loops = [point._replace(work=end) for point in last], []
+        final_point = self.points[-1:]
+        minus_begin = Work().minus(begin)
+        curve = Curve(shortened(self.points), tuple(self.loops), end).above(minus_begin)
+        self.points, self.loops = [point._replace(work=end) for point in final_point], []
         return curve
 
 
@@ -114,6 +118,6 @@ def standing_out(totals: Sequence[int], most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     size = -(-2 * count // (most - 2))
-    parts = (range(first, min(first + size, count)) for first in range(0, count, size))
-    inner = (pick(part, key=totals.__getitem__) for part in parts for pick in (max, min))
-    return sorted({0, *inner, count - 1})
+    groups = (range(first, min(first + size, count)) for first in range(0, count, size))
+    extremes = (pick(group, key=totals.__getitem__) for group in groups for pick in (max, min))
+    return sorted({0, *extremes, count - 1})

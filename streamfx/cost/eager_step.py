@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from streamfx.cost.curve import Curve, Point, Recorder, shortened
-from streamfx.cost.loop_sampling import Iterations, following
+from streamfx.cost.loop_sampling import Iterations, sampled_iterations
 from streamfx.cost.memory import Cost, made_like
 from streamfx.cost.meter import Meter
 from streamfx.cost.nested_tensors import tensors_in, tensors_returned
@@ -40,6 +40,7 @@ class EagerHalf:
 
     @property
     def peak(self) -> int:
+        """The peak of the live bytes."""
         return max((point.total for point in self.points), default=0)
 
     def is_like(self, other: EagerHalf) -> bool:
@@ -59,24 +60,25 @@ class EagerStep:
     @property
     def cost(self) -> Cost:
         """The cost of the step, without parameter gradients."""
-        forward, last = self.forward, self.backward or self.forward
-        begun = forward.work
+        forward, final_half = self.forward, self.backward or self.forward
+        forward_work = forward.work
         return Cost(
             forward_peak=forward.peak,
             backward_peak=0 if self.backward is None else self.backward.peak,
             held=forward.points[-1].total if forward.points else 0,
-            work=last.work,
+            work=final_half.work,
             layer_flops=self.layer_flops,
             layer_attention=self.layer_attention,
-            forward_wire=begun.wire,
-            backward_wire=last.work.minus(begun).wire,
-            forward_curve=_curve(forward, NO_WORK),
-            backward_curve=Curve() if self.backward is None else _curve(self.backward, begun),
+            forward_wire=forward_work.wire,
+            backward_wire=final_half.work.minus(forward_work).wire,
+            forward_curve=_curve_of(forward, NO_WORK),
+            backward_curve=Curve() if self.backward is None else _curve_of(self.backward, forward_work),
         )
 
 
-def _curve(half: EagerHalf, begun: Work) -> Curve:
-    return Curve(shortened(half.points), (), half.work).above(NO_WORK.minus(begun))
+def _curve_of(half: EagerHalf, begin: Work) -> Curve:
+    """Return the curve of a pass, with work counted from `begun`."""
+    return Curve(shortened(half.points), (), half.work).above(NO_WORK.minus(begin))
 
 
 def eager_step(
@@ -93,7 +95,7 @@ def eager_step(
     marks = _Marks(meter, recorder)
     for number, layer in enumerate(layers):
         layer.forward = marks.marking(number, meter.watched(layer.forward))
-    with meter, following(Iterations(meter, of_few)):
+    with meter, sampled_iterations(Iterations(meter, of_few)):
         outputs = call()
         meter.flush()
         forward = EagerHalf(tuple(recorder.points), meter.work, tuple(marks.forward))
@@ -112,16 +114,21 @@ class _Marks:
     """Records a mark when each layer is called, and when the gradient of its result is ready."""
 
     def __init__(self, meter: Meter, recorder: Recorder) -> None:
+        """Start without marks; `forward` and `backward` hold (layer number, mark)."""
         self.meter, self.recorder = meter, recorder
         self.forward: list[tuple[int, WorkMark]] = []
         self.backward: list[tuple[int, WorkMark]] = []
 
     def marking(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a layer's forward so that it records a mark when called, and one when the gradient of its result is ready."""
+
         def note(marks: list[tuple[int, WorkMark]]) -> None:
+            """Append a mark for the layer."""
             self.meter.flush()  # layers are compiled one by one: the result of each is in memory
             marks.append((number, WorkMark(len(self.recorder.points), self.meter.work)))
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            """Run the layer with both marks."""
             note(self.forward)
             out = function(*args, **kwargs)
             result = next((value for value in tensors_in(out) if value.requires_grad), None)

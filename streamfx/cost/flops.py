@@ -39,10 +39,10 @@ def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
 def convolution_backward_flops(
     grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
 ) -> int:
-    """Count the forward FLOPs once per requested gradient. PyTorch counts the weight gradient for one group only."""
-    asked = rest[-1]
-    places = (x if transposed else grad).shape[2:]
-    return 2 * int(x.shape[0]) * math.prod(map(int, places)) * int(weight.numel()) * sum(asked[:2])
+    """Count the forward FLOPs once per requested gradient of x and weight; PyTorch counts one group's weight gradient only."""
+    output_mask = rest[-1]
+    positions = (x if transposed else grad).shape[2:]
+    return 2 * int(x.shape[0]) * math.prod(map(int, positions)) * int(weight.numel()) * sum(output_mask[:2])
 
 
 def flops_of_graph(graph: fx.Graph) -> int:
@@ -54,7 +54,7 @@ def flops_of_graph(graph: fx.Graph) -> int:
 def flops_of_call(target: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of a traced call; its arguments and its result may be nodes."""
     with real_values():  # only shapes are read; fake tensors would take several times as long to create
-        return flops_of(target, _on_meta(args), _on_meta(kwargs), _on_meta(out))
+        return flops_of(target, _with_meta_tensors(args), _with_meta_tensors(kwargs), _with_meta_tensors(out))
 
 
 def has_flops(target: Any) -> bool:
@@ -64,16 +64,17 @@ def has_flops(target: Any) -> bool:
     return is_fused_attention(target) or target.name() in PACKED or target.overloadpacket in flop_registry
 
 
-def _on_meta(arguments: Any) -> Any:
+def _with_meta_tensors(arguments: Any) -> Any:
     """Replace nodes with meta tensors, or with the numbers they hold."""
 
-    def like(node: fx.Node) -> Any:
+    def meta_value(node: fx.Node) -> Any:
+        """Return a meta tensor of a node's shape, or the number that the node holds."""
         value = node.meta.get(VALUE)
         if isinstance(value, torch.Tensor):
             return torch.empty([size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
         return size_hint(value) if isinstance(value, torch.SymInt) else value
 
-    return fx.node.map_arg(arguments, like)
+    return fx.node.map_arg(arguments, meta_value)
 
 
 def is_fused_attention(target: Any) -> bool:
@@ -87,13 +88,13 @@ def _visible_span(target: Any, arguments: Mapping[str, Any]) -> Span:
 
     CUDA's flash attention aligns its causal mask at the last row and the last key.
     """
-    past = size_hint(arguments["key"].shape[2]) - size_hint(arguments["query"].shape[2])
+    extra_keys = size_hint(arguments["key"].shape[2]) - size_hint(arguments["query"].shape[2])
     if "left" in arguments:
-        return Span(past - arguments["left"], past)
+        return Span(extra_keys - arguments["left"], extra_keys)
     if not arguments.get("is_causal"):
         return Span()
-    ends_last = target.name().startswith("aten::_scaled_dot_product_flash_attention") and "for_cpu" not in target.name()
-    return Span(high=past if ends_last else 0)
+    aligns_at_end = target.name().startswith("aten::_scaled_dot_product_flash_attention") and "for_cpu" not in target.name()
+    return Span(high=extra_keys if aligns_at_end else 0)
 
 
 def attention_flops(target: Any, arguments: Mapping[str, Any], span: Span) -> int:
@@ -112,17 +113,18 @@ def visible_pairs(rows: int, keys: int, span: Span) -> int:
     >>> visible_pairs(4, 4, Span(high=0)), visible_pairs(4, 4, Span(-1, 0)), visible_pairs(2, 8, Span())
     (10, 7, 16)
     """
-    seen = rows * keys if span.high is None else _pairs_below(rows, keys, span.high + 1)
-    return seen if span.low is None else seen - _pairs_below(rows, keys, span.low)
+    pairs = rows * keys if span.high is None else _pairs_below(rows, keys, span.high + 1)
+    return pairs if span.low is None else pairs - _pairs_below(rows, keys, span.low)
 
 
 def _pairs_below(rows: int, keys: int, bound: int) -> int:
-    """Return the number of pairs in which row i sees key j: j < i + bound."""
-    some = range(max(0, 1 - bound), min(rows, keys - bound))  # rows that see some keys, but not all
-    partly = len(some) * (2 * bound + some[0] + some[-1]) // 2 if some else 0
-    return partly + keys * max(0, rows - max(0, keys - bound))
+    """Return the number of pairs in which row i sees key j, for j < i + bound."""
+    partial_rows = range(max(0, 1 - bound), min(rows, keys - bound))  # rows that see some keys, but not all
+    partial_pairs = len(partial_rows) * (2 * bound + partial_rows[0] + partial_rows[-1]) // 2 if partial_rows else 0
+    return partial_pairs + keys * max(0, rows - max(0, keys - bound))
 
 
 def arguments_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operator call by their names in its schema."""
     names = [argument.name for argument in target._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -46,19 +46,20 @@ class Fusion:
     """Tracks operators, and counts the bytes that fused kernels move, and the kernels."""
 
     def __init__(self) -> None:
+        """Start without values; `_values` has the memory of each storage, by its address."""
         self._values: dict[int, FusedMemory] = {}  # by storage
 
-    def follow(self, func: Any, given: Any, out: Any) -> tuple[int, int]:
+    def follow(self, func: Any, operands: Any, out: Any) -> tuple[int, int]:
         """Return the bytes moved and kernels launched to compute the pending values that an operator reads.
 
         The caller counts the operator's own bytes.
         """
-        read = [(self._value(tensor), tensor.nbytes) for tensor in tensors_in(given)]
+        operand_values = [(self._value(tensor), tensor.nbytes) for tensor in tensors_in(operands)]
         if is_fusible(func):
             for tensor in tensors_in(out):
-                self._value(tensor, FusedMemory(tensor.nbytes, tuple(read), is_pending=True))
+                self._value(tensor, FusedMemory(tensor.nbytes, tuple(operand_values), is_pending=True))
             return 0, 0
-        return self._compute([value for value, _ in read if value.is_pending])
+        return self._compute([value for value, _ in operand_values if value.is_pending])
 
     def flush(self) -> tuple[int, int]:
         """Compute all pending values that are still referenced; return the bytes moved and kernels launched."""
@@ -73,25 +74,26 @@ class Fusion:
         return value
 
     def _mark_freed(self, key: int) -> None:
+        """Forget a freed storage: no kernel has to write its value."""
         self._values.pop(key).is_held = False
 
     def _compute(self, pending: Sequence[FusedMemory]) -> tuple[int, int]:
-        """Compute these pending values in one kernel."""
+        """Compute these pending values in one kernel; return (bytes moved, kernels launched)."""
         if not pending:
             return 0, 0
-        computed, read = set(pending), dict[FusedMemory, int]()
+        computed, bytes_read = set(pending), dict[FusedMemory, int]()
         todo = list(pending)
         while todo:
             for source, size in todo.pop().sources:
                 if not source.is_pending:
-                    read[source] = max(read.get(source, 0), size)
+                    bytes_read[source] = max(bytes_read.get(source, 0), size)
                 elif source not in computed:
                     computed.add(source)
                     todo.append(source)
-        written = [value for value in computed if value.is_held]
-        for value in written:
+        written_values = [value for value in computed if value.is_held]
+        for value in written_values:
             value.is_pending, value.sources = False, ()
-        return sum(read.values()) + sum(value.size for value in written), 1
+        return sum(bytes_read.values()) + sum(value.size for value in written_values), 1
 
 
 def is_fusible(func: Any) -> bool:

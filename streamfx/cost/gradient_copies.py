@@ -12,28 +12,35 @@ import torch
 from torch import Tensor
 
 
-def largest_copied(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
+def largest_copied_bytes(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
     """Return the bytes of the largest gradient that is copied. Gradients are copied one by one, after all of them exist."""
     pairs = zip(inputs, gradients, strict=False)
-    tensors = [(value, gradient) for value, gradient in pairs if isinstance(value, Tensor) and isinstance(gradient, Tensor)]
+    tensors = [
+        (input_value, gradient)
+        for input_value, gradient in pairs
+        if isinstance(input_value, Tensor) and isinstance(gradient, Tensor)
+    ]
     strided = (
-        (value, gradient) for value, gradient in tensors if gradient.layout is torch.strided and gradient.shape == value.shape
+        (input_value, gradient)
+        for input_value, gradient in tensors
+        if gradient.layout is torch.strided and gradient.shape == input_value.shape
     )
-    return max((gradient.nbytes for value, gradient in strided if not lies_as(gradient, value)), default=0)
+    return max((gradient.nbytes for input_value, gradient in strided if not needs_no_copy(gradient, input_value)), default=0)
 
 
-def lies_as(gradient: Tensor, value: Tensor) -> bool:
-    if not _is_dense(value):
+def needs_no_copy(gradient: Tensor, input_value: Tensor) -> bool:
+    """Return whether autograd stores a gradient without a copy: strides of a dense input, or else contiguous."""
+    if not _is_dense(input_value):
         return gradient.is_contiguous()
-    strides = zip(gradient.shape, gradient.stride(), value.stride(), strict=True)
-    return all(size == 1 or ours == other for size, ours, other in strides)
+    strides = zip(gradient.shape, gradient.stride(), input_value.stride(), strict=True)
+    return all(size == 1 or gradient_stride == value_stride for size, gradient_stride, value_stride in strides)
 
 
 def _is_dense(value: Tensor) -> bool:
     """Return whether the elements fill memory without overlaps and without gaps."""
-    places = 1
+    expected_stride = 1
     for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1):
-        if stride != places:
+        if stride != expected_stride:
             return False
-        places *= size
+        expected_stride *= size
     return True

@@ -24,15 +24,15 @@ READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 RANDOM_STATE_BYTES = 5056  # of the CPU generator; other devices have smaller states
 
 
-def with_stand_ins(module: fx.GraphModule, meter: Meter, like: Callable[[Any], Any]) -> fx.GraphModule:
-    """Return the module with stand-ins for such operators in its graph; `like` creates a tensor like a traced one."""
+def with_stand_ins(module: fx.GraphModule, meter: Meter, create_like: Callable[[Any], Any]) -> fx.GraphModule:
+    """Replace higher-order operators and reads of numbers by stand-ins; `create_like` returns a tensor like a traced one."""
     if not any(isinstance(node.target, HigherOrderOperator) or node.target is READS_NUMBER for node in module.graph.nodes):
         return fx.GraphModule(module, module.graph)
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
-            node.target = _stand_in(node, module, meter, like)
+            node.target = _stand_in(node, module, meter, create_like)
         elif node.target is READS_NUMBER:
             node.target = _number_like(node.meta[VALUE])
     return fx.GraphModule(module, graph)
@@ -44,19 +44,21 @@ def _number_like(value: Any) -> Callable[..., Any]:
     return lambda *_: 1 if hint is None else hint
 
 
-def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, like: Callable[[Any], Any]) -> Callable[..., Any]:
-    if VALUE not in node.meta and (inner := _operator_index(node)) is not None:
-        return _run_with_state(node, inner)
+def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, create_like: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function that adds the work of a higher-order operator and returns results like the traced ones."""
+    if VALUE not in node.meta and (operator_index := _operator_index(node)) is not None:
+        return _run_with_state(node, operator_index)
     value, work = node.meta.get(VALUE), work_of(node, module)
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
+        """Count the work, and return new tensors like the traced results."""
         meter.work = meter.work.plus(Work(flops=work))
-        return tree_map(lambda item: like(item) if isinstance(item, Tensor) else item, value)
+        return tree_map(lambda item: create_like(item) if isinstance(item, Tensor) else item, value)
 
     return stand_in
 
 
-def _run_with_state(node: fx.Node, inner: int) -> Callable[..., Any]:
+def _run_with_state(node: fx.Node, operator_index: int) -> Callable[..., Any]:
     """Return a stand-in for a partitioner's operator that runs another operator with a saved random state.
 
     The partitioner does this so that the forward and the backward graph draw the same numbers; the stand-in runs only the
@@ -65,7 +67,8 @@ def _run_with_state(node: fx.Node, inner: int) -> Callable[..., Any]:
     saves = node.target is SAVES_RANDOM_STATE
 
     def run(*args: Any, rng_state: Any = None, **kwargs: Any) -> Any:
-        result = args[inner](*args[inner + 1 :], **kwargs)
+        """Run the inner operator; if the state is saved, return an empty state of its size first."""
+        result = args[operator_index](*args[operator_index + 1 :], **kwargs)
         return (torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8), result) if saves else result
 
     return run
@@ -78,12 +81,14 @@ def _operator_index(node: fx.Node) -> int | None:
 
 def work_of(node: fx.Node, module: fx.GraphModule) -> int:
     """Return the FLOPs of an operator whose arguments include another operator, or functions that the module holds."""
-    inner = _operator_index(node)
-    if inner is not None:
+    operator_index = _operator_index(node)
+    if operator_index is not None:
         results = tree_leaves(node.meta.get(VALUE))
-        return flops_of_call(node.args[inner], node.args[inner + 1 :], node.kwargs, results[-1] if results else None)
-    called = [getattr(module, str(source.target)) for source in node.all_input_nodes if source.op == "get_attr"]
-    work = max((_work_of_graph(item) for item in called if isinstance(item, fx.GraphModule)), default=0)
+        return flops_of_call(
+            node.args[operator_index], node.args[operator_index + 1 :], node.kwargs, results[-1] if results else None
+        )
+    functions = [getattr(module, str(source.target)) for source in node.all_input_nodes if source.op == "get_attr"]
+    work = max((_work_of_graph(item) for item in functions if isinstance(item, fx.GraphModule)), default=0)
     return work * (_rows(node) if node.target is SCAN else 1)
 
 
@@ -94,5 +99,6 @@ def _rows(node: fx.Node) -> int:
 
 
 def _work_of_graph(module: fx.GraphModule) -> int:
-    inner = (node for node in module.graph.nodes if isinstance(node.target, HigherOrderOperator))
-    return flops_of_graph(module.graph) + sum(work_of(node, module) for node in inner)
+    """Return the FLOPs of a graph, including those of nested higher-order operators."""
+    nested_calls = (node for node in module.graph.nodes if isinstance(node.target, HigherOrderOperator))
+    return flops_of_graph(module.graph) + sum(work_of(node, module) for node in nested_calls)

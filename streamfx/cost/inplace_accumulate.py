@@ -14,8 +14,8 @@ from streamfx.kernels.cuda_products import ADD_PRODUCT
 ADDS_TO_A_TOTAL = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRODUCT, grouped_mm.ADD_ARRANGED_OUTER)
 
 
-def added_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the total to which an operator adds a product; None if it adds nothing or overwrites the total."""
+def total_added_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the total to which an operator adds a product; None if it adds nothing, or overwrites the total (`is_first`)."""
     is_first = func is ADD_PRODUCT and args[-1]
     return kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL and not is_first else None
 
@@ -29,7 +29,7 @@ def bytes_of_total(func: Any, args: Sequence[Any], total: Tensor) -> int:
         return 2 * total.nbytes
     _, x, y, order, ends = args
     if grouped_mm.has_kernel(x, y) and not grouped_mm.adds_by_group(total, x, y):
-        written = total.numel() * x.element_size()  # written, filled with zeros for empty groups, and added
-        return 2 * total.nbytes + 4 * written
+        addend_bytes = total.numel() * x.element_size()  # written, filled with zeros for empty groups, and added
+        return 2 * total.nbytes + 4 * addend_bytes
     groups = max(len(ends), 1)
     return 2 * total.nbytes * min(len(order), groups) // groups

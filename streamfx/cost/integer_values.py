@@ -25,9 +25,11 @@ class RealIntegers(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """Stay active while code is compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run an operator for real if its operands are known integers and its results small integers; else on fake tensors."""
         kwargs = kwargs or {}
         operands = list(tensors_in((args, kwargs)))
         if not all(map(_is_known, operands)):
@@ -37,15 +39,17 @@ class RealIntegers(TorchDispatchMode):
             return func(*args, **kwargs)
         if not (operands and tags & ASKS_FOR_DATA):
             fake = func(*args, **kwargs)
-            if not all(map(_is_worth_knowing, tensors_in(fake))):
+            if not all(map(_is_small_integer, tensors_in(fake))):
                 return fake
         with real_values():
             return func(*args, **kwargs)
 
 
 def _is_known(tensor: Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) and not tensor.is_meta and _is_worth_knowing(tensor)
+    """Return whether a tensor is a small real integer or bool."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta and _is_small_integer(tensor)
 
 
-def _is_worth_knowing(tensor: Tensor) -> bool:
+def _is_small_integer(tensor: Tensor) -> bool:
+    """Return whether a tensor has integers or bools, at most `MOST`."""
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MOST

@@ -18,14 +18,14 @@ def by_kernel(name: str, arguments: Mapping[str, Any], flops: int) -> dict[str, 
 
 
 def kernel_of(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return the kernel of an operator; "" if it is neither.
+    """Return "cudnn" or "flash", the kernel of an attention operator; "" for any other kernel.
 
     A CPU operator represents the kernel that PyTorch chooses on the device, if its mask is a flag there.
     """
     for kernel in (CUDNN, FLASH):
         if name.startswith(f"aten::_scaled_dot_product_{kernel}") and "for_cpu" not in name:
             return kernel
-    query, key, value = (arguments[part] for part in ("query", "key", "value"))
+    query, key, value = (arguments[operand] for operand in ("query", "key", "value"))
     if kind_of(query.device).type != "cuda" or name.startswith("aten::_scaled_dot_product_efficient"):
         return ""
     if name.startswith("streamfx::") and arguments.get("attn_mask") is not None:

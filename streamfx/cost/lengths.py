@@ -14,16 +14,16 @@ def sequence_length(facts: Facts) -> int | None:
     if facts.found_axes is None or facts.axes.sequence is None:
         return None
     length = facts.axes.sequence.length
-    return length if isinstance(length, int) else _hint(length, facts)
+    return length if isinstance(length, int) else _traced_value(length, facts)
 
 
-def _hint(size: Size, facts: Facts) -> int | None:
+def _traced_value(size: Size, facts: Facts) -> int | None:
     """Return the value of a symbolic size at trace time, from an input whose shape contains it."""
     for node in facts.joint.sources:
         if not is_tensor(node):
             continue
         value = node.meta[VALUE]
-        for dimension, known in zip(value.shape, shape_of(value), strict=True):
-            if known == size:
+        for dimension, symbolic in zip(value.shape, shape_of(value), strict=True):
+            if symbolic == size:
                 return size_hint(dimension)
     return None

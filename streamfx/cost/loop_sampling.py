@@ -36,12 +36,12 @@ class IterationsDifferError(StreamFXError):
 
 def in_turn(function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
     """Return the function's results for all inputs. Its work must depend only on the type of an input, not on earlier calls."""
-    turns = _following.get()
-    return one_by_one(function, pieces) if turns is None else turns.results(function, pieces)
+    iterations = _active_iterations.get()
+    return one_by_one(function, pieces) if iterations is None else iterations.results(function, pieces)
 
 
 def one_by_one(function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return the same, for any function."""
+    """Return the function's results for all inputs; calls may depend on earlier ones, because each of them runs."""
     return [function(*piece) for piece in pieces]
 
 
@@ -56,18 +56,18 @@ class Snapshot(NamedTuple):
     """The number of recorded points, and the state."""
 
     position: int
-    stood: Point
+    state: Point
 
 
 @dataclass
 class _Iterations:
-    """The iterations of one pass: the skipped range, and the range after it, which must equal the others."""
+    """The iterations of one pass: the `skipped` range, and the range `behind` it, whose records must equal the last ones."""
 
     skipped: range
-    behind: range
-    begun: tuple[int, Snapshot] | None = None
-    before: IterationRecord | None = None
-    like: IterationRecord | None = None
+    after_skipped: range
+    running: tuple[int, Snapshot] | None = None
+    previous: IterationRecord | None = None
+    repeated: IterationRecord | None = None
 
 
 class Iterations:
@@ -80,13 +80,14 @@ class Iterations:
         self.meter, self.of_few = meter, of_few
 
     def results(self, function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+        """Return the results for all inputs, skipping the middle iterations of equal inputs in both passes."""
         kinds = [tuple(map(kind_of, piece)) for piece in pieces]
-        alike = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))
-        if not self.of_few or alike <= FIRST + LAST or not (torch.is_grad_enabled() and pieces[0][0].requires_grad):
+        equal_count = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))
+        if not self.of_few or equal_count <= FIRST + LAST or not (torch.is_grad_enabled() and pieces[0][0].requires_grad):
             return self._each(function, pieces)
-        between = range(FIRST, alike - LAST)
-        forward = _Iterations(between, range(between.stop, alike))
-        backward = _Iterations(between[::-1], range(FIRST)[::-1])
+        skipped = range(FIRST, equal_count - LAST)
+        forward = _Iterations(skipped, range(skipped.stop, equal_count))
+        backward = _Iterations(skipped[::-1], range(FIRST)[::-1])
         gradients: list[Kind] = []
         outputs: list[Tensor] = []
         for number, piece in enumerate(pieces):
@@ -94,10 +95,10 @@ class Iterations:
                 with self._unrecorded():
                     outputs.append(_SkippedIteration.apply(self, kind_of(outputs[0]), gradients, *piece))
             else:
-                first = piece[0].view_as(piece[0])  # its gradient is ready at the end of its iteration
-                if number < alike:
-                    first.register_hook(lambda gradient: gradients.append(kind_of(gradient)))
-                outputs.append(function(first, *piece[1:]))
+                first_view = piece[0].view_as(piece[0])  # its gradient is ready at the end of its iteration
+                if number < equal_count:
+                    first_view.register_hook(lambda gradient: gradients.append(kind_of(gradient)))
+                outputs.append(function(first_view, *piece[1:]))
             outputs[-1].register_hook(partial(self._gradient_ready, backward, number))
         self._begin(forward, len(pieces))
         return outputs
@@ -113,48 +114,51 @@ class Iterations:
         self.meter.flush()
         return outputs
 
-    def _gradient_ready(self, half: _Iterations, number: int, gradient: Tensor) -> None:
+    def _gradient_ready(self, iterations: _Iterations, number: int, gradient: Tensor) -> None:
         """Start an iteration of the backward once the gradient of its result is ready."""
-        self._begin(half, number)
+        self._begin(iterations, number)
 
-    def _begin(self, half: _Iterations, number: int) -> bool:
-        """Start an iteration, which ends the previous one. Return whether it is skipped; if so, record its points."""
+    def _begin(self, iterations: _Iterations, number: int) -> bool:
+        """End the previous iteration and start the next; return whether it is skipped, which records its points."""
         self.meter.flush()
-        if half.begun is not None:
-            self._end(half, *half.begun)
-        half.begun = number, self._now()
-        if number not in half.skipped:
+        if iterations.running is not None:
+            self._end(iterations, *iterations.running)
+        iterations.running = number, self._now()
+        if number not in iterations.skipped:
             return False
         assert self.meter.recorder is not None
-        if half.like is None:
+        if iterations.repeated is None:
             raise IterationsDifferError("the first turns differ")
-        work, terms = half.begun[1].stood
-        self.meter.recorder.points += [point.above(work, terms) for point in half.like.points]
-        self.meter.work = work.plus(half.like.end.work)
+        work, terms = iterations.running[1].state
+        self.meter.recorder.points += [point.above(work, terms) for point in iterations.repeated.points]
+        self.meter.work = work.plus(iterations.repeated.end.work)
         return True
 
-    def _end(self, half: _Iterations, number: int, begun: Snapshot) -> None:
-        if number in half.skipped:
-            assert half.like is not None
-            expected = Snapshot(begun.position + len(half.like.points), begun.stood.above(*half.like.end))
+    def _end(self, iterations: _Iterations, number: int, start: Snapshot) -> None:
+        """Check that an iteration equals the ones it must equal, and store its record if the next ones must equal it."""
+        if number in iterations.skipped:
+            assert iterations.repeated is not None
+            expected = Snapshot(start.position + len(iterations.repeated.points), start.state.above(*iterations.repeated.end))
             if self._now() != expected:
                 raise IterationsDifferError(f"turn {number} leaves something else behind")
             return
-        found = self._since(begun)
-        if number in half.behind and found != half.like:
+        record = self._since(start)
+        if number in iterations.after_skipped and record != iterations.repeated:
             raise IterationsDifferError(f"turn {number} is like none before")
-        half.like = found if found == half.before else None
-        half.before = found
+        iterations.repeated = record if record == iterations.previous else None
+        iterations.previous = record
 
     def _now(self) -> Snapshot:
+        """Return the number of recorded points, and the current work and live bytes."""
         assert self.meter.recorder is not None
         return Snapshot(len(self.meter.recorder.points), Point(self.meter.work, dict(self.meter.live_terms)))
 
-    def _since(self, begun: Snapshot) -> IterationRecord:
+    def _since(self, start: Snapshot) -> IterationRecord:
+        """Return the points recorded since an iteration began, and the state now, relative to its start."""
         assert self.meter.recorder is not None
-        back, below = NO_WORK.minus(begun.stood.work), _negative(begun.stood.terms)
-        points = (point.above(back, below) for point in self.meter.recorder.points[begun.position :])
-        return IterationRecord(tuple(points), self._now().stood.above(back, below))
+        minus_work, minus_terms = NO_WORK.minus(start.state.work), _negative(start.state.terms)
+        points = (point.above(minus_work, minus_terms) for point in self.meter.recorder.points[start.position :])
+        return IterationRecord(tuple(points), self._now().state.above(minus_work, minus_terms))
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -170,30 +174,32 @@ class _SkippedIteration(torch.autograd.Function):
     """A skipped iteration: its result, and the gradient of the first tensor of its input, have the layout of the others."""
 
     @staticmethod
-    def forward(ctx: Any, turns: Iterations, result: Kind, gradients: list[Kind], *piece: Tensor) -> Tensor:
-        ctx.turns, ctx.gradients, ctx.others = turns, gradients, len(piece) - 1
+    def forward(ctx: Any, iterations: Iterations, result: Kind, gradients: list[Kind], *piece: Tensor) -> Tensor:
+        """Return an empty result of the given kind, instead of running the iteration."""
+        ctx.iterations, ctx.gradients, ctx.other_inputs = iterations, gradients, len(piece) - 1
         return _empty(result)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return an empty gradient for the first tensor of the input; raise an error if other iterations' gradients differ."""
         if len(set(ctx.gradients)) != 1:
             raise IterationsDifferError("gradients of pieces differ")
-        with ctx.turns._unrecorded():
-            made = _empty(ctx.gradients[0])
-        return None, None, None, made, *(None for _ in range(ctx.others))
+        with ctx.iterations._unrecorded():
+            skipped_gradient = _empty(ctx.gradients[0])
+        return None, None, None, skipped_gradient, *(None for _ in range(ctx.other_inputs))
 
 
-_following: ContextVar[Iterations | None] = ContextVar("following", default=None)
+_active_iterations: ContextVar[Iterations | None] = ContextVar("following", default=None)
 
 
 @contextmanager
-def following(turns: Iterations | None) -> Iterator[None]:
-    """Within this context, `in_turn` runs only a few of equal iterations; outside, it runs all."""
-    token = _following.set(turns)
+def sampled_iterations(iterations: Iterations | None) -> Iterator[None]:
+    """Within this context, `in_turn` runs only a few of equal iterations, through `iterations`; outside, it runs all."""
+    token = _active_iterations.set(iterations)
     try:
         yield
     finally:
-        _following.reset(token)
+        _active_iterations.reset(token)
 
 
 def kind_of(tensor: Tensor) -> Kind:
@@ -202,9 +208,11 @@ def kind_of(tensor: Tensor) -> Kind:
 
 
 def _empty(kind: Kind) -> Tensor:
+    """Allocate an uninitialized tensor of a kind."""
     size, stride, dtype, device = kind
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def _negative(terms: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of each category, negated."""
     return {name: -size for name, size in terms.items()}

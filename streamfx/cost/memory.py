@@ -15,11 +15,11 @@ from torch import Tensor, fx
 from streamfx.cost.categories import GRADIENTS, terms_of
 from streamfx.cost.comm import Traffic, added
 from streamfx.cost.curve import Curve, Recorder
-from streamfx.cost.gradient_copies import largest_copied
+from streamfx.cost.gradient_copies import largest_copied_bytes
 from streamfx.cost.hop_cost import with_stand_ins
 from streamfx.cost.meter import Delta, Meter
-from streamfx.cost.outer_categories import makes_memory, terms_between
-from streamfx.cost.released_gradients import ReleasedGradients, run_in_stretches
+from streamfx.cost.outer_categories import may_allocate, terms_between_loops
+from streamfx.cost.released_gradients import ReleasedGradients, run_in_segments
 from streamfx.cost.sampling import LoopRun, SampledLoop
 from streamfx.cost.work import NO_WORK, Work
 from streamfx.ir.joint import graph_copy
@@ -41,6 +41,7 @@ class LoopCost:
 
     @property
     def flops(self) -> int:
+        """The FLOPs of all chunks."""
         return self.work.flops
 
 
@@ -72,10 +73,12 @@ class Cost:
 
     @property
     def flops(self) -> int:
+        """The FLOPs of both graphs."""
         return self.work.flops
 
     @property
     def peak(self) -> int:
+        """The higher of both peaks."""
         return max(self.forward_peak, self.backward_peak)
 
     @property
@@ -85,6 +88,7 @@ class Cost:
 
     @property
     def streamed_flops(self) -> int:
+        """The FLOPs that run in loops."""
         return sum(loop.flops for loop in self.loops.values())
 
     @property
@@ -104,23 +108,23 @@ def cost_of(
     backward: fx.GraphModule | None,
     num_outputs: int,
     loss: frozenset[str] = frozenset(),
-    handed: ReleasedGradients | None = None,
+    released: ReleasedGradients | None = None,
     recorded: bool = False,
 ) -> Cost:
     """Run the forward and backward graph on fake tensors; the caller keeps the forward results during the backward.
 
-    `loss` has the names of the values of the loss stage (see `loss_values`). `handed` is set if gradients are released
+    `loss` has the names of the values of the loss stage (see `loss_values`). `released` is set if gradients are released
     during the backward. Curves are empty unless `recorded`.
     """
     meter = Meter()
     meter.recorder = Recorder() if recorded else None
-    known: dict[Any, LoopRun] = {}
-    forward = sampled(forward, meter, known, False, loss)
-    backward = None if backward is None else sampled(backward, meter, known, True, loss)
+    known_runs: dict[Any, LoopRun] = {}
+    forward = with_sampled_loops(forward, meter, known_runs, is_backward=False, loss=loss)
+    backward = None if backward is None else with_sampled_loops(backward, meter, known_runs, is_backward=True, loss=loss)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         placeholders = forward.graph.find_nodes(op="placeholder")
         inputs = [made_like(node.meta[VALUE]) for node in placeholders]
-        given = [value for node, value in zip(placeholders, inputs, strict=True) if not is_token(node)]
+        inputs_but_tokens = [value for node, value in zip(placeholders, inputs, strict=True) if not is_token(node)]
         with meter:
             results = list(HostProgramRunner(forward)(list(inputs)))
             meter.flush()
@@ -130,13 +134,13 @@ def cost_of(
             outputs, saved = results[:num_outputs], results[num_outputs:]
             del results
             gradients = None
-            if backward is not None and handed is not None:
-                run_in_stretches(backward, _backward_arguments(backward, saved), handed, inputs, meter)
+            if backward is not None and released is not None:
+                run_in_segments(backward, _backward_arguments(backward, saved), released, inputs, meter)
             elif backward is not None:
                 gradients = HostProgramRunner(backward)(_backward_arguments(backward, saved))
             meter.flush()
-            if copied := largest_copied(given, gradients or ()):
-                meter.reached(Delta(copied, {GRADIENTS: copied}))
+            if copied_bytes := largest_copied_bytes(inputs_but_tokens, gradients or ()):
+                meter.reached(Delta(copied_bytes, {GRADIENTS: copied_bytes}))
             cost = Cost(
                 forward_peak=forward_peak,
                 backward_peak=meter.peak if backward is not None else 0,
@@ -150,7 +154,7 @@ def cost_of(
                 forward_curve=forward_curve,
                 backward_curve=meter.recorded(forward_work) if backward is not None else Curve(),
             )
-        del outputs, gradients, inputs, given
+        del outputs, gradients, inputs, inputs_but_tokens
     return cost
 
 
@@ -163,25 +167,26 @@ def _backward_arguments(backward: fx.GraphModule, saved: list[Any]) -> list[Any]
 
 
 def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of each category that has any, the largest first."""
     return {name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size}
 
 
-def sampled(
-    module: fx.GraphModule, meter: Meter, known: dict[Any, LoopRun], is_backward: bool, loss: frozenset[str]
+def with_sampled_loops(
+    module: fx.GraphModule, meter: Meter, known_runs: dict[Any, LoopRun], is_backward: bool, loss: frozenset[str]
 ) -> fx.GraphModule:
     """Copy a host program with loops that run only a few of their chunks, and with bytes counted by category."""
-    between = terms_between(module, is_backward)
-    terms = terms_of(module, is_backward, between, loss)
-    copied = with_stand_ins(module, meter, made_like)
-    if between:
-        copied = fx.GraphModule(copied, graph_copy(copied.graph))
-        for node in copied.graph.nodes:
-            if node.name in between and makes_memory(node):
-                node.target = meter.named(between[node.name], node.target)
+    outer_terms = terms_between_loops(module, is_backward)
+    terms = terms_of(module, is_backward, outer_terms, loss)
+    metered = with_stand_ins(module, meter, made_like)
+    if outer_terms:
+        metered = fx.GraphModule(metered, graph_copy(metered.graph))
+        for node in metered.graph.nodes:
+            if node.name in outer_terms and may_allocate(node):
+                node.target = meter.named(outer_terms[node.name], node.target)
     for name, child in module.named_children():
         if isinstance(child, Loop):
-            copied.add_module(name, SampledLoop(child.spec, meter, terms[name], known))
-    return copied
+            metered.add_module(name, SampledLoop(child.spec, meter, terms[name], known_runs))
+    return metered
 
 
 def made_like(value: Any) -> Any:
@@ -189,9 +194,9 @@ def made_like(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return size_hint(value) if isinstance(value, torch.SymInt) else value
     size, stride = ([size_hint(item) for item in items] for items in (value.shape, value.stride()))
-    like = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
-    like = torch.ops.aten._conj(like) if value.is_conj() else like
-    return torch.ops.aten._neg_view(like) if value.is_neg() else like
+    tensor = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+    tensor = torch.ops.aten._conj(tensor) if value.is_conj() else tensor
+    return torch.ops.aten._neg_view(tensor) if value.is_neg() else tensor
 
 
 def bytes_like(value: Any) -> int:
@@ -210,6 +215,7 @@ def bytes_of_values(nodes: Iterable[fx.Node]) -> int:
 
 
 def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
+    """Return the cost of each sampled loop of a host program, by the loop's name; none without a program."""
     if module is None:
         return {}
     loops = {name: child for name, child in module.named_children() if isinstance(child, SampledLoop)}
@@ -217,4 +223,5 @@ def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
 
 
 def _loop_cost(loop: SampledLoop) -> LoopCost:
+    """Return the cost of one sampled loop, with its rows per chunk limited to the sequence."""
     return LoopCost(loop.work, min(loop.rows, loop.length), added(loop.work.wire.values()), loop.count)

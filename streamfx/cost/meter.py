@@ -23,7 +23,7 @@ from streamfx.cost.comm import KINDS, sent_by
 from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.fusion import Fusion, is_fusible
-from streamfx.cost.inplace_accumulate import added_to, bytes_of_total
+from streamfx.cost.inplace_accumulate import bytes_of_total, total_added_to
 from streamfx.cost.kernels import by_kernel
 from streamfx.cost.most_rows import with_most_rows
 from streamfx.cost.nested_tensors import tensors_in
@@ -69,6 +69,7 @@ class Meter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
+        """Start with all counters at zero; `_sizes` maps a live storage to its bytes and its category."""
         super().__init__()
         self.live = self.peak = 0
         self.work = Work()
@@ -86,6 +87,7 @@ class Meter(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run an operator, and count its work, the storages that it allocates, and its workspace."""
         kwargs = kwargs or {}
         if func is ASKS_DEVICE:  # not work: autograd may ask any number of times
             return args[0].device
@@ -117,53 +119,61 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def recorded_apart(self) -> Iterator[Recorder | None]:
-        """Send the points of the code inside to a separate recorder, if there is a recorder at all."""
-        own = self.recorder
-        self.recorder = None if own is None else Recorder()
+        """Send the points of the code inside to a separate recorder, and yield it; yield None if nothing is recorded."""
+        outer_recorder = self.recorder
+        self.recorder = None if outer_recorder is None else Recorder()
         self._note()
         try:
             yield self.recorder
         finally:
-            self.recorder = own
+            self.recorder = outer_recorder
 
     def _note(self, rise: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Record a point with the live bytes by category, plus `rise`, if there is a recorder."""
         if self.recorder is not None:
             self.recorder.note(self.work, self.live_terms, rise)
 
     @contextmanager
     def rising(self) -> Iterator[Delta]:
-        """Measure the rise of the code inside, without affecting the peak."""
-        rise, before, terms = Delta(), (self.peak, self.peak_terms), Counter(self.live_terms)
+        """Yield a `Delta`; at the end it holds the peak of the code inside, relative to the live bytes at its start."""
+        rise, peak_before, terms_at_start = Delta(), (self.peak, self.peak_terms), Counter(self.live_terms)
         base = self.live
         self.restart_peak()
         yield rise
         rise.peak = self.peak - base
         rise.terms = {
-            name: difference for name in {*self.peak_terms, *terms} if (difference := self.peak_terms.get(name, 0) - terms[name])
+            name: difference
+            for name in {*self.peak_terms, *terms_at_start}
+            if (difference := self.peak_terms.get(name, 0) - terms_at_start[name])
         }
-        if before[0] >= self.peak:
-            self.peak, self.peak_terms = before
+        if peak_before[0] >= self.peak:
+            self.peak, self.peak_terms = peak_before
 
     @property
     def flops(self) -> int:
+        """The FLOPs so far."""
         return self.work.flops
 
     @property
     def masked_flops(self) -> int:
+        """The FLOPs so far of fused attention without a causal flag."""
         return self.work.masked_flops
 
     @property
     def moved(self) -> int:
+        """The bytes moved so far by operators without FLOPs."""
         return self.work.moved
 
     @property
     def attention_flops(self) -> int:
+        """The FLOPs so far of fused attention."""
         return self.work.attention_flops
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that its FLOPs also count in `watched_flops`, and its attention FLOPs in `watched_attention`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            """Run the function, and add the FLOPs that it counted to the watched ones."""
             flops, attention = self.flops, self.attention_flops
             out = function(*args, **kwargs)
             self.watched_flops += self.flops - flops
@@ -176,9 +186,9 @@ class Meter(TorchDispatchMode):
         """Count a tensor's memory under another term from now on."""
         key = tensor.untyped_storage()._cdata
         if key in self._sizes:
-            size, before = self._sizes[key]
+            size, old_term = self._sizes[key]
             self._sizes[key] = size, term
-            self.live_terms[before] -= size
+            self.live_terms[old_term] -= size
             self.live_terms[term] += size
             self._note()
 
@@ -186,15 +196,17 @@ class Meter(TorchDispatchMode):
         """Wrap a function so that its bytes count under a term."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before, self.term = self.term, term
+            """Run the function with `term` as the category of new storages."""
+            outer_term, self.term = self.term, term
             try:
                 return function(*args, **kwargs)
             finally:
-                self.term = before
+                self.term = outer_term
 
         return run
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        """Add the work of an operator call to the counters; views and uninitialized results count nothing."""
         if isinstance(func, HigherOrderOperator):  # an operator in its arguments may be called, with a random state for example
             inner = next((i for i, argument in enumerate(args) if isinstance(argument, OpOverload)), None)
             if inner is None:
@@ -221,12 +233,13 @@ class Meter(TorchDispatchMode):
         return self._sizes.get(storage._cdata, (storage.nbytes(), ""))[0]
 
     def _note_new(self, out: Any, arguments: Any, term: str, least: int = 0) -> None:
+        """Count result storages that are neither known nor operands, at `least` bytes each, until they are freed."""
         new = {key: (storage, device) for key, storage, device in _storages(out) if key not in self._sizes}
         if not new:
             return
-        before = {key for key, *_ in _storages(arguments)}
+        operand_keys = {key for key, *_ in _storages(arguments)}
         for key, (storage, device) in new.items():
-            if key not in before:
+            if key not in operand_keys:
                 size = allocated(max(storage.nbytes(), least) if storage.nbytes() else 0, device)
                 self._sizes[key] = size, term
                 self.live += size
@@ -237,6 +250,7 @@ class Meter(TorchDispatchMode):
             self.peak, self.peak_terms = self.live, dict(self.live_terms)
 
     def _note_freed(self, key: int) -> None:
+        """Subtract a freed storage from the live bytes."""
         size, term = self._sizes.pop(key)
         self.live -= size
         self.live_terms[term] -= size
@@ -247,7 +261,7 @@ def followed(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Return the workspace of an operator that calls others: their peak bytes, except its operands and results."""
     arguments = arguments_by_name(target, args, kwargs)
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
-    return _followed(target, tuple((name, _layout_of(value)) for name, value in arguments.items()), kind_of(device))
+    return _traced_workspace(target, tuple((name, _layout_of(value)) for name, value in arguments.items()), kind_of(device))
 
 
 class _TensorLayout(NamedTuple):
@@ -259,54 +273,60 @@ class _TensorLayout(NamedTuple):
     device: torch.device
 
     def made(self) -> Tensor:
+        """Allocate a tensor with this layout."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 def _layout_of(value: Any) -> Any:
+    """Return the layout of a tensor; any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     return _TensorLayout(tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device)
 
 
 @lru_cache(maxsize=1024)
-def _followed(target: OpOverload, arguments: tuple[tuple[str, Any], ...], kind: DeviceKind) -> int:
+def _traced_workspace(target: OpOverload, arguments: tuple[tuple[str, Any], ...], kind: DeviceKind) -> int:
+    """Run the operators that `target` calls on fake tensors; return their peak bytes minus the bytes of its results."""
     with FakeTensorMode():
-        given = {name: value.made() if isinstance(value, _TensorLayout) else value for name, value in arguments}
-        results = sum(allocated(storage.nbytes(), device) for _, storage, device in _storages(target(**given)))
+        fake_arguments = {name: value.made() if isinstance(value, _TensorLayout) else value for name, value in arguments}
+        results = sum(allocated(storage.nbytes(), device) for _, storage, device in _storages(target(**fake_arguments)))
         with Meter() as meter:
-            made = FOLLOWED[target](**given)
-            del made
+            fake_results = FOLLOWED[target](**fake_arguments)
+            del fake_results
     return max(meter.peak - results, 0)
 
 
 def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+    """Return the work of one operator call: attention, collective, product, in-place sum, or a move of bytes."""
     if func in HOST_COPIES:
         return Work()
     flops = flops_of(func, args, kwargs, out)
     if is_fused_attention(func):
         arguments = arguments_by_name(func, args, kwargs)
-        hides = arguments.get("is_causal") or "left" in arguments
-        return Work(flops, 0, flops, 1, masked_flops=0 if hides else flops, **by_kernel(func.name(), arguments, flops))
-    moved = _moved(func, args, kwargs, out)
+        is_masked_by_flag = arguments.get("is_causal") or "left" in arguments
+        return Work(
+            flops, 0, flops, 1, masked_flops=0 if is_masked_by_flag else flops, **by_kernel(func.name(), arguments, flops)
+        )
+    moved = _bytes_moved(func, args, kwargs, out)
     if (sent := sent_by(func, args, kwargs, out)) is not None:
-        name = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))[sent.kind]
-        calls, size, far = sent.traffic
-        return Work(moved=moved, launches=1, **{sent.kind: calls, name: size, f"{name}_far": far})
+        bytes_field = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))[sent.kind]
+        calls, sent_bytes, far_bytes = sent.traffic
+        return Work(moved=moved, launches=1, **{sent.kind: calls, bytes_field: sent_bytes, f"{bytes_field}_far": far_bytes})
     if not flops:
         return Work(0, moved, 0, 1)
-    if (total := added_to(func, args, kwargs)) is None:
+    if (total := total_added_to(func, args, kwargs)) is None:
         return Work(flops, 0, 0, 1, moved)
-    read = sum(value.nbytes for value in tensors_in((args, kwargs)) if value is not total)
-    added = bytes_of_total(func, args, total)
-    return Work(flops, 0, 0, 1, read + added, added)
+    bytes_read = sum(value.nbytes for value in tensors_in((args, kwargs)) if value is not total)
+    total_bytes = bytes_of_total(func, args, total)
+    return Work(flops, 0, 0, 1, bytes_read + total_bytes, total_bytes)
 
 
-def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
+def _bytes_moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     """Return the bytes that an operator reads and writes. An added row counts three times: two reads and a write."""
     if func in ADDS_ROWS:
         return 3 * args[-1].nbytes if isinstance(args[-1], Tensor) else 0
-    read = args[1:] if func is COPIES else args
-    return sum(value.nbytes for value in tensors_in((read, kwargs, out)))
+    operands = args[1:] if func is COPIES else args
+    return sum(value.nbytes for value in tensors_in((operands, kwargs, out)))
 
 
 def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage, torch.device]]:

@@ -19,14 +19,17 @@ MASKS = (torch.bool, torch.uint8)
 
 
 def _nonzero(mask: Tensor) -> Tensor:
+    """Return the indices of all positions of a mask, as if each were set."""
     return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
 
 
 def _selected(value: Tensor, mask: Tensor) -> Tensor:
+    """Return a 1-d result with all elements, as if the mask selected each."""
     return value.new_empty(torch.broadcast_shapes(value.shape, mask.shape).numel())
 
 
 def _unique(value: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (values, inverse indices, counts) as if all elements were distinct."""
     count = value.numel()
     return value.new_empty(count), torch.empty_like(value, dtype=torch.int64), value.new_empty(count, dtype=torch.int64)
 
@@ -41,6 +44,7 @@ def _as_indices(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _indexing(func: Any) -> Callable[..., Any]:
+    """Return an indexing operator that replaces its masks with indices before it runs `func`."""
     return lambda value, indices, *others, **more: func(value, _as_indices(indices), *others, **more)
 
 

@@ -48,11 +48,11 @@ def tensors_returned(value: Any) -> list[Tensor]:
     while todo:
         leaves = tree_leaves(todo.pop(0))
         tensors += (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        others = [
+        objects = [
             leaf
             for leaf in leaves
             if hasattr(leaf, "__dict__") and not isinstance(leaf, (*OTHERS, Tensor)) and id(leaf) not in seen
         ]
-        seen.update(map(id, others))
-        todo += (vars(leaf) for leaf in others)
+        seen.update(map(id, objects))
+        todo += (vars(leaf) for leaf in objects)
     return tensors

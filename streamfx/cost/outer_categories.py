@@ -24,63 +24,70 @@ MOVES = (aten.clone.default, aten.reshape.default, aten.view.default, aten.permu
 WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tensor")
 
 
-def terms_between(module: fx.GraphModule, is_backward: bool) -> dict[str, str]:
+def terms_between_loops(module: fx.GraphModule, is_backward: bool) -> dict[str, str]:
     """Return the terms of the nodes of a host program that are not loops and have a known category, by name."""
-    weights = whole_weights(module)
-    gradients = _gradients(module) if is_backward else frozenset()
-    exchanged = _exchanged(module, weights | gradients)
+    weights = gathered_weights(module)
+    gradients = _gradient_nodes(module) if is_backward else frozenset()
+    exchanged = _exchanged_nodes(module, weights | gradients)
     attention = (node for node in module.graph.nodes if node.op == "call_function" and is_fused_attention(node.target))
     terms = dict.fromkeys(exchanged, EXCHANGED) | dict.fromkeys(attention, ATTENTION)
     terms |= dict.fromkeys(gradients, GRADIENTS) | dict.fromkeys(weights, WEIGHTS)
     return {node.name: term for node, term in terms.items()}
 
 
-def makes_memory(node: fx.Node) -> bool:
+def may_allocate(node: fx.Node) -> bool:
     """Return whether a node calls an operator that may allocate; not a view, nor a view that copies if needed."""
     return node.op == "call_function" and node.target not in COPIES_WHERE_NEEDED and not getattr(node.target, "is_view", False)
 
 
-def whole_weights(module: fx.GraphModule) -> frozenset[fx.Node]:
+def gathered_weights(module: fx.GraphModule) -> frozenset[fx.Node]:
     """Return the nodes that gather weights, and the nodes that combine gathered weights.
 
     These depend on nothing but the graph's inputs.
     """
-    given = set(module.graph.find_nodes(op="placeholder"))
-    computable, found = set(given), set[fx.Node]()
+    placeholders = set(module.graph.find_nodes(op="placeholder"))
+    computable, weights = set(placeholders), set[fx.Node]()
     for node in module.graph.nodes:
         is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem
         if is_operator and node.all_input_nodes and computable.issuperset(node.all_input_nodes):
             computable.add(node)
-            sent = sent_by_node(node)
-            is_gather = sent is not None and sent.kind == GATHERS
-            if is_gather or (sent is None and not found.isdisjoint(node.all_input_nodes)):
-                found.add(node)
-    return frozenset(found)
+            traffic = sent_by_node(node)
+            is_gather = traffic is not None and traffic.kind == GATHERS
+            if is_gather or (traffic is None and not weights.isdisjoint(node.all_input_nodes)):
+                weights.add(node)
+    return frozenset(weights)
 
 
-def _gradients(module: fx.GraphModule) -> frozenset[fx.Node]:
+def _gradient_nodes(module: fx.GraphModule) -> frozenset[fx.Node]:
     """Return the nodes that only lead to results, through no loop."""
     output = module.graph.output_node()
-    found: set[fx.Node] = set()
+    gradients: set[fx.Node] = set()
     for node in reversed(module.graph.nodes):
-        if node.op == "call_function" and node.users and all(user is output or user in found for user in node.users):
-            found.add(node)
-    return frozenset(found)
+        if node.op == "call_function" and node.users and all(user is output or user in gradients for user in node.users):
+            gradients.add(node)
+    return frozenset(gradients)
 
 
-def _exchanged(module: fx.GraphModule, others: frozenset[fx.Node]) -> frozenset[fx.Node]:
+def _exchanged_nodes(module: fx.GraphModule, excluded: frozenset[fx.Node]) -> frozenset[fx.Node]:
     """Return the rows that ranks exchange, and the same rows in another layout before and after."""
-    sent = {node for node in module.graph.nodes if node not in others and sent_by_node(node) is not None}
-    found = set(sent)
+    collectives = {node for node in module.graph.nodes if node not in excluded and sent_by_node(node) is not None}
+    exchanged = set(collectives)
     for node in module.graph.nodes:
-        if node.op == "call_function" and _moves(node) and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
+        if node.op == "call_function" and _only_moves(node) and not exchanged.isdisjoint(node.all_input_nodes):
+            exchanged.add(node)
     for node in reversed(module.graph.nodes):
-        if node.op == "call_function" and _moves(node) and node.users and found.issuperset(node.users) and node not in others:
-            found.add(node)
-    return frozenset(found)
+        if (
+            node.op == "call_function"
+            and _only_moves(node)
+            and node.users
+            and exchanged.issuperset(node.users)
+            and node not in excluded
+        ):
+            exchanged.add(node)
+    return frozenset(exchanged)
 
 
-def _moves(node: fx.Node) -> bool:
+def _only_moves(node: fx.Node) -> bool:
+    """Return whether a node only waits for values, moves them, or selects one of several results."""
     is_wait = isinstance(node.target, OpOverload) and node.target.name() in WAITS
     return is_wait or node.target in MOVES or node.target is operator.getitem

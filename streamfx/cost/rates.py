@@ -22,6 +22,7 @@ class Rates:
     tokens: int
 
     def seconds(self, flops: int = 0, moved: int = 0, launches: int = 0) -> float:
+        """Return the time of some work: FLOPs, bytes moved, and kernel launches, added up."""
         return flops / self.flops + moved / self.bandwidth + launches * self.launch
 
 
@@ -30,4 +31,5 @@ CUDA = Rates(flops=5e14, bandwidth=2e12, launch=5e-6, tokens=2048)  # for 16-bit
 
 
 def rates_of(device: torch.device) -> Rates:
+    """Return the speeds of a device's kind."""
     return CPU if kind_of(device).type == "cpu" else CUDA

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from streamfx.cost.categories import GRADIENTS
-from streamfx.cost.gradient_copies import lies_as
+from streamfx.cost.gradient_copies import needs_no_copy
 from streamfx.cost.meter import Delta, Meter
 from streamfx.ir.release_plan import ReleaseSegment
 from streamfx.kernels.mask_programs import looking
@@ -32,36 +32,40 @@ class ReleasedGradients:
     taken: dict[int, int]
 
 
-def run_in_stretches(
-    backward: fx.GraphModule, arguments: list[Any], handed: ReleasedGradients, given: Sequence[Any], meter: Meter
+def run_in_segments(
+    backward: fx.GraphModule, arguments: list[Any], released: ReleasedGradients, inputs: Sequence[Any], meter: Meter
 ) -> None:
     """Run a backward graph, or a copy with the same names, in segments; gradients that are not taken stay in memory.
 
-    `given` are the inputs of the forward graph.
+    `inputs` are the inputs of the forward graph.
     """
     results: dict[int, Any] = {}
     with looking(found_before(arguments)):
-        run = _segments_of(backward, handed)(arguments, results)
+        run = _segments_of(backward, released)(arguments, results)
         next(run)
         for number, _ in enumerate(run):
-            if number >= handed.first:
-                _take(results, handed, given, meter)
+            if number >= released.first:
+                _release(results, released, inputs, meter)
 
 
-def _take(results: dict[int, Any], handed: ReleasedGradients, given: Sequence[Any], meter: Meter) -> None:
+def _release(results: dict[int, Any], released: ReleasedGradients, inputs: Sequence[Any], meter: Meter) -> None:
     """Release gradients one by one: autograd copies a gradient whose layout differs from its input's."""
-    for place in sorted(handed.taken.keys() & results.keys()):
-        gradient, value = results.pop(place), given[handed.taken[place]]
-        if isinstance(value, Tensor) and gradient.shape == value.shape and not lies_as(gradient, value):
+    for index in sorted(released.taken.keys() & results.keys()):
+        gradient, input_value = results.pop(index), inputs[released.taken[index]]
+        if isinstance(input_value, Tensor) and gradient.shape == input_value.shape and not needs_no_copy(gradient, input_value):
             meter.reached(Delta(gradient.nbytes, {GRADIENTS: gradient.nbytes}))
 
 
-def _segments_of(backward: fx.GraphModule, handed: ReleasedGradients) -> Stretches:
-    known = {node.name: node for node in backward.graph.nodes}
+def _segments_of(backward: fx.GraphModule, released: ReleasedGradients) -> Stretches:
+    """Return the segments of a backward graph as callables; nodes of the release plan are looked up by name."""
+    nodes_by_name = {node.name: node for node in backward.graph.nodes}
 
-    def in_graph(delivery: ReleaseSegment) -> ReleaseSegment:
-        gradients = {place: known[node.name] for place, node in delivery.gradients.items()}
-        return ReleaseSegment(tuple(known[node.name] for node in delivery.operators), (), gradients)
+    def in_graph(segment: ReleaseSegment) -> ReleaseSegment:
+        """Return a segment with the nodes of this graph in place of the plan's."""
+        gradients = {index: nodes_by_name[node.name] for index, node in segment.gradients.items()}
+        return ReleaseSegment(tuple(nodes_by_name[node.name] for node in segment.operators), (), gradients)
 
-    pairs = [(delivery, [call_of(node, backward) for node in delivery.operators]) for delivery in map(in_graph, handed.stretches)]
-    return stretches_of("backward", backward.graph.find_nodes(op="placeholder"), pairs)
+    segments = [
+        (segment, [call_of(node, backward) for node in segment.operators]) for segment in map(in_graph, released.stretches)
+    ]
+    return stretches_of("backward", backward.graph.find_nodes(op="placeholder"), segments)

@@ -31,24 +31,24 @@ class Repeat:
         return (self.count - self.kept) // self.period
 
 
-def step_of_all(few: EagerStep, repeat: Repeat) -> EagerStep | None:
+def step_of_all(step_of_few: EagerStep, repeat: Repeat) -> EagerStep | None:
     """Return the step of all layers, from the step of the kept layers; None if the recorded layers do not repeat.
 
     The FLOPs of the layers alone are unknown.
     """
     front, period = repeat.front, repeat.period
-    places = [_layer_marks(few.forward, range(repeat.kept), [front, front + period, front + 2 * period])]
-    halves = [few.forward]
-    if few.backward is not None:
+    marks_of_halves = [_layer_marks(step_of_few.forward, range(repeat.kept), [front, front + period, front + 2 * period])]
+    halves = [step_of_few.forward]
+    if step_of_few.backward is not None:
         ends = [front + 2 * period - 1, front + period - 1, front - 1]
-        places.append(_layer_marks(few.backward, range(repeat.kept)[::-1], ends))
-        halves.append(few.backward)
+        marks_of_halves.append(_layer_marks(step_of_few.backward, range(repeat.kept)[::-1], ends))
+        halves.append(step_of_few.backward)
     results: list[EagerHalf] = []
-    rise = Point(NO_WORK, {})
-    for half, marks in zip(halves, places, strict=True):
+    shift = Point(NO_WORK, {})
+    for half, marks in zip(halves, marks_of_halves, strict=True):
         if marks is None or not _repeats(half, marks):
             return None
-        result, rise = _with_copies(half, marks, rise, repeat.copies)
+        result, shift = _with_copies(half, marks, shift, repeat.copies)
         results.append(result)
     return EagerStep(results[0], results[1] if len(results) > 1 else None)
 
@@ -64,11 +64,13 @@ def _layer_marks(half: EagerHalf, order: range, layers: list[int]) -> list[WorkM
 def _repeats(half: EagerHalf, marks: list[WorkMark]) -> bool:
     """Return whether the segment between the first two marks equals the segment between the last two."""
     first, second, third = marks
-    one, other = half.points[first.position : second.position], half.points[second.position : third.position]
+    first_segment, second_segment = half.points[first.position : second.position], half.points[second.position : third.position]
     start, middle, end = (_state_at(half, mark) for mark in marks)
-    if len(one) != len(other) or _between(start, middle) != _between(middle, end):
+    if len(first_segment) != len(second_segment) or _change_between(start, middle) != _change_between(middle, end):
         return False
-    return all(_between(start, a) == _between(middle, b) for a, b in zip(one, other, strict=True))
+    return all(
+        _change_between(start, a) == _change_between(middle, b) for a, b in zip(first_segment, second_segment, strict=True)
+    )
 
 
 def _state_at(half: EagerHalf, mark: WorkMark) -> Point:
@@ -77,22 +79,22 @@ def _state_at(half: EagerHalf, mark: WorkMark) -> Point:
     return Point(mark.work, terms)
 
 
-def _between(before: Point, after: Point) -> tuple[Work, Mapping[str, int]]:
+def _change_between(start: Point, end: Point) -> tuple[Work, Mapping[str, int]]:
     """Return the work done and the changes of the live bytes between two points."""
-    names = {*before.terms, *after.terms}
-    changes = {name: after.terms.get(name, 0) - before.terms.get(name, 0) for name in names}
-    return after.work.minus(before.work), {name: change for name, change in changes.items() if change}
+    names = {*start.terms, *end.terms}
+    changes = {name: end.terms.get(name, 0) - start.terms.get(name, 0) for name in names}
+    return end.work.minus(start.work), {name: change for name, change in changes.items() if change}
 
 
-def _with_copies(half: EagerHalf, marks: list[WorkMark], rise: Point, copies: int) -> tuple[EagerHalf, Point]:
-    """Repeat a segment in a half that starts `rise` above; return the half, and its rise at the end."""
+def _with_copies(half: EagerHalf, marks: list[WorkMark], shift_at_start: Point, copies: int) -> tuple[EagerHalf, Point]:
+    """Repeat a segment in a half that is shifted by `shift_at_start`; return (the half, its shift at the end)."""
     first, second, _ = marks
-    each = Point(*_between(_state_at(half, first), _state_at(half, second)))
-    stretch = half.points[first.position : second.position]
-    points = [point.above(rise.work, rise.terms) for point in half.points[: second.position]]
-    here = rise
+    period_change = Point(*_change_between(_state_at(half, first), _state_at(half, second)))
+    segment = half.points[first.position : second.position]
+    points = [point.above(shift_at_start.work, shift_at_start.terms) for point in half.points[: second.position]]
+    shift = shift_at_start
     for _ in range(copies):
-        here = here.above(each.work, each.terms)
-        points += [point.above(here.work, here.terms) for point in stretch]
-    points += [point.above(here.work, here.terms) for point in half.points[second.position :]]
-    return EagerHalf(tuple(points), half.work.plus(here.work)), here
+        shift = shift.above(period_change.work, period_change.terms)
+        points += [point.above(shift.work, shift.terms) for point in segment]
+    points += [point.above(shift.work, shift.terms) for point in half.points[second.position :]]
+    return EagerHalf(tuple(points), half.work.plus(shift.work)), shift

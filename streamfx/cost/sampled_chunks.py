@@ -12,8 +12,8 @@ from itertools import pairwise
 from streamfx.cost.curve import Curve, Point, shortened
 from streamfx.cost.work import Work
 
-MOST_TEETH = 16  # groups of chunks in a loop
-POINTS_OF_TOOTH = 12
+MOST_GROUPS = 16  # groups of chunks in a loop
+POINTS_PER_GROUP = 12
 
 
 @dataclass(frozen=True)
@@ -26,44 +26,57 @@ class SampledChunk:
 
     @property
     def highest(self) -> int:
+        """The peak of the chunk above the start of the loop."""
         return max((point.total for point in self.points), default=0)
 
 
-def curve_of_chunks(before: Sequence[Point], ran: Sequence[SampledChunk], count: int, work_of: Callable[[range], Work]) -> Curve:
+def curve_of_chunks(
+    points_before: Sequence[Point], sampled: Sequence[SampledChunk], count: int, work_of: Callable[[range], Work]
+) -> Curve:
     """Return the curve of a loop with `count` chunks.
 
-    `before` was recorded before the chunks; `work_of` returns the work of a range of chunks.
+    `points_before` was recorded before the chunks; `work_of` returns the work of a range of chunks.
     """
     groups = groups_of(count)
-    points, done = list(before), Work()
+    points, work_done = list(points_before), Work()
     for group in groups:
-        shown, work = _representative(group, ran), work_of(group)
-        points += _rescaled(shown, work, done)
-        done = done.plus(work)
-    return Curve(tuple(points), (), done)
+        chunk, work = _representative(group, sampled), work_of(group)
+        points += _rescaled(chunk, work, work_done)
+        work_done = work_done.plus(work)
+    return Curve(tuple(points), (), work_done)
 
 
 def groups_of(count: int) -> list[range]:
     """Return chunk indices in groups of about equal size; the first and the last chunk are separate."""
-    if count <= MOST_TEETH:
+    if count <= MOST_GROUPS:
         return [range(position, position + 1) for position in range(count)]
-    inner, parts = count - 2, MOST_TEETH - 2
-    bounds = [1 + inner * part // parts for part in range(parts + 1)]
+    inner_chunks, inner_groups = count - 2, MOST_GROUPS - 2
+    bounds = [1 + inner_chunks * group // inner_groups for group in range(inner_groups + 1)]
     return [range(1), *(range(*pair) for pair in pairwise(bounds)), range(count - 1, count)]
 
 
-def _representative(group: range, ran: Sequence[SampledChunk]) -> SampledChunk:
+def _representative(group: range, sampled: Sequence[SampledChunk]) -> SampledChunk:
     """Return the highest chunk that ran in a group, or the nearest one."""
-    inside = [one for one in ran if one.position in group]
-    if inside:
-        return max(inside, key=lambda one: one.highest)
+    in_group = [chunk for chunk in sampled if chunk.position in group]
+    if in_group:
+        return max(in_group, key=lambda chunk: chunk.highest)
     middle = group[len(group) // 2]
-    return min(ran, key=lambda one: abs(one.position - middle))
+    return min(sampled, key=lambda chunk: abs(chunk.position - middle))
 
 
-def _rescaled(shown: SampledChunk, work: Work, done: Work) -> Iterator[Point]:
+def _rescaled(chunk: SampledChunk, work: Work, work_done: Work) -> Iterator[Point]:
     """Stretch the points of a chunk over the work of a group."""
-    begin = shown.points[0].work if shown.points else Work()
-    for point in shortened(shown.points, POINTS_OF_TOOTH):
-        parts = zip(point.work.minus(begin), shown.work, work, strict=True)
-        yield Point(done.plus(Work(*(to * min(part, of) // of if of else 0 for part, of, to in parts))), point.terms)
+    begin = chunk.points[0].work if chunk.points else Work()
+    for point in shortened(chunk.points, POINTS_PER_GROUP):
+        counters = zip(point.work.minus(begin), chunk.work, work, strict=True)
+        yield Point(
+            work_done.plus(
+                Work(
+                    *(
+                        group_total * min(at_point, chunk_total) // chunk_total if chunk_total else 0
+                        for at_point, chunk_total, group_total in counters
+                    )
+                )
+            ),
+            point.terms,
+        )

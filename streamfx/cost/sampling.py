@@ -18,7 +18,7 @@ from torch import Tensor
 from streamfx.cost.categories import LoopTerms
 from streamfx.cost.curve import Curve, LoopInterval, Point
 from streamfx.cost.meter import Delta, Meter
-from streamfx.cost.sampled_chunks import MOST_TEETH, SampledChunk, curve_of_chunks
+from streamfx.cost.sampled_chunks import MOST_GROUPS, SampledChunk, curve_of_chunks
 from streamfx.cost.work import Work
 from streamfx.ir.program import (
     Buffer,
@@ -55,102 +55,113 @@ class SampledLoop(Loop):
     """
 
     def __init__(self, spec: LoopSpec, meter: Meter, terms: LoopTerms, known: dict[Any, LoopRun]) -> None:
+        """Wrap a loop; `known` caches costs by signature and argument shapes, `terms` has its categories."""
         super().__init__(spec)
         self.meter, self.terms, self.known = meter, terms, known
         self.work, self.rows, self.count, self.length = Work(), 0, 0, 0
-        self._stretches: list[range] = []
+        self._segments: list[range] = []
         self._costs: dict[int, Work] = {}
-        self._upcoming: Iterator[int] = iter(())
-        self._is_known = False
-        self._marks: list[tuple[int, int]] = []  # the index of a chunk, and the number of points recorded before it
+        self._sampled_positions: Iterator[int] = iter(())
+        self._is_cached = False
+        self._chunk_starts: list[tuple[int, int]] = []  # the index of a chunk, and the number of points recorded before it
 
     def chunks(self, length: int, env: Env) -> Sequence[Chunk]:
+        """Return the (start, stop) rows of the chunks to run: none if the cost is cached, else a sample of each segment."""
         self.rows, self.length = self.rows_per_chunk(length, env), length
-        every = Chunks(length, self.rows, self.spec.reverse)
-        self.count = len(every)
-        if self._is_known:
+        all_chunks = Chunks(length, self.rows, self.spec.reverse)
+        self.count = len(all_chunks)
+        if self._is_cached:
             return []
-        self._stretches = stretches(every, self._edges(env))
-        picked = [position for stretch in self._stretches for position in sample_of(stretch)]
-        self._upcoming = iter(picked)
-        return [every[position] for position in picked]
+        self._segments = segments_of(all_chunks, self._edges(env))
+        sampled = [position for segment in self._segments for position in sample_of(segment)]
+        self._sampled_positions = iter(sampled)
+        return [all_chunks[position] for position in sampled]
 
     def runner(self, bounds: Sequence[Chunk]) -> Callable[..., Sequence[Any]]:
+        """Return the function that runs the loop body on one chunk and counts its work."""
         return self._run_metered
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
+        """Run the sampled chunks, or none if the cost is cached; add the work and the curve of all chunks to the meter."""
         key = (signature_of(self.spec), self.terms, tuple(_shape(argument) for argument in arguments))
-        self._is_known, self._costs, self._marks = key in self.known, {}, []
-        before, alive = self.meter.work, dict(self.meter.live_terms)
+        self._is_cached, self._costs, self._chunk_starts = key in self.known, {}, []
+        work_before, terms_before = self.meter.work, dict(self.meter.live_terms)
         with self.meter.recorded_apart() as recorder:
-            if self._is_known:
+            if self._is_cached:
                 self.meter.reached(self.known[key].rise)
                 results = super().forward(*arguments)
             else:
                 with self.meter.rising() as rise:
                     results = super().forward(*arguments)
-                curve = Curve() if recorder is None else self._curve_of_all(recorder.points, before, alive)
+                curve = Curve() if recorder is None else self._curve_of_all(recorder.points, work_before, terms_before)
                 self.known[key] = LoopRun(rise, self._work_of_all(), curve)
-        known = self.known[key]
-        self.meter.work, self.work = before.plus(known.work), self.work.plus(known.work)
+        run = self.known[key]
+        self.meter.work, self.work = work_before.plus(run.work), self.work.plus(run.work)
         if self.meter.recorder is not None:
-            drawn = LoopInterval(self.spec.name, before, self.meter.work, self.count, min(self.count, MOST_TEETH))
-            self.meter.recorder.add(replace(known.curve.above(before, alive), loops=(drawn,)))
+            interval = LoopInterval(self.spec.name, work_before, self.meter.work, self.count, min(self.count, MOST_GROUPS))
+            self.meter.recorder.add(replace(run.curve.above(work_before, terms_before), loops=(interval,)))
             self.meter.recorder.note(self.meter.work, self.meter.live_terms)
         return results
 
-    def _curve_of_all(self, points: Sequence[Point], begin: Work, alive: Mapping[str, int]) -> Curve:
+    def _curve_of_all(self, points: Sequence[Point], begin: Work, terms_before: Mapping[str, int]) -> Curve:
         """Compute the curve of all chunks from the points of a few, relative to the memory and work before the loop."""
-        below, back = {name: -size for name, size in alive.items()}, Work().minus(begin)
-        rising = [point.above(back, below) for point in points]
-        ends = [first for _, first in self._marks[1:]] + [len(rising)]
-        ran = [
-            SampledChunk(position, self._costs[position], rising[first:stop])
-            for (position, first), stop in zip(self._marks, ends, strict=True)
+        minus_terms, minus_work = {name: -size for name, size in terms_before.items()}, Work().minus(begin)
+        relative = [point.above(minus_work, minus_terms) for point in points]
+        ends = [start for _, start in self._chunk_starts[1:]] + [len(relative)]
+        sampled = [
+            SampledChunk(position, self._costs[position], relative[start:stop])
+            for (position, start), stop in zip(self._chunk_starts, ends, strict=True)
         ]
-        return curve_of_chunks(rising[: self._marks[0][1]], ran, self.count, self._work_of)
+        return curve_of_chunks(relative[: self._chunk_starts[0][1]], sampled, self.count, self._work_of)
 
     def _work_of_all(self) -> Work:
-        return Work(*(sum(total(stretch, costs) for stretch in self._stretches) for costs in self._costs_by_kind()))
+        """Return the work of all chunks."""
+        return Work(*(sum(total_over(segment, costs) for segment in self._segments) for costs in self._costs_by_kind()))
 
     def _work_of(self, chunks: range) -> Work:
         """Return the work of some consecutive chunks."""
-        parts = [(stretch, range(max(stretch[0], chunks[0]), min(stretch[-1], chunks[-1]) + 1)) for stretch in self._stretches]
+        overlaps = [(segment, range(max(segment[0], chunks[0]), min(segment[-1], chunks[-1]) + 1)) for segment in self._segments]
         kinds = self._costs_by_kind()
-        return Work(*(sum(total_of(part, stretch, costs) for stretch, part in parts if part) for costs in kinds))
+        return Work(
+            *(sum(total_over_part(overlap, segment, costs) for segment, overlap in overlaps if overlap) for costs in kinds)
+        )
 
     def _costs_by_kind(self) -> list[dict[int, int]]:
+        """Return one dict per counter of `Work`, from the index of each chunk that ran to its value."""
         return [{position: cost[i] for position, cost in self._costs.items()} for i in range(len(Work._fields))]
 
     def _run_metered(self, *feeds: Any) -> Sequence[Any]:
-        before, position = self.meter.work, next(self._upcoming)
+        """Run the loop body on the next sampled chunk, and store its work by chunk index."""
+        work_before, position = self.meter.work, next(self._sampled_positions)
         if self.meter.recorder is not None:
-            self._marks.append((position, len(self.meter.recorder.points)))
+            self._chunk_starts.append((position, len(self.meter.recorder.points)))
         with self._named(self.terms.chunk):
             outputs: Sequence[Any] = self.spec.body(*feeds)
             self.meter.flush()
-        self._costs[position] = self.meter.work.minus(before)
+        self._costs[position] = self.meter.work.minus(work_before)
         return outputs
 
     # -- terms
 
     @contextmanager
     def _named(self, term: str) -> Iterator[None]:
-        before, self.meter.term = self.meter.term, term
+        """Count storages allocated inside under a category."""
+        outer_term, self.meter.term = self.meter.term, term
         try:
             yield
         finally:
-            self.meter.term = before
+            self.meter.term = outer_term
 
     def _term(self, item: Buffer | ConcatOutput) -> str:
         """Return the term of the memory of a buffer or of a result."""
-        stacked = [own for own in self.spec.yields if isinstance(own, ConcatOutput)]
+        stacked = [candidate for candidate in self.spec.yields if isinstance(candidate, ConcatOutput)]
         terms = zip((*self.spec.buffers, *stacked), (*self.terms.buffers, *self.terms.stacked), strict=True)
-        return next(term for own, term in terms if own is item)
+        return next(term for candidate, term in terms if candidate is item)
 
-    def _adopted(self, item: ConcatOutput, made: Tensor) -> Tensor:
-        self.meter.rename(made, self._term(item))
-        return made
+    def _adopted(self, item: ConcatOutput, result: Tensor) -> Tensor:
+        """Count the memory of a result that the loop body returned under the category of `item`."""
+        self.meter.rename(result, self._term(item))
+        return result
 
     def _result(self, item: ConcatOutput, tensors: Sequence[Any], env: Env) -> Tensor:
         """Return a result. Memory that it reuses counts under the result's term from now on."""
@@ -160,15 +171,17 @@ class SampledLoop(Loop):
         return result
 
     def _new_buffer(self, item: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
+        """Allocate a buffer or a result under its category."""
         with self._named(self._term(item)):
             return super()._new_buffer(item, env, zeroed)
 
     def _finished(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
+        """Return the result of a buffer, with copies counted under the buffer's category."""
         with self._named(self.terms.buffers[item.buffer]):
             return super()._finished(item, buffers, env)
 
     def _edges(self, env: Env) -> set[int]:
-        """Return the rows at which the size of a slice starts or stops to change."""
+        """Return the rows at which the size of a slice starts or stops to change, for all sliced operands."""
         edges: set[int] = set()
         for feed in self.spec.feeds:
             if isinstance(feed, (ChunkSlice, BufferPart)):
@@ -177,25 +190,26 @@ class SampledLoop(Loop):
         return edges
 
     def _edges_of(self, placement: Placement, selector: Selector, env: Env) -> set[int]:
-        first = self.size(placement.rows.offset, env)
-        ends = {first, first + self.size(placement.rows.length, env)}
+        """Return these rows for one sliced dimension: the ends of its rows, shifted by the bounds of the selector."""
+        start = self.size(placement.rows.offset, env)
+        ends = {start, start + self.size(placement.rows.length, env)}
         shifts = {0}
         if isinstance(selector, Span):
             shifts = {bound for bound in (selector.low, selector.high) if bound is not None}
         elif isinstance(selector, ShiftedRows):
-            own = self.size(selector.rows.offset, env)
-            ends |= {own, own + self.size(selector.rows.length, env)}
-            by = self.size(selector.by, env)
-            shifts = {0, by, by + selector.reach}
+            shifted_start = self.size(selector.rows.offset, env)
+            ends |= {shifted_start, shifted_start + self.size(selector.rows.length, env)}
+            window_shift = self.size(selector.by, env)
+            shifts = {0, window_shift, window_shift + selector.reach}
         return {end - shift for end in ends for shift in shifts}
 
 
-def stretches(chunks: Chunks, edges: Iterable[int]) -> list[range]:
+def segments_of(chunks: Chunks, edges: Iterable[int]) -> list[range]:
     """Return the indices of `chunks` in segments along which sizes change linearly; the first and last chunk are separate."""
-    single = {0, len(chunks) - 1}.union(*map(chunks.touching, edges))
+    single_chunks = {0, len(chunks) - 1}.union(*map(chunks.touching, edges))
     segments: list[range] = []
     start = 0
-    for position in sorted(single):
+    for position in sorted(single_chunks):
         if start < position:
             segments.append(range(start, position))
         segments.append(range(position, position + 1))
@@ -203,19 +217,19 @@ def stretches(chunks: Chunks, edges: Iterable[int]) -> list[range]:
     return segments
 
 
-def sample_of(stretch: range) -> list[int]:
+def sample_of(segment: range) -> list[int]:
     """Return the ends and the middle of a segment."""
-    return sorted({stretch[0], stretch[len(stretch) // 2], stretch[-1]})
+    return sorted({segment[0], segment[len(segment) // 2], segment[-1]})
 
 
-def total(stretch: range, costs: dict[int, int]) -> int:
+def total_over(segment: range, costs: dict[int, int]) -> int:
     """Sum the parabola through the sampled costs over a segment."""
-    return total_of(stretch, stretch, costs)
+    return total_over_part(segment, segment, costs)
 
 
-def total_of(part: range, stretch: range, costs: dict[int, int]) -> int:
-    """Sum the same parabola over part of the segment."""
-    points = [(position, costs[position]) for position in sample_of(stretch)]
+def total_over_part(part: range, segment: range, costs: dict[int, int]) -> int:
+    """Sum the parabola through the sampled costs of `segment` over `part` of it."""
+    points = [(position, costs[position]) for position in sample_of(segment)]
     constant, slope, curve = _parabola(points)
     first, count = part[0], len(part)
     last = first + count - 1
@@ -225,18 +239,19 @@ def total_of(part: range, stretch: range, costs: dict[int, int]) -> int:
 
 
 def _squares_up_to(last: int) -> int:
+    """Return the sum of the squares of 0 to `last`."""
     return last * (last + 1) * (2 * last + 1) // 6
 
 
 def _parabola(points: Sequence[tuple[int, int]]) -> tuple[Fraction, Fraction, Fraction]:
     """Return the coefficients of the polynomial through up to three points (Newton's form)."""
-    (x, y), *others = points
-    if not others:
+    (x, y), *other_points = points
+    if not other_points:
         return Fraction(y), Fraction(0), Fraction(0)
-    slopes = [Fraction(other - y, at - x) for at, other in others]
-    curve = (slopes[1] - slopes[0]) / (others[1][0] - others[0][0]) if len(others) == 2 else Fraction(0)
-    second = others[0][0]
-    return y - slopes[0] * x + curve * x * second, slopes[0] - curve * (x + second), curve
+    slopes = [Fraction(other_y - y, other_x - x) for other_x, other_y in other_points]
+    curve = (slopes[1] - slopes[0]) / (other_points[1][0] - other_points[0][0]) if len(other_points) == 2 else Fraction(0)
+    second_x = other_points[0][0]
+    return y - slopes[0] * x + curve * x * second_x, slopes[0] - curve * (x + second_x), curve
 
 
 def signature_of(spec: LoopSpec) -> tuple[Any, ...]:
@@ -247,4 +262,5 @@ def signature_of(spec: LoopSpec) -> tuple[Any, ...]:
 
 
 def _shape(value: Any) -> Any:
+    """Return the dtype, shape, and strides of a tensor; any other value unchanged."""
     return (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, Tensor) else value

@@ -60,15 +60,18 @@ class Work(NamedTuple):
         """Return the work without `hidden` attention FLOPs, on pairs that masks hide, taken from each kernel in proportion."""
 
         def shown(count: int) -> int:
+            """Return the part of a kernel's FLOPs that masks do not hide."""
             return count - hidden * count // self.attention_flops if hidden else count
 
         kernels = {name: shown(getattr(self, name)) for name in ATTENTION}
         return self._replace(flops=self.flops - hidden, attention_flops=self.attention_flops - hidden, **kernels)
 
     def plus(self, other: Work) -> Work:
+        """Return the sum of both, counter by counter."""
         return Work(*map(operator.add, self, other))
 
     def minus(self, other: Work) -> Work:
+        """Return the difference, counter by counter."""
         return Work(*map(operator.sub, self, other))
 
 
@@ -77,4 +80,5 @@ NO_WORK = Work()
 
 
 def summed(works: Iterable[Work]) -> Work:
+    """Return the sum of all works."""
     return reduce(Work.plus, works, NO_WORK)

@@ -36,21 +36,24 @@ def workspace_of(target: Any, args: Any, kwargs: Any) -> int:
     if formula is None:
         return 0
     arguments = arguments_by_name(target, args, kwargs)
-    first: Tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
-    return 0 if kind_of(first.device).type == "cpu" else formula(arguments)
+    first_tensor: Tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
+    return 0 if kind_of(first_tensor.device).type == "cpu" else formula(arguments)
 
 
 def _flash_backward(arguments: Arguments) -> int:
-    """flash_attn/flash_api.cpp: mha_bwd: softmax_d, dq_accum, dk_expanded and dv_expanded."""
+    """Return the bytes of softmax_d, dq_accum, dk_expanded, and dv_expanded (flash_attn/flash_api.cpp: mha_bwd)."""
     batch, heads, rows, width = arguments["query"].shape
     groups, keys = arguments["key"].shape[1:3]
-    rows, padded = _up(rows, 128), _up(width, 32 if width <= 128 else 64)
+    rows, padded = _round_up(rows, 128), _round_up(width, 32 if width <= 128 else 64)
     expanded = 2 * batch * keys * heads * width * arguments["query"].element_size() if groups != heads else 0
     return batch * heads * rows * (1 + padded) * FLOAT + expanded
 
 
 def _cudnn_backward(arguments: Arguments) -> int:
-    """cudnn-frontend: node/scaled_dot_product_flash_attention.h: softmax_sum, dQ_accum, dK_fullhead and dV_fullhead."""
+    """Return the bytes of softmax_sum, dQ_accum, dK_fullhead, and dV_fullhead.
+
+    cudnn-frontend: node/scaled_dot_product_flash_attention.h.
+    """
     batch, heads, rows, width = arguments["query"].shape
     groups, keys, value_width = arguments["value"].shape[1:]
     expanded = batch * keys * heads * (width + value_width) * arguments["query"].element_size() if groups != heads else 0
@@ -63,14 +66,14 @@ def _no_workspace(arguments: Arguments) -> int:
 
 
 def _flash_rows_backward(arguments: Arguments) -> int:
-    """Return the same for [b m h d], or for packed documents [m h d], each with padding rows after its last."""
-    given = {name: arguments[name] for name in ("query", "key", "value")}
+    """Return `_flash_backward` for [b m h d], or for packed documents [m h d], each with padding rows after its last."""
+    operands = {name: arguments[name] for name in ("query", "key", "value")}
     if arguments["cum_seq_q"] is None:
-        return _flash_backward({name: value.transpose(1, 2) for name, value in given.items()})
-    _, heads, width = given["query"].shape
-    more = flash_varlen.MARGIN * (len(arguments["cum_seq_q"]) - 1)
-    made = _flash_backward({name: value.transpose(0, 1)[None] for name, value in given.items()})
-    return made + heads * more * (1 + _up(width, 32 if width <= 128 else 64)) * FLOAT
+        return _flash_backward({name: value.transpose(1, 2) for name, value in operands.items()})
+    _, heads, width = operands["query"].shape
+    padding_rows = flash_varlen.MARGIN * (len(arguments["cum_seq_q"]) - 1)
+    unpadded = _flash_backward({name: value.transpose(0, 1)[None] for name, value in operands.items()})
+    return unpadded + heads * padding_rows * (1 + _round_up(width, 32 if width <= 128 else 64)) * FLOAT
 
 
 def _efficient_rows_backward(arguments: Arguments) -> int:
@@ -79,25 +82,28 @@ def _efficient_rows_backward(arguments: Arguments) -> int:
 
 
 def _window_backward(arguments: Arguments) -> int:
-    """`flash_window.py`: the workspace of flash attention, or of the memory-efficient kernel."""
+    """Return the workspace of flash attention, or of the memory-efficient kernel, as `flash_window.py` chooses."""
     is_flash = cuda_attention.takes_flash(arguments["query"], arguments["value"], arguments.get("scale"))
     return _flash_backward(arguments) if is_flash else _efficient_backward(arguments)
 
 
 def _efficient_backward(arguments: Arguments) -> int:
-    """attention_backward.cu: delta; mem_eff_attention/kernel_backward.h: workspace_elements_gq, and _gk and _gv of wide heads."""
+    """Return the bytes of delta, and of workspace_elements_gq (of wide heads, also _gk and _gv).
+
+    attention_backward.cu; mem_eff_attention/kernel_backward.h.
+    """
     batch, heads, rows, width = arguments["query"].shape
     keys, value_width = arguments["value"].shape[2:]
     elements = rows
     if arguments["query"].dtype != torch.float32:
-        elements += _up(rows, 64) * _up(width, 64)
+        elements += _round_up(rows, 64) * _round_up(width, 64)
         if max(width, value_width) > 128:  # kOutputInRF
-            elements += _up(keys, 64) * (_up(width, 64) + _up(value_width, 64))
+            elements += _round_up(keys, 64) * (_round_up(width, 64) + _round_up(value_width, 64))
     return batch * heads * elements * FLOAT
 
 
 def _arranged_product(arguments: Arguments) -> int:
-    """Rows sorted by group, and their products before they are put back; 0 if each group is multiplied separately."""
+    """Return the bytes of rows sorted by group and of their products; 0 if each group is multiplied separately."""
     x, weight = arguments["x"], arguments["weight"]
     if not grouped_mm.has_kernel(x, weight) and grouped_mm.multiplies_by_group(x, weight):
         return 0
@@ -109,11 +115,12 @@ def _added_outer(arguments: Arguments) -> int:
     total, x, y = arguments["total"], arguments["x"], arguments["y"]
     if grouped_mm.adds_by_group(total, x, y):
         return 0
-    whole = total.numel() * x.element_size() if grouped_mm.has_kernel(x, y) else 0
-    return x.nbytes + y.nbytes + whole
+    all_groups = total.numel() * x.element_size() if grouped_mm.has_kernel(x, y) else 0
+    return x.nbytes + y.nbytes + all_groups
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
+    """Round a number up to a multiple."""
     return math.ceil(number / multiple) * multiple
 
 

@@ -66,9 +66,9 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
         >>> streamfx.disable(model)
     """
     from_environment()  # report invalid variables now, not at the first call of the model
-    given = merged(options, keywords, ORIGIN)
+    chosen = merged(options, keywords, ORIGIN)
     check_dynamic(dynamic)
-    return enabled(trainer_or_model, given, dynamic)
+    return enabled(trainer_or_model, chosen, dynamic)
 
 
 @refusing(IntegrationError, "streamfx.disable(...)")

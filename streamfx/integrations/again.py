@@ -9,36 +9,38 @@ from torch import nn
 
 from streamfx.integrations.enabled import EnabledModules
 from streamfx.integrations.parts import calls_of
-from streamfx.integrations.targets import found_in, models_of
+from streamfx.integrations.targets import find_targets, models_of
 from streamfx.log import log
 
 REPLACED = "streamfx.enable: options %s take the place of %s, with which the model was enabled before"
 
 
-def enabled(given: Any, options: Mapping[str, Any], dynamic: bool | None) -> EnabledModules:
+def enabled(model_or_trainer: Any, options: Mapping[str, Any], dynamic: bool | None) -> EnabledModules:
     """Return the existing handle if the same modules are enabled with the same options; otherwise enable them,
     replacing the old one.
     """
-    modules = {target.module for target in found_in(given).targets}
-    before = next((one for one in _handles_of(modules) if {target.module for target in one.targets} == modules), None)
-    if before is not None:
-        if (before.options, before.dynamic) == (dict(options), dynamic):
-            return before
-        log.warning(REPLACED, _with_dynamic(options, dynamic), _with_dynamic(before.options, before.dynamic))
-        before.disable()
-    return EnabledModules(given, options, dynamic)
+    modules = {target.module for target in find_targets(model_or_trainer).targets}
+    existing = next((handle for handle in _handles_of(modules) if {target.module for target in handle.targets} == modules), None)
+    if existing is not None:
+        if (existing.options, existing.dynamic) == (dict(options), dynamic):
+            return existing
+        log.warning(REPLACED, _with_dynamic(options, dynamic), _with_dynamic(existing.options, existing.dynamic))
+        existing.disable()
+    return EnabledModules(model_or_trainer, options, dynamic)
 
 
-def enabled_in(given: Any) -> list[EnabledModules]:
+def enabled_in(model_or_trainer: Any) -> list[EnabledModules]:
     """Return all handles that belong to a model or a trainer."""
-    if isinstance(given, EnabledModules):
-        return [given]
-    return _handles_of(part for _, model in models_of(given, "disable") for part in model.modules())
+    if isinstance(model_or_trainer, EnabledModules):
+        return [model_or_trainer]
+    return _handles_of(module for _, model in models_of(model_or_trainer, "disable") for module in model.modules())
 
 
 def _handles_of(modules: Iterable[nn.Module]) -> list[EnabledModules]:
+    """Return the handles through which some modules are enabled, each once."""
     return list(dict.fromkeys(calls.enabled for module in modules if (calls := calls_of(module)) is not None))
 
 
 def _with_dynamic(options: Mapping[str, Any], dynamic: bool | None) -> dict[str, Any]:
+    """Return the options with `dynamic` among them, if it is set; for a log message."""
     return {**options, **({} if dynamic is None else {"dynamic": dynamic})}

@@ -41,6 +41,7 @@ class StreamCallback(TrainerCallback):
     """
 
     def __init__(self, *, dynamic: bool | None = None, options: Any = None, **keywords: Any) -> None:
+        """Check the options now; the model is enabled when training begins."""
         check_dynamic(dynamic)
         self.options, self.dynamic = merged(options, keywords, ORIGIN), dynamic
         self.enabled: EnabledModules | None = None  # the current or the last handle
@@ -49,9 +50,9 @@ class StreamCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
         """Enable the model."""
         trainer = SimpleNamespace(model=model, args=args)
-        before = enabled_in(model)
+        handles_before = enabled_in(model)
         self.enabled, self._has_reported = enabled(trainer, self.options, self.dynamic), False
-        self._owns_handle = self._owns_handle or self.enabled not in before
+        self._owns_handle = self._owns_handle or self.enabled not in handles_before
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Report after the first step how the model is chunked, on the first process."""

@@ -17,11 +17,11 @@ from torch import nn
 
 from streamfx.frontend.backend import streambp
 from streamfx.integrations import packing, plain_weights
-from streamfx.integrations.engines import DATA_PARALLEL, is_held
+from streamfx.integrations.engines import DATA_PARALLEL, is_sharded_by_engine
 from streamfx.tools.inspect.side_effect_guard import ENABLED
 from streamfx.tools.report.first_step_notice import Compiled, noted_in
 from streamfx.torch_private.autograd import is_in_data_parallel
-from streamfx.torch_private.dynamo import cause_of, gives_back, is_switched_off, is_traced_here, isolated
+from streamfx.torch_private.dynamo import cause_of, is_disabled_by_environment, is_switched_off, is_traced_here, isolated
 
 CACHES = ("past_key_values", "cache_params")
 HOOK = "make_inputs_require_grads"  # only used for checkpointing: parameter gradients are the same without it
@@ -42,41 +42,46 @@ class Calls:
     enabled: Any = None  # the `EnabledModules` that holds this object
 
     def __init__(
-        self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, look_again: Callable[[], bool]
+        self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, enable_wrapped: Callable[[], bool]
     ) -> None:
+        """Compile two versions of a module's call: one that returns its key-value cache, and one that drops it."""
         self.module, self.counts = module, CallCounts()
         setattr(self, ENABLED, self)
-        self._is_off = gives_back()
-        self._look_again, self._has_checked_parts = look_again, False
+        self._was_off_at_start = is_disabled_by_environment()
+        self._enable_wrapped, self._has_checked_parts = enable_wrapped, False
         keywords = {"dynamic": dynamic, "options": dict(options), **isolated()}
-        self.asks = packing.asks(self.module)
-        wrap = packing.told if self.asks else _unchanged
+        self.needs_boundaries = packing.needs_boundaries(self.module)
+        wrap = packing.with_boundaries if self.needs_boundaries else _without_boundaries
         self._with_cache = torch.compile(wrap(self.module._call_impl), backend=streambp, **keywords)
         self._without_cache = torch.compile(wrap(without_cache(self.module._call_impl)), backend=streambp, **keywords)
 
     def install(self) -> None:
+        """Replace the module's `__call__`, and the functions of other libraries that would break its graph."""
         self.module._compiled_call_impl = self
         plain_weights.listen()
-        if self.asks:
+        if self.needs_boundaries:
             packing.listen()
 
     def remove(self) -> None:
+        """Undo `install`, if it still holds."""
         if self.is_installed:
             self.module._compiled_call_impl = None
             plain_weights.forget()
-            if self.asks:
+            if self.needs_boundaries:
                 packing.forget()
 
     @property
     def is_installed(self) -> bool:
+        """Whether the module is called through this object now."""
         return self.module._compiled_call_impl is self
 
     @property
     def is_off(self) -> bool:
         """Whether compilation is switched off globally."""
-        return self._is_off or is_switched_off()
+        return self._was_off_at_start or is_switched_off()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module compiled, or its original forward if it is being traced, generates, or compilation is off."""
         is_traced = is_traced_here()
         if not is_traced and self._was_wrapped_later():
             return self.module(*args, **kwargs)
@@ -86,23 +91,28 @@ class Calls:
         self.counts.compiled += 1
         self.engine = self.engine or (DATA_PARALLEL if is_in_data_parallel() else "")
         call = self._with_cache if keeps_cache(kwargs) else self._without_cache
-        args = (packing.found_in(args, kwargs), *args) if self.asks else args
-        return run(call, self.module, args, kwargs, seen=None if self.enabled is None else self.enabled.compiled)
+        args = (packing.find_boundaries(args, kwargs), *args) if self.needs_boundaries else args
+        return run(call, self.module, args, kwargs, compiled_graphs=None if self.enabled is None else self.enabled.compiled)
 
     def _was_wrapped_later(self) -> bool:
-        """Return whether an engine has taken over the model's weights after `enable`. The first call checks all modules."""
+        """Return whether an engine took over the weights after `enable`, whose modules are then enabled instead."""
         with_parts, self._has_checked_parts = not self._has_checked_parts, True
-        return is_held(self.module, with_parts) and self._look_again()
+        return is_sharded_by_engine(self.module, with_parts) and self._enable_wrapped()
 
 
 def run(
-    call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, sharers: int = 1, seen: list[Compiled] | None = None
+    call: Callable[..., Any],
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    sharers: int = 1,
+    compiled_graphs: list[Compiled] | None = None,
 ) -> Any:
     """Run a compiled call of a module; errors of the model are raised without the compiler's wrapper.
 
-    `sharers` modules share the graphs of the function. Graphs compiled during the call are appended to `seen`.
+    `sharers` modules share the graphs of the function. Graphs compiled during the call are appended to `compiled_graphs`.
     """
-    with graphs_as_wanted(sharers), without_checkpointing(module), noted_in(seen):
+    with dynamo_settings(sharers), without_checkpointing(module), noted_in(compiled_graphs):
         try:
             return call(*args, **kwargs)
         except Exception as error:
@@ -112,7 +122,8 @@ def run(
     raise cause  # outside of the handler, so that the traceback does not chain the compiler's wrapper
 
 
-def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_boundaries(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function itself: its arguments need no document boundaries."""
     return function
 
 
@@ -133,6 +144,7 @@ def without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call the function, and return its output without caches."""
         output = function(*args, **kwargs)
         if isinstance(output, OrderedDict) and any(name in output for name in CACHES):
             return type(output)(**{name: value for name, value in output.items() if name not in CACHES})
@@ -141,7 +153,7 @@ def without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def graphs_as_wanted(sharers: int = 1) -> AbstractContextManager[None]:
+def dynamo_settings(sharers: int = 1) -> AbstractContextManager[None]:
     """Configure Dynamo not to split graphs at DistributedDataParallel buckets, and not to share one graph between unequal layers.
 
     The recompile limits are scaled by the number of modules that share a function.
@@ -158,28 +170,34 @@ def graphs_as_wanted(sharers: int = 1) -> AbstractContextManager[None]:
 @contextmanager
 def without_checkpointing(module: nn.Module) -> Iterator[None]:
     """Disable a model's own checkpointing: the backend recomputes activations itself, and would otherwise do so twice."""
-    modules = [part for part in module.modules() if part.__dict__.get("gradient_checkpointing")]
-    places = [
-        part._forward_hooks
-        for part in module.modules()
-        if modules and any(map(_is_checkpointing_hook, part._forward_hooks.values()))
+    modules = [submodule for submodule in module.modules() if submodule.__dict__.get("gradient_checkpointing")]
+    hook_tables = [
+        submodule._forward_hooks
+        for submodule in module.modules()
+        if modules and any(map(_is_checkpointing_hook, submodule._forward_hooks.values()))
     ]
-    kept = [(place, dict(place)) for place in places]
-    for part in modules:
-        part.gradient_checkpointing = False  # type: ignore[assignment]
-    for place, before in kept:
-        for key in [key for key, hook in before.items() if _is_checkpointing_hook(hook)]:
-            del place[key]
+    saved_hooks = [(hook_table, dict(hook_table)) for hook_table in hook_tables]
+    for submodule in modules:
+        submodule.gradient_checkpointing = False  # type: ignore[assignment]
+    for hook_table, hooks_before in saved_hooks:
+        for key in [key for key, hook in hooks_before.items() if _is_checkpointing_hook(hook)]:
+            del hook_table[key]
     try:
         yield
     finally:
-        for part in modules:
-            part.gradient_checkpointing = True  # type: ignore[assignment]
-        for place, before in kept:  # in the original order, without the hooks that the call has removed
-            now = dict(place)
-            place.clear()
-            place.update({**{key: hook for key, hook in before.items() if key in now or _is_checkpointing_hook(hook)}, **now})
+        for submodule in modules:
+            submodule.gradient_checkpointing = True  # type: ignore[assignment]
+        for hook_table, hooks_before in saved_hooks:  # in the original order, without the hooks that the call has removed
+            hooks_now = dict(hook_table)
+            hook_table.clear()
+            hook_table.update(
+                {
+                    **{key: hook for key, hook in hooks_before.items() if key in hooks_now or _is_checkpointing_hook(hook)},
+                    **hooks_now,
+                }
+            )
 
 
 def _is_checkpointing_hook(hook: Any) -> bool:
+    """Return whether a hook was set by a library only so that checkpointing works."""
     return getattr(hook, "__name__", None) == HOOK

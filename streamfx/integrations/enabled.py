@@ -10,7 +10,7 @@ from streamfx.frontend.unpicklable import Unpicklable
 from streamfx.integrations.calls import Calls
 from streamfx.integrations.parts import CompiledModule, SharedFunctions, is_enabled
 from streamfx.integrations.target import Target
-from streamfx.integrations.targets import CompileTargets, found_in, models_of
+from streamfx.integrations.targets import CompileTargets, find_targets, models_of
 from streamfx.log import log
 from streamfx.options import resolved
 from streamfx.tools.report.first_step_notice import Compiled
@@ -47,41 +47,43 @@ class EnabledModules(Unpicklable):
     _keep = "copy the model without it, and enable the copy: streamfx.enable(copy, **enabled.options)"
 
     def __init__(self, given: Any, options: Mapping[str, Any], dynamic: bool | None) -> None:
+        """Find the modules of a model or a trainer that must be compiled, and replace their calls."""
         self.options, self.dynamic, self._given = dict(options), dynamic, given
         self.compiled: list[Compiled] = []  # graphs of training steps, in order of compilation
-        self._install(found_in(given))
+        self._install(find_targets(given))
         if self._is_off:
             log.warning("streamfx.enable: nothing is compiled, as %s: %s", SWITCHED_OFF, SWITCH_ON)
 
-    def _install(self, found: CompileTargets) -> None:
-        for target in found.targets:
+    def _install(self, compile_targets: CompileTargets) -> None:
+        """Replace the calls of the targets, narrow trainers' heads, and switch off checkpoint wrappers around the targets."""
+        for target in compile_targets.targets:
             if target.module._compiled_call_impl is not None or is_enabled(target.module):
                 raise IntegrationError(
                     f"streamfx.enable compiles {target.name} in place, and it is compiled already",
                     found="an earlier enable(...) or module.compile(...)",
                     do="call .disable() of what the first call returned, or leave module.compile(...) out",
                 )
-        self.targets, self.engines = tuple(found.targets), tuple(found.engines)
+        self.targets, self.engines = tuple(compile_targets.targets), tuple(compile_targets.engines)
         shared = SharedFunctions(self.options, self.dynamic)
         self.calls: dict[str, Calls | CompiledModule] = {
             target.name: CompiledModule(target, shared)
             if target.is_part
-            else Calls(target.module, self.options, self.dynamic, self._look_again)
-            for target in found.targets
+            else Calls(target.module, self.options, self.dynamic, self._enable_wrapped)
+            for target in compile_targets.targets
         }
-        for target in found.targets:
+        for target in compile_targets.targets:
             self.calls[target.name].enabled = self
             self.calls[target.name].install()
             if target.head is not None:
                 target.head.narrow()
         # Without compilation, layers keep their checkpoint wrappers.
-        parts = set() if self._is_off else {target.module for target in found.targets}
-        around = [wrapper for _, model in models_of(self._given) for wrapper in checkpoints_around(model, parts)]
-        self._checkpoints = [(wrapper, run_without(wrapper)) for wrapper in dict.fromkeys(around)]
+        modules = set() if self._is_off else {target.module for target in compile_targets.targets}
+        wrappers = [wrapper for _, model in models_of(self._given) for wrapper in checkpoints_around(model, modules)]
+        self._checkpoints = [(wrapper, run_without(wrapper)) for wrapper in dict.fromkeys(wrappers)]
 
-    def _look_again(self) -> bool:
-        """Return whether an engine has wrapped modules since `enable`; if so, enable its modules instead."""
-        targets = found_in(self._given)
+    def _enable_wrapped(self) -> bool:
+        """Enable the modules of an engine that has wrapped the model since `enable`; return whether there are any."""
+        targets = find_targets(self._given)
         if not any(target.is_part for target in targets.targets):
             return False
         self.disable()
@@ -103,8 +105,8 @@ class EnabledModules(Unpicklable):
             if calls.is_installed and target.head is not None:
                 target.head.restore()
             calls.remove()
-        for wrapper, kept in self._checkpoints:
-            run_with(wrapper, kept)
+        for wrapper, checkpoint_fn in self._checkpoints:
+            run_with(wrapper, checkpoint_fn)
 
     def __enter__(self) -> EnabledModules:
         return self
@@ -114,6 +116,7 @@ class EnabledModules(Unpicklable):
 
     @property
     def _is_off(self) -> bool:
+        """Whether compilation is switched off for any of the modules."""
         return any(calls.is_off for calls in self.calls.values())
 
     @property
@@ -128,23 +131,24 @@ class EnabledModules(Unpicklable):
         return resolved(self.options).memory_budget is None and any(parameter.device.type == "cuda" for parameter in parameters)
 
     def __str__(self) -> str:
+        """Summarize the modules, with equal ones in one line, the numbers of their calls, and the last graphs."""
         lines = [f"streamfx: {'on' if self.is_enabled else 'off'}; options {self.options or 'as they are by default'}"]
         engines = dict.fromkeys((*self.engines, *(calls.engine for calls in self.calls.values() if calls.engine)))
         lines += [f"  {engine}" for engine in engines]
         lines += [f"  nothing is compiled: {SWITCHED_OFF}"] if self._is_off else []
         lines += [f"  {USE_MEMORY}"] if self._leaves_memory else []
-        alike: dict[tuple[str, str], list[Target]] = {}
+        targets_by_kind: dict[tuple[str, str], list[Target]] = {}
         for target in self.targets:
-            alike.setdefault((type(target.module).__name__, target.why), []).append(target)
-        for (kind, why), targets in alike.items():
+            targets_by_kind.setdefault((type(target.module).__name__, target.why), []).append(target)
+        for (kind, why), targets in targets_by_kind.items():
             calls = [self.calls[target.name] for target in targets]
             compiled, plain = sum(call.counts.compiled for call in calls), sum(call.counts.plain for call in calls)
             names = targets[0].name if len(targets) == 1 else f"{targets[0].name} and {len(targets) - 1} like it"
             note = next((call.note for call in calls if call.note), "")
             lines.append(f"  {names} ({kind}): {why}; {compiled} calls through streambp, {plain} as they were{note}")
         texts = list(dict.fromkeys(compiled.text for compiled in self.compiled[-SHOWN:]))
-        before = len(self.compiled) - len(self.compiled[-SHOWN:])
-        lines += [f"  {text}" for text in texts] + ([f"  and {before} graphs before"] if before else [])
+        earlier = len(self.compiled) - len(self.compiled[-SHOWN:])
+        lines += [f"  {text}" for text in texts] + ([f"  and {earlier} graphs before"] if earlier else [])
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -37,7 +37,7 @@ PART = "a part of a module whose graph is cut at wrapped modules"
 FABRIC = "_forward_module"  # the submodule name of the model in Lightning Fabric's wrapper
 
 
-def inside_of(model: nn.Module) -> tuple[nn.Module, str] | None:
+def unwrap_engine(model: nn.Module) -> tuple[nn.Module, str] | None:
     """Return the module inside of a wrapper that is not compiled, and its description; None if the model is not such a
     wrapper.
     """
@@ -57,16 +57,17 @@ def check_engine(model: nn.Module) -> None:
     refuse_partitioned(model.parameters())
 
 
-def is_held(model: nn.Module, with_parts: bool = False) -> bool:
+def is_sharded_by_engine(model: nn.Module, with_parts: bool = False) -> bool:
     """Return whether an engine shards a model's weights; `with_parts` also checks its submodules."""
     modules = model.modules() if with_parts else (model,)
-    return any(map(is_managed, modules)) or any(map(is_partitioned, _first(model, with_parts)))
+    return any(map(is_managed, modules)) or any(map(is_partitioned, _first_or_all(model, with_parts)))
 
 
-def _first(model: nn.Module, and_all: bool) -> Iterator[nn.Parameter]:
+def _first_or_all(model: nn.Module, wants_all: bool) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a model: all of them, or only the first."""
     for parameter in model.parameters():
         yield parameter
-        if not and_all:
+        if not wants_all:
             return
 
 
@@ -90,27 +91,31 @@ def parts_of(target: Target, owner: nn.Module | None) -> list[Target]:
     """Return the wrapped modules of a target, and the remainder of modules that contain wrapped ones; `owner` wraps the
     target.
     """
-    first, *others = _parts(target.name, target.module, owner, is_top=True)
-    return [replace(first, head=target.head), *others]
+    outer_target, *inner_targets = _targets_inside(target.name, target.module, owner, is_top=True)
+    return [replace(outer_target, head=target.head), *inner_targets]
 
 
-def _parts(path: str, module: nn.Module, owner: nn.Module | None, is_top: bool = False) -> Iterator[Target]:
+def _targets_inside(path: str, module: nn.Module, owner: nn.Module | None, is_top: bool = False) -> Iterator[Target]:
+    """Yield the targets inside a module: wrapped modules, and modules that contain no wrapped one; `owner` wraps it."""
     if is_fsdp_wrapper(module):
-        yield from _parts(path, inside_of_wrapper(module), module, is_top=True)
+        yield from _targets_inside(path, inside_of_wrapper(module), module, is_top=True)
         return
     has_hooks = is_fully_sharded(module)
     # A managed module without a known wrapper counts as its own owner.
     owner = module if has_hooks or (owner is None and is_managed(module)) else owner
     holds_wrapped = _holds_wrapped(module)
     if has_hooks or is_top or not (holds_wrapped or isinstance(module, CONTAINERS)):
-        part = Target(path, module, PART, is_part=True, owner=owner, within_hooks=has_hooks)
+        target = Target(path, module, PART, is_part=True, owner=owner, within_hooks=has_hooks)
         if has_hooks or is_top:
-            part = replace(part, why=REST if holds_wrapped else WRAPPED, is_wrapped=True, is_rest=holds_wrapped)
-        yield part
+            target = replace(target, why=REST if holds_wrapped else WRAPPED, is_wrapped=True, is_rest=holds_wrapped)
+        yield target
     if holds_wrapped or isinstance(module, CONTAINERS):
         for name, child in module.named_children():
-            yield from _parts(f"{path}.{name}", child, owner)
+            yield from _targets_inside(f"{path}.{name}", child, owner)
 
 
 def _holds_wrapped(module: nn.Module) -> bool:
-    return any(is_fully_sharded(part) or is_fsdp_wrapper(part) for part in module.modules() if part is not module)
+    """Return whether any submodule is wrapped."""
+    return any(
+        is_fully_sharded(submodule) or is_fsdp_wrapper(submodule) for submodule in module.modules() if submodule is not module
+    )

@@ -11,25 +11,28 @@ from typing import Any
 
 NAME, COLUMNS = "_CHUNKED_LOGPROB_CHUNK_SIZE", 2048
 
-_narrowed: dict[int, list[int]] = {}  # by module: the original width, and the number of enabled models
+_width_and_count: dict[int, list[int]] = {}  # by module: the original width, and the number of enabled models
 
 
 class Head:
     """The globals of the module that defines a trainer's forward."""
 
     def __init__(self, names: dict[str, Any]) -> None:
+        """Remember the globals, by name."""
         self.names = names
 
     def narrow(self) -> None:
-        entry = _narrowed.setdefault(id(self.names), [self.names[NAME], 0])
-        entry[1] += 1
-        self.names[NAME] = min(entry[0], COLUMNS)
+        """Reduce the width, and count the enabled model."""
+        width_and_models = _width_and_count.setdefault(id(self.names), [self.names[NAME], 0])
+        width_and_models[1] += 1
+        self.names[NAME] = min(width_and_models[0], COLUMNS)
 
     def restore(self) -> None:
-        entry = _narrowed[id(self.names)]
-        entry[1] -= 1
-        if not entry[1]:
-            self.names[NAME] = _narrowed.pop(id(self.names))[0]
+        """Restore the width once no enabled model is left."""
+        width_and_models = _width_and_count[id(self.names)]
+        width_and_models[1] -= 1
+        if not width_and_models[1]:
+            self.names[NAME] = _width_and_count.pop(id(self.names))[0]
 
 
 def head_of(forward: Any) -> Head | None:

@@ -24,30 +24,31 @@ LEAST = {  # the oldest versions that pass the tests; pyproject.toml requires th
 }
 
 
-def check_versions(given: Iterable[Any]) -> None:
+def check_versions(objects: Iterable[Any]) -> None:
     """Raise if one of the objects comes from a library version that is too old."""
-    for name, object_of_it in sorted(_libraries_of(given).items()):
-        found = _version(name)
-        if is_too_old(name, found):
+    for name, class_name in sorted(_libraries_of(objects).items()):
+        version = _installed_version(name)
+        if is_too_old(name, version):
             raise IntegrationError(
                 f"streamfx.enable relies on what {name} has since version {LEAST[name]}",
-                found=f"{name} {found}, which {object_of_it} comes from",
+                found=f"{name} {version}, which {class_name} comes from",
                 do=f"pip install '{name}>={LEAST[name]}'",
             )
 
 
-def is_too_old(name: str, found: str | None) -> bool:
+def is_too_old(name: str, version: str | None) -> bool:
     """Return whether `enable` refuses a version of a library."""
-    return found is not None and name in LEAST and TorchVersion(found) < LEAST[name]
+    return version is not None and name in LEAST and TorchVersion(version) < LEAST[name]
 
 
-def _libraries_of(given: Iterable[Any]) -> dict[str, str]:
+def _libraries_of(objects: Iterable[Any]) -> dict[str, str]:
     """Return the known libraries that define the classes of the objects or their bases, each with one such class."""
-    kinds = {kind: None for item in given for kind in type(item).__mro__}
+    kinds = {kind: None for item in objects for kind in type(item).__mro__}
     return {name: kind.__name__ for kind in reversed(kinds) if (name := kind.__module__.partition(".")[0]) in LEAST}
 
 
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
+    """Return the installed version of a library; None if it has no metadata."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:  # a source checkout without metadata: its version is not checked

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from streamfx.torch_private import assert_true
 from streamfx.torch_private.dynamo import of_any_length
 
-Found: TypeAlias = "bool | Tensor | None"
+Boundaries: TypeAlias = "bool | Tensor | None"
 """False: each row is one document. A tensor: the cumulative document boundaries of the only row. None: unknown.
 
 True: the call passes the boundaries, and they are the same for query and key positions.
 """
 
-ASKS = "transformers.modeling_flash_attention_utils"
+FLASH_MODULE = "transformers.modeling_flash_attention_utils"
 IS_PACKED, PREPARE, ENDS = "_is_packed_sequence", "_prepare_from_posids", "prepare_fa_kwargs_from_position_ids"
 CAST = "fa_peft_integration_check"
 OF_ROWS, OF_KEYS = "cu_seq_lens_q", "cu_seq_lens_k"
@@ -42,105 +42,123 @@ OTHERWISE = (
 class _TracedCall:
     """The document boundaries of the call that is being traced."""
 
-    found: Found = None
+    boundaries: Boundaries = None
     is_known = False
 
 
-_call = _TracedCall()
-_before: list[dict[str, Any]] = []  # transformers' own functions, one entry per enabled module
+_traced_call = _TracedCall()
+_originals: list[dict[str, Any]] = []  # transformers' own functions, one entry per enabled module
 
 
-def asks(module: nn.Module) -> bool:
+def needs_boundaries(module: nn.Module) -> bool:
     """Return whether layers of a module may look for boundaries."""
-    known = vars(sys.modules[ASKS]) if ASKS in sys.modules else {}
-    configs = (getattr(part, "config", None) for part in module.modules())
-    return known.keys() >= {IS_PACKED, PREPARE, ENDS, CAST} and any(
+    names = vars(sys.modules[FLASH_MODULE]) if FLASH_MODULE in sys.modules else {}
+    configs = (getattr(submodule, "config", None) for submodule in module.modules())
+    return names.keys() >= {IS_PACKED, PREPARE, ENDS, CAST} and any(
         "flash" in str(getattr(config, USES, None)) for config in configs
     )
 
 
 def listen() -> None:
     """Replace transformers' functions. Calls that are not wrapped keep the original behavior."""
-    names = vars(sys.modules[ASKS])
-    _before.append(_before[0] if _before else {name: names[name] for name in (IS_PACKED, PREPARE, ENDS, CAST)})
-    names.update({IS_PACKED: _is_packed, PREPARE: _prepared, CAST: _cast})
+    names = vars(sys.modules[FLASH_MODULE])
+    _originals.append(_originals[0] if _originals else {name: names[name] for name in (IS_PACKED, PREPARE, ENDS, CAST)})
+    names.update({IS_PACKED: _is_packed, PREPARE: _prepare_heads, CAST: _cast_heads})
 
 
 def forget() -> None:
     """Undo one `listen`."""
-    before = _before.pop()
-    if not _before:
-        vars(sys.modules[ASKS]).update(before)
+    originals = _originals.pop()
+    if not _originals:
+        vars(sys.modules[FLASH_MODULE]).update(originals)
 
 
-def told(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_boundaries(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a call so that it is traced with the boundaries, its first argument."""
 
-    def call(found: Found, *args: Any, **kwargs: Any) -> Any:
-        _call.found, _call.is_known = found, True
-        if found is True:
+    def call(boundaries: Boundaries, *args: Any, **kwargs: Any) -> Any:
+        """Run the function with the boundaries at hand for transformers' replaced functions."""
+        _traced_call.boundaries, _traced_call.is_known = boundaries, True
+        if boundaries is True:
             kwargs[OF_KEYS] = kwargs[OF_ROWS].clone()
         try:
             return function(*args, **kwargs)
         finally:
-            _call.found, _call.is_known = None, False
+            _traced_call.boundaries, _traced_call.is_known = None, False
 
     return call
 
 
-def found_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
+def find_boundaries(args: Sequence[Any], kwargs: dict[str, Any]) -> Boundaries:
     """Find the boundaries in a call's arguments as a layer would, and remove a duplicate from them."""
     with torch.no_grad():
         if _are_equal(kwargs.get(OF_ROWS), kwargs.get(OF_KEYS)):
             del kwargs[OF_KEYS]
             return True
-        return _by_positions(kwargs["position_ids"]) if kwargs.get("position_ids") is not None else _by_count(args)
+        return (
+            _boundaries_by_positions(kwargs["position_ids"])
+            if kwargs.get("position_ids") is not None
+            else _boundaries_by_count(args)
+        )
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and (one is other or torch.equal(one, other))
+def _are_equal(value: Any, other_value: Any) -> bool:
+    """Return whether both values are tensors with equal elements."""
+    return (
+        isinstance(value, Tensor)
+        and isinstance(other_value, Tensor)
+        and (value is other_value or torch.equal(value, other_value))
+    )
 
 
-def _by_count(args: Sequence[Any]) -> Found:
+def _boundaries_by_count(args: Sequence[Any]) -> Boundaries:
     """Return the boundaries for a call without named positions: positional arguments may contain them."""
     return False if len(args) <= 1 else None
 
 
-def _by_positions(positions: Any) -> Found:
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or not _before:
+def _boundaries_by_positions(positions: Any) -> Boundaries:
+    """Return the boundaries at which positions restart: False for one document per row, None if they cannot be read."""
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or not _originals:
         return None
-    if not bool(_before[0][IS_PACKED](positions, positions.shape[0])):
+    if not bool(_originals[0][IS_PACKED](positions, positions.shape[0])):
         return False
-    (ends, _), _ = _before[0][ENDS](positions)
-    return of_any_length(ends)
+    (boundaries, _), _ = _originals[0][ENDS](positions)
+    return of_any_length(boundaries)
 
 
 # -- replacements of transformers' functions
 
 
 def _is_packed(position_ids: Any, batch_size: Any) -> Any:
-    is_packed, found = _before[0][IS_PACKED](position_ids, batch_size), _call.found
-    if not isinstance(is_packed, Tensor) or not torch.compiler.is_dynamo_compiling() or found is None or found is True:
+    """Replace `_is_packed_sequence`: in a trace, answer by the known boundaries, and assert at run time that it is right."""
+    is_packed, boundaries = _originals[0][IS_PACKED](position_ids, batch_size), _traced_call.boundaries
+    if not isinstance(is_packed, Tensor) or not torch.compiler.is_dynamo_compiling() or boundaries is None or boundaries is True:
         return is_packed
-    if found is False:
+    if boundaries is False:
         assert_true(~is_packed, OTHERWISE)
-    return found is not False
+    return boundaries is not False
 
 
-def _prepared(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Any:
-    ends = _call.found
-    if not isinstance(ends, Tensor) or not torch.compiler.is_dynamo_compiling():
-        return _before[0][PREPARE](query, key, value, position_ids)
-    rows = torch.arange(position_ids.numel(), device=ends.device)
-    begins = torch.bucketize(rows, ends, right=True) != torch.bucketize(rows, ends)
-    assert_true((begins == (position_ids == position_ids.min()).flatten()).all(), OTHERWISE)
-    heads = tuple(item.reshape(-1, *item.shape[-2:]) for item in (query, key, value))
+def _prepare_heads(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Any:
+    """Replace `_prepare_from_posids`: in a trace, return flattened heads, boundaries, and lengths from the known boundaries."""
+    boundaries = _traced_call.boundaries
+    if not isinstance(boundaries, Tensor) or not torch.compiler.is_dynamo_compiling():
+        return _originals[0][PREPARE](query, key, value, position_ids)
+    rows = torch.arange(position_ids.numel(), device=boundaries.device)
+    is_start = torch.bucketize(rows, boundaries, right=True) != torch.bucketize(rows, boundaries)
+    assert_true((is_start == (position_ids == position_ids.min()).flatten()).all(), OTHERWISE)
+    heads = tuple(tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
     longest = heads[0].shape[0]  # an upper bound of the document lengths is enough
-    return *heads, (ends, ends.clone()), (longest, longest)  # a clone: Dynamo (2.13) cannot trace one tensor passed twice
+    return (
+        *heads,
+        (boundaries, boundaries.clone()),
+        (longest, longest),
+    )  # a clone: Dynamo (2.13) cannot trace one tensor passed twice
 
 
-def _cast(query: Tensor, key: Tensor, value: Tensor, target_dtype: torch.dtype | None = None) -> Any:
-    if not (_call.is_known and torch.compiler.is_dynamo_compiling()):
-        return _before[0][CAST](query, key, value, target_dtype)
+def _cast_heads(query: Tensor, key: Tensor, value: Tensor, target_dtype: torch.dtype | None = None) -> Any:
+    """Replace the cast of heads in single precision: in a trace, cast without a warning."""
+    if not (_traced_call.is_known and torch.compiler.is_dynamo_compiling()):
+        return _originals[0][CAST](query, key, value, target_dtype)
     is_wide = target_dtype is not None and query.dtype == torch.float32
-    return tuple(item.to(target_dtype) if is_wide else item for item in (query, key, value))
+    return tuple(tensor.to(target_dtype) if is_wide else tensor for tensor in (query, key, value))

@@ -51,62 +51,67 @@ class SharedFunctions:
     """
 
     def __init__(self, options: Mapping[str, Any], dynamic: bool | None) -> None:
+        """Start without compiled functions; `parts` collects the modules that share them."""
         self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolated()}
         self.parts: list[CompiledModule] = []
         self.generating = 0  # active generation calls: nested calls are not compiled, either
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._distinct: dict[tuple[Any, ...], list[nn.Module]] = {}
 
-    def function(self, key: tuple[Any, ...], own: Callable[..., Any], cached: bool, dense: bool) -> Callable[..., Any]:
-        """Return the compiled function of a key, compiling `own` on first use."""
-        key = (*key, cached, dense)
+    def function(
+        self, key: tuple[Any, ...], module_call: Callable[..., Any], with_cache: bool, dense: bool
+    ) -> Callable[..., Any]:
+        """Return the compiled function of a key; `with_cache` keeps the key-value cache, `dense` forbids deferred outputs."""
+        key = (*key, with_cache, dense)
         if key not in self._compiled:
             options = {**({"outputs": "dense"} if dense else {}), **self.options}
-            function = own if cached else without_cache(own)
+            function = module_call if with_cache else without_cache(module_call)
             self._compiled[key] = torch.compile(function, backend=own_backend(streambp), options=options, **self.keywords)
         return self._compiled[key]
 
-    def alike(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:
+    def key_with_buffers(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:
         """Extend the key by the index of the first module with this key and equal buffers."""
-        known = self._distinct.setdefault(key, [])
-        index = next((i for i, other in enumerate(known) if _has_same_buffers(module, other)), len(known))
-        if index == len(known):
-            known.append(module)
+        distinct_modules = self._distinct.setdefault(key, [])
+        index = next((i for i, other in enumerate(distinct_modules) if _has_same_buffers(module, other)), len(distinct_modules))
+        if index == len(distinct_modules):
+            distinct_modules.append(module)
         return (*key, index)
 
-    def hands_on_deferred(self) -> bool:
+    def returns_deferred(self) -> bool:
         """Return whether a wrapped module (a head) returns deferred outputs to its caller.
 
         This is known after each wrapped module was called. Before, a module may if it is the only one of its class and
         its weights are not freed.
         """
-        wrapped = [part for part in self.parts if part.is_wrapped and not part.is_rest]
-        kinds = Counter(type(part.module) for part in wrapped)
-        return any(part.gave_deferred(may=kinds[type(part.module)] == 1) for part in wrapped)
+        wrapped = [compiled for compiled in self.parts if compiled.is_wrapped and not compiled.is_rest]
+        kinds = Counter(type(compiled.module) for compiled in wrapped)
+        return any(compiled.returned_deferred(may=kinds[type(compiled.module)] == 1) for compiled in wrapped)
 
 
 class CompiledModule:
     """Replaces a module's `__call__`, or its forward if an engine's hooks surround it."""
 
     def __init__(self, target: Target, shared: SharedFunctions) -> None:
+        """Wrap a target's call, or its forward within an engine's hooks; it is compiled at its first call."""
         self.module, self.owner, self.within_hooks = target.module, target.owner, target.within_hooks
         self.is_rest, self.is_wrapped = target.is_rest, target.is_wrapped
-        self._gave_deferred: bool | None = None
+        self._returned_deferred: bool | None = None
         self.shared, self.counts, self.note, self.engine = shared, CallCounts(), "", ""
         self.enabled: Any = None  # the `EnabledModules` that holds this object
         shared.parts.append(self)
-        before = self.module.forward if self.within_hooks else self.module._call_impl
-        self._original: Callable[..., Any] = before
-        self._function, self._kind, self._leading_args = _unbound(before, self.module)
-        self._signature = inspect.signature(before)
+        original = self.module.forward if self.within_hooks else self.module._call_impl
+        self._original: Callable[..., Any] = original
+        self._function, self._base_key, self._leading_args = _unbound(original, self.module)
+        self._signature = inspect.signature(original)
         self._key: tuple[Any, ...] | None = None
         self._had_forward = "forward" in self.module.__dict__
         # A compiled root may call this function; Dynamo must not trace its frame.
         self._installed = torch.compiler.disable(self._run)
-        functools.update_wrapper(self._installed, before)
+        functools.update_wrapper(self._installed, original)
         setattr(self._installed, ENABLED, self)
 
     def install(self) -> None:
+        """Replace the module's `__call__`, or its forward if an engine's hooks surround it."""
         self._refused = let_trace(self.module)
         if self.within_hooks:
             self.module.__dict__["forward"] = self._installed
@@ -114,6 +119,7 @@ class CompiledModule:
             self.module._compiled_call_impl = self._installed
 
     def remove(self) -> None:
+        """Undo `install`, if it still holds."""
         if not self.is_installed:
             return
         refuse_again(self._refused)
@@ -126,6 +132,7 @@ class CompiledModule:
 
     @property
     def is_installed(self) -> bool:
+        """Whether the module is called through this object now."""
         slot = self.module.__dict__.get("forward" if self.within_hooks else "_compiled_call_impl")
         return slot is self._installed
 
@@ -134,11 +141,12 @@ class CompiledModule:
         """Whether compilation is switched off globally."""
         return is_switched_off()
 
-    def gave_deferred(self, may: bool) -> bool:
+    def returned_deferred(self, may: bool) -> bool:
         """Return whether the last outputs were deferred; before the first call, return `may` unless the weights are freed."""
-        return may and not self._frees_weights() if self._gave_deferred is None else self._gave_deferred
+        return may and not self._frees_weights() if self._returned_deferred is None else self._returned_deferred
 
     def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the original function in a generation call, in which no nested module is compiled, either."""
         self.counts.plain += 1
         self.shared.generating += 1
         try:
@@ -152,13 +160,15 @@ class CompiledModule:
         """
         if keeps_cache(kwargs) or USE_CACHE not in self._signature.parameters:
             return kwargs
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        return kwargs if given.get(USE_CACHE) is not None else {**kwargs, USE_CACHE: False}
+        arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        return kwargs if arguments.get(USE_CACHE) is not None else {**kwargs, USE_CACHE: False}
 
     def _frees_weights(self) -> bool:
+        """Return whether an engine frees the module's weights after its forward."""
         return self.owner is not None and frees_weights(self.owner)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module compiled, or as it was for generation, if compilation is off, or if its outputs are deferred."""
         if generates(kwargs) or self.shared.generating:
             return self._generate(args, kwargs)
         if self.is_off:
@@ -166,37 +176,46 @@ class CompiledModule:
             return self._original(*args, **kwargs)
         if self.is_rest:
             kwargs = self._with_no_cache(args, kwargs)
-        if self.is_rest and self.shared.hands_on_deferred():
+        if self.is_rest and self.shared.returns_deferred():
             self.counts.plain += 1
             self.note = "; as it was, so that a loss on deferred outputs of a wrapped module stays in chunks"
             return run(self._original, self.module, args, kwargs)
         if self._key is None:  # not before the first call: buffers may be loaded after `enable`
-            self._key = self.shared.alike(self._kind, self.module)
+            self._key = self.shared.key_with_buffers(self._base_key, self.module)
         self.counts.compiled += 1
         dense = self._frees_weights()  # a deferred output could not be computed without the weights
         self.note = "; its outputs are plain tensors, because its weights are freed behind its forward" if dense else ""
-        call = self.shared.function(self._key, self._function, keeps_cache(kwargs), dense)
-        seen = None if self.enabled is None else self.enabled.compiled
-        result = run(call, self.module, (*self._leading_args, *args), kwargs, sharers=len(self.shared.parts), seen=seen)
-        self._gave_deferred = isinstance(result, DeferredTensor)
+        compiled_call = self.shared.function(self._key, self._function, keeps_cache(kwargs), dense)
+        compiled_graphs = None if self.enabled is None else self.enabled.compiled
+        result = run(
+            compiled_call,
+            self.module,
+            (*self._leading_args, *args),
+            kwargs,
+            sharers=len(self.shared.parts),
+            compiled_graphs=compiled_graphs,
+        )
+        self._returned_deferred = isinstance(result, DeferredTensor)
         return result
 
 
 def _unbound(function: Any, module: nn.Module) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Split a module's function into the function to compile, its key, and its leading arguments."""
+    """Split a module's function into (the function to compile, its key, its leading arguments)."""
     if getattr(function, "__self__", None) is module:
         return function.__func__, (function.__func__, type(module)), (module,)
     return function, (function,), ()
 
 
-def _has_same_buffers(one: nn.Module, other: nn.Module) -> bool:
-    own, others = dict(one.named_buffers()), dict(other.named_buffers())
-    return own.keys() == others.keys() and all(_is_same(own[name], others[name]) for name in own)
+def _has_same_buffers(module: nn.Module, other: nn.Module) -> bool:
+    """Return whether two modules have buffers of the same names and contents."""
+    buffers, other_buffers = dict(module.named_buffers()), dict(other.named_buffers())
+    return buffers.keys() == other_buffers.keys() and all(_is_same(buffers[name], other_buffers[name]) for name in buffers)
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    if one is other:
+def _is_same(buffer: Tensor, other: Tensor) -> bool:
+    """Return whether two buffers have the same properties and contents; False for sharded ones."""
+    if buffer is other:
         return True
-    if is_sharded(one) or is_sharded(other) or one.device != other.device or one.dtype != other.dtype:
+    if is_sharded(buffer) or is_sharded(other) or buffer.device != other.device or buffer.dtype != other.dtype:
         return False  # comparing sharded buffers needs communication
-    return one.shape == other.shape and (one.is_meta or torch.equal(one, other))
+    return buffer.shape == other.shape and (buffer.is_meta or torch.equal(buffer, other))

@@ -12,37 +12,40 @@ from typing import Any
 
 from torch import nn
 
-ASKS, READERS = "dequantize_module_weight", ("peft.tuners.lora.dora", "peft.tuners.lora.variants")
+DEQUANTIZE, READERS = "dequantize_module_weight", ("peft.tuners.lora.dora", "peft.tuners.lora.variants")
 QUANTIZED = "W_q"  # the name of the quantized weight in HQQ's layers
 
-_before: list[tuple[ModuleType, Callable[..., Any]]] = []
-_enabled = 0
+_originals: list[tuple[ModuleType, Callable[..., Any]]] = []
+_listeners = 0
 
 
 def listen() -> None:
     """Replace peft's function if peft is imported."""
-    global _enabled
-    _enabled += 1
-    known = {module for module, _ in _before}
+    global _listeners
+    _listeners += 1
+    replaced_modules = {module for module, _ in _originals}
     for name in READERS:
         module = sys.modules.get(name)
-        if module is not None and module not in known and ASKS in vars(module):
-            _before.append((module, vars(module)[ASKS]))
-            setattr(module, ASKS, _replacement(vars(module)[ASKS]))
+        if module is not None and module not in replaced_modules and DEQUANTIZE in vars(module):
+            _originals.append((module, vars(module)[DEQUANTIZE]))
+            setattr(module, DEQUANTIZE, _plain_weight_first(vars(module)[DEQUANTIZE]))
 
 
 def forget() -> None:
     """Undo one `listen`; the last call restores peft's function."""
-    global _enabled
-    _enabled -= 1
-    while _before and not _enabled:
-        module, function = _before.pop()
-        setattr(module, ASKS, function)
+    global _listeners
+    _listeners -= 1
+    while _originals and not _listeners:
+        module, function = _originals.pop()
+        setattr(module, DEQUANTIZE, function)
 
 
-def _replacement(ask: Callable[..., Any]) -> Callable[..., Any]:
+def _plain_weight_first(dequantize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that returns a plain parameter directly, and asks peft's function for any other weight."""
+
     def weight_of(module: nn.Module) -> Any:
+        """Return the weight of a module, dequantized if necessary."""
         is_plain = type(module.weight) is nn.Parameter and not hasattr(module, QUANTIZED)
-        return module.weight if is_plain else ask(module)
+        return module.weight if is_plain else dequantize(module)
 
     return weight_of

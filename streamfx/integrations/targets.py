@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from streamfx.errors import IntegrationError, one
-from streamfx.integrations.engines import check_engine, engine_of, inside_of, is_held, parts_of
+from streamfx.integrations.engines import check_engine, engine_of, is_sharded_by_engine, parts_of, unwrap_engine
 from streamfx.integrations.heads import head_of
 from streamfx.integrations.minimum_versions import check_versions
 from streamfx.integrations.target import Target
@@ -38,48 +38,55 @@ class CompileTargets:
     engines: list[str]
 
 
-def found_in(given: Any) -> CompileTargets:
+def find_targets(model_or_trainer: Any) -> CompileTargets:
     """Find the modules of a trainer or a model that must be compiled."""
     targets: dict[nn.Module, Target] = {}
     engines: dict[str, None] = {}
-    if not isinstance(given, nn.Module):
-        _check_trainer(given)
-    models = list(models_of(given))
-    check_versions([given, getattr(given, "accelerator", None), *(part for _, model in models for part in model.modules())])
+    if not isinstance(model_or_trainer, nn.Module):
+        _check_trainer(model_or_trainer)
+    models = list(models_of(model_or_trainer))
+    check_versions(
+        [
+            model_or_trainer,
+            getattr(model_or_trainer, "accelerator", None),
+            *(module for _, model in models for module in model.modules()),
+        ]
+    )
     for name, model in models:
-        inner, around = _unwrapped(model)
+        inner, wrappers = _unwrapped(model)
         check_engine(inner)
-        engines |= dict.fromkeys(filter(None, (*around, engine_of(inner))))
-        target = _target(name, inner, is_given_alone=isinstance(given, nn.Module))
-        parts = [target]
-        if is_held(inner, with_parts=True):
-            owner = inner if is_held(inner) and target.module is not inner else None
-            parts = parts_of(target, owner)
-        for part in parts:
-            targets.setdefault(part.module, part)
+        engines |= dict.fromkeys(filter(None, (*wrappers, engine_of(inner))))
+        target = _target_of_model(name, inner, is_given_alone=isinstance(model_or_trainer, nn.Module))
+        target_parts = [target]
+        if is_sharded_by_engine(inner, with_parts=True):
+            owner = inner if is_sharded_by_engine(inner) and target.module is not inner else None
+            target_parts = parts_of(target, owner)
+        for target_part in target_parts:
+            targets.setdefault(target_part.module, target_part)
     return CompileTargets(list(targets.values()), list(engines))
 
 
-def models_of(given: Any, asked: str = "enable") -> Iterator[tuple[str, nn.Module]]:
-    """Yield a model, or the models of a trainer, by name; `asked` is the name of the calling function."""
-    if isinstance(given, nn.Module):
-        yield "model", given
+def models_of(model_or_trainer: Any, caller: str = "enable") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a model, or the models of a trainer, by name; `caller` is the name of the calling function."""
+    if isinstance(model_or_trainer, nn.Module):
+        yield "model", model_or_trainer
         return
-    model = getattr(given, "model", None)
+    model = getattr(model_or_trainer, "model", None)
     if not isinstance(model, nn.Module):
         raise IntegrationError(
-            ASKED.format(name=asked),
-            found=_described(given),
+            ASKED.format(name=caller),
+            found=_describe_object(model_or_trainer),
             do="give the trainer after it was made, or the model itself",
         )
     yield "model", model
     for name in BESIDE:
-        other = getattr(given, name, None)
-        if isinstance(other, nn.Module):
-            yield name, other
+        frozen_model = getattr(model_or_trainer, name, None)
+        if isinstance(frozen_model, nn.Module):
+            yield name, frozen_model
 
 
 def _check_trainer(trainer: Any) -> None:
+    """Raise if the trainer compiles the model itself."""
     arguments = getattr(trainer, "args", None)
     if getattr(arguments, "torch_compile", False):
         raise IntegrationError(
@@ -89,11 +96,16 @@ def _check_trainer(trainer: Any) -> None:
         )
 
 
-def _described(given: Any) -> str:
-    if isinstance(given, type):
-        return f"a class ({given.__name__}), not an object of it"
-    name = one(type(given).__name__)
-    return f"{name}, whose .model is {type(given.model).__name__}" if hasattr(given, "model") else f"{name} without .model"
+def _describe_object(model_or_trainer: Any) -> str:
+    """Describe an object that is neither a module nor a trainer with one."""
+    if isinstance(model_or_trainer, type):
+        return f"a class ({model_or_trainer.__name__}), not an object of it"
+    name = one(type(model_or_trainer).__name__)
+    return (
+        f"{name}, whose .model is {type(model_or_trainer.model).__name__}"
+        if hasattr(model_or_trainer, "model")
+        else f"{name} without .model"
+    )
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
@@ -113,14 +125,15 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
     if not has_forward(model):
         found = f"{one(type(model).__name__)} that has no forward: nothing of it runs when it is called"
         raise IntegrationError("streamfx.enable compiles what a module does when it is called", found=found, do=NO_FORWARD)
-    wrapper = inside_of(model)
+    wrapper = unwrap_engine(model)
     if wrapper is None:
         return model, []
-    inner, around = _unwrapped(wrapper[0])
-    return inner, [wrapper[1], *around]
+    wrapped_module, description = wrapper
+    inner, wrappers = _unwrapped(wrapped_module)
+    return inner, [description, *wrappers]
 
 
-def _target(name: str, model: nn.Module, is_given_alone: bool) -> Target:
+def _target_of_model(name: str, model: nn.Module, is_given_alone: bool) -> Target:
     """Return the module of a model to compile. A model that was `given_alone` may be a part of a larger one."""
     base: Any = inside_of_wrapper(model) if is_fsdp_wrapper(model) else model
     base = getattr(base, "get_base_model", lambda: base)()
@@ -134,8 +147,10 @@ def _target(name: str, model: nn.Module, is_given_alone: bool) -> Target:
             found=f"{type(base).__name__}.base_model is not a module of its own",
             do="give the module that makes the hidden states: enable(model.<backbone>)",
         )
-    inner = next((path for path, module in model.named_modules() if module is backbone), "base_model")
-    return Target(f"{name}.{inner}", backbone, "the backbone; the trainer applies the head itself, in chunks", head_of(forward))
+    path_of_backbone = next((path for path, module in model.named_modules() if module is backbone), "base_model")
+    return Target(
+        f"{name}.{path_of_backbone}", backbone, "the backbone; the trainer applies the head itself, in chunks", head_of(forward)
+    )
 
 
 def _forward_with_head(model: nn.Module) -> Any:

@@ -28,6 +28,7 @@ class OperandAccess:
 
     @cached_property
     def roles(self) -> frozenset[Role]:
+        """The roles of all sequence dimensions of the operand."""
         return frozenset(role for _, role, _ in self.where)
 
     @property
@@ -50,6 +51,7 @@ class Layout:
     _needs: dict[tuple[fx.Node, Span | None], tuple[OperandAccess, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def rows(self, dim: Dim) -> RowRange:
+        """Return the rows of the sequence that a dimension holds: offset, length, and block size."""
         sequence = self.axes.sequence
         atom = self.axes.sequence_atom(dim)
         assert sequence is not None and atom is not None
@@ -61,56 +63,63 @@ class Layout:
         dim = self.axes.table.resolve(self.axes.shapes[value][position])
         atom = self.axes.sequence_atom(dim)
         assert atom is not None
-        at = dim.index(atom)
+        atom_index = dim.index(atom)
         size = self.axes.table.size
-        return Placement(position, self.rows(dim), product(size(a) for a in dim[:at]), product(size(a) for a in dim[at + 1 :]))
+        return Placement(
+            position, self.rows(dim), product(size(a) for a in dim[:atom_index]), product(size(a) for a in dim[atom_index + 1 :])
+        )
 
     def placements(self, value: fx.Node) -> tuple[Placement, ...]:
+        """Return where the sequence lies in each sequence dimension of a value."""
         return tuple(self.placement(value, i) for i in self.axes.sequence_dims(self.axes.shapes[value]))
 
     def full_shape(self, value: fx.Node) -> tuple[Size, ...]:
+        """Return the sizes of all dimensions of a value, for all rows of the sequence."""
         return tuple(self.axes.table.size_of_dim(self.axes.table.resolve(dim)) for dim in self.axes.shapes[value])
 
-    def span(self, node: fx.Node, asked: Span | None = None) -> Span:
+    def span(self, node: fx.Node, requested_span: Span | None = None) -> Span:
         """Return the key positions that an operator covers.
 
-        An operator that is recomputed per consumer covers the span that the consumer requests (`asked`).
+        An operator that is recomputed per consumer covers the span that the consumer requests (`requested_span`).
         """
-        return self.causality.spans.get(node, asked or Span())
+        return self.causality.spans.get(node, requested_span or Span())
 
     def is_made_to_measure(self, node: fx.Node) -> bool:
         """Return whether a query-by-key value is recomputed for the key positions of each consumer."""
         return self.demand.form(node) is StorageClass.PAIR and node in self.causality.measured
 
-    def needs(self, node: fx.Node, asked: Span | None = None) -> tuple[OperandAccess, ...]:
+    def needs(self, node: fx.Node, requested_span: Span | None = None) -> tuple[OperandAccess, ...]:
         """Return the rows that an operator reads inside a loop, one `OperandAccess` per tensor operand."""
-        key = (node, asked if self._uses_requested_keys(node) else None)
-        known = self._needs.get(key)
-        if known is None:
-            known = self._needs[key] = tuple(self._compute_needs(node, asked))
-        return known
+        key = (node, requested_span if self._uses_requested_keys(node) else None)
+        accesses = self._needs.get(key)
+        if accesses is None:
+            accesses = self._needs[key] = tuple(self._accesses_of(node, requested_span))
+        return accesses
 
     def _uses_requested_keys(self, node: fx.Node) -> bool:
+        """Return whether an operator reads key positions and has no span: its consumer chooses them."""
         return node not in self.causality.spans and Role.KEYS in self.demand.roles.get(node, {}).values()
 
-    def _compute_needs(self, node: fx.Node, asked: Span | None) -> Iterator[OperandAccess]:
+    def _accesses_of(self, node: fx.Node, requested_span: Span | None) -> Iterator[OperandAccess]:
+        """Yield the rows of each tensor operand that an operator reads; its consumer may request a span of keys."""
         signature, roles = self.axes.signatures[node], self.demand.roles.get(node, {})
         for operand, letters in zip(tensor_operands(node), signature.operands, strict=True):
             where: list[tuple[Placement, Role, Selector]] = []
             for position in self.axes.sequence_dims(self.axes.shapes[operand]):
                 letter = next(letter for letter in letters[position] if letter in roles)
-                selector = self._selector(node, letter, roles[letter], asked)
+                selector = self._selector(node, letter, roles[letter], requested_span)
                 where.append((self.placement(operand, position), roles[letter], selector))
             yield OperandAccess(operand, tuple(where))
 
-    def _selector(self, node: fx.Node, letter: int, role: Role, asked: Span | None) -> Selector:
+    def _selector(self, node: fx.Node, letter: int, role: Role, requested_span: Span | None) -> Selector:
+        """Return the selector of one letter: a span for keys, shifted rows for a window, None for the chunk's own rows."""
         if role is Role.KEYS:
-            return self.span(node, asked)
+            return self.span(node, requested_span)
         if role is Role.ROWS:
             signature = self.axes.signatures[node]
-            for other, window in signature.windows.items():
+            for row_letter, window in signature.windows.items():
                 if window.of == letter:
-                    return ShiftedRows(self.rows(self.axes.letters[node][other]), window.start, window.reach)
+                    return ShiftedRows(self.rows(self.axes.letters[node][row_letter]), window.start, window.reach)
         return None
 
     def shown_rows(self, placement: Placement, selector: Selector) -> ShiftedRows | None:

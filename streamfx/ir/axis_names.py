@@ -28,29 +28,33 @@ class Letters:
         return f"[{' '.join(self.dim(dim, (roles or {}).get(i, Role.ROWS)) for i, dim in enumerate(shape))}]"
 
     def dim(self, dim: Dim, role: Role = Role.ROWS) -> str:
+        """Format a dimension as the name of its axis, as `(b t)` if it has several, or as `1`."""
         names = [self._name(atom, role) for atom in self.axes.table.resolve(dim)]
         return names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1"
 
     def _name(self, atom: Atom, role: Role) -> str:
+        """Return the name of an axis factor; `t` becomes the letter of its role."""
         name = self._names.get(atom, "?")
         return name.replace("t", SEQUENCE[role]) if self._is_derived(atom) else name
 
     def _is_derived(self, atom: Atom) -> bool:
+        """Return whether an axis factor belongs to the sequence."""
         return self.axes.sequence is not None and atom in self.axes.sequence.members
 
     def legend(self) -> str:
         """Return a legend such as `t=12 b=2 d=16`: the sizes of axes, and the first rows of axes derived from the sequence."""
-        sequence, parts = self.axes.sequence, []
+        sequence, entries = self.axes.sequence, []
         for atom, name in self._names.items():
             text = f"{name}={self.axes.table.size(atom)}"
             if sequence is not None and atom in sequence.members and atom != sequence.main:
                 text += f" from row {sequence.members[atom][0]} of t"
                 text += f" in blocks of {sequence.block(atom)}" if atom in sequence.blocks else ""
-            parts.append(text)
-        return ", ".join(parts)
+            entries.append(text)
+        return ", ".join(entries)
 
 
 def _names(joint: JointGraph, axes: AxisFacts) -> dict[Atom, str]:
+    """Return a name for each axis factor of a tensor: the sequence, then the batch, then the most common ones."""
     shapes = [axes.shapes[node] for node in (*joint.sources, *joint.nodes) if is_tensor(node)]
     resolved = [[atom for dim in shape for atom in axes.table.resolve(dim)] for shape in shapes]
     members = list(axes.sequence.members) if axes.sequence is not None else []
@@ -79,5 +83,6 @@ def _batch(joint: JointGraph, axes: AxisFacts, members: set[Atom]) -> Atom | Non
 
 
 def _letter(number: int) -> str:
+    """Return the name of axis `number` of the others: a letter, with a digit once all letters are used."""
     repeat, index = divmod(number, len(POOL))
     return POOL[index] + (str(repeat) if repeat else "")

@@ -19,11 +19,12 @@ class AxisTable:
     """Union-find over atoms. An atom can also be refined into a product of smaller atoms, unless `keep` marked it."""
 
     def __init__(self) -> None:
+        """Start without atoms; atoms index `_parent` and `_size`, and `_factors` has the factors of a refined atom."""
         self._kept: set[Atom] = set()
         self._blocks: list[tuple[Atom, Dim]] = []  # kept atoms, and the axes into which a view splits them
         self._parent: list[Atom] = []
         self._size: list[Size] = []
-        self._parts: dict[Atom, Dim] = {}
+        self._factors: dict[Atom, Dim] = {}
         self._resolved: dict[Dim, Dim] = {}  # valid until two axes are unified, or one is split
         self._sizes: dict[Dim, Size] = {}  # always valid: only axes of equal size are unified
 
@@ -36,30 +37,34 @@ class AxisTable:
         self._kept.add(self._root(atom))
 
     def is_kept(self, atom: Atom) -> bool:
+        """Return whether an atom is marked as indivisible."""
         return self._root(atom) in self._kept
 
     def size(self, atom: Atom) -> Size:
+        """Return the number of indices of an atom."""
         return self._size[self._root(atom)]
 
     def size_of_dim(self, dim: Dim) -> Size:
-        known = self._sizes.get(dim)
-        if known is None:
-            known = self._sizes[dim] = product(self.size(atom) for atom in dim)
-        return known
+        """Return the size of a dimension: the product of the sizes of its atoms."""
+        size = self._sizes.get(dim)
+        if size is None:
+            size = self._sizes[dim] = product(self.size(atom) for atom in dim)
+        return size
 
     def resolve(self, dim: Sequence[Atom]) -> Dim:
         """Return the dimension in the finest known atoms, each as the representative of its class."""
         key = tuple(dim)
-        known = self._resolved.get(key)
-        if known is None:
-            known = self._resolved[key] = tuple(self._finest(key))
-        return known
+        atoms = self._resolved.get(key)
+        if atoms is None:
+            atoms = self._resolved[key] = tuple(self._finest(key))
+        return atoms
 
     def _finest(self, dim: Dim) -> Iterator[Atom]:
+        """Yield the finest known atoms of a dimension."""
         for atom in dim:
             root = self._root(atom)
-            parts = self._parts.get(root)
-            yield from (root,) if parts is None else self.resolve(parts)
+            factors = self._factors.get(root)
+            yield from (root,) if factors is None else self.resolve(factors)
 
     def unify(self, left: Dim, right: Dim) -> bool:
         """State that both dimensions share an index space; return False if their factors cannot be matched.
@@ -78,10 +83,10 @@ class AxisTable:
                 self._kept |= {b} if a in self._kept else set()
                 continue
             if self._refine(a, self.size(b)):
-                todo_left.extend(reversed(self._parts[a]))
+                todo_left.extend(reversed(self._factors[a]))
                 todo_right.append(b)
             elif self._refine(b, self.size(a)):
-                todo_right.extend(reversed(self._parts[b]))
+                todo_right.extend(reversed(self._factors[b]))
                 todo_left.append(a)
             else:
                 return False
@@ -92,18 +97,18 @@ class AxisTable:
         todo, dims = list(reversed(self.resolve(atoms))), []
         for size in shape:
             dim: list[Atom] = []
-            left = size
-            while left != 1:
+            remaining = size
+            while remaining != 1:
                 if not todo:
                     return None
                 atom = self._next(todo)
-                rest = quotient(left, self.size(atom))
-                if rest is not None:
+                quotient_size = quotient(remaining, self.size(atom))
+                if quotient_size is not None:
                     dim.append(atom)
-                    left = rest
-                elif self._refine(atom, left):
-                    todo.extend(reversed(self._parts[atom]))
-                elif blocks := self._split_kept(atom, left):
+                    remaining = quotient_size
+                elif self._refine(atom, remaining):
+                    todo.extend(reversed(self._factors[atom]))
+                elif blocks := self._split_kept(atom, remaining):
                     todo.extend(reversed(blocks))
                 else:
                     return None
@@ -113,12 +118,13 @@ class AxisTable:
     def are_blocks(self, atom: Atom, blocks: Dim) -> bool:
         """Return whether a view has split a kept atom into these axes, (outer, inner); neither of them is a factor of it."""
         return any(
-            self._root(kept) == self._root(atom) and self.resolve(cut) == self.resolve(blocks) for kept, cut in self._blocks
+            self._root(kept) == self._root(atom) and self.resolve(block_axes) == self.resolve(blocks)
+            for kept, block_axes in self._blocks
         )
 
     def cuts(self) -> list[tuple[Atom, Dim, Dim]]:
         """Return the kept atoms that views have split, each with the axis of the blocks and the axis inside a block."""
-        return [(self._root(kept), *(self.resolve((axis,)) for axis in cut)) for kept, cut in self._blocks]  # type: ignore[misc]
+        return [(self._root(kept), *(self.resolve((a,)) for a in axes)) for kept, axes in self._blocks]  # type: ignore[misc]
 
     def _split_kept(self, atom: Atom, outer: Size) -> Dim | None:
         """Split a kept atom into blocks; repeated calls return the same axes."""
@@ -137,14 +143,14 @@ class AxisTable:
         The inner axis may be another axis of the same size: only the index of a row in its block matters.
         """
         for atom, blocks in list(self._blocks):
-            outer, cut, size = self.resolve(blocks[:1]), self.resolve(blocks), self.size(blocks[1])
+            outer, both_axes, block_size = self.resolve(blocks[:1]), self.resolve(blocks), self.size(blocks[1])
             for i in range(len(dim)):
-                rest = dim[i + len(outer) :]
-                if self.resolve(dim[i : i + len(cut)]) == cut:
-                    dim = [*dim[:i], self._root(atom), *dim[i + len(cut) :]]
-                elif rest and self.resolve(dim[i : i + len(outer)]) == outer and self.size(rest[0]) == size:
-                    self._blocks.append((atom, (blocks[0], rest[0])))
-                    dim = [*dim[:i], self._root(atom), *rest[1:]]
+                after_outer = dim[i + len(outer) :]
+                if self.resolve(dim[i : i + len(both_axes)]) == both_axes:
+                    dim = [*dim[:i], self._root(atom), *dim[i + len(both_axes) :]]
+                elif after_outer and self.resolve(dim[i : i + len(outer)]) == outer and self.size(after_outer[0]) == block_size:
+                    self._blocks.append((atom, (blocks[0], after_outer[0])))
+                    dim = [*dim[:i], self._root(atom), *after_outer[1:]]
         return tuple(dim)
 
     def _next(self, todo: list[Atom]) -> Atom:
@@ -157,16 +163,18 @@ class AxisTable:
         inner = quotient(self.size(atom), outer)
         if inner is None or atom in self._kept:
             return False
-        self._parts[atom] = (self._new(outer), self._new(inner))
+        self._factors[atom] = (self._new(outer), self._new(inner))
         self._resolved.clear()
         return True
 
     def _new(self, size: Size) -> Atom:
+        """Return a new atom of some size."""
         self._parent.append(len(self._parent))
         self._size.append(size)
         return len(self._parent) - 1
 
     def _root(self, atom: Atom) -> Atom:
+        """Return the representative of an atom's class, and shorten the path to it."""
         parent = self._parent
         while parent[atom] != atom:
             parent[atom] = parent[parent[atom]]

@@ -39,6 +39,7 @@ class Lengths:
 
     @staticmethod
     def now(graph: fx.Graph) -> Lengths:
+        """Return the lengths of the call that is being compiled, with their upper bounds."""
         sizes = dynamic_sizes(graph)
         most = {symbol: bound for symbol, (_, size) in sizes.items() if (bound := largest(size)) is not None}
         return Lengths({symbol: hint for symbol, (hint, _) in sizes.items()}, most)
@@ -50,8 +51,9 @@ class Lengths:
         return ", ".join(f"{symbol} <= {number:,}" for symbol, number in self.numbers.items())
 
     def times(self, factor: float) -> Lengths:
-        longer = {symbol: int(number * factor) for symbol, number in self.numbers.items()}
-        return replace(self, numbers={symbol: min(number, self.most.get(symbol, number)) for symbol, number in longer.items()})
+        """Return these lengths times a factor, each at most its upper bound."""
+        scaled = {symbol: int(number * factor) for symbol, number in self.numbers.items()}
+        return replace(self, numbers={symbol: min(number, self.most.get(symbol, number)) for symbol, number in scaled.items()})
 
     def number(self, size: Size) -> int:
         """Return the value of a size at these lengths."""
@@ -100,7 +102,7 @@ class Lengths:
         return (lengths for i, lengths in enumerate(longer) if lengths not in longer[:i])
 
     def joined(self, other: Lengths | None) -> Lengths:
-        """Return the lengths for which two plans hold that are parts of one."""
+        """Return the lengths for which two plans both hold: the shorter of each."""
         if other is None:
             return self
         least = {symbol: min(number, other.numbers.get(symbol, number)) for symbol, number in self.numbers.items()}

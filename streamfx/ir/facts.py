@@ -50,6 +50,7 @@ class SequenceAxis:
 
     @property
     def granule(self) -> int:
+        """The rows to which chunks are aligned: a common multiple of all block sizes and joint rows."""
         return lcm(*self.blocks.values(), *self.together)
 
 
@@ -126,6 +127,7 @@ class AccessFacts:
     reasons: Mapping[fx.Node, str]
 
     def form(self, node: fx.Node) -> StorageClass:
+        """Return the storage class of a node's first result."""
         return self.forms[node][0]
 
 
@@ -186,22 +188,27 @@ class Facts:
 
     @property
     def axes(self) -> AxisFacts:
+        """The axis facts; their pass must have run."""
         return known(self.found_axes)
 
     @property
     def demand(self) -> AccessFacts:
+        """The access facts; their pass must have run."""
         return known(self.found_demand)
 
     @property
     def causality(self) -> SpanFacts:
+        """The span facts; their pass must have run."""
         return known(self.found_causality)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
+        """The stages; their pass must have run."""
         return known(self.found_stages)
 
     @property
     def plan(self) -> StagePlan:
+        """The plan of all stages; its pass must have run."""
         return known(self.found_plan)
 
     def reasons(self) -> list[str]:

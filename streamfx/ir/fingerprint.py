@@ -71,14 +71,14 @@ class Fingerprint:
         return None if same else f"{name} holds other values than in the call (written past its version counter, as .data is)"
 
 
-def any_hidden_change(seen: Sequence[tuple[Fingerprint, Tensor]]) -> bool:
-    """Return whether the values of any tensor have changed. Waits once for each device."""
-    differ: dict[torch.device, list[Tensor]] = {}
+def any_hidden_change(fingerprints: Sequence[tuple[Fingerprint, Tensor]]) -> bool:
+    """Return whether the values of any (fingerprint, tensor) have changed. Waits once for each device."""
+    flags_by_device: dict[torch.device, list[Tensor]] = {}
     with no_modes(), torch.no_grad():
-        for fingerprint, tensor in seen:
+        for fingerprint, tensor in fingerprints:
             if fingerprint.sums is not None:
-                differ.setdefault(tensor.device, []).append((checksum(tensor) != fingerprint.sums).any())
-        return any(bool(torch.stack(flags).any()) for flags in differ.values())
+                flags_by_device.setdefault(tensor.device, []).append((checksum(tensor) != fingerprint.sums).any())
+        return any(bool(torch.stack(flags).any()) for flags in flags_by_device.values())
 
 
 def has_memory(tensor: Any) -> bool:
@@ -93,8 +93,8 @@ def has_memory(tensor: Any) -> bool:
 def checksum(tensor: Tensor) -> Tensor:
     """Return sums over the bytes of a tensor, on its device: one for each `4 * WORDS` bytes."""
     with no_modes(), torch.no_grad():
-        size = 4 * WORDS * ROWS
-        sums = [_sums(block) for piece in _byte_slices(tensor.detach()) for block in piece.split(size)]
+        block_bytes = 4 * WORDS * ROWS
+        sums = [_sums(block) for byte_slice in _byte_slices(tensor.detach()) for block in byte_slice.split(block_bytes)]
         return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device=tensor.device)
 
 
@@ -109,10 +109,11 @@ def _sums(block: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
+    """Return the random odd factor of each word of a row, the same in each process."""
     generator = torch.Generator().manual_seed(0x5EED)
     with torch.inference_mode(False):
-        whole = torch.randint(-(1 << 63), (1 << 63) - 1, (WORDS,), generator=generator, device="cpu")
-        return (whole | 1).to(device)
+        factors = torch.randint(-(1 << 63), (1 << 63) - 1, (WORDS,), generator=generator, device="cpu")
+        return (factors | 1).to(device)
 
 
 def _byte_slices(tensor: Tensor) -> Iterator[Tensor]:
@@ -127,12 +128,14 @@ def _byte_slices(tensor: Tensor) -> Iterator[Tensor]:
         yield ordered.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return
     rows = max(1, 4 * WORDS * ROWS * ordered.shape[0] // ordered.nbytes)
-    yield from (part.reshape(-1).view(torch.uint8) for part in ordered.split(rows))
+    yield from (rows_slice.reshape(-1).view(torch.uint8) for rows_slice in ordered.split(rows))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the properties of a tensor that show without reading its values."""
     return (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride())
 
 
 def _version(tensor: Tensor) -> int | None:
+    """Return the version counter of a tensor; None for an inference tensor, which has none."""
     return None if tensor.is_inference() else tensor._version

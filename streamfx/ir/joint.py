@@ -43,9 +43,9 @@ class JointGraph:
 
     @property
     def trained(self) -> list[tuple[int, fx.Node, fx.Node]]:
-        """The primals that have a gradient: the index of the gradient, the primal, and the gradient."""
-        told = inputs_of_gradients(self.graph, len(self.outputs))
-        inputs = self.inputs if told is None else told
+        """The primals that have a gradient, as (index of the gradient, primal, gradient)."""
+        reported = inputs_of_gradients(self.graph, len(self.outputs))
+        inputs = self.inputs if reported is None else reported
         pairs = enumerate(zip(inputs, self.gradients, strict=False))
         return [(i, primal, gradient) for i, (primal, gradient) in pairs if primal is not None and is_tensor(gradient)]
 
@@ -56,6 +56,7 @@ class JointGraph:
 
     @property
     def assertions(self) -> list[fx.Node]:
+        """All assertions in program order."""
         return [node for node in self.graph.nodes if is_assertion(node)]
 
     @property
@@ -77,23 +78,23 @@ def device_of_value(node: fx.Node) -> torch.device:
 
 def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
     """Return the nodes on which `roots` depend, including the roots."""
-    found: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     todo = [root for root in roots if isinstance(root, fx.Node)]
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
+        if node not in visited:
+            visited.add(node)
             todo.extend(node.all_input_nodes)
-    return frozenset(found)
+    return frozenset(visited)
 
 
 def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return `roots` and all `nodes` that depend on them through one another; `nodes` must be in graph order."""
-    found = set(roots)
+    dependent = set(roots)
     for node in nodes:
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(source in dependent for source in node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
 def linked(nodes: Iterable[fx.Node], links: Iterable[tuple[fx.Node, fx.Node]]) -> list[list[fx.Node]]:
@@ -121,26 +122,26 @@ def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGra
     placeholders = tuple(graph.find_nodes(op="placeholder"))
     results = outputs_of(graph)
     outputs = results[:num_outputs]
-    early = [
+    forward_assertions = [
         node for node in graph.nodes if is_assertion(node) and not ancestors((node,)).intersection(placeholders[num_primals:])
     ]
-    forward = ancestors((*outputs, *early)).difference(early)
-    parts = {user for node in forward for user in node.users if user.target is operator.getitem}
+    forward = ancestors((*outputs, *forward_assertions)).difference(forward_assertions)
+    selected_results = {user for node in forward for user in node.users if user.target is operator.getitem}
     return JointGraph(
         graph=graph,
         primals=placeholders[:num_primals],
         tangents=placeholders[num_primals:],
         outputs=outputs,
         gradients=results[num_outputs:],
-        forward=forward | parts,
+        forward=forward | selected_results,
     )
 
 
 def graph_copy(graph: fx.Graph) -> fx.Graph:
     """Copy a graph. (`deepcopy` also copies how arguments are packed, and torch warns about that.)"""
-    own = fx.Graph()
-    own.output(own.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
-    return own
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
+    return copied
 
 
 def drop_unused(graph: fx.Graph, but_for: Callable[[fx.Node], bool] = lambda node: False) -> list[fx.Node]:
@@ -159,6 +160,7 @@ def is_assertion(node: fx.Node) -> bool:
 
 
 def is_tensor(node: Any) -> bool:
+    """Return whether a value is a node with one tensor as its result."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get(VALUE), torch.Tensor)
 
 
@@ -218,15 +220,15 @@ def int_argument(node: fx.Node, position: int) -> int:
 
 def tensor_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the tensor arguments in call order, with repetitions."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda argument: found.append(argument) if is_tensor(argument) else None)
-    return tuple(found)
+    operands: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda argument: operands.append(argument) if is_tensor(argument) else None)
+    return tuple(operands)
 
 
 def is_alike(node: fx.Node, other: fx.Node) -> bool:
     """Return whether two values have the same dtype and device."""
-    one, another = node.meta[VALUE], other.meta[VALUE]
-    return bool(one.dtype == another.dtype and one.device == another.device)
+    value, other_value = node.meta[VALUE], other.meta[VALUE]
+    return bool(value.dtype == other_value.dtype and value.device == other_value.device)
 
 
 def results_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
@@ -237,6 +239,7 @@ def results_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
 
 
 def shape_of_node(node: fx.Node) -> tuple[Size, ...]:
+    """Return the sizes of a node's tensor, as integers or expressions."""
     return shape_of(node.meta[VALUE])
 
 

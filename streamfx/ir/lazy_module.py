@@ -22,6 +22,7 @@ class LazyGraphModule(fx.GraphModule):
             del type(self).forward
 
     def forward(self, *arguments: Any) -> Any:
+        """Generate the code at the first call, and run it."""
         with _WRITING:
             if "forward" not in vars(type(self)):
                 super().recompile()

@@ -40,6 +40,7 @@ class Pieces:
     facts: tuple[Fact, ...]
 
     def at(self, delta: int) -> Fact:
+        """Return the fact that holds for one delta."""
         return self.facts[bisect_right(self.cuts, delta)]
 
     def support(self, is_identity: Callable[[Fact], bool]) -> tuple[int | None, int | None]:
@@ -57,6 +58,7 @@ class Pieces:
 
 
 def everywhere(fact: Fact) -> Pieces:
+    """Return a fact that holds for every delta."""
     return Pieces((), (fact,))
 
 
@@ -68,12 +70,12 @@ def hull_of(pieces: Pieces, reach: int) -> Range:
 def joined(cuts: Sequence[int], facts: Sequence[Fact]) -> Pieces:
     """Build `Pieces`, merging equal neighbors."""
     kept_cuts: list[int] = []
-    kept = [facts[0]]
+    kept_facts = [facts[0]]
     for cut, fact in zip(cuts, facts[1:], strict=True):
-        if fact != kept[-1]:
+        if fact != kept_facts[-1]:
             kept_cuts.append(cut)
-            kept.append(fact)
-    return Pieces(tuple(kept_cuts), tuple(kept))
+            kept_facts.append(fact)
+    return Pieces(tuple(kept_cuts), tuple(kept_facts))
 
 
 def combined(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
@@ -83,13 +85,13 @@ def combined(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
     facts: list[Fact] = []
     for low, high in zip([None, *bounds], [*bounds, None], strict=True):
         sample = low if low is not None else (high - 1 if high is not None else 0)
-        part = function(*(operand.at(sample) for operand in operands))
-        inner = [cut for cut in part.cuts if (low is None or cut > low) and (high is None or cut < high)]
+        piece = function(*(operand.at(sample) for operand in operands))
+        inner = [cut for cut in piece.cuts if (low is None or cut > low) and (high is None or cut < high)]
         if low is not None:
             cuts.append(low)
         cuts.extend(inner)
-        facts.append(part.at(low) if low is not None else part.facts[0])
-        facts.extend(part.at(cut) for cut in inner)
+        facts.append(piece.at(low) if low is not None else piece.facts[0])
+        facts.extend(piece.at(cut) for cut in inner)
     return joined(cuts, facts)
 
 
@@ -100,22 +102,23 @@ def compare_slope(relation: str, slope: Slope, value: float) -> Pieces:
     edge = (Fraction(value) - slope.offset) / slope.factor
     if slope.factor < 0:
         relation = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(relation, relation)
-    at, above = math.ceil(edge), math.floor(edge) + 1  # first delta >= edge, first delta > edge
+    first_at, first_above = math.ceil(edge), math.floor(edge) + 1  # first delta >= edge, first delta > edge
     yes, no = constant(True), constant(False)
     match relation:
         case "lt":
-            return Pieces((at,), (yes, no))
+            return Pieces((first_at,), (yes, no))
         case "le":
-            return Pieces((above,), (yes, no))
+            return Pieces((first_above,), (yes, no))
         case "gt":
-            return Pieces((above,), (no, yes))
+            return Pieces((first_above,), (no, yes))
         case "ge":
-            return Pieces((at,), (no, yes))
-    equal, other = (yes, no) if relation == "eq" else (no, yes)
-    return everywhere(other) if at == above else Pieces((at, above), (other, equal, other))
+            return Pieces((first_at,), (no, yes))
+    equal, unequal = (yes, no) if relation == "eq" else (no, yes)
+    return everywhere(unequal) if first_at == first_above else Pieces((first_at, first_above), (unequal, equal, unequal))
 
 
 def _relation(relation: str, left: float, right: float) -> bool:
+    """Return whether `left <relation> right` holds, for a relation named as in ATen ("lt", "le", ...)."""
     return {
         "lt": left < right,
         "le": left <= right,
@@ -127,7 +130,7 @@ def _relation(relation: str, left: float, right: float) -> bool:
 
 
 def absolute(slope: Slope) -> Pieces:
-    """|factor * delta + offset|."""
+    """Return |factor * delta + offset| as at most two slopes."""
     if slope.factor == 0:
         return everywhere(Slope(0, abs(slope.offset)))
     edge = -(slope.offset // slope.factor)  # the first delta >= -offset / factor

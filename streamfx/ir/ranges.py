@@ -51,6 +51,7 @@ class Range:
     assumed: Number = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
+        """Check that the bounds are in order."""
         assert self.low <= self.high, f"no range: {self.low} .. {self.high}"
 
     @property
@@ -60,6 +61,7 @@ class Range:
 
     @property
     def magnitude(self) -> Number:
+        """The largest absolute value of a bound."""
         return max(abs(self.low), abs(self.high))
 
     @property
@@ -74,6 +76,7 @@ class Range:
 
     @property
     def is_finite(self) -> bool:
+        """Whether no element is infinite or NaN."""
         return math.isfinite(self.low) and math.isfinite(self.high) and not self.nan
 
     @property
@@ -83,6 +86,7 @@ class Range:
 
     @property
     def has_zero(self) -> bool:
+        """Whether zero lies between the bounds."""
         return self.low <= 0 <= self.high
 
     def __str__(self) -> str:
@@ -122,23 +126,23 @@ def hull(*ranges: Range) -> Range:
     return Range(low, high, any(r.nan for r in ranges), assumed_of(ranges))
 
 
-def assumed_of(ranges: Sequence[Range], made: Range | None = None) -> Number:
+def assumed_of(ranges: Sequence[Range], computed: Range | None = None) -> Number:
     """Return the factor by which a value exceeds weights and activations (`Range.assumed`), or 0 if nothing is assumed.
 
     Nothing is assumed if no operand is assumed, if another operand is large by itself, or if the factor exceeds `LARGER`.
-    A value that is one of its operands takes the largest factor of them. A value computed with range `made` takes the
+    A value that is one of its operands takes the largest factor of them. A value computed with range `computed` takes the
     product of their factors, times the ratio of its range to that of a product of the assumed operands; at most its
     magnitude.
     """
     sources = [r for r in ranges if r.assumed]
     if not sources or any(not r.assumed and not r.magnitude <= ACTIVATION for r in ranges):
         return 0
-    if made is None:
+    if computed is None:
         return max(r.assumed for r in sources)
-    larger, usual = math.prod(r.assumed for r in sources), math.prod(r.magnitude for r in sources)
-    if math.isfinite(made.magnitude) and 0 < usual < INFINITY:
-        larger = max(1, min(made.magnitude, larger * max(1, made.magnitude / usual)))
-    return larger if larger <= LARGER else 0
+    factor, product_magnitude = math.prod(r.assumed for r in sources), math.prod(r.magnitude for r in sources)
+    if math.isfinite(computed.magnitude) and 0 < product_magnitude < INFINITY:
+        factor = max(1, min(computed.magnitude, factor * max(1, computed.magnitude / product_magnitude)))
+    return factor if factor <= LARGER else 0
 
 
 def widened(low: Number, high: Number, nan: bool = False) -> Range:
@@ -160,29 +164,29 @@ def is_exact_in(dtype: torch.dtype, low: Number, high: Number) -> bool:
     if dtype.is_complex:
         return False
     if dtype.is_floating_point:
-        whole = 2.0 / torch.finfo(dtype).eps  # all integers up to 2 ** (digits of the mantissa)
-        return -whole <= low and high <= whole and max(abs(low), abs(high)) <= torch.finfo(dtype).max
+        exact_limit = 2.0 / torch.finfo(dtype).eps  # all integers up to 2 ** (digits of the mantissa)
+        return -exact_limit <= low and high <= exact_limit and max(abs(low), abs(high)) <= torch.finfo(dtype).max
     limits = everything(dtype)
     return limits.low <= low and high <= limits.high
 
 
-def in_type(known: Range, dtype: torch.dtype) -> Range:
+def in_type(bounds: Range, dtype: torch.dtype) -> Range:
     """Return the range after a cast to a dtype, which may wrap, round, overflow to infinity, or convert to bool."""
     if dtype == torch.bool:
-        return Range(0 if known.has_zero else 1, 0 if known.constant == 0 else 1)
-    if dtype.is_complex or (dtype.itemsize == 1 and dtype.is_floating_point and not known.magnitude <= torch.finfo(dtype).max):
+        return Range(0 if bounds.has_zero else 1, 0 if bounds.constant == 0 else 1)
+    if dtype.is_complex or (dtype.itemsize == 1 and dtype.is_floating_point and not bounds.magnitude <= torch.finfo(dtype).max):
         return everything(dtype)  # float8 overflow gives NaN, infinity, or the largest number
     if not dtype.is_floating_point:
-        return _truncated(known, dtype)
-    return Range(_rounded(known.low, dtype), _rounded(known.high, dtype), known.nan, known.assumed)
+        return _truncated(bounds, dtype)
+    return Range(_rounded(bounds.low, dtype), _rounded(bounds.high, dtype), bounds.nan, bounds.assumed)
 
 
-def _truncated(known: Range, dtype: torch.dtype) -> Range:
+def _truncated(bounds: Range, dtype: torch.dtype) -> Range:
     """Truncate a range to integers. If NaN or a value beyond the limits is possible, the result may be any integer."""
     limits = everything(dtype)
-    if known.nan or known.low < limits.low or known.high > limits.high:
+    if bounds.nan or bounds.low < limits.low or bounds.high > limits.high:
         return limits
-    return Range(math.trunc(known.low), math.trunc(known.high))
+    return Range(math.trunc(bounds.low), math.trunc(bounds.high))
 
 
 def _rounded(value: Number, dtype: torch.dtype) -> float:
@@ -200,5 +204,6 @@ def _rounded(value: Number, dtype: torch.dtype) -> float:
 
 @lru_cache(maxsize=4096)
 def _rounded_by_torch(value: float, dtype: torch.dtype) -> float:
+    """Round a number as a cast to the dtype does on the CPU."""
     with unset_fake_temporarily():
         return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype).item())

@@ -68,17 +68,19 @@ class RecipeProgram:
     contexts: Mapping[fx.Node, Context] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        """Format the program, one call per line, with given values by their names."""
         placeholders = self.graph.find_nodes(op="placeholder")
         names = {node: str(given) for node, given in zip(reversed(placeholders), reversed(self.given), strict=False)}
         calls = [node for node in self.graph.nodes if node.op in ("call_function", "call_method")]
-        return "\n".join(f"  {node.name} = {_call(node, names)}" for node in calls)
+        return "\n".join(f"  {node.name} = {_call_text(node, names)}" for node in calls)
 
 
-def _call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+def _call_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """Format a call of a node; `names` has the text of placeholders."""
     function = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda item: _Name(names.get(item, item.name)))
-    shown = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
-    return f"{function}({', '.join(shown)})"
+    argument_texts = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{function}({', '.join(argument_texts)})"
 
 
 class _Name(str):
@@ -121,9 +123,11 @@ class SizeSources:
     found: Mapping[sympy.Symbol, tuple[int, int | None]]
 
     def knows(self, size: Size) -> bool:
+        """Return whether all symbols of a size can be read from the arguments."""
         return isinstance(size, int) or size.free_symbols <= set(self.found)
 
     def values(self, arguments: Sequence[Any]) -> dict[str, int]:
+        """Read the value of each symbol from the arguments of a call, by the symbol's name."""
         return {
             symbol.name: int(arguments[position] if dim is None else arguments[position].shape[dim])
             for symbol, (position, dim) in self.found.items()

@@ -68,6 +68,7 @@ class CarrySlot:
 
     @property
     def stop(self) -> int:
+        """The end of the slot in the carry."""
         return self.start + prod(self.shape)
 
 
@@ -126,8 +127,9 @@ def axes_apart(operands: Iterable[Shaped], results: Iterable[Shaped]) -> Recurre
     """Give each dimension its own letter, except rows: operations along the other dimensions are opaque."""
     letters = count(ROWS + 1)
 
-    def label(sizes: Sequence[Size], at: int | None) -> LetterShape:
-        return tuple((ROWS,) if dim == at else (next(letters),) if size != 1 else () for dim, size in enumerate(sizes))
+    def label(sizes: Sequence[Size], row_dim: int | None) -> LetterShape:
+        """Return letters for the dimensions of one tensor: `ROWS` for dimension `row_dim`, none for size 1."""
+        return tuple((ROWS,) if dim == row_dim else (next(letters),) if size != 1 else () for dim, size in enumerate(sizes))
 
     return RecurrenceAxes(tuple(label(*item) for item in operands), tuple(label(*item) for item in results), ROWS)
 

@@ -13,7 +13,7 @@ from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.sizes import shape_of
 from streamfx.node_meta import VALUE
 from streamfx.torch_private import inputs_of_gradients
-from streamfx.torch_private.autograd import is_taken_apart, owners
+from streamfx.torch_private.autograd import is_inner_tensor, owners
 
 Saved: TypeAlias = "tuple[frozenset[int], ...]"  # for each tensor saved for a backward graph, the inputs that it may alias
 
@@ -63,26 +63,27 @@ def sources_of(joint: fx.Graph, num_outputs: int, num_inputs: int) -> Sources:
 
     Return no sources if AOTAutograd has merged inputs, or if a gradient consists of several tensors or has dynamic sizes.
     """
-    given, gradients = owners(joint), outputs_of(joint)[num_outputs:]
+    input_positions, gradients = owners(joint), outputs_of(joint)[num_outputs:]
     gradient_inputs = inputs_of_gradients(joint, num_outputs)
-    if gradient_inputs is None or {position for position in given if position is not None} != set(range(num_inputs)):
+    if gradient_inputs is None or {position for position in input_positions if position is not None} != set(range(num_inputs)):
         return {}
-    number = {node: i for i, node in enumerate(joint.find_nodes(op="placeholder"))}
-    sources, seen = dict[int, GradientSource](), set[int]()
-    for place, (primal, gradient) in enumerate(zip(gradient_inputs, gradients, strict=True)):
+    placeholder_index = {node: i for i, node in enumerate(joint.find_nodes(op="placeholder"))}
+    sources, seen_positions = dict[int, GradientSource](), set[int]()
+    for result_index, (primal, gradient) in enumerate(zip(gradient_inputs, gradients, strict=True)):
         if not is_tensor(gradient):
             continue
-        position = None if primal is None else given[number[primal]]
-        is_part = primal is not None and is_taken_apart(primal)
+        position = None if primal is None else input_positions[placeholder_index[primal]]
+        is_part = primal is not None and is_inner_tensor(primal)
         part = _sharded_part(gradient) if is_part else None
-        if primal is None or position is None or position in seen or (is_part and part is None):
+        if primal is None or position is None or position in seen_positions or (is_part and part is None):
             return {}
-        seen.add(position)
-        sources[place] = GradientSource(position, number[primal], part)
+        seen_positions.add(position)
+        sources[result_index] = GradientSource(position, placeholder_index[primal], part)
     return sources
 
 
 def _sharded_part(gradient: fx.Node) -> ShardedGradient | None:
+    """Return the description of the one tensor in a sharded gradient; None if it has dynamic sizes."""
     value = gradient.meta[VALUE]
     shape = shape_of(value)
     sizes = tuple(size for size in shape if isinstance(size, int))

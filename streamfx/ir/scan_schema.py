@@ -112,49 +112,55 @@ class StatefulPlan:
     nothing: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
 
-def forward_plan(declared: Stateful, arguments: Mapping[str, Any], wanted: Sequence[int]) -> tuple[StatefulPlan, list[Any]]:
+def forward_plan(declared: Stateful, arguments: Mapping[str, Any], used_results: Sequence[int]) -> tuple[StatefulPlan, list[Any]]:
     """Plan a call; return the plan and the results.
 
-    `arguments` are by name, with tensors as fake values; `wanted` has the indices of the results that are used.
+    `arguments` are by name, with tensors as fake values; `used_results` has the indices of the results that are used.
     """
     for name, value in declared.only.items():
         if name in arguments and not _is_exactly(arguments[name], value):
             raise NotStatefulError(f"another {name} than {value}")
-    always = {name: value for name, value in declared.always.items() if name in declared.takes}
-    results = listed(declared.forward(**{**arguments, **always}))
-    last = {name: _tensor(results[number], f"result {number}") for name, number in declared.states.items()}
-    absent = _absent({name: (arguments.get(name), value) for name, value in last.items()})
-    slots, carried = _slots([(name, declared.states[name], value) for name, value in last.items()])
-    call = _StatefulCall(arguments, always, absent, declared.rows, results, declared.results, wanted)
+    overrides = {name: value for name, value in declared.always.items() if name in declared.takes}
+    results = listed(declared.forward(**{**arguments, **overrides}))
+    last_states = {name: _require_tensor(results[number], f"result {number}") for name, number in declared.states.items()}
+    absent = _absent_states({name: (arguments.get(name), value) for name, value in last_states.items()})
+    slots, carried = _slots([(name, declared.states[name], value) for name, value in last_states.items()])
+    call = _StatefulCall(arguments, overrides, absent, declared.rows, results, declared.results, used_results)
     return call.plan(declared, slots, carried, None), results
 
 
 def backward_plan(
-    declared: Stateful, forward: StatefulPlan, arguments: Mapping[str, Any], known: Sequence[Any], wanted: Sequence[int]
+    declared: Stateful,
+    forward: StatefulPlan,
+    arguments: Mapping[str, Any],
+    forward_results: Sequence[Any],
+    used_results: Sequence[int],
 ) -> tuple[StatefulPlan, list[Any]]:
-    """Plan the backward of a call whose results are `known`; return the plan and the results.
+    """Plan the backward of a call whose results are `forward_results`; return the plan and the results.
 
     If saved results are recomputed, `arguments` includes the arguments of the forward call.
     """
-    always = {name: value for name, value in declared.always.items() if name in declared.backward_takes}
-    into = {number: name for name, number in declared.cotangents.items()}
-    last = {name: known[number] for name, number in declared.states.items()}
-    cotangents = {into[number]: known[number] for number in declared.states.values()}
-    saved = {name: known[number] for name, number in declared.saved.items()}
-    taken = {**saved, **arguments, **always, **last, **cotangents}
-    results = listed(declared.backward(**{name: taken[name] for name in declared.backward_takes}))
+    overrides = {name: value for name, value in declared.always.items() if name in declared.backward_takes}
+    cotangent_of_result = {number: name for name, number in declared.cotangents.items()}
+    last_states = {name: forward_results[number] for name, number in declared.states.items()}
+    cotangents = {cotangent_of_result[number]: forward_results[number] for number in declared.states.values()}
+    saved = {name: forward_results[number] for name, number in declared.saved.items()}
+    call_arguments = {**saved, **arguments, **overrides, **last_states, **cotangents}
+    results = listed(declared.backward(**{name: call_arguments[name] for name in declared.backward_takes}))
     states = []
     for name, number in declared.states.items():
-        place = declared.gradients.index(name)
-        states.append((into[number], place, _tensor(results[place], f"result {place}")))
-        if shape_of(states[-1][2]) != shape_of(last[name]):
+        result_index = declared.gradients.index(name)
+        states.append(
+            (cotangent_of_result[number], result_index, _require_tensor(results[result_index], f"result {result_index}"))
+        )
+        if shape_of(states[-1][2]) != shape_of(last_states[name]):
             raise NotStatefulError(f"a gradient of {name} of another shape than {name}")
-    absent = _absent({name: (arguments.get(name), value) for name, _, value in states})
+    absent = _absent_states({name: (arguments.get(name), value) for name, _, value in states})
     slots, carried = _slots(states)
     dims: dict[str, int | None] = {**declared.rows}
     dims |= {name: declared.results[number] for name, number in {**declared.cotangents, **declared.saved}.items()}
     gradient_dims = [declared.rows.get(name) if name is not None else None for name in declared.gradients]
-    call = _StatefulCall(arguments, always, absent, dims, results, gradient_dims, wanted, known)
+    call = _StatefulCall(arguments, overrides, absent, dims, results, gradient_dims, used_results, forward_results)
     return call.plan(declared, slots, carried, forward), results
 
 
@@ -163,42 +169,47 @@ class _StatefulCall:
     """The facts about a call: its arguments, its results, and the dimensions of both that have rows."""
 
     arguments: Mapping[str, Any]
-    always: Mapping[str, Any]
+    overrides: Mapping[str, Any]
     absent: frozenset[str]
     dims: Mapping[str, int | None]
     results: Sequence[Any]
     result_dims: Sequence[int | None]
-    wanted: Sequence[int]
-    known: Sequence[Any] = ()
+    used_results: Sequence[int]
+    forward_results: Sequence[Any] = ()
 
     def plan(self, declared: Stateful, slots: tuple[StateSlot, ...], carried: Size, forward: StatefulPlan | None) -> StatefulPlan:
+        """Build the plan of the call; `forward` is the forward plan if the call is a backward one."""
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
-        rows = {name: dim for name, value in tensors.items() if (dim := _dim(self.dims.get(name), value)) is not None}
+        rows = {name: dim for name, value in tensors.items() if (dim := _row_dim(self.dims.get(name), value)) is not None}
         if not rows:
             raise NotStatefulError("no operand that has rows")
-        parts = tuple(self._result(number) for number in self.wanted)
-        result_dims = {f"result {part.number}": (self.results[part.number], part.rows) for part in parts if part.rows is not None}
+        described_results = tuple(self._describe_result(number) for number in self.used_results)
+        result_dims = {
+            f"result {result.number}": (self.results[result.number], result.rows)
+            for result in described_results
+            if result.rows is not None
+        }
         _check_lengths({**{name: (tensors[name], dim) for name, dim in rows.items()}, **result_dims}, self._counts(declared))
         is_forward = forward is None
         absent = self.absent if forward is None else self.absent | forward.absent
-        remade = {} if is_forward else {name: (number, self.known[number]) for name, number in declared.remade.items()}
+        remade = {} if is_forward else {name: (number, self.forward_results[number]) for name, number in declared.remade.items()}
         return StatefulPlan(
             name=declared.name if is_forward else f"{declared.name}_backward",
             function=declared.forward if is_forward else declared.backward,
             takes=frozenset(declared.takes if is_forward else declared.backward_takes),
             operands=tuple(tensors),
             rows=rows,
-            orders={name: _order(value) for name, value in tensors.items() if name not in absent},
+            orders={name: _memory_order(value) for name, value in tensors.items() if name not in absent},
             given={key: value for key, value in self.arguments.items() if key not in tensors and key not in declared.counts},
-            always=self.always,
+            always=self.overrides,
             absent=self.absent,
             counts=declared.counts,
             slots=slots,
             carried=carried,
-            results=parts,
+            results=described_results,
             axes=axes_apart(
                 [(shape_of(value), rows.get(name)) for name, value in tensors.items()],
-                [(shape_of(self.results[part.number]), part.rows) for part in parts],
+                [(shape_of(self.results[result.number]), result.rows) for result in described_results],
             ),
             block=self._block(declared.block),
             again=forward,
@@ -207,33 +218,39 @@ class _StatefulCall:
         )
 
     def _counts(self, declared: Stateful) -> dict[str, Size]:
+        """Return the arguments of the call that are the number of rows."""
         return {name: size_of(self.arguments[name]) for name in declared.counts if name in self.arguments}
 
     def _block(self, block: int | str) -> int:
+        """Return the rows at whose multiples chunks start: a number, or the argument of this name."""
         rows = block if isinstance(block, int) else self.arguments.get(block)
         if not isinstance(rows, int) or rows < 1:
             raise NotStatefulError(f"blocks of {block}={rows} rows")
         return rows
 
-    def _result(self, number: int) -> StatefulResult:
-        value = _tensor(self.results[number], f"result {number}")
-        return StatefulResult(number, _dim(self.result_dims[number], value), value.dtype)
+    def _describe_result(self, number: int) -> StatefulResult:
+        """Describe a result: its index, its row dimension, and its dtype."""
+        value = _require_tensor(self.results[number], f"result {number}")
+        return StatefulResult(number, _row_dim(self.result_dims[number], value), value.dtype)
 
 
 def listed(results: Any) -> list[Any]:
+    """Return the results of an operator as a list."""
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
 # -- conditions on a call
 
 
-def _tensor(value: Any, label: str) -> Tensor:
+def _require_tensor(value: Any, label: str) -> Tensor:
+    """Return a value, and check that it is a tensor."""
     if not isinstance(value, Tensor):
         raise NotStatefulError(f"{label} that is no tensor")
     return value
 
 
-def _dim(dim: int | None, value: Any) -> int | None:
+def _row_dim(dim: int | None, value: Any) -> int | None:
+    """Return a row dimension as a nonnegative index; None if the value has no rows or is no tensor."""
     if dim is None or not isinstance(value, Tensor):
         return None
     if not -value.dim() <= dim < value.dim():
@@ -241,32 +258,35 @@ def _dim(dim: int | None, value: Any) -> int | None:
     return dim % value.dim()
 
 
-def _absent(states: Mapping[str, tuple[Any, Tensor]]) -> frozenset[str]:
+def _absent_states(states: Mapping[str, tuple[Any, Tensor]]) -> frozenset[str]:
     """Return the states that a call omits, by None or by an empty tensor. Check that the others match the last state."""
-    absent = {name for name, (state, last) in states.items() if state is None or _is_empty(state, last)}
-    for name, (state, last) in states.items():
+    absent = {name for name, (state, last_state) in states.items() if state is None or _is_empty(state, last_state)}
+    for name, (state, last_state) in states.items():
         if name not in absent:
-            _check_state(name, state, last)
+            _check_state(name, state, last_state)
     return frozenset(absent)
 
 
-def _is_empty(state: Any, last: Tensor) -> bool:
-    return isinstance(state, Tensor) and 0 in shape_of(state) and 0 not in shape_of(last)
+def _is_empty(state: Any, last_state: Tensor) -> bool:
+    """Return whether a state has no elements although the last state has some: the call omits it."""
+    return isinstance(state, Tensor) and 0 in shape_of(state) and 0 not in shape_of(last_state)
 
 
 def _is_exactly(value: Any, expected: Any) -> bool:
+    """Return whether a value has the type and the value that is expected."""
     return not isinstance(value, Tensor) and type(value) is type(expected) and bool(value == expected)
 
 
-def _check_state(argument: str, state: Any, last: Any) -> None:
-    """Check that a state has the same shape and a compatible dtype after the last row: otherwise it cannot be carried."""
-    if not isinstance(state, Tensor) or shape_of(state) != shape_of(last):
+def _check_state(argument: str, state: Any, last_state: Any) -> None:
+    """Check that a state has the shape of the last state, and a dtype that the last one can hold: else it cannot be carried."""
+    if not isinstance(state, Tensor) or shape_of(state) != shape_of(last_state):
         raise NotStatefulError(f"{argument} of another shape than what is left of it after the last row")
-    if torch.promote_types(state.dtype, last.dtype) != last.dtype:
-        raise NotStatefulError(f"{argument} in {state.dtype}, of which {last.dtype} does not hold all numbers")
+    if torch.promote_types(state.dtype, last_state.dtype) != last_state.dtype:
+        raise NotStatefulError(f"{argument} in {state.dtype}, of which {last_state.dtype} does not hold all numbers")
 
 
 def _check_lengths(tensors: Mapping[str, tuple[Tensor, int]], counts: Mapping[str, Size]) -> None:
+    """Check that all tensors (value, row dimension) and all counts have the same number of rows."""
     lengths = {**{name: size_of(value.shape[dim]) for name, (value, dim) in tensors.items()}, **counts}
     if len(set(lengths.values())) != 1:
         raise NotStatefulError(f"other numbers of rows: {', '.join(f'{name} {size}' for name, size in lengths.items())}")
@@ -295,7 +315,7 @@ def _slots(states: Sequence[tuple[str, int, Tensor]]) -> tuple[tuple[StateSlot, 
     return tuple(slots), start
 
 
-def _order(value: Tensor) -> tuple[int, ...]:
+def _memory_order(value: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a value in memory order, outermost first.
 
     An expanded dimension (stride 0) comes just outside the next dimension that is not expanded.

@@ -21,8 +21,8 @@ class Candidate:
     keep_every: int
 
     def __str__(self) -> str:
-        kept = KEPT[self.save]
-        return kept if self.keep_every == 1 else f"{kept}, of one stage in {self.keep_every}"
+        kept_values = KEPT[self.save]
+        return kept_values if self.keep_every == 1 else f"{kept_values}, of one stage in {self.keep_every}"
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class SimulatedCandidate:
     peak: int
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the candidate as a dictionary for reports."""
         return {"choice": str(self.candidate), "chunk_work_bytes": self.working_set, "peak_bytes": self.peak}
 
 

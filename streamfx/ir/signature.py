@@ -98,10 +98,12 @@ class Signature:
 
     @cached_property
     def windows(self) -> dict[Letter, Window]:
+        """The letters whose rows go with a window of rows of another letter."""
         return {letter: index for letter, index in self.index.items() if isinstance(index, Window)}
 
     @cached_property
     def tiles(self) -> dict[Letter, Tile]:
+        """The letters whose rows are blocks of rows of another letter."""
         return {letter: index for letter, index in self.index.items() if isinstance(index, Tile)}
 
     @property
@@ -110,19 +112,21 @@ class Signature:
         return next(((letter, index) for letter, index in self.index.items() if isinstance(index, ConcatAxes)), None)
 
     def letters(self) -> set[Letter]:
+        """Return the letters of all operands and results."""
         return _letters_of((*self.operands, *self.results))
 
     def is_special(self, letter: Letter) -> bool:
         """Return whether the operator does anything with a letter other than to run along it."""
-        others = {index.of for index in self.index.values() if isinstance(index, (Window, Tile))}
-        return letter in self.index or letter in self.keys | self.placed | others
+        related = {index.of for index in self.index.values() if isinstance(index, (Window, Tile))}
+        return letter in self.index or letter in self.keys | self.placed | related
 
     def contracted(self, result: int = 0) -> set[Letter]:
         """Return the letters of the operands that result `result` does not have."""
-        kept = {letter for dim in self.results[result] for letter in dim}
-        kept |= {self.windows[letter].of for letter in kept if letter in self.windows}
-        return _letters_of(self.operands) - kept
+        kept_letters = {letter for dim in self.results[result] for letter in dim}
+        kept_letters |= {self.windows[letter].of for letter in kept_letters if letter in self.windows}
+        return _letters_of(self.operands) - kept_letters
 
 
 def _letters_of(shapes: Iterable[LetterShape]) -> set[Letter]:
+    """Return the letters of some shapes."""
     return {letter for shape in shapes for dim in shape for letter in dim}

@@ -31,21 +31,23 @@ def size_of(dimension: Any) -> Size:
 
 
 def simplified(expression: Any) -> Size:
+    """Convert a constant expression to an integer; return any other expression unchanged."""
     return int(expression) if isinstance(expression, (int, sympy.Integer)) else expression
 
 
 def product(sizes: Iterable[Size]) -> Size:
+    """Return the product of sizes."""
     total: Size = 1
     for size in sizes:
         total = total * size
     return simplified(total)
 
 
-def quotient(whole: Size, part: Size) -> Size | None:
+def quotient(size: Size, divisor: Size) -> Size | None:
     """Return `whole / part` if it is an integer for every value of the symbols, provably; else None."""
-    if isinstance(whole, int) and isinstance(part, int):
-        return whole // part if part and whole % part == 0 else None
-    ratio = sympy.cancel(whole / part)
+    if isinstance(size, int) and isinstance(divisor, int):
+        return size // divisor if divisor and size % divisor == 0 else None
+    ratio = sympy.cancel(size / divisor)
     numerator, denominator = sympy.fraction(ratio)
     return (
         simplified(numerator)
@@ -70,8 +72,10 @@ def numeric(size: Size, symbol_value: int = 16) -> int:
 
 
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
+    """Return the sizes of a fake tensor."""
     return tuple(size_of(dimension) for dimension in value.shape)
 
 
 def free_symbols(sizes: Iterable[Size]) -> set[sympy.Symbol]:
+    """Return the symbols in some sizes."""
     return {symbol for size in sizes if isinstance(size, sympy.Expr) for symbol in size.free_symbols}

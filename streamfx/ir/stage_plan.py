@@ -61,13 +61,13 @@ class AutoChunk:
             if self.most is None and self._is_single(length, row_bytes, stream_bytes):
                 return length
             working_set = self._bytes_of_work(length, row_bytes, stream_bytes)
-        most = max(MULTIPLE if is_limit else LEAST_ROWS, working_set // max(row_bytes, 1))
-        most = most if self.most is None else min(most, self.most)
-        count = max(1, -(-length // most))
-        fewest = count if is_limit else math.ceil(NEAR[0] * count)
-        whole = range(fewest, int(NEAR[1] * count) + 1) if length else ()
-        if equal := next((n for n in whole if length % (n * math.lcm(TILE, self.granule)) == 0), 0):
-            return length // equal
+        most_rows = max(MULTIPLE if is_limit else LEAST_ROWS, working_set // max(row_bytes, 1))
+        most_rows = most_rows if self.most is None else min(most_rows, self.most)
+        count = max(1, -(-length // most_rows))
+        fewest_chunks = count if is_limit else math.ceil(NEAR[0] * count)
+        chunk_counts = range(fewest_chunks, int(NEAR[1] * count) + 1) if length else ()
+        if equal_chunks := next((n for n in chunk_counts if length % (n * math.lcm(TILE, self.granule)) == 0), 0):
+            return length // equal_chunks
         rows = -(-length // count)
         if rows < TILED:
             rows = -(-rows // MULTIPLE) * MULTIPLE
@@ -81,12 +81,14 @@ class AutoChunk:
         return 0 < length <= self.worthwhile and length * row_bytes * SINGLE <= self._bytes_held(length, stream_bytes)
 
     def _bytes_held(self, length: int, stream_bytes: int) -> int:
+        """Return the bytes that a step holds: parameters, gradients, and the values at stage boundaries."""
         return self.held + self.cuts * length * stream_bytes
 
     def _bytes_of_work(self, length: int, row_bytes: int, stream_bytes: int) -> int:
-        share = self._bytes_held(length, stream_bytes) // SHARE
-        busy = min(self.enough * row_bytes, BUSY_WORKING_SET)
-        return max(LEAST_WORKING_SET, length * stream_bytes, busy, min(self.worthwhile * row_bytes, share))
+        """Return the bytes that the work on a chunk may take."""
+        held_share = self._bytes_held(length, stream_bytes) // SHARE
+        busy_bytes = min(self.enough * row_bytes, BUSY_WORKING_SET)
+        return max(LEAST_WORKING_SET, length * stream_bytes, busy_bytes, min(self.worthwhile * row_bytes, held_share))
 
 
 ChunkSize: TypeAlias = "int | AutoChunk"
@@ -115,6 +117,7 @@ class StagePlan:
 
     @cached_property
     def _all_dropped(self) -> frozenset[fx.Node]:
+        """The dropped outputs of all stages."""
         return frozenset(node for nodes in self.dropped for node in nodes)
 
     def sum_type(self, value: fx.Node) -> torch.dtype:

@@ -17,22 +17,24 @@ class Subgraph:
     graph: fx.Graph
 
     @staticmethod
-    def between(source: fx.Node, end: fx.Node, nodes: Collection[fx.Node]) -> Subgraph:
-        """Copy `nodes`, which compute `end` from `source` alone."""
+    def between(source: fx.Node, result: fx.Node, nodes: Collection[fx.Node]) -> Subgraph:
+        """Copy `nodes`, which compute `result` from `source` alone."""
         graph = fx.Graph()
         copies = {source: graph.placeholder(source.name)}
         copies[source].meta = {VALUE: source.meta[VALUE]}
         for node in sorted(nodes):
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(copies[end])
+        graph.output(copies[result])
         return Subgraph(graph)
 
     @property
     def source(self) -> fx.Node:
+        """The input."""
         return next(iter(self.graph.nodes))
 
     @property
     def end(self) -> fx.Node:
+        """The result."""
         return self.graph.output_node().all_input_nodes[0]
 
     @property
@@ -40,10 +42,10 @@ class Subgraph:
         """The operators, in order."""
         return list(self.graph.nodes)[1:-1]
 
-    def written(self, source: fx.Node, before: Callable[[fx.Node], fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Insert the operators into the graph of `source`, each before the node `before` returns for it; return the copies."""
+    def written(self, source: fx.Node, insertion_point: Callable[[fx.Node], fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Insert the operators into the graph of `source`, each before `insertion_point(node)`; return the copies."""
         copies = {self.source: source}
         for node in self.nodes:
-            with source.graph.inserting_before(before(node)):
+            with source.graph.inserting_before(insertion_point(node)):
                 copies[node] = source.graph.node_copy(node, copies.__getitem__)
         return copies

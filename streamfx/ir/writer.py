@@ -20,31 +20,34 @@ class GraphWriter:
     """Inserts operators before a given node, and computes their `meta["val"]` from the fake values of their operands."""
 
     def __init__(self, graph: fx.Graph) -> None:
+        """Write to a graph; `made` collects the inserted nodes."""
         self.graph = graph
         self.made: list[fx.Node] = []
         self._mode: Any = None
         self._point: fx.Node | None = None
 
     def before(self, node: fx.Node) -> GraphWriter:
+        """Insert the next operators before a node."""
         self._point = node
         return self
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert an operator, and compute its fake value; return the node."""
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta[VALUE])
         return self.made_as(self.value(target, *fake_args, **fake_kwargs), target, *args, **kwargs)
 
     def made_as(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert an operator whose fake value is known."""
+        """Insert an operator whose fake value is known; copy the trace metadata of the insertion point."""
         assert self._point is not None
         with self.graph.inserting_before(self._point):
-            made = self.graph.call_function(target, args, kwargs)
-        self.made.append(made)
-        made.meta[VALUE] = value
+            node = self.graph.call_function(target, args, kwargs)
+        self.made.append(node)
+        node.meta[VALUE] = value
         for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack"):
             if key in self._point.meta:
-                made.meta[key] = self._point.meta[key]
-        made.meta[ORIGIN] = self._point.meta.get(ORIGIN, self._point.name)
-        return made
+                node.meta[key] = self._point.meta[key]
+        node.meta[ORIGIN] = self._point.meta.get(ORIGIN, self._point.name)
+        return node
 
     def value(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function on fake values."""
@@ -72,14 +75,17 @@ def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
 
 
 def _read_size(size: Any, node: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
+    """Return an operand that is the size, or insert an operator that reads it from an operand, or else from `node`."""
     for operand in node.all_input_nodes:
         value = operand.meta.get(VALUE)
         if isinstance(value, torch.SymInt) and size_of(value) == size_of(size):
             return operand
         if isinstance(value, torch.Tensor):
-            found = next((own for own, other in enumerate(value.shape) if size_of(other) == size_of(size)), None)
-            if found is not None:
-                return writer.call(aten.sym_size.int, operand, found)
+            operand_dim = next(
+                (index for index, operand_size in enumerate(value.shape) if size_of(operand_size) == size_of(size)), None
+            )
+            if operand_dim is not None:
+                return writer.call(aten.sym_size.int, operand, operand_dim)
     return writer.call(aten.sym_size.int, node, dim)
 
 

@@ -133,13 +133,13 @@ def mutated_inputs(joint: fx.Graph) -> list[int] | None:
     descriptions = joint.output_node().meta.get(DESCRIPTION)
     if descriptions is None:
         return None
-    written = [item.mutated_input for item in descriptions if isinstance(item, InputMutationAOTOutput)]
+    mutated = [item.mutated_input for item in descriptions if isinstance(item, InputMutationAOTOutput)]
     placeholders = joint.find_nodes(op="placeholder")
-    return [i for i, node in enumerate(placeholders) if node.meta.get(DESCRIPTION) in written]
+    return [i for i, node in enumerate(placeholders) if node.meta.get(DESCRIPTION) in mutated]
 
 
-def inputs_of_gradients(joint: fx.Graph, first: int) -> list[fx.Node | None] | None:
-    """Return, for each result of a joint graph from the `first` gradient on, the input whose gradient it is (2.11, 2.13).
+def inputs_of_gradients(joint: fx.Graph, first_gradient: int) -> list[fx.Node | None] | None:
+    """Return, for each result of a joint graph from index `first_gradient` on, the input whose gradient it is (2.11, 2.13).
 
     Return None if AOTAutograd does not report it. A sharded tensor is several inputs; it has several gradients, or one
     None.
@@ -148,7 +148,7 @@ def inputs_of_gradients(joint: fx.Graph, first: int) -> list[fx.Node | None] | N
     if descriptions is None:
         return None
     inputs = {node.meta[DESCRIPTION]: node for node in joint.find_nodes(op="placeholder") if DESCRIPTION in node.meta}
-    return [inputs.get(_input_of(item)) for item in descriptions[first:]]
+    return [inputs.get(_input_of(item)) for item in descriptions[first_gradient:]]
 
 
 def _input_of(gradient: Any) -> Any:
@@ -196,8 +196,8 @@ def is_sharded(value: Any) -> bool:
 def rewrapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Rebuild a wrapper subclass with changed inner tensors, all else unchanged (2.11, 2.13: `__tensor_flatten__`)."""
     names, context = value.__tensor_flatten__()
-    parts = {name: change(part) if isinstance(part := getattr(value, name), torch.Tensor) else part for name in names}
-    return type(value).__tensor_unflatten__(parts, context, value.shape, value.stride())
+    inner_tensors = {name: change(inner) if isinstance(inner := getattr(value, name), torch.Tensor) else inner for name in names}
+    return type(value).__tensor_unflatten__(inner_tensors, context, value.shape, value.stride())
 
 
 def dynamo_copy(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -272,11 +272,11 @@ def no_modes() -> Any:
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
     """Let autograd save tensors unpacked, whatever hooks are active (2.11, 2.13)."""
-    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    was_tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     try:
         yield
     finally:
-        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+        torch._C._autograd._saved_tensors_hooks_set_tracing(was_tracing)
 
 
 def register_logger(name: str) -> None:
@@ -298,12 +298,12 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 def tracing_undone() -> Iterator[None]:
     """If an error ends the block, reset AOTAutograd's notes on a graph, so that it can be traced again (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
-    kept = {} if context is None else dict(vars(context))
+    saved_state = {} if context is None else dict(vars(context))
     try:
         yield
     except BaseException:
         if context is not None:
-            vars(context).update(kept)
+            vars(context).update(saved_state)
         raise
 
 
@@ -316,16 +316,17 @@ class NoMaskForCudnn(torch.overrides.TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        mask = args[3] if len(args) > 3 else given.get("attn_mask")
+        """Run a torch function; for attention with a mask, disable cuDNN meanwhile unless it is the only kernel enabled."""
+        keywords = kwargs or {}
+        mask = args[3] if len(args) > 3 else keywords.get("attn_mask")
         if func is not torch.nn.functional.scaled_dot_product_attention or mask is None:
-            return func(*args, **given)
+            return func(*args, **keywords)
         flags = torch.backends.cuda
         if not (flags.cudnn_sdp_enabled() and flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled()):
-            return func(*args, **given)
+            return func(*args, **keywords)
         flags.enable_cudnn_sdp(False)
         try:
-            return func(*args, **given)
+            return func(*args, **keywords)
         finally:
             flags.enable_cudnn_sdp(True)
 
@@ -335,6 +336,7 @@ def while_traced(function: Callable[[], T]) -> Callable[[], T]:
     context = torch._guards.TracingContext.try_get()
 
     def run() -> T:
+        """Run the function with the tracing context of its creation."""
         with torch._guards.tracing(context):
             return function()
 

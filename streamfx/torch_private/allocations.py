@@ -44,8 +44,8 @@ def allocations() -> Iterator[Allocations]:
             torch.empty(PROBE, dtype=torch.uint8, device="cpu")
     results = profiler.kineto_results
     events: Any = () if results is None else results.events()
-    moves = (
+    sized_events = (
         (event.start_ns(), event.nbytes(), event.device_type().name.lower()) for event in events if event.name() == "[memory]"
     )
-    recorded.moves = sorted(moves, key=lambda move: move[0])
+    recorded.moves = sorted(sized_events, key=lambda move: move[0])
     recorded.is_complete = any(size == PROBE and kind == "cpu" for _, size, kind in recorded.moves[-2:])

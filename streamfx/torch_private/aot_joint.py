@@ -19,8 +19,8 @@ def is_plain(graph: fx.Graph, count: int) -> bool:
     """
     inputs = [node.meta.get(DESCRIPTION) for node in graph.find_nodes(op="placeholder")[:count]]
     results = graph.output_node().meta.get(DESCRIPTION)
-    kinds = PlainAOTOutput, GradAOTOutput, type(None)
-    is_known = results is not None and all(isinstance(item, kinds) for item in results)
+    plain_kinds = PlainAOTOutput, GradAOTOutput, type(None)
+    is_known = results is not None and all(isinstance(item, plain_kinds) for item in results)
     return is_known and all(isinstance(item, PlainAOTInput) and item.idx == i for i, item in enumerate(inputs))
 
 
@@ -39,5 +39,5 @@ def describe_plain(graph: fx.Graph, count: int, num_outputs: int) -> None:
 def fake_twin(value: FakeTensor) -> FakeTensor:
     """Create another fake tensor with the layout of `value` (2.11, 2.13)."""
     with torch._C._DisableTorchDispatch():
-        held = torch.Tensor._make_subclass(torch.Tensor, value, value.requires_grad)
-    return FakeTensor(value.fake_mode, held, value.device)
+        meta_tensor = torch.Tensor._make_subclass(torch.Tensor, value, value.requires_grad)
+    return FakeTensor(value.fake_mode, meta_tensor, value.device)

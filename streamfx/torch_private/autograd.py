@@ -69,6 +69,7 @@ def are_awaited(tensors: Iterable[Tensor]) -> bool:
 
 
 def _is_awaited(tensor: Tensor) -> bool:
+    """Return whether a leaf has hooks on its gradient, or a gradient to which a new one is added."""
     return bool(tensor._post_accumulate_grad_hooks or tensor._backward_hooks) or tensor.grad is not None
 
 
@@ -101,7 +102,7 @@ def owners(graph: fx.Graph) -> list[int | None]:
     return indices
 
 
-def is_taken_apart(node: fx.Node) -> bool:
+def is_inner_tensor(node: fx.Node) -> bool:
     """Return whether an input of a traced graph is a part of a Dynamo input, perhaps its only part (2.11, 2.13)."""
     return isinstance(node.meta.get(DESCRIPTION), SubclassGetAttrAOTInput)
 
@@ -118,7 +119,7 @@ def asked_gradients(graph: fx.Graph) -> list[bool]:
     nodes = graph.find_nodes(op="placeholder")
     if len(inputs) != len(nodes):
         return []
-    return [bool(item.requires_grad) or is_taken_apart(node) for item, node in zip(inputs, nodes, strict=True)]
+    return [bool(item.requires_grad) or is_inner_tensor(node) for item, node in zip(inputs, nodes, strict=True)]
 
 
 def nodes_that_run(edges: Iterable[tuple[Any, int]]) -> frozenset[Any]:

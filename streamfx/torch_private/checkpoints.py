@@ -13,34 +13,40 @@ from typing import Any
 from torch import nn
 from torch.utils import checkpoint
 
-PLACE = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper")
-INNER = "_checkpoint_wrapped_module"
+WRAPPER_CLASS = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper")
+WRAPPED_MODULE = "_checkpoint_wrapped_module"
 
 
-def checkpoints_around(model: nn.Module, inside: Collection[nn.Module]) -> list[nn.Module]:
+def checkpoints_around(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
     """Return the wrappers in a model that run one of these modules by `torch.utils.checkpoint` alone (2.11, 2.13)."""
-    kind: Any = getattr(sys.modules.get(PLACE[0]), PLACE[1], None)
-    if not isinstance(kind, type):
+    wrapper_class: Any = getattr(sys.modules.get(WRAPPER_CLASS[0]), WRAPPER_CLASS[1], None)
+    if not isinstance(wrapper_class, type):
         return []
-    wrappers = [part for part in model.modules() if isinstance(part, kind) and part._modules.get(INNER) in inside]
+    wrappers = [
+        module
+        for module in model.modules()
+        if isinstance(module, wrapper_class) and module._modules.get(WRAPPED_MODULE) in layers
+    ]
     return [wrapper for wrapper in wrappers if _is_torch_checkpoint(wrapper.checkpoint_fn)]
 
 
 def _is_torch_checkpoint(function: Any) -> bool:
+    """Return whether a function is `torch.utils.checkpoint.checkpoint` with some arguments set."""
     return isinstance(function, partial) and function.func is checkpoint.checkpoint
 
 
 def run_without(wrapper: Any) -> Any:
     """Let a wrapper call its module without checkpointing; return the argument of `run_with` that undoes it (2.11, 2.13)."""
-    kept, wrapper.checkpoint_fn = wrapper.checkpoint_fn, _call
-    return kept
+    checkpoint_fn, wrapper.checkpoint_fn = wrapper.checkpoint_fn, _call_directly
+    return checkpoint_fn
 
 
-def run_with(wrapper: Any, kept: Any) -> None:
+def run_with(wrapper: Any, checkpoint_fn: Any) -> None:
     """Undo `run_without`, unless another function was set since."""
-    if wrapper.checkpoint_fn is _call:
-        wrapper.checkpoint_fn = kept
+    if wrapper.checkpoint_fn is _call_directly:
+        wrapper.checkpoint_fn = checkpoint_fn
 
 
-def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_directly(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function as `checkpoint` would, but without checkpointing."""
     return function(*args, **kwargs)

@@ -50,16 +50,16 @@ def inside_of_compiled(model: Any) -> Any:
         return None if function is None else MethodType(function, model.__self__)
     if isinstance(model, nn.Module) or getattr(model, WRAPPER, id(model)) != id(model):
         return None
-    inside: Any = getattr(model, ORIGINAL, None)
-    is_frame = getattr(inside, "__code__", None) is wrap_inline(len).__code__  # Dynamo's wrapper around torch's own modules
-    return inside.__wrapped__ if is_frame else inside
+    inner: Any = getattr(model, ORIGINAL, None)
+    is_frame = getattr(inner, "__code__", None) is wrap_inline(len).__code__  # Dynamo's wrapper around torch's own modules
+    return inner.__wrapped__ if is_frame else inner
 
 
 def backend_of(model: Any) -> tuple[Any, Mapping[str, Any]]:
     """Return the backend function that `torch.compile` was given, and its keyword arguments (2.11, 2.13)."""
     cells = [] if is_compiled(model) else getattr(model, "__closure__", None) or ()  # for a method, the cells of its function
     contexts = [model.dynamo_ctx] if is_compiled(model) else [cell.cell_contents for cell in cells]
-    backend: Any = next((one.callback for one in contexts if isinstance(one, eval_frame._TorchDynamoContext)), None)
+    backend: Any = next((context.callback for context in contexts if isinstance(context, eval_frame._TorchDynamoContext)), None)
     while (inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, ORIGINAL, None))) is not None:
         backend = inner
     return getattr(backend, "compiler_fn", backend), getattr(backend, "kwargs", {})
@@ -84,10 +84,10 @@ SWITCH_ON = (
 
 def is_switched_off() -> bool:
     """Return whether the environment or a setting disables `torch.compile` (2.11, 2.13)."""
-    return gives_back() or bool(config.disable) or eval_frame._stance.stance == "force_eager"
+    return is_disabled_by_environment() or bool(config.disable) or eval_frame._stance.stance == "force_eager"
 
 
-def gives_back() -> bool:
+def is_disabled_by_environment() -> bool:
     """Return whether `torch.compile` returns its argument, even if the environment changes afterwards (2.11, 2.13)."""
     return os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
 
@@ -132,15 +132,16 @@ class UnwrappedDynamoError(ShortenTraceback):
     compiled function. Each instance also has the class of the original error, for handlers in between.
     """
 
-    def __init__(self, own: StreamFXError) -> None:
-        super().__init__(*own.args, first_useful_frame=None)
-        self.__dict__.update(vars(own))
-        self.own = own
+    def __init__(self, original: StreamFXError) -> None:
+        """Copy the arguments and attributes of the original error."""
+        super().__init__(*original.args, first_useful_frame=None)
+        self.__dict__.update(vars(original))
+        self.original = original
 
     def remove_dynamo_frames(self) -> Any:
         """Return the original error with only the user's frames; with all frames if `TORCHDYNAMO_VERBOSE=1`."""
         trace = self.__traceback__
-        return self.own.with_traceback(trace if config.verbose else _user_frames(trace))
+        return self.original.with_traceback(trace if config.verbose else _user_frames(trace))
 
     @property
     def record_filename(self) -> str:
@@ -167,9 +168,9 @@ def raised_as_itself(graph: fx.Graph) -> Iterator[None]:
 
 def _note_location(error: StreamFXError, graph: fx.Graph) -> None:
     """Add a note with the user's line that was being compiled."""
-    place = next(filter(None, map(source_line, reversed(graph.nodes))), "")
-    if place and hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(f"  raised while the code up to this line was compiled: {place}")
+    line = next(filter(None, map(source_line, reversed(graph.nodes))), "")
+    if line and hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"  raised while the code up to this line was compiled: {line}")
 
 
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -178,10 +179,10 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and (module := trace.tb_frame.f_globals.get("__name__", "")) != "torch._dynamo.convert_frame":
         frames += [trace] if module.split(".")[0] != "torch" else []
         trace = trace.tb_next
-    kept = None
+    user_trace = None
     for frame in reversed(frames):
-        kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return kept
+        user_trace = TracebackType(user_trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return user_trace
 
 
 def cause_of(error: BaseException) -> Exception | None:
@@ -237,11 +238,14 @@ def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
     This works even if `logging.config` has disabled existing loggers.
     """
     breaks: list[tuple[str, int, str]] = []
-    shape = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
+    record_pattern = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
 
     class Note(logging.Handler):
+        """Appends (file, line, reason) for each record about a graph break."""
+
         def emit(self, record: logging.LogRecord) -> None:
-            if match := shape.search(record.getMessage()):
+            """Append the graph break of a record, if it reports one."""
+            if match := record_pattern.search(record.getMessage()):
                 breaks.append((match[1], int(match[2]), match[3]))
 
     logger, handler = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks"), Note()
@@ -259,13 +263,13 @@ def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
 
 
 def cause_of_break(reason: str) -> tuple[str, str, bool]:
-    """Parse Dynamo's graph-break reason: the cause, its first hint, and whether it gave the function up (2.11, 2.13)."""
+    """Parse a graph-break reason: (cause, first hint, whether Dynamo gave the function up) (2.11, 2.13)."""
     given_up = "falling back to eager" in reason
     cause = reason.split("Graph break encountered:", 1)[-1].strip()
-    if found := re.search(r"^(\S.*)\n(?:  Higher Order Operator: (.*)\n)?  Explanation: (.*)", cause, re.MULTILINE):
+    if explained := re.search(r"^(\S.*)\n(?:  Higher Order Operator: (.*)\n)?  Explanation: (.*)", cause, re.MULTILINE):
         hint = re.search(r"^  Hint: (.*)", cause, re.MULTILINE)
-        inside = f" in {found[2]}" if found[2] else ""
-        return f"{found[1]}{inside}: {found[3]}", hint[1] if hint and "report" not in hint[1] else "", given_up
+        in_operator = f" in {explained[2]}" if explained[2] else ""
+        return f"{explained[1]}{in_operator}: {explained[3]}", hint[1] if hint and "report" not in hint[1] else "", given_up
     return cause.split("\n", 1)[0], "", given_up
 
 
@@ -276,21 +280,24 @@ def lost_writes(graph: fx.Graph) -> list[str]:
     such as `seen[...] = x`, are kept.
     """
     writes = (node for node in graph.nodes if node.op in ("call_method", "call_function") and _is_in_place(node.target))
-    written = ((node, node.args[0].meta.get(EXAMPLE_VALUE)) for node in writes if _is_placeholder(node.args[:1]))
-    lost = (node for node, value in written if isinstance(value, torch.Tensor) and _is_like_a_number(value))
+    written_inputs = ((node, node.args[0].meta.get(EXAMPLE_VALUE)) for node in writes if _is_placeholder(node.args[:1]))
+    lost = (node for node, value in written_inputs if isinstance(value, torch.Tensor) and _is_like_a_number(value))
     return list(dict.fromkeys(source_line(node) for node in lost))
 
 
 def _is_in_place(target: Any) -> bool:
+    """Return whether a method, or a function such as `iadd`, writes to its first argument."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return bool(re.fullmatch(r"[a-z].*[^_]_|i(add|sub|mul|truediv|floordiv|pow|mod)", name))
 
 
 def _is_placeholder(arguments: Sequence[Any]) -> bool:
+    """Return whether one of the arguments is an input of the graph."""
     return any(isinstance(argument, fx.Node) and argument.op == "placeholder" for argument in arguments)
 
 
 def _is_like_a_number(value: torch.Tensor) -> bool:
+    """Return whether AOTAutograd treats a tensor as a Python number: zero-dimensional, float64, on the CPU."""
     return value.dim() == 0 and value.dtype is torch.float64 and value.device.type == "cpu"
 
 
@@ -317,14 +324,15 @@ def noted_compilations() -> Iterator[list[tuple[int, int]]]:
     """Record the start and end of compilations in any thread, in nanoseconds since the epoch (2.11, 2.13)."""
     from torch._dynamo.callback import callback_handler
 
-    intervals, begun = list[tuple[int, int]](), list[int]()
+    intervals, start_times = list[tuple[int, int]](), list[int]()
 
     def begin(about: Any) -> None:
-        begun.append(time.time_ns())
+        start_times.append(time.time_ns())
 
     def end(about: Any) -> None:
-        if begun:  # otherwise it started before this block
-            intervals.append((begun.pop(), time.time_ns()))
+        """Record the interval of the compilation that started last."""
+        if start_times:  # otherwise it started before this block
+            intervals.append((start_times.pop(), time.time_ns()))
 
     callback_handler.register_start_callback(begin)
     callback_handler.register_end_callback(end)
@@ -346,16 +354,16 @@ def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     from torch._dynamo import pgo
     from torch._dynamo.convert_frame import compile_lock
 
-    learned = pgo.get_code_state()
-    before = copy.deepcopy(dict(learned))
+    code_state = pgo.get_code_state()
+    state_before = copy.deepcopy(dict(code_state))
     with compile_lock:
         _reset_skipped()
     try:
         with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20, run_gc_after_compile=False):
             yield isolated()
     finally:
-        learned.clear()
-        learned.update(before)
+        code_state.clear()
+        code_state.update(state_before)
         with compile_lock:  # otherwise another thread might be compiling
             _drop_compiled_code(backend)
             _reset_skipped()
@@ -384,9 +392,9 @@ def _drop_compiled_code(backend: Callable[..., Any]) -> None:
     for reference in list(input_codes.seen):
         code = reference()
         entries = [] if code is None else _debug_get_cache_entry_list(code)
-        own = [entry for entry in entries if getattr(entry.backend, "compiler_fn", entry.backend) is backend]
-        if own and len(own) == len(entries):
+        own_entries = [entry for entry in entries if getattr(entry.backend, "compiler_fn", entry.backend) is backend]
+        if own_entries and len(own_entries) == len(entries):
             reset_code(code)
             continue
-        for entry in own:
+        for entry in own_entries:
             entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("streamfx has seen enough"))

@@ -14,9 +14,10 @@ FSDP2, FSDP1 = ("torch.distributed.fsdp", "FSDPModule"), ("torch.distributed.fsd
 ORIGINAL = "_fsdp_use_orig_params"
 
 
-def _is_instance(module: nn.Module, place: tuple[str, str]) -> bool:
-    kind: Any = getattr(sys.modules.get(place[0]), place[1], None)
-    return isinstance(kind, type) and isinstance(module, kind)
+def _is_instance(module: nn.Module, class_path: tuple[str, str]) -> bool:
+    """Return whether a module is an instance of a class, given as (module name, class name), if that is imported."""
+    cls: Any = getattr(sys.modules.get(class_path[0]), class_path[1], None)
+    return isinstance(cls, type) and isinstance(module, cls)
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -40,16 +41,16 @@ def let_trace(module: nn.Module) -> list[nn.Module]:
     Their weights are views of one flat parameter, set in each forward: tensors that a graph can take like any other
     input. Only Dynamo reads this attribute.
     """
-    refused = [part for part in module.modules() if part.__dict__.get(ORIGINAL) is False]
-    for part in refused:
-        part.__dict__[ORIGINAL] = True
+    refused = [submodule for submodule in module.modules() if submodule.__dict__.get(ORIGINAL) is False]
+    for submodule in refused:
+        submodule.__dict__[ORIGINAL] = True
     return refused
 
 
 def refuse_again(modules: list[nn.Module]) -> None:
     """Undo `let_trace`."""
-    for part in modules:
-        part.__dict__[ORIGINAL] = False
+    for module in modules:
+        module.__dict__[ORIGINAL] = False
 
 
 def frees_weights(owner: Any) -> bool:
@@ -64,8 +65,8 @@ def frees_weights(owner: Any) -> bool:
         return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
     if is_fsdp_wrapper(owner):
         handle = owner._handle
-        keeps = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
-        return not (owner._is_root or handle is None or handle._sharding_strategy.name in keeps)
+        keeping_strategies = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
+        return not (owner._is_root or handle is None or handle._sharding_strategy.name in keeping_strategies)
     return True
 
 

@@ -31,8 +31,8 @@ def ranks_in(group: Any) -> int:
 def members_of(group: Any) -> tuple[int, ...]:
     """Return the ranks of a group in order, passed by name or as an object; empty if it no longer exists (2.11, 2.13)."""
     try:
-        found = group_called(group) if isinstance(group, str) else group
-        return tuple(sorted(dist.get_process_group_ranks(found)))
+        process_group = group_called(group) if isinstance(group, str) else group
+        return tuple(sorted(dist.get_process_group_ranks(process_group)))
     except (RuntimeError, ValueError, KeyError):
         return ()
 

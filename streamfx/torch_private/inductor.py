@@ -37,6 +37,7 @@ def has_compiler(device: str) -> bool:
 
 @functools.cache
 def _has_cpp_compiler() -> bool:
+    """Return whether Inductor finds a C++ compiler; the answer is cached."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -90,12 +91,13 @@ def barriers() -> Iterator[None]:
     """
     from torch._inductor.codegen.triton import TritonKernel
 
-    plain = TritonKernel.codegen_body
+    original_codegen = TritonKernel.codegen_body
 
     def codegen_body(self: Any) -> None:
+        """Generate a kernel's body, with a barrier after its loops."""
         if any(str(getattr(line, "line", line)).lstrip().startswith("for ") for line in self.body._lines):
             self.body.writeline("tl.debug_barrier()")
-        plain(self)
+        original_codegen(self)
 
     with mock.patch.object(TritonKernel, "codegen_body", codegen_body):
         yield
@@ -103,13 +105,13 @@ def barriers() -> Iterator[None]:
 
 def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Compile a Dynamo graph, including gradients, as `torch.compile(...)` does; call the result as f(*inputs) (2.11, 2.13)."""
-    owned = dynamo_copy(module)[0]  # compile_fx modifies its argument
+    copied = dynamo_copy(module)[0]  # compile_fx modifies its argument
     with inductor_runs(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # fail now, not in the backward
         from torch._inductor.compile_fx import compile_fx
 
         with barriers():
-            result: Callable[..., Any] = compile_fx(owned, inputs, config_patches=WITH_BARRIERS)
-    return result
+            compiled: Callable[..., Any] = compile_fx(copied, inputs, config_patches=WITH_BARRIERS)
+    return compiled
 
 
 def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -118,9 +120,11 @@ def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> 
         return _compile_body("from_example_inputs", module, inputs)
 
 
-def compile_for_sizes(module: fx.GraphModule, like: int, shapes: Shapes) -> tuple[Callable[..., Any], Callable[[int], bool]]:
+def compile_for_sizes(
+    module: fx.GraphModule, typical_size: int, shapes: Shapes
+) -> tuple[Callable[..., Any], Callable[[int], bool]]:
     """Compile a graph for all sizes that are functions of one number: see `with_sizes` (2.11, 2.13)."""
-    return with_sizes(functools.partial(_compile_body, "from_tracing_context"), module, like, shapes)
+    return with_sizes(functools.partial(_compile_body, "from_tracing_context"), module, typical_size, shapes)
 
 
 def _compile_body(dynamic_shapes: str, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

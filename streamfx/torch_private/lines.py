@@ -24,5 +24,5 @@ def source_line(node: fx.Node) -> str:
 def frame_of(node: fx.Node) -> tuple[str, str, str, str] | None:
     """Return (file, line, function, code) of the innermost frame in user code."""
     frames = _FRAME.findall(node.meta.get(STACK_TRACE) or "")
-    user = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARY)] or frames
-    return user[-1] if user else None
+    user_frames = [frame for frame in frames if not any(library in frame[0] for library in _LIBRARY)] or frames
+    return user_frames[-1] if user_frames else None

@@ -26,8 +26,12 @@ def ranks_of(group: str) -> Sequence[int]:
     """Return the ranks of a group by its name, in order; empty if there is no other process (2.11, 2.13)."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
-    found = group_called(group)
-    return () if dist.get_backend(found) == "fake" or dist.get_world_size(found) == 1 else dist.get_process_group_ranks(found)
+    process_group = group_called(group)
+    return (
+        ()
+        if dist.get_backend(process_group) == "fake" or dist.get_world_size(process_group) == 1
+        else dist.get_process_group_ranks(process_group)
+    )
 
 
 class RankChangedError(Exception):
@@ -66,6 +70,7 @@ def written_by_all(text: str, group: str, subject: str = "", waits: bool = True,
 
 
 def _hash(text: str) -> str:
+    """Return the SHA-256 of a text, for keys of the store."""
     return sha256(text.encode()).hexdigest()
 
 
@@ -77,11 +82,13 @@ class _Text(NamedTuple):
     text: str
 
     def written(self) -> str:
+        """Return the text with its subject and attempt, as it is stored."""
         return f"{self.subject} {self.attempt}\n{self.text}"
 
     @classmethod
-    def read(cls, written: str) -> _Text:
-        head, text = written.split("\n", 1)
+    def read(cls, stored: str) -> _Text:
+        """Parse a stored text."""
+        head, text = stored.split("\n", 1)
         subject, attempt = head.split(" ")
         return cls(subject, int(attempt), text)
 
@@ -102,40 +109,43 @@ class _Board:
 
     def exchanged(self, text: str) -> list[str]:
         """Write a text; wait for the matching texts of the others, or for a text that a failed rank has left."""
-        number, own = self.store.add(self._counter, 1), self._begun(text)
-        self._write(self._slot(number, self.rank), own)
-        end, pause = time.monotonic() + LIMIT.total_seconds(), SHORT
+        number, own_text = self.store.add(self._counter, 1), self._new_text(text)
+        self._store_text(self._slot(number, self.rank), own_text)
+        deadline, pause = time.monotonic() + LIMIT.total_seconds(), SHORT
         texts: dict[int, _Text] = {}
         while True:
             self._read_texts(number, texts)
             # checked last: a rank leaves a text before it writes its next one
-            answered = {rank for rank, item in texts.items() if item.subject == self.subject}
-            left = {rank: item for rank, item in self._left_instead_of(own).items() if rank not in answered}
-            if left:
+            answered_ranks = {rank for rank, item in texts.items() if item.subject == self.subject}
+            left_texts = {rank: item for rank, item in self._left_instead_of(own_text).items() if rank not in answered_ranks}
+            if left_texts:
                 self.store.set(self._slot(number, self.rank), NOTHING)
                 self.store.add(self._counter, -1)
-                return [left.get(rank, text) for rank in self.ranks]
+                return [left_texts.get(rank, text) for rank in self.ranks]
             if len(texts) == len(self.ranks):
                 return [texts[rank].text for rank in self.ranks]
-            if time.monotonic() > end:
-                raise RanksMissingError(f"nothing from rank {self._absent(number)} within {LIMIT.total_seconds():.0f} seconds")
+            if time.monotonic() > deadline:
+                raise RanksMissingError(
+                    f"nothing from rank {self._missing_ranks(number)} within {LIMIT.total_seconds():.0f} seconds"
+                )
             time.sleep(pause)
             pause = min(LONG, 1.2 * pause)
 
     def leave(self, text: str) -> None:
         """Write a text for ranks that compile the same graph, without waiting."""
-        self._write(self._left_key(self.rank, self.subject), self._begun(text))
+        self._store_text(self._left_key(self.rank, self.subject), self._new_text(text))
         self.store.set(self._left_flag(self.subject), "yes")
 
     def agreed(self, about: str) -> str | None:
         """Return the text about a topic that all ranks agreed on; None if there is none."""
-        known = self._agreed_key(about)
-        return self.store.get(known).decode() if self.store.check([known]) else None
+        agreed_key = self._agreed_key(about)
+        return self.store.get(agreed_key).decode() if self.store.check([agreed_key]) else None
 
     def agree(self, about: str, text: str) -> None:
+        """Store the text about a topic that all ranks have written."""
         self.store.set(self._agreed_key(about), text)
 
-    def _begun(self, text: str) -> _Text:
+    def _new_text(self, text: str) -> _Text:
         """Start a text of this rank about the subject, and count it."""
         return _Text(self.subject, int(self.store.add(f"{self.name}/begun/{self.subject}/{self.rank}", 1)), text)
 
@@ -143,21 +153,21 @@ class _Board:
         """Fill in the texts with a number, once all ranks have written: one check covers hundreds of ranks."""
         absent = [rank for rank in self.ranks if rank not in texts]
         if self.store.check([self._slot(number, rank) for rank in absent]):
-            found = {rank: item for rank in absent if (item := self._read(self._slot(number, rank))) is not None}
-            texts.update({rank: item for rank, item in found.items() if not self._is_withdrawn(item, {**texts, **found})})
+            new_texts = {rank: item for rank in absent if (item := self._load_text(self._slot(number, rank))) is not None}
+            texts.update({rank: item for rank, item in new_texts.items() if not self._is_withdrawn(item, {**texts, **new_texts})})
 
-    def _absent(self, number: int) -> str:
+    def _missing_ranks(self, number: int) -> str:
         """Return the ranks whose text is missing."""
-        found = {rank: item for rank in self.ranks if (item := self._read(self._slot(number, rank))) is not None}
-        there = {rank for rank, item in found.items() if not self._is_withdrawn(item, found)}
-        return ", ".join(str(rank) for rank in self.ranks if rank not in there)
+        texts = {rank: item for rank in self.ranks if (item := self._load_text(self._slot(number, rank))) is not None}
+        present_ranks = {rank for rank, item in texts.items() if not self._is_withdrawn(item, texts)}
+        return ", ".join(str(rank) for rank in self.ranks if rank not in present_ranks)
 
     def _left_instead_of(self, text: _Text) -> dict[int, str]:
         """Return, by rank, the texts that were left instead of the one that matches `text`."""
         if not self.store.check([self._left_flag(text.subject)]):
             return {}
-        left = {rank: self._read(self._left_key(rank, text.subject)) for rank in self.ranks}
-        return {rank: item.text for rank, item in left.items() if item is not None and item.attempt >= text.attempt}
+        left_texts = {rank: self._load_text(self._left_key(rank, text.subject)) for rank in self.ranks}
+        return {rank: item.text for rank, item in left_texts.items() if item is not None and item.attempt >= text.attempt}
 
     def _is_withdrawn(self, text: _Text, others: Mapping[int, _Text]) -> bool:
         """Return whether the author of a text will withdraw it, once it reads the text that another rank has left instead.
@@ -167,28 +177,35 @@ class _Board:
         """
         if text.subject == self.subject:
             return False
-        answered = {rank for rank, item in others.items() if item.subject == text.subject}
-        return not self._left_instead_of(text).keys() <= answered
+        answered_ranks = {rank for rank, item in others.items() if item.subject == text.subject}
+        return not self._left_instead_of(text).keys() <= answered_ranks
 
-    def _read(self, key: str) -> _Text | None:
-        written = self.store.get(key).decode() if self.store.check([key]) else NOTHING
-        return None if written == NOTHING else _Text.read(written)
+    def _load_text(self, key: str) -> _Text | None:
+        """Return the text stored under a key; None if there is none, or if it is withdrawn."""
+        stored = self.store.get(key).decode() if self.store.check([key]) else NOTHING
+        return None if stored == NOTHING else _Text.read(stored)
 
-    def _write(self, key: str, text: _Text) -> None:
+    def _store_text(self, key: str, text: _Text) -> None:
+        """Store a text under a key."""
         self.store.set(key, text.written())
 
     def _slot(self, number: int, rank: int) -> str:
+        """Return the key of the text with a number of a rank."""
         return f"{self.name}/{number}/{rank}"
 
     def _left_key(self, rank: int, subject: str) -> str:
+        """Return the key of the text that a rank left about a subject."""
         return f"{self.name}/left/{subject}/{rank}"
 
     def _left_flag(self, subject: str) -> str:
+        """Return the key that is set once any rank has left a text about a subject."""
         return f"{self.name}/left/{subject}"
 
     def _agreed_key(self, about: str) -> str:
+        """Return the key of this rank's agreed text about a topic."""
         return f"{self.name}/known/{_hash(about)}/{self.rank}"
 
     @property
     def _counter(self) -> str:
+        """The key of the number of texts that this rank has written."""
         return f"{self.name}/count/{self.rank}"

@@ -32,19 +32,19 @@ def places_to_split(graph: fx.Graph) -> Iterator[fx.Node]:
     A call without a value may open a context, so no operator after it is yielded. A write to a tensor has no value
     either, but opens no context.
     """
-    depth, records, is_first = 0, True, True
+    open_contexts, is_grad_on, is_first = 0, True, True
     for node in graph.nodes:
         if node.op not in COMPUTES:
             continue
-        if not depth and records and not is_first:
+        if not open_contexts and is_grad_on and not is_first:
             yield node
         is_first = False
         if node.target in (ENTER_AUTOCAST, ENTER_VMAP):
-            depth += 1
+            open_contexts += 1
         elif node.target in (EXIT_AUTOCAST, LEAVE_VMAP):
-            depth -= 1
+            open_contexts -= 1
         elif node.target is SET_GRAD:
-            records = node.args[0] is True
+            is_grad_on = node.args[0] is True
         elif EXAMPLE_VALUE not in node.meta and node.target is not LOAD and not writes(node):
             return
 
@@ -54,37 +54,38 @@ def writes(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", node.target) in ("setitem", "__setitem__")
 
 
-def split_in_front_of(module: fx.GraphModule, place: fx.Node) -> tuple[GraphPart, GraphPart]:
+def split_in_front_of(module: fx.GraphModule, first_of_second: fx.Node) -> tuple[GraphPart, GraphPart]:
     """Split a graph before an operator. The results of the first part are the inputs that the second part needs from it."""
     nodes = list(module.graph.nodes)
-    first, second = nodes[: nodes.index(place)], nodes[nodes.index(place) :]
-    return _part(module, first), _part(module, second)
+    first, second = nodes[: nodes.index(first_of_second)], nodes[nodes.index(first_of_second) :]
+    return _extract_part(module, first), _extract_part(module, second)
 
 
-def _part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> GraphPart:
-    inside = {node for node in nodes if node.op in COMPUTES}
+def _extract_part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> GraphPart:
+    """Copy some operators into a graph of their own; its inputs are the values that they read from outside."""
+    operators = {node for node in nodes if node.op in COMPUTES}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    read = [node for node in module.graph.nodes if node not in inside and not inside.isdisjoint(node.users)]
-    given = _with_symbols(module.graph, [node for node in read if node.op != "get_attr"])
-    for node in given:
+    outside_values = [node for node in module.graph.nodes if node not in operators and not operators.isdisjoint(node.users)]
+    inputs = _with_symbols(module.graph, [node for node in outside_values if node.op != "get_attr"])
+    for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
         copies[node]._dynamo_source = getattr(node, "_dynamo_source", None)  # type: ignore[attr-defined]
-    for node in read:
+    for node in outside_values:
         if node.op == "get_attr":
             copies[node] = graph.node_copy(node)
     for node in nodes:
-        if node in inside:
+        if node in operators:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    results = tuple(node for node in nodes if node in inside and any(user not in inside for user in node.users))
+    results = tuple(node for node in nodes if node in operators and any(user not in operators for user in node.users))
     graph.output(tuple(copies[node] for node in results))
-    return GraphPart(dynamo_module(module, graph), tuple(given), results)
+    return GraphPart(dynamo_module(module, graph), tuple(inputs), results)
 
 
-def _with_symbols(graph: fx.Graph, given: Sequence[fx.Node]) -> list[fx.Node]:
+def _with_symbols(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the inputs after all size inputs of the Dynamo graph: their sizes may be expressions in these."""
     sizes = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(EXAMPLE_VALUE), torch.SymInt)]
-    return [*sizes, *(node for node in given if node not in sizes)]
+    return [*sizes, *(node for node in inputs if node not in sizes)]
 
 
 def stand_in(node: fx.Node) -> Any:
@@ -109,6 +110,7 @@ def is_handed_on(node: fx.Node) -> bool:
 
 
 def _is_known(size: Any) -> bool:
+    """Return whether a size has a value at trace time."""
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 

@@ -50,6 +50,7 @@ class _FirstProxies(dict[Any, Any]):
     """A table of proxies by symbol that keeps the first proxy of each symbol."""
 
     def __setitem__(self, symbol: Any, proxy: Any) -> None:
+        """Store a proxy unless the symbol has one."""
         super().setdefault(symbol, proxy)
 
 
@@ -65,6 +66,7 @@ class FirstProxyOfSymbol(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make the active tracer keep the first proxy of each symbol, then run the torch function."""
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
         tracer = getattr(mode, "tracer", None)
         if tracer is not None and not isinstance(tracer.sympy_expr_tracker, _FirstProxies):
@@ -78,24 +80,30 @@ def pair_dimensions(graph: fx.Graph) -> None:
     These are ids and labels, for example, of which torch knows only that `b * t == c * u`. A call with other sizes is
     traced again.
     """
-    given = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.Tensor)]
-    dynamic = [value.shape for value in given if any(isinstance(size, torch.SymInt) for size in value.shape)]
-    sizes: Any = next((size.node.shape_env for shape in dynamic for size in shape if isinstance(size, torch.SymInt)), None)
-    products = {difference for guard in getattr(sizes, "guards", ()) for difference in _differences(sizes, guard.expr)}
-    for position, one in enumerate(dynamic if products else ()):
-        for other in dynamic[position + 1 :]:
-            is_alike = len(one) == len(other) and all(map(operator.eq, map(size_hint, one), map(size_hint, other)))
-            if is_alike and sizes.replace(_product(one) - _product(other)).expand() in products:
-                for size, same in zip(one, other, strict=True):
-                    bool(size == same)  # the comparison adds a guard to the graph
+    tensors = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.Tensor)]
+    dynamic_shapes = [value.shape for value in tensors if any(isinstance(size, torch.SymInt) for size in value.shape)]
+    shape_env: Any = next(
+        (size.node.shape_env for shape in dynamic_shapes for size in shape if isinstance(size, torch.SymInt)), None
+    )
+    zero_differences = {
+        difference for guard in getattr(shape_env, "guards", ()) for difference in _differences(shape_env, guard.expr)
+    }
+    for position, shape in enumerate(dynamic_shapes if zero_differences else ()):
+        for other_shape in dynamic_shapes[position + 1 :]:
+            is_equal_now = len(shape) == len(other_shape) and all(
+                map(operator.eq, map(size_hint, shape), map(size_hint, other_shape))
+            )
+            if is_equal_now and shape_env.replace(_product(shape) - _product(other_shape)).expand() in zero_differences:
+                for size, other_size in zip(shape, other_shape, strict=True):
+                    bool(size == other_size)  # the comparison adds a guard to the graph
 
 
-def _differences(sizes: Any, condition: Any) -> list[Any]:
+def _differences(shape_env: Any, condition: Any) -> list[Any]:
     """Return expressions that are zero if a guard says that two products are equal."""
-    left, right = getattr(condition, "lhs", None), getattr(condition, "rhs", None)
-    if type(condition).__name__ != "Equality" or left is None or right is None:
+    left_product, right_product = getattr(condition, "lhs", None), getattr(condition, "rhs", None)
+    if type(condition).__name__ != "Equality" or left_product is None or right_product is None:
         return []
-    difference = sizes.replace(left - right).expand()
+    difference = shape_env.replace(left_product - right_product).expand()
     return [difference, -difference]
 
 
@@ -117,21 +125,25 @@ def size_hint(size: Any) -> int:
 
 def largest(size: torch.SymInt) -> int | None:
     """Return the largest value of a symbolic size that the guards of its graph allow; None if unknown (2.11, 2.13)."""
-    known = size.node.shape_env.var_to_range.get(size.node.expr)
-    return int(known.upper) if known is not None and known.upper.is_Integer and known.upper < sys.maxsize - 1 else None
+    value_range = size.node.shape_env.var_to_range.get(size.node.expr)
+    return (
+        int(value_range.upper)
+        if value_range is not None and value_range.upper.is_Integer and value_range.upper < sys.maxsize - 1
+        else None
+    )
 
 
 Shapes = Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]
 
 
 def with_sizes(
-    compiler: Compiler, module: fx.GraphModule, like: int, shapes: Shapes
+    compiler: Compiler, module: fx.GraphModule, typical_size: int, shapes: Shapes
 ) -> tuple[Callable[..., Any], Callable[[int], bool]]:
     """Compile a graph whose first input is a number n, and whose tensors have sizes that are functions of n (2.11, 2.13).
 
     `shapes(n)` returns the sizes and strides of each tensor, with a tensor of the same dtype and device. Return the
     compiled function, called as f(n, *tensors), and a predicate for the n for which it holds. It is optimized for the
-    number `like`.
+    number `typical_size`.
     """
     from torch._dynamo.source import ConstantSource
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -139,7 +151,7 @@ def with_sizes(
 
     sizes = ShapeEnv()
     mode = FakeTensorMode(shape_env=sizes)
-    n: Any = sizes.create_unspecified_symint_and_symbol(like, ConstantSource("n"), DimDynamic.DYNAMIC)
+    n: Any = sizes.create_unspecified_symint_and_symbol(typical_size, ConstantSource("n"), DimDynamic.DYNAMIC)
     symbol = n.node.expr  # read it now: after compilation, it may be a number or an expression in another symbol
     with torch.no_grad(), no_modes():
         with mode:
@@ -153,8 +165,9 @@ def with_sizes(
 
     @functools.cache
     def holds(number: int) -> bool:
-        if number == like or replaced:  # it holds at least for the compiled size
-            return number == like
+        """Return whether the compiled function holds for a number: the compiled one, or one that all guards allow."""
+        if number == typical_size or replaced:  # it holds at least for the compiled size
+            return number == typical_size
         return bool(bounds.lower <= number <= bounds.upper) and all(_is_met(item, symbol, number) for item in conditions)
 
     return compiled, holds

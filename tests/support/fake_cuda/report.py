@@ -117,7 +117,9 @@ def report(
         is_told = attention == "flash_attention_2" and batch == 1 and given != "ends"
         if is_told:  # as `streamfx.enable` has it
             packing.listen()
-        call = traced(packing.told(step) if is_told else step, (found,) if is_told else (), inputs, options or {}, False)
+        call = traced(
+            packing.with_boundaries(step) if is_told else step, (found,) if is_told else (), inputs, options or {}, False
+        )
     explanation = Explanation(call)
     streamed = [graph.facts for graph in call.graphs if graph.facts.program is not None]  # others make masks, say
     with noted_kernels() as called:
