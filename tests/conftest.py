@@ -79,11 +79,13 @@ def our_messages_are_heard() -> None:
 COMPILATIONS: list[object] = []  # that Dynamo began in this process
 
 
-@torch._dynamo.on_compile_start
 def note_compilation(compilation: Any) -> None:
-    """AOTAutograd alone calls this, too, if it compiles a backward graph."""
+    """Note a compilation that Dynamo began: AOTAutograd alone reports one, too, if it compiles a backward graph."""
     if compilation.callback_trigger.name == "DYNAMO":
         COMPILATIONS.append(compilation)
+
+
+torch._dynamo.on_compile_start(note_compilation)
 
 
 @pytest.fixture(autouse=True)
