@@ -124,7 +124,7 @@ def test_the_first_compilation_and_doctor_name_an_untested_version(
 ) -> None:
     monkeypatch.setattr(versions, "NEWEST", (2, 10))
     monkeypatch.setattr(versions, "OLDEST", (2, 9))
-    monkeypatch.setattr(no_gain_notice, "_told", set())
+    monkeypatch.setattr(no_gain_notice, "_warned", set())
     monkeypatch.setattr(logging.getLogger("streamfx"), "disabled", False)  # as import-linter leaves it
     for rows in (8, 9):
         torch._dynamo.reset()

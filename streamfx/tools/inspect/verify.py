@@ -42,17 +42,15 @@ def verify(
     """Run `model(*args, **kwargs)` and its gradients in eager mode and through the backend, and compare.
 
     `loss` maps the model's output to the scalar to differentiate. By default that is `output.loss`, the output itself if it is a
-    scalar, or a fixed random combination of all its floating point tensors. The gradients of all parameters and inputs that
-    require them are compared. The model's state, its `.grad`s and all random generators are left unchanged. If chunk sizes are
-    automatic, each loop has at least three chunks.
+    scalar, or a fixed random combination of all its floating point tensors. Compare the gradients of all parameters and inputs.
+    The model's state, its `.grad`s and all random generators are left unchanged. If chunk sizes are automatic, loops have three.
 
     Args:
         model: a module, or a function of one.
         args, kwargs: the arguments of the call. A keyword named like an option (`chunk_size=512`) is an option, unless `forward`
             has an argument of that name.
         loss: a function from the output to a tensor with one element.
-        options: the backend's, as a dictionary or `streamfx.Options`; they may also be passed as keywords. Options that the
-            model was compiled or enabled with are the defaults.
+        options: the backend's, as a dictionary or `streamfx.Options`; by default those that the model was compiled with.
 
     Returns:
         The differences. It prints; `ok` is true if all are within rounding, and `max_error` is the largest.

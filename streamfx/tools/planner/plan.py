@@ -114,10 +114,8 @@ def plan(
         memory, host_memory: of a device ("80G"), and of a host with up to 8 devices for offloaded stage inputs.
         dtype, lora_rank, quantize: dtype of parameters; rank of adapters; "nf4", "int8" or "fp8" for frozen weights of layers.
         optimizer, optimizer_in_backward: "adamw", "adamw8bit", "sgd", "none"; whether it frees gradients in the backward pass.
-        world, shard: number of devices that shard nothing ("ddp"), the state ("zero1"), gradients ("zero2"), weights
-            ("zero3"), too.
-        tensor, context: number of these for tensor parallelism (by the configuration's plan), and for context
-            parallelism (Ulysses).
+        world, shard: devices, which shard nothing ("ddp"), the state ("zero1"), gradients ("zero2"), or weights, too ("zero3").
+        tensor, context: how many of them for tensor parallelism (by the configuration's plan) and context parallelism (Ulysses).
         device: the device whose kernels and rates apply: "H100" and others, or "here".
         objective, group: "sft"; "dpo", for `batch` pairs; "grpo", for `batch` groups of `group` answers; both with a reference.
         baselines, noted: whether to trace the baselines, too; a callback for each prediction.

@@ -95,20 +95,13 @@ def predict(
     """
     of_few = not has_ranks()  # collectives have one order across all layers
     explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines, of_few), updates)
-    parameter_bytes, input_bytes = (
-        weight_bytes(model),
-        sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values()),
-    )
-    constant_bytes = parameter_bytes + input_bytes + state
+    input_bytes = sum({id(value): value.nbytes for value in inputs.values()}.values())
+    constant_terms = {PARAMETERS: weight_bytes(model), OPTIMIZER: state, INPUTS: input_bytes}
+    constant_bytes = sum(constant_terms.values())
     summary = explanation.summary(with_baseline=baselines)
     costs, facts = explanation.costs, [graph.facts for graph in explanation.call.graphs]
     facts_by_call = [graph.facts for graph in explanation.call.calls or explanation.call.graphs]
-    bytes_by_term = {
-        PARAMETERS: parameter_bytes,
-        OPTIMIZER: state,
-        INPUTS: input_bytes,
-        **max(costs, key=lambda cost: cost.peak).peak_terms,
-    }
+    bytes_by_term = {**constant_terms, **max(costs, key=lambda cost: cost.peak).peak_terms}
     peak = constant_bytes + int(summary["peak_bytes"])
     bytes_by_term[OTHER] = bytes_by_term.get(OTHER, 0) + peak - sum(bytes_by_term.values())
     budget_searches = [graph_facts.fitting for graph_facts in facts if graph_facts.fitting is not None]
@@ -140,9 +133,7 @@ def predict(
         options=summary["options"],
         sequence=tuple(summary["sequence"]),
         flows=tuple(map(flow_of, facts)),
-        curves=_curves(
-            explanation, baseline_costs, extra_baselines, {PARAMETERS: parameter_bytes, OPTIMIZER: state, INPUTS: input_bytes}
-        ),
+        curves=_curves(explanation, baseline_costs, extra_baselines, constant_terms),
     )
 
 
