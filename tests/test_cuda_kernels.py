@@ -90,6 +90,20 @@ def test_kernels_stream(operator: Any, mask: Any, causal: bool, verdict: str, ha
         compare_function(function, [x], (5, 1, length), streams=True, attention={verdict})
 
 
+def test_masks_of_data_stream(half: None) -> None:
+    """Padding on the left, packed documents, and rows that see some of the keys: tiles of all kinds."""
+    torch.manual_seed(0)
+    length = 67
+    document = torch.arange(length) // 23
+    eye = torch.eye(length, dtype=torch.bool)
+    padded = triangle(length) & (torch.arange(length) >= 9) | eye
+    some = triangle(length) & (torch.rand(length) < 0.7) | eye
+    seen = torch.stack([padded, triangle(length) & (document == document[:, None]), some])
+    mask = torch.zeros(3, 1, length, length, dtype=torch.float64).masked_fill(~seen[:, None], float("-inf"))
+    x = torch.randn(3, length, 12 * HEAD, dtype=torch.float64, requires_grad=True)
+    compare_function(lambda x, mask: attended(as_efficient, x, 4, mask, False), [x, mask], (20, length), streams=True)
+
+
 REFUSED: dict[str, Callable[..., Tensor]] = {
     "dropout": lambda q, k, v, bias: aten._scaled_dot_product_flash_attention(q, k, v, 0.5, True, False)[0],
     "a trained bias": lambda q, k, v, bias: aten._scaled_dot_product_efficient_attention(

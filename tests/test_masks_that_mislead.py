@@ -49,6 +49,7 @@ HIDDEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by numbers of rows 
     "one row, repeated": lambda r, c: c > torch.arange(1)[:, None].expand(T, 1),
     "the first part again": lambda r, c: torch.cat([torch.arange(3), torch.arange(3), torch.arange(6, T)]) > r,
     "negative start of a slice": lambda r, c: torch.arange(2 * T)[-T:][None] > r + T + 1,
+    "rows counted from the end": lambda r, c: c > torch.arange(2 * T)[-T:][:, None],
     "start in front of the first": lambda r, c: torch.arange(T)[-2 * T :][None] > r + 1,
     "transposed beside itself": lambda r, c: (c > r).transpose(0, 1) | (c > r + 2),
 }
