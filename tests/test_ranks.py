@@ -134,6 +134,7 @@ def test_how_often_loops_reduce(ranks: None, name: str) -> None:
     found = reductions(facts)
     assert (found if isinstance(in_loops, list) else sum(found)) == in_loops
     assert between is None or text_of_ranks(facts).count("all_reduce") == between
+    assert not any("failed at it" in reason for reason in facts.reasons())
 
 
 def product_of(node: fx.Node) -> fx.Node:
