@@ -112,10 +112,11 @@ _RENAMED = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use (PEP 562); an old name warns and returns the new one."""
+    """Import a public name at its first use (PEP 562); an old name warns once and returns the new one."""
     if name in _RENAMED:
         warnings.warn(f"streamfx.{name} is now streamfx.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-        return getattr(import_module(__name__), _RENAMED[name])
+        globals()[name] = renamed = getattr(import_module(__name__), _RENAMED[name])
+        return renamed
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_LAZY[name]), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -40,6 +41,24 @@ def test_each_public_name_is_what_it_says() -> None:
     assert all(getattr(streamfx, name).__name__ == name for name in streamfx.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'profil'"):
         _ = streamfx.profil
+
+
+def test_old_names_of_errors_warn_once_and_are_the_new_ones() -> None:
+    table = re.findall(r"^\| `streamfx\.(\w+)` \| `streamfx\.(\w+)` \|$", (ROOT / "docs/renamed.md").read_text(), re.MULTILINE)
+    names = {old: new for old, new in table if new.endswith("Error")}
+    code = (
+        "import streamfx, warnings\n"
+        f"for old, new in {names}.items():\n"
+        "    with warnings.catch_warnings(record=True) as seen:\n"
+        "        warnings.simplefilter('always')\n"
+        "        exec(f'from streamfx import {old} as found')\n"
+        "        assert found is getattr(streamfx, old) is getattr(streamfx, new), old\n"
+        "    assert [(item.category, str(item.message)) for item in seen] == [\n"
+        "        (DeprecationWarning, f'streamfx.{old} is now streamfx.{new}')\n"
+        "    ], (old, seen)\n"
+        "print(len(streamfx._RENAMED))"
+    )
+    assert run(code)[0].strip() == str(len(table)) == str(len(names) + 1)  # all but the result of `enable`, which imports torch
 
 
 def test_importing_imports_no_torch_and_the_first_use_does() -> None:

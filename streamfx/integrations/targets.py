@@ -134,7 +134,7 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _target_of_model(name: str, model: nn.Module, is_given_alone: bool) -> Target:
-    """Return the module of a model to compile. A model that was `given_alone` may be a part of a larger one."""
+    """Return the module of a model to compile. If `is_given_alone`, it may be a part of a larger one."""
     base: Any = inside_of_wrapper(model) if is_fsdp_wrapper(model) else model
     base = getattr(base, "get_base_model", lambda: base)()
     forward = _forward_with_head(base)
