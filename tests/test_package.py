@@ -167,7 +167,10 @@ def test_wheel_holds_the_passes(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "passes").rglob("*.py")}
     assert {f"streamfx/{name}" for name in here} <= names
-    assert {"streamfx/py.typed", *(f"streamfx/tools/report/templates/report.{kind}" for kind in ("html.j2", "css", "js"))} <= names
+    assert {
+        "streamfx/py.typed",
+        *(f"streamfx/tools/report/templates/report.{kind}" for kind in ("html.j2", "css", "js")),
+    } <= names
     assert not [name for name in names if not name.startswith(("streamfx/", "streamfx-"))]
 
 
