@@ -142,7 +142,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", spread(GIVEN, 3))
+@pytest.mark.parametrize("name", spread(GIVEN, 5))
 def test_numbers_that_follow_from_sizes_or_are_given(name: str) -> None:
     """A chunk's operator takes them as the body has them: nodes of the joint graph are none of the body."""
     program, operators = GIVEN[name]

@@ -77,7 +77,7 @@ CASES = {
     "GPT-OSS with flex attention, packed": Case({"model": OSS, **FLEX, **PACKED}, set(), set(), SINKS),
     "a hybrid": Case({"model": BAMBA}, HOPPER, CUDNN, CAUSAL),
 }
-DEFAULT = ("Qwen3 on an H100",)
+DEFAULT: tuple[str, ...] = ()  # each compiles a body of real size
 
 
 @pytest.mark.parametrize("name", only(DEFAULT, CASES))

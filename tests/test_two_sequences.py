@@ -165,6 +165,7 @@ class Stacked(Translator):
         return F.cross_entropy((y @ self.embed.weight.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+@pytest.mark.long
 def test_what_is_not_split() -> None:
     """Decoders alone, what would save too little, and what has a budget, which one plan of one graph keeps."""
     inputs = batch(64, 24)
