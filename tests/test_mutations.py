@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
@@ -39,11 +40,16 @@ def test_the_tests_of_each_row_are_there() -> None:
 
 def test_a_default_run_takes_a_test_of_each_row(request: pytest.FixtureRequest) -> None:
     """Of the rows of which a test is in this run."""
-    names = {item.nodeid.removeprefix("tests/"): item.get_closest_marker("long") is None for item in request.session.items}
-    here, default = ({name for name, runs in names.items() if runs or not only} for only in (False, True))
-    here, default = ({*names, *(name.split("[")[0] for name in names)} for names in (here, default))
+    items = request.session.items
+    here, default = _tests(items), _tests(item for item in items if item.get_closest_marker("long") is None)
     missed = [row.what for row in ROWS if not here.isdisjoint(row.tests) and default.isdisjoint(row.tests)]
     assert not missed, f"only --long sees these: {missed}"
+
+
+def _tests(items: Iterable[pytest.Item]) -> set[str]:
+    """Return the ids of cases, and of the functions that they belong to."""
+    ids = {item.nodeid.removeprefix("tests/") for item in items}
+    return ids | {name.split("[")[0] for name in ids}
 
 
 def test_each_kind_has_rows() -> None:

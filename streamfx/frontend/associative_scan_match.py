@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.frontend.combine_fn import EXAMPLE, Body, combine_of, is_plain
+from streamfx.frontend.combine_fn import Body, combine_of, is_plain
 from streamfx.ir.sizes import shape_of
+from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.runtime.associative import TREE_SCAN
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, dynamo_copy
 from streamfx.torch_private.vmapped import ADD_BATCH, ENTER_VMAP, LEAVE_VMAP, LOAD, PAD, REMOVE_BATCH, SLICE
@@ -78,9 +79,9 @@ def _replace_tree(tree: Tree, number: int, copies: dict[fx.Node, fx.Node]) -> No
     with graph.inserting_before(copies[tree.matched[-1]]):
         scan = graph.call_function(TREE_SCAN, (elements, shared, number))
         results = [graph.call_function(operator.getitem, (scan, index)) for index in range(len(elements))]
-    scan.meta = {**first_operator.meta, EXAMPLE: [node.meta[EXAMPLE] for node in tree.results]}
+    scan.meta = {**first_operator.meta, EXAMPLE_VALUE: [node.meta[EXAMPLE_VALUE] for node in tree.results]}
     for result, node in zip(results, tree.results, strict=True):
-        result.meta = {**first_operator.meta, EXAMPLE: node.meta[EXAMPLE]}
+        result.meta = {**first_operator.meta, EXAMPLE_VALUE: node.meta[EXAMPLE_VALUE]}
         copies[node].replace_all_uses_with(result, propagate_meta=False)
     for node in reversed(tree.matched):
         graph.erase_node(copies[node])
@@ -137,7 +138,7 @@ class _TreeReader:
             len(counts) != 1
             or min(counts) < 2
             or not all(map(is_plain, elements))
-            or any(0 in shape_of(node.meta[EXAMPLE]) for node in elements)
+            or any(0 in shape_of(node.meta[EXAMPLE_VALUE]) for node in elements)
         ):
             raise NoTreeError
         return elements
@@ -167,7 +168,7 @@ class _TreeReader:
         """Match the interleaving of rows of two values; the first may have one row more."""
         count, is_longer = _count(leading), _count(leading) != _count(following)
         if is_longer:
-            zeros_before = 2 * (leading.meta[EXAMPLE].dim() - 1) + 1
+            zeros_before = 2 * (leading.meta[EXAMPLE_VALUE].dim() - 1) + 1
             following = self._expect(PAD, following, [*(0 for _ in range(zeros_before)), 1], "constant", None)
         stacked = self._expect(torch.stack, [leading, following], dim=1)
         flat = self._expect(torch.flatten, stacked, start_dim=0, end_dim=1)
@@ -201,7 +202,7 @@ class _TreeReader:
 
     def _pass_sizes(self) -> None:
         """Skip operators on sizes, which are interspersed if a length is symbolic."""
-        while isinstance(self.current.meta.get(EXAMPLE), torch.SymInt):
+        while isinstance(self.current.meta.get(EXAMPLE_VALUE), torch.SymInt):
             self.sizes.append(self.current)
             self.current = self.current.next
 
@@ -224,7 +225,7 @@ def _consecutive(node: fx.Node, count: int) -> list[fx.Node]:
 
 def _count(node: Any) -> int:
     """Return the number of rows of a value. Tracing specializes it, since the tree depends on it."""
-    value = node.meta.get(EXAMPLE) if isinstance(node, fx.Node) else None
+    value = node.meta.get(EXAMPLE_VALUE) if isinstance(node, fx.Node) else None
     if not isinstance(value, Tensor) or not value.dim():
         raise NoTreeError
     return int(value.shape[0])
@@ -232,12 +233,12 @@ def _count(node: Any) -> int:
 
 def _row_type(node: fx.Node) -> Any:
     """Return shape, dtype and device of a row."""
-    value = node.meta[EXAMPLE]
+    value = node.meta[EXAMPLE_VALUE]
     return shape_of(value)[1:], value.dtype, value.device
 
 
 def _with_numbers(arguments: Any) -> Any:
     """Return the arguments with symbolic sizes replaced by numbers."""
     return fx.node.map_arg(
-        arguments, lambda node: int(value) if isinstance(value := node.meta.get(EXAMPLE), torch.SymInt) else node
+        arguments, lambda node: int(value) if isinstance(value := node.meta.get(EXAMPLE_VALUE), torch.SymInt) else node
     )

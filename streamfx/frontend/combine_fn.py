@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.passes.rewrite.scans.scan_hop import ScanStep, computes
 from streamfx.runtime.associative import known_combine
 from streamfx.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, is_traceable_wrapper_subclass, tree_map
 from streamfx.torch_private.vmapped import traced_on_rows
-
-EXAMPLE = "example_value"
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Body:
 
 def is_plain(node: fx.Node) -> bool:
     """Return whether a value is a plain tensor, not a wrapper subclass such as a shard."""
-    value = node.meta.get(EXAMPLE)
+    value = node.meta.get(EXAMPLE_VALUE)
     return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
 
 
@@ -93,13 +92,13 @@ def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
 
 def _empty_row(node: fx.Node) -> Tensor:
     """Return an uninitialized row of a value: without its first dimension."""
-    value: Tensor = node.meta[EXAMPLE]
+    value: Tensor = node.meta[EXAMPLE_VALUE]
     return value.new_empty(value.shape[1:])
 
 
 def _empty_like(node: fx.Node) -> Tensor:
     """Return an uninitialized tensor with the shape of a value."""
-    value: Tensor = node.meta[EXAMPLE]
+    value: Tensor = node.meta[EXAMPLE_VALUE]
     return value.new_empty(value.shape)
 
 

@@ -22,8 +22,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from streamfx.frontend.combine_fn import EXAMPLE, is_plain
+from streamfx.frontend.combine_fn import is_plain
 from streamfx.ir.sizes import Size, shape_of
+from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.torch_private.vmapped import PAD
 
 COLUMN = -1  # the column dimension z, which the source does not have
@@ -80,17 +81,17 @@ class Reader:
         if matched_fact is not None:
             self.matched.add(node)
             return matched_fact
-        return Fact(FactKind.SOURCE, node, tuple(range(node.meta[EXAMPLE].dim())))
+        return Fact(FactKind.SOURCE, node, tuple(range(node.meta[EXAMPLE_VALUE].dim())))
 
     def triangle(self, node: Any) -> Triangle | None:
         """Return the triangle that a boolean mask describes and record its operators, or None."""
         name = name_of(node)
-        if name == "logical_not" or (name == "invert" and node.meta[EXAMPLE].dtype == torch.bool):
+        if name == "logical_not" or (name == "invert" and node.meta[EXAMPLE_VALUE].dtype == torch.bool):
             inner = self.triangle(node.args[0])
             triangle = None if inner is None else replace(inner, inside=not inner.inside)
         elif name in ("tril", "triu"):
             triangle = self._triangle_of_ones(node)
-        elif name in ("bool", "to") and node.meta[EXAMPLE].dtype == torch.bool:
+        elif name in ("bool", "to") and node.meta[EXAMPLE_VALUE].dtype == torch.bool:
             triangle = self.triangle(node.args[0])
         else:
             triangle = None
@@ -116,7 +117,7 @@ def _triangle_of(node: fx.Node, arguments: dict[str, Any]) -> Triangle | None:
 
 
 def _is_tensor_or_size(node: fx.Node) -> bool:
-    return is_plain(node) or isinstance(node.meta.get(EXAMPLE), torch.SymInt)
+    return is_plain(node) or isinstance(node.meta.get(EXAMPLE_VALUE), torch.SymInt)
 
 
 # -- calls
@@ -222,7 +223,7 @@ def _match_expand(reader: Reader, node: fx.Node) -> Fact | None:
 
 def _with_column(fact: Fact, node: fx.Node) -> Fact | None:
     """Match a repetition along one new dimension, which becomes the column, and along no dimension of the source."""
-    shape, source_shape = shape_of(node.meta[EXAMPLE]), shape_of(fact.source.meta[EXAMPLE])
+    shape, source_shape = shape_of(node.meta[EXAMPLE_VALUE]), shape_of(fact.source.meta[EXAMPLE_VALUE])
     if len(shape) != len(fact.dims) or any(source_shape[place] != size for place, size in _of_source(fact.dims, shape)):
         return None
     repeated = [i for i, (place, size) in enumerate(zip(fact.dims, shape, strict=True)) if place is None and size != 1]
@@ -283,7 +284,7 @@ def _cut_off(reader: Reader, node: fx.Node, source: fx.Node, least: int, value: 
         return None
     if fact.kind is FactKind.REPEATED:
         fact = replace(fact, rows=fact.dims[-2])
-    square_sizes, mask_sizes = shape_of(node.meta[EXAMPLE])[-2:], shape_of(mask.meta[EXAMPLE])
+    square_sizes, mask_sizes = shape_of(node.meta[EXAMPLE_VALUE])[-2:], shape_of(mask.meta[EXAMPLE_VALUE])
     kind = _CUTS.get((fact.kind, least, -inf if value <= NOTHING_LEFT else float(value)))
     if kind is None or not fact.has_last_square or square_sizes[0] != square_sizes[1] or mask_sizes[-2:] != square_sizes:
         return None

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.frontend.combine_fn import EXAMPLE, is_plain
+from streamfx.frontend.combine_fn import is_plain
 from streamfx.frontend.segsum_match import COLUMN, FactKind, Reader, arguments_of, name_of
 from streamfx.ir.sizes import Size, shape_of, size_of
 from streamfx.ir.sizes import product as product_of
+from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_BEHIND
 from streamfx.torch_private import dynamo_copy
 
@@ -99,7 +100,7 @@ def _products(graph: fx.Graph) -> Iterator[Product]:
         return
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if name_of(node) in ("einsum", "matmul", "bmm") and is_plain(node) and node.meta[EXAMPLE].dtype in TYPES:
+        if name_of(node) in ("einsum", "matmul", "bmm") and is_plain(node) and node.meta[EXAMPLE_VALUE].dtype in TYPES:
             product = _product_at(node)
             if product is not None and _is_plainly_computed(product, order):
                 yield product
@@ -130,13 +131,13 @@ def _letters(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[Letters, Let
         left, right = operand_labels.split(",")
     else:
         operands = list(node.args)
-        rank = node.meta[EXAMPLE].dim()
+        rank = node.meta[EXAMPLE_VALUE].dim()
         batch = "".join(chr(ord("a") + i) for i in range(rank - 2))
         left, right, out = f"{batch}IJ", f"{batch}JK", f"{batch}IK"
     if not all(isinstance(operand, fx.Node) and is_plain(operand) for operand in operands):
         return None
     left_value, right_value = operands
-    ranks = [value.meta[EXAMPLE].dim() for value in (left_value, right_value, node)]  # type: ignore[union-attr]
+    ranks = [value.meta[EXAMPLE_VALUE].dim() for value in (left_value, right_value, node)]  # type: ignore[union-attr]
     if ranks != [len(left), len(right), len(out)] or any(len(set(text)) < len(text) for text in (left, right, out)):
         return None
     return (left_value, right_value), (tuple(left), tuple(right)), tuple(out)  # type: ignore[return-value]
@@ -149,7 +150,7 @@ def _read_product(node: fx.Node, weights: tuple[fx.Node, Letters], rows: tuple[f
     if (
         fact.kind is not FactKind.WEIGHTS
         or fact.rows not in fact.dims
-        or fact.source.meta[EXAMPLE].dtype != node.meta[EXAMPLE].dtype
+        or fact.source.meta[EXAMPLE_VALUE].dtype != node.meta[EXAMPLE_VALUE].dtype
     ):
         return None
     label_of = dict(zip(fact.dims, weights[1], strict=True))
@@ -160,7 +161,7 @@ def _read_product(node: fx.Node, weights: tuple[fx.Node, Letters], rows: tuple[f
         return None
     if set(out) != batch | features | {c} or not _have_one_size(node, weights, rows, out):
         return None
-    decays = fact.source, tuple(label_of[place] for place in range(fact.source.meta[EXAMPLE].dim()))
+    decays = fact.source, tuple(label_of[place] for place in range(fact.source.meta[EXAMPLE_VALUE].dim()))
     moved = reader.fact(rows[0])
     if moved.kind is FactKind.SOURCE and None not in moved.dims:
         rows = moved.source, tuple(letter for _, letter in sorted(zip(moved.dims, rows[1], strict=True)))  # type: ignore[type-var]
@@ -171,9 +172,9 @@ def _read_product(node: fx.Node, weights: tuple[fx.Node, Letters], rows: tuple[f
 def _have_one_size(node: fx.Node, *operands_and_labels: Any) -> bool:
     """Return whether each label has the same size everywhere, so that nothing is broadcast."""
     *operands, out = operands_and_labels
-    sizes = [*zip(out, shape_of(node.meta[EXAMPLE]), strict=True)]
+    sizes = [*zip(out, shape_of(node.meta[EXAMPLE_VALUE]), strict=True)]
     for value, letters in operands:
-        sizes += zip(letters, shape_of(value.meta[EXAMPLE]), strict=True)
+        sizes += zip(letters, shape_of(value.meta[EXAMPLE_VALUE]), strict=True)
     size_of_label = dict(sizes)
     return all(size_of_label[letter] == size for letter, size in sizes)
 
@@ -186,7 +187,7 @@ def _separate_first_row(product: Product, reader: Reader) -> Product:
     shift = (
         decays_after_first is not None
         and rows_after_first is not None
-        and (decays_after_first[0] is None or not decays_after_first[0].meta[EXAMPLE].requires_grad)
+        and (decays_after_first[0] is None or not decays_after_first[0].meta[EXAMPLE_VALUE].requires_grad)
         and (rows_after_first[0] is not None or rows_after_first[2] in (None, 0))
     )
     if not shift or decays_after_first is None or rows_after_first is None:
@@ -204,12 +205,12 @@ def _separate_first_row(product: Product, reader: Reader) -> Product:
 
 def _is_zero(node: fx.Node) -> bool:
     """Return whether a value is created as zeros; its other arguments do not matter."""
-    return name_of(node) in ("zeros", "zeros_like", "new_zeros") and not node.meta[EXAMPLE]._version
+    return name_of(node) in ("zeros", "zeros_like", "new_zeros") and not node.meta[EXAMPLE_VALUE]._version
 
 
 def _split_first_row(node: fx.Node, dim: int, reader: Reader) -> tuple[fx.Node | None, fx.Node, Any] | None:
     """Match a row concatenated or padded before others: return that row or None, the others, the fill value."""
-    rank = node.meta[EXAMPLE].dim()
+    rank = node.meta[EXAMPLE_VALUE].dim()
     if name_of(node) == "pad":
         arguments = arguments_of(node, "input", "pad", "mode", "value")
         pads = [] if arguments is None else list(arguments["pad"])
@@ -225,14 +226,14 @@ def _split_first_row(node: fx.Node, dim: int, reader: Reader) -> tuple[fx.Node |
     cat_dim = None if arguments is None else arguments.get("dim", 0)
     if len(tensors) != 2 or not all(map(is_plain, tensors)) or type(cat_dim) is not int or cat_dim % rank != dim:
         return None
-    types = {(part.meta[EXAMPLE].dim(), part.meta[EXAMPLE].dtype) for part in tensors}
-    is_single_row = types == {(rank, node.meta[EXAMPLE].dtype)} and shape_of(tensors[0].meta[EXAMPLE])[dim] == 1
+    types = {(part.meta[EXAMPLE_VALUE].dim(), part.meta[EXAMPLE_VALUE].dtype) for part in tensors}
+    is_single_row = types == {(rank, node.meta[EXAMPLE_VALUE].dtype)} and shape_of(tensors[0].meta[EXAMPLE_VALUE])[dim] == 1
     return (tensors[0], tensors[1], None) if is_single_row else None
 
 
 def _has_row_order(product: Product) -> bool:
     """Return whether eager's product has the memory layout of the replacement: batch, rows, features."""
-    value = product.node.meta[EXAMPLE]
+    value = product.node.meta[EXAMPLE_VALUE]
     sizes = dict(zip(product.out, shape_of(value), strict=True))
     strides = dict(zip(product.out, map(size_of, value.stride()), strict=True))
     dense: Size = 1
@@ -246,11 +247,11 @@ def _has_row_order(product: Product) -> bool:
 def _is_plainly_computed(product: Product, order: dict[fx.Node, int]) -> bool:
     """Return whether no operand is written to, and no mode changes, from the first matched operator on."""
     inputs = {product.decays[0], product.rows[0], *([product.first[0]] if product.first else ())}
-    if any(node.meta[EXAMPLE]._version for node in (*product.matched, *inputs, product.node)):
+    if any(node.meta[EXAMPLE_VALUE]._version for node in (*product.matched, *inputs, product.node)):
         return False
     start = min((order[node] for node in product.matched), default=order[product.node])
     between = [node for node, index in order.items() if start <= index <= order[product.node]]
-    return all(node.meta.get(EXAMPLE) is not None for node in between)
+    return all(node.meta.get(EXAMPLE_VALUE) is not None for node in between)
 
 
 # -- writing
@@ -267,7 +268,7 @@ class _ProductBuilder:
 
     def _sizes(self, letters: Letters) -> list[Any]:
         """Return the product's sizes along these labels."""
-        sizes = dict(zip(self.product.out, self.product.node.meta[EXAMPLE].shape, strict=True))
+        sizes = dict(zip(self.product.out, self.product.node.meta[EXAMPLE_VALUE].shape, strict=True))
         return [sizes[letter] for letter in letters]
 
     def write(self) -> None:
@@ -292,8 +293,8 @@ class _ProductBuilder:
         """Insert a call, with the example value that fake tensors give."""
         out = self.product_copy.graph.call_function(target, args)
         with torch.no_grad():
-            value = target(*fx.node.map_arg(args, lambda node: node.meta[EXAMPLE]))
-        out.meta = {**self.product_copy.meta, EXAMPLE: value}
+            value = target(*fx.node.map_arg(args, lambda node: node.meta[EXAMPLE_VALUE]))
+        out.meta = {**self.product_copy.meta, EXAMPLE_VALUE: value}
         return out
 
     def _permuted(self, value_and_labels: tuple[fx.Node, Letters], labels: Letters) -> fx.Node:

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from streamfx.ir.recipe import Context, SizeSources
+from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, is_held_by_model, is_traceable_wrapper_subclass
 
-EXAMPLE = "example_value"
 WRITING = frozenset({"setitem", "iadd", "iand", "ior", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow"})
 NESTED_MODES = ("torch._functorch", "torch._C._functorch")
 
@@ -39,7 +39,7 @@ class DynamoValues:
 
 def example(node: Any) -> Any:
     """Return the example value that Dynamo stored for a node; return other arguments unchanged."""
-    return node.meta.get(EXAMPLE) if isinstance(node, fx.Node) else node
+    return node.meta.get(EXAMPLE_VALUE) if isinstance(node, fx.Node) else node
 
 
 def is_dense(node: Any) -> bool:
