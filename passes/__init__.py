@@ -38,7 +38,7 @@ from streamfx.passes.rewrite.canonicalize import Canonicalize
 from streamfx.passes.rewrite.collectives.merge_all_reduces import SumsOverRanks
 from streamfx.passes.rewrite.collectives.unshard import Unshard
 from streamfx.passes.rewrite.views.decompose_on_sequence import SumsAlongSequence
-from streamfx.passes.scan.detection import Recurrences
+from streamfx.passes.scan.recurrences import Recurrences
 from streamfx.passes.scan.split_shared import OwnTables
 from streamfx.passes.scan.truncated_bptt import Truncations
 from streamfx.passes.verifier import Verifier
@@ -179,7 +179,7 @@ def run_analyses(facts: Facts, options: Options) -> Facts:
 
 def _run(facts: Facts, steps: Iterable[Pass], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
     """Run passes in order, skip analyses whose facts exist, and stop if there is nothing to chunk."""
-    if facts.found_causality is not None:
+    if facts.found_key_spans is not None:
         analysis_names = {*(step.name for step in analyses(options)), CompileBodies.name}
         steps = [step for step in steps if step.name not in analysis_names]
     verifier = Verifier.of(facts.joint.graph) if options.check_passes else None

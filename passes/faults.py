@@ -3,7 +3,7 @@
 The traceback tells which operator the pass was processing: the innermost frame with an operator in a local variable.
 The passes restart on a fresh copy of the traced graph, with one more remedy each time, until they succeed:
 
-    the operator is not chunked     as if a pass had raised `FallbackError`; passes after `demand` respect that
+    the operator is not chunked     as if a pass had raised `FallbackError`; passes after `access_roles` respect that
     the operator becomes opaque     its target is a `RestridedOperator`, which has no axis rules and no rewrite rules
     the pass is skipped             if it only makes steps smaller or faster
     an earlier pass is skipped      if nothing else helps: it may have written an operator that corresponds to no traced one
@@ -36,10 +36,10 @@ from streamfx.torch_private.lines import source_line
 
 MOST_REMEDIES = 8  # limit of operator remedies per pass
 SKIPPED_FIRST = frozenset(
-    {"loss gradient", "buckets", "visibility", "lower"}
+    {"loss_gradient", "buckets", "hoist_masks", "compile_bodies"}
 )  # skip these passes first: an operator that is not chunked costs more
-REWRITES = frozenset({"joined keys", "keys in blocks", "sums along the sequence", "own tables", "sums over ranks"})
-WRITE_OPERATORS = ("loss gradient", *sorted(REWRITES), "recurrences")  # skipped if nothing else helps, in this order
+REWRITES = frozenset({"split_concat_kv", "compressed_kv", "decompose_on_sequence", "split_shared", "merge_all_reduces"})
+WRITE_OPERATORS = ("loss_gradient", *sorted(REWRITES), "recurrences")  # skipped if nothing else helps, in this order
 MAY_BE_LEFT_OUT = SKIPPED_FIRST | REWRITES | {"recurrences"}
 FAILED_AT = "{target} runs whole, as the pass '{step}' failed at it ({error})"
 LEFT_OUT = "the pass '{step}' is left out, as {failed} failed ({error})"
@@ -149,7 +149,7 @@ class Remedies:
         why = FAILED_AT.format(target=node.target, step=failed.step, error=told(failed.error))
         helps = (
             (self._exclude_from_chunking, self._make_opaque)
-            if failed.facts.found_demand is not None
+            if failed.facts.found_access is not None
             else (self._make_opaque, self._exclude_from_chunking)
         )
         help_ = next((help_ for help_ in helps if help_(node, why)), None)

@@ -101,11 +101,11 @@ def _nodes_by_fact(facts: Facts) -> Iterator[tuple[str, Iterable[fx.Node]]]:
     if facts.found_axes is not None:
         yield "axes", facts.axes.shapes
         yield "signatures", facts.axes.signatures
-    if facts.found_demand is not None:
-        yield "forms", facts.demand.forms
-        yield "roles", facts.demand.roles
-    if facts.found_causality is not None:
-        yield "spans", facts.causality.spans
+    if facts.found_access is not None:
+        yield "storage classes", facts.access.storage_classes
+        yield "roles", facts.access.roles
+    if facts.found_key_spans is not None:
+        yield "spans", facts.key_spans.spans
     if facts.found_stages is not None:
         yield "stages", [node for stage in facts.stages for node in (*stage.forward, *stage.backward, *stage.outputs)]
     if facts.found_plan is not None:

@@ -93,7 +93,7 @@ def trained() -> Facts:
 
 
 def layer(facts: Facts) -> Stage:
-    return next(stage for stage in facts.stages if any(node in facts.causality.spans for node in stage.forward))
+    return next(stage for stage in facts.stages if any(node in facts.key_spans.spans for node in stage.forward))
 
 
 @given(
@@ -117,7 +117,7 @@ def test_work_takes_a_stated_share(length: int, row_bytes: int, stream_bytes: in
 def test_totals_are_worth_rows(trained: Facts) -> None:
     """Totals take a small share of the time of products; frozen weights have none, and a faster device wants more rows."""
     stage, frozen = layer(trained), facts_of("mlp", "self_attn")
-    totals = [node for node in stage.backward if trained.demand.forms.get(node, (None,))[0] is StorageClass.SUM]
+    totals = [node for node in stage.backward if trained.access.storage_classes.get(node, (None,))[0] is StorageClass.SUM]
     moved = sum(8 * node.meta["val"].numel() for node in totals)
     nodes = (*stage.forward, *stage.forward, *stage.backward)
     flops = sum(flops_of_call(node.target, node.args, node.kwargs, node) for node in nodes if is_expensive(node))

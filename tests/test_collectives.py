@@ -74,12 +74,12 @@ def halves(texts: dict[str, str]) -> list[list[str]]:
     """What each half runs, in order: loops by name, and collectives with what they are for."""
     collectives = r"all_gather\w+|reduce_scatter\w+|wait\w+"
     pattern = rf"= (?:_c10d_functional\.)?(\w+_(?:forward|backward|again)\w*|{collectives})\("
-    return [re.findall(pattern, half) for half in texts["put back"].split("\nbackward(")]
+    return [re.findall(pattern, half) for half in texts["reinsert_collectives"].split("\nbackward(")]
 
 
 def test_both_halves(ranks: DeviceMesh, golden: Golden) -> None:
     texts = texts_of(sharded(Two(), ranks))
-    golden(texts["unshard"] + "\n" + texts["put back"])
+    golden(texts["unshard"] + "\n" + texts["reinsert_collectives"])
 
 
 @pytest.mark.long
@@ -156,7 +156,7 @@ def test_when_weights_are_gathered_again(ranks: DeviceMesh) -> None:
     saved = sharded(Two(), ranks, policy=CheckpointPolicy.MUST_SAVE)
     assert halves(texts_of(saved)) == halves(texts_of(saved, reshard=False))
     texts = texts_of(model, chunk_size="auto", loss_chunk_size="auto", memory_budget="1MiB")
-    assert "1048576 bytes" in texts["fit"] and halves(texts) == auto
+    assert "1048576 bytes" in texts["budget_search"] and halves(texts) == auto
 
 
 def test_a_frozen_weight_has_no_gradient(ranks: DeviceMesh) -> None:

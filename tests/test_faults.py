@@ -217,16 +217,16 @@ def test_what_failed_is_told_with_its_line(monkeypatch: pytest.MonkeyPatch, capl
     ((node, obstacle),) = obstacles(facts).items()
     assert "test_faults.py" in obstacle.where and "mixed.cumsum(1)" in obstacle.where
     assert f"{why}, in {obstacle.where}. The result is exact" in caplog.text
-    assert len(known(facts.program).loops) > len(facts.demand.reasons)
+    assert len(known(facts.program).loops) > len(facts.access.reasons)
     others = [other for other in facts.joint.nodes if other.target == node.target and other is not node]
-    assert others and all(facts.demand.form(other) is StorageClass.ROWS for other in others)
+    assert others and all(facts.access.storage_class(other) is StorageClass.ROWS for other in others)
 
 
 @pytest.mark.long
 def test_layers_are_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Where a second operator of the same line fails, all of that line run whole."""
     (facts,) = a_step(monkeypatch, lambda met, name: True).facts
-    assert facts.program is not None and len(facts.demand.reasons) >= 2
+    assert facts.program is not None and len(facts.access.reasons) >= 2
     assert caplog.text.count("runs whole, as the pass") <= 2
 
 

@@ -220,7 +220,7 @@ def test_all_layers_are_traced_where_few_do_not_stand_for_them(does: list[str], 
 
 def found_of(facts: Facts) -> list[Any]:
     """All that is found, by the place of operators in the graph; of axes their sizes, and whether they are of the sequence."""
-    axes, demand, causality = facts.axes, facts.demand, facts.causality
+    axes, access, key_spans = facts.axes, facts.access, facts.key_spans
     nodes = [node for node in facts.joint.graph.nodes if node.op != "output"]
     number = {node: i for i, node in enumerate(nodes)}
     assert axes.sequence is not None
@@ -230,7 +230,7 @@ def found_of(facts: Facts) -> list[Any]:
         return [(axes.table.size(atom), members.get(atom)) for atom in axes.table.resolve(dim)]
 
     def of(node: fx.Node) -> Any:
-        signature, span = axes.signatures.get(node), causality.spans.get(node)
+        signature, span = axes.signatures.get(node), key_spans.spans.get(node)
         return (
             node.op if node.op == "placeholder" else node.target,
             fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: number[source]),
@@ -238,9 +238,9 @@ def found_of(facts: Facts) -> list[Any]:
             None if signature is None else (signature.operands, signature.results, signature.index, signature.keys),
             {letter: kind(dim) for letter, dim in axes.letters.get(node, {}).items()},
             (node in axes.static, axes.declined.get(node), node in facts.joint.forward),
-            (demand.roles.get(node), demand.forms.get(node), demand.reasons.get(node)),
-            (span, causality.verdicts.get(node), None if span is None else spans.setdefault(id(span), number[node])),
-            [node in own for own in (causality.measured, causality.exact, causality.ordinary)],
+            (access.roles.get(node), access.storage_classes.get(node), access.reasons.get(node)),
+            (span, key_spans.verdicts.get(node), None if span is None else spans.setdefault(id(span), number[node])),
+            [node in own for own in (key_spans.recomputed_per_consumer, key_spans.exact, key_spans.ordinary)],
             node.meta["val"].shape if isinstance(node.meta.get("val"), Tensor) else None,
         )
 

@@ -78,9 +78,9 @@ def test_keys_that_cannot_be_seen_by_parts_stay_joined(attend: Attend) -> None:
 def test_keys_are_collected(golden: Callable[[str], None]) -> None:
     """What the passes find of a mask over rows and blocks, and where blocks are collected."""
     report = compared(compressed.means, compressed.alone, 9)
-    golden(text_of(report.facts[0], "demand"))
+    golden(text_of(report.facts[0], "access_roles"))
 
 
 def test_joined_keys_are_seen_by_parts(golden: Callable[[str], None]) -> None:
     report = compared(compressed.means, compressed.joined, 9)
-    golden(text_of(report.facts[0], "demand"))
+    golden(text_of(report.facts[0], "access_roles"))

@@ -56,6 +56,6 @@ def test_random_masks(way: str, expression: str, causal: bool, chunk_size: int, 
     torch.manual_seed(seed)
     data = [torch.rand(2, LENGTH) < 0.6, torch.randint(0, 3, (2, LENGTH))]
     facts = compare_function(under(way, seen), [*qkv(length=LENGTH, seed=seed), *data], (chunk_size, 2))
-    for node, roles in facts.demand.roles.items():
+    for node, roles in facts.access.roles.items():
         if len(facts.axes.sequence_dims(facts.axes.results[node][0])) == 2:
             assert sorted(role.value for role in roles.values()) == [Role.KEYS.value, Role.ROWS.value], node

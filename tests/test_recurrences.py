@@ -58,7 +58,7 @@ def operators(report: Report, *kinds: type) -> list[fx.Node]:
 
 def all_in_rows(report: Report, found: list[fx.Node]) -> bool:
     (facts,) = report.facts
-    return bool(found) and all(StorageClass.ROWS in facts.demand.forms[node] for node in found)
+    return bool(found) and all(StorageClass.ROWS in facts.access.storage_classes[node] for node in found)
 
 
 def looped(step: Callable[..., tuple[Tensor, ...]], states: tuple[Tensor, ...], *rows: Tensor) -> Tensor:

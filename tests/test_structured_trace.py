@@ -25,7 +25,8 @@ def test_stages_and_listing_are_artifacts(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, env=environment, check=True)
     (trace,) = tmp_path.iterdir()
     stages, listing = (
-        "".join(re.findall(rf'"name": "streamfx_{name}".*\n((?:\t.*\n)+)', trace.read_text())) for name in ("stages", "rewrite")
+        "".join(re.findall(rf'"name": "streamfx_{name}".*\n((?:\t.*\n)+)', trace.read_text()))
+        for name in ("stages", "build_program")
     )
     assert "every stage streams" in stages and "at the peak" in stages
     assert "head_forward" in listing

@@ -41,11 +41,11 @@ MIXES_BLOCKS = "{target} mixes blocks of rows of the sequence"
 
 @dataclass(frozen=True)
 class AccessRoles:
-    name: ClassVar[str] = "demand"
+    name: ClassVar[str] = "access_roles"
 
     def apply(self, facts: Facts) -> Facts:
         """Return the facts with the role of each axis label and the storage class of each value."""
-        return replace(facts, found_demand=_Analysis(facts.joint, facts.axes, facts.whole, facts.apart).run())
+        return replace(facts, found_access=_Analysis(facts.joint, facts.axes, facts.whole, facts.apart).run())
 
 
 def is_unanimous(facts: Facts) -> bool:
@@ -92,7 +92,7 @@ class _Analysis:
     def __init__(self, joint: JointGraph, axes: AxisFacts, whole: Mapping[str, str], apart: str | None) -> None:
         self.joint, self.axes, self.whole, self.apart = joint, axes, whole, apart
         self.roles: dict[fx.Node, dict[Letter, Role]] = {}
-        self.forms: dict[fx.Node, tuple[StorageClass, ...]] = {}
+        self.storage_classes: dict[fx.Node, tuple[StorageClass, ...]] = {}
         self.reasons: dict[fx.Node, str] = {}
         self._sequence_dims: dict[fx.Node, tuple[int, ...]] = {}
 
@@ -100,18 +100,18 @@ class _Analysis:
         """Return the roles, the storage classes, and the reasons for operators that are not chunked."""
         for node in self.joint.sources:
             if is_tensor(node):
-                self.forms[node] = (StorageClass.WHOLE if self._dims(node) else StorageClass.OUTSIDE,)
+                self.storage_classes[node] = (StorageClass.WHOLE if self._dims(node) else StorageClass.OUTSIDE,)
         orientation = self._orientation()
         for node in self.joint.nodes:
             if node.target is operator.getitem:
                 if is_tensor(node):
-                    self.forms[node] = (self.forms[node.args[0]][node.args[1]],)  # type: ignore[index]
+                    self.storage_classes[node] = (self.storage_classes[node.args[0]][node.args[1]],)  # type: ignore[index]
             elif is_size(node):
-                self.forms[node] = (StorageClass.OUTSIDE,)
+                self.storage_classes[node] = (StorageClass.OUTSIDE,)
             else:
-                self.forms[node] = self._storage_classes(node, orientation)
+                self.storage_classes[node] = self._storage_classes(node, orientation)
         self._unchunk_cheap_neighbors()
-        return AccessFacts(self.roles, self.forms, self.reasons)
+        return AccessFacts(self.roles, self.storage_classes, self.reasons)
 
     def _unchunk_cheap_neighbors(self) -> None:
         """Do not chunk operators between unchunked operators, unless their results are larger than their operands.
@@ -126,12 +126,12 @@ class _Analysis:
             rows = [operand for operand in tensor_operands(node) if self._dims(operand)]
             if not rows and not any(user in self.reasons for user in node.users):
                 continue
-            if all(self.forms[operand][0] is StorageClass.WHOLE for operand in rows):
-                self.forms[node] = (StorageClass.WHOLE,)
+            if all(self.storage_classes[operand][0] is StorageClass.WHOLE for operand in rows):
+                self.storage_classes[node] = (StorageClass.WHOLE,)
 
     def _is_cheap_unchunked(self, node: fx.Node) -> bool:
         """Return whether an operator computes rows from operands that take at least as much memory."""
-        if not is_tensor(node) or self.forms[node] != (StorageClass.ROWS,) or is_expensive(node) or is_random(node):
+        if not is_tensor(node) or self.storage_classes[node] != (StorageClass.ROWS,) or is_expensive(node) or is_random(node):
             return False
         operands = tensor_operands(node)
         return not operands or self._elements(node) <= max(self._elements(operand) for operand in operands)
@@ -254,7 +254,7 @@ class _Analysis:
             self.reasons[node] = why_too_many(node, signature, self.axes, letters)
             return outside
         if self._sequence_dim_count(signature, letters) == 2 and self._has_blocks(node, letters):
-            if any(self.forms[operand][0] not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for operand in operands):
+            if any(self.storage_classes[operand][0] not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for operand in operands):
                 self.reasons[node] = MIXES_BLOCKS.format(target=node.target)
             return outside
         position_labels = [letter for letter in letters if letter in signature.placed]
@@ -267,8 +267,8 @@ class _Analysis:
         if is_reduced_over_ranks(node) and why_not_in_loop is not None:
             self.reasons[node] = why_not_in_loop
             return outside
-        if is_reduced_over_ranks(node) and self.forms[operands[0]][0] is StorageClass.WHOLE:  # all rows exist: reduce at once
-            return outside
+        if is_reduced_over_ranks(node) and self.storage_classes[operands[0]][0] is StorageClass.WHOLE:
+            return outside  # all rows exist: reduce at once
         if self._must_run_unchunked(signature, roles):
             if self._reads_loop_values(node, signature) and COLLECTED not in node.meta:
                 self.reasons[node] = why_whole(node, signature, self.axes)
@@ -279,8 +279,8 @@ class _Analysis:
         """Return whether a static value is narrow, and so are its operands: a sum of a mask must not store the full mask."""
         if node not in self.axes.static or not all(self._is_narrow(shape) for shape in result_dims):
             return False
-        forms = [self.forms[operand][0] for operand in tensor_operands(node)]
-        return not {StorageClass.ROWS, StorageClass.PAIR}.intersection(forms) and not self._is_filled_later(node)
+        storage_classes = [self.storage_classes[operand][0] for operand in tensor_operands(node)]
+        return not {StorageClass.ROWS, StorageClass.PAIR}.intersection(storage_classes) and not self._is_filled_later(node)
 
     def _is_narrow(self, shape: Shape) -> bool:
         """Return whether a static value is small enough to compute in full: one sequence axis, few elements per row."""

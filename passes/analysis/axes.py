@@ -28,7 +28,7 @@ from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.analysis.derived_axes import members_of, sequence_of, shift_links, turned_axes
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.opaque import is_opaque, places_like, why_opaque
-from streamfx.passes.ops.rules.registry import RuleCall, rule_for, said_by
+from streamfx.passes.ops.rules.registry import RuleCall, evaluate_rule, rule_for
 from streamfx.passes.ops.traits import is_moved_elements, is_random, producer_of
 from streamfx.runtime.rng import drawing
 
@@ -189,7 +189,7 @@ def _apply_rule(
     if is_random(node) and (node.kwargs.get("generator") is not None or drawing(node.target) is None):
         return f"{node.target} draws from a generator that it is not given, so that a chunk cannot draw the same again"
     call = RuleCall(node, table, shapes)
-    signature = said_by(rule, call)
+    signature = evaluate_rule(rule, call)
     if isinstance(signature, str):
         return signature
     bound = dict(signature.atoms)

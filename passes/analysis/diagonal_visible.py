@@ -14,7 +14,7 @@ from streamfx.passes.analysis.mask_facts import Masks
 
 def own_keys(facts: Facts) -> Callable[[fx.Node], bool]:
     """Return a predicate: whether a mask provably adds a small number, or a weight, to the score of each row's own key."""
-    masks = Masks(facts.joint, facts.axes, AccessRoles().apply(facts).demand)
+    masks = Masks(facts.joint, facts.axes, AccessRoles().apply(facts).access)
 
     def is_visible(mask: fx.Node) -> bool:
         diagonal = masks.of(mask).at(0)

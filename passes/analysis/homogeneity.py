@@ -80,7 +80,12 @@ class _MultipleFinder:
 
     def __init__(self, stage: Stage, facts: Facts) -> None:
         """Collect the late sums and the candidate drivers of a stage."""
-        self.stage, self.axes, self.forms, self.tangents = stage, facts.axes, facts.demand.forms, set(facts.joint.tangents)
+        self.stage, self.axes, self.storage_classes, self.tangents = (
+            stage,
+            facts.axes,
+            facts.access.storage_classes,
+            set(facts.joint.tangents),
+        )
         self.backward_nodes = set(stage.backward)
         self.trained = trained_values(facts.joint)
         self.late = self._late_sums()
@@ -92,7 +97,7 @@ class _MultipleFinder:
         """
         late: set[fx.Node] = set()
         for node in self.stage.forward:
-            is_sum = is_tensor(node) and self.forms.get(node) == (StorageClass.SUM,) and node in self.trained
+            is_sum = is_tensor(node) and self.storage_classes.get(node) == (StorageClass.SUM,) and node in self.trained
             if is_sum or any(source in late for source in node.all_input_nodes):
                 late.add(node)
         return late
@@ -115,7 +120,7 @@ class _MultipleFinder:
 
     def _is_scalar(self, node: fx.Node) -> bool:
         """Return whether no result of an operator has sequence rows."""
-        return all(form is StorageClass.OUTSIDE for form in self.forms.get(node, ()))
+        return all(storage_class is StorageClass.OUTSIDE for storage_class in self.storage_classes.get(node, ()))
 
     def _is_available(self, node: fx.Node) -> bool:
         """Return whether a value exists before the backward loops: an input, a static value, a scalar or a sum."""
@@ -123,7 +128,7 @@ class _MultipleFinder:
             node.op != "call_function"
             or node in self.axes.static
             or self._is_scalar(node)
-            or self.forms[node] == (StorageClass.SUM,)
+            or self.storage_classes[node] == (StorageClass.SUM,)
         )
 
     def _between(self, node: fx.Node, driver: fx.Node | None) -> set[fx.Node]:
@@ -153,7 +158,7 @@ class _MultipleFinder:
         )
         if aligned(driver_shape, gradient_shape) is None:
             return None
-        path = _LinearPath(driver, gradient, self.axes, self.forms)
+        path = _LinearPath(driver, gradient, self.axes, self.storage_classes)
         for node in ordered:
             if not path.through(node):
                 return None
@@ -172,7 +177,7 @@ class _MultipleFinder:
             waits = any(source in finished for source in node.all_input_nodes)
             if waits and not self._is_scalar(node):
                 return True
-            if waits or (is_tensor(node) and self.forms.get(node) == (StorageClass.SUM,)):
+            if waits or (is_tensor(node) and self.storage_classes.get(node) == (StorageClass.SUM,)):
                 finished.add(node)
         return False
 
@@ -202,10 +207,10 @@ class _LinearPath:
     """Follows a driver through linear operators that keep its axes."""
 
     def __init__(
-        self, driver: fx.Node, gradient: fx.Node, axes: AxisFacts, forms: Mapping[fx.Node, tuple[StorageClass, ...]]
+        self, driver: fx.Node, gradient: fx.Node, axes: AxisFacts, storage_classes: Mapping[fx.Node, tuple[StorageClass, ...]]
     ) -> None:
         """Start with the driver alone; with none if it has an axis twice, or a dtype that loses its numbers."""
-        self.axes, self.forms, self.driven = axes, forms, {driver}
+        self.axes, self.storage_classes, self.driven = axes, storage_classes, {driver}
         self.types = (driver.meta[VALUE].dtype, gradient.meta[VALUE].dtype)
         self.shape = tuple(map(self._resolved, axes.shapes[driver]))
         self.selections: dict[fx.Node, RowMask] = {}
@@ -265,7 +270,7 @@ class _LinearPath:
             return True
         driver_dims = [dim for dim in self.shape if dim]
         condition_dims = [dim for dim in shape if not set(dim).isdisjoint(self.atoms)]
-        is_known_before_loop = condition in self.axes.static and self.forms[condition] in (
+        is_known_before_loop = condition in self.axes.static and self.storage_classes[condition] in (
             (StorageClass.OUTSIDE,),
             (StorageClass.WHOLE,),
         )

@@ -34,32 +34,32 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class KeySpans:
-    name: ClassVar[str] = "causality"
+    name: ClassVar[str] = "key_spans"
 
     def apply(self, facts: Facts) -> Facts:
         """Return the facts with key spans; masks that are equal to their span are dropped."""
-        causality = _find_spans(facts.joint, facts.axes, facts.demand)
+        key_spans = _find_spans(facts.joint, facts.axes, facts.access)
         signatures = dict(facts.axes.signatures)
-        for node in causality.exact:
+        for node in key_spans.exact:
             signatures[node] = _without_mask(node, signatures[node])
-        return replace(facts, found_axes=replace(facts.axes, signatures=signatures), found_causality=causality)
+        return replace(facts, found_axes=replace(facts.axes, signatures=signatures), found_key_spans=key_spans)
 
 
-def _find_spans(joint: JointGraph, axes: AxisFacts, demand: AccessFacts) -> SpanFacts:
+def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> SpanFacts:
     """Return the key span of each operator on rows and keys, one span per connected group."""
-    masks = Masks(joint, axes, demand)
+    masks = Masks(joint, axes, access)
     pairs = [
-        node for node in joint.nodes if Role.KEYS in demand.roles.get(node, {}).values() and not _is_outside_loops(node, demand)
+        node for node in joint.nodes if Role.KEYS in access.roles.get(node, {}).values() and not _is_outside_loops(node, access)
     ]
-    measured = _recomputed_per_consumer(pairs, axes, demand)
+    recomputed_per_consumer = _recomputed_per_consumer(pairs, axes, access)
     spans: dict[fx.Node, Span] = {}
     verdicts: dict[fx.Node, str] = {}
     exact: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
-    for group in _groups([node for node in pairs if node not in measured], axes):
-        supports = [_needed_deltas(node, masks, axes, demand) for node in group]
+    for group in _groups([node for node in pairs if node not in recomputed_per_consumer], axes):
+        supports = [_needed_deltas(node, masks, axes, access) for node in group]
         bounds = [support for support in supports if support is not None]
-        if any(_leaves_loops(node, joint, demand) for node in group):
+        if any(_leaves_loops(node, joint, access) for node in group):
             bounds.append((None, None))
         span = _smallest_span(bounds)
         for node in group:
@@ -71,7 +71,7 @@ def _find_spans(joint: JointGraph, axes: AxisFacts, demand: AccessFacts) -> Span
                 exact.add(node)
             if signature.keys and finite_hides(node, masks.values):
                 ordinary.add(node)
-    return SpanFacts(spans, verdicts, measured, frozenset(exact), frozenset(ordinary))
+    return SpanFacts(spans, verdicts, recomputed_per_consumer, frozenset(exact), frozenset(ordinary))
 
 
 def _without_mask(node: fx.Node, signature: Signature) -> Signature:
@@ -89,41 +89,41 @@ def verdict(span: Span) -> str:
     return "masked" if span.low is None and span.high is None else f"band({span})"
 
 
-def _is_outside_loops(node: fx.Node, demand: AccessFacts) -> bool:
+def _is_outside_loops(node: fx.Node, access: AccessFacts) -> bool:
     """Return whether no result of an operator is computed in a loop."""
-    return all(form in (StorageClass.OUTSIDE, StorageClass.WHOLE) for form in demand.forms[node])
+    return all(storage_class in (StorageClass.OUTSIDE, StorageClass.WHOLE) for storage_class in access.storage_classes[node])
 
 
-def _leaves_loops(node: fx.Node, joint: JointGraph, demand: AccessFacts) -> bool:
+def _leaves_loops(node: fx.Node, joint: JointGraph, access: AccessFacts) -> bool:
     """Return whether a value with rows and keys leaves the loop: as a result, or to an operator that is not chunked."""
-    if StorageClass.PAIR not in demand.forms[node]:
+    if StorageClass.PAIR not in access.storage_classes[node]:
         return False
     values = [node] if is_tensor(node) else [user for user in node.users if producer_of(user) is node]
     if any(value is output for value in values for output in (*joint.outputs, *joint.gradients)):
         return True
-    return any(user in demand.forms and _is_outside_loops(user, demand) for value in values for user in value.users)
+    return any(user in access.storage_classes and _is_outside_loops(user, access) for value in values for user in value.users)
 
 
-def _recomputed_per_consumer(pairs: list[fx.Node], axes: AxisFacts, demand: AccessFacts) -> frozenset[fx.Node]:
+def _recomputed_per_consumer(pairs: list[fx.Node], axes: AxisFacts, access: AccessFacts) -> frozenset[fx.Node]:
     """Return operators on positions whose result for each key depends on that key alone: masks, biases, decays.
 
     They are cheap and give the same result for any span, so each consumer recomputes them for its own keys. A softmax
     or prefix sum over positions needs the keys of its own span, and so do its consumers.
     """
-    measured: set[fx.Node] = set()
+    recomputed_per_consumer: set[fx.Node] = set()
     others: set[fx.Node] = set()
     for node in pairs:
         producers = {producer_of(source) for source in node.all_input_nodes if _carries_pair(source, axes)}
-        if node in axes.static and others.isdisjoint(producers) and _is_per_key(node, axes, demand):
-            measured |= {node, *(user for user in node.users if producer_of(user) is node)}
+        if node in axes.static and others.isdisjoint(producers) and _is_per_key(node, axes, access):
+            recomputed_per_consumer |= {node, *(user for user in node.users if producer_of(user) is node)}
         else:
             others.add(node)
-    return frozenset(measured)
+    return frozenset(recomputed_per_consumer)
 
 
-def _is_per_key(node: fx.Node, axes: AxisFacts, demand: AccessFacts) -> bool:
+def _is_per_key(node: fx.Node, axes: AxisFacts, access: AccessFacts) -> bool:
     """Return whether an operator keeps each key, and reads no other key for it."""
-    signature, roles = axes.signatures[node], demand.roles[node]
+    signature, roles = axes.signatures[node], access.roles[node]
     keys = {letter for letter, role in roles.items() if role is Role.KEYS}
     moved = {letter for letter, index in signature.index.items() if not (isinstance(index, Window) and index.reach == 0)}
     mixed = signature.keys.union(moved, *map(signature.contracted, range(len(signature.results))))
@@ -150,11 +150,11 @@ def _smallest_span(bounds: list[tuple[int | None, int | None]]) -> Span:
     return Span(low, high)
 
 
-def _needed_deltas(node: fx.Node, masks: Masks, axes: AxisFacts, demand: AccessFacts) -> tuple[int | None, int | None] | None:
+def _needed_deltas(node: fx.Node, masks: Masks, axes: AxisFacts, access: AccessFacts) -> tuple[int | None, int | None] | None:
     """Return the interval of delta that a reduction needs; None for operators that reduce neither rows nor keys of a
     pair.
     """
-    signature, roles = axes.signatures[node], demand.roles[node]
+    signature, roles = axes.signatures[node], access.roles[node]
     if signature.keys:
         return _needed_deltas_fused(node, masks)
     contracted = {roles[letter] for letter in signature.contracted() if letter in roles}

@@ -55,9 +55,9 @@ REDUCES_OTHERS = frozenset((*SUMS, *PRODUCTS, aten._softmax_backward_data.defaul
 class Masks:
     """Facts about every value with rows and keys, collected in program order."""
 
-    def __init__(self, joint: JointGraph, axes: AxisFacts, demand: AccessFacts) -> None:
+    def __init__(self, joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> None:
         self._axes = axes
-        self._demand = demand
+        self._access = access
         self._pieces: dict[fx.Node, Pieces] = {}
         self.values = ValueRanges(trained_sources(joint))
         self._positions = Positions(self.values)
@@ -165,7 +165,7 @@ class Masks:
     def _padded_facts(self, node: fx.Node) -> Pieces:
         """Return the facts about padded heads; padding of rows or keys would shift delta."""
         source, signature = node_argument(node), self._axes.signatures.get(node)
-        moves = signature is None or any(letter in signature.windows for letter in self._demand.roles.get(node, {}))
+        moves = signature is None or any(letter in signature.windows for letter in self._access.roles.get(node, {}))
         return self._range_everywhere(node) if moves or not self._is_pair(source) else self._evaluate(node)
 
     # -- buffers that hold a mask, as patterns of column - row in their last two dimensions
@@ -210,7 +210,7 @@ class Masks:
 
     def _operand_roles(self, operand: fx.Node, user: fx.Node) -> list[Role | None]:
         """Return the role that each dimension of an operand has for its user."""
-        roles, signature = self._demand.roles.get(user, {}), self._axes.signatures.get(user)
+        roles, signature = self._access.roles.get(user, {}), self._axes.signatures.get(user)
         if signature is None:
             return []
         letters = signature.operands[tensor_operands(user).index(operand)]
@@ -243,7 +243,7 @@ class Masks:
 
     def _roles_by_dim(self, node: fx.Node) -> dict[int, Role]:
         """Return the role of each sequence dimension of an operator's first result."""
-        roles = self._demand.roles.get(node, {})
+        roles = self._access.roles.get(node, {})
         letters = self._axes.signatures[node].results[0] if node in self._axes.signatures else ()
         return {i: roles[letter] for i, dim in enumerate(letters) for letter in dim if letter in roles}
 
@@ -316,7 +316,7 @@ class Masks:
     def _sees_own_key(self, node: fx.Node) -> bool:
         """Return whether the keys of an operator include, for each row of the sequence, the key of that row."""
         sequence, letters = self._axes.sequence, self._axes.letters.get(node, {})
-        roles = self._demand.roles.get(node, {})
+        roles = self._access.roles.get(node, {})
         atoms = {role: self._axes.sequence_atom(letters[letter]) for letter, role in roles.items() if letter in letters}
         rows, keys = atoms.get(Role.ROWS), atoms.get(Role.KEYS)
         if sequence is None or rows is None or keys is None or rows in sequence.blocks or keys in sequence.blocks:

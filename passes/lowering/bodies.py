@@ -98,7 +98,7 @@ class BodyBuilder(BodyInputs):
 
     def letter_size(self, node: fx.Node, letter: int) -> Size:
         """Return the size of an axis in the chunk's copy of an operator."""
-        axes, role = self.layout.axes, self.layout.demand.roles.get(node, {}).get(letter)
+        axes, role = self.layout.axes, self.layout.access.roles.get(node, {}).get(letter)
         dim = axes.table.resolve(axes.letters[node][letter])
         atom = axes.sequence_atom(dim) if role in (Role.ROWS, Role.KEYS) else None
         if atom is None:
@@ -114,7 +114,7 @@ class BodyBuilder(BodyInputs):
 
     def value(self, node: fx.Node) -> Any:
         """Return the body's node for a value of this loop."""
-        key = (node, self.requested_span) if is_tensor(node) and self.layout.is_made_to_measure(node) else node
+        key = (node, self.requested_span) if is_tensor(node) and self.layout.is_recomputed_per_consumer(node) else node
         if key not in self.lowered:
             producer = producer_of(node)
             if producer is not node:
@@ -130,7 +130,7 @@ class BodyBuilder(BodyInputs):
         if isinstance(lowered, fx.Node):
             lowered.meta.update({name: node.meta[name] for name in FROM_THE_TRACE if name in node.meta})
             lowered.meta[JOINT] = node.name
-            lowered.meta[HAS_KEYS] = Role.KEYS in self.layout.demand.roles.get(producer_of(node), {}).values()
+            lowered.meta[HAS_KEYS] = Role.KEYS in self.layout.access.roles.get(producer_of(node), {}).values()
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """Return the body's nodes for an operator's operands, restricted to the keys that are requested."""
@@ -145,10 +145,10 @@ class BodyBuilder(BodyInputs):
         source = self.outer(need.operand)
         if source is not None:
             return self.part(need.operand, source, need.where)
-        form = self.layout.demand.form(need.operand)
-        if form is StorageClass.KEYSUM:
+        storage_class = self.layout.access.storage_class(need.operand)
+        if storage_class is StorageClass.KEYSUM:
             return self.completed_key_sum(need)
-        if form is StorageClass.PAIR or need.selector is None or self._is_own_rows(need):
+        if storage_class is StorageClass.PAIR or need.selector is None or self._is_own_rows(need):
             return self._chunk_rows(need)
         return self.append_to_prefix(need)
 
@@ -353,10 +353,10 @@ class BodyBuilder(BodyInputs):
             if node in needed or node in self.lowered or self.outer(node) is not None:
                 continue
             needed.add(node)
-            if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
+            if is_loop_value(node, self.layout) and not self.layout.is_recomputed_per_consumer(node):
                 todo.extend(need.operand for need in self.layout.needs(producer_of(node)))
         for node in sorted(needed, key=self.order.__getitem__):
-            if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
+            if is_loop_value(node, self.layout) and not self.layout.is_recomputed_per_consumer(node):
                 self.value(node)
 
     def _concat_output(self, node: fx.Node) -> ConcatOutput:
@@ -371,7 +371,7 @@ class BodyBuilder(BodyInputs):
         """Return whether a sequence dimension of a value runs over query positions, not keys."""
         producer = producer_of(node)
         result = int_argument(node, 1) if producer is not node else 0
-        roles = self.layout.demand.roles[producer]
+        roles = self.layout.access.roles[producer]
         dim = self.layout.axes.signatures[producer].results[result][placement.dim]
         return any(roles.get(letter) is Role.ROWS for letter in dim)
 

@@ -47,7 +47,7 @@ DRAWN_ELSEWHERE = "{target} draws numbers at random that {stage} needs again, in
 
 @dataclass(frozen=True)
 class BuildProgram:
-    name: ClassVar[str] = "rewrite"
+    name: ClassVar[str] = "build_program"
 
     def apply(self, facts: Facts) -> Facts:
         """Return the facts with the program of host programs and loops."""
@@ -59,7 +59,7 @@ class _ProgramBuilder:
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self.joint = facts, facts.joint
-        self.layout = Layout(facts.axes, facts.demand, facts.causality, facts.truncations)
+        self.layout = Layout(facts.axes, facts.access, facts.key_spans, facts.truncations)
         self.order = {node: i for i, node in enumerate(facts.joint.graph.nodes)}
         self.stages = facts.stages
 
@@ -141,7 +141,7 @@ class _ProgramBuilder:
         for node in stage.forward:
             if not is_tensor(node) or (node in self.facts.axes.static and node not in outputs):
                 continue
-            storage_class = self.layout.demand.form(node)
+            storage_class = self.layout.access.storage_class(node)
             is_used_outside = node in outputs or any(user not in inside for user in node.users)
             if (
                 is_used_outside
@@ -329,7 +329,7 @@ class _BackwardBuilder(HostProgramBuilder):
         producer = producer_of(node)
         return (
             is_tensor(node)
-            and self.layout.demand.form(node) is StorageClass.OUTSIDE
+            and self.layout.access.storage_class(node) is StorageClass.OUTSIDE
             and (producer in self.layout.axes.signatures or unpacks(producer))
             and not is_expensive(node)
             and not is_random(producer)

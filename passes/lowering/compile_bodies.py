@@ -40,7 +40,7 @@ CALLS = ("call_function", "call_module")  # operators and mask programs
 
 @dataclass(frozen=True)
 class CompileBodies:
-    name: ClassVar[str] = "lower"
+    name: ClassVar[str] = "compile_bodies"
     options: Options
 
     def apply(self, facts: Facts) -> Facts:

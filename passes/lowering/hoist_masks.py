@@ -32,7 +32,7 @@ MASK_ARGUMENT = {chunked.forward: 3, chunked.backward: 6}
 
 @dataclass(frozen=True)
 class HoistMasks:
-    name: ClassVar[str] = "visibility"
+    name: ClassVar[str] = "hoist_masks"
 
     def apply(self, facts: Facts) -> Facts:
         """Replace the hoistable masks of all loop bodies by calls of mask programs."""

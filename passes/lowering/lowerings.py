@@ -47,7 +47,7 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
     A sum over chunks is divided after the loop, any other at once.
     """
-    signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
+    signature, roles = builder.layout.axes.signatures[node], builder.layout.access.roles.get(node, {})
     split = {roles[letter] for letter in signature.contracted() if letter in roles}
     if not split & {Role.ROWS, Role.KEYS}:
         return emit_copy(builder, node)
@@ -57,7 +57,7 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     dims = arguments.get("dim") or list(range(rank))
     call, dtype, wide = builder.graph.call_function, node.meta[VALUE].dtype, builder.accumulation_dtype(node)
     total = call(aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), {"dtype": wide})
-    if builder.layout.demand.form(node) is StorageClass.SUM:
+    if builder.layout.access.storage_class(node) is StorageClass.SUM:
         return total
     share = call(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))
     return share if wide == dtype else call(aten._to_copy.default, (share,), {"dtype": dtype})
@@ -66,7 +66,7 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 @emits(aten.sum.default, aten.sum.dim_IntList)
 def sum_in_wide_dtype(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Sum in the accumulator's dtype: a chunk's sum may overflow a narrow dtype even if the total does not."""
-    if builder.layout.demand.form(node) is not StorageClass.SUM:
+    if builder.layout.access.storage_class(node) is not StorageClass.SUM:
         return emit_copy(builder, node)
     args, kwargs = builder.arguments(node)
     wide = builder.accumulation_dtype(node)
@@ -100,7 +100,7 @@ def _first_index(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
 
 def _first_index_of_label(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
     """Return the first index of the chunk along a label; None if the chunk has the full axis."""
-    axes, role = builder.layout.axes, builder.layout.demand.roles.get(node, {}).get(letter)
+    axes, role = builder.layout.axes, builder.layout.access.roles.get(node, {}).get(letter)
     if role is Role.ROWS:
         return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
     if role is Role.KEYS:
@@ -130,7 +130,7 @@ def _size_arguments(node: fx.Node) -> list[Any]:
 
 def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -> bool:
     """Return whether the chunk reads nothing after the end of its last row."""
-    layout, roles = builder.layout, builder.layout.demand.roles.get(node, {})
+    layout, roles = builder.layout, builder.layout.access.roles.get(node, {})
     letters = layout.axes.letters[node]
     width, columns = (layout.axes.table.size_of_dim(letters[letter]) for letter in (len(layout.axes.shapes[node]), dim + 1))
     if dim not in roles or is_never_less(width, first + columns):
@@ -145,7 +145,7 @@ def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -
 @emits(aten.select.int, aten.select_backward.default)
 def lower_single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Return the row if the chunk holds it; a slice of one row keeps its dimension."""
-    signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
+    signature, roles = builder.layout.axes.signatures[node], builder.layout.access.roles.get(node, {})
     singles = ((letter, index.number) for letter, index in signature.index.items() if isinstance(index, SingleRow))
     single_row = next((item for item in singles if roles.get(item[0]) is Role.ROWS), None)
     if single_row is None:
@@ -296,7 +296,7 @@ def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 def _score_options(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
     """Return the scale of the scores, and whether they may be too large for a mask's finite numbers to hide."""
     scale = {"scale": builder.plain(bound_arguments(node)["scale"])}
-    return scale if not mask or node in builder.layout.causality.ordinary else {**scale, "finite_hides": False}
+    return scale if not mask or node in builder.layout.key_spans.ordinary else {**scale, "finite_hides": False}
 
 
 def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
@@ -308,7 +308,7 @@ def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -
     layout = builder.layout
     span = layout.span(node)
     is_causal = bound_arguments(node)["is_causal"]
-    if node in layout.causality.exact:
+    if node in layout.key_spans.exact:
         return None, _first_query_less_first_key(builder, node), (span.low, span.high)
     if is_causal:  # a mask in addition to the causal flag
         causal_end = builder.number(_offset(builder, node, N) - _offset(builder, node, M))
@@ -333,6 +333,6 @@ def _chunk_position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
     if layout.axes.sequence_atom(dim) is None:
         return 0
     rows = layout.rows(dim)
-    if layout.demand.roles[node][letter] is Role.ROWS:
+    if layout.access.roles[node][letter] is Role.ROWS:
         return first_in_chunk(rows, builder.length) + rows.offset
     return first_in_span(rows, layout.span(node), builder.length) + rows.offset

@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ReinsertCollectives:
-    name: ClassVar[str] = "put back"
+    name: ClassVar[str] = "reinsert_collectives"
     options: Options
 
     def apply(self, facts: Facts) -> Facts:

@@ -29,7 +29,7 @@ NO_STATES = "a loop over rows goes back through rows that the forward half did n
 def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Continue from the carry of earlier chunks: of this loop, or of a loop in the other direction."""
     (dim,) = builder.layout.axes.signatures[node].index
-    if builder.layout.demand.roles.get(node, {}).get(dim) is not Role.ROWS:
+    if builder.layout.access.roles.get(node, {}).get(dim) is not Role.ROWS:
         return emit_copy(builder, node)
     reverse = node.target in REVERSE
     (rows,) = builder.operands(node)
@@ -53,7 +53,7 @@ def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Continue from the carry of earlier chunks; in the backward graph, of later chunks and the forward states."""
     run: Recurrence = node.target  # type: ignore[assignment]
     layout, rows = builder.layout, run.axes.rows
-    if layout.demand.roles.get(node, {}).get(rows) is not Role.ROWS:
+    if layout.access.roles.get(node, {}).get(rows) is not Role.ROWS:
         return emit_copy(builder, node)
     axis_rows = layout.rows(layout.axes.letters[node][rows])
     if run.block != 1 and (axis_rows.block != 1 or not isinstance(axis_rows.offset, int) or axis_rows.offset % run.block):

@@ -46,7 +46,7 @@ NEAR = 1.03  # an estimate up to this factor above the budget is worth a simulat
 class BudgetSearch:
     """Applies the search; `rewrite` builds the program of a plan, which is then simulated."""
 
-    name: ClassVar[str] = "fit"
+    name: ClassVar[str] = "budget_search"
     options: Options
     rewrite: Callable[[Facts], Facts]
 

@@ -48,12 +48,12 @@ class _StageValues:
     """Queries on one stage: its positions, live values, and values that the backward graph recomputes."""
 
     def __init__(self, stage: Stage, facts: Facts) -> None:
-        self.stage, self.axes, self.demand, self.spans = stage, facts.axes, facts.demand, facts.causality.spans
+        self.stage, self.axes, self.access, self.spans = stage, facts.axes, facts.access, facts.key_spans.spans
         self.position = {node: i for i, node in enumerate(stage.forward)}
 
     def has_rows(self, node: fx.Node) -> bool:
         """Return whether a value is a sequence-shaped tensor that depends on more than positions."""
-        return is_tensor(node) and node not in self.axes.static and self.demand.form(node) is StorageClass.ROWS
+        return is_tensor(node) and node not in self.axes.static and self.access.storage_class(node) is StorageClass.ROWS
 
     def is_rows(self, node: fx.Node) -> bool:
         """Return whether the stage computes this value row by row, so that it can be kept that way."""

@@ -26,7 +26,7 @@ SMALL = 0.5  # share of the bytes of the model and its gradients: without a budg
 class Plan:
     """Compute chunk sizes, unless they are passed in: then they were computed from the same facts and options."""
 
-    name: ClassVar[str] = "plan"
+    name: ClassVar[str] = "chunk_plan"
     options: Options
     chunk_sizes: tuple[ChunkSize, ...] | None = None
 
@@ -91,7 +91,10 @@ class Plan:
             return ()
         outputs = set(facts.joint.outputs)
         kept = self._kept_at(self.options.offload, facts, between)
-        rows = (tuple(node for node in stage.outputs if facts.demand.form(node) is StorageClass.ROWS) for stage in facts.stages)
+        rows = (
+            tuple(node for node in stage.outputs if facts.access.storage_class(node) is StorageClass.ROWS)
+            for stage in facts.stages
+        )
         return tuple(
             tuple(node for node in (*stage_rows, *stage_kept) if node not in outputs)
             for stage_rows, stage_kept in zip(rows, kept, strict=True)
@@ -122,7 +125,7 @@ def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
     stage, following = facts.stages[number : number + 2]
     in_both_stages = {*stage.forward, *stage.backward, *following.forward, *following.backward}
     return (
-        facts.demand.form(node) is StorageClass.ROWS
+        facts.access.storage_class(node) is StorageClass.ROWS
         and node not in facts.joint.outputs
         and node not in facts.joint.gradients
         and node not in stage.gradients

@@ -61,9 +61,9 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
 
 def is_loss_stage(stage: Stage, facts: Facts) -> bool:
     """Return whether a stage has no attention and sums over the sequence: the head and the loss."""
-    forms = [form for node in stage.forward for form in facts.demand.forms.get(node, ())]
-    has_keys = any(node in facts.causality.spans for node in stage.forward)
-    return StorageClass.SUM in forms and not has_keys
+    storage_classes = [storage_class for node in stage.forward for storage_class in facts.access.storage_classes.get(node, ())]
+    has_keys = any(node in facts.key_spans.spans for node in stage.forward)
+    return StorageClass.SUM in storage_classes and not has_keys
 
 
 def tokens(facts: Facts) -> int:
@@ -92,7 +92,11 @@ def rows_of_a_call(stage: Stage, facts: Facts) -> int:
     nodes = [node for node in (*stage.forward, *stage.backward) if is_reduced_over_ranks(node)]
     rows = [-(-BYTES_OF_A_CALL * _length(facts) // max(bytes_like(node.meta[VALUE]), 1)) for node in nodes]
     return max(
-        (rows_needed for node, rows_needed in zip(nodes, rows, strict=True) if facts.demand.form(node) is StorageClass.ROWS),
+        (
+            rows_needed
+            for node, rows_needed in zip(nodes, rows, strict=True)
+            if facts.access.storage_class(node) is StorageClass.ROWS
+        ),
         default=0,
     )
 
@@ -123,12 +127,12 @@ def _moved_by_a_chunk(stage: Stage, facts: Facts) -> int:
 
     On average, half of the keys come before a chunk.
     """
-    demand, moved = facts.demand, 0
+    access, moved = facts.access, 0
     for node in (*stage.forward, *stage.backward):
-        form = demand.forms.get(node, (None,))[0]
-        if is_tensor(node) and form in (StorageClass.SUM, StorageClass.KEYSUM):
+        storage_class = access.storage_classes.get(node, (None,))[0]
+        if is_tensor(node) and storage_class in (StorageClass.SUM, StorageClass.KEYSUM):
             moved += math.prod(map(size_hint, node.meta[VALUE].shape)) * (
-                BYTES_PER_ACCUMULATION if form is StorageClass.SUM else BYTES_PER_ACCUMULATION // 2
+                BYTES_PER_ACCUMULATION if storage_class is StorageClass.SUM else BYTES_PER_ACCUMULATION // 2
             )
         moved += sum(bytes_like(operand.meta[VALUE]) // 2 for operand in _keys_of(node, facts))
     return moved
@@ -136,21 +140,25 @@ def _moved_by_a_chunk(stage: Stage, facts: Facts) -> int:
 
 def _keys_of(node: fx.Node, facts: Facts) -> Iterable[fx.Node]:
     """Return the operands whose key positions an operator reads."""
-    axes, demand = facts.axes, facts.demand
-    keys = {letter for letter, role in demand.roles.get(node, {}).items() if role is Role.KEYS}
+    axes, access = facts.axes, facts.access
+    keys = {letter for letter, role in access.roles.get(node, {}).items() if role is Role.KEYS}
     if not keys or node not in axes.signatures:
         return ()
     operands = zip(tensor_operands(node), axes.signatures[node].operands, strict=False)
     with_keys = [operand for operand, dims in operands if any(keys & set(dim) for dim in dims)]
-    return [operand for operand in with_keys if demand.forms.get(operand, (None,))[0] is StorageClass.ROWS]
+    return [operand for operand in with_keys if access.storage_classes.get(operand, (None,))[0] is StorageClass.ROWS]
 
 
 def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
     """Return the bytes per sequence position of sequence-shaped values among `nodes`; scores have all keys."""
-    demand = facts.demand
+    access = facts.access
     total: Size = 0
     for node in nodes:
-        if is_tensor(node) and not is_moved_elements(node) and demand.form(node) in (StorageClass.ROWS, StorageClass.PAIR):
+        if (
+            is_tensor(node)
+            and not is_moved_elements(node)
+            and access.storage_class(node) in (StorageClass.ROWS, StorageClass.PAIR)
+        ):
             total = total + _elements_of_a_row(node, facts.axes) * node.meta[VALUE].element_size()
     return _with_hints(total, facts)
 

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 class Scaling:
-    """Writes into a joint graph, and records the new nodes in `axes` and `demand`."""
+    """Writes into a joint graph, and records the new nodes in `axes` and `access`."""
 
     def __init__(self, facts: Facts) -> None:
         """Copy the recorded facts, so that those of other cuts do not change."""
@@ -34,7 +34,9 @@ class Scaling:
             signatures=dict(facts.axes.signatures),
             letters=dict(facts.axes.letters),
         )
-        self.demand: AccessFacts = replace(facts.demand, roles=dict(facts.demand.roles), forms=dict(facts.demand.forms))
+        self.access: AccessFacts = replace(
+            facts.access, roles=dict(facts.access.roles), storage_classes=dict(facts.access.storage_classes)
+        )
         self.writer = GraphWriter(facts.joint.graph)
         self.written_nodes: list[fx.Node] = []
 
@@ -119,8 +121,8 @@ class Scaling:
         mask = condition
         if other_dims:
             mask = self._record_facts(self.writer.call(reduce, condition, other_dims), (letters,), kept, shape)
-            self.demand.roles[mask] = dict.fromkeys(self.demand.roles[mask], Role.WHOLE)  # type: ignore[index]
-            self.demand.forms[mask] = (StorageClass.OUTSIDE,)  # type: ignore[index]
+            self.access.roles[mask] = dict.fromkeys(self.access.roles[mask], Role.WHOLE)  # type: ignore[index]
+            self.access.storage_classes[mask] = (StorageClass.OUTSIDE,)  # type: ignore[index]
         if selection.when:
             driver_letters = self._letters(driver_shape)
             mask = self._record_facts(
@@ -137,7 +139,7 @@ class Scaling:
         sizes = size_arguments(node, writer or self.writer)
         for size in sizes:
             if isinstance(size, fx.Node):
-                self.demand.forms[size] = (StorageClass.OUTSIDE,)  # type: ignore[index]
+                self.access.storage_classes[size] = (StorageClass.OUTSIDE,)  # type: ignore[index]
                 self.written_nodes.append(size)
         return sizes
 
@@ -157,7 +159,7 @@ class Scaling:
         self.axes.signatures[node] = Signature(tuple(operands), (result,))  # type: ignore[index]
         self.axes.letters[node] = dict(enumerate(letters))  # type: ignore[index]
         rows = [letter for letter, dim in enumerate(letters) if self.axes.sequence_atom(dim) is not None]
-        self.demand.roles[node] = dict.fromkeys(rows, Role.ROWS)  # type: ignore[index]
-        self.demand.forms[node] = (StorageClass.ROWS if rows else StorageClass.OUTSIDE,)  # type: ignore[index]
+        self.access.roles[node] = dict.fromkeys(rows, Role.ROWS)  # type: ignore[index]
+        self.access.storage_classes[node] = (StorageClass.ROWS if rows else StorageClass.OUTSIDE,)  # type: ignore[index]
         self.written_nodes.append(node)
         return node

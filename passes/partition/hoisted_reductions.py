@@ -52,8 +52,8 @@ def _available_values(stage: Stage, earlier: tuple[Stage, ...]) -> list[fx.Node]
     return [*stage.forward, *(node for stage_before in earlier for node in stage_before.outputs)]
 
 
-def _has_storage_class(node: fx.Node, form: StorageClass, facts: Facts) -> bool:
-    return is_tensor(node) and node not in facts.axes.static and facts.demand.form(node) is form
+def _has_storage_class(node: fx.Node, storage_class: StorageClass, facts: Facts) -> bool:
+    return is_tensor(node) and node not in facts.axes.static and facts.access.storage_class(node) is storage_class
 
 
 def _needs_no_loop(node: fx.Node, facts: Facts) -> bool:
@@ -78,7 +78,7 @@ def _delays_backward_loop(node: fx.Node, stage: Stage, facts: Facts) -> bool:
         for user in todo.pop().users:
             if user not in stage_nodes or user in seen:
                 continue
-            if any(form not in NOT_IN_LOOPS for form in facts.demand.forms.get(user, ())):
+            if any(storage_class not in NOT_IN_LOOPS for storage_class in facts.access.storage_classes.get(user, ())):
                 return True
             seen.add(user)
             todo.append(user)

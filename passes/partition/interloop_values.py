@@ -29,7 +29,7 @@ class InterloopValues:
     """Values that the forward graph computes between its loops."""
 
     def __init__(self, facts: Facts) -> None:
-        self.facts, self.axes, self.demand = facts, facts.axes, facts.demand
+        self.facts, self.axes, self.access = facts, facts.axes, facts.access
         assert facts.axes.sequence is not None
         self.length = numeric(facts.axes.sequence.length)
 
@@ -125,11 +125,14 @@ class InterloopValues:
         return numeric(product(shape_of_node(node))) >= self.length
 
     def _has_rows(self, node: fx.Node) -> bool:
-        return is_tensor(node) and node not in self.axes.static and self.demand.form(node) is StorageClass.ROWS
+        return is_tensor(node) and node not in self.axes.static and self.access.storage_class(node) is StorageClass.ROWS
 
     def is_in_loop(self, node: fx.Node) -> bool:
         """Return whether a value is computed chunk by chunk."""
-        return any(form not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for form in self.demand.forms.get(node, ()))
+        return any(
+            storage_class not in (StorageClass.OUTSIDE, StorageClass.WHOLE)
+            for storage_class in self.access.storage_classes.get(node, ())
+        )
 
 
 def is_repeatable(node: fx.Node) -> bool:

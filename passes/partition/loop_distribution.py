@@ -236,13 +236,13 @@ class _Placer:
 
     def _is_stored_product(self, value: int) -> bool:
         """Return whether a value is an expensive, sequence-shaped one that loops store."""
-        return self.table[value].is_expensive and self.table[value].form is StorageClass.ROWS
+        return self.table[value].is_expensive and self.table[value].storage_class is StorageClass.ROWS
 
     def request_in_full(self, value: int) -> None:
         """Request the full value between or after loops. A value that no loop computes is available already."""
         if not self.table[value].is_in_loop:
             return
-        match self.table[value].form:
+        match self.table[value].storage_class:
             case StorageClass.SUM:
                 self.summed[self.loop_indices[value]].add(value)
             case StorageClass.KEYSUM:

@@ -41,7 +41,7 @@ from streamfx.passes.partition.loss_stage import with_loss_stage
 class LossGradient:
     """Applies the rewrite; `may_cut` says whether it may cut a separate last stage for the head."""
 
-    name: ClassVar[str] = "loss gradient"
+    name: ClassVar[str] = "loss_gradient"
     may_cut: bool = True
 
     def apply(self, facts: Facts) -> Facts:
@@ -69,12 +69,16 @@ def _candidate_cuts(facts: Facts, may_cut: bool) -> Iterator[Facts]:
 def _saves_work(stage: Stage, facts: Facts) -> bool:
     """Return whether the stage has no attention and runs in one loop: otherwise nothing is saved."""
     return all(
-        Role.KEYS not in facts.demand.roles.get(node, {}).values()
-        and facts.demand.forms[node][0] is not StorageClass.KEYSUM
+        Role.KEYS not in facts.access.roles.get(node, {}).values()
+        and facts.access.storage_classes[node][0] is not StorageClass.KEYSUM
         and not (node in stage.backward and facts.axes.is_running(node))  # its loop must run in reverse order
         for node in (*stage.forward, *stage.backward)
-        if node in facts.demand.forms
-    ) and any(form is StorageClass.SUM for node in stage.forward for form in facts.demand.forms.get(node, ()))
+        if node in facts.access.storage_classes
+    ) and any(
+        storage_class is StorageClass.SUM
+        for node in stage.forward
+        for storage_class in facts.access.storage_classes.get(node, ())
+    )
 
 
 def _have_one_sequence_dim(homogeneous: Sequence[Homogeneous], facts: Facts) -> bool:
@@ -106,7 +110,7 @@ def _move_to_forward(facts: Facts, homogeneous: Sequence[Homogeneous]) -> Facts:
         scaled.append(product)
     gradients = outputs_of(facts.joint.graph)[len(facts.joint.outputs) :]
     joint = replace(facts.joint, gradients=gradients)
-    facts = replace(facts, joint=joint, found_axes=scaling.axes, found_demand=scaling.demand)
+    facts = replace(facts, joint=joint, found_axes=scaling.axes, found_access=scaling.access)
     return replace(facts, found_stages=_stages_after(facts, homogeneous, ones, scaled))
 
 

@@ -40,7 +40,7 @@ class _LossSearch:
 
     def __init__(self, facts: Facts, with_trained_heads: bool) -> None:
         self.with_trained_heads = with_trained_heads
-        self.facts, self.forms, self.static = facts, facts.demand.forms, facts.axes.static
+        self.facts, self.storage_classes, self.static = facts, facts.access.storage_classes, facts.axes.static
         self.nodes = [node for node in facts.joint.nodes if node in facts.joint.forward and node not in self.static]
         self.trained = trained_values(facts.joint)
 
@@ -94,7 +94,7 @@ class _LossSearch:
 
     def _must_be_earlier(self, node: fx.Node, heads: set[fx.Node]) -> bool:
         """Return whether an operator may not be in the last stage: attention, a scan, or a trained layer."""
-        if node in self.facts.causality.spans or self.facts.axes.is_running(node):
+        if node in self.facts.key_spans.spans or self.facts.axes.is_running(node):
             return True
         return self._is_trained(node) and not (self.with_trained_heads and node in heads)
 
@@ -111,12 +111,17 @@ class _LossSearch:
 
     def _is_in_loop(self, node: fx.Node) -> bool:
         """Return whether a value is computed chunk by chunk."""
-        return any(form not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for form in self.forms.get(node, ()))
+        return any(
+            storage_class not in (StorageClass.OUTSIDE, StorageClass.WHOLE)
+            for storage_class in self.storage_classes.get(node, ())
+        )
 
     def _bytes(self, node: fx.Node) -> int:
         """Return the bytes that a cut after a value stores; prohibitive for values that cannot cross a cut."""
-        if not self._is_in_loop(node) or self.forms[node] == (StorageClass.SUM,):
+        if not self._is_in_loop(node) or self.storage_classes[node] == (StorageClass.SUM,):
             return 0
         return (
-            max(1, bytes_like(node.meta[VALUE])) if self.forms[node] == (StorageClass.ROWS,) and is_tensor(node) else UNCUTTABLE
+            max(1, bytes_like(node.meta[VALUE]))
+            if self.storage_classes[node] == (StorageClass.ROWS,) and is_tensor(node)
+            else UNCUTTABLE
         )

@@ -98,12 +98,12 @@ class Rematerialization:
 
     def _bytes(self, value: int, stored: Collection[int]) -> int:
         """Return the bytes to store a value for this loop: 0 if it is stored anyway or a sum."""
-        form = self.table[value].form
-        if value in stored or form is StorageClass.SUM:
+        storage_class = self.table[value].storage_class
+        if value in stored or storage_class is StorageClass.SUM:
             return 0
         assert self.sizes is not None
         size = self.sizes.shown[value]
-        return size * FOR_PAIRS if form is StorageClass.PAIR else size
+        return size * FOR_PAIRS if storage_class is StorageClass.PAIR else size
 
     def _storable_values(self, network: Any) -> list[int]:
         """Return the values that the flow network may store."""

@@ -56,7 +56,7 @@ class _Cutter:
     """Cuts the graph. If `last` operators are given, they form the last stage."""
 
     def __init__(self, facts: Facts, last: Collection[fx.Node] = ()) -> None:
-        self.facts, self.axes, self.demand, self.causality = facts, facts.axes, facts.demand, facts.causality
+        self.facts, self.axes, self.access, self.key_spans = facts, facts.axes, facts.access, facts.key_spans
         joint = facts.joint
         self.between = InterloopValues(facts)
         nodes = elements_after_producers(joint.nodes)
@@ -176,7 +176,7 @@ class _Cutter:
         """
         intervals = []
         seen: dict[Any, list[int]] = {}
-        for node, span in self.causality.spans.items():
+        for node, span in self.key_spans.spans.items():
             if node in self.position and node not in self.axes.static:
                 seen.setdefault(producer_of(node).meta.get(PART_OF, id(span)), []).append(self.position[node])
         for node in self.between.attentions:
@@ -216,7 +216,7 @@ class _Cutter:
         """Return the position of the first sum over the sequence that an output depends on, if any."""
         needed = ancestors(self.facts.joint.outputs)
         for i, node in enumerate(self.forward):
-            if self.is_chunked(node) and StorageClass.SUM in self.demand.forms[node] and node in needed:
+            if self.is_chunked(node) and StorageClass.SUM in self.access.storage_classes[node] and node in needed:
                 return i
         return None
 
@@ -252,13 +252,13 @@ class _Cutter:
 
     def cost(self, node: fx.Node, is_stored: bool) -> int:
         """Return the bytes that a live value adds at a cut: 1 if stored anyway, prohibitive if it has keys."""
-        form = self.demand.form(node)
-        if form in (StorageClass.PAIR, StorageClass.KEYSUM):
+        storage_class = self.access.storage_class(node)
+        if storage_class in (StorageClass.PAIR, StorageClass.KEYSUM):
             return UNCUTTABLE
         if node in self.between.long:
             return 1 if is_stored else self.between.bytes_of(node)
-        if form is not StorageClass.ROWS or is_stored:
-            return 0 if form is not StorageClass.ROWS else 1
+        if storage_class is not StorageClass.ROWS or is_stored:
+            return 0 if storage_class is not StorageClass.ROWS else 1
         return max(1, self.bytes_of_rows(node))
 
     def bytes_of_rows(self, node: fx.Node) -> int:
@@ -269,7 +269,7 @@ class _Cutter:
 
     def _bytes_of_rows(self, node: fx.Node) -> int:
         """Compute the full-sequence bytes of a value; see `bytes_of_rows`."""
-        if not is_tensor(node) or not self.is_chunked(node) or self.demand.form(node) is not StorageClass.ROWS:
+        if not is_tensor(node) or not self.is_chunked(node) or self.access.storage_class(node) is not StorageClass.ROWS:
             return 0
         elements = numeric(product(self.axes.table.size_of_dim(dim) for dim in self.axes.shapes[node]))
         return elements * int(node.meta[VALUE].element_size())
@@ -311,7 +311,7 @@ class _Cutter:
     def sums_after_operands(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Move each addition of sums over rows right after its operands: one sum is stored instead of several."""
         sort_key: dict[fx.Node, int] = {}
-        sums = {node for node in nodes if self.demand.form(node) is StorageClass.SUM}
+        sums = {node for node in nodes if self.access.storage_class(node) is StorageClass.SUM}
         for i, node in enumerate(nodes):
             operands = node.all_input_nodes
             adds = len(operands) > 1 and all(operand in sort_key and operand in sums for operand in operands)

@@ -41,7 +41,7 @@ class RegionValue(NamedTuple):
     `siblings` are all results of its operator, this value included, if the operator has several and runs in a loop.
     """
 
-    form: StorageClass
+    storage_class: StorageClass
     needs: tuple[Access, ...]
     sources: tuple[int, ...]
     siblings: tuple[int, ...]
@@ -49,7 +49,7 @@ class RegionValue(NamedTuple):
 
     @property
     def is_in_loop(self) -> bool:
-        return self.form not in NOT_IN_LOOPS
+        return self.storage_class not in NOT_IN_LOOPS
 
 
 Table: TypeAlias = "tuple[RegionValue, ...]"
@@ -78,7 +78,7 @@ def bytes_of(nodes: Sequence[fx.Node], table: Table, layout: Layout) -> Bytes:
 
 def is_loop_value(node: fx.Node, layout: Layout) -> bool:
     """Return whether a value is computed chunk by chunk."""
-    return layout.demand.form(node) not in NOT_IN_LOOPS
+    return layout.access.storage_class(node) not in NOT_IN_LOOPS
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
@@ -90,15 +90,15 @@ def _table_entry(
     node: fx.Node, numbers: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool
 ) -> RegionValue:
     """Return the table entry of a value: its storage class, operands and siblings."""
-    form, producer = layout.demand.form(node), producer_of(node)
-    if form in NOT_IN_LOOPS:
-        return RegionValue(form, (), _table_indices(tensor_inputs(node), numbers, available), (), is_expensive(node))
+    storage_class, producer = layout.access.storage_class(node), producer_of(node)
+    if storage_class in NOT_IN_LOOPS:
+        return RegionValue(storage_class, (), _table_indices(tensor_inputs(node), numbers, available), (), is_expensive(node))
     needs = layout.needs(producer)  # an element of a tuple has the needs of its operator
     operands = _table_indices((need.operand for need in needs), numbers, available, missing=True)
     pairs = zip(operands, needs, strict=True)
     accesses = tuple(_operand_access(operand, need, layout, reverse) for operand, need in pairs if operand is not None)
     siblings = () if producer is node else tuple(numbers[user] for user in producer.users if user in numbers)
-    return RegionValue(form, accesses, (), siblings, is_expensive(node))
+    return RegionValue(storage_class, accesses, (), siblings, is_expensive(node))
 
 
 def _table_indices(
@@ -111,25 +111,27 @@ def _table_indices(
 
 def _operand_access(operand: int, need: OperandAccess, layout: Layout, reverse: bool) -> Access:
     """Return how a loop reads an operand: from the same iteration, stored, or stored before the loop."""
-    form = layout.demand.form(need.operand)
-    if form in NOT_IN_LOOPS:
+    storage_class = layout.access.storage_class(need.operand)
+    if storage_class in NOT_IN_LOOPS:
         return Access(operand, in_same_loop=True, is_stored=False, is_stored_before=False)
     is_whole = Role.WHOLE in need.roles
-    is_stored = is_whole or form is StorageClass.SUM
+    is_stored = is_whole or storage_class is StorageClass.SUM
     is_stored_before = (
-        form is not StorageClass.PAIR and not is_stored and (form is StorageClass.KEYSUM or need.selector is not None)
+        storage_class is not StorageClass.PAIR
+        and not is_stored
+        and (storage_class is StorageClass.KEYSUM or need.selector is not None)
     )
     return Access(operand, is_ready_in_same_loop(need, layout, reverse), is_stored, is_stored_before)
 
 
 def is_ready_in_same_loop(need: OperandAccess, layout: Layout, reverse: bool) -> bool:
     """Return whether the needed rows are ready in the iteration that computes the operand's rows."""
-    form = layout.demand.form(need.operand)
-    if form is StorageClass.PAIR:
+    storage_class = layout.access.storage_class(need.operand)
+    if storage_class is StorageClass.PAIR:
         return Role.WHOLE not in need.roles
-    if form is StorageClass.SUM or (need.roles != {Role.ROWS} and need.roles != {Role.KEYS}):
+    if storage_class is StorageClass.SUM or (need.roles != {Role.ROWS} and need.roles != {Role.KEYS}):
         return False
-    if form is StorageClass.KEYSUM:
+    if storage_class is StorageClass.KEYSUM:
         span = layout.span(producer_of(need.operand))
         return need.roles == {Role.ROWS} and need.selector is None and _is_ready(span, not reverse)
     return _is_ready(layout.distance(need.where[0][0], need.selector), reverse)

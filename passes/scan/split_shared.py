@@ -33,7 +33,7 @@ aten = torch.ops.aten
 class OwnTables:
     """Split shared tables if more concatenations are in place afterwards, according to the recomputed axes."""
 
-    name: ClassVar[str] = "own tables"
+    name: ClassVar[str] = "split_shared"
 
     def apply(self, facts: Facts) -> Facts:
         """Return the facts with split tables if that puts more concatenations in place, else the facts unchanged."""

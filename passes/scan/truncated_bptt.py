@@ -38,7 +38,7 @@ ADD = torch.ops.aten.add.Tensor
 @dataclass(frozen=True)
 class Truncations:
     options: Options
-    name: ClassVar[str] = "truncations"
+    name: ClassVar[str] = "truncated_bptt"
 
     def apply(self, facts: Facts) -> Facts:
         """Record, for each backward recurrence, the slices of its carry that are gradients of states."""
@@ -47,8 +47,13 @@ class Truncations:
             return facts
         driven, truncations = descendants(facts.joint.tangents, facts.joint.nodes), dict[fx.Node, Truncation]()
         for node in facts.joint.nodes:
-            run, forms = node.target, facts.demand.forms.get(node, ())
-            if isinstance(run, Recurrence) and run.reverse and node not in facts.joint.forward and StorageClass.ROWS in forms:
+            run, storage_classes = node.target, facts.access.storage_classes.get(node, ())
+            if (
+                isinstance(run, Recurrence)
+                and run.reverse
+                and node not in facts.joint.forward
+                and StorageClass.ROWS in storage_classes
+            ):
                 places = adjoints(run, [source in driven for source in node.args])
                 if any(places):
                     truncations[node] = Truncation(rows, places)

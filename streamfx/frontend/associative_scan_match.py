@@ -42,10 +42,12 @@ class Tree:
     body: Body
 
 
-def with_trees(module: fx.GraphModule) -> fx.GraphModule:
+def replace_scan_trees(module: fx.GraphModule) -> fx.GraphModule:
     """Return a Dynamo graph with one operator in place of each tree; the graph itself if it has none."""
     submodules = {
-        name: with_trees(submodule) for name, submodule in module.named_children() if isinstance(submodule, fx.GraphModule)
+        name: replace_scan_trees(submodule)
+        for name, submodule in module.named_children()
+        if isinstance(submodule, fx.GraphModule)
     }
     changed = {name: submodule for name, submodule in submodules.items() if submodule is not getattr(module, name)}
     trees = _trees(module.graph)

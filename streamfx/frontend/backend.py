@@ -28,12 +28,12 @@ from streamfx.fallbacks import (
     not_streamed,
     told_of_meta,
 )
-from streamfx.frontend.associative_scan_match import with_trees
+from streamfx.frontend.associative_scan_match import replace_scan_trees
 from streamfx.frontend.capture import captured
 from streamfx.frontend.mask_buffers import MaskGuard, WatchedInput, patterns_of, watched_inputs
 from streamfx.frontend.quick_bound import fits_by_far
 from streamfx.frontend.split_graphs import SplittableCompilation, TwoSequencesError
-from streamfx.frontend.ssd_matmul import with_block_products
+from streamfx.frontend.ssd_matmul import replace_ssd_products
 from streamfx.frontend.weight_ids import numbers_of_weights
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts
@@ -198,8 +198,8 @@ class Compilation(SplittableCompilation):
             partition_fn=self.partition_in_stretches,
             decompositions=DECOMPOSITIONS,
         )
-        self.traced = attempted(lambda: with_trees(self.module), self.module, NO_TREES, self.options.strict)
-        self.traced = attempted(lambda: with_block_products(self.traced), self.traced, NO_PRODUCTS, self.options.strict)
+        self.traced = attempted(lambda: replace_scan_trees(self.module), self.module, NO_TREES, self.options.strict)
+        self.traced = attempted(lambda: replace_ssd_products(self.traced), self.traced, NO_PRODUCTS, self.options.strict)
         deferral = self.deferred = self.deferral() if self.inputs_are_own else None
         self.chain = GradientReleaseChain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)

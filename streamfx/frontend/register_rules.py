@@ -95,7 +95,7 @@ def _without_diagonals(rule: Callable[[RuleCall], Signature | None]) -> Callable
         """Return the rule's signature; None if a tensor has the same letter twice."""
         signature = rule(call)
         if not isinstance(signature, Signature):
-            return signature  # `said_by` reports its type
+            return signature  # `evaluate_rule` reports its type
         shapes = ([letter for dim in shape for letter in dim] for shape in (*signature.operands, *signature.results))
         return signature if all(len(set(shape)) == len(shape) for shape in shapes) else None
 

@@ -65,10 +65,10 @@ class Product:
         return tuple(letter for letter in self.out if letter not in self.decays[1])
 
 
-def with_block_products(module: fx.GraphModule) -> fx.GraphModule:
+def replace_ssd_products(module: fx.GraphModule) -> fx.GraphModule:
     """Return a Dynamo graph with one operator in place of each such product; the graph itself if it has none."""
     submodules = {
-        name: with_block_products(submodule)
+        name: replace_ssd_products(submodule)
         for name, submodule in module.named_children()
         if isinstance(submodule, fx.GraphModule)
     }

@@ -45,8 +45,8 @@ class Layout:
     """
 
     axes: AxisFacts
-    demand: AccessFacts
-    causality: SpanFacts
+    access: AccessFacts
+    key_spans: SpanFacts
     truncations: Mapping[fx.Node, Truncation]
     _needs: dict[tuple[fx.Node, Span | None], tuple[OperandAccess, ...]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -82,11 +82,11 @@ class Layout:
 
         An operator that is recomputed per consumer covers the span that the consumer requests (`requested_span`).
         """
-        return self.causality.spans.get(node, requested_span or Span())
+        return self.key_spans.spans.get(node, requested_span or Span())
 
-    def is_made_to_measure(self, node: fx.Node) -> bool:
+    def is_recomputed_per_consumer(self, node: fx.Node) -> bool:
         """Return whether a query-by-key value is recomputed for the key positions of each consumer."""
-        return self.demand.form(node) is StorageClass.PAIR and node in self.causality.measured
+        return self.access.storage_class(node) is StorageClass.PAIR and node in self.key_spans.recomputed_per_consumer
 
     def needs(self, node: fx.Node, requested_span: Span | None = None) -> tuple[OperandAccess, ...]:
         """Return the rows that an operator reads inside a loop, one `OperandAccess` per tensor operand."""
@@ -98,11 +98,11 @@ class Layout:
 
     def _uses_requested_keys(self, node: fx.Node) -> bool:
         """Return whether an operator reads key positions and has no span: its consumer chooses them."""
-        return node not in self.causality.spans and Role.KEYS in self.demand.roles.get(node, {}).values()
+        return node not in self.key_spans.spans and Role.KEYS in self.access.roles.get(node, {}).values()
 
     def _accesses_of(self, node: fx.Node, requested_span: Span | None) -> Iterator[OperandAccess]:
         """Yield the rows of each tensor operand that an operator reads; its consumer may request a span of keys."""
-        signature, roles = self.axes.signatures[node], self.demand.roles.get(node, {})
+        signature, roles = self.axes.signatures[node], self.access.roles.get(node, {})
         for operand, letters in zip(tensor_operands(node), signature.operands, strict=True):
             where: list[tuple[Placement, Role, Selector]] = []
             for position in self.axes.sequence_dims(self.axes.shapes[operand]):

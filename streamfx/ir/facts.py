@@ -123,24 +123,24 @@ class AccessFacts:
     """The rows of its operands that each operator needs, and the storage class of its results."""
 
     roles: Mapping[fx.Node, Mapping[Letter, Role]]
-    forms: Mapping[fx.Node, tuple[StorageClass, ...]]
+    storage_classes: Mapping[fx.Node, tuple[StorageClass, ...]]
     reasons: Mapping[fx.Node, str]
 
-    def form(self, node: fx.Node) -> StorageClass:
+    def storage_class(self, node: fx.Node) -> StorageClass:
         """Return the storage class of a node's first result."""
-        return self.forms[node][0]
+        return self.storage_classes[node][0]
 
 
 @dataclass(frozen=True)
 class SpanFacts:
     """The key positions visible to a chunk: a span for each operator that has keys, and how it was derived.
 
-    Operators in `measured`, and parts of their results, have no span: each consumer recomputes them for its own keys.
+    Operators in `recomputed_per_consumer`, and slices of their results, have no span: each consumer recomputes them for its keys.
     """
 
     spans: Mapping[fx.Node, Span]
     verdicts: Mapping[fx.Node, str]
-    measured: frozenset[fx.Node] = frozenset()
+    recomputed_per_consumer: frozenset[fx.Node] = frozenset()
     exact: frozenset[fx.Node] = frozenset()  # fused attention whose mask equals its span
     ordinary: frozenset[fx.Node] = (
         frozenset()
@@ -170,8 +170,8 @@ class Facts:
     joint: JointGraph
     collectives: Collectives | None = None
     found_axes: AxisFacts | None = None
-    found_demand: AccessFacts | None = None
-    found_causality: SpanFacts | None = None
+    found_access: AccessFacts | None = None
+    found_key_spans: SpanFacts | None = None
     found_stages: tuple[Stage, ...] | None = None
     found_plan: StagePlan | None = None
     program: Program | None = None
@@ -192,14 +192,14 @@ class Facts:
         return known(self.found_axes)
 
     @property
-    def demand(self) -> AccessFacts:
+    def access(self) -> AccessFacts:
         """The access facts; their pass must have run."""
-        return known(self.found_demand)
+        return known(self.found_access)
 
     @property
-    def causality(self) -> SpanFacts:
+    def key_spans(self) -> SpanFacts:
         """The span facts; their pass must have run."""
-        return known(self.found_causality)
+        return known(self.found_key_spans)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -215,4 +215,4 @@ class Facts:
         """Return why operators are not chunked, one line for each."""
         if self.stands is not None:
             return [self.stands]
-        return [] if self.found_demand is None else list(dict.fromkeys(self.demand.reasons.values()))
+        return [] if self.found_access is None else list(dict.fromkeys(self.access.reasons.values()))

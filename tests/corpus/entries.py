@@ -132,8 +132,8 @@ class Found:
     @staticmethod
     def of(facts: Facts, costs: bool = True) -> Found:
         program = facts.program
-        causality = facts.found_causality
-        masks = sorted(causality.verdicts.values()) if causality is not None else []
+        key_spans = facts.found_key_spans
+        masks = sorted(key_spans.verdicts.values()) if key_spans is not None else []
         counts = {mask: masks.count(mask) for mask in masks}
         if program is None:
             return Found([], [], 0, 0, 0, counts, facts.reasons(), "")
@@ -145,7 +145,7 @@ class Found:
         cost = predicted(facts) if costs else None
         flops, peak = (cost.flops, cost.peak) if cost is not None else (None, None)
         outer = [len(module.graph.nodes) for module in halves]
-        return Found(loops, outer, len(program.saved), flops, peak, counts, facts.reasons(), text_of(facts, "rewrite"))
+        return Found(loops, outer, len(program.saved), flops, peak, counts, facts.reasons(), text_of(facts, "build_program"))
 
     @property
     def plain(self) -> dict[str, Any]:

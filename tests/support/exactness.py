@@ -365,7 +365,7 @@ def check_streamed(facts: Sequence[Facts], streams: bool | None, attention: set[
         does = bool(rewritten) and not reasons
         assert does == streams, f"streams: {does} instead of {streams}; {len(rewritten)} graphs rewritten; {reasons}"
     if attention is not None:
-        verdicts = {verdict for one in facts if (known := one.found_causality) for verdict in known.verdicts.values()}
+        verdicts = {verdict for one in facts if (known := one.found_key_spans) for verdict in known.verdicts.values()}
         assert verdicts == attention, f"attention {verdicts} instead of {attention}"
 
 

@@ -1,7 +1,7 @@
 """The law of a rule: an operator on the rows of a chunk, with the operands it demands, gives the chunk of its results.
 
 A graph of one operator goes through the compiler's own passes with any of its axes taken for the sequence, so that the rule
-is read as the compiler reads it: letters, axes, demand, sizes of a chunk, sums over chunks.
+is read as the compiler reads it: letters, axes, access roles, sizes of a chunk, sums over chunks.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tu
     for loop in facts.program.loops:
         loop.body.forward = OfSameRank(loop.body, one.facts.joint).run  # type: ignore[method-assign]
     results = HostProgramRunner(facts.program.forward)([item.clone() for item in one.inputs])
-    return list(results), facts.demand.forms[one.node]
+    return list(results), facts.access.storage_classes[one.node]
 
 
 class OfSameRank(fx.Interpreter):

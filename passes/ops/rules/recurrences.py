@@ -1,4 +1,4 @@
-"""Rules of recurrences, whether detected in `passes/scan/detection.py` or declared as scans: rows are computed in
+"""Rules of recurrences, whether detected in `passes/scan/recurrences.py` or declared as scans: rows are computed in
 sequence.
 """
 

@@ -162,7 +162,7 @@ def rule_of(target: Any) -> Rule | None:
     return broadcast if is_tagged_pointwise(target) else None
 
 
-def said_by(rule: Rule, call: RuleCall) -> Signature | str:
+def evaluate_rule(rule: Rule, call: RuleCall) -> Signature | str:
     """Return a rule's signature for a call if its dimensions match the call, or the reason why there is none."""
     target = call.node.target
     try:

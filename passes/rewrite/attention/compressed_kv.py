@@ -35,7 +35,7 @@ aten = torch.ops.aten
 class KeysInBlocks:
     """Materialize keys next to blocks of rows; the axes of the new graph must then be found anew."""
 
-    name: ClassVar[str] = "keys in blocks"
+    name: ClassVar[str] = "compressed_kv"
 
     def apply(self, facts: Facts) -> Facts:
         """Materialize the keys of operators that combine rows with blocks, and drop the axes if anything changed."""

@@ -58,7 +58,7 @@ class JoinedKeys:
     """
 
     shows_own_keys: Seen
-    name: ClassVar[str] = "joined keys"
+    name: ClassVar[str] = "split_concat_kv"
 
     def apply(self, facts: Facts) -> Facts:
         """Split each attention over concatenated keys, and drop the axes if anything changed."""

@@ -43,7 +43,7 @@ class SumsOverRanks:
     that differs between ranks. The sums round in another order.
     """
 
-    name: ClassVar[str] = "sums over ranks"
+    name: ClassVar[str] = "merge_all_reduces"
 
     def apply(self, facts: Facts) -> Facts:
         """Merge each sum of two all-reduces into one all-reduce, and drop the axes if anything changed."""

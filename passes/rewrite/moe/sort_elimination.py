@@ -31,7 +31,7 @@ from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.collectives import is_reduced_over_ranks
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
-from streamfx.passes.ops.rules.registry import RuleCall, rule_for, said_by
+from streamfx.passes.ops.rules.registry import RuleCall, evaluate_rule, rule_for
 from streamfx.passes.rewrite.driver import replace
 from streamfx.passes.rewrite.views.iota_index import counts_up, row_index, without_counting_index
 from streamfx.torch_private import OpOverload
@@ -183,7 +183,7 @@ def _signature(node: fx.Node) -> Signature | None:
     dims: dict[fx.Node, tuple[Dim, ...]] = {
         operand: tuple(table.fresh(size) for size in shape_of_node(operand)) for operand in tensor_operands(node)
     }
-    signature = said_by(rule, RuleCall(node, table, dims))
+    signature = evaluate_rule(rule, RuleCall(node, table, dims))
     return None if isinstance(signature, str) else signature
 
 

@@ -41,7 +41,7 @@ MOST = 3  # operands of a concatenation: each of them is padded to the full leng
 class SumsAlongSequence:
     """Decompose the operators that run along the sequence; the axes of the new graph must then be found anew."""
 
-    name: ClassVar[str] = "sums along the sequence"
+    name: ClassVar[str] = "decompose_on_sequence"
 
     def apply(self, facts: Facts) -> Facts:
         """Decompose the operators along the sequence, and drop the axes if anything changed."""

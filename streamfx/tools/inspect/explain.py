@@ -381,7 +381,7 @@ def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:
     """Return the FLOPs of the graph's fused attention without a causal flag: on the pairs that its masks leave visible, and on
     all pairs.
     """
-    spans = {} if graph.facts.found_causality is None else {node.name: span for node, span in graph.facts.causality.spans.items()}
+    spans = {} if graph.facts.found_key_spans is None else {node.name: span for node, span in graph.facts.key_spans.spans.items()}
     modules = [module for module in graph.halves if module is not None]
     nodes = [node for module in modules for node in module.graph.nodes if is_fused_attention(node.target)]
     masked = [node for node in nodes if not bound_arguments(node)["is_causal"]]

@@ -48,8 +48,8 @@ def facts_of_all_layers(facts: Facts, few: LayerSubset) -> Facts:
 
 def _check_transferable(facts: Facts) -> None:
     """Check that the analyses have run, and that the graph holds no state that belongs to the graph as a whole."""
-    if facts.found_causality is None or facts.axes.sequence is None or facts.collectives is not None or facts.truncations:
-        raise LayersDifferError("a graph without a sequence, or with more than axes, demand and causality")
+    if facts.found_key_spans is None or facts.axes.sequence is None or facts.collectives is not None or facts.truncations:
+        raise LayersDifferError("a graph without a sequence, or with more than axes, access roles and key spans")
     for node in facts.joint.graph.nodes:
         is_plain = isinstance(node.target, (str, OpOverload, FunctionType, BuiltinFunctionType))
         if not is_plain or (node.op == "call_function" and (is_random(node) or is_opaque(node))) or _holds_nodes(node.meta):
@@ -78,7 +78,7 @@ def _voted(axes: AxisFacts) -> set[int]:
 
 def _node_facts(node: fx.Node, facts: Facts) -> Any:
     """Return all facts about a node that must be equal for corresponding nodes."""
-    axes, demand, causality = facts.axes, facts.demand, facts.causality
+    axes, access, key_spans = facts.axes, facts.access, facts.key_spans
     signature = axes.signatures.get(node)
     letters = {letter: _sizes_of_dims((dim,), axes) for letter, dim in axes.letters.get(node, {}).items()}
     shapes = [_sizes_of_dims(shape, axes) for shape in (axes.shapes.get(node, ()), *axes.results.get(node, ()))]
@@ -88,9 +88,9 @@ def _node_facts(node: fx.Node, facts: Facts) -> Any:
         letters,
         shapes,
         (axes.declined.get(node), node in axes.static),
-        (demand.roles.get(node), demand.forms.get(node), demand.reasons.get(node)),
-        (causality.spans.get(node), causality.verdicts.get(node)),
-        [node in nodes for nodes in (causality.measured, causality.exact, causality.ordinary)],
+        (access.roles.get(node), access.storage_classes.get(node), access.reasons.get(node)),
+        (key_spans.spans.get(node), key_spans.verdicts.get(node)),
+        [node in nodes for nodes in (key_spans.recomputed_per_consumer, key_spans.exact, key_spans.ordinary)],
     )
 
 
@@ -118,7 +118,7 @@ class _FactCopier:
 
     def copy_facts(self, facts: Facts, joint: JointGraph) -> Facts:
         """Copy the facts. Masks that are no longer read stay in the forward graph."""
-        axes, demand, causality = facts.axes, facts.demand, facts.causality
+        axes, access, key_spans = facts.axes, facts.access, facts.key_spans
         return replace(
             facts,
             joint=replace(joint, forward=self._copy_nodes(facts.joint.forward)),
@@ -131,13 +131,13 @@ class _FactCopier:
                 declined=self._copy_mapping(axes.declined),
                 static=self._copy_nodes(axes.static),
             ),
-            found_demand=AccessFacts(
-                self._copy_mapping(demand.roles), self._copy_mapping(demand.forms), self._copy_mapping(demand.reasons)
+            found_access=AccessFacts(
+                self._copy_mapping(access.roles), self._copy_mapping(access.storage_classes), self._copy_mapping(access.reasons)
             ),
-            found_causality=SpanFacts(
-                self._copy_spans(causality.spans),
-                self._copy_mapping(causality.verdicts),
-                *(self._copy_nodes(nodes) for nodes in (causality.measured, causality.exact, causality.ordinary)),
+            found_key_spans=SpanFacts(
+                self._copy_spans(key_spans.spans),
+                self._copy_mapping(key_spans.verdicts),
+                *(self._copy_nodes(nodes) for nodes in (key_spans.recomputed_per_consumer, key_spans.exact, key_spans.ordinary)),
             ),
         )
 

@@ -116,10 +116,10 @@ class Obstacle:
 
 def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
     """Return the operators that fall back to the full sequence, by node."""
-    if facts.found_demand is None:
+    if facts.found_access is None:
         return {}
     widest = max((bytes_like(node.meta.get(VALUE)) for node in facts.joint.nodes), default=0)
-    return {node: _obstacle(node, reason, facts, widest) for node, reason in facts.demand.reasons.items()}
+    return {node: _obstacle(node, reason, facts, widest) for node, reason in facts.access.reasons.items()}
 
 
 def _obstacle(node: fx.Node, reason: str, facts: Facts, widest: int) -> Obstacle:
@@ -142,7 +142,7 @@ def is_from_ranks(node: fx.Node, facts: Facts) -> bool:
             if operand in facts.axes.static or producer in visited or not _is_along_sequence(operand, facts):
                 continue
             is_sent = is_collective(producer)
-            if not is_sent and (producer.op == "placeholder" or facts.demand.form(operand) is not StorageClass.WHOLE):
+            if not is_sent and (producer.op == "placeholder" or facts.access.storage_class(operand) is not StorageClass.WHOLE):
                 return False
             has_collective |= is_sent
             visited.add(producer)

@@ -95,7 +95,7 @@ def _names_text(values: Sequence[Any]) -> str:
     return ", ".join(value.name if isinstance(value, fx.Node) else str(value) for value in values)
 
 
-# -- demand: the rows that each operator needs, and the storage class of its result
+# -- access: the rows that each operator needs, and the storage class of its result
 
 
 def _access_roles(facts: Facts) -> Lines:
@@ -103,21 +103,21 @@ def _access_roles(facts: Facts) -> Lines:
     letters = Letters(facts.joint, facts.axes)
     yield "t: the chunk's rows, s: the keys they see, T: all rows"
     for node in facts.joint.nodes:
-        if node.target is operator.getitem or node not in facts.demand.forms:
+        if node.target is operator.getitem or node not in facts.access.storage_classes:
             continue
-        storage = ", ".join(_storage_text(form) for form in facts.demand.forms[node])
+        storage = ", ".join(_storage_text(storage_class) for storage_class in facts.access.storage_classes[node])
         yield f"  {storage:<9} {node.name} = {_roles_text(node, facts, letters)}"
-    for node, reason in facts.demand.reasons.items():
+    for node, reason in facts.access.reasons.items():
         yield f"whole {node.name}: {reason}"
 
 
-def _storage_text(form: StorageClass) -> str:
-    return form.name.lower()
+def _storage_text(storage_class: StorageClass) -> str:
+    return storage_class.name.lower()
 
 
 def _roles_text(node: fx.Node, facts: Facts, letters: Letters) -> str:
     """Return the call with the rows that it needs of each operand, and the shape of its result for a chunk."""
-    signature, roles = facts.axes.signatures.get(node), facts.demand.roles.get(node, {})
+    signature, roles = facts.axes.signatures.get(node), facts.access.roles.get(node, {})
     if signature is None:
         return f"{_operator_name(node)}(?)"
 
@@ -137,18 +137,18 @@ def _operator_name(node: fx.Node) -> str:
     return call_text(node).split("(", 1)[0]
 
 
-# -- causality
+# -- key_spans
 
 
 def _key_spans(facts: Facts) -> Lines:
     """Yield the key span of each attention, and the nodes that share it."""
     groups: dict[int, list[fx.Node]] = {}
-    for node, span in facts.causality.spans.items():
+    for node, span in facts.key_spans.spans.items():
         groups.setdefault(id(span), []).append(node)
     for nodes in groups.values():
-        exact = ", exactly what its mask shows" if any(node in facts.causality.exact for node in nodes) else ""
-        verdict = facts.causality.verdicts.get(nodes[0], "positions only")
-        yield f"{verdict}: rows [s, e) see keys {facts.causality.spans[nodes[0]]}{exact}"
+        exact = ", exactly what its mask shows" if any(node in facts.key_spans.exact for node in nodes) else ""
+        verdict = facts.key_spans.verdicts.get(nodes[0], "positions only")
+        yield f"{verdict}: rows [s, e) see keys {facts.key_spans.spans[nodes[0]]}{exact}"
         yield f"  {', '.join(node.name for node in nodes)}"
     if not groups:
         yield "no attention"
@@ -242,7 +242,7 @@ def _program(facts: Facts) -> Lines:
 def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
     """Return the role of each dimension of a value in the loop that computes it."""
     producer, result = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
-    signature, roles = facts.axes.signatures.get(producer), facts.demand.roles.get(producer, {})  # type: ignore[arg-type]
+    signature, roles = facts.axes.signatures.get(producer), facts.access.roles.get(producer, {})  # type: ignore[arg-type]
     if signature is None:
         return {}
     return {i: roles[letter] for i, dim in enumerate(signature.results[result]) for letter in dim if letter in roles}  # type: ignore[index]
@@ -282,16 +282,16 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "canonicalize": _sized_graph,
     "recurrences": _recurrences,
     "axes": _axes,
-    "demand": _access_roles,
-    "truncations": _truncations,
-    "causality": _key_spans,
+    "access_roles": _access_roles,
+    "truncated_bptt": _truncations,
+    "key_spans": _key_spans,
     "stages": _stages,
-    "loss gradient": _loss_gradient,
-    "plan": _plan,
-    "rewrite": _program,
-    "put back": halves_after_put_back,
-    "fit": _budget_search,
+    "loss_gradient": _loss_gradient,
+    "chunk_plan": _plan,
+    "build_program": _program,
+    "reinsert_collectives": halves_after_put_back,
+    "budget_search": _budget_search,
     "buckets": halves_after_buckets,
-    "visibility": _masks,
-    "lower": _bodies,
+    "hoist_masks": _masks,
+    "compile_bodies": _bodies,
 }

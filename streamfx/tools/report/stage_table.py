@@ -171,14 +171,14 @@ def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]
     The kind is "whole" if the attention is not chunked, or "all ranks' rows" if it is not chunked because ranks exchange its
     operands. Groups of heads count as one attention. Keys outside the sequence, or gathered from it, are visible to every chunk.
     """
-    spans, verdicts = facts.causality.spans, facts.causality.verdicts
+    spans, verdicts = facts.key_spans.spans, facts.key_spans.verdicts
     kinds: dict[Any, tuple[str, Span | None]] = {}
     for node in stage.forward:
         if node in verdicts:
             kinds.setdefault(id(spans[node]), (verdicts[node], spans[node]))
-        elif is_fused_attention(node.target) and facts.demand.roles.get(node, {}).get(M) is Role.ROWS:
+        elif is_fused_attention(node.target) and facts.access.roles.get(node, {}).get(M) is Role.ROWS:
             kinds[node] = "all keys", None
-        elif is_fused_attention(node.target) or (node in facts.demand.reasons and _is_over_row_pairs(node, facts)):
+        elif is_fused_attention(node.target) or (node in facts.access.reasons and _is_over_row_pairs(node, facts)):
             kinds[node.meta.get(PART_OF, node)] = ("all ranks' rows" if is_from_ranks(node, facts) else "whole"), None
     return list(kinds.values())
 

@@ -131,7 +131,7 @@ def report(
         "graphs": len(call.graphs),
         "failed": [facts.failed for facts in streamed if facts.failed],
         "reasons": [reason for facts in streamed for reason in facts.reasons()],
-        "verdicts": sorted({verdict for facts in streamed for verdict in facts.causality.verdicts.values()}),
+        "verdicts": sorted({verdict for facts in streamed for verdict in facts.key_spans.verdicts.values()}),
         "loops": [loop_report(loop) for facts in streamed for loop in known(facts.program).loops],
         "flops": sum(cost.flops for cost in costs),
         "streamed": sum(cost.streamed_flops for cost in costs) / max(sum(cost.flops for cost in costs), 1),
