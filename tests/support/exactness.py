@@ -337,7 +337,7 @@ def compare(
 ) -> Report:
     """Assert that the compiled model equals the eager one.
 
-    `streams` asks that no operator runs whole for lack of a rule or of causality (None: does not matter), `attention` that
+    `streams` asks that no operator runs whole for lack of a rule or of key spans (None: does not matter), `attention` that
     exactly these verdicts were found, `graphs` how many graphs were compiled (None: any number), `faults` allows passes to fail.
     """
     torch._dynamo.reset()
