@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import streamfx
+from tests.support import rewrite_table
 from tests.support.snippets import has_snippets, ran
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,22 @@ def test_links_lead_somewhere_and_tests_that_are_named_are_there(page: Path) -> 
     named = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
     assert [name for file, name in named if not re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M)] == []
     assert named or page.name != "together.md"
+
+
+def test_excerpts_are_from_goldens() -> None:
+    """Each line of an excerpt in architecture.md occurs in its golden file, in this order; `...` stands for omitted lines."""
+    excerpts = re.findall(r"<!-- (product\.\S+\.txt) -->\n```\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.S)
+    assert len(excerpts) == 7
+    for name, excerpt in excerpts:
+        golden = iter((ROOT / "tests" / "goldens" / name).read_text().splitlines())
+        shown = [line for line in excerpt.splitlines() if line.strip() != "..."]
+        assert [line for line in shown if line not in golden] == [], name
+
+
+def test_the_page_of_rewrite_rules_is_that_of_the_docstrings(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--update-goldens"):
+        rewrite_table.PAGE.write_text(rewrite_table.page())
+    assert rewrite_table.PAGE.read_text() == rewrite_table.page()
 
 
 @pytest.mark.long

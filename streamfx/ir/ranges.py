@@ -26,7 +26,7 @@ SWAMPS_HALF = -3e4  # the same for float16, whose range ends at 65504
 SWAMPED_BY = -1e28  # a score at least this large keeps its weight if others swamp
 SWAMPED_BY_HALF = -2.9e4
 SEEN_HALF = -5e3  # least float16 mask value of visible keys: products of +-10,000 do not raise hidden scores above it
-ACTIVATION = 1e6  # assumed bound of trained weights, and of products of ordinary numbers (docs/architecture.md)
+ACTIVATION = 1e6  # assumed bound of trained weights, and of products of ordinary numbers (docs/internals.md)
 ACTIVATION_HALF = 1e4
 COUNTED = (
     1e4  # added to a number this large, the log of a count keeps twelve digits in float64, and in any dtype as many as a score

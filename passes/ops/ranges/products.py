@@ -1,6 +1,6 @@
 """Ranges of matrix products and attention.
 
-This module makes the one assumption about magnitudes (docs/architecture.md): weights are trained, so a product of
+This module makes the one assumption about magnitudes (docs/internals.md): weights are trained, so a product of
 ordinary numbers is an ordinary number. It does not extend to operands that may be infinite, or so large that they
 represent infinity.
 """
