@@ -189,6 +189,6 @@ def _run(facts: Facts, steps: Iterable[Pass], options: Options, after: Callable[
             verifier.check(step.name, facts)
         if after is not None:
             after(step, facts)
-        if facts.stands is not None or (facts.found_axes is not None and facts.axes.sequence is None):
+        if facts.unchunked_reason is not None or (facts.found_axes is not None and facts.axes.sequence is None):
             break
     return facts

@@ -111,7 +111,7 @@ class Remedies:
             _replace_by_opaque(self.traced[name], why)
         if self.unknown:
             facts = replace(facts, joint=joint_graph(facts.joint.graph, len(facts.joint.primals), len(facts.joint.outputs)))
-        return replace(facts, whole=dict(self.whole), faults=tuple(self.faults))
+        return replace(facts, fallbacks=dict(self.whole), faults=tuple(self.faults))
 
     def help_with_refusal(self, refused: FallbackError) -> bool:
         """Return whether a remedy exists for a pass that refuses to chunk an operator."""

@@ -139,5 +139,5 @@ def test_queries_in_front_of_the_first_key(side: str, missing: int) -> None:
 
 def test_places_in_the_sequence_are_counted_in_chunks_and_those_of_blocks_are_not() -> None:
     facts = compared(lambda x, k, v: ((x @ k.transpose(-2, -1)).tril() @ v).square().sum(), streams=True)
-    assert "causal" in facts.key_spans.verdicts.values()
+    assert "causal" in facts.key_spans.span_kinds.values()
     compared(lambda x, k, v: x[0, 0].unflatten(0, (-1, 3)).sum(1).tril().square().square().sum(), (3, 6))

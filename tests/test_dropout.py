@@ -100,7 +100,7 @@ def test_gradient_of_a_graph_that_stands_is_that_of_the_sample_drawn() -> None:
     torch._dynamo.reset()
     with however_small():
         check_gradient(own, torch.compile(own, backend=backend))
-    assert [facts.stands is not None for facts in backend.facts] == [True]
+    assert [facts.unchunked_reason is not None for facts in backend.facts] == [True]
 
 
 def check_gradient(own: nn.Module, function: Callable[..., Tensor]) -> None:

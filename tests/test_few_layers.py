@@ -237,9 +237,9 @@ def found_of(facts: Facts) -> list[Any]:
             [kind(dim) for shape in (axes.shapes.get(node, ()), *axes.results.get(node, ())) for dim in shape],
             None if signature is None else (signature.operands, signature.results, signature.index, signature.keys),
             {letter: kind(dim) for letter, dim in axes.letters.get(node, {}).items()},
-            (node in axes.static, axes.declined.get(node), node in facts.joint.forward),
+            (node in axes.static, axes.missing_rules.get(node), node in facts.joint.forward),
             (access.roles.get(node), access.storage_classes.get(node), access.reasons.get(node)),
-            (span, key_spans.verdicts.get(node), None if span is None else spans.setdefault(id(span), number[node])),
+            (span, key_spans.span_kinds.get(node), None if span is None else spans.setdefault(id(span), number[node])),
             [node in own for own in (key_spans.recomputed_per_consumer, key_spans.exact, key_spans.ordinary)],
             node.meta["val"].shape if isinstance(node.meta.get("val"), Tensor) else None,
         )

@@ -102,7 +102,7 @@ def test_what_no_kernel_of_ours_does_is_left_alone(asked: dict[str, Any]) -> Non
         with pytest.raises(AssertionError):
             compiled(x)
     (name,) = asked
-    assert any(name in str(facts.failed) or name in " ".join(facts.reasons()) for facts in backend.facts)
+    assert any(name in str(facts.analysis_error) or name in " ".join(facts.reasons()) for facts in backend.facts)
 
 
 def test_keys_before_the_rows_are_left_alone() -> None:

@@ -119,7 +119,7 @@ def test_dynamic_shapes() -> None:
         given = inputs(length)
         assert_small(errors(outcome(function, own, given), outcome(model, model, given)), TOLERANCE, f"{length} rows")
     assert len(backend.compilations) == 1
-    assert set(backend.facts[0].key_spans.verdicts.values()) == CAUSAL
+    assert set(backend.facts[0].key_spans.span_kinds.values()) == CAUSAL
 
 
 def test_what_cannot_be_written_out_runs_whole() -> None:
@@ -177,6 +177,6 @@ def test_transformers() -> None:
     backend = recorder(chunk_size=7, loss_chunk_size=7)
     own.config._attn_implementation = "flex_attention"
     assert_small(errors(outcome(torch.compile(own, backend=backend), own, given), truth), TOLERANCE, "Gemma 2")
-    verdicts = {verdict for facts in backend.facts if facts.found_key_spans for verdict in facts.key_spans.verdicts.values()}
+    verdicts = {verdict for facts in backend.facts if facts.found_key_spans for verdict in facts.key_spans.span_kinds.values()}
     assert verdicts == CAUSAL | {"window(5)"}
     assert not [reason for facts in backend.facts for reason in facts.reasons()]

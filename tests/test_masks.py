@@ -72,7 +72,7 @@ NEAR: dict[str, Mask] = {  # of scores, and numbers of rows and columns
 def test_near_misses(name: str) -> None:
     """They are exact, and not taken for what they resemble."""
     facts = compare_function(attention(lambda s: NEAR[name](s, rows(T), columns(T))), qkv(), (2, 4))
-    assert set(facts.key_spans.verdicts.values()) != {"causal"}
+    assert set(facts.key_spans.span_kinds.values()) != {"causal"}
 
 
 PRODUCTS: dict[str, tuple[Callable[..., Tensor], set[str] | None]] = {  # of the scores and values, and their verdicts

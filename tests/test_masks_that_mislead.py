@@ -22,7 +22,7 @@ U8, I8, F16, BF16, F32 = torch.uint8, torch.int8, torch.float16, torch.bfloat16,
 def spans_of(mask: Mask, data: tuple[Tensor, ...] = ()) -> set[str]:
     """How far each attention looks; exact in any case."""
     facts = compare_function(attention(mask), [*qkv(), *data], (2, 4), tolerance=1e-12)
-    return set(facts.key_spans.verdicts.values())
+    return set(facts.key_spans.span_kinds.values())
 
 
 # -- arguments that have to be looked at, and types that have to hold what is computed
@@ -138,7 +138,7 @@ def test_a_fused_scale_makes_scores_large(scale: float, of_data: bool) -> None:
 
     seen = torch.arange(T) < T - 2
     facts = compare_function(function, [(100 * qkv()[0]).detach().round().requires_grad_(), seen], (2, 4), tolerance=1e-12)
-    assert set(facts.key_spans.verdicts.values()) == {"causal" if scale < 1 and not of_data else "masked"}
+    assert set(facts.key_spans.span_kinds.values()) == {"causal" if scale < 1 and not of_data else "masked"}
 
 
 def test_fewer_keys_than_rows() -> None:

@@ -135,7 +135,7 @@ def test_a_graph_that_stands_is_exact_and_holds_for_longer_calls() -> None:
         ids = torch.randint(0, 30, (2, rows))
         truth, found = outcome(model, model, (ids,)), outcome(compiled, model, (ids,))
         assert max(gradient_errors(found.gradients, truth.gradients).values()) < 1e-12
-    assert [facts.stands is not None for facts in backend.facts] in ([True, True], [True, True, False])
+    assert [facts.unchunked_reason is not None for facts in backend.facts] in ([True, True], [True, True, False])
 
 
 def test_lengths_that_no_call_exceeds() -> None:
@@ -150,7 +150,7 @@ def test_lengths_that_no_call_exceeds() -> None:
     torch._dynamo.mark_static(x)
     for sizes in ([4, 5, 3], [6, 2, 4]):
         compiled(x, sizes).backward()
-    assert [facts.stands is not None for facts in backend.facts] == [True]
+    assert [facts.unchunked_reason is not None for facts in backend.facts] == [True]
 
 
 def test_deferred_outputs_count_once_they_are_made() -> None:

@@ -45,5 +45,5 @@ def test_all_keys_are_seen_where_an_operator_looks_at_others(name: str) -> None:
 def test_what_goes_by_key_is_made_for_the_keys_of_its_user() -> None:
     """A decay of distances is not made for keys that nobody sees."""
     facts = compared(lambda c, d: torch.exp(-c * d))
-    assert "causal" in facts.key_spans.verdicts.values()
-    assert {node.name for node in facts.key_spans.measured} >= {"exp", "tril"}
+    assert "causal" in facts.key_spans.span_kinds.values()
+    assert {node.name for node in facts.key_spans.recomputed_per_consumer} >= {"exp", "tril"}

@@ -45,12 +45,12 @@ class AccessRoles:
 
     def apply(self, facts: Facts) -> Facts:
         """Return the facts with the role of each axis label and the storage class of each value."""
-        return replace(facts, found_access=_Analysis(facts.joint, facts.axes, facts.whole, facts.apart).run())
+        return replace(facts, found_access=_Analysis(facts.joint, facts.axes, facts.fallbacks, facts.separate_reductions).run())
 
 
 def is_unanimous(facts: Facts) -> bool:
     """Return whether all evidence on rows and keys agrees: then more evidence could not change the roles."""
-    analysis = _Analysis(facts.joint, facts.axes, facts.whole, facts.apart)
+    analysis = _Analysis(facts.joint, facts.axes, facts.fallbacks, facts.separate_reductions)
     roles = analysis._orientation()
     evidence = {(node, letter) for node in {node for node, _ in roles} for letter, _ in analysis._key_labels(node)}
     return all(roles[item] is Role.KEYS for item in evidence)
@@ -247,7 +247,7 @@ class _Analysis:
         signature = self.axes.signatures.get(node)
         if signature is None:
             if not is_wait(node):  # a wait has the reason of its collective
-                self.reasons[node] = self.axes.declined.get(node, f"no rule for {node.target}")
+                self.reasons[node] = self.axes.missing_rules.get(node, f"no rule for {node.target}")
             return outside
         letters = self._sequence_letters(node)
         if self._sequence_dim_count(signature, letters) > 2 or self._has_sequence_twice(node):

@@ -53,7 +53,7 @@ def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> Span
     ]
     recomputed_per_consumer = _recomputed_per_consumer(pairs, axes, access)
     spans: dict[fx.Node, Span] = {}
-    verdicts: dict[fx.Node, str] = {}
+    span_kinds: dict[fx.Node, str] = {}
     exact: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
     for group in _groups([node for node in pairs if node not in recomputed_per_consumer], axes):
@@ -65,13 +65,13 @@ def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> Span
         for node in group:
             spans[node] = span
             if node not in axes.static:
-                verdicts[node] = verdict(span)
+                span_kinds[node] = verdict(span)
             signature = axes.signatures[node]
             if signature.keys and _mask_equals_span(node, masks, span):
                 exact.add(node)
             if signature.keys and finite_hides(node, masks.values):
                 ordinary.add(node)
-    return SpanFacts(spans, verdicts, recomputed_per_consumer, frozenset(exact), frozenset(ordinary))
+    return SpanFacts(spans, span_kinds, recomputed_per_consumer, frozenset(exact), frozenset(ordinary))
 
 
 def _without_mask(node: fx.Node, signature: Signature) -> Signature:

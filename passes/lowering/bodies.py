@@ -31,6 +31,7 @@ from streamfx.ir.program import (
     LoopSpec,
     Placement,
     RowRange,
+    RowSelection,
     Selector,
     Yield,
 )
@@ -144,7 +145,7 @@ class BodyBuilder(BodyInputs):
         """Return the rows of an operand that are needed: from outside, from this loop, or from one of its buffers."""
         source = self.outer(need.operand)
         if source is not None:
-            return self.part(need.operand, source, need.where)
+            return self.part(need.operand, source, need.sequence_dims)
         storage_class = self.layout.access.storage_class(need.operand)
         if storage_class is StorageClass.KEYSUM:
             return self.completed_key_sum(need)
@@ -154,14 +155,14 @@ class BodyBuilder(BodyInputs):
 
     def _is_own_rows(self, need: OperandAccess) -> bool:
         """Return whether the needed rows are an operand's own rows of the chunk, or can be sliced from them."""
-        placement, _, selector = need.where[0]
+        placement, _, selector = need.sequence_dims[0]
         selected = self.layout.shown_rows(placement, selector)
         return selected is not None and (selected.rows == placement.rows or (placement.outer, placement.inner) == (1, 1))
 
     def _chunk_rows(self, need: OperandAccess) -> fx.Node:
         """Return the chunk's own rows of a value; for an axis with another offset or length, the common rows."""
         value, length = self.value(need.operand), self.length
-        for placement, _, selector in need.where:
+        for placement, _, selector in need.sequence_dims:
             axis_rows, shown = placement.rows, self.layout.shown_rows(placement, selector)
             if shown is not None and shown.rows != axis_rows:
                 start = first_shifted(shown, axis_rows.length, length) - first_in_chunk(axis_rows, length)
@@ -171,7 +172,7 @@ class BodyBuilder(BodyInputs):
 
     def append_to_prefix(self, need: OperandAccess) -> fx.Node:
         """Append the chunk's rows of a value to a prefix buffer, and return the rows needed so far."""
-        operand, placement, selector = need.operand, need.where[0][0], need.selector
+        operand, placement, selector = need.operand, need.placement, need.selector
         key = (operand, selector)
         if key not in self.prefix_reads:
             value = self.value(operand)
@@ -187,7 +188,7 @@ class BodyBuilder(BodyInputs):
 
     def completed_key_sum(self, need: OperandAccess) -> fx.Node:
         """Return the chunk's own rows of a sum over the chunks whose queries see them."""
-        operand, placement = need.operand, need.where[0][0]
+        operand, placement = need.operand, need.placement
         index, _ = self.add_key_sum(operand)
         rows = self.buffer_part(f"{operand.name}_own", index, placement, None)
         shape = self._selected_shape(operand, placement, None)
@@ -364,7 +365,7 @@ class BodyBuilder(BodyInputs):
         placement = next(p for p in self.layout.placements(node) if self._is_rows(node, p))
         shape = self.layout.full_shape(node)
         self.symbols |= free_symbols(shape)
-        self.note_symbols([(placement, None)])
+        self.note_symbols([RowSelection(placement, None)])
         return ConcatOutput(shape, node.meta[VALUE].dtype, device_of_value(node), placement)
 
     def _is_rows(self, node: fx.Node, placement: Placement) -> bool:

@@ -12,8 +12,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.ir.access import SequenceAccess
 from streamfx.ir.facts import Role
-from streamfx.ir.program import Broadcast, Buffer, BufferPart, ChunkSlice, Feed, Number, Placement, Selector, ShiftedRows
+from streamfx.ir.program import (
+    Broadcast,
+    Buffer,
+    BufferPart,
+    ChunkSlice,
+    Feed,
+    Number,
+    Placement,
+    RowSelection,
+    Selector,
+    ShiftedRows,
+)
 from streamfx.ir.sizes import Size, free_symbols
 from streamfx.ir.span import Span
 
@@ -77,21 +89,22 @@ class BodyInputs:
         self.symbols |= free_symbols([size])
         return self.feed("n", Number(size), None)
 
-    def part(self, value: fx.Node, source: fx.Node, where: Sequence[tuple[Placement, Role, Selector]]) -> fx.Node:
+    def part(self, value: fx.Node, source: fx.Node, accesses: Sequence[SequenceAccess]) -> fx.Node:
         """Return the rows of a value that exists between loops."""
-        selections = tuple((placement, selector) for placement, role, selector in where if role is not Role.WHOLE)
+        selections = tuple(RowSelection(placement, selector) for placement, role, selector in accesses if role is not Role.WHOLE)
         self.note_symbols(selections)
         suffix = "" if not selections else "_keys" if any(isinstance(s, Span) for _, s in selections) else "_rows"
         return self.feed(f"{value.name}{suffix}", ChunkSlice(selections) if selections else Broadcast(), source)
 
     def buffer_part(self, name: str, buffer: int, placement: Placement, selector: Selector) -> fx.Node:
         """Return the rows of one of the loop's buffers."""
-        self.note_symbols([(placement, selector)])
-        return self.feed(name, BufferPart(buffer, ((placement, selector),)), None)
+        selection = RowSelection(placement, selector)
+        self.note_symbols([selection])
+        return self.feed(name, BufferPart(buffer, (selection,)), None)
 
-    def note_symbols(self, where: Sequence[tuple[Placement, Selector]]) -> None:
+    def note_symbols(self, selections: Sequence[RowSelection]) -> None:
         """Record the symbols that the sizes of these placements and selectors depend on."""
-        for placement, selector in where:
+        for placement, selector in selections:
             sizes = [placement.outer, placement.inner, placement.rows.offset, placement.rows.length]
             if isinstance(selector, ShiftedRows):
                 sizes += [selector.rows.offset, selector.rows.length, selector.by]

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from streamfx.ir.program import Broadcast, BufferPart, ChunkSlice, ConcatOutput, LoopSpec
+from streamfx.ir.program import Broadcast, BufferPart, ChunkSlice, ConcatOutput, LoopSpec, RowSelection
 from streamfx.passes.ops.aliasing import memories
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private import OpOverload
@@ -95,6 +95,6 @@ def _can_overwrite(spec: LoopSpec, position: int, index: int, source: fx.Node, m
     placeholders = spec.body.graph.find_nodes(op="placeholder")
     operand_views = {node for node, i in zip(placeholders, spec.sources, strict=True) if i == index}
     feeds = [feed for feed, i in zip(spec.feeds, spec.sources, strict=True) if i == index]
-    by_rows = all(isinstance(feed, ChunkSlice) and feed.where == ((item.placement, None),) for feed in feeds)
+    by_rows = all(isinstance(feed, ChunkSlice) and feed.selections == (RowSelection(item.placement, None),) for feed in feeds)
     outputs = spec.body.graph.output_node().args[0]
     return by_rows and not any(memories(output) & operand_views for output in outputs)  # type: ignore[arg-type,union-attr]

@@ -85,7 +85,7 @@ def _is_outside_loops(source: fx.Node) -> bool:
 def _is_view(feed: Any) -> bool:
     """Return whether a feed is a view of its source's memory, so that it is the same for all loops."""
     return isinstance(feed, Broadcast) or (
-        isinstance(feed, ChunkSlice) and all(placement.outer == 1 for placement, _ in feed.where)
+        isinstance(feed, ChunkSlice) and all(placement.outer == 1 for placement, _ in feed.selections)
     )
 
 

@@ -168,10 +168,10 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     if any(isinstance(index, SingleRow) for index in builder.layout.axes.signatures[node].index.values()):
         return lower_single_row(builder, node)
     (need,) = builder.layout.needs(node)
-    moved = next((where for where in need.where if isinstance(where[2], ShiftedRows)), None)
-    if moved is None:
+    shifted = next((access for access in need.sequence_dims if isinstance(access.selector, ShiftedRows)), None)
+    if shifted is None:
         return emit_copy(builder, node)
-    placement, _, selector = moved
+    placement, _, selector = shifted
     assert isinstance(selector, ShiftedRows)
     operand = builder.operand(need)
     axis_rows, length = placement.rows, builder.length
@@ -191,7 +191,7 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Convolve the rows of the chunk's windows, with zeros for rows outside the sequence."""
     x, *others = builder.layout.needs(node)
-    if not x.where or not isinstance(x.selector, ShiftedRows):
+    if not x.sequence_dims or not isinstance(x.selector, ShiftedRows):
         return builder.graph.call_function(window_ops.mix_channels, builder.arguments(node)[0])
     arguments = bound_arguments(node)
     rows, weight, *bias = (builder.operand(need) for need in (x, *others))
@@ -204,7 +204,7 @@ def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Lower a convolution's weight gradient to the chunk's windows; kernels of one tap mix channels only."""
     gradient, *others = builder.layout.needs(node)
-    if not gradient.where or not isinstance(gradient.selector, ShiftedRows):
+    if not gradient.sequence_dims or not isinstance(gradient.selector, ShiftedRows):
         return builder.graph.call_function(window_ops.mixing_gradient, builder.arguments(node)[0])
     arguments = bound_arguments(node)
     operands = [builder.operand(need) for need in (gradient, *others)]
@@ -214,7 +214,7 @@ def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 def _rows_around(builder: BodyBuilder, need: OperandAccess) -> tuple[Any, Any]:
     """Return the number of window rows before the operand's first row, and after its last row."""
-    placement, _, selector = need.where[0]
+    placement, _, selector = need.sequence_dims[0]
     assert isinstance(selector, ShiftedRows)
     length_of_axis, sequence_length = placement.rows.length, builder.length
     before = rows_before_shifted(selector, length_of_axis, sequence_length)

@@ -282,7 +282,7 @@ class _BudgetSearch:
             furthest = self.lengths.furthest(lambda longer: self.still_fits(program, longer))
             set_most_rows(program, furthest)
             valid_lengths = furthest.joined(facts.lengths)
-        return replace(facts, found_plan=plan, lengths=valid_lengths, fitting=SearchTrace(self.budget, tuple(self.tried)))
+        return replace(facts, found_plan=plan, lengths=valid_lengths, search_trace=SearchTrace(self.budget, tuple(self.tried)))
 
     def still_fits(self, program: Program, longer: Lengths) -> bool:
         """Return whether a program that fits also fits longer sequences, with about as many rows per chunk."""

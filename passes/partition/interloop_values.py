@@ -71,7 +71,7 @@ class InterloopValues:
         If a single stage has all of them, recomputing gains nothing, since all would be alive at once. Exchanged
         values are not recomputed if ranks have found that their programs would differ (`rank_consensus.py`).
         """
-        if self.exchanges and self.facts.apart is not None:
+        if self.exchanges and self.facts.separate_reductions is not None:
             return frozenset()
         by_stage = [self._recomputed_in_stage(stage, nodes) for stage, nodes in zip(stages, kept, strict=True)]
         return frozenset(chain(*by_stage)) if sum(map(bool, by_stage)) > 1 else frozenset()

@@ -134,7 +134,7 @@ def is_ready_in_same_loop(need: OperandAccess, layout: Layout, reverse: bool) ->
     if storage_class is StorageClass.KEYSUM:
         span = layout.span(producer_of(need.operand))
         return need.roles == {Role.ROWS} and need.selector is None and _is_ready(span, not reverse)
-    return _is_ready(layout.distance(need.where[0][0], need.selector), reverse)
+    return _is_ready(layout.distance(need.placement, need.selector), reverse)
 
 
 def _is_ready(span: Span, reverse: bool) -> bool:

@@ -127,10 +127,10 @@ class Canonicalize:
     name: ClassVar[str] = "canonicalize"
 
     def apply(self, facts: Facts) -> Facts:
-        """Rewrite the joint graph in place, or return the reason why it must stay as it is (`Facts.stands`)."""
+        """Rewrite the joint graph in place, or return the reason why it must stay as it is (`Facts.unchunked_reason`)."""
         joint = facts.joint
         if (why := lazy_conj.why_lazy_values_stay(joint.graph, joint.outputs)) is not None:
-            return replace(facts, stands=why)
+            return replace(facts, unchunked_reason=why)
         strided_access.note_layouts(joint.graph, len(joint.outputs))
         canonicalize(joint.graph, len(joint.outputs))
         heads_in_groups(joint.graph)

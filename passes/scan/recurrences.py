@@ -66,7 +66,7 @@ class Recurrences:
         families = [family for length in sorted(lengths) for family in _families_of_length(joint, rows, length, axes)]
         planned_nodes, replacements = set[fx.Node](), dict[fx.Node, fx.Node]()
         for plan in [plan for family in families for plan in family.plans(axes, families, planned_nodes)]:
-            if not any(half is not None and unrolled_name(half) in facts.whole for half in (plan.forward, plan.backward)):
+            if not any(half is not None and unrolled_name(half) in facts.fallbacks for half in (plan.forward, plan.backward)):
                 roll(plan, joint.graph, replacements)
 
 

@@ -63,7 +63,7 @@ def terms_of(
 
 def _buffer_terms(spec: LoopSpec) -> tuple[str, ...]:
     """Return the category of each buffer: gradients or states if read as a whole, else keys, or their gradients if a sum."""
-    read_whole = {feed.buffer for feed in spec.feeds if isinstance(feed, BufferPart) and not feed.where}
+    read_whole = {feed.buffer for feed in spec.feeds if isinstance(feed, BufferPart) and not feed.selections}
     returned = {item.buffer for item in spec.yields if isinstance(item, BufferOutput)}
     return tuple(
         (GRADIENTS if i in returned and buffer.is_sum else STATES)
@@ -99,6 +99,6 @@ def _reads_keys(user: fx.Node, result: fx.Node, module: fx.GraphModule) -> bool:
         return False
     sources = {i for i, argument in enumerate(user.args[len(loop.spec.symbols) :]) if argument is result}
     return any(
-        source in sources and isinstance(feed, ChunkSlice) and any(isinstance(selector, Span) for _, selector in feed.where)
+        source in sources and isinstance(feed, ChunkSlice) and any(isinstance(selector, Span) for _, selector in feed.selections)
         for feed, source in zip(loop.spec.feeds, loop.spec.sources, strict=True)
     )

@@ -185,7 +185,7 @@ class SampledLoop(Loop):
         edges: set[int] = set()
         for feed in self.spec.feeds:
             if isinstance(feed, (ChunkSlice, BufferPart)):
-                for placement, selector in feed.where:
+                for placement, selector in feed.selections:
                     edges |= self._edges_of(placement, selector, env)
         return edges
 

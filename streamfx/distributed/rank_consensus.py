@@ -153,10 +153,10 @@ def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, channel: _Ch
     groups = groups_of(rows)
     if not rows or (len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], channel)):
         return facts
-    facts = run(lambda: replace(capture(), apart=DIFFER if len(groups) == 1 else SEVERAL))
+    facts = run(lambda: replace(capture(), separate_reductions=DIFFER if len(groups) == 1 else SEVERAL))
     if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], channel):
         return facts
-    return replace(facts, program=None, stands=STAND)
+    return replace(facts, program=None, unchunked_reason=STAND)
 
 
 def rows_over_ranks(facts: Facts) -> list[fx.Node]:

@@ -308,7 +308,7 @@ class Compilation(SplittableCompilation):
 
     def record_facts(self, facts: Facts) -> None:
         """Record the final facts of the graph, with its loops placed and priced."""
-        facts = replace(facts, begins=self.begins)
+        facts = replace(facts, first_line=self.begins)
         place_loops(facts)
         self.costs = self.priced(facts)
         self.keep(facts)
@@ -337,7 +337,7 @@ class Compilation(SplittableCompilation):
             if has_collectives(capture().joint.graph):
                 raise failed_here(error) from error
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
-            facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
+            facts = replace(capture(), analysis_error=f"{type(error).__name__}: {error}")
         check_budget(facts, self.options)
         chunked_facts = facts
         if may_stand(facts, self.options):
@@ -358,7 +358,9 @@ class Compilation(SplittableCompilation):
         if loops is None:
             return replace(facts, lengths=whole.lengths)
         compiled = trains and uses_inductor(self.options, facts.joint.graph) and peak + self.deferred_bytes() <= loops.peak
-        return replace(traced, stands=why_smaller(loops.peak, peak), fits="compiled" if compiled else None, lengths=whole.lengths)
+        return replace(
+            traced, unchunked_reason=why_smaller(loops.peak, peak), fits="compiled" if compiled else None, lengths=whole.lengths
+        )
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """Run the passes; a refusal under `strict=True` is raised here, so that other ranks learn of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import fx
 
@@ -19,22 +20,35 @@ from streamfx.ir.span import Span
 OWN_ROWS = Span(0, 0)
 
 
+class SequenceAccess(NamedTuple):
+    """How an operator reads one sequence dimension of an operand: where it lies, its role, and which rows are read."""
+
+    placement: Placement
+    role: Role
+    selector: Selector
+
+
 @dataclass(frozen=True)
 class OperandAccess:
-    """The rows of one operand that an operator reads: placement, role, and selector of each sequence dimension."""
+    """The rows of one operand that an operator reads: one `SequenceAccess` for each sequence dimension."""
 
     operand: fx.Node
-    where: tuple[tuple[Placement, Role, Selector], ...]
+    sequence_dims: tuple[SequenceAccess, ...]
 
     @cached_property
     def roles(self) -> frozenset[Role]:
         """The roles of all sequence dimensions of the operand."""
-        return frozenset(role for _, role, _ in self.where)
+        return frozenset(access.role for access in self.sequence_dims)
+
+    @property
+    def placement(self) -> Placement:
+        """The placement of the operand's first sequence dimension; most operands have only one."""
+        return self.sequence_dims[0].placement
 
     @property
     def selector(self) -> Selector:
-        """Return the selector of an operand with one sequence dimension."""
-        return self.where[0][2]
+        """The selector of the operand's first sequence dimension; most operands have only one."""
+        return self.sequence_dims[0].selector
 
 
 @dataclass(frozen=True)
@@ -104,12 +118,12 @@ class Layout:
         """Yield the rows of each tensor operand that an operator reads; its consumer may request a span of keys."""
         signature, roles = self.axes.signatures[node], self.access.roles.get(node, {})
         for operand, letters in zip(tensor_operands(node), signature.operands, strict=True):
-            where: list[tuple[Placement, Role, Selector]] = []
+            sequence_dims: list[SequenceAccess] = []
             for position in self.axes.sequence_dims(self.axes.shapes[operand]):
                 letter = next(letter for letter in letters[position] if letter in roles)
                 selector = self._selector(node, letter, roles[letter], requested_span)
-                where.append((self.placement(operand, position), roles[letter], selector))
-            yield OperandAccess(operand, tuple(where))
+                sequence_dims.append(SequenceAccess(self.placement(operand, position), roles[letter], selector))
+            yield OperandAccess(operand, tuple(sequence_dims))
 
     def _selector(self, node: fx.Node, letter: int, role: Role, requested_span: Span | None) -> Selector:
         """Return the selector of one letter: a span for keys, shifted rows for a window, None for the chunk's own rows."""

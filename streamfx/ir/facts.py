@@ -59,7 +59,7 @@ class AxisFacts:
     """The axis of each dimension.
 
     `shapes` holds the dimensions of each tensor, `results` the shape of each result of an operator. `signatures` holds
-    the effect of each operator on its axes; if an operator has none, `declined` holds the reason.
+    the effect of each operator on its axes; if an operator has none, `missing_rules` holds the reason.
     """
 
     table: AxisTable
@@ -67,7 +67,7 @@ class AxisFacts:
     results: Mapping[fx.Node, tuple[Shape, ...]]
     signatures: Mapping[fx.Node, Signature]
     letters: Mapping[fx.Node, Mapping[Letter, Dim]]
-    declined: Mapping[fx.Node, str]
+    missing_rules: Mapping[fx.Node, str]
     static: frozenset[fx.Node]
     sequence: SequenceAxis | None = None
 
@@ -133,13 +133,13 @@ class AccessFacts:
 
 @dataclass(frozen=True)
 class SpanFacts:
-    """The key positions visible to a chunk: a span for each operator that has keys, and how it was derived.
+    """The key positions visible to a chunk: a span for each operator that has keys, and its kind, as reports print it.
 
     Operators in `recomputed_per_consumer`, and slices of their results, have no span: each consumer recomputes them for its keys.
     """
 
     spans: Mapping[fx.Node, Span]
-    verdicts: Mapping[fx.Node, str]
+    span_kinds: Mapping[fx.Node, str]
     recomputed_per_consumer: frozenset[fx.Node] = frozenset()
     exact: frozenset[fx.Node] = frozenset()  # fused attention whose mask equals its span
     ordinary: frozenset[fx.Node] = (
@@ -158,13 +158,20 @@ class Facts:
     """All facts so far; each pass returns a copy with its field filled in.
 
     A pass reads earlier facts through properties (`facts.axes`). To ask whether a pass has run, read the field
-    (`facts.found_axes`), which is None before. `program` stays None if the graph is not rewritten. `lengths` are the
-    lengths for which the plan holds, if it depends on them. The original graph runs if it `fits` the budget, if its
-    analysis `failed`, or if no loop may be built from it, for the reason in `stands`. `whole` maps operators that are not
-    chunked to reasons: a pass found that it could not run them in a loop. `collectives` are the weight collectives
-    removed from the graph. If `apart` has a reason, rows are reduced over ranks between loops instead of inside them.
-    `truncations` belong to recurrences. `begins` is the source line where the graph begins, if it is the second part of a
-    graph with two sequences. `faults` describes unexpected exceptions in passes, and the remedies.
+    (`facts.found_axes`), which is None before.
+
+    `collectives`: the collectives on weights that were removed from the graph.
+    `program`: the host programs; None if the original graph runs unchunked.
+    `lengths`: the sequence lengths for which the plan is valid, if it depends on them.
+    `search_trace`: the candidates that the search for a plan within the memory budget tried.
+    `fits`: how the original graph runs, if it fits into the memory budget unchunked.
+    `analysis_error`: the error for which the original graph runs unchunked.
+    `unchunked_reason`: another reason for which the original graph runs unchunked.
+    `fallbacks`: by name, operators that a pass could not run in a loop, with the reason.
+    `separate_reductions`: the reason why rows are reduced over ranks between loops instead of inside them.
+    `faults`: unexpected exceptions in passes, with their remedies.
+    `first_line`: the source line at which the graph begins, if it is the second part of a graph with two sequences.
+    `truncations`: how far gradients of recurrences reach back.
     """
 
     joint: JointGraph
@@ -176,14 +183,14 @@ class Facts:
     found_plan: StagePlan | None = None
     program: Program | None = None
     lengths: Lengths | None = None
-    fitting: SearchTrace | None = None
+    search_trace: SearchTrace | None = None
     fits: Literal["compiled", "eager"] | None = None
-    failed: str | None = None
-    stands: str | None = None
-    whole: Mapping[str, str] = field(default_factory=dict)
-    apart: str | None = None
+    analysis_error: str | None = None
+    unchunked_reason: str | None = None
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
+    separate_reductions: str | None = None
     faults: tuple[str, ...] = ()
-    begins: str = ""
+    first_line: str = ""
     truncations: Mapping[fx.Node, Truncation] = field(default_factory=dict)
 
     @property
@@ -212,7 +219,7 @@ class Facts:
         return known(self.found_plan)
 
     def reasons(self) -> list[str]:
-        """Return why operators are not chunked, one line for each."""
-        if self.stands is not None:
-            return [self.stands]
+        """Return the reasons why operators fall back, without repetitions, or the reason why the graph runs unchunked."""
+        if self.unchunked_reason is not None:
+            return [self.unchunked_reason]
         return [] if self.found_access is None else list(dict.fromkeys(self.access.reasons.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -59,6 +59,13 @@ class ShiftedRows:
 Selector: TypeAlias = "Span | ShiftedRows | None"  # None: the chunk's own rows
 
 
+class RowSelection(NamedTuple):
+    """The rows that a chunk reads along one dimension."""
+
+    placement: Placement
+    selector: Selector
+
+
 @dataclass(frozen=True)
 class Broadcast:
     """The full value, in every iteration."""
@@ -66,9 +73,9 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class ChunkSlice:
-    """The chunk's rows, or the rows of a span, at each placement."""
+    """Rows of a tensor, for each sequence dimension: the chunk's rows, or the rows of a span."""
 
-    where: tuple[tuple[Placement, Selector], ...]
+    selections: tuple[RowSelection, ...]
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,10 @@ class Number:
 
 @dataclass(frozen=True)
 class BufferPart:
-    """Rows of one of the loop's buffers."""
+    """Rows of one of the loop's buffers; without selections, the full buffer."""
 
     buffer: int
-    where: tuple[tuple[Placement, Selector], ...]
+    selections: tuple[RowSelection, ...]
 
 
 @dataclass(frozen=True)

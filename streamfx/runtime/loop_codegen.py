@@ -36,6 +36,7 @@ from streamfx.ir.program import (
     LoopSpec,
     Number,
     Placement,
+    RowSelection,
     Selector,
 )
 from streamfx.ir.sizes import Size, free_symbols, simplified
@@ -143,9 +144,9 @@ class LoopWriter:
 
     # -- rows
 
-    def part(self, tensor: Code, placements: Iterable[tuple[Placement, Selector]], view: bool) -> Code:
-        """Return a slice of a tensor along each placement."""
-        for placement, selector in placements:
+    def part(self, tensor: Code, selections: Iterable[RowSelection], view: bool) -> Code:
+        """Return code for the selected rows of a tensor, along each selected dimension."""
+        for placement, selector in selections:
             first, count = self._selected(placement, selector)
             outer, inner, dim = self.size(placement.outer), self.size(placement.inner), placement.dim
             rows = self.size(placement.rows.length)
@@ -193,9 +194,9 @@ class LoopWriter:
             case Broadcast():
                 return Code(f"tensor_{source}")
             case ChunkSlice():
-                return self.part(Code(f"tensor_{source}"), feed.where, view=False)
+                return self.part(Code(f"tensor_{source}"), feed.selections, view=False)
             case BufferPart():
-                return self.part(Code(f"buffer_{feed.buffer}"), feed.where, view=True)
+                return self.part(Code(f"buffer_{feed.buffer}"), feed.selections, view=True)
             case Number():
                 return self.size(feed.value)
             case ChunkKey():
@@ -228,7 +229,7 @@ def generate_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None
     body = [f"[{', '.join(chunk_results)}] = run({', '.join(feeds)})"]
     for i, item in enumerate(concat_outputs):
         result = Code(f"results[{i}]" if is_single else f"result_{i}", moves=is_single)
-        put = f"put({writer.part(result, ((item.placement, None),), view=True)}, made_{i})"
+        put = f"put({writer.part(result, [RowSelection(item.placement, None)], view=True)}, made_{i})"
         if is_single:
             body.append(f"results[{i}], is_empty = result_{i}(made_{i})")
             put = f"if is_empty: {put}"

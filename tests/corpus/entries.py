@@ -133,7 +133,7 @@ class Found:
     def of(facts: Facts, costs: bool = True) -> Found:
         program = facts.program
         key_spans = facts.found_key_spans
-        masks = sorted(key_spans.verdicts.values()) if key_spans is not None else []
+        masks = sorted(key_spans.span_kinds.values()) if key_spans is not None else []
         counts = {mask: masks.count(mask) for mask in masks}
         if program is None:
             return Found([], [], 0, 0, 0, counts, facts.reasons(), "")

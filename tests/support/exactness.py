@@ -357,7 +357,7 @@ def compare(
 
 
 def check_streamed(facts: Sequence[Facts], streams: bool | None, attention: set[str] | None) -> None:
-    failed = [one.failed for one in facts if one.failed]
+    failed = [one.analysis_error for one in facts if one.analysis_error]
     assert not failed, f"the analysis failed: {failed}"
     reasons = [reason for one in facts for reason in one.reasons()]
     rewritten = [one for one in facts if one.program is not None]
@@ -365,7 +365,7 @@ def check_streamed(facts: Sequence[Facts], streams: bool | None, attention: set[
         does = bool(rewritten) and not reasons
         assert does == streams, f"streams: {does} instead of {streams}; {len(rewritten)} graphs rewritten; {reasons}"
     if attention is not None:
-        verdicts = {verdict for one in facts if (known := one.found_key_spans) for verdict in known.verdicts.values()}
+        verdicts = {verdict for one in facts if (known := one.found_key_spans) for verdict in known.span_kinds.values()}
         assert verdicts == attention, f"attention {verdicts} instead of {attention}"
 
 

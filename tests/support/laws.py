@@ -135,7 +135,7 @@ class OfSameRank(fx.Interpreter):
 def check(call: Call, chunk_size: int) -> Iterator[str]:
     """Hold a call to the law along every axis; yields the axes that streamed."""
     one = traced(call)
-    assert one.node in one.axes.signatures, f"the rule declines: {one.axes.declined.get(one.node)}"
+    assert one.node in one.axes.signatures, f"the rule declines: {one.axes.missing_rules.get(one.node)}"
     is_cut = bool(one.axes.signatures[one.node].windows)  # a slice has no rows to give where the longer one is no sequence
     for atom in atoms(one):
         made, forms = streamed(one, atom, chunk_size)

@@ -162,7 +162,7 @@ def findings(backend: Keeper) -> Row:
 
 
 def failure_of(facts: Facts) -> list[str]:
-    return [facts.failed[:MOST]] if facts.failed else []
+    return [facts.analysis_error[:MOST]] if facts.analysis_error else []
 
 
 def counted(reasons: list[str]) -> dict[str, int]:

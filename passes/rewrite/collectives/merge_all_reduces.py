@@ -48,7 +48,7 @@ class SumsOverRanks:
     def apply(self, facts: Facts) -> Facts:
         """Merge each sum of two all-reduces into one all-reduce, and drop the axes if anything changed."""
         joint, axes, is_changed = facts.joint, facts.found_axes, False
-        if axes is None or axes.sequence is None or facts.apart is not None:
+        if axes is None or axes.sequence is None or facts.separate_reductions is not None:
             return facts
         reductions = {node for node in joint.nodes if is_reduced_over_ranks(node) and axes.sequence_dims(axes.shapes[node])}
         writer = GraphWriter(joint.graph)

@@ -157,7 +157,7 @@ class Explanation(Unpicklable, Exports):
             "graphs": len(self.call.graphs),
             "graph_breaks": len(self.call.breaks),
             "break_reasons": [asdict(item) for item in self.call.breaks],
-            "splits": [graph.facts.begins for graph in self.call.graphs if graph.facts.begins],
+            "splits": [graph.facts.first_line for graph in self.call.graphs if graph.facts.first_line],
             "stopped": self.call.stopped or None,
             "sequence": [sequence_length(graph.facts) for graph in self.call.graphs],
             "stages": [report.as_dict() for report in self.stages],

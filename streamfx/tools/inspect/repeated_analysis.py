@@ -87,9 +87,9 @@ def _node_facts(node: fx.Node, facts: Facts) -> Any:
         None if signature is None else {letter: _sizes_of_dims((dim,), axes) for letter, dim in signature.atoms.items()},
         letters,
         shapes,
-        (axes.declined.get(node), node in axes.static),
+        (axes.missing_rules.get(node), node in axes.static),
         (access.roles.get(node), access.storage_classes.get(node), access.reasons.get(node)),
-        (key_spans.spans.get(node), key_spans.verdicts.get(node)),
+        (key_spans.spans.get(node), key_spans.span_kinds.get(node)),
         [node in nodes for nodes in (key_spans.recomputed_per_consumer, key_spans.exact, key_spans.ordinary)],
     )
 
@@ -128,7 +128,7 @@ class _FactCopier:
                 results=self._copy_mapping(axes.results),
                 signatures=self._copy_mapping(axes.signatures),
                 letters=self._copy_mapping(axes.letters),
-                declined=self._copy_mapping(axes.declined),
+                missing_rules=self._copy_mapping(axes.missing_rules),
                 static=self._copy_nodes(axes.static),
             ),
             found_access=AccessFacts(
@@ -136,7 +136,7 @@ class _FactCopier:
             ),
             found_key_spans=SpanFacts(
                 self._copy_spans(key_spans.spans),
-                self._copy_mapping(key_spans.verdicts),
+                self._copy_mapping(key_spans.span_kinds),
                 *(self._copy_nodes(nodes) for nodes in (key_spans.recomputed_per_consumer, key_spans.exact, key_spans.ordinary)),
             ),
         )

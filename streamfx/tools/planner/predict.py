@@ -104,7 +104,7 @@ def predict(
     bytes_by_term = {**constant_terms, **max(costs, key=lambda cost: cost.peak).peak_terms}
     peak = constant_bytes + int(summary["peak_bytes"])
     bytes_by_term[OTHER] = bytes_by_term.get(OTHER, 0) + peak - sum(bytes_by_term.values())
-    budget_searches = [graph_facts.fitting for graph_facts in facts if graph_facts.fitting is not None]
+    budget_searches = [graph_facts.search_trace for graph_facts in facts if graph_facts.search_trace is not None]
     baseline_costs = {EAGER: explanation.baseline} if baselines else {}
     if explanation.call.checkpointed is not None:
         baseline_costs[CHECKPOINTING] = explanation.visible(explanation.call.checkpointed)

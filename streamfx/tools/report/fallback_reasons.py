@@ -206,11 +206,13 @@ def why_no_stages(facts: Facts) -> str:
     """Explain why a graph has no stages."""
     if facts.fits is not None:
         runs = ", and Inductor compiles it" if facts.fits == "compiled" else ""
-        return f"{facts.stands or FITS}{runs}"
-    if facts.failed:
-        return f"the analysis failed ({facts.failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
-    if facts.stands is not None:
-        return facts.stands
+        return f"{facts.unchunked_reason or FITS}{runs}"
+    if facts.analysis_error:
+        return (
+            f"the analysis failed ({facts.analysis_error.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
+        )
+    if facts.unchunked_reason is not None:
+        return facts.unchunked_reason
     if facts.faults:
         return f"{'; '.join(facts.faults)}; without that nothing streams"
     if _is_single_row(facts):
@@ -252,7 +254,7 @@ def check_strict(facts: Facts, options: Options) -> None:
 
 def check_budget(facts: Facts, options: Options) -> None:
     """Raise an error if a graph runs unchunked because a pass failed although a memory budget is set."""
-    failed = facts.failed or "; ".join(facts.faults)
+    failed = facts.analysis_error or "; ".join(facts.faults)
     if failed and facts.program is None and options.memory_budget not in (None, AUTO):
         raise OverBudgetError(
             f"memory_budget={options.memory_budget!r} is to hold for this graph, which cannot be planned",

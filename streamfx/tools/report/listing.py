@@ -25,8 +25,8 @@ from streamfx.ir.program import (
     IsFirst,
     LoopSpec,
     Number,
-    Placement,
     Program,
+    RowSelection,
     Selector,
     ShiftedRows,
 )
@@ -171,9 +171,9 @@ def feed_text(feed: Any, source: str) -> str:
     """Describe how an input of a loop body is computed."""
     match feed:
         case ChunkSlice():
-            return f"{source} {_rows_text(feed.where)}"
+            return f"{source} {_rows_text(feed.selections)}"
         case BufferPart():
-            return f"buffer {feed.buffer} {_rows_text(feed.where)}"
+            return f"buffer {feed.buffer} {_rows_text(feed.selections)}"
         case Number():
             return str(sympy.sympify(feed.value).subs({START: sympy.Symbol("s"), STOP: sympy.Symbol("e")}))
         case ChunkKey():
@@ -183,9 +183,9 @@ def feed_text(feed: Any, source: str) -> str:
     return str(feed)
 
 
-def _rows_text(where: tuple[tuple[Placement, Selector], ...]) -> str:
+def _rows_text(selections: tuple[RowSelection, ...]) -> str:
     """Describe the rows of each chunked dimension that a chunk reads."""
-    return ", ".join(f"rows {_selector_text(selector)} of dim {placement.dim}" for placement, selector in where)
+    return ", ".join(f"rows {_selector_text(selector)} of dim {placement.dim}" for placement, selector in selections)
 
 
 def _selector_text(selector: Selector) -> str:

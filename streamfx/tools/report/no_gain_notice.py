@@ -66,7 +66,7 @@ def tell_of_no_gain(facts: Facts, options: Options) -> None:
     Within a memory budget, using more memory is deliberate. Memory on other ranks is not counted, so a graph with collectives
     is reported only if none of it streams. An error while predicting costs must not keep a graph from being compiled.
     """
-    if facts.failed:  # already reported
+    if facts.analysis_error:  # already reported
         return
     flops = flops_of_graph(facts.joint.graph)
     if flops < MUCH_WORK:

@@ -52,7 +52,7 @@ def _axes(facts: Facts) -> Lines:
         yield "no sequence"
     yield f"axes {letters.legend()}"
     yield from _graph_listing(facts, lambda node: " ".join(letters.shape(shape) for shape in _result_shapes(node, facts)))
-    for node, reason in axes.declined.items():
+    for node, reason in axes.missing_rules.items():
         yield f"unknown {node.name}: {reason}"
 
 
@@ -147,7 +147,7 @@ def _key_spans(facts: Facts) -> Lines:
         groups.setdefault(id(span), []).append(node)
     for nodes in groups.values():
         exact = ", exactly what its mask shows" if any(node in facts.key_spans.exact for node in nodes) else ""
-        verdict = facts.key_spans.verdicts.get(nodes[0], "positions only")
+        verdict = facts.key_spans.span_kinds.get(nodes[0], "positions only")
         yield f"{verdict}: rows [s, e) see keys {facts.key_spans.spans[nodes[0]]}{exact}"
         yield f"  {', '.join(node.name for node in nodes)}"
     if not groups:
@@ -218,11 +218,11 @@ def _plan(facts: Facts) -> Lines:
 
 def _budget_search(facts: Facts) -> Lines:
     """Yield the candidates of the memory budget search with their peaks."""
-    if facts.fitting is None:
+    if facts.search_trace is None:
         yield "no memory budget"
         return
-    yield f"at most {facts.fitting.budget} bytes"
-    for item in facts.fitting.tried:
+    yield f"at most {facts.search_trace.budget} bytes"
+    for item in facts.search_trace.tried:
         yield f"{item.peak} bytes with {item.candidate}, {item.working_set or 'given'} bytes of work per chunk"
     if facts.lengths:
         yield f"holds for {facts.lengths}"

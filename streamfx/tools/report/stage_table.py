@@ -171,7 +171,7 @@ def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]
     The kind is "whole" if the attention is not chunked, or "all ranks' rows" if it is not chunked because ranks exchange its
     operands. Groups of heads count as one attention. Keys outside the sequence, or gathered from it, are visible to every chunk.
     """
-    spans, verdicts = facts.key_spans.spans, facts.key_spans.verdicts
+    spans, verdicts = facts.key_spans.spans, facts.key_spans.span_kinds
     kinds: dict[Any, tuple[str, Span | None]] = {}
     for node in stage.forward:
         if node in verdicts:
