@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.errors import NotStreamedError, StreamFXError, told
+from streamfx.errors import NotStreamedError, StreamFXError, describe_error
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import JointGraph, is_assertion, is_size, is_tensor, joint_graph
 from streamfx.log import log
@@ -50,7 +50,7 @@ class PassFailedError(Exception):
     """A pass raised an exception that it does not raise on purpose."""
 
     def __init__(self, step: str, facts: Facts, error: Exception) -> None:
-        super().__init__(f"{step}: {told(error)}")
+        super().__init__(f"{step}: {describe_error(error)}")
         self.step, self.facts, self.error = step, facts, error
 
     def operators(self) -> Iterator[fx.Node]:
@@ -69,7 +69,7 @@ class PassFailedError(Exception):
         at = "" if node is None else f" at {node.target}"
         return NotStreamedError(
             "strict=True asks that every stage streams",
-            found=f"the pass '{self.step}' failed{at} ({told(self.error)})",
+            found=f"the pass '{self.step}' failed{at} ({describe_error(self.error)})",
             where="" if node is None else source_line(node),
             do="drop strict=True: what it failed at runs whole, and the result is exact; or write that line in another way",
         )
@@ -135,7 +135,7 @@ class Remedies:
         if step not in MAY_BE_LEFT_OUT or step in self.left_out:
             return False
         name = "it" if step == failed.step else f"'{failed.step}'"
-        why = LEFT_OUT.format(step=step, failed=name, error=told(failed.error))
+        why = LEFT_OUT.format(step=step, failed=name, error=describe_error(failed.error))
         self.left_out[step] = why
         self._record(why, failed.error)
         return True
@@ -146,7 +146,7 @@ class Remedies:
         If a pass fails in the same way at a second operator of the kind, the remedy applies to all operators of that
         kind from the same source line, in all layers; at a third one, to all operators of that kind.
         """
-        why = FAILED_AT.format(target=node.target, step=failed.step, error=told(failed.error))
+        why = FAILED_AT.format(target=node.target, step=failed.step, error=describe_error(failed.error))
         helps = (
             (self._exclude_from_chunking, self._make_opaque)
             if failed.facts.found_access is not None

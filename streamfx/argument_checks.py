@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from streamfx.errors import OptionError, StreamFXError, one
+from streamfx.errors import OptionError, StreamFXError, with_article
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -18,10 +18,10 @@ LONGEST = 80  # characters of a value in an error
 BY_NAME = "write options={'chunk_size': 1024}, or the options by their names: chunk_size=1024"
 
 
-def described(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a value and its type in one line.
 
-    >>> described(3), described(int)
+    >>> describe_value(3), describe_value(int)
     ('3 (int)', 'the class int')
     """
     if isinstance(value, type):
@@ -31,7 +31,7 @@ def described(value: Any) -> str:
     except Exception:  # an object whose repr fails
         text = "an object"
     kind = type(value).__name__
-    return f"{text} ({kind})" if len(text) <= LONGEST else one(kind)
+    return f"{text} ({kind})" if len(text) <= LONGEST else with_article(kind)
 
 
 def did_you_mean(word: Any, allowed: Iterable[Any], cutoff: float = 0.4) -> str:
@@ -49,29 +49,29 @@ def did_you_mean(word: Any, allowed: Iterable[Any], cutoff: float = 0.4) -> str:
     return f"did you mean {words_by_text[closest[0]]!r}? " if closest else ""
 
 
-def one_of(word: Any, allowed: Collection[Any]) -> str:
+def choices_hint(word: Any, allowed: Collection[Any]) -> str:
     """Return a hint at the allowed words, for an argument that must be one of them.
 
-    >>> one_of("DPO", ["sft", "dpo"])
+    >>> choices_hint("DPO", ["sft", "dpo"])
     "did you mean 'dpo'? give one of sft, dpo"
     """
     return f"{did_you_mean(word, allowed)}give one of {', '.join(map(str, allowed))}"
 
 
-def plain(value: Any) -> Any:
+def as_python_number(value: Any) -> Any:
     """Convert another kind of number, such as numpy's, to an int or a float; return any other value unchanged."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def refuse_unless(holds: bool, error: Refusal, asked: str, found: Any, do: str) -> None:
+def require(holds: bool, error: Refusal, asked: str, found: Any, do: str) -> None:
     """Raise the error unless `holds` is true; `found` is the value found, or a text about it."""
     if not holds:
-        raise error(asked, found=found if isinstance(found, str) else described(found), do=do)
+        raise error(asked, found=found if isinstance(found, str) else describe_value(found), do=do)
 
 
-def refusing(error: Refusal, origin: str, kind: str = "argument", do: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+def check_call(error: Refusal, origin: str, kind: str = "argument", do: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a public function: if a call does not fit its signature, raise `error`, which says the remedy."""
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
@@ -115,12 +115,15 @@ class _MismatchedCall:
             value for value in self.args[len(positional) :] if isinstance(value, Mapping) or hasattr(value, "given")
         ]
         if passed_options:  # options, as a mapping or as streamfx.Options
-            found = f"{described(passed_options[0])} as a positional argument"
+            found = f"{describe_value(passed_options[0])} as a positional argument"
             return OptionError(f"{origin} takes options by name", found=found, do=BY_NAME)
         unknown = next((name for name in self.kwargs if name not in names), None)
         if unknown is not None:
-            found = f"{unknown}={described(self.kwargs[unknown])}"
+            found = f"{unknown}={describe_value(self.kwargs[unknown])}"
             return error(f"{origin} has no {self.kind} {unknown!r}", found=found, do=did_you_mean(unknown, names) + takes)
-        passed_arguments = [*map(described, self.args), *(f"{name}={described(value)}" for name, value in self.kwargs.items())]
+        passed_arguments = [
+            *map(describe_value, self.args),
+            *(f"{name}={describe_value(value)}" for name, value in self.kwargs.items()),
+        ]
         asked = f"{origin} was called with other arguments than it takes"
         return error(asked, found=f"{', '.join(passed_arguments) or 'none'}: {mismatch}", do=self.do or takes)

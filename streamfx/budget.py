@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamfx.argument_checks import plain
+from streamfx.argument_checks import as_python_number
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +39,13 @@ STATE = 2  # optimizer numbers per trained number, as in Adam; they are allocate
 AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?|bytes|%)\s*", re.I | re.ASCII)
 
 
-def amount_of(value: Any) -> int | float | None:
+def parse_amount(value: Any) -> int | float | None:
     """Return an amount as bytes (int) or as a share of device memory (float); None if it is not an amount of memory.
 
-    >>> amount_of("24GiB") == amount_of("24 G") == 24 * 2**30, amount_of("90%"), amount_of("0.9"), amount_of("1 byte")
-    (True, 0.9, 0.9, None)
+    >>> parse_amount("24GiB") == parse_amount("24 G") == 24 * 2**30, parse_amount("90%"), parse_amount("1 byte")
+    (True, 0.9, None)
     """
-    value = plain(value)
+    value = as_python_number(value)
     if isinstance(value, str):
         return _amount_of_text(value)
     if isinstance(value, float):
@@ -67,27 +67,27 @@ def _amount_of_text(text: str) -> int | float | None:
 
 def is_budget(value: Any) -> bool:
     """Return whether a value is a memory budget: an amount (see `FORMS`), "auto", or None."""
-    return value is None or (isinstance(value, str) and value == AUTO) or amount_of(value) is not None
+    return value is None or (isinstance(value, str) and value == AUTO) or parse_amount(value) is not None
 
 
-def bytes_of(budget: int | float | str, device: torch.device, held: int = 0, trained: int = 0) -> int:
+def budget_bytes(budget: int | float | str, device: torch.device, held: int = 0, trained: int = 0) -> int:
     """Return the bytes of a budget; a share is relative to the device's total memory.
 
     "auto" is the memory that a step holds already, plus the free memory of the device, minus a reserve, and minus the
     state that an optimizer allocates for `trained` bytes of gradients.
 
     >>> import torch
-    >>> bytes_of("24GiB", torch.device("cpu")), bytes_of(1000, torch.device("cpu"))
+    >>> budget_bytes("24GiB", torch.device("cpu")), budget_bytes(1000, torch.device("cpu"))
     (25769803776, 1000)
     """
     if budget == AUTO:
-        return held + max(0, free_on(device) - int(RESERVE * memory_of(device)) - STATE * trained)
-    amount = amount_of(budget)
+        return held + max(0, free_memory(device) - int(RESERVE * total_memory(device)) - STATE * trained)
+    amount = parse_amount(budget)
     assert amount is not None
-    return int(amount * memory_of(device)) if isinstance(amount, float) else amount
+    return int(amount * total_memory(device)) if isinstance(amount, float) else amount
 
 
-def free_on(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Return the bytes that new tensors may use on a device: free memory, and unused memory that its allocator has reserved."""
     import torch
 
@@ -120,7 +120,7 @@ def _free_of_group() -> int:
     return int(limit) - int(used) + sum(int(counters.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
-def memory_of(device: torch.device) -> int:
+def total_memory(device: torch.device) -> int:
     """Return the total memory of a device in bytes."""
     import torch
 
@@ -129,10 +129,10 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def in_bytes(number: int) -> str:
+def format_bytes(number: int) -> str:
     """Format a number of bytes.
 
-    >>> in_bytes(100), in_bytes(5 * 2**20), in_bytes(3 * 2**30)
+    >>> format_bytes(100), format_bytes(5 * 2**20), format_bytes(3 * 2**30)
     ('100 bytes', '5.0 MiB', '3.0 GiB')
     """
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):

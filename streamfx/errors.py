@@ -37,16 +37,16 @@ class StreamFXError(Exception):
         super().__init__("\n".join(lines))
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and the beginning of the message of another library's error, in one line."""
     return shorten(f"{type(error).__name__}: {error}", LONGEST, placeholder=" ...")
 
 
-def one(kind: str) -> str:
+def with_article(kind: str) -> str:
     """Return a type's name with its article.
 
-    >>> one("Enabled"), one("int"), one("LSTM"), one("Tensor"), one("UNet")
-    ('an Enabled', 'an int', 'an LSTM', 'a Tensor', 'a UNet')
+    >>> with_article("Enabled"), with_article("int"), with_article("LSTM"), with_article("UNet")
+    ('an Enabled', 'an int', 'an LSTM', 'a UNet')
     """
     is_acronym = len(kind) > 1 and kind[:3].isupper()
     return f"{'an' if kind[:1] in ('AEFHILMNORSX' if is_acronym else 'AEIOaeio') else 'a'} {kind}"

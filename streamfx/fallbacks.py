@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from streamfx.errors import NotStreamedError, told
+from streamfx.errors import NotStreamedError, describe_error
 from streamfx.log import log
 
 T = TypeVar("T")
@@ -30,26 +30,26 @@ PARTLY_ON_META = (
 ALL_THE_SAME = "%s (%s). The result is exact; strict=True raises an error instead"
 
 
-def attempted(step: Callable[[], T], otherwise: T, failed: str, strict: bool) -> T:
+def try_step(step: Callable[[], T], otherwise: T, failed: str, strict: bool) -> T:
     """Return the result of a step; if it fails, warn with `failed` and return `otherwise`. Under `strict`, raise an error."""
     try:
         return step()
     except Exception as error:
         if strict:
-            raise not_streamed(f"{failed} ({told(error)})") from error
-        log.warning(ALL_THE_SAME, failed, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
+            raise strict_error(f"{failed} ({describe_error(error)})") from error
+        log.warning(ALL_THE_SAME, failed, describe_error(error), exc_info=log.isEnabledFor(logging.DEBUG))
         return otherwise
 
 
-def told_of_meta(inputs: Sequence[Any], error: Exception) -> bool:
+def warn_if_partly_on_meta(inputs: Sequence[Any], error: Exception) -> bool:
     """Warn if some inputs are on the meta device and others are not; return whether that is so."""
     is_mixed = {item.is_meta for item in inputs if isinstance(item, torch.Tensor)} == {True, False}
     if is_mixed:
-        log.warning(PARTLY_ON_META, told(error))
+        log.warning(PARTLY_ON_META, describe_error(error))
     return is_mixed
 
 
-def not_streamed(found: str) -> NotStreamedError:
+def strict_error(found: str) -> NotStreamedError:
     """Return the error that `strict=True` raises if an optional step fails."""
     return NotStreamedError(
         "strict=True asks that every stage streams", found, do="drop strict=True: the result is exact either way"

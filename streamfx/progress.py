@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Asked = bool | Literal["auto"]
+ProgressOption = bool | Literal["auto"]
 PATIENCE = 2.0  # seconds before the line appears
 WIDTH = 78  # of a text: a longer text would wrap, and only one line is erased
 ERASE = "\r\x1b[K"
@@ -80,7 +80,7 @@ _line = _StatusLine()
 
 
 @contextmanager
-def doing(text: str, asked: Asked = "auto", since: float | None = None) -> Iterator[Callable[[str], None]]:
+def show_activity(text: str, asked: ProgressOption = "auto", since: float | None = None) -> Iterator[Callable[[str], None]]:
     """Show an activity while the block runs; calling the yielded function changes its text. Activities may nest.
 
     `asked` is the option `progress`. `since` is the start time if it is earlier than now: `PATIENCE` counts from it.
@@ -102,7 +102,7 @@ def doing(text: str, asked: Asked = "auto", since: float | None = None) -> Itera
         _line.end(activity)
 
 
-def is_shown(asked: Asked) -> bool:
+def is_shown(asked: ProgressOption) -> bool:
     """Return whether the option `progress` shows anything here."""
     return asked is True or (asked == "auto" and _is_terminal() and os.environ.get("LOCAL_RANK", "0") == "0")
 
@@ -110,7 +110,7 @@ def is_shown(asked: Asked) -> bool:
 class Tally:
     """Counts activities of which a number is expected, and shows each."""
 
-    def __init__(self, activity_name: str, expected: int, asked: Asked) -> None:
+    def __init__(self, activity_name: str, expected: int, asked: ProgressOption) -> None:
         """Count activities called `activity_name`, of which `expected` are expected."""
         self.activity_name, self.expected, self.asked = activity_name, expected, asked
         self._done, self._since = 0, 0.0
@@ -121,7 +121,7 @@ class Tally:
         self._since = self._since or time.monotonic()
         self._done += 1
         number = f" {self._done} of {self.expected}" if self._done <= self.expected else " for other lengths"
-        with doing(f"{self.activity_name}{number}", self.asked, self._since):
+        with show_activity(f"{self.activity_name}{number}", self.asked, self._since):
             yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamfx.errors import RanksDifferError, StreamFXError, told
+from streamfx.errors import RanksDifferError, StreamFXError, describe_error
 
 NUMBER = " number "  # between the name of a collective of the traced graph and its index among collectives of this name
 NOTHING_MORE = "nothing more"  # in place of a line that a rank does not have
@@ -27,7 +27,7 @@ def failed_here(error: BaseException) -> RanksDifferError:
     """Return the error of this rank after its analysis of a graph failed."""
     return RanksDifferError(
         "all ranks have to run the same collectives, and this rank could not analyse a graph that has some",
-        found=told(error),
+        found=describe_error(error),
         do=UNTIL_THEN,
     )
 
@@ -35,7 +35,7 @@ def failed_here(error: BaseException) -> RanksDifferError:
 def failure(error: BaseException) -> str:
     """Return the text that a failed rank writes for the others: the cause in the first line, the remedy in the next."""
     if not isinstance(error, StreamFXError):
-        return f"{told(error)}\n{UNTIL_THEN}"
+        return f"{describe_error(error)}\n{UNTIL_THEN}"
     cause = ", ".join(filter(None, (error.asked, error.found, error.where))).replace("\n", " ")
     return f"{type(error).__name__}: {cause}\n{error.do}"
 

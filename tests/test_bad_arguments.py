@@ -166,12 +166,12 @@ WRONG = [*OPTIONS, *MODELS, *((PlanError, said, partial(ANY.plan, *args, **given
 
 @pytest.mark.parametrize(("error", "said", "call"), WRONG)
 def test_wrong_calls(error: type[Exception], said: str, call: Callable[[], Any]) -> None:
-    before = streamfx.options.resolved()
+    before = streamfx.options.resolve_options()
     with pytest.raises(error, match=said) as caught:
         call()
     assert isinstance(caught.value, streamfx.StreamFXError)
     assert "takes self" not in str(caught.value)
-    assert streamfx.options.resolved() == before
+    assert streamfx.options.resolve_options() == before
 
 
 @pytest.mark.parametrize("ask", [streamfx.explain, streamfx.verify])

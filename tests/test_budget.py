@@ -13,13 +13,13 @@ from torch import fx
 import streamfx
 import streamfx.frontend.split_graphs
 from streamfx import budget
-from streamfx.budget import STATE, bytes_of, free_on, is_budget, memory_of
+from streamfx.budget import STATE, budget_bytes, free_memory, is_budget, total_memory
 from streamfx.cost.memory import cost_of
 from streamfx.cost.meter import Meter
 from streamfx.errors import OverBudgetError
 from streamfx.ir.facts import Facts
 from streamfx.ir.program import Program
-from streamfx.options import SAVE_LEVELS, resolved
+from streamfx.options import SAVE_LEVELS, resolve_options
 from streamfx.passes.partition.budget_search import held_bytes
 from streamfx.passes.partition.two_sequences import where_to_split
 from streamfx.runtime.outer import HostProgramRunner
@@ -93,12 +93,12 @@ def test_models_within_four_budgets(make: Any) -> None:
     step.compiled(step.ids).backward()
     (recorded,) = step.backend.compilations
     for save in SAVE_LEVELS:
-        peak_as_predicted(recorded, recorded.facts_for(resolved({**CHUNKS, "save": save})).program)
+        peak_as_predicted(recorded, recorded.facts_for(resolve_options({**CHUNKS, "save": save})).program)
     with pytest.raises(OverBudgetError) as caught:
-        recorded.facts_for(resolved({"memory_budget": 1}))
+        recorded.facts_for(resolve_options({"memory_budget": 1}))
     least, free = caught.value.smallest, step.held() + step.predicted()
     for amount in (least + 4096, (least + free) // 2, int(1.2 * free), 2 * free):
-        program = recorded.facts_for(resolved({"memory_budget": amount})).program
+        program = recorded.facts_for(resolve_options({"memory_budget": amount})).program
         assert step.held() + peak_as_predicted(recorded, program) <= amount
 
 
@@ -130,7 +130,7 @@ def test_what_fits_is_given_to_inductor_as_it_stands(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, 0.0, "much", "3 fish", True, "GiB"])
 def test_budgets_that_are_none(value: Any) -> None:
-    assert not is_budget(value) and bytes_of("1.5 GiB", CPU) == 3 << 29 and bytes_of("2GB", CPU) == 2 * 10**9
+    assert not is_budget(value) and budget_bytes("1.5 GiB", CPU) == 3 << 29 and budget_bytes("2GB", CPU) == 2 * 10**9
     with pytest.raises(streamfx.OptionError, match="memory_budget"):
         streamfx.configure(memory_budget=value)
 
@@ -140,10 +140,10 @@ def test_a_container_allows_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("1000000\n")
     (tmp_path / "memory.stat").write_text("anon 600000\nfile 400000\ninactive_file 200000\nactive_file 150000\nshmem 50000\n")
-    assert free_on(CPU) == 2350000
+    assert free_memory(CPU) == 2350000
     (tmp_path / "memory.max").write_text("max\n")
-    assert 2350000 < free_on(CPU) <= memory_of(CPU)
-    assert 2 * bytes_of(0.25, CPU) == pytest.approx(bytes_of(0.5, CPU), abs=1)
+    assert 2350000 < free_memory(CPU) <= total_memory(CPU)
+    assert 2 * budget_bytes(0.25, CPU) == pytest.approx(budget_bytes(0.5, CPU), abs=1)
 
 
 @pytest.mark.long

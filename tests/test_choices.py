@@ -17,7 +17,7 @@ from streamfx.cost.rates import CPU, CUDA
 from streamfx.ir.facts import Facts, StorageClass, known
 from streamfx.ir.stage import Stage
 from streamfx.ir.stage_plan import LEAST_ROWS, LEAST_WORKING_SET, NEAR, SHARE, SINGLE, TILE, AutoChunk
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from streamfx.passes.ops.traits import is_expensive
 from streamfx.passes.partition.chunk_sizes import OVERHEAD, worthwhile_rows
 from tests.support import hf
@@ -60,7 +60,7 @@ def test_what_each_level_keeps_and_how_many_stages_run_again() -> None:
     model = LossOf(deep(hf.qwen3, 2))
     (recorded,) = compare(model, {"input_ids": ids, "labels": ids}, chunk_size=6).recorder.compilations
     chunks = {"chunk_size": 6, "loss_chunk_size": 6}
-    facts = [recorded.facts_for(resolved({"save": save, **chunks})) for save in LEVELS]
+    facts = [recorded.facts_for(resolve_options({"save": save, **chunks})) for save in LEVELS]
     kept = [{node.name: tuple(node.meta["val"].shape) for node in own.plan.kept[0]} for own in facts]
     assert all(less.items() < more.items() for less, more in pairwise(kept))
     shapes = [sorted(more[name] for name in more.keys() - less.keys()) for less, more in pairwise(kept)]
@@ -70,7 +70,7 @@ def test_what_each_level_keeps_and_how_many_stages_run_again() -> None:
     assert shapes[2] == [(12, inner), (12, inner)]
     costs = [cost_of(own.program.forward, own.program.backward, 1) for own in facts if own.program is not None]
     assert all(less.flops > more.flops and less.held < more.held for less, more in pairwise(costs))
-    every = [recorded.facts_for(resolved({"keep_every": number, **chunks})) for number in (1, 2, 9)]
+    every = [recorded.facts_for(resolve_options({"keep_every": number, **chunks})) for number in (1, 2, 9)]
     assert [loops_again(own) for own in every] == [0, 1, 1]
     assert [len(known(every[0].program).saved) - len(known(own.program).saved) for own in every] == [0, 1, 1]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import streamfx
 from streamfx import IntegrationError, OptionError, Options
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from streamfx.runtime.rng import draw_seed
 from tests.support.small import Causal, tokens
 
@@ -33,9 +33,9 @@ def test_blocks_left_in_another_order_than_entered() -> None:
     one.__enter__()
     other.__enter__()
     one.__exit__()
-    assert (resolved().chunk_size, resolved().loss_chunk_size) == (4, 5)
+    assert (resolve_options().chunk_size, resolve_options().loss_chunk_size) == (4, 5)
     other.__exit__()
-    assert resolved() == Options()
+    assert resolve_options() == Options()
 
 
 def in_a_thread(function: Callable[[], object]) -> threading.Thread:
@@ -47,7 +47,7 @@ def in_a_thread(function: Callable[[], object]) -> threading.Thread:
 def test_a_thread_waits_until_it_is_known_whether_a_block_follows() -> None:
     seen: list[object] = []
     block = streamfx.configure(chunk_size=7)
-    (worker := in_a_thread(lambda: seen.append(resolved().chunk_size))).join(0.1)
+    (worker := in_a_thread(lambda: seen.append(resolve_options().chunk_size))).join(0.1)
     with block:
         worker.join()
     assert seen == ["auto"]
@@ -58,16 +58,16 @@ def test_a_call_is_for_the_process() -> None:
     seen: list[object] = []
 
     def look() -> None:
-        in_a_thread(lambda: seen.append((resolved().chunk_size, resolved().loss_chunk_size))).join()
+        in_a_thread(lambda: seen.append((resolve_options().chunk_size, resolve_options().loss_chunk_size))).join()
 
     streamfx.configure(chunk_size=3)
     kept = streamfx.configure(loss_chunk_size=4)
     look()
     with kept:
         look()
-        assert resolved().loss_chunk_size == 4
-        assert resolved({"loss_chunk_size": 5}).loss_chunk_size == 5
-    assert resolved().loss_chunk_size == "auto"
+        assert resolve_options().loss_chunk_size == 4
+        assert resolve_options({"loss_chunk_size": 5}).loss_chunk_size == 5
+    assert resolve_options().loss_chunk_size == "auto"
     assert seen == [(3, 4), (3, "auto")]
 
 
@@ -77,8 +77,8 @@ def test_tasks_have_blocks_of_their_own() -> None:
         with streamfx.configure(chunk_size=size):
             for _ in range(3):
                 await asyncio.sleep(0)
-                found.append(resolved().chunk_size)
-        return [*found, resolved().chunk_size]
+                found.append(resolve_options().chunk_size)
+        return [*found, resolve_options().chunk_size]
 
     async def both() -> list[list[object]]:
         return list(await asyncio.gather(task(3), task(4)))
@@ -89,9 +89,9 @@ def test_tasks_have_blocks_of_their_own() -> None:
 def test_a_block_that_is_left_in_another_context_is_off() -> None:
     block, context = streamfx.configure(chunk_size=3), contextvars.copy_context()
     context.run(block.__enter__)
-    assert context.run(lambda: resolved().chunk_size) == 3
+    assert context.run(lambda: resolve_options().chunk_size) == 3
     block.__exit__()
-    assert context.run(lambda: resolved().chunk_size) == "auto"
+    assert context.run(lambda: resolve_options().chunk_size) == "auto"
 
 
 @pytest.mark.compiled
@@ -188,8 +188,8 @@ def test_options_are_taken_in_every_form(given: dict[str, Any]) -> None:
     assert streamfx.explain(Causal(), IDS, IDS, **given).call.options == asked
     assert Options(**streamfx.enable(Causal(), **given).options) == asked
     with streamfx.configure(**given):
-        assert resolved() == asked
+        assert resolve_options() == asked
     with streamfx.configure(save="inputs"):
-        assert resolved(Options(chunk_size=6)) == asked
+        assert resolve_options(Options(chunk_size=6)) == asked
     compiled = torch.compile(nn.Linear(4, 4), backend="streambp", options=asked)  # type: ignore[call-overload]
     assert compiled(torch.ones(1, 4)).shape == (1, 4)

@@ -18,7 +18,7 @@ from streamfx.frontend.backend import Compilation, streambp
 from streamfx.lazy import defer_outputs, recompute, steps
 from streamfx.lazy.deferred import DeferredTensor
 from streamfx.lazy.recompute import RecomputeSource
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from tests.support.deferred import OPTIONS, WEIGHTS, Compiled, assert_same, gradients
 from tests.support.heads import BATCH, HEADS, LENGTH, MIXED, VOCABULARY, Decoder, capped_head, decoder, plain_head, some_ids
 from tests.support.spread import only
@@ -101,9 +101,9 @@ def test_an_error_in_the_search_leaves_outputs_dense(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("streamfx.frontend.backend.defer_outputs", broken)
     module = dynamo_graph(decoder(), some_ids())
-    assert Compilation(module, resolved()).deferral() is None
+    assert Compilation(module, resolve_options()).deferral() is None
     with pytest.raises(NotStreamedError, match="KeyError: 'lost'"):
-        Compilation(module, resolved({"strict": True})).deferral()
+        Compilation(module, resolve_options({"strict": True})).deferral()
 
 
 # -- they are exact

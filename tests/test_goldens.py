@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.options import Options, resolved
+from streamfx.options import Options, resolve_options
 from streamfx.passes import pipeline
 from streamfx.passes.verifier import InconsistentFactsError, Verifier
 from streamfx.tools.report.printer import PRODUCTS
@@ -102,7 +102,7 @@ FAULTS: dict[str, Callable[[Facts], Facts]] = {
 
 @pytest.mark.parametrize("found", FAULTS)
 def test_a_fault_is_found_once(found: str) -> None:
-    assert resolved().check_passes  # it is on while tests run
+    assert resolve_options().check_passes  # it is on while tests run
     facts = EXAMPLES["causal"].facts()
     verifier = Verifier.of(facts.joint.graph)
     verifier.check("nothing", facts)

@@ -139,4 +139,4 @@ def test_the_line_is_there_after_the_first_step_and_not_before(caplog: pytest.Lo
     assert len(done.compiled) == 1  # a graph without gradients is no step
     shown, (logged,) = LINE.search(str(done)), [text for text in caplog.messages if text.startswith("compiled in ")]
     assert shown is not None and LINE.match(logged) and other.compiled == []
-    assert shown[1] == streamfx.budget.in_bytes(streamfx.explain(Causal(), IDS, IDS, chunk_size=16).summary()["peak_bytes"])
+    assert shown[1] == streamfx.budget.format_bytes(streamfx.explain(Causal(), IDS, IDS, chunk_size=16).summary()["peak_bytes"])

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import streamfx
 from streamfx.cost.memory import bytes_like, cost_of
 from streamfx.ir.facts import known
-from streamfx.options import SAVE_LEVELS, resolved
+from streamfx.options import SAVE_LEVELS, resolve_options
 from streamfx.runtime.offload import free_after_copy, wait_for_copy
 from tests.support.exactness import TOLERANCE, compare, compare_replayed
 from tests.support.planned import Traced
@@ -107,7 +107,7 @@ OPTIONS: dict[str, Any] = {"save": "inputs", "offload": "attention"}
 WAYS: dict[str, Callable[[], Any]] = {
     "one dictionary": lambda: streamfx.configure(options=OPTIONS),
     "options": lambda: streamfx.Options(**OPTIONS),
-    "two places": lambda: resolved({"offload": "attention"}),
+    "two places": lambda: resolve_options({"offload": "attention"}),
 }
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import streamfx
 from benchmarks.live_bytes import peak_live_bytes
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.cost import meter, workspaces
 from streamfx.cost.meter import Meter
 from streamfx.kernels import sdpa
@@ -125,7 +125,7 @@ def at_peak(kind: str, chunk: int) -> tuple[str, int]:
 
 def test_what_takes_more_than_checkpoints_is_named() -> None:
     line, more = at_peak("sorts", 64)
-    assert more > 0 and f"more by {in_bytes(more)}" in line
+    assert more > 0 and f"more by {format_bytes(more)}" in line
     assert "results of aten.sort" in line and "test_peaks.py" in line and ".erf().sort(1)[0]" in line
     assert at_peak("", 64)[0] == ""
     assert f"most at the peak: {CHUNK_WORK}" in at_peak("", 1024)[0]

@@ -214,7 +214,7 @@ def test_within_a_budget_the_verdict_is_what_fits() -> None:
     assert tight.verdict.startswith("fits into ") and f"{CHECKPOINTING} takes" in tight.verdict
     assert wide.verdict.startswith("fits into 1.0 GiB: nothing streams, because everything fits")
     waiting = replace(wide, limits=Limits(1 << 30, host=1), prediction=replace(wide.prediction, host_bytes=2))
-    assert not waiting.summary()["fits"] and "do not fit into the 1 bytes of the host" in waiting.verdict
+    assert not waiting.summary()["fits"] and "do not fit into 1 bytes of host memory" in waiting.verdict
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streamfx import progress
-from streamfx.progress import ERASE, Tally, doing
+from streamfx.progress import ERASE, Tally, show_activity
 from tests.support.small import Causal, tokens
 
 pytestmark = pytest.mark.compiled
@@ -65,22 +65,22 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 def test_nothing_is_shown_to_who_is_quick_or_looks_elsewhere(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor by any but the first process of a machine, or where there is no terminal."""
-    with monkeypatch.context() as patched, doing("something"):
+    with monkeypatch.context() as patched, show_activity("something"):
         patched.setenv("LOCAL_RANK", "1")
         assert lines(terminal) == ["streamfx: something ..."]
-        with doing("else"):
+        with show_activity("else"):
             pass
     monkeypatch.setattr(progress, "PATIENCE", 30.0)
-    with doing("quick"):
+    with show_activity("quick"):
         pass
     assert "else" not in terminal.getvalue() and "quick" not in terminal.getvalue()
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     told = plain(monkeypatch)
-    with doing("something"), doing("off", asked=False):
+    with show_activity("something"), show_activity("off", asked=False):
         pass
     assert told.getvalue() == ""
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=None))
-    with doing("nothing", asked=True):
+    with show_activity("nothing", asked=True):
         pass
 
 
@@ -94,19 +94,19 @@ def test_who_asks_is_told_without_a_terminal(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_takes_long_in_one_piece_is_told_of_meanwhile(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """What began before, at once."""
     monkeypatch.setattr(progress, "PATIENCE", 0.05)
-    with doing("waiting"):
+    with show_activity("waiting"):
         assert terminal.getvalue() == ""
         end = time.monotonic() + 30
         while not terminal.getvalue() and time.monotonic() < end:
             time.sleep(0.01)
     monkeypatch.setattr(progress, "PATIENCE", 100.0)
-    with doing("compiling", since=time.monotonic() - 101):
+    with show_activity("compiling", since=time.monotonic() - 101):
         assert lines(terminal) == ["streamfx: waiting ...", "streamfx: compiling ..."]
 
 
 def test_an_error_leaves_nothing(terminal: Terminal) -> None:
-    with pytest.raises(ZeroDivisionError), doing("failing"):
+    with pytest.raises(ZeroDivisionError), show_activity("failing"):
         _ = 1 / 0
     assert lines(terminal) == ["streamfx: failing ..."] and terminal.getvalue().endswith(ERASE)
-    with doing("writing"):
+    with show_activity("writing"):
         terminal.close()  # a terminal that went away is no error

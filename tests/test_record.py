@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import streamfx
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from tests.support.small import Causal, tokens
 from tests.support.spread import only
 
@@ -73,6 +73,6 @@ def test_five_reports_say_the_same(name: str) -> None:
     said = str(explained).splitlines()[1].strip().partition(";")[0]
     assert said == record.streams == planned.prediction.streams
     assert f"  ran: {said}, {record.rows}" in str(verified)
-    assert f": {said}" in logged.text and f", {record.rows}, peak predicted {in_bytes(summary['peak_bytes'])}" in logged.text
+    assert f": {said}" in logged.text and f", {record.rows}, peak predicted {format_bytes(summary['peak_bytes'])}" in logged.text
     held = sum(parameter.nbytes for parameter in of_meta.parameters()) + ids.nbytes
     assert profile.predicted_peak_bytes == summary["peak_bytes"] == planned.prediction.peak_bytes - held

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import streamfx
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.tools.cli import main
 from streamfx.tools.report.chart import colour_of, comparison_chart, stacked_chart
 from streamfx.tools.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
@@ -69,8 +69,8 @@ def test_an_explanation(explanation: streamfx.Explanation, tmp_path: Path) -> No
     assert_shows(
         read,
         "times less memory for activations and gradients than gradient checkpointing",
-        f"streamfx: {in_bytes(summary['peak_bytes'])}",
-        f"{in_bytes(summary['checkpointing_peak_bytes'])} at the peak",
+        f"streamfx: {format_bytes(summary['peak_bytes'])}",
+        f"{format_bytes(summary['checkpointing_peak_bytes'])} at the peak",
         *("every stage streams", "layers.0-2", "layers_0_backward_1", "test_timeline.py", "Nothing that matters", "chunk_size"),
         "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
     )
@@ -82,7 +82,7 @@ def test_an_explanation(explanation: streamfx.Explanation, tmp_path: Path) -> No
 
 @pytest.mark.compiled
 def test_a_plan(report: streamfx.PlanReport, tmp_path: Path) -> None:
-    peak = in_bytes(report.summary()["peak_bytes"])
+    peak = format_bytes(report.summary()["peak_bytes"])
     read = checked(report.to_html(tmp_path / "plan.html").read_text())
     assert_shows(read, peak, "4,096 tokens on H100", "parameters", "model.layers.0", "Ways to run this step", "eager")
     assert report.page.verdict.lower() == f"{report.verdict}.".lower()
@@ -102,7 +102,9 @@ def test_a_page_says_what_the_text_says(explanation: streamfx.Explanation) -> No
     assert "not compared with gradient checkpointing: no list of layers was found" in str(without)
     read, (whole,) = checked(html_of(without.page)), without.page.whole
     assert_shows(read, "Not compared with gradient checkpointing", "No list of layers was found in the model.")
-    assert_shows(read, "aten._softmax.default", "let it run along another dimension", "test_explain.py", in_bytes(whole.bytes))
+    assert_shows(
+        read, "aten._softmax.default", "let it run along another dimension", "test_explain.py", format_bytes(whole.bytes)
+    )
     assert whole.operators == ("aten._softmax.default", "aten._softmax_backward_data.default")
     assert "self.norm(x.softmax(dim=1))" in whole.where
     assert whole.bytes > 2 * 2 * 64 * 4 * 4
@@ -158,7 +160,7 @@ def test_a_picture(explanation: streamfx.Explanation, tmp_path: Path) -> None:
     """For a page that shows images: XML of its own, with names for its lines, and the peak that is told."""
     drawn = ElementTree.parse(explanation.to_svg(tmp_path / "picture.svg")).getroot()
     texts = [text.text or "" for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert f"streamfx: {in_bytes(explanation.timeline.peak_bytes)}" in texts
+    assert f"streamfx: {format_bytes(explanation.timeline.peak_bytes)}" in texts
     names = [course.way for course in explanation.timeline.courses]
     assert [name for name in names if not any(text.startswith(name) for text in texts)] == []
     assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) == len(names) > 1

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import streamfx
-from streamfx.budget import UNITS, amount_of, bytes_of, in_bytes, is_budget, memory_of
-from streamfx.options import resolved
+from streamfx.budget import UNITS, budget_bytes, format_bytes, is_budget, parse_amount, total_memory
+from streamfx.options import resolve_options
 
 CPU = torch.device("cpu")
 SPACES = st.text(" \t", max_size=2)
@@ -23,22 +23,22 @@ SPACES = st.text(" \t", max_size=2)
 def test_every_unit_in_any_spelling_is_exact(data: st.DataObject, number: int, unit: str) -> None:
     written = "".join(data.draw(st.sampled_from((letter.lower(), letter.upper()))) for letter in unit)
     text = "".join((data.draw(SPACES), str(number), data.draw(SPACES), written, data.draw(SPACES)))
-    assert amount_of(text) == bytes_of(text, CPU) == number * UNITS[unit] and isinstance(amount_of(text), int)
-    assert resolved({"memory_budget": text}).memory_budget == text
+    assert parse_amount(text) == budget_bytes(text, CPU) == number * UNITS[unit] and isinstance(parse_amount(text), int)
+    assert resolve_options({"memory_budget": text}).memory_budget == text
 
 
 @given(st.integers(1, 1 << 60))
 def test_what_reports_print_is_read_again(size: int) -> None:
-    amount = amount_of(in_bytes(size))
+    amount = parse_amount(format_bytes(size))
     assert isinstance(amount, int) and abs(amount - size) <= size / 20
 
 
 @given(st.integers(1, 10000))
 def test_a_share_is_the_same_in_percent_and_as_a_number(hundredths: int) -> None:
     share, written = hundredths / 10000, f"{hundredths // 100}.{hundredths % 100:02}"
-    shares = [amount_of(share), amount_of(f"{written}%"), amount_of(f"{written} %"), amount_of(f"{share:.4f}")]
+    shares = [parse_amount(share), parse_amount(f"{written}%"), parse_amount(f"{written} %"), parse_amount(f"{share:.4f}")]
     assert shares == [share] * 4 and all(isinstance(item, float) for item in shares)
-    assert bytes_of(f"{written}%", CPU) == int(share * memory_of(CPU))
+    assert budget_bytes(f"{written}%", CPU) == int(share * total_memory(CPU))
 
 
 TEXTS = ("", "G", "-1G", "24 X", "24GiBi", "24i", "1,5G", "0", "0GiB", "0%", "101%", "1.5", "0.0", "nan", "inf", "1e9", "٣G")
@@ -46,7 +46,7 @@ TEXTS = ("", "G", "-1G", "24 X", "24GiBi", "24i", "1,5G", "0", "0GiB", "0%", "10
 
 @pytest.mark.parametrize("value", [*TEXTS, 0, -1, 0.0, 1.5, -0.5, float("nan"), float("inf"), True, (), b"24G"])
 def test_what_is_no_amount_is_refused_before_anything_is_done(value: Any) -> None:
-    assert amount_of(value) is None and not is_budget(value)
+    assert parse_amount(value) is None and not is_budget(value)
     with pytest.raises(streamfx.OptionError, match="24G") as error:
         streamfx.configure(memory_budget=value)
     assert repr(value) in str(error.value)
@@ -57,13 +57,13 @@ def test_what_is_no_amount_is_refused_before_anything_is_done(value: Any) -> Non
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, Fraction])
 def test_a_number_of_any_kind_is_a_share(kind: Any) -> None:
     assert is_budget(kind(0.5)) and not is_budget(kind(1.5))
-    for asked in (streamfx.Options(memory_budget=kind(0.5)), resolved({"memory_budget": kind(0.5)})):
+    for asked in (streamfx.Options(memory_budget=kind(0.5)), resolve_options({"memory_budget": kind(0.5)})):
         assert asked.memory_budget == 0.5 and type(asked.memory_budget) is float
 
 
 @given(st.text(max_size=12))
 def test_any_text_is_an_amount_or_none(text: str) -> None:
-    amount = amount_of(text)
+    amount = parse_amount(text)
     assert amount is None or amount > 0
     assert is_budget(text) == (amount is not None or text == "auto")
 

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from streamfx.budget import bytes_of, in_bytes
+from streamfx.budget import budget_bytes, format_bytes
 from streamfx.cost.categories import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_values
 from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of
 from streamfx.cost.rates import rates_of
-from streamfx.errors import OverBudgetError, told
+from streamfx.errors import OverBudgetError, describe_error
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import device_of
@@ -29,7 +29,7 @@ from streamfx.ir.search_trace import Candidate, SearchTrace, SimulatedCandidate
 from streamfx.ir.stage_plan import LEAST_ROWS, AutoChunk, ChunkSize
 from streamfx.log import log
 from streamfx.node_meta import VALUE
-from streamfx.options import SAVE_LEVELS, Options, least_save
+from streamfx.options import SAVE_LEVELS, Options, min_save_level
 from streamfx.passes.partition.chunk_plan import Plan
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, gradient_bytes, tokens
 from streamfx.passes.partition.interloop_values import InterloopValues
@@ -56,7 +56,7 @@ class BudgetSearch:
         if budget is None or facts.program is None:
             return facts
         now, held, device = Lengths.now(facts.joint.graph), held_bytes(facts.program.forward.graph), device_of(facts.joint.graph)
-        size = bytes_of(budget, device, held, gradient_bytes(facts.joint.gradients))
+        size = budget_bytes(budget, device, held, gradient_bytes(facts.joint.gradients))
         for lengths in now.with_headroom() if now else (now,):
             search = _BudgetSearch(facts, self.options, self.rewrite, size, lengths)
             try:
@@ -67,7 +67,7 @@ class BudgetSearch:
             except Exception as error:  # the graph does not support these lengths: they exceed a position table, for example
                 if lengths == now:
                     raise
-                log.info("it is not known what a plan for %s takes: %s", lengths, told(error))
+                log.info("it is not known what a plan for %s takes: %s", lengths, describe_error(error))
         raise refused
 
 
@@ -175,7 +175,7 @@ class _BudgetSearch:
 
     @property
     def least_level(self) -> str:
-        return least_save(self.options.offload)
+        return min_save_level(self.options.offload)
 
     def with_choices(self, candidate: Candidate) -> Options:
         """Return the options with the saved values and boundaries of a candidate."""
@@ -266,7 +266,7 @@ class _BudgetSearch:
         cost = self.cost(program)
         self.tried.append(SimulatedCandidate(candidate, working_set, cost.peak + self.held))
         self.costs.append(((candidate, working_set), cost))
-        log.debug("%s, %s of work: peak %s", candidate, working_set, in_bytes(cost.peak + self.held))
+        log.debug("%s, %s of work: peak %s", candidate, working_set, format_bytes(cost.peak + self.held))
         return cost
 
     def cost(self, program: Program) -> Cost:
@@ -322,10 +322,10 @@ def over_budget(budget: int, held: int, cost: Cost) -> OverBudgetError:
     """Return the error for a budget below the smallest peak, with its largest parts and remedies."""
     terms = {PARAMETERS: held, **cost.peak_terms}
     most = sorted(terms.items(), key=lambda item: -item[1])
-    largest_terms = ", ".join(f"{name} {in_bytes(size)}" for name, size in most[:4] if size)
+    largest_terms = ", ".join(f"{name} {format_bytes(size)}" for name, size in most[:4] if size)
     error = OverBudgetError(
-        f"memory_budget of {in_bytes(budget)} is less than any plan for this step takes",
-        found=f"the smallest possible peak is {in_bytes(held + cost.peak)} ({held + cost.peak} bytes): {largest_terms}",
+        f"memory_budget of {format_bytes(budget)} is less than any plan for this step takes",
+        found=f"the smallest possible peak is {format_bytes(held + cost.peak)} ({held + cost.peak} bytes): {largest_terms}",
         do=f"raise the budget, or lower what dominates: {REMEDIES.get(most[0][0], 'a shorter sequence or a smaller batch')}",
     )
     error.smallest, error.terms = held + cost.peak, terms

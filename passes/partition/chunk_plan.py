@@ -14,7 +14,7 @@ from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.stage_plan import ChunkSize, StagePlan
 from streamfx.node_meta import VALUE
-from streamfx.options import Options, least_save
+from streamfx.options import Options, min_save_level
 from streamfx.passes.partition.checkpoint_policy import kept_values
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, model_bytes
 from streamfx.passes.partition.interloop_values import InterloopValues
@@ -70,7 +70,7 @@ class Plan:
         """
         if self.options.save != "auto":
             return self._kept_at(self.options.save, facts, between)
-        results, least = self._kept_at("attention", facts, between), least_save(self.options.offload)
+        results, least = self._kept_at("attention", facts, between), min_save_level(self.options.offload)
         is_alone = facts.collectives is None
         keeps = is_alone and self.options.memory_budget is None and are_small(results, facts)
         return results if keeps or least == "attention" else self._kept_at(least, facts, between)

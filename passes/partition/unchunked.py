@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from streamfx.budget import bytes_of
+from streamfx.budget import budget_bytes
 from streamfx.cost.memory import Cost, bytes_of_values, cost_of
-from streamfx.errors import told
-from streamfx.fallbacks import NOT_LOOKED_AT, attempted
+from streamfx.errors import describe_error
+from streamfx.fallbacks import NOT_LOOKED_AT, try_step
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import JointGraph, descendants, device_of, outputs_of
@@ -58,7 +58,7 @@ def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
     If not, no partitioner has to run. Counts each storage that the forward graph certainly allocates once. If the
     user's code asks for recomputation, the kept values are not known yet.
     """
-    return attempted(partial(_saved_values_fit, joint, budget), True, NOT_LOOKED_AT, strict=False)
+    return try_step(partial(_saved_values_fit, joint, budget), True, NOT_LOOKED_AT, strict=False)
 
 
 def _saved_values_fit(joint: JointGraph, budget: int | float | str) -> bool:
@@ -66,7 +66,7 @@ def _saved_values_fit(joint: JointGraph, budget: int | float | str) -> bool:
     if any(RECOMPUTE in node.meta for node in joint.graph.nodes):
         return True
     input_bytes = held_bytes(joint.graph, joint.tangents)
-    available = bytes_of(budget, device_of(joint.graph), input_bytes, gradient_bytes(joint.gradients)) - input_bytes
+    available = budget_bytes(budget, device_of(joint.graph), input_bytes, gradient_bytes(joint.gradients)) - input_bytes
     saved_memories = (
         memories(node) for node in joint.forward if node.op == "call_function" and not joint.forward.issuperset(node.users)
     )
@@ -85,7 +85,7 @@ def fits_whole(
     `others` are bytes of outputs that the graphs do not compute.
     """
     held, gradients = held_bytes(forward.graph), outputs_of(backward.graph)
-    left = bytes_of(budget, device_of(forward.graph), held, gradient_bytes(gradients)) - held - others
+    left = budget_bytes(budget, device_of(forward.graph), held, gradient_bytes(gradients)) - held - others
     try:
         return cost_of(forward, backward, num_outputs).peak <= left
     except Exception as error:  # an operator that only a tracer can run
@@ -148,7 +148,7 @@ def _with_cost(make: Callable[[], Halves], num_outputs: int) -> UnchunkedGraph |
         halves = make()
         return UnchunkedGraph(halves, cost_of(*halves, num_outputs))
     except Exception as error:  # an operator that only a tracer can run
-        log.info("not known what the graph takes as it stands: %s", told(error))
+        log.info("not known what the graph takes as it stands: %s", describe_error(error))
         return None
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.argument_checks import refuse_unless, refusing
+from streamfx.argument_checks import check_call, require
 from streamfx.cost.inductor_choice import compiles_whole, uses_inductor
 from streamfx.distributed.rank_consensus import Exchange, run_agreed
 from streamfx.distributed.zero_3 import refuse_partitioned
-from streamfx.errors import IntegrationError, NotStreamedError, OptionError, OverBudgetError, RanksDifferError, told
+from streamfx.errors import IntegrationError, NotStreamedError, OptionError, OverBudgetError, RanksDifferError, describe_error
 from streamfx.fallbacks import (
     INTERNAL,
     NO_PRODUCTS,
@@ -24,9 +24,9 @@ from streamfx.fallbacks import (
     NOT_COMPARED,
     NOT_DEFERRED,
     NOT_LOOKED_AT,
-    attempted,
-    not_streamed,
-    told_of_meta,
+    strict_error,
+    try_step,
+    warn_if_partly_on_meta,
 )
 from streamfx.frontend.associative_scan_match import replace_scan_trees
 from streamfx.frontend.capture import captured
@@ -44,13 +44,13 @@ from streamfx.lazy.outputs import DeferredCall
 from streamfx.lazy.uses import Uses, bytes_of_results
 from streamfx.log import log
 from streamfx.node_meta import VALUE
-from streamfx.options import Options, check_mode, from_environment, resolved
+from streamfx.options import Options, check_mode, environment_options, resolve_options
 from streamfx.passes import run_pipeline
 from streamfx.passes.lowering.gradient_release import in_stretches, plan_chain
 from streamfx.passes.ops.collectives import has_collectives, has_unused_waits
 from streamfx.passes.ops.rules import DECOMPOSITIONS
 from streamfx.passes.partition.unchunked import Halves, fits_whole, may_fit_whole, may_stand, smaller_than
-from streamfx.progress import doing
+from streamfx.progress import show_activity
 from streamfx.rank_errors import failed_here
 from streamfx.runtime.inductor_errors import NOT_COMPILED, blame
 from streamfx.runtime.outer import HostProgramRunner
@@ -85,7 +85,7 @@ class FitsUnchunkedError(Exception):
     """Raised during partitioning if a graph fits without chunks, so that Inductor compiles it as it is."""
 
 
-@refusing(IntegrationError, "streamfx.streambp(...)", do=COMPILE)
+@check_call(IntegrationError, "streamfx.streambp(...)", do=COMPILE)
 def streambp(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None
 ) -> Callable[..., Any]:
@@ -110,19 +110,19 @@ def streambp(
         >>> torch.compile(torch.nn.Linear(8, 8), backend="streambp")(torch.randn(1, 64, 8)).square().mean().backward()
     """
     requirement = "streamfx.streambp(...) takes a graph that Dynamo has traced"
-    refuse_unless(isinstance(module, fx.GraphModule), IntegrationError, requirement, module, COMPILE)
+    require(isinstance(module, fx.GraphModule), IntegrationError, requirement, module, COMPILE)
     with raised_as_itself(module.graph):
         check_mode(mode)
         tell_of_untested_torch()
         tell_of_lost_writes(module.graph)
-        compilation, start = Compilation(module, resolved(options)), time.perf_counter()
-        with doing("tracing", compilation.options.progress):
+        compilation, start = Compilation(module, resolve_options(options)), time.perf_counter()
+        with show_activity("tracing", compilation.options.progress):
             run = compilation.compile(example_inputs)
         note(compilation.facts, time.perf_counter() - start, whole=compilation.is_trained_whole)
         return run
 
 
-from_environment()  # report a bad variable when the backend is imported, not at the first call of a model
+environment_options()  # report a bad variable when the backend is imported, not at the first call of a model
 known_as(("streambp", "streamfx"), f"{__name__}:streambp")  # for checkouts and old installations without an entry point
 
 
@@ -165,7 +165,7 @@ class Compilation(SplittableCompilation):
         except TwoSequencesError as error:
             split_error = error.with_traceback(None)  # otherwise it keeps all values of the trace alive
         except RuntimeError as error:
-            if self.options.strict or not told_of_meta(inputs, error):
+            if self.options.strict or not warn_if_partly_on_meta(inputs, error):
                 raise
             return self.module.forward
         return self.in_parts_or_whole(inputs, split_error)
@@ -173,7 +173,7 @@ class Compilation(SplittableCompilation):
     def _compile_whole(self, inputs: list[Any]) -> Callable[..., Any]:
         """Return the unchunked graph compiled by Inductor; if Inductor fails, compile it as loops with eager bodies."""
         try:
-            with doing("compiling", self.options.progress):
+            with show_activity("compiling", self.options.progress):
                 return compile_whole(self.module, inputs)
         except Exception as error:
             if self.options.strict:
@@ -198,8 +198,8 @@ class Compilation(SplittableCompilation):
             partition_fn=self.partition_in_stretches,
             decompositions=DECOMPOSITIONS,
         )
-        self.traced = attempted(lambda: replace_scan_trees(self.module), self.module, NO_TREES, self.options.strict)
-        self.traced = attempted(lambda: replace_ssd_products(self.traced), self.traced, NO_PRODUCTS, self.options.strict)
+        self.traced = try_step(lambda: replace_scan_trees(self.module), self.module, NO_TREES, self.options.strict)
+        self.traced = try_step(lambda: replace_ssd_products(self.traced), self.traced, NO_PRODUCTS, self.options.strict)
         deferral = self.deferred = self.deferral() if self.inputs_are_own else None
         self.chain = GradientReleaseChain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
@@ -214,7 +214,7 @@ class Compilation(SplittableCompilation):
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
         if budget is None or not self.is_alone(inputs) or not compiles_whole(self.options, inputs):
             return False
-        longest_lengths = attempted(partial(fits_by_far, self.module.graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
+        longest_lengths = try_step(partial(fits_by_far, self.module.graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
         if longest_lengths:
             longest_lengths.guard(self.module.graph)
         return longest_lengths is not None
@@ -226,7 +226,7 @@ class Compilation(SplittableCompilation):
         """Return the graph without outputs that are large and cheap to recompute, if it has any."""
         if self.options.outputs == "dense":
             return None
-        deferral = attempted(lambda: defer_outputs(self.traced), None, NOT_DEFERRED, self.options.strict)
+        deferral = try_step(lambda: defer_outputs(self.traced), None, NOT_DEFERRED, self.options.strict)
         if deferral is not None:
             log.debug("%s", deferral.plan)
         return deferral
@@ -324,7 +324,7 @@ class Compilation(SplittableCompilation):
         """Run all passes. The facts have no program if the graph is not chunked; `ways` build its unchunked graphs."""
         self.ways = ways
         try:
-            with doing("planning", self.options.progress):
+            with show_activity("planning", self.options.progress):
                 facts = run_agreed(self.found_by_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
             self.check_strict(facts)
         except OverBudgetError as error:
@@ -333,15 +333,15 @@ class Compilation(SplittableCompilation):
             raise
         except Exception as error:
             if self.options.strict:
-                raise not_streamed(told(error)) from error
+                raise strict_error(describe_error(error)) from error
             if has_collectives(capture().joint.graph):
                 raise failed_here(error) from error
-            log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
+            log.warning(INTERNAL, describe_error(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), analysis_error=f"{type(error).__name__}: {error}")
         check_budget(facts, self.options)
         chunked_facts = facts
         if may_stand(facts, self.options):
-            facts = attempted(partial(self.unless_smaller, facts, capture(), ways), facts, NOT_COMPARED, strict=False)
+            facts = try_step(partial(self.unless_smaller, facts, capture(), ways), facts, NOT_COMPARED, strict=False)
         self.raise_if_two(chunked_facts)
         self.record_facts(facts)
         if facts.fits == "compiled":

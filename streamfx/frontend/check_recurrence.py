@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from streamfx.argument_checks import described, refuse_unless, refusing
-from streamfx.errors import RuleError, told
+from streamfx.argument_checks import check_call, describe_value, require
+from streamfx.errors import RuleError, describe_error
 from streamfx.frontend.register_rules import TENSORS, overload_of
 from streamfx.ir.scan_schema import NotStatefulError, Stateful, StatefulPlan, backward_plan, forward_plan
 from streamfx.passes.ops.rules.stateful import STATEFUL
@@ -21,7 +21,7 @@ LAW = "in chunks of {size} rows, each given the state that the last one left, {w
 DO = "look at rows, results and states of register_recurrence, and at block, if its state is one only behind whole blocks"
 
 
-@refusing(RuleError, "streamfx.check_recurrence(...)")
+@check_call(RuleError, "streamfx.check_recurrence(...)")
 def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: int | None = None) -> None:
     """Check on sample inputs that an operator gives the same results in chunks as on all rows.
 
@@ -66,7 +66,7 @@ def _check_arguments(operator: Any, arguments: Any, asked: str) -> None:
     """Check that these are arguments of the operator, by name, and that tensors have data."""
     schema = operator._schema.arguments
     do = f"give a dictionary, by name, of what {operator._schema} takes"
-    refuse_unless(isinstance(arguments, Mapping), RuleError, asked, f"arguments={described(arguments)}", do)
+    require(isinstance(arguments, Mapping), RuleError, asked, f"arguments={describe_value(arguments)}", do)
     if unknown := [str(name) for name in arguments if name not in {argument.name for argument in schema}]:
         raise RuleError(asked, found=f"{', '.join(unknown)} among the arguments", do=f"give those of {operator._schema}")
     needed = [
@@ -78,7 +78,7 @@ def _check_arguments(operator: Any, arguments: Any, asked: str) -> None:
         value = arguments.get(argument.name)
         is_given_tensor = argument.name in arguments and str(argument.type) in TENSORS
         fits = isinstance(value, Tensor) or (value is None and str(argument.type) != "Tensor")
-        refuse_unless(not is_given_tensor or fits, RuleError, asked, f"{argument.name}={described(value)}", do)
+        require(not is_given_tensor or fits, RuleError, asked, f"{argument.name}={describe_value(value)}", do)
         if isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
             raise RuleError(asked, found=f"{argument.name} holds no data", do="give real tensors: their numbers are compared")
 
@@ -101,7 +101,7 @@ class _ChunkLaw:
             raise
         except Exception as error:
             raise RuleError(
-                asked, found=f"with these arguments it raises {told(error)}", do="give those of a real call"
+                asked, found=f"with these arguments it raises {describe_error(error)}", do="give those of a real call"
             ) from error
         self.length = rows_of(self.plan, arguments)
         self.device = next(item.device for item in self.results if isinstance(item, Tensor))
@@ -137,7 +137,7 @@ class _ChunkLaw:
         try:
             return chunks()
         except Exception as error:
-            problem = f"in chunks of {self.size} rows it raises {told(error)}"
+            problem = f"in chunks of {self.size} rows it raises {describe_error(error)}"
             raise RuleError(self.asked, found=problem, do=DO) from error
 
     def _is_tensor(self, name: str) -> bool:

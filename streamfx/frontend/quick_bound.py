@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.budget import bytes_of
+from streamfx.budget import budget_bytes
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.node_meta import EXAMPLE_VALUE
@@ -46,7 +46,7 @@ def fits_by_far(graph: fx.Graph, inputs: Sequence[Any], budget: int | float | st
     def fits(lengths: Lengths) -> bool:
         """Return whether a step of these lengths fits: inputs, gradients of weights, and the bound on activations."""
         input_bytes = sum(map(bytes_like, tensors))
-        available = bytes_of(budget, next(iter(devices)), input_bytes, trained) - input_bytes - trained
+        available = budget_bytes(budget, next(iter(devices)), input_bytes, trained) - input_bytes - trained
         return (bytes_at_most(graph) or 0) <= available
 
     traced = Lengths.now(graph)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from streamfx.argument_checks import described, did_you_mean, refusing
+from streamfx.argument_checks import check_call, describe_value, did_you_mean
 from streamfx.errors import RuleError
 from streamfx.frontend.register_rules import TENSORS, has_rule, overload_of
 from streamfx.ir.scan_schema import Stateful
@@ -33,7 +33,7 @@ class ExtraDeclaration(TypedDict, total=False):
     block: int | str
 
 
-@refusing(RuleError, "streamfx.register_recurrence(...)")
+@check_call(RuleError, "streamfx.register_recurrence(...)")
 def register_recurrence(
     operator: Any,
     backward: Any,
@@ -108,17 +108,17 @@ class _Declaration:
         for name in ("rows", "states", "cotangents", "saved", "always", "only"):
             option = options.get(name, {})
             is_by_name = isinstance(option, Mapping) and all(isinstance(key, str) for key in option)
-            self._require(is_by_name, f"{name}={described(option)}", "give a dictionary, by the names of arguments")
+            self._require(is_by_name, f"{name}={describe_value(option)}", "give a dictionary, by the names of arguments")
         for name in ("results", "gradients"):
             option = options[name]
             self._require(
-                isinstance(option, (list, tuple)), f"{name}={described(option)}", "give a list, one entry for each result"
+                isinstance(option, (list, tuple)), f"{name}={describe_value(option)}", "give a list, one entry for each result"
             )
         for name, kind in (("gradients", str), ("counts", str), ("results", int)):
             option = options.get(name, ())
             is_list = isinstance(option, (list, tuple, set, frozenset))
             fits = is_list and all(type(item) is kind or (item is None and name != "counts") for item in option)
-            self._require(fits, f"{name}={described(option)}", f"give a list of {WHAT[name]}")
+            self._require(fits, f"{name}={describe_value(option)}", f"give a list of {WHAT[name]}")
         unknown = [name for name in options if name not in {*GIVEN, *ExtraDeclaration.__annotations__}]
         hint = did_you_mean(unknown[0], ExtraDeclaration.__annotations__) if unknown else ""
         self._require(not unknown, f"{', '.join(unknown)}", f"{hint}it may be {', '.join(ExtraDeclaration.__annotations__)}")

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from streamfx.argument_checks import refusing
-from streamfx.errors import RuleError, one
+from streamfx.argument_checks import check_call
+from streamfx.errors import RuleError, with_article
 from streamfx.ir.signature import Signature
 from streamfx.passes.ops.rules.decompositions import DECOMPOSITIONS
 from streamfx.passes.ops.rules.registry import RULES, RuleCall, notation_rule, rule_of
@@ -22,7 +22,7 @@ TENSORS = ("Tensor", "Optional[Tensor]")  # schema types of tensor arguments, re
 _TOKEN = re.compile(r"(\.\.\.|[A-Za-z_]\w*!?)$")
 
 
-@refusing(RuleError, "streamfx.register_rule(...)")
+@check_call(RuleError, "streamfx.register_rule(...)")
 def register_rule(operator: Any, rule: Rule) -> None:
     """Register how a user-defined operator treats each dimension, so that graphs that use it can be chunked.
 
@@ -63,7 +63,9 @@ def register_rule(operator: Any, rule: Rule) -> None:
     elif callable(rule):
         RULES[overload] = _without_diagonals(rule)
     else:
-        raise RuleError(asked, found=one(type(rule).__name__), do='give notation such as "... d!, d -> ... d", or a function')
+        raise RuleError(
+            asked, found=with_article(type(rule).__name__), do='give notation such as "... d!, d -> ... d", or a function'
+        )
 
 
 def has_rule(operator: OpOverload[Any, Any]) -> bool:
@@ -83,7 +85,7 @@ def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
         return operator
     raise RuleError(
         asked,
-        found=f"{one(type(operator).__name__)}, which graphs do not hold",
+        found=f"{with_article(type(operator).__name__)}, which graphs do not hold",
         do="register the function as an operator with torch.library.custom_op, and give torch.ops.<namespace>.<name>.default",
     )
 

@@ -17,7 +17,7 @@ from torch import fx
 from streamfx.cost.call_order import bytes_of_parameters, peak_of_calls
 from streamfx.cost.memory import Cost, cost_of
 from streamfx.errors import NotStreamedError, OverBudgetError
-from streamfx.fallbacks import NOT_SPLIT, attempted
+from streamfx.fallbacks import NOT_SPLIT, try_step
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import JointGraph
 from streamfx.log import log
@@ -138,7 +138,7 @@ class SplittableCompilation(ABC):
 
     def in_parts_or_whole(self, inputs: list[Any], error: TwoSequencesError) -> Callable[..., Any]:
         """Return the graph in two parts if they take less memory; otherwise recompile it as one."""
-        run = attempted(lambda: self.in_parts(inputs, error), None, NOT_SPLIT, strict=False)
+        run = try_step(lambda: self.in_parts(inputs, error), None, NOT_SPLIT, strict=False)
         if run is not None:
             return run
         self.may_split = False
@@ -214,12 +214,12 @@ class SplittableCompilation(ABC):
         if not may_split or asks or facts.program is None or facts.program.backward is None:
             return None
         find = partial(where_to_split, facts, self.module.graph, lambda: predicted(facts).peak)
-        return attempted(find, None, NOT_SPLIT, strict=False)
+        return try_step(find, None, NOT_SPLIT, strict=False)
 
     def told_of_split(self, error: OverBudgetError, capture: Callable[[], Facts]) -> OverBudgetError:
         """Return the error, with a note that no split was tried if one exists without a budget."""
         without_budget = replace(self.options, memory_budget=None)
-        place = attempted(lambda: self.place_without_budget(run_pipeline(capture, without_budget)), None, NOT_SPLIT, strict=False)
+        place = try_step(lambda: self.place_without_budget(run_pipeline(capture, without_budget)), None, NOT_SPLIT, strict=False)
         if place is None:
             return error
         extended = OverBudgetError(

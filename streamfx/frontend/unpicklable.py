@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NoReturn
 
-from streamfx.errors import NotCopyableError, one
+from streamfx.errors import NotCopyableError, with_article
 
 
 class Unpicklable:
@@ -13,5 +13,5 @@ class Unpicklable:
     _keep: ClassVar[str]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        asked = f"{one(type(self).__name__)} is neither pickled nor copied"
+        asked = f"{with_article(type(self).__name__)} is neither pickled nor copied"
         raise NotCopyableError(asked, found="graphs and functions of this process", do=self._keep)

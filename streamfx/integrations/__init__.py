@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from streamfx.argument_checks import refusing
+from streamfx.argument_checks import check_call
 from streamfx.errors import IntegrationError
 from streamfx.integrations.again import enabled, enabled_in
 from streamfx.integrations.enabled import ORIGIN, EnabledModules, check_dynamic
-from streamfx.options import from_environment, merged
+from streamfx.options import environment_options, merge_options
 
 if TYPE_CHECKING:
     from streamfx.integrations.callback import StreamCallback
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
     return StreamCallback
 
 
-@refusing(IntegrationError, ORIGIN)
+@check_call(IntegrationError, ORIGIN)
 def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any = None, **keywords: Any) -> EnabledModules:
     """Run a model, or the models of a trainer, through `backend="streambp"`, in place.
 
@@ -65,13 +65,13 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
           model (Sequential): what its forward computes, and the loss where it is in it; 0 calls through streambp, 0 as they were
         >>> streamfx.disable(model)
     """
-    from_environment()  # report invalid variables now, not at the first call of the model
-    chosen = merged(options, keywords, ORIGIN)
+    environment_options()  # report invalid variables now, not at the first call of the model
+    chosen = merge_options(options, keywords, ORIGIN)
     check_dynamic(dynamic)
     return enabled(trainer_or_model, chosen, dynamic)
 
 
-@refusing(IntegrationError, "streamfx.disable(...)")
+@check_call(IntegrationError, "streamfx.disable(...)")
 def disable(trainer_or_model: Any) -> None:
     """Let a model, or the models of a trainer, run as before `streamfx.enable`.
 

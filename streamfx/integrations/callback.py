@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from streamfx.integrations.again import enabled, enabled_in
 from streamfx.integrations.enabled import EnabledModules, check_dynamic
-from streamfx.options import merged
+from streamfx.options import merge_options
 
 ORIGIN = "streamfx.integrations.StreamCallback(...)"
 
@@ -43,7 +43,7 @@ class StreamCallback(TrainerCallback):
     def __init__(self, *, dynamic: bool | None = None, options: Any = None, **keywords: Any) -> None:
         """Check the options now; the model is enabled when training begins."""
         check_dynamic(dynamic)
-        self.options, self.dynamic = merged(options, keywords, ORIGIN), dynamic
+        self.options, self.dynamic = merge_options(options, keywords, ORIGIN), dynamic
         self.enabled: EnabledModules | None = None  # the current or the last handle
         self._owns_handle = self._has_reported = False
 

@@ -12,7 +12,7 @@ from streamfx.integrations.parts import CompiledModule, SharedFunctions, is_enab
 from streamfx.integrations.target import Target
 from streamfx.integrations.targets import CompileTargets, find_targets, models_of
 from streamfx.log import log
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from streamfx.tools.report.first_step_notice import Compiled
 from streamfx.torch_private.checkpoints import checkpoints_around, run_with, run_without
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF
@@ -128,7 +128,9 @@ class EnabledModules(Unpicklable):
     def _leaves_memory(self) -> bool:
         """Whether a step on a GPU may use small chunks although memory is free."""
         parameters = (parameter for target in self.targets for parameter in target.module.parameters())
-        return resolved(self.options).memory_budget is None and any(parameter.device.type == "cuda" for parameter in parameters)
+        return resolve_options(self.options).memory_budget is None and any(
+            parameter.device.type == "cuda" for parameter in parameters
+        )
 
     def __str__(self) -> str:
         """Summarize the modules, with equal ones in one line, the numbers of their calls, and the last graphs."""

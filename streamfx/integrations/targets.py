@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamfx.errors import IntegrationError, one
+from streamfx.errors import IntegrationError, with_article
 from streamfx.integrations.engines import check_engine, engine_of, is_sharded_by_engine, parts_of, unwrap_engine
 from streamfx.integrations.heads import head_of
 from streamfx.integrations.minimum_versions import check_versions
@@ -100,7 +100,7 @@ def _describe_object(model_or_trainer: Any) -> str:
     """Describe an object that is neither a module nor a trainer with one."""
     if isinstance(model_or_trainer, type):
         return f"a class ({model_or_trainer.__name__}), not an object of it"
-    name = one(type(model_or_trainer).__name__)
+    name = with_article(type(model_or_trainer).__name__)
     return (
         f"{name}, whose .model is {type(model_or_trainer.model).__name__}"
         if hasattr(model_or_trainer, "model")
@@ -119,11 +119,11 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
     if isinstance(model, torch.jit.ScriptModule):
         raise IntegrationError(
             "streamfx.enable compiles a module in place, and torch.compile cannot look into this one",
-            found=f"{one(type(model).__name__)} of torch.jit",
+            found=f"{with_article(type(model).__name__)} of torch.jit",
             do="give the module that it was scripted or traced from",
         )
     if not has_forward(model):
-        found = f"{one(type(model).__name__)} that has no forward: nothing of it runs when it is called"
+        found = f"{with_article(type(model).__name__)} that has no forward: nothing of it runs when it is called"
         raise IntegrationError("streamfx.enable compiles what a module does when it is called", found=found, do=NO_FORWARD)
     wrapper = unwrap_engine(model)
     if wrapper is None:

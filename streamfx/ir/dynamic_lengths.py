@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from streamfx.errors import told
+from streamfx.errors import describe_error
 from streamfx.ir.sizes import Size, simplified
 from streamfx.log import log
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
@@ -93,7 +93,7 @@ class Lengths:
             try:
                 return holds(longer)
             except Exception as error:
-                log.info("it is not known what a plan takes for %s: %s", longer, told(error))
+                log.info("it is not known what a plan takes for %s: %s", longer, describe_error(error))
                 return False
 
     def with_headroom(self) -> Iterator[Lengths]:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from streamfx.errors import told
+from streamfx.errors import describe_error
 from streamfx.kernels import plain_attention
 from streamfx.kernels.plain_attention import Causal
 from streamfx.log import log
@@ -168,7 +168,7 @@ def _run_test(question: Question, device: torch.device) -> Outcome:
     except torch.AcceleratorError:
         raise  # the context is lost, so no further test can run in this process
     except Exception as error:  # the build has no such kernels, Triton has no compiler, or the device lacks a resource
-        return Outcome(False, f"they do not run ({told(error)})", lasts=not is_out_of_memory(error))
+        return Outcome(False, f"they do not run ({describe_error(error)})", lasts=not is_out_of_memory(error))
     return Outcome(is_right) if is_right else Outcome(False, "they give other numbers than plain operators do")
 
 
@@ -212,7 +212,7 @@ class Child:
             line = self._read_line(process)
         except OSError as error:
             self.stop()
-            return Outcome(False, f"no process could be started to try them in ({told(error)})", lasts=False), False
+            return Outcome(False, f"no process could be started to try them in ({describe_error(error)})", lasts=False), False
         if line is not None and line.endswith(b"\n"):
             with contextlib.suppress(ValueError, TypeError, RecursionError):
                 is_right, why, lasts = json.loads(line)

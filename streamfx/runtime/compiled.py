@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.progress import Asked, Tally
+from streamfx.progress import ProgressOption, Tally
 from streamfx.runtime.compiled_segments import Segment
 from streamfx.runtime.expanded_code import CodeCall, function_of
 
@@ -30,7 +30,7 @@ def _for_several_lengths(call: CodeCall) -> CodeCall:
     return replace(call, run=partial(call.run, several=True)) if isinstance(call.run, Segment) else call
 
 
-def tallied(bodies: Sequence[CompiledBody], progress: Asked) -> None:
+def tallied(bodies: Sequence[CompiledBody], progress: ProgressOption) -> None:
     """Report to `progress` how many of the subgraphs of a program's loop bodies are compiled.
 
     Equal ones are compiled once.

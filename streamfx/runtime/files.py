@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.errors import OffloadSpaceError
 from streamfx.kernels.process_limits import limit_of
 from streamfx.log import log
@@ -79,12 +79,12 @@ def _reserve(file: int, size: int) -> None:
 def _no_room(folder: str, size: int, cause: OSError) -> OffloadSpaceError:
     """Build the error. Free space is reported only if the disk is full, because a file size limit does not depend on it."""
     free, limit = _free_bytes(folder), limit_of("RLIMIT_FSIZE") if cause.errno == errno.EFBIG else None
-    details = f"; {in_bytes(free)} are free" if free is not None and cause.errno == errno.ENOSPC else ""
-    details += "" if limit is None else f"; RLIMIT_FSIZE lets a file have {in_bytes(limit)}"
+    details = f"; {format_bytes(free)} are free" if free is not None and cause.errno == errno.ENOSPC else ""
+    details += "" if limit is None else f"; RLIMIT_FSIZE lets a file have {format_bytes(limit)}"
     advice = "let the environment variable TMPDIR name a folder on a disk with more room, or leave out offload"
     error = OffloadSpaceError(
         "offload keeps values of stages in files",
-        found=f"no room for {in_bytes(size)}: {cause.strerror or cause}{details}",
+        found=f"no room for {format_bytes(size)}: {cause.strerror or cause}{details}",
         where=folder,
         do=advice if limit is None else "raise the limit (`ulimit -f unlimited`), or leave out offload",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamfx.errors import told
+from streamfx.errors import describe_error
 from streamfx.torch_private.inductor import InductorFailedError
 
 NOT_COMPILED = (
@@ -15,4 +15,4 @@ def blame(error: Exception) -> str:
     """Return, for a warning that code runs uncompiled, which component failed."""
     if isinstance(error, InductorFailedError):
         return f"Inductor failed ({error})"
-    return f"streamfx failed ({told(error)}; please report this)"
+    return f"streamfx failed ({describe_error(error)}; please report this)"

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamfx.budget import free_on, in_bytes
+from streamfx.budget import format_bytes, free_memory
 from streamfx.errors import OffloadSpaceError
 from streamfx.kernels.process_limits import limit_of
 from streamfx.log import log
@@ -157,7 +157,11 @@ class PinnedBlocks:
         forget_error(self.device)
         rounded_by_torch = 1 << (size - 1).bit_length()
         log.warning(
-            NOT_REGISTERED, in_bytes(rounded), f"error {code}", in_bytes(rounded_by_torch), in_bytes(rounded_by_torch - size)
+            NOT_REGISTERED,
+            format_bytes(rounded),
+            f"error {code}",
+            format_bytes(rounded_by_torch),
+            format_bytes(rounded_by_torch - size),
         )
         return None
 
@@ -167,21 +171,21 @@ class PinnedBlocks:
             return pinned_by_torch(size)
         except RuntimeError as error:
             limit = limit_of_locked_memory()
-            limit_note = "" if limit is None else f"; RLIMIT_MEMLOCK is {in_bytes(limit)}"
+            limit_note = "" if limit is None else f"; RLIMIT_MEMLOCK is {format_bytes(limit)}"
             raise self._space_error(size, f"it cannot be pinned ({str(error).splitlines()[0]}){limit_note}") from error
 
     def _check_room(self, size: int) -> None:
         """Raise an error if memory is short: Linux overcommits, and kills the process once it touches pages that do not exist."""
-        if size > free_on(HOST) and self.unused:
+        if size > free_memory(HOST) and self.unused:
             self._release_oldest(len(self.unused))
-        if size > (free := free_on(HOST)):
-            raise self._space_error(size, f"{in_bytes(free)} of the host's memory are free for this process", free)
+        if size > (free := free_memory(HOST)):
+            raise self._space_error(size, f"{format_bytes(free)} of the host's memory are free for this process", free)
 
     def _space_error(self, size: int, found: str, free: int | None = None) -> OffloadSpaceError:
         """Return the error for `size` bytes that the host does not have; `found` is the cause."""
         error = OffloadSpaceError(
             "offload keeps values of stages in pinned memory of the host",
-            found=f"no room for {in_bytes(size)}: {found}; {in_bytes(self.in_use)} are in use for others",
+            found=f"no room for {format_bytes(size)}: {found}; {format_bytes(self.in_use)} are in use for others",
             where=f"the host of {self.device}",
             do="raise the limit of the container, or of locked memory (ulimit -l unlimited); shorten the sequence; "
             'or leave out offload (streamfx plan --offload says what a step needs: "host")',

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import fx
 
-from streamfx.errors import told
+from streamfx.errors import describe_error
 from streamfx.torch_private import dynamo_copy, no_modes
 from streamfx.torch_private.symbolic_sizes import Shapes, with_sizes
 
@@ -66,7 +66,7 @@ def inductor_runs() -> Iterator[None]:
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     except Exception as error:
-        raise (InductorMemoryError if is_out_of_memory(error) else InductorFailedError)(told(error)) from error
+        raise (InductorMemoryError if is_out_of_memory(error) else InductorFailedError)(describe_error(error)) from error
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from streamfx.frontend.capture import captured
 from streamfx.frontend.mask_buffers import pattern_of
 from streamfx.ir.facts import Facts
-from streamfx.options import Options, resolved
+from streamfx.options import Options, resolve_options
 from streamfx.passes import run_pipeline
 from streamfx.passes.ops.traits import is_random
 from streamfx.tools.report.notices import predicted
@@ -83,7 +83,7 @@ class Entry:
 
     def analysed(self, **options: Any) -> Facts:
         with default_dtype(getattr(torch, self.dtype)):
-            return run_pipeline(self.captured, resolved({**self.options, **options}))
+            return run_pipeline(self.captured, resolve_options({**self.options, **options}))
 
     def recorded(self) -> Recorded:
         """What replays the graph."""

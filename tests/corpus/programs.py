@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import default_partition
 
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from tests.corpus.entries import Entry
 from tests.corpus.written import Plain, dtype_name, written, written_numbers
 from tests.random_decoders.checking import executed
@@ -67,7 +67,7 @@ def captured(source: Source) -> Iterator[Entry]:
     options, found = program.options, list[Captured]()
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.append(own := Captured(module, resolved({"outputs": "dense", **options})))
+        found.append(own := Captured(module, resolve_options({"outputs": "dense", **options})))
         return own.compile(inputs)
 
     with default_dtype(program.dtype):

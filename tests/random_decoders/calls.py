@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from tests.support.exactness import Outcome, Reduce, Report, assert_small, errors, fresh, outcome, recorder, relative_error
 from tests.support.splits import split_at
 
@@ -113,7 +113,7 @@ def _lengths(called: Called, rest: str) -> dict[str, float]:
 
 def _configured(called: Called, rest: str) -> dict[str, float]:
     """Two threads enter and leave options in turn; the calling thread's are what they were, before and after."""
-    before, entered, left = resolved({}), threading.Event(), threading.Event()
+    before, entered, left = resolve_options({}), threading.Event(), threading.Event()
 
     def work() -> None:
         with streamfx.configure(chunk_size=1):
@@ -127,7 +127,7 @@ def _configured(called: Called, rest: str) -> dict[str, float]:
         left.set()
         thread.join()
         found = called.same("configured")
-    assert resolved({}) == before, "options are left on"
+    assert resolve_options({}) == before, "options are left on"
     return found
 
 

@@ -18,7 +18,7 @@ from torch.fx.experimental import proxy_tensor
 
 from streamfx.frontend.mask_buffers import watched_inputs
 from streamfx.ir.facts import known
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from streamfx.passes.ops.rules import DECOMPOSITIONS
 from tests.support.exactness import (
     NOISE,
@@ -54,7 +54,7 @@ def compare_directly(
     tangents = tangents_of(reduce, call(model, inputs))
     joint = joint_of(model, inputs)
     own = {**options, "outputs": "dense", "chunk_size": chunk_size, "loss_chunk_size": loss_chunk_size}
-    recorded = Recorded(None, resolved(own))  # type: ignore[arg-type]
+    recorded = Recorded(None, resolve_options(own))  # type: ignore[arg-type]
     recorded.primals, recorded.tangents = [item.detach() for item in primals], tangents
     recorded.num_inputs = len(primals)
     recorded.watched = watched_inputs(recorded.primals, [True] * (len(primals) - len(inputs)) + [False] * len(inputs))

@@ -26,7 +26,7 @@ from streamfx.frontend.capture import captured
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_assertion
 from streamfx.ir.program import Program
-from streamfx.options import Options, resolved
+from streamfx.options import Options, resolve_options
 from streamfx.passes import run_pipeline
 from streamfx.passes.partition.chunk_sizes import chunk_sizes
 from streamfx.runtime.outer import HostProgram, HostProgramRunner
@@ -305,7 +305,7 @@ class Recorder:
 
 
 def recorder(**options: Any) -> Recorder:
-    return Recorder(resolved({"outputs": "dense", **options}))
+    return Recorder(resolve_options({"outputs": "dense", **options}))
 
 
 # -- the comparison
@@ -377,7 +377,7 @@ def compare_replayed(
     for recorded in backend.compilations:
         if recorded.joint is None or recorded.primals is None or recorded.tangents is None:
             continue
-        facts = recorded.facts_for(resolved(own)) if rewritten else recorded.facts_in_chunks(resolved(own))
+        facts = recorded.facts_for(resolve_options(own)) if rewritten else recorded.facts_in_chunks(resolve_options(own))
         if facts.program is None:
             continue
         truth, actual = recorded.joint_values(), recorded.streamed_values(facts.program)

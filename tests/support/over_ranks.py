@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from streamfx.frontend.backend import Compilation
 from streamfx.ir.facts import Facts, known
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from streamfx.passes.lowering.collective_order import order_with_chunks
 from streamfx.runtime.collective_calls import begin
 from streamfx.torch_private.dynamo import raised_as_itself
@@ -41,7 +41,7 @@ def everybody() -> Any:
 def facts_of(call: Callable[..., Tensor], inputs: Sequence[Tensor], exchange: Exchange | None = None, **options: Any) -> Facts:
     """What is known of a compiled function in the end."""
     torch._dynamo.reset()
-    given = resolved({"chunk_size": 4, "loss_chunk_size": 4, "check_passes": True, **options})
+    given = resolve_options({"chunk_size": 4, "loss_chunk_size": 4, "check_passes": True, **options})
     seen: list[Facts] = []
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

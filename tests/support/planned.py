@@ -9,7 +9,7 @@ from torch import Tensor
 
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.program import Program
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from streamfx.runtime.outer import HostProgramRunner
 from tests.support.exactness import TOLERANCE, assert_small, compare, value_errors
 from tests.support.stages import Layers, batch
@@ -29,7 +29,7 @@ class Traced:
     def facts(self, **options: Any) -> Facts:
         given = {**OPTIONS, **options}
         if str(given) not in self._facts:
-            self._facts[str(given)] = self.recorded.facts_for(resolved(given))
+            self._facts[str(given)] = self.recorded.facts_for(resolve_options(given))
         return self._facts[str(given)]
 
     def program(self, **options: Any) -> Program:

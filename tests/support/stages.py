@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from streamfx.frontend.backend import Compilation
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from streamfx.runtime.loop import Loop
 from tests.support.layouts import tokens
 from tests.support.twins import same_gradients
@@ -63,7 +63,7 @@ class Staged:
         calls: list[tuple[Compilation, Callable[..., Any], list[Any]]] = []
 
         def backend(module: fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
-            compilation = Compilation(module, resolved(asked))
+            compilation = Compilation(module, resolve_options(asked))
             calls.append((compilation, compilation.compile(given), list(given)))
             return calls[-1][1]
 

@@ -10,7 +10,7 @@ from functorch.compile import aot_function
 from torch import Tensor, nn
 
 from streamfx.ir.facts import Facts
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from streamfx.passes.ops.rules import DECOMPOSITIONS
 from tests.support.exactness import (
     TOLERANCE,
@@ -31,7 +31,7 @@ def traced(
 
     `scale` is what the result is multiplied by before its backward.
     """
-    recorded = Recorded(None, resolved({"outputs": "dense", **options}))  # type: ignore[arg-type]
+    recorded = Recorded(None, resolve_options({"outputs": "dense", **options}))  # type: ignore[arg-type]
     compiled = aot_function(
         function,
         fw_compiler=recorded.run_forward,

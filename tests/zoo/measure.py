@@ -17,7 +17,7 @@ from torch import fx, nn
 from streamfx.cost.memory import cost_of
 from streamfx.frontend.backend import Compilation
 from streamfx.ir.facts import Facts
-from streamfx.options import Options, resolved
+from streamfx.options import Options, resolve_options
 from streamfx.tools.inspect.tracing import distinct_breaks
 from streamfx.tools.report.fallback_reasons import SINGLE_ROW
 from streamfx.tools.report.stage_table import stage_reports
@@ -96,7 +96,7 @@ def _measured(model_type: str) -> Row:
 
 def compared(model: nn.Module, given: dict[str, Any], truth: Outcome) -> Row:
     torch._dynamo.reset()
-    options = resolved({"outputs": "dense", "chunk_size": CHUNK, "loss_chunk_size": CHUNK})
+    options = resolve_options({"outputs": "dense", "chunk_size": CHUNK, "loss_chunk_size": CHUNK})
     backend, own = Keeper(options), copy.deepcopy(model)
     with noted_graph_breaks() as breaks:
         found = errors(outcome(torch.compile(own, backend=backend), own, given), truth)

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from streamfx.argument_checks import described
-from streamfx.errors import StreamFXError, told
+from streamfx.argument_checks import describe_value
+from streamfx.errors import StreamFXError, describe_error
 from streamfx.ir.axis_table import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import FullAxis, Index, LetterDim, LetterShape, Signature
@@ -170,11 +170,11 @@ def evaluate_rule(rule: Rule, call: RuleCall) -> Signature | str:
     except StreamFXError:
         raise
     except Exception as error:
-        return FAILS.format(target=target, error=told(error))
+        return FAILS.format(target=target, error=describe_error(error))
     if signature is None:
         return (OTHER_ROWS if is_moved_elements(call.node) else NOT_COVERED).format(target=target)
     if not isinstance(signature, Signature):
-        return NO_SIGNATURE.format(target=target, found=described(signature))
+        return NO_SIGNATURE.format(target=target, found=describe_value(signature))
     labeled = (*zip(signature.operands, call.shapes, strict=False), *zip(signature.results, call.result_shapes, strict=False))
     fits = len(signature.operands) == len(call.shapes) and all(len(letters) == len(shape) for letters, shape in labeled)
     return signature if fits else OTHER_DIMENSIONS.format(target=target)

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from streamfx.errors import StreamFXError, told
+from streamfx.errors import StreamFXError, describe_error
 from streamfx.frontend.gc_pause import uncollected
 from streamfx.tools.cli import doctor, explain, plan, verify
 from streamfx.tools.cli.codes import INTERRUPTED, REFUSED, CommandResult
@@ -64,6 +64,9 @@ def _print(text: str) -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the buffer that Python flushes at exit
         if not isinstance(error, BrokenPipeError):  # the reader closed the pipe: `streamfx explain ... | head`
             do = "give a place with room: streamfx ... > FILE"
-            print(StreamFXError("the answer is to be written to standard output", found=told(error), do=do), file=sys.stderr)
+            print(
+                StreamFXError("the answer is to be written to standard output", found=describe_error(error), do=do),
+                file=sys.stderr,
+            )
             return False
     return True

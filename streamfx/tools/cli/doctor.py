@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 import streamfx
-from streamfx.errors import told
+from streamfx.errors import describe_error
 from streamfx.tools.cli.codes import NOT_SO, CommandResult
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning", "triton")
@@ -82,7 +82,7 @@ def _entry_point() -> str:
     try:
         loaded = points[0].load()
     except Exception as error:
-        return f"broken ({points[0].value}, {told(error)}): install streamfx anew"
+        return f"broken ({points[0].value}, {describe_error(error)}): install streamfx anew"
     return "found" if loaded is streamfx.streambp else f"another package's: {points[0].value}"
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from streamfx.progress import doing
+from streamfx.progress import show_activity
 from streamfx.tools.cli.arguments import add_model_arguments, check_model, options_of
 from streamfx.tools.cli.codes import NOT_SO, CommandResult
 from streamfx.tools.cli.html_option import add_html_argument, written_as_html
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
     with written_as_html(arguments) as reports:
         model, args, kwargs = model_and_inputs(arguments, "meta")
-        with doing("explaining"):
+        with show_activity("explaining"):
             report = explain(model, *args, options=options_of(arguments), **kwargs)
             summary = report.summary()
         reports.append(report)

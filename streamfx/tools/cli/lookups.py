@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from streamfx.errors import ModelError, told
+from streamfx.errors import ModelError, describe_error
 from streamfx.tools.inspect.eager import allow_real_inputs, faker_of
 from streamfx.tools.inspect.side_effect_guard import modules_of, original, without_side_effects
 from streamfx.torch_private.dynamo import quiet_tracer
@@ -49,7 +49,9 @@ def arguments_of(model: Callable[..., Any], name: str, batch: int, length: int) 
         try:
             rows = _rows_looked_up(model, ids, argument_names)
         except Exception as error:
-            reason = reason or f"{', '.join(argument_names) or 'one argument'} of ids is not what it takes: {told(error)}"
+            reason = (
+                reason or f"{', '.join(argument_names) or 'one argument'} of ids is not what it takes: {describe_error(error)}"
+            )
             continue
         if rows:
             table_rows[ids] = min(rows)

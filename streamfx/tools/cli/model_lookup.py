@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from streamfx.budget import free_on, in_bytes
-from streamfx.errors import ModelError, one, told
+from streamfx.budget import format_bytes, free_memory
+from streamfx.errors import ModelError, describe_error, with_article
 from streamfx.tools.cli.arguments import is_factory
 from streamfx.tools.cli.lookups import arguments_of
 from streamfx.tools.planner.model_names import config_file
@@ -76,13 +76,13 @@ def _truncate_layers(config: Any, layers: int) -> None:
 def _check_host_memory(model: torch.nn.Module) -> None:
     """Raise an error if the parameters and the gradients of two runs do not fit into host memory."""
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    needed, free = COPIES * parameters, free_on(torch.device("cpu"))
+    needed, free = COPIES * parameters, free_memory(torch.device("cpu"))
     if needed > free:
         asked = (
-            f"a model is run here whose parameters take {in_bytes(parameters)}, and their gradients as much in each of two runs"
+            f"this command runs the model: {format_bytes(parameters)} of parameters, and as many of gradients in each of two runs"
         )
-        memory_text = f"{in_bytes(needed)} needed, without activations, {in_bytes(max(0, free))} free"
-        do = "give fewer --layers, or a --dtype of fewer bytes; `streamfx explain` needs no such memory"
+        memory_text = f"{format_bytes(needed)} needed, without activations, {format_bytes(max(0, free))} free"
+        do = "give fewer --layers, or a --dtype of fewer bytes; `streamfx explain` allocates no such memory"
         raise ModelError(asked, found=memory_text, do=do)
 
 
@@ -94,7 +94,7 @@ def _pretrained_model(folder: Path, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
     except Exception as error:
         do = "look at the weights, or use --layers: a model with few layers is made with new ones"
-        raise ModelError(f"the model in {folder} cannot be loaded", found=told(error), do=do) from error
+        raise ModelError(f"the model in {folder} cannot be loaded", found=describe_error(error), do=do) from error
 
 
 def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -110,14 +110,20 @@ def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tu
         raise ModelError(f"there is no {arguments.model!r}", found=str(error), do=do) from None
     except Exception as error:
         do = f"python -c 'import {module_name}' shows all of it"
-        raise ModelError(f"{module_name} cannot be imported", found=told(error), where=place_of(error), do=do) from error
+        raise ModelError(
+            f"{module_name} cannot be imported", found=describe_error(error), where=place_of(error), do=do
+        ) from error
     if not callable(factory):
-        raise ModelError(f"{arguments.model} is a function that returns a model", found=one(type(factory).__name__), do=RETURN)
+        raise ModelError(
+            f"{arguments.model} is a function that returns a model", found=with_article(type(factory).__name__), do=RETURN
+        )
     try:
         result = factory if isinstance(factory, torch.nn.Module) else factory()
     except Exception as error:
         do = "call it without arguments, and see"
-        raise ModelError(f"{arguments.model} makes no model", found=told(error), where=place_of(error), do=do) from error
+        raise ModelError(
+            f"{arguments.model} makes no model", found=describe_error(error), where=place_of(error), do=do
+        ) from error
     return _model_and_arguments(arguments, result)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.options import OFFLOADS, SAVE_LEVELS
-from streamfx.progress import doing
+from streamfx.progress import show_activity
 from streamfx.tools.cli.html_option import add_html_argument, written_as_html
 from streamfx.tools.planner.model_names import (
     DEVICES,
@@ -109,13 +109,13 @@ def run(arguments: argparse.Namespace) -> str:
 def traces(trace_count: int) -> Iterator[Callable[[Prediction], None]]:
     """Show progress on a terminal: the index of the current trace, out of at most `most`, and the result of the last one."""
     done = 1
-    with doing(f"planning {done} of {trace_count}" if trace_count > 1 else "planning") as now:
+    with show_activity(f"planning {done} of {trace_count}" if trace_count > 1 else "planning") as now:
 
         def noted(prediction: Prediction) -> None:
             """Show the last prediction and the index of the next trace."""
             nonlocal done
             done = min(done + 1, trace_count)
-            last_result = f"{prediction.batch:,} x {prediction.length:,} tokens take {in_bytes(prediction.peak_bytes)}"
+            last_result = f"{prediction.batch:,} x {prediction.length:,} tokens take {format_bytes(prediction.peak_bytes)}"
             now(f"planning {done} of {trace_count} ({last_result})" if trace_count > 1 else f"planning ({last_result})")
 
         yield noted

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.argument_checks import refuse_unless, refusing
+from streamfx.argument_checks import check_call, require
 from streamfx.cost.call_order import bytes_of_parameters, peak_of_calls
 from streamfx.cost.categories import loss_values
 from streamfx.cost.curve import Curve
@@ -53,7 +53,7 @@ OURS = "streamfx"
 CLOCK = "predicted for {flops:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s and {launch:.0f} us per operator"
 
 
-@refusing(NotTracedError, "streamfx.explain(...)")
+@check_call(NotTracedError, "streamfx.explain(...)")
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
     """Analyze the call `model(*args, **kwargs)` as `torch.compile(model, backend="streambp", options=options)` would.
 
@@ -86,7 +86,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
     backend_options, kwargs = options_among(model, options, args, kwargs, "streamfx.explain(...)")
     model = original(model)
     arrays = numpy_inputs_text((args, kwargs))
-    refuse_unless(not arrays, NotTracedError, "streamfx.explain asks for tensors", f"arrays of numpy: {arrays}", AS_TENSORS)
+    require(not arrays, NotTracedError, "streamfx.explain asks for tensors", f"arrays of numpy: {arrays}", AS_TENSORS)
     explanation = Explanation(traced(model, args, kwargs, backend_options))
     if (empty := empty_inputs_text((args, kwargs))) and not flops_of_calls(explanation.costs):
         raise NotTracedError("streamfx.explain asks for a call that computes something", found=f"{empty}, and no products", do=DO)
@@ -250,7 +250,7 @@ class Explanation(Unpicklable, Exports):
             True
         """
         asked, do = "print_readable takes the name of a module", "give it as a text, or None for all of the model"
-        refuse_unless(module is None or isinstance(module, str), ReportError, asked, module, do)
+        require(module is None or isinstance(module, str), ReportError, asked, module, do)
         facts = [graph.facts for graph in self.call.graphs]
         text = python_of(bodies_of(facts) if module is None else bodies_of_module(module, facts))
         if print_output:

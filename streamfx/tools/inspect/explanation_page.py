@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.tools.report.page import (
     NOT_CHECKPOINTED,
     Figure,
@@ -48,7 +48,7 @@ def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
 
 def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost], at_peak: str) -> Iterator[Figure]:
     """Yield the figures at the top of the page: peaks, compute and sequence length."""
-    yield Figure("Peak", in_bytes(ours.peak_bytes), f"{at_peak}; {WHAT}")
+    yield Figure("Peak", format_bytes(ours.peak_bytes), f"{at_peak}; {WHAT}")
     for other in others:
         yield baseline_figure(other, ours)
     yield Figure("Compute", in_flops(summary["flops"]), share_text(summary))

@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from streamfx.argument_checks import described, did_you_mean
+from streamfx.argument_checks import describe_value, did_you_mean
 from streamfx.errors import OptionError
 from streamfx.frontend.backend import streambp
-from streamfx.options import NAMES, checked, merged, refuse_positional
+from streamfx.options import NAMES, merge_options, refuse_positional, validate_options
 from streamfx.tools.inspect.side_effect_guard import ENABLED, modules_of, original
 from streamfx.torch_private.dynamo import backend_of, inside_of_compiled
 
@@ -34,9 +34,9 @@ def options_among(
         if name not in accepted and name not in NAMES and (hint or not takes_others):
             takes = MISSPELT if takes_others else f"the model takes {', '.join(sorted(accepted)) or 'no keywords'}"
             asked = f"{origin} has no option {name!r}, and the model names no such argument"
-            raise OptionError(asked, found=f"{name}={described(value)}", do=f"{hint}{takes}")
+            raise OptionError(asked, found=f"{name}={describe_value(value)}", do=f"{hint}{takes}")
     option_keywords = {name: value for name, value in keywords.items() if name in NAMES and name not in accepted}
-    backend_options = {**compiled_options(model), **merged(options, option_keywords, origin)}
+    backend_options = {**compiled_options(model), **merge_options(options, option_keywords, origin)}
     return backend_options, {name: value for name, value in keywords.items() if name not in option_keywords}
 
 
@@ -74,7 +74,7 @@ def _options_of(call: Any) -> dict[str, Any] | None:
     function, keywords = backend_of(call)
     if isinstance(function, functools.partial):
         keywords, function = {**function.keywords, **keywords}, function.func
-    return checked(keywords.get("options"), "torch.compile(options=...)") if function is streambp else None
+    return validate_options(keywords.get("options"), "torch.compile(options=...)") if function is streambp else None
 
 
 def _accepted_arguments(model: Callable[..., Any]) -> tuple[set[str], bool]:

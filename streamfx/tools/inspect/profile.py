@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from streamfx.argument_checks import refusing
+from streamfx.argument_checks import check_call
 from streamfx.errors import ProfileError
 from streamfx.frontend.unpicklable import Unpicklable
 from streamfx.runtime.probes import LoopPlace, watching
@@ -174,7 +174,7 @@ class Profile(Unpicklable):
         return "\n".join(table_of(self.measured, self.predicted_peak_bytes))
 
 
-@refusing(ProfileError, "streamfx.profile()")
+@check_call(ProfileError, "streamfx.profile()")
 def profile() -> Profile:
     """Measure a training step of a compiled model: bytes alive over time, and the seconds of each loop over chunks.
 

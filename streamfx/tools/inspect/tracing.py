@@ -18,7 +18,7 @@ from torch import fx
 from streamfx.cost.memory import Cost, made_like
 from streamfx.cost.repeats import Repeat
 from streamfx.distributed.zero_3 import refuse_partitioned
-from streamfx.errors import NotTracedError, OverBudgetError, one, told
+from streamfx.errors import NotTracedError, OverBudgetError, describe_error, with_article
 from streamfx.frontend.backend import Compilation
 from streamfx.frontend.capture import captured
 from streamfx.frontend.split_graphs import SplittableCompilation, TwoSequencesError
@@ -26,7 +26,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy
 from streamfx.log import log
 from streamfx.node_meta import VALUE
-from streamfx.options import Options, resolved
+from streamfx.options import Options, resolve_options
 from streamfx.passes import run_analyses, run_pipeline
 from streamfx.runtime.stagewise import GradientReleaseChain
 from streamfx.tools.inspect.eager import EagerCall, allow_real_inputs, checkpointed, faker_of
@@ -141,12 +141,12 @@ def traced(
     """
     model = original(model)
     if not callable(model):
-        raise _not_traced(f"{one(type(model).__name__)}, which cannot be called")
+        raise _not_traced(f"{with_article(type(model).__name__)}, which cannot be called")
     if isinstance(model, type):  # torch.compile would modify the class permanently
         raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
     refuse_partitioned(parameters_of(model).values())
     mode, faker = faker_of(model, args, kwargs)
-    backend_options = resolved(options)
+    backend_options = resolve_options(options)
     with allow_real_inputs(mode), mode, quiet_tracer():  # the baselines use the same fake mode
         eager = EagerCall(model, args, kwargs, faker)
         cost = eager.cost() if baselines else None
@@ -219,7 +219,7 @@ def _trace(
             if isinstance(cause, (OverBudgetError, LayersDifferError)):
                 raise cause from None
             line = decided_by_data(error)
-            call.stopped = f"{told(cause)}{f' ({line})' if line else ''}"
+            call.stopped = f"{describe_error(cause)}{f' ({line})' if line else ''}"
             if not call.graphs:
                 raise _not_traced(call.stopped, DATA_DECIDE if line else advice_on((args, kwargs))) from error
     call.breaks = distinct_breaks(breaks)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.argument_checks import refusing
+from streamfx.argument_checks import check_call
 from streamfx.cost.nested_tensors import tensors_returned
 from streamfx.distributed.zero_3 import refuse_partitioned
-from streamfx.errors import NotComparableError, StreamFXError, one, told
+from streamfx.errors import NotComparableError, StreamFXError, describe_error, with_article
 from streamfx.frontend.backend import Compilation
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
-from streamfx.options import resolved
+from streamfx.options import resolve_options
 from streamfx.tools.inspect.chunk_override import ChunkedCompilation, why_not_chunked
 from streamfx.tools.inspect.input_checks import DO, advice_on, empty_inputs_text
 from streamfx.tools.inspect.keywords import options_among
@@ -34,7 +34,7 @@ NUMBERS = "give inputs, weights and a loss for which eager computes gradients th
 ASKED = "streamfx.verify asks for a call that can be run twice with the same outcome"
 
 
-@refusing(NotComparableError, "streamfx.verify(...)")
+@check_call(NotComparableError, "streamfx.verify(...)")
 @serialized
 def verify(
     model: Callable[..., Any], *args: Any, loss: Callable[[Any], Tensor] | None = None, options: Any = None, **kwargs: Any
@@ -69,7 +69,7 @@ def verify(
     """
     option_values, kwargs = options_among(model, options, args, kwargs, "streamfx.verify(...)")
     model = original(model)
-    backend_options = resolved(option_values)
+    backend_options = resolve_options(option_values)
     _check_functions(model, loss)
     sources = gradient_sources(model, (args, kwargs))
     _check_data([*sources.values(), *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))])
@@ -129,7 +129,7 @@ def failing_in_eager(inputs: Any) -> Iterator[None]:
     except Exception as error:
         raise NotComparableError(
             ASKED,
-            found=f"in eager, without the backend, it raises {told(error)}",
+            found=f"in eager, without the backend, it raises {describe_error(error)}",
             do=advice_on(inputs)
             or "check that model(*args, **kwargs) runs with these arguments, and that its loss has gradients",
         ) from error
@@ -359,7 +359,9 @@ def _check_data(tensors: Sequence[Tensor]) -> None:
 def _type_text(value: Any) -> str:
     """Return the type of a value, and the shape of a tensor, for error messages."""
     return (
-        f"{one(type(value).__name__)} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else one(type(value).__name__)
+        f"{with_article(type(value).__name__)} of shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else with_article(type(value).__name__)
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from streamfx.argument_checks import one_of
+from streamfx.argument_checks import choices_hint
 from streamfx.cost.comm import Traffic
 from streamfx.cost.work import ATTENTION, Work
 from streamfx.errors import PlanError
@@ -113,7 +113,7 @@ def device_called(name: str) -> Device:
         return measured()
     names_by_lower = {key.lower(): key for key in PUBLISHED}
     if str(name).lower() not in names_by_lower:
-        raise PlanError(f"there are no rates of a device {name!r}", do=one_of(name, (*PUBLISHED, "here")))
+        raise PlanError(f"there are no rates of a device {name!r}", do=choices_hint(name, (*PUBLISHED, "here")))
     flops, bandwidth, capability = PUBLISHED[names_by_lower[name.lower()]]
     kind = DeviceKind("cuda", capability, has_flash=True, has_cudnn=capability in CUDNN_CAPABILITIES)
     near, far = WIRES[names_by_lower[name.lower()]]

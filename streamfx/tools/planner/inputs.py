@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from streamfx.argument_checks import described, refuse_unless
-from streamfx.errors import PlanError, told
+from streamfx.argument_checks import describe_value, require
+from streamfx.errors import PlanError, describe_error
 
 Inputs = Callable[[int, int], Mapping[str, Tensor]]
 BY_NAME = "let it take a batch and a length, and return a dictionary of tensors by name"
@@ -21,11 +21,11 @@ def checked_inputs(inputs: Inputs, batch: int, length: int) -> Mapping[str, Tens
     try:
         tensors = inputs(batch, length)
     except Exception as error:
-        raise PlanError(asked, found=f"it raises {told(error)}", do=BY_NAME) from error
+        raise PlanError(asked, found=f"it raises {describe_error(error)}", do=BY_NAME) from error
     by_name = isinstance(tensors, Mapping) and all(isinstance(name, str) for name in tensors)
-    refuse_unless(by_name and bool(tensors), PlanError, asked, tensors, BY_NAME)
-    non_tensors = [f"{name}={described(value)}" for name, value in tensors.items() if not isinstance(value, Tensor)]
-    refuse_unless(not non_tensors, PlanError, asked, ", ".join(non_tensors), f"{BY_NAME}: torch.as_tensor(...)")
+    require(by_name and bool(tensors), PlanError, asked, tensors, BY_NAME)
+    non_tensors = [f"{name}={describe_value(value)}" for name, value in tensors.items() if not isinstance(value, Tensor)]
+    require(not non_tensors, PlanError, asked, ", ".join(non_tensors), f"{BY_NAME}: torch.as_tensor(...)")
     return tensors
 
 
@@ -43,7 +43,7 @@ def check_inputs(inputs: Inputs, batch: int, length: int, max_batch: bool) -> No
             continue
         asked = f"inputs(batch, length) says what the model takes of a {what}"
         same_text = f"the same sizes from inputs({batch}, {length}) and inputs({size[0]}, {size[1]}): {_text(sizes)}"
-        refuse_unless(changed_sizes != sizes, PlanError, asked, same_text, AS_ASKED)
+        require(changed_sizes != sizes, PlanError, asked, same_text, AS_ASKED)
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:

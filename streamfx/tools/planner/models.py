@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.argument_checks import did_you_mean
-from streamfx.errors import PlanError, one, told
+from streamfx.errors import PlanError, describe_error, with_article
 from streamfx.tools.planner.config_typos import misspelt_in
 from streamfx.tools.planner.model_names import config_file
 from streamfx.tools.planner.quantized import quantized
@@ -30,7 +30,7 @@ def configuration(source: Any) -> Any:
         return _configuration_of(dict(source), "a mapping")
     if not isinstance(source, (str, Path)):
         if not hasattr(source, "model_type"):
-            raise PlanError(f"{one(type(source).__name__)} is no configuration", do=f"give {KINDS}")
+            raise PlanError(f"{with_article(type(source).__name__)} is no configuration", do=f"give {KINDS}")
         return source
     path = config_file(source)
     try:
@@ -58,7 +58,7 @@ def _configuration_of(values: dict[str, Any], origin: str) -> Any:
         config = AutoConfig.for_model(**values)
     except Exception as error:
         asked = f"{origin} is no configuration that the installed transformers ({transformers.__version__}) can read"
-        raise PlanError(asked, found=told(error), do="check its model_type and its sizes") from None
+        raise PlanError(asked, found=describe_error(error), do="check its model_type and its sizes") from None
     for key, meant in misspelt_in(values, config):
         asked = f"{origin} has a key that a configuration of type {model_type!r} does not know"
         raise PlanError(asked, found=repr(key), do=f"did you mean {meant!r}? Left out, it would be what it is by default")
@@ -89,7 +89,7 @@ def language_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
     except Exception as error:
         asked = f"transformers makes no causal language model of a configuration of type {config.model_type!r}"
         raise PlanError(
-            asked, found=told(error), do="give the configuration of a decoder, with sizes that fit together"
+            asked, found=describe_error(error), do="give the configuration of a decoder, with sizes that fit together"
         ) from error
     return model.train()
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.argument_checks import one_of
+from streamfx.argument_checks import choices_hint
 from streamfx.errors import PlanError
 from streamfx.tools.planner.models import LoraLinear, language_inputs
 
@@ -40,7 +40,7 @@ def objective_called(name: str, group: int) -> Objective:
         "grpo": Objective(GroupStep, _group_inputs, group),
     }
     if name not in objectives:
-        raise PlanError(f"there is no objective {name!r} to plan for", do=one_of(name, objectives))
+        raise PlanError(f"there is no objective {name!r} to plan for", do=choices_hint(name, objectives))
     return objectives[name]
 
 

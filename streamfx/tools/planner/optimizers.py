@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from streamfx.argument_checks import one_of
+from streamfx.argument_checks import choices_hint
 from streamfx.errors import PlanError
 from streamfx.tools.planner.shards import Sharding, rank_part
 
@@ -24,7 +24,7 @@ UPDATING = tuple(name for name in STATES if name != "none")
 def state_bytes(model: nn.Module, optimizer: str, ranks: Sharding) -> int:
     """Return the bytes of the optimizer state of all trained parameters on one rank."""
     if optimizer not in STATES:
-        raise PlanError(f"there is no optimizer {optimizer!r} to plan for", do=one_of(optimizer, STATES))
+        raise PlanError(f"there is no optimizer {optimizer!r} to plan for", do=choices_hint(optimizer, STATES))
     with ranks.cut(model):
         trained = [rank_part(parameter) for parameter in model.parameters() if parameter.requires_grad]
         return -(-sum(map(STATES[optimizer], trained)) // ranks.holders)

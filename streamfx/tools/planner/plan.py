@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from streamfx.argument_checks import described, did_you_mean, one_of, plain, refusing
-from streamfx.budget import FORMS, amount_of, bytes_of, is_budget
+from streamfx.argument_checks import as_python_number, check_call, choices_hint, describe_value, did_you_mean
+from streamfx.budget import FORMS, budget_bytes, is_budget, parse_amount
 from streamfx.errors import OptionError, PlanError
 from streamfx.frontend.gc_pause import uncollected
-from streamfx.options import NAMES, Options, merged, resolved
+from streamfx.options import NAMES, Options, merge_options, resolve_options
 from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.planner.context import check_heads
 from streamfx.tools.planner.devices import device_called, here
@@ -75,7 +75,7 @@ class PlanRequest:
     noted: Callable[[Prediction], None] | None
 
 
-@refusing(PlanError, "streamfx.plan(...)")
+@check_call(PlanError, "streamfx.plan(...)")
 @serialized
 def plan(
     model: Any,
@@ -136,7 +136,7 @@ def plan(
     backend_options = _backend_options(options, keywords)
     head = (model, seq, batch, memory, host_memory, dtype, lora_rank, quantize, optimizer, optimizer_in_backward, world, shard)
     rest = (tensor, context, max_length, max_batch, device, baselines, objective, group, inputs, backend_options, noted)
-    return _run_request(PlanRequest(*map(plain, (*head, *rest))))
+    return _run_request(PlanRequest(*map(as_python_number, (*head, *rest))))
 
 
 def _run_request(request: PlanRequest) -> PlanReport:
@@ -185,13 +185,13 @@ def _backend_options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any
         hint = did_you_mean(name, names)
         asked = f"streamfx.plan(...) has no argument {name!r}, and the backend no such option"
         raise OptionError(asked, found=f"{name}={keywords[name]!r}", do=f"{hint}help(streamfx.plan) says which there are")
-    return merged(options, keywords, "streamfx.plan(...)")
+    return merge_options(options, keywords, "streamfx.plan(...)")
 
 
 def _limits(memory: Any, host_memory: Any, world: int) -> Limits:
     """Return the limit of a device, and of the host memory per device."""
-    device = None if memory is None else bytes_of(memory, here())
-    return Limits(device, None if host_memory is None else bytes_of(host_memory, here()) // devices_per_host(world))
+    device = None if memory is None else budget_bytes(memory, here())
+    return Limits(device, None if host_memory is None else budget_bytes(host_memory, here()) // devices_per_host(world))
 
 
 def _check_model(model: nn.Module, tensor: int, context: int) -> None:
@@ -204,7 +204,7 @@ def _check_model(model: nn.Module, tensor: int, context: int) -> None:
 
 def _check_host_memory(size: Any) -> None:
     """Refuse a host memory that is not a number of bytes."""
-    if size is not None and not isinstance(amount_of(size), int):
+    if size is not None and not isinstance(parse_amount(size), int):
         raise PlanError(f"host_memory cannot be {size!r}", do="give bytes, or a text like '1TiB' or '1T'")
 
 
@@ -214,7 +214,7 @@ def _check_has_effect(request: PlanRequest) -> None:
         found = f"group={request.group}, and the objective {request.objective!r}"
         do = "plan the objective 'grpo', or leave group out"
         raise PlanError("group has no effect: it is how many answers to a prompt grpo compares", found=found, do=do)
-    if request.host_memory is not None and (offload := resolved(request.options).offload) == "none":
+    if request.host_memory is not None and (offload := resolve_options(request.options).offload) == "none":
         found = f"host_memory={request.host_memory!r}, and offload={offload!r}"
         do = "give offload='inputs' (--offload) or 'attention', or leave host_memory out"
         raise PlanError("host_memory has no effect: it is for values that wait on the host", found=found, do=do)
@@ -232,7 +232,7 @@ def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:
 def _check_dtype_and_memory(dtype: Any, memory: Any) -> None:
     """Refuse an unknown dtype, and a memory that is not a budget."""
     if dtype not in TYPES:
-        raise PlanError(f"there is no type {dtype!r} to plan for", do=one_of(dtype, TYPES))
+        raise PlanError(f"there is no type {dtype!r} to plan for", do=choices_hint(dtype, TYPES))
     if not is_budget(memory):
         raise PlanError(f"memory cannot be {memory!r}", do=f"give {FORMS}")
 
@@ -242,13 +242,13 @@ def _check_kinds(request: PlanRequest) -> None:
     for name, choices in CHOICES.items():
         value = getattr(request, name)
         if not isinstance(value, str) and not (value is None and name == "quantize"):
-            raise PlanError(f"{name} cannot be {described(value)}", do=one_of(value, choices))
+            raise PlanError(f"{name} cannot be {describe_value(value)}", do=choices_hint(value, choices))
     for name in SWITCHES:
         if not isinstance(value := getattr(request, name), bool):
-            raise PlanError(f"{name} cannot be {described(value)}", do="give True or False")
+            raise PlanError(f"{name} cannot be {describe_value(value)}", do="give True or False")
     for name, do in FUNCTIONS.items():
         if (value := getattr(request, name)) is not None and not callable(value):
-            raise PlanError(f"{name} cannot be {described(value)}", do=do)
+            raise PlanError(f"{name} cannot be {describe_value(value)}", do=do)
 
 
 def _check_takes_ids(model: Any, request: PlanRequest) -> None:
@@ -266,7 +266,7 @@ def _check_takes_ids(model: Any, request: PlanRequest) -> None:
 def _check_budgets(memory: Any, options: Mapping[str, Any]) -> None:
     """Refuse contradictory values of `memory` and `memory_budget`."""
     budget = options.get("memory_budget")
-    if memory is not None and budget is not None and amount_of(memory) != amount_of(budget):
+    if memory is not None and budget is not None and parse_amount(memory) != parse_amount(budget):
         found = f"memory={memory!r} and memory_budget={budget!r}"
         raise PlanError("what a step may take is said twice, differently", found=found, do="give memory= alone")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.tools.report.page import (
     NOT_CHECKPOINTED,
     Figure,
@@ -29,7 +29,7 @@ def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, d
     of the step.
     """
     ours, *others = (StepCost(course.way, course.peak_bytes, course.flops) for course in timeline.courses)
-    memory = "" if summary["memory"] is None else f", {in_bytes(summary['memory'])} of memory"
+    memory = "" if summary["memory"] is None else f", {format_bytes(summary['memory'])} of memory"
     return Page(
         title=summary["model"],
         subtitle=f"A step of {summary['batch']} x {summary['length']:,} tokens on {summary['device']}{divided}{memory}",
@@ -57,17 +57,17 @@ def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _search_result(summary: Mapping[str, Any]) -> str:
     """Return the result of a search, or an empty string if there was none."""
     if summary["max_length"] is not None:
-        fits = f"{summary['max_length']:,} tokens fit into {in_bytes(summary['memory'])}"
+        fits = f"{summary['max_length']:,} tokens fit into {format_bytes(summary['memory'])}"
         return f"{fits}; {summary['verdict']}" if summary["lengths"] else fits
     if summary["max_batch"] is not None:
-        return f"a batch of {summary['max_batch']:,} fits into {in_bytes(summary['memory'])}"
+        return f"a batch of {summary['max_batch']:,} fits into {format_bytes(summary['memory'])}"
     return ""
 
 
 def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost], counted: str, at_peak: str) -> Iterator[Figure]:
     """Yield the figures at the top of the page: peaks, compute and time."""
     fits = {None: "", True: " It fits.", False: " It does not fit."}[summary["fits"]]
-    yield Figure("Peak", in_bytes(ours.peak_bytes), f"{at_peak}; {counted}.{fits}")
+    yield Figure("Peak", format_bytes(ours.peak_bytes), f"{at_peak}; {counted}.{fits}")
     for other in others:
         yield baseline_figure(other, ours)
     yield Figure("Compute", in_flops(summary["flops"]))
@@ -87,7 +87,10 @@ def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
         yield wire_table_of(summary["wire"])
     if summary["host"] is not None:
         host = summary["host"]
-        rows_ = (("of this device", in_bytes(host["bytes"])), (f"of {host['devices']} devices", in_bytes(host["bytes_of_all"])))
+        rows_ = (
+            ("of this device", format_bytes(host["bytes"])),
+            (f"of {host['devices']} devices", format_bytes(host["bytes_of_all"])),
+        )
         yield Table("What waits on the host for the backward half", ("", "bytes"), rows_)
     if summary["choices"]:
         tried = tuple(_choice_row(item) for item in summary["choices"])
@@ -97,4 +100,4 @@ def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
 def _choice_row(item: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return a row of a tried choice: its name, the work of a chunk, and its peak."""
     work = item["chunk_work_bytes"]
-    return item["choice"], "as asked" if work is None else in_bytes(work), in_bytes(item["peak_bytes"])
+    return item["choice"], "as asked" if work is None else format_bytes(work), format_bytes(item["peak_bytes"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from streamfx.argument_checks import one_of
+from streamfx.argument_checks import choices_hint
 from streamfx.errors import PlanError
 from streamfx.tools.inspect.layers import layers_of
 
@@ -70,7 +70,7 @@ class DequantizedWeight(nn.Module):
 def quantized(model: nn.Module, name: str) -> nn.Module:
     """Freeze a model and quantize the large matrices of its layers, including those of experts."""
     if name not in SCHEMES:
-        raise PlanError(f"there is no way {name!r} to quantize weights", do=one_of(name, SCHEMES))
+        raise PlanError(f"there is no way {name!r} to quantize weights", do=choices_hint(name, SCHEMES))
     model.requires_grad_(False)
     for layer in layers_of(model):
         for module in list(layer.modules()):

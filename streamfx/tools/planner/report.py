@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.cost.categories import OPTIMIZER
 from streamfx.cost.comm import Traffic, added
 from streamfx.cost.work import Work
@@ -94,7 +94,7 @@ class PlanReport(Exports):
         ours, why = StepCost("streambp", step.peak_bytes, step.flops), why_nothing_streams(step.stages)
         if limit is not None and step.peak_bytes <= limit and not self.limits.hold(step):
             return (
-                f"{in_bytes(step.host_bytes)} do not fit into the {in_bytes(self.limits.host or 0)} of the host for each device"
+                f"{format_bytes(step.host_bytes)} do not fit into {format_bytes(self.limits.host or 0)} of host memory per device"
             )
         if limit is not None:
             return verdict_within(limit, ours, others, why)
@@ -256,7 +256,7 @@ class PlanReport(Exports):
     def _lines(self) -> Iterator[str]:
         """Yield the page: verdict, memory, comparison, compute, communication, stages and choices."""
         summary, step = self.summary(), self.prediction
-        memory = f", {in_bytes(self.limits.device)} of memory" if self.limits.device is not None else ""
+        memory = f", {format_bytes(self.limits.device)} of memory" if self.limits.device is not None else ""
         yield f"{self.name}: {self.verdict}"
         yield f"  planned  a step of {step.batch} x {step.length:,} tokens{self._parallelism_text()}{memory}"
         if self.max_length is not None:
@@ -265,9 +265,9 @@ class PlanReport(Exports):
                 yield f"{length:>19,}  {way}{f': ours is {times(self.max_length / length)} as long' if length else ''}"
         if self.max_batch is not None:
             yield f"  largest  a batch of {self.max_batch:,} fits"
-        yield f"  memory   {in_bytes(step.peak_bytes)} at the peak, {self._counted_text()}:"
+        yield f"  memory   {format_bytes(step.peak_bytes)} at the peak, {self._counted_text()}:"
         for term, size in step.peak_by_term.items():
-            yield f"             {in_bytes(size):>10}  {term}"
+            yield f"             {format_bytes(size):>10}  {term}"
         yield from self._reserve_lines()
         yield from self._host_lines(summary["host"])
         yield ""
@@ -293,10 +293,8 @@ class PlanReport(Exports):
         limit = self.limits.device
         if limit is not None and (spare := limit - self.prediction.peak_bytes) >= 0:
             reserve = int(RESERVE * limit)
-            text = (
-                f"{in_bytes(spare)} are left, {'at least' if spare >= reserve else 'less than'} the {in_bytes(reserve)} to keep"
-            )
-            yield f"  reserve  {text}: {NOT_COUNTED}"
+            comparison = "at least" if spare >= reserve else "less than"
+            yield f"  reserve  {format_bytes(spare)} left, {comparison} the recommended {format_bytes(reserve)}: {NOT_COUNTED}"
 
     def _parallelism_text(self) -> str:
         """Describe how devices divide the step; empty for one device."""
@@ -311,31 +309,33 @@ class PlanReport(Exports):
     def _host_lines(self, host: dict[str, Any] | None) -> Iterator[str]:
         """Yield the bytes that wait on the host."""
         if host is not None:
-            limit = "" if host["memory"] is None else f" of {in_bytes(host['memory'])}"
+            limit = "" if host["memory"] is None else f" of {format_bytes(host['memory'])}"
             every = (
                 ""
                 if host["devices"] == 1
-                else f", {in_bytes(host['bytes_of_all'])}{limit} for the {host['devices']} of a machine"
+                else f", {format_bytes(host['bytes_of_all'])}{limit} for the {host['devices']} of a machine"
             )
-            yield f"  host     {in_bytes(host['bytes'])} wait there for the backward half{every or limit}"
+            yield f"  host     {format_bytes(host['bytes'])} wait there for the backward half{every or limit}"
             yield from self._copy_lines(host)
 
     def _copy_lines(self, host: dict[str, Any]) -> Iterator[str]:
         """Yield the bytes copied to the host and back, and the time it takes."""
-        copied, rate = in_bytes(host["copied_bytes"]), host["bytes_per_second"]
+        copied, rate = f"{format_bytes(host['copied_bytes'])} copied to the host and back", host["bytes_per_second"]
         if rate is None:
-            yield f"           {copied} copied there and back, in a time that is not counted: how fast is not known"
+            yield f"           {copied}, in a time that is not counted: the rate is unknown"
             return
-        takes, adds = in_seconds(host["seconds"]), in_seconds(host["waited_seconds"])
-        yield f"           {copied} copied there and back at {in_bytes(int(rate))} per second: {takes}; {adds} of it waited for"
+        duration, waited = in_seconds(host["seconds"]), in_seconds(host["waited_seconds"])
+        yield f"           {copied} at {format_bytes(int(rate))} per second: {duration}, of which {waited} are waited for"
         yield f"           {ASSUMED_HOST}"
 
     def _wire_lines(self, wire: dict[str, Any] | None) -> Iterator[str]:
         """Yield the bytes that each device sends, and the time it takes."""
         if wire is not None:
             sizes = {"near": wire["bytes"] - wire["far_bytes"], "far": wire["far_bytes"]}
-            rates = {name: in_bytes(int(rate)) for name, rate in wire["bytes_per_second"].items()}
-            sent = " and ".join(f"{in_bytes(size)} {name}, at {rates[name]} per second" for name, size in sizes.items() if size)
+            rates = {name: format_bytes(int(rate)) for name, rate in wire["bytes_per_second"].items()}
+            sent = " and ".join(
+                f"{format_bytes(size)} {name}, at {rates[name]} per second" for name, size in sizes.items() if size
+            )
             takes, waits = in_seconds(wire["seconds"]), in_seconds(wire["waited_seconds"])
             yield f"  wire     each device sends {sent}: {takes}; {waits} of it waited for"
             yield f"           {ASSUMED_WIRE}"
@@ -346,7 +346,7 @@ class PlanReport(Exports):
         return [
             [
                 name,
-                in_bytes(row["peak_bytes"]),
+                format_bytes(row["peak_bytes"]),
                 in_flops(row["flops"]),
                 *(in_seconds(row[key]) if key in row else "" for key in TIMES),
             ]
@@ -374,14 +374,14 @@ def _stage_rows(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     keys = ("chunk_size", "saved_bytes")
     for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), suffix_of(stage), *(stage[key] for key in keys))):
         similar = list(run)
-        stage, saved = similar[0], in_bytes(similar[0]["saved_bytes"])
+        stage, saved = similar[0], format_bytes(similar[0]["saved_bytes"])
         name = joint_name([item["name"] for item in similar]) + suffix_of(stage)
         yield [name, str(stage["chunk_size"] or "-"), saved if len(similar) == 1 else f"{len(similar)} x {saved}"]
 
 
 def _choice_row(item: dict[str, Any]) -> list[str]:
     work = item["chunk_work_bytes"]
-    return [item["choice"], "as asked" if work is None else in_bytes(work), in_bytes(item["peak_bytes"])]
+    return [item["choice"], "as asked" if work is None else format_bytes(work), format_bytes(item["peak_bytes"])]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamfx.options import least_save
+from streamfx.options import min_save_level
 from streamfx.passes.partition.budget_search import KEEP_EVERY
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.scaling import Growth, growth_of, size_within
@@ -105,7 +105,7 @@ def least_memory(sequences: int, stages: int, options: Mapping[str, Any]) -> dic
     rows = max(LEAST_ROWS, BUSY // sequences)
     offload = options.get("offload", "none")
     every = fewest_bytes(stages) if offload == "none" else 1  # offloaded inputs use no device memory: save all of them
-    return {"save": least_save(offload), "keep_every": every, "chunk_size": rows, "loss_chunk_size": rows}
+    return {"save": min_save_level(offload), "keep_every": every, "chunk_size": rows, "loss_chunk_size": rows}
 
 
 def fewest_bytes(stages: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamfx.argument_checks import one_of
+from streamfx.argument_checks import choices_hint
 from streamfx.errors import PlanError
 from streamfx.tools.planner.context import context_parallel_attention
 from streamfx.tools.planner.tensors import tensor_parallel_layers
@@ -101,7 +101,7 @@ ALONE = Sharding()
 def checked_sharding(world: int, shard: Any, tensor: int = 1, context: int = 1) -> Sharding:
     """Return a valid sharding, or raise."""
     if shard not in SHARDS:
-        raise PlanError(f"nothing is divided as {shard!r}", do=one_of(shard, SHARDS))
+        raise PlanError(f"nothing is divided as {shard!r}", do=choices_hint(shard, SHARDS))
     if world % (tensor * context):
         raise PlanError(
             f"a step is divided among tensor={tensor} times context={context} devices",

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.cost.repeats import Repeat
-from streamfx.errors import OverBudgetError, StreamFXError, told
+from streamfx.errors import OverBudgetError, StreamFXError, describe_error
 from streamfx.frontend.gc_pause import uncollected
 from streamfx.kernels.device_kinds import supposed
 from streamfx.log import log
@@ -124,7 +124,7 @@ class TrainingStep:
             return refusal
         if not limits.hold(prediction):
             return refusal
-        memory_text = f"{in_bytes(prediction.peak_bytes)} at the peak, {in_bytes(prediction.host_bytes)} wait on the host"
+        memory_text = f"{format_bytes(prediction.peak_bytes)} at the peak, {format_bytes(prediction.host_bytes)} wait on the host"
         advised = OverBudgetError(
             refusal.asked, refusal.found, refusal.where, f"{OFFLOAD.format(takes=memory_text)}; or {refusal.do}"
         )
@@ -140,7 +140,7 @@ class TrainingStep:
             try:
                 return _peaks(self.at(batch, length, options, baselines=True, chunked=False))
             except StreamFXError as error:  # custom inputs or position embeddings may not support this length
-                log.info("whether %d tokens gain is not known: %s", length, told(error))
+                log.info("whether %d tokens gain is not known: %s", length, describe_error(error))
                 return None
 
         def peaks_of_first_layers(count: int, length: int) -> tuple[int, int] | None:
@@ -238,7 +238,9 @@ class TrainingStep:
         )
         if best is None:
             what = "batch" if max_batch else "length"
-            refusal = OverBudgetError(f"no {what} fits into {in_bytes(limits.device)}", do="give more memory, or a smaller model")
+            refusal = OverBudgetError(
+                f"no {what} fits into {format_bytes(limits.device)}", do="give more memory, or a smaller model"
+            )
             least = (1, seq) if max_batch else (batch, sought.multiple)
             raise self._advise_offload(
                 refusal, limits, {**least_memory(sequences, layers + 1, fixed_options), **fixed_options}, *least

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.cost.categories import (
     BETWEEN_GRAPHS,
     CHUNK,
@@ -149,7 +149,7 @@ def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[StepCourse]) 
 
 def _peak_mark(course: StepCourse, scale: Scale) -> ChartMark:
     """Return the labeled mark at the peak of a course."""
-    label = f"{course.way}: {in_bytes(course.peak_bytes)}"
+    label = f"{course.way}: {format_bytes(course.peak_bytes)}"
     return ChartMark(scale.x(course.seconds[course.peak]), scale.y(course.peak_bytes), label)
 
 

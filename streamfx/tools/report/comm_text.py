@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.tools.report.comm_table import COLUMNS, HALVES
 from streamfx.tools.report.stage_titles import joint_name, unnumbered
 
@@ -18,12 +18,12 @@ def wire_totals(wire: Plain | None) -> Iterator[str]:
     if wire is None:
         return
     early, whole = wire["early_reductions"], wire["whole_weights_bytes"]
-    parts = [f"{in_bytes(wire['bytes'])} sent by each rank"]
+    parts = [f"{format_bytes(wire['bytes'])} sent by each rank"]
     parts += [] if early is None else [f"{100 * early:.0f} % of the reductions begin before the last loop"]
-    parts += [f"{in_bytes(whole)} of whole weights at the peak"] if whole else []
+    parts += [f"{format_bytes(whole)} of whole weights at the peak"] if whole else []
     yield f"  wire     {', '.join(parts)}"
     eager = wire["eager"]
-    yield f"           {'unknown' if eager is None else in_bytes(eager['bytes'])} in {_eager_text(eager)}"
+    yield f"           {'unknown' if eager is None else format_bytes(eager['bytes'])} in {_eager_text(eager)}"
 
 
 def wire_table(stages: Sequence[Plain], wire: Plain | None) -> Iterator[str]:
@@ -57,7 +57,7 @@ def _graph_rows(name: str, wire: Plain, count: int) -> Iterator[list[str]]:
 def _cell(traffic: Plain, count: int) -> str:
     """Format calls and bytes, multiplied by `count`; a dash without calls."""
     each = f"{count} x " if count > 1 else ""
-    return f"{each}{traffic['calls']}, {in_bytes(traffic['bytes'])}" if traffic["calls"] else "-"
+    return f"{each}{traffic['calls']}, {format_bytes(traffic['bytes'])}" if traffic["calls"] else "-"
 
 
 def _eager_text(eager: Plain | None) -> str:

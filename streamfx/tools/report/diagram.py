@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.tools.report.dataflow import LoopTraffic
 from streamfx.tools.report.page import StageRow
 from streamfx.tools.report.stage_titles import joint_name
@@ -88,7 +88,7 @@ def _arrows(boxes: dict[tuple[int, str], Box], flows: Sequence[Iterable[LoopTraf
             if ends[0] is not None and ends[1] is not None:
                 traffic.setdefault((ends[0].key, ends[1].key, ends[0].half != ends[1].half), set()).add(size)
     for (source, target, saved), sizes in traffic.items():
-        label = in_bytes(max(sizes)) if len(sizes) == 1 else f"up to {in_bytes(max(sizes))}"
+        label = format_bytes(max(sizes)) if len(sizes) == 1 else f"up to {format_bytes(max(sizes))}"
         yield Arrow(source, target, label, saved)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from streamfx.budget import AUTO, in_bytes
+from streamfx.budget import AUTO, format_bytes
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamedError, OverBudgetError
 from streamfx.ir.facts import Facts, StorageClass
@@ -199,7 +199,7 @@ def _is_of_recurrent_layer(node: fx.Node) -> bool:
 
 def why_smaller(ours: int, other: int) -> str:
     """Explain why a graph that could be chunked runs unchanged."""
-    return SMALLER.format(ours=in_bytes(ours), other=in_bytes(other))
+    return SMALLER.format(ours=format_bytes(ours), other=format_bytes(other))
 
 
 def why_no_stages(facts: Facts) -> str:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 
-from streamfx.budget import in_bytes
-from streamfx.errors import told
+from streamfx.budget import format_bytes
+from streamfx.errors import describe_error
 from streamfx.ir.facts import Facts
 from streamfx.log import log
 from streamfx.tools.report.fallback_reasons import FITS
@@ -34,7 +34,7 @@ class Compiled:
         try:
             outcome = self._outcome()
         except Exception as error:
-            outcome = f"it cannot be described: {told(error)}"
+            outcome = f"it cannot be described: {describe_error(error)}"
         return f"compiled in {self.seconds:.1f} s: {outcome}"
 
     def _outcome(self) -> str:
@@ -47,7 +47,7 @@ class Compiled:
             return f"{record.streams}; {MORE}"
         more = f" ({MORE})" if any(stage.reasons for stage in record.stages) else ""
         rows = f", {record.rows}" if record.rows else ""
-        return f"{record.streams}{more}{rows}, peak predicted {in_bytes(record.cost.peak)} for activations and gradients"
+        return f"{record.streams}{more}{rows}, peak predicted {format_bytes(record.cost.peak)} for activations and gradients"
 
 
 _noted: ContextVar[list[Compiled] | None] = ContextVar("streamfx_noted", default=None)

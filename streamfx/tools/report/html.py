@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.tools.report.chart import LEFT, RIGHT, WIDTH, colour_of, comparison_chart, stacked_chart
 from streamfx.tools.report.page import Page, SpanFigure
 from streamfx.tools.report.text import in_flops
@@ -53,7 +53,7 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": in_bytes, "flops": in_flops}
+    environment.filters |= {"bytes": format_bytes, "flops": in_flops}
     environment.globals |= {"stairs_of": stairs_of, "side": SIDE}
     return environment
 
@@ -62,7 +62,8 @@ def legend_of(course: StepCourse) -> list[tuple[int, str, str, str]]:
     """Return color index, name, bytes at the peak and maximum bytes of each category, topmost first."""
     terms = tuple(course.terms)
     rows = [
-        (colour_of(name, terms), name, in_bytes(sizes[course.peak]), in_bytes(max(sizes))) for name, sizes in course.terms.items()
+        (colour_of(name, terms), name, format_bytes(sizes[course.peak]), format_bytes(max(sizes)))
+        for name, sizes in course.terms.items()
     ]
     return rows[::-1]
 

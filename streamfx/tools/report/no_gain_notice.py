@@ -10,10 +10,10 @@ from collections.abc import Hashable
 
 from torch import fx
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.cost.flops import flops_of_graph
 from streamfx.cost.memory import bytes_like, bytes_of_values
-from streamfx.errors import told
+from streamfx.errors import describe_error
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_parameter, is_tensor
 from streamfx.log import log
@@ -78,11 +78,12 @@ def tell_of_no_gain(facts: Facts, options: Options) -> None:
         try:
             ours, other = predicted(facts).peak, checkpointing_bytes(facts)
         except Exception as error:
-            log.info("not known whether a graph saves memory: %s", told(error))
+            log.info("not known whether a graph saves memory: %s", describe_error(error))
             return
         if ours >= other:
             _warn_once(
-                (NO_GAIN, _model_key(facts)), NO_GAIN.format(flops=float(flops), ours=in_bytes(ours), other=in_bytes(other))
+                (NO_GAIN, _model_key(facts)),
+                NO_GAIN.format(flops=float(flops), ours=format_bytes(ours), other=format_bytes(other)),
             )
 
 

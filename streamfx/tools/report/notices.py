@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.cost.categories import loss_values
 from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, cost_of
-from streamfx.errors import told
+from streamfx.errors import describe_error
 from streamfx.ir.facts import Facts, known
 from streamfx.log import log
 from streamfx.tools.report.fallback_reasons import why_no_stages
@@ -38,7 +38,7 @@ def _record_text(facts: Facts) -> str:
     try:
         return "\n".join(line.rstrip() for line in _record_lines(facts))
     except Exception as error:
-        return f"a graph was compiled, and cannot be described: {told(error)}"
+        return f"a graph was compiled, and cannot be described: {describe_error(error)}"
 
 
 @dataclass(frozen=True)
@@ -117,5 +117,5 @@ def _record_lines(facts: Facts) -> Iterator[str]:
         yield f"a graph runs as it stands: {why_no_stages(facts)}"
         return
     yield f"a graph of {sequence_length(facts)} rows: {record.streams}"
-    yield f"  memory   {in_bytes(record.cost.peak)} at the peak for activations and gradients (predicted)"
+    yield f"  memory   {format_bytes(record.cost.peak)} at the peak for activations and gradients (predicted)"
     yield from stage_lines(record.plain, record.cost.flops)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.options import Options
 from streamfx.tools.report.stage_titles import joint_name, names_together, unnumbered
 from streamfx.tools.report.text import in_flops, in_seconds, obstacles_of
@@ -114,7 +114,7 @@ def sentence(text: str) -> str:
 def baseline_figure(other: StepCost, ours: StepCost) -> Figure:
     """Return the peak of a baseline and its ratio to the streamed peak."""
     name = f"{other.way[:1].upper()}{other.way[1:]}"
-    return Figure(name, in_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} ours")
+    return Figure(name, format_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} ours")
 
 
 def place_of_peak(course: StepCourse, stages: Sequence[Stage]) -> str:
@@ -141,7 +141,7 @@ def _stage_row(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]
     """Return the line of similar stages: FLOPs share, saved bytes and sequence length."""
     stage, name = run[0], joint_name([stage["name"] for stage in run])
     share = f"{100 * sum(similar['flops'] for similar in run) / flops:.1f} %" if flops else "-"
-    saved = in_bytes(stage["saved_bytes"])
+    saved = format_bytes(stage["saved_bytes"])
     sequence = sequences[stage["graph"]] if stage["graph"] < len(sequences) else None
     return StageRow(name, len(run), stage, saved if len(run) == 1 else f"{len(run)} x {saved}", share, sequence, run)
 
@@ -169,7 +169,8 @@ def _fallback_row(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> Fa
 def ways_table(timeline: Timeline) -> Table:
     """Return a table of peak, compute and time for each way of running the step."""
     rows = [
-        (course.way, in_bytes(course.peak_bytes), in_flops(course.flops), in_seconds(course.end)) for course in timeline.courses
+        (course.way, format_bytes(course.peak_bytes), in_flops(course.flops), in_seconds(course.end))
+        for course in timeline.courses
     ]
     return Table("Ways to run this step", ("", "peak", "compute", "predicted time"), tuple(rows), f"Time: {timeline.clock}.")
 
@@ -180,14 +181,14 @@ def wire_table_of(wire: Mapping[str, Any]) -> Table:
     for half in ("forward", "backward"):
         for kind, traffic in wire[half].items():
             if traffic["calls"]:
-                rows.append((f"{half}: {kind.replace('_', ' ')}", f"{traffic['calls']:,}", in_bytes(traffic["bytes"])))
+                rows.append((f"{half}: {kind.replace('_', ' ')}", f"{traffic['calls']:,}", format_bytes(traffic["bytes"])))
     eager = wire.get("eager")
     if eager is not None:
         checkpointed = ", layers checkpointed" if eager["checkpointed"] else ""
-        rows.append((f"for comparison, all of eager{checkpointed}", "", in_bytes(eager["bytes"])))
-    notes = [f"{in_bytes(wire['bytes'])} sent by each rank in a step."]
+        rows.append((f"for comparison, all of eager{checkpointed}", "", format_bytes(eager["bytes"])))
+    notes = [f"{format_bytes(wire['bytes'])} sent by each rank in a step."]
     if wire.get("early_reductions") is not None:
         notes.append(f"{100 * wire['early_reductions']:.0f} % of the reductions begin before the last loop.")
     if wire.get("whole_weights_bytes"):
-        notes.append(f"{in_bytes(wire['whole_weights_bytes'])} of whole weights are alive at the peak.")
+        notes.append(f"{format_bytes(wire['whole_weights_bytes'])} of whole weights are alive at the peak.")
     return Table("What ranks exchange", ("", "calls", "bytes"), tuple(rows), " ".join(notes))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from streamfx.argument_checks import refuse_unless
-from streamfx.errors import ReportError, told
+from streamfx.argument_checks import require
+from streamfx.errors import ReportError, describe_error
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """Return the path if a file can be written there; raise an error otherwise."""
     asked = f"a report is to be written to {path!r}"
-    refuse_unless(isinstance(path, (str, os.PathLike)), ReportError, asked, path, "give the path of a file")
+    require(isinstance(path, (str, os.PathLike)), ReportError, asked, path, "give the path of a file")
     target = Path(path)
     try:
         if target.is_dir():
@@ -24,7 +24,7 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
     except ReportError:
         raise
     except (OSError, ValueError) as error:  # an invalid path: too long, or with a null byte
-        raise ReportError(asked, found=told(error), do="give another path") from None
+        raise ReportError(asked, found=describe_error(error), do="give another path") from None
     return target
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.cost.curve import MOST_POINTS
 from streamfx.tools.report.stage_titles import joint_name, unnumbered
 from streamfx.tools.report.text import counted, in_seconds
@@ -138,12 +138,12 @@ def table_of(step: MeasuredStep, predicted: int | None) -> Iterator[str]:
     yield f"streamfx: a step of {in_seconds(step.seconds)}{share}"
     if step.compiled_seconds:
         yield COMPILED.format(seconds=in_seconds(step.compiled_seconds))
-    prediction = "" if predicted is None else f"; {in_bytes(predicted)} were predicted for activations and gradients"
+    prediction = "" if predicted is None else f"; {format_bytes(predicted)} were predicted for activations and gradients"
     peak = step.peak_bytes
     if peak is None:
         yield f"  memory   not measured: {step.unseen}{prediction}"
     else:
-        yield f"  memory   {in_bytes(peak)} at the peak, over what was alive before ({step.device}){prediction}"
+        yield f"  memory   {format_bytes(peak)} at the peak, over what was alive before ({step.device}){prediction}"
     if not step.loops:
         yield f"  {NO_LOOPS}"
         return
@@ -175,7 +175,7 @@ def _table_row(run: Sequence[MeasuredLoop], total: float) -> tuple[str, ...]:
     seconds = sum(loop.seconds for loop in run)
     chunks = sum(loop.chunks for loop in run)
     peaks = [loop.peak_bytes for loop in run if loop.peak_bytes is not None]
-    peak = in_bytes(max(peaks)) if peaks else "-"
+    peak = format_bytes(max(peaks)) if peaks else "-"
     return joint_name(names), run[0].half, f"{len(run):,}", f"{chunks:,}", in_seconds(seconds), _percent(seconds, total), peak
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 from streamfx.tools.report.comm_text import wire_table, wire_totals
 from streamfx.tools.report.stage_titles import joint_name, names_together, unnumbered
 from streamfx.tools.report.verdict import CHECKPOINTING, EAGER, NOTHING, StepCost, gains, verdict, why_nothing_streams
@@ -107,7 +107,9 @@ def verdict_of(summary: Mapping[str, Any]) -> str:
     ours = StepCost("streambp", summary["peak_bytes"], summary["flops"])
     why_whole = why_nothing_streams(summary["stages"])
     if not summary["trains"] and why_whole is None and not gains(ours, others):
-        return f"{NOT_TRAINED}: {in_bytes(ours.peak_bytes)} at the peak, {in_bytes(others[0].peak_bytes)} in {others[0].way}"
+        return (
+            f"{NOT_TRAINED}: {format_bytes(ours.peak_bytes)} at the peak, {format_bytes(others[0].peak_bytes)} in {others[0].way}"
+        )
     return verdict(ours, others, why_whole, counted=COUNTED)
 
 
@@ -204,11 +206,12 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
     checkpointing = summary["checkpointing_peak_bytes"]
     flops, baseline_flops = summary["flops"], summary["baseline_flops"]
     ratio = f" ({flops / baseline_flops:.2f} times)" if baseline_flops else ""
-    yield f"  memory   {in_bytes(peak)} at the peak for activations and gradients"
-    checkpointed = f", {in_bytes(checkpointing)} with every layer checkpointed" if checkpointing is not None else ""
-    yield f"           {in_bytes(baseline)} in eager{checkpointed}"
+    yield f"  memory   {format_bytes(peak)} at the peak for activations and gradients"
+    checkpointed = f", {format_bytes(checkpointing)} with every layer checkpointed" if checkpointing is not None else ""
+    yield f"           {format_bytes(baseline)} in eager{checkpointed}"
     if checkpointing is not None and checkpointing < peak:
-        yield f"           more by {in_bytes(peak - checkpointing)}; most at the peak: {_peak_values(summary['at_peak'], peak)}"
+        at_peak = _peak_values(summary["at_peak"], peak)
+        yield f"           more by {format_bytes(peak - checkpointing)}; most at the peak: {at_peak}"
     if summary["not_checkpointed"]:
         yield f"           not compared with gradient checkpointing: {summary['not_checkpointed']}"
     yield f"  compute  {in_flops(flops)}, {share_text(summary)}"
@@ -228,7 +231,7 @@ def _peak_values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
     texts = [] if 2 * sum(item["bytes"] for item in items) >= peak else [CHUNK_WORK]
     for item in items:
         where = _source_lines_text(list(filter(None, [item["where"]])))
-        texts.append(f"{in_bytes(item['bytes'])}, {counted(item['values'], 'result')} of {item['operator']}{where}")
+        texts.append(f"{format_bytes(item['bytes'])}, {counted(item['values'], 'result')} of {item['operator']}{where}")
     return "; ".join(texts)
 
 
@@ -258,7 +261,7 @@ def _table_row(run: list[Stage], flops: int) -> tuple[str, ...]:
     """Return the cells of a group of similar stages."""
     stage, name = run[0], joint_name([stage["name"] for stage in run])
     share = 100 * sum(stage["flops"] for stage in run) / flops if flops else 0.0
-    saved = in_bytes(stage["saved_bytes"])
+    saved = format_bytes(stage["saved_bytes"])
     return (
         name + suffix_of(stage),
         ", ".join(stage["attention"]) or "-",

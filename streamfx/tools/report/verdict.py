@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamfx.budget import in_bytes
+from streamfx.budget import format_bytes
 
 GAIN = 1.1  # times less memory: a smaller gain is not worth a code change
 LITTLE = 1.02  # ratio below which two figures count as equal
@@ -91,13 +91,13 @@ def verdict_within(budget: int, ours: StepCost, others: Sequence[StepCost], why_
     >>> verdict_within(70 << 30, ours, [checkpointing], "no rule")
     'does not fit into 70.0 GiB: nothing streams, because no rule; gradient checkpointing takes 131.0 GiB'
     """
-    fits = f"fits into {in_bytes(budget)}" if ours.peak_bytes <= budget else f"does not fit into {in_bytes(budget)}"
+    fits = f"fits into {format_bytes(budget)}" if ours.peak_bytes <= budget else f"does not fit into {format_bytes(budget)}"
     fits += "" if why_whole is None else f": {NOTHING}, because {why_whole}"
     if not others:
         return fits
     other = others[0]
     if other.peak_bytes > budget or ours.peak_bytes > budget:
-        return f"{fits}; {other.way} takes {in_bytes(other.peak_bytes)}"
+        return f"{fits}; {other.way} takes {format_bytes(other.peak_bytes)}"
     if why_whole is not None or not ours.flops or not other.flops:
         return f"{fits}{';' if why_whole else ','} {f'{other.way} fits, too' if why_whole else f'as does {other.way}'}"
     return f"{fits} with {ours.flops / other.flops:.2f} of the FLOPs of {other.way}, which fits, too"
