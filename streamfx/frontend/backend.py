@@ -351,16 +351,14 @@ class Compilation(SplittableCompilation):
     def unless_smaller(self, facts: Facts, traced: Facts, ways: Sequence[Callable[[], Halves]]) -> Facts:
         """Return `facts`, or `traced` facts if an unchunked graph takes less memory; then record its halves in `standing`."""
         loops = None if facts.program is None else predicted(facts)
-        whole = smaller_than(loops, facts, traced.joint, ways)
-        if whole is None:
+        if (whole := smaller_than(loops, facts, traced.joint, ways)) is None:
             return facts
         self.standing, trains, peak = whole.halves, whole.halves[1] is not None, whole.cost.peak
         if loops is None:
             return replace(facts, lengths=whole.lengths)
         compiled = trains and uses_inductor(self.options, facts.joint.graph) and peak + self.deferred_bytes() <= loops.peak
-        return replace(
-            traced, unchunked_reason=why_smaller(loops.peak, peak), fits="compiled" if compiled else None, lengths=whole.lengths
-        )
+        reason = why_smaller(loops.peak, peak)
+        return replace(traced, unchunked_reason=reason, fits="compiled" if compiled else None, lengths=whole.lengths)
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """Run the passes; a refusal under `strict=True` is raised here, so that other ranks learn of it."""
