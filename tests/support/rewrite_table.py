@@ -13,10 +13,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "rewrites.md"
 HEAD = """\
 # Rewrite rules
 
-The pass `canonicalize` applies these rules to the joint graph until none applies. Each rule replaces one operator, with its neighbors, by an
-equal graph that later passes can read; it may round differently if its row says so. `->` separates before and after. A golden file shows
-each rule on a graph that it rewrites and on one that only looks similar: `tests/goldens/equation.*.txt`. This page comes from the
-docstrings of the rules: `pytest tests/test_docs.py --update-goldens` writes it.
+The pass `canonicalize` applies these rules to the joint graph until none applies. Each rule replaces one operator, with its
+neighbors, by an equal graph that later passes can read; it may round differently if its row says so. `->` separates before and
+after. A golden file shows each rule on a graph that it rewrites and on one that only looks similar
+(`tests/goldens/equation.*.txt`). This page comes from the docstrings of the rules: `pytest tests/test_docs.py --update-goldens`
+writes it.
 """
 SUBJECTS = {
     "views": "Views, indices, constants and concatenations",
