@@ -28,7 +28,7 @@ EACH = pytest.mark.parametrize("target", sorted(SAMPLES, key=str), ids=str)
 def test_every_rule_has_a_sample() -> None:
     """A rule for all operators of a type, which have states, is held to eager by the tests of recurrences."""
     missing = {target for target in RULES.keys() - SAMPLES.keys() if not isinstance(target, type)}
-    assert not sorted(map(str, missing)), "add sample calls to tests/support/samples"
+    assert not sorted(map(str, missing)), "add sample calls to tests/support/samples.txt"
     assert not sorted(map(str, SAMPLES.keys() - RULES.keys())), "samples of operators without a rule"
 
 
@@ -90,7 +90,7 @@ def runnable(target: Any, shapes: list[tuple[int, ...]]) -> Call:
         except (RuntimeError, NotImplementedError):
             continue
         return call
-    raise AssertionError(f"no sample call of {target} runs: add one to tests/support/samples")
+    raise AssertionError(f"no sample call of {target} runs: add one to tests/support/samples.txt")
 
 
 @pytest.mark.parametrize("target", tagged_pointwise(), ids=str)

@@ -18,7 +18,7 @@ from streamfx.ir.ranges import Range, constant, everything, hull
 from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.kernels.sdpa import ATTENTION
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
-from tests.support.samples import Sizes, calls
+from tests.support.samples import SAMPLES, Sizes, calls, table_in
 
 aten = torch.ops.aten
 INF = torch.inf
@@ -42,32 +42,7 @@ PRODUCTS = {  # what these make of large numbers is assumed, not proven
     *(aten.convolution.default, aten._cdist_forward.default, GROUPED_MM, GROUPED_OUTER, ATTENTION),
 }
 ASSUMED = {aten.randn.default, aten.rand.default, aten.bernoulli.default, aten.rand_like.default}  # drawn anew by each call
-MORE: dict[Any, Callable[[Sizes], tuple[Any, ...]]] = {  # operators without a sample of their rule
-    aten.clone.default: lambda s: (s.draw(s.b, s.t),),
-    aten.diagonal.default: lambda s: (s.draw(s.b, s.t), 1),
-    aten.unfold.default: lambda s: (s.draw(s.b, s.t), 1, 2, 1),
-    aten.mv.default: lambda s: (s.draw(s.b, s.d), s.draw(s.d)),
-    aten.dot.default: lambda s: (s.draw(s.d), s.draw(s.d)),
-    aten.scatter.value: lambda s: (s.draw(s.b, s.t), 1, s.integers(s.t, s.b, 2), 3.0),
-    aten.max.default: lambda s: (s.draw(s.b, s.t),),
-    aten.min.default: lambda s: (s.draw(s.b, s.t),),
-    aten.any.default: lambda s: (s.booleans(s.b, s.t),),
-    aten.all.default: lambda s: (s.booleans(s.b, s.t),),
-    aten.bincount.default: lambda s: (s.integers(4, s.t), None, 5),
-    aten.histc.default: lambda s: (s.positive(s.t), 4, 0, 3),
-    aten.full.default: lambda s: ([s.b, s.t], 300, {"dtype": torch.float32}),
-    aten.zeros.default: lambda s: ([s.b], {"dtype": torch.int8}),
-    aten.ones.default: lambda s: ([s.b], {"dtype": torch.bool}),
-    aten.arange.default: lambda s: (300, {"dtype": torch.bfloat16}),
-    aten.arange.start: lambda s: (-3, 300, {"dtype": torch.uint8}),
-    aten.arange.start_step: lambda s: (250, -10, -7, {"dtype": torch.int8}),
-    aten.argsort.default: lambda s: (s.draw(s.t),),
-    aten.argsort.stable: lambda s: (s.draw(s.t), {"stable": True}),
-    aten.masked_scatter.default: lambda s: (s.draw(s.b, s.t), s.booleans(s.b, s.t), s.draw(s.b, s.t)),
-    aten.scatter.src: lambda s: (s.draw(s.b, s.t), 1, s.integers(s.t, s.b, 2), s.draw(s.b, 2)),
-    aten.index_add.default: lambda s: (s.draw(s.b, s.t), 0, s.integers(s.b, 5), s.draw(5, s.t), {"alpha": 2}),
-    aten.scatter_add.default: lambda s: (s.draw(s.b, s.t), 1, s.integers(s.t, s.b, 4), s.draw(s.b, 4)),
-}
+MORE, _ = table_in("samples_of_values.txt")
 
 
 @dataclass(frozen=True)
@@ -158,12 +133,7 @@ def _argument(argument: Any, chance: random.Random, dtype: torch.dtype) -> Any:
 def _by_sample(operator: Any, chance: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that the operator's rule is tested with, floating-point numbers drawn anew."""
     sizes = Sizes(2, 5, 3, 4, 6)
-    if operator in MORE:
-        own = MORE[operator](sizes)
-        args, kwargs = (own[:-1], own[-1]) if isinstance(own[-1], dict) else (own, {})
-    else:
-        call = chance.choice(list(calls(operator, sizes)))
-        args, kwargs = call.args, dict(call.kwargs)
+    call = chance.choice(list(calls(operator, sizes, MORE if operator in MORE else SAMPLES)))
     dtype = chance.choice(TYPES[:4])
     mild = operator in PRODUCTS or operator is aten.histc.default
     among = (LARGE if operator in PRODUCTS and chance.random() < 0.5 else MILD) if mild else HURTING
@@ -172,7 +142,7 @@ def _by_sample(operator: Any, chance: random.Random) -> tuple[tuple[Any, ...], d
         is_number = isinstance(item, Tensor) and item.is_floating_point()
         return _numbers(chance, tuple(item.shape), torch.float64 if mild else dtype, among) if is_number else item
 
-    return pytree.tree_map(renewed, (tuple(args), kwargs))
+    return pytree.tree_map(renewed, (call.args, dict(call.kwargs)))
 
 
 def held(tensor: Tensor) -> Range:
