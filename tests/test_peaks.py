@@ -148,13 +148,13 @@ def test_every_attention_of_a_program_is_counted(context: int, device: str, dtyp
         return count(func, *given)
 
     monkeypatch.setattr(meter, "_work_of", noted)
-    meter._traced_workspace.cache_clear()
+    meter._cached_workspace.cache_clear()
     options = {"save": "inputs", "chunk_size": 128, "loss_chunk_size": 128}
     given: dict[str, Any] = {"device": device, "dtype": dtype, "world": context, "context": context, "shard": "ddp"}
     streamfx.plan({**TINY, "num_hidden_layers": 1}, seq=512, baselines=False, options=options, **given)
     assert (sdpa.ATTENTION_BACKWARD in seen) == (context > 1)
     assert any(func.namespace == "aten" and "backward" in func.name() for func in seen)
-    assert seen <= {*workspaces.WORKSPACES, *workspaces.FOLLOWED}
+    assert seen <= {*workspaces.WORKSPACES, *workspaces.TRACED_OPERATORS}
 
 
 def workspace(call: Callable[[], Any]) -> int:
@@ -174,6 +174,6 @@ def test_on_a_cpu_no_more_is_taken_than_what_is_counted_and_a_few_bytes_of_each_
         query, key, value = (torch.zeros(rows, 1, heads, 16).permute(1, 2, 0, 3) for heads in (4, groups, groups))
         given = query, query, key, value, query, torch.zeros(1, 4, rows)  # as rows lie that ranks have exchanged
         for target, own in ((sdpa.ATTENTION, given[1:4]), (sdpa.ATTENTION_BACKWARD, given)):
-            counted = meter.followed(target, own, {"is_causal": True})
+            counted = meter.traced_workspace(target, own, {"is_causal": True})
             taken = workspace(lambda: target(*own, is_causal=True))  # noqa: B023
             assert counted <= taken <= counted + torch.get_num_threads() * THREAD

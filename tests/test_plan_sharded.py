@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import streamfx
-from streamfx.cost.comm import Traffic, sent_by
+from streamfx.cost.comm import Traffic, traffic_of_call
 from streamfx.cost.meter import Meter
 from streamfx.cost.work import Work
-from streamfx.cost.workspaces import GRANULE
+from streamfx.cost.workspaces import ALLOCATION_BLOCK
 from streamfx.tools.planner.devices import device_called
 from streamfx.tools.planner.host_memory import Copies
 from streamfx.tools.planner.models import built
@@ -87,7 +87,9 @@ def test_what_lies_between_loops_has_terms_of_its_own() -> None:
     rows = seq // devices * 8 * 8 * 2  # of all heads: queries, and as many bytes of keys and of values, which are repeated
     terms = found["peak_by_term"]
     assert terms["exchanged rows"] == 4 * rows  # queries, keys, values, the gradient of the result
-    kernel = (8 + 1) * 4 * seq + 2 * GRANULE  # a sum of the queries' gradient in single precision, two numbers of a generator
+    kernel = (
+        8 + 1
+    ) * 4 * seq + 2 * ALLOCATION_BLOCK  # a sum of the queries' gradient in single precision, two numbers of a generator
     assert terms["whole attention"] == 4 * rows + 4 * seq + kernel  # the result with its log-sum-exps, three gradients
     assert terms["other"] <= tables * seq // devices * 8 * 2 + 1024  # cosines and sines of positions
     assert terms["stage inputs"] == seq // devices * 64 * 2  # of one layer: the other is on the host
@@ -97,11 +99,13 @@ def test_what_lies_between_loops_has_terms_of_its_own() -> None:
 @pytest.mark.parametrize("ranks", [(64, 0), (64, 63)], indirect=True)
 def test_which_groups_lie_inside_of_a_machine(ranks: DeviceMesh) -> None:  # noqa: F811
     world = dist.get_world_size()
-    for size, apart, is_far in ((8, 1, 0), (4, 1, 0), (4, 2, 0), (4, 4, 1), (8, 8, 1), (2, 32, 1), (64, 1, 1)):
+    for size, apart, spans_machines in ((8, 1, 0), (4, 1, 0), (4, 2, 0), (4, 4, 1), (8, 8, 1), (2, 32, 1), (64, 1, 1)):
         own = dist.get_rank() // (size * apart) * size * apart + dist.get_rank() % apart
         group = dist.new_group(range(own, own + size * apart, apart), use_local_synchronization=True)
-        sent = sent_by(torch.ops._c10d_functional.all_reduce.default, (torch.ones(world), "sum", group.group_name), {}, None)
-        assert sent is not None and (sent.ranks, sent.is_far) == (size, bool(is_far))
+        sent = traffic_of_call(
+            torch.ops._c10d_functional.all_reduce.default, (torch.ones(world), "sum", group.group_name), {}, None
+        )
+        assert sent is not None and (sent.ranks, sent.spans_machines) == (size, bool(spans_machines))
 
 
 # -- what computes meanwhile

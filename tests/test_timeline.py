@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import streamfx
 from streamfx.cost.categories import BETWEEN_GRAPHS, CHUNK, LOSS
 from streamfx.cost.curve import Point, shortened
-from streamfx.cost.sampled_chunks import MOST_GROUPS, groups_of
+from streamfx.cost.sampled_chunks import MAX_GROUPS, chunk_groups
 from streamfx.cost.sampling import SampledLoop
 from streamfx.cost.work import Work
 from streamfx.runtime.loop import Loop
@@ -90,7 +90,7 @@ def test_chunks_show_as_teeth(chunks: int) -> None:
     explanation = streamfx.explain(Causal(), ids, ids, options={"chunk_size": 6, "loss_chunk_size": 6})
     ours = explanation.timeline.ours
     for loop in ours.loops:
-        assert (loop.chunks, loop.drawn) == (chunks, min(chunks, MOST_GROUPS))
+        assert (loop.chunks, loop.drawn) == (chunks, min(chunks, MAX_GROUPS))
         assert 0 <= loop.begins < loop.ends <= ours.end
     first = ours.loops[0]
     assert teeth(ours, CHUNK, first) >= first.drawn
@@ -119,10 +119,10 @@ def test_equal_layers_are_drawn_though_one_of_them_ran(monkeypatch: pytest.Monke
 
 def test_curves_are_shortened_and_chunks_grouped() -> None:
     """What stands out stays."""
-    assert groups_of(3) == [range(1), range(1, 2), range(2, 3)]
-    groups = groups_of(1000)
+    assert chunk_groups(3) == [range(1), range(1, 2), range(2, 3)]
+    groups = chunk_groups(1000)
     assert [position for group in groups for position in group] == list(range(1000))
-    assert (len(groups), len(groups[0]), len(groups[-1])) == (MOST_GROUPS, 1, 1)
+    assert (len(groups), len(groups[0]), len(groups[-1])) == (MAX_GROUPS, 1, 1)
     points = [Point(Work(flops=i), {"a": 1000 * (i == 5003) + i % 7}) for i in range(10_001)]
     short = shortened(points, 100)
     assert len(short) <= 100 and points[5003] in short and min(point.total for point in short) == 0

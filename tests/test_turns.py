@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.cost.eager_step import EagerStep, eager_step
-from streamfx.cost.loop_sampling import FIRST, LAST, IterationsDifferError, in_turn
+from streamfx.cost.loop_sampling import FIRST_COUNT, LAST_COUNT, IterationsDifferError, run_iterations
 from streamfx.runtime.chunks import Chunks
 from streamfx.tools.inspect.eager import checkpointed, eager_cost
 from streamfx.tools.planner import baselines
@@ -34,7 +34,7 @@ def plain(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def step(
-    of_few: bool, length: int, loss: Loss = plain, is_trained: bool = True, around: Callable[..., Any] = checkpointed
+    is_sampled: bool, length: int, loss: Loss = plain, is_trained: bool = True, around: Callable[..., Any] = checkpointed
 ) -> EagerStep:
     """A backbone, and a loss in chunks."""
     with FakeTensorMode():
@@ -45,12 +45,12 @@ def step(
         def call() -> Tensor:
             hidden = (given @ below).relu()
             pieces = list(zip(hidden.split(ROWS, 1), labels.split(ROWS, 1), strict=True))
-            return torch.stack(in_turn(around(partial(loss, weight)), pieces)).sum()
+            return torch.stack(run_iterations(around(partial(loss, weight)), pieces)).sum()
 
-        return eager_step(call, of_few=of_few)
+        return eager_step(call, is_sampled=is_sampled)
 
 
-LENGTHS = [FIRST * ROWS, (FIRST + LAST) * ROWS, (FIRST + LAST + 1) * ROWS, 30 * ROWS, 30 * ROWS + 3]
+LENGTHS = [FIRST_COUNT * ROWS, (FIRST_COUNT + LAST_COUNT) * ROWS, (FIRST_COUNT + LAST_COUNT + 1) * ROWS, 30 * ROWS, 30 * ROWS + 3]
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
@@ -65,23 +65,30 @@ def test_few_turns_stand_for_all(length: int, is_trained: bool) -> None:
     one, other = (step(bool(few), length, partial(counted, few), is_trained) for few in (1, 0))
     assert one == other and one.cost.backward_curve == other.cost.backward_curve
     turns = -(-length // ROWS)
-    assert followed == [2 * turns, 2 * min(turns, FIRST + LAST + (length % ROWS > 0))]  # once more in the backward half
+    assert followed == [
+        2 * turns,
+        2 * min(turns, FIRST_COUNT + LAST_COUNT + (length % ROWS > 0)),
+    ]  # once more in the backward half
 
 
 def test_what_turns_keep_is_not_stood_for() -> None:
-    with pytest.raises(IterationsDifferError, match="leaves something else behind"):
+    with pytest.raises(IterationsDifferError, match="allocated or freed during the skipped iteration"):
         step(True, 30 * ROWS, around=lambda function: function)
 
 
-@pytest.mark.parametrize("message", ["the first turns differ", "is like none before"])
+@pytest.mark.parametrize("message", ["the first iterations differ", "differs from the earlier ones"])
 def test_a_turn_that_differs_is_refused(message: str) -> None:
     """One of the first, of which every second is kept, or one behind those that are stood for."""
     held: list[Tensor] = []
 
     def loss(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
         found, number = plain(weight, hidden, labels), len(held)
-        held.append(hidden if message == "the first turns differ" and number % 2 == 0 else hidden.new_empty(0))
-        return found + hidden.sum() if message == "is like none before" and number == FIRST + LAST - 2 else found
+        held.append(hidden if message == "the first iterations differ" and number % 2 == 0 else hidden.new_empty(0))
+        return (
+            found + hidden.sum()
+            if message == "differs from the earlier ones" and number == FIRST_COUNT + LAST_COUNT - 2
+            else found
+        )
 
     with pytest.raises(IterationsDifferError, match=message):
         step(True, 30 * ROWS, loss)
@@ -100,9 +107,9 @@ def test_heads_of_torchs_own_alone_are_followed_in_few_turns(head: type[nn.Linea
 
     def noted(function: Callable[..., Tensor], pieces: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
         asked.append(len(pieces))
-        return in_turn(function, pieces)
+        return run_iterations(function, pieces)
 
-    monkeypatch.setattr(baselines, "in_turn", noted)
+    monkeypatch.setattr(baselines, "run_iterations", noted)
     monkeypatch.setattr(baselines, "BUSY", ROWS)
     model = built({"model_type": "llama", **SIZES}, "float32")
     model.lm_head = head(32, 100, bias=False, device="meta")
@@ -123,7 +130,7 @@ def test_where_turns_differ_all_are_followed() -> None:
             self.kept: list[Tensor] = []
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.stack(in_turn(self.loss, [(piece,) for piece in self.layers[0](x).split(ROWS, 1)])).sum()
+            return torch.stack(run_iterations(self.loss, [(piece,) for piece in self.layers[0](x).split(ROWS, 1)])).sum()
 
         def loss(self, piece: Tensor) -> Tensor:
             calls.append(len(calls))
@@ -131,7 +138,7 @@ def test_where_turns_differ_all_are_followed() -> None:
             return piece.square().sum()
 
     cost = eager_cost(Odd(), {"x": torch.empty(1, 30 * ROWS, WIDTH, device="meta")}, lambda forward: forward)
-    assert cost is not None and len(calls) == FIRST + 30  # what is refused when the fourth begins, and all
+    assert cost is not None and len(calls) == FIRST_COUNT + 30  # what is refused when the fourth begins, and all
 
 
 # -- few chunks

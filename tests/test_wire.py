@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
 import streamfx
-from streamfx.cost.comm import Sent, sent_by, sent_by_node
+from streamfx.cost.comm import CallTraffic, traffic_of_call, traffic_of_node
 from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, data_of, step
 from tests.support.engines import CHUNK, TOLERANCE, all_ranks, compiled, cut_layers, in_eager, twins
 from tests.support.ranks import on_ranks
@@ -37,14 +37,14 @@ def explained(model: Any, length: int = 12, chunk: int = 4, **options: Any) -> s
 # -- one call
 
 WHOLE = torch.empty(8, 6, device="meta")
-CALLS: list[tuple[Any, tuple[Any, ...], Any, Sent | None]] = [
-    (c10d.all_gather_into_tensor.default, (WHOLE[:2], 4, "0"), WHOLE, Sent("gathers", 4, 144)),
-    (c10d.all_gather_into_tensor_coalesced.default, ([WHOLE[:2]] * 2, 4, "0"), [WHOLE] * 2, Sent("gathers", 4, 288)),
-    (c10d.reduce_scatter_tensor.default, (WHOLE, "sum", 4, "0"), WHOLE[:2], Sent("reductions", 4, 144)),
-    (c10d.all_reduce.default, (WHOLE, "sum", "0"), WHOLE, Sent("reductions", 4, 288)),
-    (c10d.all_reduce_.default, (WHOLE, "sum", "0"), WHOLE, Sent("reductions", 4, 288)),
-    (c10d.all_to_all_single.default, (WHOLE, [2] * 4, [2] * 4, "0"), WHOLE, Sent("exchanges", 4, 144)),
-    (c10d.broadcast.default, (WHOLE, 0, "0"), WHOLE, Sent("exchanges", 4, 144)),
+CALLS: list[tuple[Any, tuple[Any, ...], Any, CallTraffic | None]] = [
+    (c10d.all_gather_into_tensor.default, (WHOLE[:2], 4, "0"), WHOLE, CallTraffic("gathers", 4, 144)),
+    (c10d.all_gather_into_tensor_coalesced.default, ([WHOLE[:2]] * 2, 4, "0"), [WHOLE] * 2, CallTraffic("gathers", 4, 288)),
+    (c10d.reduce_scatter_tensor.default, (WHOLE, "sum", 4, "0"), WHOLE[:2], CallTraffic("reductions", 4, 144)),
+    (c10d.all_reduce.default, (WHOLE, "sum", "0"), WHOLE, CallTraffic("reductions", 4, 288)),
+    (c10d.all_reduce_.default, (WHOLE, "sum", "0"), WHOLE, CallTraffic("reductions", 4, 288)),
+    (c10d.all_to_all_single.default, (WHOLE, [2] * 4, [2] * 4, "0"), WHOLE, CallTraffic("exchanges", 4, 144)),
+    (c10d.broadcast.default, (WHOLE, 0, "0"), WHOLE, CallTraffic("exchanges", 4, 144)),
     (c10d.wait_tensor.default, (WHOLE,), WHOLE, None),
     (torch.ops.aten.neg.default, (WHOLE,), WHOLE, None),
 ]
@@ -52,9 +52,9 @@ CALLS: list[tuple[Any, tuple[Any, ...], Any, Sent | None]] = [
 
 @pytest.mark.parametrize("ranks", [(4, 0)], indirect=True)
 @pytest.mark.parametrize(("target", "args", "result", "sent"), CALLS, ids=lambda item: getattr(item, "__name__", ""))
-def test_bytes_of_a_call(ranks: DeviceMesh, target: Any, args: tuple[Any, ...], result: Any, sent: Sent | None) -> None:  # noqa: F811
+def test_bytes_of_a_call(ranks: DeviceMesh, target: Any, args: tuple[Any, ...], result: Any, sent: CallTraffic | None) -> None:  # noqa: F811
     """Of 192 bytes on four ranks; the same for a node that holds what was traced."""
-    assert sent_by(target, args, {}, result) == sent
+    assert traffic_of_call(target, args, {}, result) == sent
     graph = fx.Graph()
     given = args[0] if isinstance(args[0], list) else [args[0]]
     nodes = [graph.placeholder(f"x{i}") for i in range(len(given))]
@@ -62,7 +62,7 @@ def test_bytes_of_a_call(ranks: DeviceMesh, target: Any, args: tuple[Any, ...], 
         node.meta["val"] = value
     call = graph.call_function(target, (nodes if isinstance(args[0], list) else nodes[0], *args[1:]))
     call.meta["val"] = result
-    assert sent_by_node(call) == sent
+    assert traffic_of_node(call) == sent
 
 
 # -- a step
@@ -86,7 +86,7 @@ def test_all_that_is_sent_is_some_stage_s(ranks: DeviceMesh, reshard: Any) -> No
     layer, rest = sum(own.nbytes for own in model.layers[0].parameters()), model.embed.weight.nbytes + model.head.weight.nbytes
     found = explained(sharded(model, ranks), reshard=reshard)
     wire, (cost,) = found.summary()["wire"], found.costs
-    for half, kinds in (("forward", cost.forward_wire), ("backward", cost.backward_wire)):
+    for half, kinds in (("forward", cost.forward_traffic), ("backward", cost.backward_traffic)):
         for kind in ("gathers", "reductions"):
             of_stages = [stage["wire"][half][kind] for stage in found.summary()["stages"]]
             assert wire[half][kind] == {name: sum(part[name] for part in of_stages) for name in ("calls", "bytes")}

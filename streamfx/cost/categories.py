@@ -1,4 +1,4 @@
-"""Categories of the bytes of a loop: the terms of a peak."""
+"""Categories of the bytes of a loop. A *term* of a peak is a category with its bytes."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def loss_values(facts: Facts) -> frozenset[str]:
 def terms_of(
     module: fx.GraphModule, is_backward: bool, between: Mapping[str, str], loss: frozenset[str] = frozenset()
 ) -> dict[str, LoopTerms]:
-    """Return the terms of each loop of a host program, by the loop's name.
+    """Return the categories of each loop of a host program, by the loop's name.
 
-    `between` has the terms of the nodes between loops, `loss` the names of the values of the loss stage.
+    `between` has the categories of the nodes between loops, `loss` the names of the values of the loss stage.
     """
     terms: dict[str, LoopTerms] = {}
     for call in module.graph.find_nodes(op="call_module"):
@@ -80,12 +80,12 @@ def _concat_terms(
 ) -> tuple[str, ...]:
     """Return the category of each concatenated result of a loop: keys, exchanged rows, or else `default_term`."""
     results = {user.args[1]: user for user in call.users if user.target is operator.getitem}
-    positions = [i for i, item in enumerate(spec.yields) if isinstance(item, ConcatOutput)]
-    return tuple(_concat_term(results.get(i), module, between) or default_term for i in positions)
+    result_indices = [i for i, item in enumerate(spec.yields) if isinstance(item, ConcatOutput)]
+    return tuple(_concat_term(results.get(i), module, between) or default_term for i in result_indices)
 
 
 def _concat_term(result: fx.Node | None, module: fx.GraphModule, between: Mapping[str, str]) -> str | None:
-    """Return the term of rows that other rows read as keys, or that are sent to other ranks."""
+    """Return the category of a result that is read as keys, or sent to other ranks; None for any other result."""
     if result is None:
         return None
     if any(_reads_keys(user, result, module) for user in result.users):

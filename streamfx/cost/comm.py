@@ -7,8 +7,9 @@ In a group of n ranks, each rank sends and receives, in the ring algorithms that
     all-reduce        twice that: a scatter, and a gather of the sums
     exchange          (n-1)/n of the operand (all to all), of the value (broadcast)
 
-Values sent between just two ranks (isend, irecv) are not counted. Ranks are assumed to fill machines of `TOGETHER`
-devices, in order. A group that spans machines sends all its bytes far, because the slowest connection bounds a ring.
+Values sent between just two ranks (isend, irecv) are not counted. Ranks are assumed to fill machines of `DEVICES_PER_MACHINE`
+devices, in order. A group that spans machines counts all its bytes as sent between machines (`far`), because the slowest
+connection bounds a ring.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from streamfx.torch_private.symbolic_sizes import size_hint
 GATHERS, REDUCTIONS, EXCHANGES = KINDS = "gathers", "reductions", "exchanges"
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "streamfx")
 ALL_REDUCE = "all_reduce"
-KIND_OF = {
+KIND_BY_COLLECTIVE = {
     "all_gather_into_tensor": GATHERS,
     "reduce_scatter_tensor": REDUCTIONS,
     ALL_REDUCE: REDUCTIONS,
@@ -37,26 +38,26 @@ KIND_OF = {
     "shard_dim_alltoall": EXCHANGES,
     "broadcast": EXCHANGES,
 }
-TOGETHER = 8  # devices per machine
+DEVICES_PER_MACHINE = 8
 SUFFIXES = ("_coalesced", "_out", "_")  # suffixes: several values in one call; into a given buffer
 
 
-class Sent(NamedTuple):
-    """The traffic of one call: its kind, the ranks of its group, the bytes per rank, and whether they leave the machine."""
+class CallTraffic(NamedTuple):
+    """The traffic of one collective: its kind, the ranks of its group, and the bytes that each rank sends."""
 
     kind: str
     ranks: int
     bytes: int
-    is_far: bool = False
+    spans_machines: bool = False
 
     @property
     def traffic(self) -> Traffic:
         """The traffic of this one call."""
-        return Traffic(1, self.bytes, self.bytes if self.is_far else 0)
+        return Traffic(1, self.bytes, self.bytes if self.spans_machines else 0)
 
 
 class Traffic(NamedTuple):
-    """Calls, and the bytes that each rank sends; `far` are the bytes of groups that span machines."""
+    """The number of calls, and the bytes that each rank sends; of these, `far` are sent in groups that span machines."""
 
     calls: int = 0
     bytes: int = 0
@@ -68,11 +69,11 @@ class Traffic(NamedTuple):
 
     @property
     def halved(self) -> Traffic:
-        """One of two equal halves of the traffic."""
+        """The same calls with half of the bytes."""
         return Traffic(self.calls, self.bytes // 2, self.far // 2)
 
 
-def sent_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sent | None:
+def traffic_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> CallTraffic | None:
     """Return the traffic of an operator call; None if it sends nothing."""
     name = _collective_name(target)
     if name is None:
@@ -80,22 +81,25 @@ def sent_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     arguments = arguments_by_name(target, args, kwargs)
     group = group_among(arguments)
     ranks = arguments.get("group_size") or ranks_in(group)
-    kind = KIND_OF[name]
+    kind = KIND_BY_COLLECTIVE[name]
     full_bytes = _bytes_of(result if kind == GATHERS else args[0])
-    return Sent(
-        kind, ranks, (2 if name == ALL_REDUCE else 1) * full_bytes * (ranks - 1) // ranks, ranks > TOGETHER or _is_far(group)
+    return CallTraffic(
+        kind,
+        ranks,
+        (2 if name == ALL_REDUCE else 1) * full_bytes * (ranks - 1) // ranks,
+        ranks > DEVICES_PER_MACHINE or _spans_machines(group),
     )
 
 
-def sent_by_node(node: fx.Node) -> Sent | None:
+def traffic_of_node(node: fx.Node) -> CallTraffic | None:
     """Return the traffic of a node, from the values with which it was traced."""
     if node.op != "call_function" or _collective_name(node.target) is None:
         return None
     args, kwargs = (tree_map(_traced_value, arguments) for arguments in (tuple(node.args), dict(node.kwargs)))
-    return sent_by(node.target, args, kwargs, _traced_value(node))
+    return traffic_of_call(node.target, args, kwargs, _traced_value(node))
 
 
-def added(traffics: Iterable[Traffic]) -> Traffic:
+def total_traffic(traffics: Iterable[Traffic]) -> Traffic:
     """Return the sum of all traffic."""
     total = Traffic()
     for traffic in traffics:
@@ -103,10 +107,10 @@ def added(traffics: Iterable[Traffic]) -> Traffic:
     return total
 
 
-def _is_far(group: Any) -> bool:
+def _spans_machines(group: Any) -> bool:
     """Return whether the ranks of a group are on several machines."""
     members = members_of(group)
-    return bool(members) and members[0] // TOGETHER != members[-1] // TOGETHER
+    return bool(members) and members[0] // DEVICES_PER_MACHINE != members[-1] // DEVICES_PER_MACHINE
 
 
 def _collective_name(target: Any) -> str | None:
@@ -115,7 +119,7 @@ def _collective_name(target: Any) -> str | None:
         return None
     name = target.name().split("::")[1].split(".")[0]
     names = (name, *(name.removesuffix(suffix) for suffix in SUFFIXES))
-    return next((candidate for candidate in names if candidate in KIND_OF), None)
+    return next((candidate for candidate in names if candidate in KIND_BY_COLLECTIVE), None)
 
 
 def _traced_value(item: Any) -> Any:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from streamfx.cost.work import NO_WORK, Work
 
-MOST_POINTS = 4000  # of a curve that is kept
+MAX_POINTS = 4000  # of a curve that is kept
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Point(NamedTuple):
-    """The live bytes by term after some work; they stay the same until the next point."""
+    """The live bytes of each category (`terms`) after some work; they stay the same until the next point."""
 
     work: Work
     terms: Mapping[str, int]
@@ -24,53 +24,53 @@ class Point(NamedTuple):
         """The live bytes of all categories."""
         return sum(self.terms.values())
 
-    def above(self, work: Work, terms: Mapping[str, int]) -> Point:
+    def shifted(self, work: Work, terms: Mapping[str, int]) -> Point:
         """Return the point shifted by some work and by some bytes."""
         names = self.terms if not terms else {**self.terms, **terms}  # in the order in which terms appeared
         return Point(self.work.plus(work), {name: self.terms.get(name, 0) + terms.get(name, 0) for name in names})
 
 
 class LoopInterval(NamedTuple):
-    """A loop in a curve: the work before its first and after its last chunk, its chunks, and the number of chunks drawn.
+    """A loop in a curve: the work before its first and after its last chunk, and the number of its chunks.
 
-    Chunks that are not drawn are like their drawn neighbors.
+    Only `sampled_chunks` of them have points in the curve; each represents its neighbors.
     """
 
     name: str
-    begins: Work
-    ends: Work
+    start: Work
+    end: Work
     chunks: int
-    drawn: int
+    sampled_chunks: int
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The timeline that a meter recorded; work is counted from its start. The backward graph starts at `turn`."""
+    """The timeline that a meter recorded. Work is counted from its start; the backward graph starts at `backward_start`."""
 
     points: tuple[Point, ...] = ()
     loops: tuple[LoopInterval, ...] = ()
     work: Work = NO_WORK
-    turn: Work | None = None
+    backward_start: Work | None = None
 
     @property
     def peak(self) -> int:
         """The peak of the live bytes."""
         return max((point.total for point in self.points), default=0)
 
-    def above(self, work: Work, terms: Mapping[str, int] = NOTHING) -> Curve:
+    def shifted(self, work: Work, terms: Mapping[str, int] = NOTHING) -> Curve:
         """Return the curve shifted by some work and by some bytes."""
-        loops = tuple(loop._replace(begins=loop.begins.plus(work), ends=loop.ends.plus(work)) for loop in self.loops)
-        turn = None if self.turn is None else self.turn.plus(work)
-        return Curve(tuple(point.above(work, terms) for point in self.points), loops, self.work.plus(work), turn)
+        loops = tuple(loop._replace(start=loop.start.plus(work), end=loop.end.plus(work)) for loop in self.loops)
+        backward_start = None if self.backward_start is None else self.backward_start.plus(work)
+        return Curve(tuple(point.shifted(work, terms) for point in self.points), loops, self.work.plus(work), backward_start)
 
-    def then(self, other: Curve) -> Curve:
+    def concatenated(self, other: Curve) -> Curve:
         """Append a curve whose work is counted from the same start."""
-        turn = other.turn if self.turn is None else self.turn
-        return Curve((*self.points, *other.points), (*self.loops, *other.loops), other.work, turn)
+        backward_start = other.backward_start if self.backward_start is None else self.backward_start
+        return Curve((*self.points, *other.points), (*self.loops, *other.loops), other.work, backward_start)
 
-    def shortened(self, most: int = MOST_POINTS) -> Curve:
-        """Return the curve with at most `most` points and the same peak."""
-        return replace(self, points=shortened(self.points, most))
+    def shortened(self, max_points: int = MAX_POINTS) -> Curve:
+        """Return the curve with at most `max_points` points and the same peak."""
+        return replace(self, points=shortened(self.points, max_points))
 
 
 class Recorder:
@@ -81,7 +81,7 @@ class Recorder:
         self.points: list[Point] = []
         self.loops: list[LoopInterval] = []
 
-    def note(self, work: Work, live: Mapping[str, int], rise: Mapping[str, int] = NOTHING) -> None:
+    def record(self, work: Work, live: Mapping[str, int], rise: Mapping[str, int] = NOTHING) -> None:
         """Record the live bytes after some work, plus `rise` above them."""
         terms = dict(live)
         for name, size in rise.items():
@@ -93,31 +93,31 @@ class Recorder:
         self.points += curve.points
         self.loops += curve.loops
 
-    def take(self, begin: Work, end: Work) -> Curve:
-        """Return the curve since `begin`, and restart with its last point."""
+    def take_curve(self, begin: Work, end: Work) -> Curve:
+        """Return the curve since `begin`, and restart with the last point."""
         final_point = self.points[-1:]
         minus_begin = Work().minus(begin)
-        curve = Curve(shortened(self.points), tuple(self.loops), end).above(minus_begin)
+        curve = Curve(shortened(self.points), tuple(self.loops), end).shifted(minus_begin)
         self.points, self.loops = [point._replace(work=end) for point in final_point], []
         return curve
 
 
-def shortened(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """Return at most `most` points: both ends, and the highest and the lowest of each group of neighbors.
+def shortened(points: Sequence[Point], max_points: int = MAX_POINTS) -> tuple[Point, ...]:
+    """Return at most `max_points` points: both ends, and the highest and the lowest of each group of neighbors.
 
     A maximum is dropped only if a neighbor is higher, so the peak stays.
     """
-    if len(points) <= most:
+    if len(points) <= max_points:
         return tuple(points)
-    return tuple(points[position] for position in standing_out([point.total for point in points], most))
+    return tuple(points[i] for i in extreme_indices([point.total for point in points], max_points))
 
 
-def standing_out(totals: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` indices: both ends, and the highest and the lowest of each group of neighbors."""
+def extreme_indices(totals: Sequence[int], max_points: int) -> list[int]:
+    """Return at most `max_points` indices: both ends, and the highest and the lowest of each group of neighbors."""
     count = len(totals)
-    if count <= most:
+    if count <= max_points:
         return list(range(count))
-    size = -(-2 * count // (most - 2))
+    size = -(-2 * count // (max_points - 2))
     groups = (range(first, min(first + size, count)) for first in range(0, count, size))
     extremes = (pick(group, key=totals.__getitem__) for group in groups for pick in (max, min))
     return sorted({0, *extremes, count - 1})

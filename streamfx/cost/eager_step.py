@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from streamfx.cost.curve import Curve, Point, Recorder, shortened
 from streamfx.cost.loop_sampling import Iterations, sampled_iterations
-from streamfx.cost.memory import Cost, made_like
+from streamfx.cost.memory import Cost, tensor_like
 from streamfx.cost.meter import Meter
 from streamfx.cost.nested_tensors import tensors_in, tensors_returned
 from streamfx.cost.work import NO_WORK, Work
@@ -22,12 +22,12 @@ from streamfx.torch_private import FakeTensorMode
 class WorkMark(NamedTuple):
     """A moment of a forward or backward pass: the number of points recorded so far, and the work done."""
 
-    position: int
+    num_points: int
     work: Work
 
 
 @dataclass(frozen=True)
-class EagerHalf:
+class EagerPass:
     """The points of a forward or backward pass, the work at its end, and a mark for each layer.
 
     The first point is the state at its start. A layer is marked when it is called, and when the gradient of its result is
@@ -43,8 +43,8 @@ class EagerHalf:
         """The peak of the live bytes."""
         return max((point.total for point in self.points), default=0)
 
-    def is_like(self, other: EagerHalf) -> bool:
-        """Return whether the same bytes come and go at the same moments."""
+    def equals(self, other: EagerPass) -> bool:
+        """Return whether the same bytes are allocated and freed at the same moments."""
         return self.work == other.work and self.points == other.points
 
 
@@ -52,8 +52,8 @@ class EagerHalf:
 class EagerStep:
     """A step in eager mode: its forward pass, its backward pass (None without gradients), and the layers' forward FLOPs."""
 
-    forward: EagerHalf
-    backward: EagerHalf | None = None
+    forward: EagerPass
+    backward: EagerPass | None = None
     layer_flops: int = 0
     layer_attention: int = 0
 
@@ -69,36 +69,36 @@ class EagerStep:
             work=final_half.work,
             layer_flops=self.layer_flops,
             layer_attention=self.layer_attention,
-            forward_wire=forward_work.wire,
-            backward_wire=final_half.work.minus(forward_work).wire,
+            forward_traffic=forward_work.traffic_by_kind,
+            backward_traffic=final_half.work.minus(forward_work).traffic_by_kind,
             forward_curve=_curve_of(forward, NO_WORK),
             backward_curve=Curve() if self.backward is None else _curve_of(self.backward, forward_work),
         )
 
 
-def _curve_of(half: EagerHalf, begin: Work) -> Curve:
-    """Return the curve of a pass, with work counted from `begun`."""
-    return Curve(shortened(half.points), (), half.work).above(NO_WORK.minus(begin))
+def _curve_of(half: EagerPass, begin: Work) -> Curve:
+    """Return the curve of a pass, with work counted from `begin`."""
+    return Curve(shortened(half.points), (), half.work).shifted(NO_WORK.minus(begin))
 
 
 def eager_step(
-    call: Callable[[], Any], layers: Iterable[nn.Module] = (), forward_only: bool = False, of_few: bool = True
+    call: Callable[[], Any], layers: Iterable[nn.Module] = (), forward_only: bool = False, is_sampled: bool = True
 ) -> EagerStep:
     """Run a call in eager mode under the active fake mode, and the backward of its first scalar, or else of all results.
 
     The caller keeps the results, as in `out = model(...); out.loss.backward()`. The forward FLOPs of `layers`, whose
-    `forward` is wrapped, are also counted separately. With `of_few`, only a few of equal iterations are traced
+    `forward` is wrapped, are also counted separately. With `is_sampled`, only a few of equal iterations are traced
     (`loop_sampling.py`); this raises `IterationsDifferError` if they are not equal.
     """
     meter, recorder = Meter(), Recorder()
     meter.recorder = recorder
     marks = _Marks(meter, recorder)
-    for number, layer in enumerate(layers):
-        layer.forward = marks.marking(number, meter.watched(layer.forward))
-    with meter, sampled_iterations(Iterations(meter, of_few)):
+    for i, layer in enumerate(layers):
+        layer.forward = marks.with_marks(i, meter.with_watched_flops(layer.forward))
+    with meter, sampled_iterations(Iterations(meter, is_sampled)):
         outputs = call()
         meter.flush()
-        forward = EagerHalf(tuple(recorder.points), meter.work, tuple(marks.forward))
+        forward = EagerPass(tuple(recorder.points), meter.work, tuple(marks.forward))
         recorder.points = [point._replace(work=meter.work) for point in recorder.points[-1:]]
         roots = [value for value in tensors_returned(outputs) if value.requires_grad]
         roots = [value for value in roots if value.dim() == 0][:1] or roots
@@ -106,7 +106,7 @@ def eager_step(
             return EagerStep(forward, None, meter.watched_flops, meter.watched_attention)
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         meter.flush()
-        backward = EagerHalf(tuple(recorder.points), meter.work, tuple(marks.backward))
+        backward = EagerPass(tuple(recorder.points), meter.work, tuple(marks.backward))
         return EagerStep(forward, backward, meter.watched_flops, meter.watched_attention)
 
 
@@ -114,18 +114,18 @@ class _Marks:
     """Records a mark when each layer is called, and when the gradient of its result is ready."""
 
     def __init__(self, meter: Meter, recorder: Recorder) -> None:
-        """Start without marks; `forward` and `backward` hold (layer number, mark)."""
+        """Start without marks; `forward` and `backward` hold (layer index, mark)."""
         self.meter, self.recorder = meter, recorder
         self.forward: list[tuple[int, WorkMark]] = []
         self.backward: list[tuple[int, WorkMark]] = []
 
-    def marking(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_marks(self, layer_index: int, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a layer's forward so that it records a mark when called, and one when the gradient of its result is ready."""
 
         def note(marks: list[tuple[int, WorkMark]]) -> None:
             """Append a mark for the layer."""
             self.meter.flush()  # layers are compiled one by one: the result of each is in memory
-            marks.append((number, WorkMark(len(self.recorder.points), self.meter.work)))
+            marks.append((layer_index, WorkMark(len(self.recorder.points), self.meter.work)))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             """Run the layer with both marks."""
@@ -149,5 +149,5 @@ def eager_cost_of_graph(module: fx.GraphModule) -> Cost:
 def _leaf_like(node: fx.Node) -> Any:
     """Create an input like the one that Dynamo saw."""
     value = node.meta[EXAMPLE_VALUE]
-    like = made_like(value)
+    like = tensor_like(value)
     return like.requires_grad_(value.requires_grad) if isinstance(value, Tensor) else like

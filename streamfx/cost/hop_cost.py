@@ -1,8 +1,8 @@
 """Stand-ins for higher-order operators, and for operators that read a number from data, while costs are predicted.
 
-Fake tensors have no values, so `cond` cannot choose a branch and `while_loop` cannot end. A stand-in returns results as
-traced, with about the same work: the most expensive branch, or the loop body once per row, or once if the count is
-unknown.
+Fake tensors have no values, so `cond` cannot choose a branch and `while_loop` cannot end. A stand-in returns results with
+the traced shapes, and counts about the same work: that of the most expensive branch, or of the loop body once per row, or
+once if the number of iterations is unknown.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from streamfx.node_meta import VALUE
 from streamfx.torch_private import SAVES_RANDOM_STATE, SCAN, HigherOrderOperator, OpOverload, tree_leaves, tree_map
 from streamfx.torch_private.symbolic_sizes import size_hint
 
-READS_NUMBER = torch.ops.aten._local_scalar_dense.default
+READS_SCALAR = torch.ops.aten._local_scalar_dense.default
 RANDOM_STATE_BYTES = 5056  # of the CPU generator; other devices have smaller states
 
 
 def with_stand_ins(module: fx.GraphModule, meter: Meter, create_like: Callable[[Any], Any]) -> fx.GraphModule:
     """Replace higher-order operators and reads of numbers by stand-ins; `create_like` returns a tensor like a traced one."""
-    if not any(isinstance(node.target, HigherOrderOperator) or node.target is READS_NUMBER for node in module.graph.nodes):
+    if not any(isinstance(node.target, HigherOrderOperator) or node.target is READS_SCALAR for node in module.graph.nodes):
         return fx.GraphModule(module, module.graph)
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
-            node.target = _stand_in(node, module, meter, create_like)
-        elif node.target is READS_NUMBER:
-            node.target = _number_like(node.meta[VALUE])
+            node.target = _operator_stand_in(node, module, meter, create_like)
+        elif node.target is READS_SCALAR:
+            node.target = _scalar_stand_in(node.meta[VALUE])
     return fx.GraphModule(module, graph)
 
 
-def _number_like(value: Any) -> Callable[..., Any]:
-    """Return a stand-in for `.item()`: it returns the number seen in tracing, or 1 if there was none."""
+def _scalar_stand_in(value: Any) -> Callable[..., Any]:
+    """Return a stand-in for `.item()`: it returns the number of the trace, or 1 if the trace had none."""
     hint = value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
     return lambda *_: 1 if hint is None else hint
 
 
-def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, create_like: Callable[[Any], Any]) -> Callable[..., Any]:
+def _operator_stand_in(
+    node: fx.Node, module: fx.GraphModule, meter: Meter, create_like: Callable[[Any], Any]
+) -> Callable[..., Any]:
     """Return a function that adds the work of a higher-order operator and returns results like the traced ones."""
     if VALUE not in node.meta and (operator_index := _operator_index(node)) is not None:
         return _run_with_state(node, operator_index)
@@ -59,23 +61,23 @@ def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, create_like: 
 
 
 def _run_with_state(node: fx.Node, operator_index: int) -> Callable[..., Any]:
-    """Return a stand-in for a partitioner's operator that runs another operator with a saved random state.
+    """Return a stand-in for a partitioner's operator that runs another operator and saves, or restores, the random state.
 
-    The partitioner does this so that the forward and the backward graph draw the same numbers; the stand-in runs only the
-    other operator.
+    The partitioner inserts it so that the forward and the backward graph draw the same numbers. The stand-in runs only the
+    inner operator.
     """
-    saves = node.target is SAVES_RANDOM_STATE
+    saves_state = node.target is SAVES_RANDOM_STATE
 
     def run(*args: Any, rng_state: Any = None, **kwargs: Any) -> Any:
-        """Run the inner operator; if the state is saved, return an empty state of its size first."""
+        """Return the inner operator's result; if the operator saves the state, return (an uninitialized state, the result)."""
         result = args[operator_index](*args[operator_index + 1 :], **kwargs)
-        return (torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8), result) if saves else result
+        return (torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8), result) if saves_state else result
 
     return run
 
 
 def _operator_index(node: fx.Node) -> int | None:
-    """Return the index of the argument that is an operator."""
+    """Return the index of the argument that is an operator; None if there is none."""
     return next((i for i, argument in enumerate(node.args) if isinstance(argument, OpOverload)), None)
 
 

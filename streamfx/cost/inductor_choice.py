@@ -13,17 +13,17 @@ from streamfx.ir.joint import device_of
 from streamfx.options import Options
 from streamfx.torch_private.inductor import has_compiler
 
-WORTH_COMPILING = 10**11  # FLOPs of a step: below this, compilation takes longer than it saves in a thousand steps
+MIN_COMPILED_FLOPS = 10**11  # FLOPs of a step: below this, compilation takes longer than it saves in a thousand steps
 
 
 def uses_inductor(options: Options, graph: fx.Graph) -> bool:
     """Return whether Inductor compiles the loop bodies of a joint graph: as the options say, or if it pays with "auto"."""
     if options.bodies != "auto":
         return options.bodies == "inductor"
-    return flops_of_graph(graph) >= WORTH_COMPILING and has_compiler(device_of(graph).type)
+    return flops_of_graph(graph) >= MIN_COMPILED_FLOPS and has_compiler(device_of(graph).type)
 
 
-def compiles_whole(options: Options, inputs: Iterable[Any]) -> bool:
+def compiles_unchunked(options: Options, inputs: Iterable[Any]) -> bool:
     """Return whether Inductor compiles a graph that fits without chunks, however small, as with `torch.compile` alone."""
     kinds = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
     return options.bodies == "inductor" or (options.bodies == "auto" and all(map(has_compiler, kinds)))

@@ -11,13 +11,13 @@ from torch import Tensor
 from streamfx.kernels import grouped_mm
 from streamfx.kernels.cuda_products import ADD_PRODUCT
 
-ADDS_TO_A_TOTAL = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRODUCT, grouped_mm.ADD_ARRANGED_OUTER)
+ACCUMULATING_OPERATORS = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRODUCT, grouped_mm.ADD_ARRANGED_OUTER)
 
 
-def total_added_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the total to which an operator adds a product; None if it adds nothing, or overwrites the total (`is_first`)."""
+def find_total(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the total to which an operator adds a product; None if it adds no product, or overwrites the total (`is_first`)."""
     is_first = func is ADD_PRODUCT and args[-1]
-    return kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL and not is_first else None
+    return kwargs.get("out", args[0]) if func in ACCUMULATING_OPERATORS and not is_first else None
 
 
 def bytes_of_total(func: Any, args: Sequence[Any], total: Tensor) -> int:

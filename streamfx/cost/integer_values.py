@@ -1,4 +1,4 @@
-"""Compute integers for real while all other tensors are fake.
+"""Compute integers on real tensors while all other tensors are fake.
 
 Models read ids and positions in Python (is this batch packed? is there padding?) to choose their masks. Such values are
 small, so they are computed, and code that branches on them takes the same branch as with real data.
@@ -15,13 +15,15 @@ from torch import Tensor
 from streamfx.cost.nested_tensors import tensors_in
 from streamfx.torch_private import FakeTensor, TorchDispatchMode, real_values
 
-MOST = 1 << 22  # elements of a value that is computed
-LIKE = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}  # the same result, which fake tensors cache
-ASKS_FOR_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+MAX_ELEMENTS = 1 << 22  # elements of a value that is computed
+EQUIVALENT_OPERATORS = {
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default
+}  # the same result, which fake tensors cache
+DATA_DEPENDENT_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class RealIntegers(TorchDispatchMode):
-    """Inside a FakeTensorMode, run operators for real if they compute integers from real integers or from nothing."""
+    """Inside a FakeTensorMode, run operators on real tensors if they compute integers and have no fake operands."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -29,15 +31,15 @@ class RealIntegers(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run an operator for real if its operands are known integers and its results small integers; else on fake tensors."""
+        """Use real tensors if the operands are known integers and its results small integers, else on fake ones."""
         kwargs = kwargs or {}
         operands = list(tensors_in((args, kwargs)))
         if not all(map(_is_known, operands)):
-            return LIKE.get(func, func)(*args, **kwargs)
+            return EQUIVALENT_OPERATORS.get(func, func)(*args, **kwargs)
         tags = set(getattr(func, "tags", ()))
         if torch.Tag.nondeterministic_seeded in tags:
             return func(*args, **kwargs)
-        if not (operands and tags & ASKS_FOR_DATA):
+        if not (operands and tags & DATA_DEPENDENT_TAGS):
             fake = func(*args, **kwargs)
             if not all(map(_is_small_integer, tensors_in(fake))):
                 return fake
@@ -51,5 +53,5 @@ def _is_known(tensor: Tensor) -> bool:
 
 
 def _is_small_integer(tensor: Tensor) -> bool:
-    """Return whether a tensor has integers or bools, at most `MOST`."""
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MOST
+    """Return whether a tensor has integers or bools, at most `MAX_ELEMENTS`."""
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MAX_ELEMENTS

@@ -2,10 +2,10 @@
 
     forward     0  1  2 | 3 ... n-5 | n-4  n-3  n-2  n-1          backward     n-1  n-2  n-3  n-4 | n-5 ... 3 | 2  1  0
 
-In the forward and in the backward, the iterations at both ends run. They must be equal, byte by byte and FLOP by FLOP:
-the two before the first skipped iteration, and all after the last. For each skipped iteration, the meter records again
-the points of the last one that ran. A skipped iteration has a result, and a gradient, with the layout of the others;
-iterations differ if any other memory is allocated or freed meanwhile.
+In the forward and in the backward pass, the iterations at both ends run. The two before the first skipped iteration, and
+all after the last, must be equal, byte by byte and FLOP by FLOP. For each skipped iteration, the meter records a copy of
+the points of the last one that ran. A skipped iteration has a result, and a gradient, with the layout of the others; if
+any other memory is allocated or freed during it, the iterations differ.
 """
 
 from __future__ import annotations
@@ -25,126 +25,141 @@ from streamfx.cost.meter import Meter
 from streamfx.cost.work import NO_WORK, Work
 from streamfx.errors import StreamFXError
 
-FIRST, LAST = 3, 4  # iterations that run at the ends: a sum exists and has grown before the last two
-Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-Piece = tuple[Tensor, ...]
+FIRST_COUNT, LAST_COUNT = 3, 4  # iterations that run at the ends; a sum over iterations exists before the last two of the first
+Properties = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+Inputs = tuple[Tensor, ...]
 
 
 class IterationsDifferError(StreamFXError):
-    """Iterations that seemed equal are not: all of them must run."""
+    """The sampled iterations differ, so all of them must run."""
 
 
-def in_turn(function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return the function's results for all inputs. Its work must depend only on the type of an input, not on earlier calls."""
+def run_iterations(function: Callable[..., Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
+    """Return the function's results for all inputs; inside `sampled_iterations`, only some calls run.
+
+    Its work must depend only on the layout of an input, not on earlier calls.
+    """
     iterations = _active_iterations.get()
-    return one_by_one(function, pieces) if iterations is None else iterations.results(function, pieces)
+    return run_all(function, inputs) if iterations is None else iterations.results(function, inputs)
 
 
-def one_by_one(function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+def run_all(function: Callable[..., Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
     """Return the function's results for all inputs; calls may depend on earlier ones, because each of them runs."""
-    return [function(*piece) for piece in pieces]
+    return [function(*item) for item in inputs]
 
 
 class IterationRecord(NamedTuple):
-    """The points that a meter recorded in an iteration, relative to the state at its start, and the state at its end."""
+    """The points that a meter recorded in an iteration, and the state at its end, both relative to the state at its start."""
 
     points: tuple[Point, ...]
     end: Point
 
 
 class Snapshot(NamedTuple):
-    """The number of recorded points, and the state."""
+    """The number of points that are recorded so far, and the current state."""
 
-    position: int
+    num_points: int
     state: Point
 
 
 @dataclass
 class _Iterations:
-    """The iterations of one pass: the `skipped` range, and the range `behind` it, whose records must equal the last ones."""
+    """The iterations of a forward or backward pass.
+
+    Iterations in `skipped` do not run; those in `after_skipped` must have the record `repeated`. `running` is the index of
+    the current iteration and the state at its start, `previous` the record of the last one.
+    """
 
     skipped: range
     after_skipped: range
     running: tuple[int, Snapshot] | None = None
     previous: IterationRecord | None = None
-    repeated: IterationRecord | None = None
+    repeated: IterationRecord | None = None  # set if the last two records are equal
 
 
 class Iterations:
-    """Runs iterations for a meter that has a recorder: a few of them, or all (`of_few`).
+    """Runs iterations for a meter that has a recorder: a few of them if `is_sampled`, else all.
 
     The results of an iteration are in memory at its end, because iterations are compiled as separate functions.
     """
 
-    def __init__(self, meter: Meter, of_few: bool = True) -> None:
-        self.meter, self.of_few = meter, of_few
+    def __init__(self, meter: Meter, is_sampled: bool = True) -> None:
+        self.meter, self.is_sampled = meter, is_sampled
 
-    def results(self, function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+    def results(self, function: Callable[..., Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
         """Return the results for all inputs, skipping the middle iterations of equal inputs in both passes."""
-        kinds = [tuple(map(kind_of, piece)) for piece in pieces]
-        equal_count = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))
-        if not self.of_few or equal_count <= FIRST + LAST or not (torch.is_grad_enabled() and pieces[0][0].requires_grad):
-            return self._each(function, pieces)
-        skipped = range(FIRST, equal_count - LAST)
+        properties = [tuple(map(properties_of, item)) for item in inputs]
+        equal_count = next((i for i, item in enumerate(properties) if item != properties[0]), len(properties))
+        if (
+            not self.is_sampled
+            or equal_count <= FIRST_COUNT + LAST_COUNT
+            or not (torch.is_grad_enabled() and inputs[0][0].requires_grad)
+        ):
+            return self._each(function, inputs)
+        skipped = range(FIRST_COUNT, equal_count - LAST_COUNT)
         forward = _Iterations(skipped, range(skipped.stop, equal_count))
-        backward = _Iterations(skipped[::-1], range(FIRST)[::-1])
-        gradients: list[Kind] = []
+        backward = _Iterations(skipped[::-1], range(FIRST_COUNT)[::-1])
+        gradients: list[Properties] = []
         outputs: list[Tensor] = []
-        for number, piece in enumerate(pieces):
-            if self._begin(forward, number):
+        for index, item in enumerate(inputs):
+            if self._begin(forward, index):
                 with self._unrecorded():
-                    outputs.append(_SkippedIteration.apply(self, kind_of(outputs[0]), gradients, *piece))
+                    outputs.append(_SkippedIteration.apply(self, properties_of(outputs[0]), gradients, *item))
             else:
-                first_view = piece[0].view_as(piece[0])  # its gradient is ready at the end of its iteration
-                if number < equal_count:
-                    first_view.register_hook(lambda gradient: gradients.append(kind_of(gradient)))
-                outputs.append(function(first_view, *piece[1:]))
-            outputs[-1].register_hook(partial(self._gradient_ready, backward, number))
-        self._begin(forward, len(pieces))
+                first_view = item[0].view_as(item[0])  # its gradient is ready at the end of its iteration
+                if index < equal_count:
+                    first_view.register_hook(lambda gradient: gradients.append(properties_of(gradient)))
+                outputs.append(function(first_view, *item[1:]))
+            outputs[-1].register_hook(partial(self._gradient_ready, backward, index))
+        self._begin(forward, len(inputs))
         return outputs
 
-    def _each(self, function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-        """Return the results, running all iterations. Between iterations, in both passes, no value is pending."""
+    def _each(self, function: Callable[..., Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
+        """Return the results of all iterations. The meter is flushed between iterations, so that fusion does not cross them."""
         outputs: list[Tensor] = []
-        for piece in pieces:
+        for item in inputs:
             self.meter.flush()
-            outputs.append(function(*piece))
+            outputs.append(function(*item))
             if outputs[-1].requires_grad:
                 outputs[-1].register_hook(lambda gradient: self.meter.flush())
         self.meter.flush()
         return outputs
 
-    def _gradient_ready(self, iterations: _Iterations, number: int, gradient: Tensor) -> None:
+    def _gradient_ready(self, iterations: _Iterations, index: int, gradient: Tensor) -> None:
         """Start an iteration of the backward once the gradient of its result is ready."""
-        self._begin(iterations, number)
+        self._begin(iterations, index)
 
-    def _begin(self, iterations: _Iterations, number: int) -> bool:
+    def _begin(self, iterations: _Iterations, index: int) -> bool:
         """End the previous iteration and start the next; return whether it is skipped, which records its points."""
         self.meter.flush()
         if iterations.running is not None:
             self._end(iterations, *iterations.running)
-        iterations.running = number, self._now()
-        if number not in iterations.skipped:
+        iterations.running = index, self._now()
+        if index not in iterations.skipped:
             return False
         assert self.meter.recorder is not None
         if iterations.repeated is None:
-            raise IterationsDifferError("the first turns differ")
+            raise IterationsDifferError("the first iterations differ")
         work, terms = iterations.running[1].state
-        self.meter.recorder.points += [point.above(work, terms) for point in iterations.repeated.points]
+        self.meter.recorder.points += [point.shifted(work, terms) for point in iterations.repeated.points]
         self.meter.work = work.plus(iterations.repeated.end.work)
         return True
 
-    def _end(self, iterations: _Iterations, number: int, start: Snapshot) -> None:
-        """Check that an iteration equals the ones it must equal, and store its record if the next ones must equal it."""
-        if number in iterations.skipped:
+    def _end(self, iterations: _Iterations, index: int, start: Snapshot) -> None:
+        """Compare an iteration with those that it must equal, and store its record.
+
+        Raises:
+            IterationsDifferError: if the iteration differs.
+        """
+        if index in iterations.skipped:
             assert iterations.repeated is not None
-            expected = Snapshot(start.position + len(iterations.repeated.points), start.state.above(*iterations.repeated.end))
+            expected = Snapshot(start.num_points + len(iterations.repeated.points), start.state.shifted(*iterations.repeated.end))
             if self._now() != expected:
-                raise IterationsDifferError(f"turn {number} leaves something else behind")
+                raise IterationsDifferError(f"memory was allocated or freed during the skipped iteration {index}")
             return
         record = self._since(start)
-        if number in iterations.after_skipped and record != iterations.repeated:
-            raise IterationsDifferError(f"turn {number} is like none before")
+        if index in iterations.after_skipped and record != iterations.repeated:
+            raise IterationsDifferError(f"iteration {index} differs from the earlier ones")
         iterations.repeated = record if record == iterations.previous else None
         iterations.previous = record
 
@@ -154,17 +169,17 @@ class Iterations:
         return Snapshot(len(self.meter.recorder.points), Point(self.meter.work, dict(self.meter.live_terms)))
 
     def _since(self, start: Snapshot) -> IterationRecord:
-        """Return the points recorded since an iteration began, and the state now, relative to its start."""
+        """Return the points recorded since an iteration began, and the current state, relative to its start."""
         assert self.meter.recorder is not None
         minus_work, minus_terms = NO_WORK.minus(start.state.work), _negative(start.state.terms)
-        points = (point.above(minus_work, minus_terms) for point in self.meter.recorder.points[start.position :])
-        return IterationRecord(tuple(points), self._now().state.above(minus_work, minus_terms))
+        points = (point.shifted(minus_work, minus_terms) for point in self.meter.recorder.points[start.num_points :])
+        return IterationRecord(tuple(points), self._now().state.shifted(minus_work, minus_terms))
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
-        """Do not record values created for a skipped iteration: its points are recorded already."""
+        """Do not record values that are created inside, for a skipped iteration: its points are recorded already."""
         work: Work = self.meter.work
-        with self.meter.recorded_apart():
+        with self.meter.separate_recorder():
             yield
             self.meter.flush()
         self.meter.work = work
@@ -174,27 +189,27 @@ class _SkippedIteration(torch.autograd.Function):
     """A skipped iteration: its result, and the gradient of the first tensor of its input, have the layout of the others."""
 
     @staticmethod
-    def forward(ctx: Any, iterations: Iterations, result: Kind, gradients: list[Kind], *piece: Tensor) -> Tensor:
-        """Return an empty result of the given kind, instead of running the iteration."""
-        ctx.iterations, ctx.gradients, ctx.other_inputs = iterations, gradients, len(piece) - 1
+    def forward(ctx: Any, iterations: Iterations, result: Properties, gradients: list[Properties], *item: Tensor) -> Tensor:
+        """Return an uninitialized result with the given properties, instead of running the iteration."""
+        ctx.iterations, ctx.gradients, ctx.other_inputs = iterations, gradients, len(item) - 1
         return _empty(result)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return an empty gradient for the first tensor of the input; raise an error if other iterations' gradients differ."""
         if len(set(ctx.gradients)) != 1:
-            raise IterationsDifferError("gradients of pieces differ")
+            raise IterationsDifferError("the gradients of inputs differ in shape, layout, dtype or device")
         with ctx.iterations._unrecorded():
             skipped_gradient = _empty(ctx.gradients[0])
         return None, None, None, skipped_gradient, *(None for _ in range(ctx.other_inputs))
 
 
-_active_iterations: ContextVar[Iterations | None] = ContextVar("following", default=None)
+_active_iterations: ContextVar[Iterations | None] = ContextVar("active_iterations", default=None)
 
 
 @contextmanager
 def sampled_iterations(iterations: Iterations | None) -> Iterator[None]:
-    """Within this context, `in_turn` runs only a few of equal iterations, through `iterations`; outside, it runs all."""
+    """Inside this context, `run_iterations` uses `iterations`, which may run only a few of equal ones; outside, it runs all."""
     token = _active_iterations.set(iterations)
     try:
         yield
@@ -202,14 +217,14 @@ def sampled_iterations(iterations: Iterations | None) -> Iterator[None]:
         _active_iterations.reset(token)
 
 
-def kind_of(tensor: Tensor) -> Kind:
+def properties_of(tensor: Tensor) -> Properties:
     """Return the properties of a tensor on which its iteration depends."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _empty(kind: Kind) -> Tensor:
-    """Allocate an uninitialized tensor of a kind."""
-    size, stride, dtype, device = kind
+def _empty(properties: Properties) -> Tensor:
+    """Allocate an uninitialized tensor with the given properties."""
+    size, stride, dtype, device = properties
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.cost.categories import GRADIENTS, terms_of
-from streamfx.cost.comm import Traffic, added
+from streamfx.cost.comm import Traffic, total_traffic
 from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.gradient_copies import largest_copied_bytes
 from streamfx.cost.hop_cost import with_stand_ins
@@ -52,7 +52,7 @@ class Cost:
     forward_peak: peak bytes of the forward graph; backward_peak: of the backward graph, including all saved values. held:
     bytes of the results and saved values after the forward. layer_flops, layer_attention: forward FLOPs of the layers,
     and their attention FLOPs, if a call counts them. forward_terms, backward_terms: the bytes of both peaks by category
-    (see `categories.py`). gradients: bytes of parameter gradients, for calls in eager mode. forward_wire, backward_wire:
+    (see `categories.py`). gradients: bytes of parameter gradients, for calls in eager mode. forward_traffic, backward_traffic:
     traffic of each graph to other ranks, by kind. forward_curve, backward_curve: the live bytes over time, if recorded.
     """
 
@@ -66,8 +66,8 @@ class Cost:
     layer_flops: int = 0
     layer_attention: int = 0
     gradients: int = 0
-    forward_wire: Mapping[str, Traffic] = field(default_factory=dict)
-    backward_wire: Mapping[str, Traffic] = field(default_factory=dict)
+    forward_traffic: Mapping[str, Traffic] = field(default_factory=dict)
+    backward_traffic: Mapping[str, Traffic] = field(default_factory=dict)
     forward_curve: Curve = field(default_factory=Curve, compare=False, repr=False)
     backward_curve: Curve = field(default_factory=Curve, compare=False, repr=False)
 
@@ -123,14 +123,14 @@ def cost_of(
     backward = None if backward is None else with_sampled_loops(backward, meter, known_runs, is_backward=True, loss=loss)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         placeholders = forward.graph.find_nodes(op="placeholder")
-        inputs = [made_like(node.meta[VALUE]) for node in placeholders]
+        inputs = [tensor_like(node.meta[VALUE]) for node in placeholders]
         inputs_but_tokens = [value for node, value in zip(placeholders, inputs, strict=True) if not is_token(node)]
         with meter:
             results = list(HostProgramRunner(forward)(list(inputs)))
             meter.flush()
             forward_terms = meter.peak_terms
             forward_peak, held, forward_work = meter.restart_peak(), meter.live, meter.work
-            forward_curve = meter.recorded(Work())
+            forward_curve = meter.take_curve(Work())
             outputs, saved = results[:num_outputs], results[num_outputs:]
             del results
             gradients = None
@@ -140,7 +140,7 @@ def cost_of(
                 gradients = HostProgramRunner(backward)(_backward_arguments(backward, saved))
             meter.flush()
             if copied_bytes := largest_copied_bytes(inputs_but_tokens, gradients or ()):
-                meter.reached(Delta(copied_bytes, {GRADIENTS: copied_bytes}))
+                meter.add_peak(Delta(copied_bytes, {GRADIENTS: copied_bytes}))
             cost = Cost(
                 forward_peak=forward_peak,
                 backward_peak=meter.peak if backward is not None else 0,
@@ -149,10 +149,10 @@ def cost_of(
                 loops={**_loop_costs(forward), **_loop_costs(backward)},
                 forward_terms=_nonzero(forward_terms),
                 backward_terms=_nonzero(meter.peak_terms),
-                forward_wire=forward_work.wire,
-                backward_wire=meter.work.minus(forward_work).wire,
+                forward_traffic=forward_work.traffic_by_kind,
+                backward_traffic=meter.work.minus(forward_work).traffic_by_kind,
                 forward_curve=forward_curve,
-                backward_curve=meter.recorded(forward_work) if backward is not None else Curve(),
+                backward_curve=meter.take_curve(forward_work) if backward is not None else Curve(),
             )
         del outputs, gradients, inputs, inputs_but_tokens
     return cost
@@ -163,7 +163,7 @@ def _backward_arguments(backward: fx.GraphModule, saved: list[Any]) -> list[Any]
     placeholders = backward.graph.find_nodes(op="placeholder")
     arguments = sorted(saved, key=lambda value: not isinstance(value, (int, float)))
     saved.clear()
-    return arguments + [made_like(node.meta[VALUE]) for node in placeholders[len(arguments) :]]
+    return arguments + [tensor_like(node.meta[VALUE]) for node in placeholders[len(arguments) :]]
 
 
 def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
@@ -177,19 +177,19 @@ def with_sampled_loops(
     """Copy a host program with loops that run only a few of their chunks, and with bytes counted by category."""
     outer_terms = terms_between_loops(module, is_backward)
     terms = terms_of(module, is_backward, outer_terms, loss)
-    metered = with_stand_ins(module, meter, made_like)
+    metered = with_stand_ins(module, meter, tensor_like)
     if outer_terms:
         metered = fx.GraphModule(metered, graph_copy(metered.graph))
         for node in metered.graph.nodes:
             if node.name in outer_terms and may_allocate(node):
-                node.target = meter.named(outer_terms[node.name], node.target)
+                node.target = meter.with_term(outer_terms[node.name], node.target)
     for name, child in module.named_children():
         if isinstance(child, Loop):
             metered.add_module(name, SampledLoop(child.spec, meter, terms[name], known_runs))
     return metered
 
 
-def made_like(value: Any) -> Any:
+def tensor_like(value: Any) -> Any:
     """Create a tensor like the one that a traced value represents, with symbolic sizes at their traced values."""
     if not isinstance(value, Tensor):
         return size_hint(value) if isinstance(value, torch.SymInt) else value
@@ -224,4 +224,4 @@ def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
 
 def _loop_cost(loop: SampledLoop) -> LoopCost:
     """Return the cost of one sampled loop, with its rows per chunk limited to the sequence."""
-    return LoopCost(loop.work, min(loop.rows, loop.length), added(loop.work.wire.values()), loop.count)
+    return LoopCost(loop.work, min(loop.rows, loop.length), total_traffic(loop.work.traffic_by_kind.values()), loop.count)

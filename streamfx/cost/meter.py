@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.categories import STAGE_INPUTS
-from streamfx.cost.comm import KINDS, sent_by
+from streamfx.cost.comm import KINDS, traffic_of_call
 from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.fusion import Fusion, is_fusible
-from streamfx.cost.inplace_accumulate import bytes_of_total, total_added_to
+from streamfx.cost.inplace_accumulate import bytes_of_total, find_total
 from streamfx.cost.kernels import by_kernel
-from streamfx.cost.most_rows import with_most_rows
+from streamfx.cost.max_rows import run_with_max_rows
 from streamfx.cost.nested_tensors import tensors_in
 from streamfx.cost.work import Work
-from streamfx.cost.workspaces import FOLLOWED, allocated, workspace_of
+from streamfx.cost.workspaces import TRACED_OPERATORS, allocation_size, workspace_of
 from streamfx.kernels.device_kinds import DeviceKind, kind_of
 from streamfx.runtime.offload import from_host, to_host
 from streamfx.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode
@@ -36,7 +36,7 @@ from streamfx.torch_private import FakeTensorMode, HigherOrderOperator, OpOverlo
 
 @dataclass
 class Delta:
-    """The rise of the live bytes above a base, and the bytes of each term at that moment."""
+    """The increase of the live bytes above a base, at its peak: in all, and by category (`terms`)."""
 
     peak: int = 0
     terms: dict[str, int] = field(default_factory=dict)
@@ -44,12 +44,14 @@ class Delta:
 
 ADDS_ROWS = (torch.ops.aten.index_add_.default, torch.ops.aten.scatter_.src)  # the last argument
 COPIES = torch.ops.aten.copy_.default
-UNWRITTEN = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
+ALLOCATIONS = {
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+}
 CLONES_MEMORY = {  # copies all memory of the first operand; the results that a fake tensor mode caches have less
     getattr(torch.ops.aten, name)
     for name in ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "copy")
 }
-ASKS_DEVICE = torch.ops.prim.device.default
+READS_DEVICE = torch.ops.prim.device.default
 HOST_COPIES = (
     to_host,
     from_host,
@@ -63,7 +65,7 @@ class Meter(TorchDispatchMode):
     products and attention; `attention_flops` of fused attention; `masked_flops` of fused attention without a causal flag,
     where a mask may hide some; `moved` are the bytes that operators without FLOPs read and write. Bytes count under the
     name in `term` at their allocation; `peak_terms` has the terms of the peak. A `recorder` gets a point whenever bytes
-    are allocated or freed.
+    are allocation_size or freed.
     """
 
     supports_higher_order_operators = True
@@ -89,15 +91,15 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run an operator, and count its work, the storages that it allocates, and its workspace."""
         kwargs = kwargs or {}
-        if func is ASKS_DEVICE:  # not work: autograd may ask any number of times
+        if func is READS_DEVICE:  # not work; autograd may call it any number of times
             return args[0].device
-        out = with_most_rows(func, args, kwargs)
+        out = run_with_max_rows(func, args, kwargs)
         self._count(func, args, kwargs, out)
         if func is not to_host:  # values on the host use no device memory
-            least = self._size_of(args[0]) if getattr(func, "overloadpacket", None) in CLONES_MEMORY else 0
-            self._note_new(out, (args, kwargs), STAGE_INPUTS if func is from_host else self.term, least)
-        if workspace := followed(func, args, kwargs) if func in FOLLOWED else workspace_of(func, args, kwargs):
-            self.reached(Delta(workspace, {self.term: workspace}))
+            min_bytes = self._size_of(args[0]) if getattr(func, "overloadpacket", None) in CLONES_MEMORY else 0
+            self._count_new(out, (args, kwargs), STAGE_INPUTS if func is from_host else self.term, min_bytes)
+        if workspace := traced_workspace(func, args, kwargs) if func in TRACED_OPERATORS else workspace_of(func, args, kwargs):
+            self.add_peak(Delta(workspace, {self.term: workspace}))
         return out
 
     def restart_peak(self) -> int:
@@ -105,36 +107,36 @@ class Meter(TorchDispatchMode):
         peak, self.peak, self.peak_terms = self.peak, self.live, dict(self.live_terms)
         return peak
 
-    def reached(self, rise: Delta) -> None:
-        """Account for bytes above the live bytes that were live for a while."""
-        self._note(rise.terms)
-        self._note()
+    def add_peak(self, rise: Delta) -> None:
+        """Count bytes that were allocated, and freed again, above the live bytes: they may raise the peak."""
+        self._record_point(rise.terms)
+        self._record_point()
         if self.live + rise.peak > self.peak:
             self.peak = self.live + rise.peak
             self.peak_terms = {name: self.live_terms[name] + rise.terms.get(name, 0) for name in {*self.live_terms, *rise.terms}}
 
-    def recorded(self, begin: Work) -> Curve:
+    def take_curve(self, begin: Work) -> Curve:
         """Return the curve recorded since `begin`; empty without a recorder."""
-        return Curve() if self.recorder is None else self.recorder.take(begin, self.work)
+        return Curve() if self.recorder is None else self.recorder.take_curve(begin, self.work)
 
     @contextmanager
-    def recorded_apart(self) -> Iterator[Recorder | None]:
+    def separate_recorder(self) -> Iterator[Recorder | None]:
         """Send the points of the code inside to a separate recorder, and yield it; yield None if nothing is recorded."""
         outer_recorder = self.recorder
         self.recorder = None if outer_recorder is None else Recorder()
-        self._note()
+        self._record_point()
         try:
             yield self.recorder
         finally:
             self.recorder = outer_recorder
 
-    def _note(self, rise: Mapping[str, int] = MappingProxyType({})) -> None:
+    def _record_point(self, rise: Mapping[str, int] = MappingProxyType({})) -> None:
         """Record a point with the live bytes by category, plus `rise`, if there is a recorder."""
         if self.recorder is not None:
-            self.recorder.note(self.work, self.live_terms, rise)
+            self.recorder.record(self.work, self.live_terms, rise)
 
     @contextmanager
-    def rising(self) -> Iterator[Delta]:
+    def measure_delta(self) -> Iterator[Delta]:
         """Yield a `Delta`; at the end it holds the peak of the code inside, relative to the live bytes at its start."""
         rise, peak_before, terms_at_start = Delta(), (self.peak, self.peak_terms), Counter(self.live_terms)
         base = self.live
@@ -169,7 +171,7 @@ class Meter(TorchDispatchMode):
         """The FLOPs so far of fused attention."""
         return self.work.attention_flops
 
-    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_watched_flops(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that its FLOPs also count in `watched_flops`, and its attention FLOPs in `watched_attention`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -190,9 +192,9 @@ class Meter(TorchDispatchMode):
             self._sizes[key] = size, term
             self.live_terms[old_term] -= size
             self.live_terms[term] += size
-            self._note()
+            self._record_point()
 
-    def named(self, term: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_term(self, term: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that its bytes count under a term."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -212,7 +214,7 @@ class Meter(TorchDispatchMode):
             if inner is None:
                 return
             func, args = args[inner], args[inner + 1 :]
-        if getattr(func, "is_view", False) or getattr(func, "overloadpacket", None) in UNWRITTEN:
+        if getattr(func, "is_view", False) or getattr(func, "overloadpacket", None) in ALLOCATIONS:
             return
         work = _work_of(func, args, kwargs, out)
         moved, kernels = self._fusion.follow(func, (args, kwargs), out)
@@ -232,36 +234,36 @@ class Meter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         return self._sizes.get(storage._cdata, (storage.nbytes(), ""))[0]
 
-    def _note_new(self, out: Any, arguments: Any, term: str, least: int = 0) -> None:
-        """Count result storages that are neither known nor operands, at `least` bytes each, until they are freed."""
+    def _count_new(self, out: Any, arguments: Any, term: str, min_bytes: int = 0) -> None:
+        """Count result storages that are neither known nor operands, at `min_bytes` bytes each, until they are freed."""
         new = {key: (storage, device) for key, storage, device in _storages(out) if key not in self._sizes}
         if not new:
             return
         operand_keys = {key for key, *_ in _storages(arguments)}
         for key, (storage, device) in new.items():
             if key not in operand_keys:
-                size = allocated(max(storage.nbytes(), least) if storage.nbytes() else 0, device)
+                size = allocation_size(max(storage.nbytes(), min_bytes) if storage.nbytes() else 0, device)
                 self._sizes[key] = size, term
                 self.live += size
                 self.live_terms[term] += size
-                weakref.finalize(storage, self._note_freed, key)
-        self._note()
+                weakref.finalize(storage, self._count_freed, key)
+        self._record_point()
         if self.live > self.peak:
             self.peak, self.peak_terms = self.live, dict(self.live_terms)
 
-    def _note_freed(self, key: int) -> None:
+    def _count_freed(self, key: int) -> None:
         """Subtract a freed storage from the live bytes."""
         size, term = self._sizes.pop(key)
         self.live -= size
         self.live_terms[term] -= size
-        self._note()
+        self._record_point()
 
 
-def followed(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the workspace of an operator that calls others: their peak bytes, except its operands and results."""
+def traced_workspace(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the workspace of an operator that calls other operators: their peak bytes, except its operands and results."""
     arguments = arguments_by_name(target, args, kwargs)
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
-    return _traced_workspace(target, tuple((name, _layout_of(value)) for name, value in arguments.items()), kind_of(device))
+    return _cached_workspace(target, tuple((name, _layout_of(value)) for name, value in arguments.items()), kind_of(device))
 
 
 class _TensorLayout(NamedTuple):
@@ -272,7 +274,7 @@ class _TensorLayout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def made(self) -> Tensor:
+    def allocate(self) -> Tensor:
         """Allocate a tensor with this layout."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
@@ -285,13 +287,13 @@ def _layout_of(value: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _traced_workspace(target: OpOverload, arguments: tuple[tuple[str, Any], ...], kind: DeviceKind) -> int:
+def _cached_workspace(target: OpOverload, arguments: tuple[tuple[str, Any], ...], kind: DeviceKind) -> int:
     """Run the operators that `target` calls on fake tensors; return their peak bytes minus the bytes of its results."""
     with FakeTensorMode():
-        fake_arguments = {name: value.made() if isinstance(value, _TensorLayout) else value for name, value in arguments}
-        results = sum(allocated(storage.nbytes(), device) for _, storage, device in _storages(target(**fake_arguments)))
+        fake_arguments = {name: value.allocate() if isinstance(value, _TensorLayout) else value for name, value in arguments}
+        results = sum(allocation_size(storage.nbytes(), device) for _, storage, device in _storages(target(**fake_arguments)))
         with Meter() as meter:
-            fake_results = FOLLOWED[target](**fake_arguments)
+            fake_results = TRACED_OPERATORS[target](**fake_arguments)
             del fake_results
     return max(meter.peak - results, 0)
 
@@ -308,13 +310,13 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
             flops, 0, flops, 1, masked_flops=0 if is_masked_by_flag else flops, **by_kernel(func.name(), arguments, flops)
         )
     moved = _bytes_moved(func, args, kwargs, out)
-    if (sent := sent_by(func, args, kwargs, out)) is not None:
+    if (sent := traffic_of_call(func, args, kwargs, out)) is not None:
         bytes_field = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))[sent.kind]
         calls, sent_bytes, far_bytes = sent.traffic
         return Work(moved=moved, launches=1, **{sent.kind: calls, bytes_field: sent_bytes, f"{bytes_field}_far": far_bytes})
     if not flops:
         return Work(0, moved, 0, 1)
-    if (total := total_added_to(func, args, kwargs)) is None:
+    if (total := find_total(func, args, kwargs)) is None:
         return Work(flops, 0, 0, 1, moved)
     bytes_read = sum(value.nbytes for value in tensors_in((args, kwargs)) if value is not total)
     total_bytes = bytes_of_total(func, args, total)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from streamfx.torch_private import tree_iter, tree_leaves
 
-PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+LEAF_TYPES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
-OTHERS = (nn.Module, type, FunctionType, MethodType, ModuleType)  # objects that hold more than the returned values
+OPAQUE_TYPES = (nn.Module, type, FunctionType, MethodType, ModuleType)  # objects that hold more than the returned values
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -22,7 +22,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
     `tree_iter` yields the same but takes several times as long: it looks up every number among the container types.
     """
     kind = type(values)
-    if kind in PLAIN:
+    if kind in LEAF_TYPES:
         return
     if kind is tuple or kind is list:
         for value in values:
@@ -51,7 +51,7 @@ def tensors_returned(value: Any) -> list[Tensor]:
         objects = [
             leaf
             for leaf in leaves
-            if hasattr(leaf, "__dict__") and not isinstance(leaf, (*OTHERS, Tensor)) and id(leaf) not in seen
+            if hasattr(leaf, "__dict__") and not isinstance(leaf, (*OPAQUE_TYPES, Tensor)) and id(leaf) not in seen
         ]
         seen.update(map(id, objects))
         todo += (vars(leaf) for leaf in objects)

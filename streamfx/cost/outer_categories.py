@@ -1,8 +1,9 @@
 """Categories of the bytes that operators between loops allocate: the terms of the values of a host program.
 
-all_gather(shard)                       whole weights all_to_all(queries), and its layout     exchanged rows
-attention(queries, keys, values)        whole attention reduce_scatter(gradient of a weight)    gradients: values that
-only lead to results of the backward graph
+all_gather(shard)                       whole weights
+all_to_all(queries), and its layout     exchanged rows
+attention(queries, keys, values)        whole attention
+reduce_scatter(gradient of a weight)    gradients: values that only lead to results of the backward graph
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ import torch
 from torch import fx
 
 from streamfx.cost.categories import ATTENTION, EXCHANGED, GRADIENTS, WEIGHTS
-from streamfx.cost.comm import GATHERS, sent_by_node
+from streamfx.cost.comm import GATHERS, traffic_of_node
 from streamfx.cost.flops import is_fused_attention
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.restride import LIES_AS_TRACED
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
-MOVES = (aten.clone.default, aten.reshape.default, aten.view.default, aten.permute.default, aten.transpose.int, *LIES_AS_TRACED)
-WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tensor")
+LAYOUT_OPERATORS = (
+    aten.clone.default,
+    aten.reshape.default,
+    aten.view.default,
+    aten.permute.default,
+    aten.transpose.int,
+    *LIES_AS_TRACED,
+)
+WAIT_NAMES = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tensor")
 
 
 def terms_between_loops(module: fx.GraphModule, is_backward: bool) -> dict[str, str]:
@@ -51,7 +59,7 @@ def gathered_weights(module: fx.GraphModule) -> frozenset[fx.Node]:
         is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem
         if is_operator and node.all_input_nodes and computable.issuperset(node.all_input_nodes):
             computable.add(node)
-            traffic = sent_by_node(node)
+            traffic = traffic_of_node(node)
             is_gather = traffic is not None and traffic.kind == GATHERS
             if is_gather or (traffic is None and not weights.isdisjoint(node.all_input_nodes)):
                 weights.add(node)
@@ -59,7 +67,7 @@ def gathered_weights(module: fx.GraphModule) -> frozenset[fx.Node]:
 
 
 def _gradient_nodes(module: fx.GraphModule) -> frozenset[fx.Node]:
-    """Return the nodes that only lead to results, through no loop."""
+    """Return the nodes whose values only lead to results of the graph, through no loop."""
     output = module.graph.output_node()
     gradients: set[fx.Node] = set()
     for node in reversed(module.graph.nodes):
@@ -69,8 +77,8 @@ def _gradient_nodes(module: fx.GraphModule) -> frozenset[fx.Node]:
 
 
 def _exchanged_nodes(module: fx.GraphModule, excluded: frozenset[fx.Node]) -> frozenset[fx.Node]:
-    """Return the rows that ranks exchange, and the same rows in another layout before and after."""
-    collectives = {node for node in module.graph.nodes if node not in excluded and sent_by_node(node) is not None}
+    """Return the nodes that exchange rows between ranks, and those that only change the layout of these rows."""
+    collectives = {node for node in module.graph.nodes if node not in excluded and traffic_of_node(node) is not None}
     exchanged = set(collectives)
     for node in module.graph.nodes:
         if node.op == "call_function" and _only_moves(node) and not exchanged.isdisjoint(node.all_input_nodes):
@@ -89,5 +97,5 @@ def _exchanged_nodes(module: fx.GraphModule, excluded: frozenset[fx.Node]) -> fr
 
 def _only_moves(node: fx.Node) -> bool:
     """Return whether a node only waits for values, moves them, or selects one of several results."""
-    is_wait = isinstance(node.target, OpOverload) and node.target.name() in WAITS
-    return is_wait or node.target in MOVES or node.target is operator.getitem
+    is_wait = isinstance(node.target, OpOverload) and node.target.name() in WAIT_NAMES
+    return is_wait or node.target in LAYOUT_OPERATORS or node.target is operator.getitem

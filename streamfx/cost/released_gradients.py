@@ -1,6 +1,7 @@
 """A backward graph whose gradients are released while it runs: an optimizer step in the backward frees each of them.
 
-stretch 0, gradients of the head      taken, and freed, before stretch 1 begins stretch 1, gradients of layer 3       ...
+segment 0: gradients of the head        released before segment 1 starts
+segment 1: gradients of layer 3         released before segment 2 starts
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class ReleasedGradients:
     `taken` maps the index of a gradient among the results to the index of its input.
     """
 
-    stretches: Sequence[ReleaseSegment]
-    first: int
-    taken: dict[int, int]
+    segments: Sequence[ReleaseSegment]
+    first_released: int
+    input_of_gradient: dict[int, int]
 
 
 def run_in_segments(
@@ -43,17 +44,17 @@ def run_in_segments(
     with looking(found_before(arguments)):
         run = _segments_of(backward, released)(arguments, results)
         next(run)
-        for number, _ in enumerate(run):
-            if number >= released.first:
+        for segment_index, _ in enumerate(run):
+            if segment_index >= released.first_released:
                 _release(results, released, inputs, meter)
 
 
 def _release(results: dict[int, Any], released: ReleasedGradients, inputs: Sequence[Any], meter: Meter) -> None:
     """Release gradients one by one: autograd copies a gradient whose layout differs from its input's."""
-    for index in sorted(released.taken.keys() & results.keys()):
-        gradient, input_value = results.pop(index), inputs[released.taken[index]]
+    for index in sorted(released.input_of_gradient.keys() & results.keys()):
+        gradient, input_value = results.pop(index), inputs[released.input_of_gradient[index]]
         if isinstance(input_value, Tensor) and gradient.shape == input_value.shape and not needs_no_copy(gradient, input_value):
-            meter.reached(Delta(gradient.nbytes, {GRADIENTS: gradient.nbytes}))
+            meter.add_peak(Delta(gradient.nbytes, {GRADIENTS: gradient.nbytes}))
 
 
 def _segments_of(backward: fx.GraphModule, released: ReleasedGradients) -> Stretches:
@@ -66,6 +67,6 @@ def _segments_of(backward: fx.GraphModule, released: ReleasedGradients) -> Stret
         return ReleaseSegment(tuple(nodes_by_name[node.name] for node in segment.operators), (), gradients)
 
     segments = [
-        (segment, [call_of(node, backward) for node in segment.operators]) for segment in map(in_graph, released.stretches)
+        (segment, [call_of(node, backward) for node in segment.operators]) for segment in map(in_graph, released.segments)
     ]
     return stretches_of("backward", backward.graph.find_nodes(op="placeholder"), segments)

@@ -1,4 +1,4 @@
-"""The cost of a step of many equal layers, from a step of a few: the segment of some layers is repeated.
+"""The cost of a step of many equal layers, from the recorded step of a few: the segment of some layers is repeated.
 
     forward    embed  0  1 | 2  3  head            backward    head  3  2 | 1  0  embed
                          ^ as often as layers are missing, each from where the last one ended
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from streamfx.cost.curve import Point
-from streamfx.cost.eager_step import EagerHalf, EagerStep, WorkMark
+from streamfx.cost.eager_step import EagerPass, EagerStep, WorkMark
 from streamfx.cost.work import NO_WORK, Work
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """Of `count` layers, all after the first `front` repeat with a `period`; only the first `kept` layers were run."""
+    """A repetition of layers: of `count`, all after the first `front` repeat with a `period`; the first `kept` were run."""
 
     front: int
     period: int
@@ -43,7 +43,7 @@ def step_of_all(step_of_few: EagerStep, repeat: Repeat) -> EagerStep | None:
         ends = [front + 2 * period - 1, front + period - 1, front - 1]
         marks_of_halves.append(_layer_marks(step_of_few.backward, range(repeat.kept)[::-1], ends))
         halves.append(step_of_few.backward)
-    results: list[EagerHalf] = []
+    results: list[EagerPass] = []
     shift = Point(NO_WORK, {})
     for half, marks in zip(halves, marks_of_halves, strict=True):
         if marks is None or not _repeats(half, marks):
@@ -53,18 +53,21 @@ def step_of_all(step_of_few: EagerStep, repeat: Repeat) -> EagerStep | None:
     return EagerStep(results[0], results[1] if len(results) > 1 else None)
 
 
-def _layer_marks(half: EagerHalf, order: range, layers: list[int]) -> list[WorkMark] | None:
+def _layer_marks(half: EagerPass, order: range, layers: list[int]) -> list[WorkMark] | None:
     """Return the marks of some layers; None unless all layers have exactly one mark, in order."""
-    marks = [(number, mark) for number, mark in half.marks if number in order]
-    if [number for number, _ in marks] != list(order):
+    marks = [(layer, mark) for layer, mark in half.marks if layer in order]
+    if [layer for layer, _ in marks] != list(order):
         return None
     return [dict(marks)[layer] for layer in layers]
 
 
-def _repeats(half: EagerHalf, marks: list[WorkMark]) -> bool:
+def _repeats(half: EagerPass, marks: list[WorkMark]) -> bool:
     """Return whether the segment between the first two marks equals the segment between the last two."""
     first, second, third = marks
-    first_segment, second_segment = half.points[first.position : second.position], half.points[second.position : third.position]
+    first_segment, second_segment = (
+        half.points[first.num_points : second.num_points],
+        half.points[second.num_points : third.num_points],
+    )
     start, middle, end = (_state_at(half, mark) for mark in marks)
     if len(first_segment) != len(second_segment) or _change_between(start, middle) != _change_between(middle, end):
         return False
@@ -73,9 +76,9 @@ def _repeats(half: EagerHalf, marks: list[WorkMark]) -> bool:
     )
 
 
-def _state_at(half: EagerHalf, mark: WorkMark) -> Point:
+def _state_at(half: EagerPass, mark: WorkMark) -> Point:
     """Return the state at a mark."""
-    terms = half.points[mark.position - 1].terms if mark.position else {}
+    terms = half.points[mark.num_points - 1].terms if mark.num_points else {}
     return Point(mark.work, terms)
 
 
@@ -86,15 +89,15 @@ def _change_between(start: Point, end: Point) -> tuple[Work, Mapping[str, int]]:
     return end.work.minus(start.work), {name: change for name, change in changes.items() if change}
 
 
-def _with_copies(half: EagerHalf, marks: list[WorkMark], shift_at_start: Point, copies: int) -> tuple[EagerHalf, Point]:
+def _with_copies(half: EagerPass, marks: list[WorkMark], shift_at_start: Point, copies: int) -> tuple[EagerPass, Point]:
     """Repeat a segment in a half that is shifted by `shift_at_start`; return (the half, its shift at the end)."""
     first, second, _ = marks
     period_change = Point(*_change_between(_state_at(half, first), _state_at(half, second)))
-    segment = half.points[first.position : second.position]
-    points = [point.above(shift_at_start.work, shift_at_start.terms) for point in half.points[: second.position]]
+    segment = half.points[first.num_points : second.num_points]
+    points = [point.shifted(shift_at_start.work, shift_at_start.terms) for point in half.points[: second.num_points]]
     shift = shift_at_start
     for _ in range(copies):
-        shift = shift.above(period_change.work, period_change.terms)
-        points += [point.above(shift.work, shift.terms) for point in segment]
-    points += [point.above(shift.work, shift.terms) for point in half.points[second.position :]]
-    return EagerHalf(tuple(points), half.work.plus(shift.work)), shift
+        shift = shift.shifted(period_change.work, period_change.terms)
+        points += [point.shifted(shift.work, shift.terms) for point in segment]
+    points += [point.shifted(shift.work, shift.terms) for point in half.points[second.num_points :]]
+    return EagerPass(tuple(points), half.work.plus(shift.work)), shift

@@ -1,6 +1,7 @@
-"""The timeline of a loop of which only a few chunks ran: they are repeated in place of the others, which rise as high.
+"""The memory timeline of a loop of which only a few chunks ran.
 
-In a loop with many chunks, some are drawn, each for a group of neighbors and as long as the whole group.
+Chunks are divided into at most `MAX_GROUPS` groups of neighbors. Each group is represented by one chunk that ran,
+stretched over the work of the group.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import pairwise
 from streamfx.cost.curve import Curve, Point, shortened
 from streamfx.cost.work import Work
 
-MOST_GROUPS = 16  # groups of chunks in a loop
+MAX_GROUPS = 16
 POINTS_PER_GROUP = 12
 
 
@@ -20,12 +21,12 @@ POINTS_PER_GROUP = 12
 class SampledChunk:
     """A chunk that ran: its index, its own work, and its points relative to the start of the loop."""
 
-    position: int
+    chunk_index: int
     work: Work
     points: Sequence[Point]
 
     @property
-    def highest(self) -> int:
+    def peak(self) -> int:
         """The peak of the chunk above the start of the loop."""
         return max((point.total for point in self.points), default=0)
 
@@ -37,7 +38,7 @@ def curve_of_chunks(
 
     `points_before` was recorded before the chunks; `work_of` returns the work of a range of chunks.
     """
-    groups = groups_of(count)
+    groups = chunk_groups(count)
     points, work_done = list(points_before), Work()
     for group in groups:
         chunk, work = _representative(group, sampled), work_of(group)
@@ -46,26 +47,26 @@ def curve_of_chunks(
     return Curve(tuple(points), (), work_done)
 
 
-def groups_of(count: int) -> list[range]:
+def chunk_groups(count: int) -> list[range]:
     """Return chunk indices in groups of about equal size; the first and the last chunk are separate."""
-    if count <= MOST_GROUPS:
-        return [range(position, position + 1) for position in range(count)]
-    inner_chunks, inner_groups = count - 2, MOST_GROUPS - 2
+    if count <= MAX_GROUPS:
+        return [range(chunk_index, chunk_index + 1) for chunk_index in range(count)]
+    inner_chunks, inner_groups = count - 2, MAX_GROUPS - 2
     bounds = [1 + inner_chunks * group // inner_groups for group in range(inner_groups + 1)]
     return [range(1), *(range(*pair) for pair in pairwise(bounds)), range(count - 1, count)]
 
 
 def _representative(group: range, sampled: Sequence[SampledChunk]) -> SampledChunk:
-    """Return the highest chunk that ran in a group, or the nearest one."""
-    in_group = [chunk for chunk in sampled if chunk.position in group]
+    """Return the chunk that represents a group: of those that ran in it, the one with the highest peak, else the nearest."""
+    in_group = [chunk for chunk in sampled if chunk.chunk_index in group]
     if in_group:
-        return max(in_group, key=lambda chunk: chunk.highest)
+        return max(in_group, key=lambda chunk: chunk.peak)
     middle = group[len(group) // 2]
-    return min(sampled, key=lambda chunk: abs(chunk.position - middle))
+    return min(sampled, key=lambda chunk: abs(chunk.chunk_index - middle))
 
 
 def _rescaled(chunk: SampledChunk, work: Work, work_done: Work) -> Iterator[Point]:
-    """Stretch the points of a chunk over the work of a group."""
+    """Yield the points of a chunk, stretched over the work of its group; counters grow in proportion."""
     begin = chunk.points[0].work if chunk.points else Work()
     for point in shortened(chunk.points, POINTS_PER_GROUP):
         counters = zip(point.work.minus(begin), chunk.work, work, strict=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from streamfx.cost.categories import LoopTerms
 from streamfx.cost.curve import Curve, LoopInterval, Point
 from streamfx.cost.meter import Delta, Meter
-from streamfx.cost.sampled_chunks import MOST_GROUPS, SampledChunk, curve_of_chunks
+from streamfx.cost.sampled_chunks import MAX_GROUPS, SampledChunk, curve_of_chunks
 from streamfx.cost.work import Work
 from streamfx.ir.program import (
     Buffer,
@@ -41,7 +41,7 @@ Chunk = tuple[int, int]
 
 @dataclass(frozen=True)
 class LoopRun:
-    """The cost of a loop: the rise of memory, the work of all chunks, and the curve above the state before the loop."""
+    """The cost of a loop: its memory, the work of all chunks, and its curve, each relative to the state before the loop."""
 
     rise: Delta
     work: Work
@@ -61,9 +61,9 @@ class SampledLoop(Loop):
         self.work, self.rows, self.count, self.length = Work(), 0, 0, 0
         self._segments: list[range] = []
         self._costs: dict[int, Work] = {}
-        self._sampled_positions: Iterator[int] = iter(())
+        self._sampled_indices: Iterator[int] = iter(())
         self._is_cached = False
-        self._chunk_starts: list[tuple[int, int]] = []  # the index of a chunk, and the number of points recorded before it
+        self._chunk_starts: list[tuple[int, int]] = []  # (chunk index, number of points recorded before the chunk)
 
     def chunks(self, length: int, env: Env) -> Sequence[Chunk]:
         """Return the (start, stop) rows of the chunks to run: none if the cost is cached, else a sample of each segment."""
@@ -72,10 +72,10 @@ class SampledLoop(Loop):
         self.count = len(all_chunks)
         if self._is_cached:
             return []
-        self._segments = segments_of(all_chunks, self._edges(env))
-        sampled = [position for segment in self._segments for position in sample_of(segment)]
-        self._sampled_positions = iter(sampled)
-        return [all_chunks[position] for position in sampled]
+        self._segments = segments_of(all_chunks, self._clipping_rows(env))
+        sampled = [chunk_index for segment in self._segments for chunk_index in sample_of(segment)]
+        self._sampled_indices = iter(sampled)
+        return [all_chunks[chunk_index] for chunk_index in sampled]
 
     def runner(self, bounds: Sequence[Chunk]) -> Callable[..., Sequence[Any]]:
         """Return the function that runs the loop body on one chunk and counts its work."""
@@ -86,31 +86,31 @@ class SampledLoop(Loop):
         key = (signature_of(self.spec), self.terms, tuple(_shape(argument) for argument in arguments))
         self._is_cached, self._costs, self._chunk_starts = key in self.known, {}, []
         work_before, terms_before = self.meter.work, dict(self.meter.live_terms)
-        with self.meter.recorded_apart() as recorder:
+        with self.meter.separate_recorder() as recorder:
             if self._is_cached:
-                self.meter.reached(self.known[key].rise)
+                self.meter.add_peak(self.known[key].rise)
                 results = super().forward(*arguments)
             else:
-                with self.meter.rising() as rise:
+                with self.meter.measure_delta() as rise:
                     results = super().forward(*arguments)
                 curve = Curve() if recorder is None else self._curve_of_all(recorder.points, work_before, terms_before)
                 self.known[key] = LoopRun(rise, self._work_of_all(), curve)
         run = self.known[key]
         self.meter.work, self.work = work_before.plus(run.work), self.work.plus(run.work)
         if self.meter.recorder is not None:
-            interval = LoopInterval(self.spec.name, work_before, self.meter.work, self.count, min(self.count, MOST_GROUPS))
-            self.meter.recorder.add(replace(run.curve.above(work_before, terms_before), loops=(interval,)))
-            self.meter.recorder.note(self.meter.work, self.meter.live_terms)
+            interval = LoopInterval(self.spec.name, work_before, self.meter.work, self.count, min(self.count, MAX_GROUPS))
+            self.meter.recorder.add(replace(run.curve.shifted(work_before, terms_before), loops=(interval,)))
+            self.meter.recorder.record(self.meter.work, self.meter.live_terms)
         return results
 
     def _curve_of_all(self, points: Sequence[Point], begin: Work, terms_before: Mapping[str, int]) -> Curve:
         """Compute the curve of all chunks from the points of a few, relative to the memory and work before the loop."""
         minus_terms, minus_work = {name: -size for name, size in terms_before.items()}, Work().minus(begin)
-        relative = [point.above(minus_work, minus_terms) for point in points]
+        relative = [point.shifted(minus_work, minus_terms) for point in points]
         ends = [start for _, start in self._chunk_starts[1:]] + [len(relative)]
         sampled = [
-            SampledChunk(position, self._costs[position], relative[start:stop])
-            for (position, start), stop in zip(self._chunk_starts, ends, strict=True)
+            SampledChunk(chunk_index, self._costs[chunk_index], relative[start:stop])
+            for (chunk_index, start), stop in zip(self._chunk_starts, ends, strict=True)
         ]
         return curve_of_chunks(relative[: self._chunk_starts[0][1]], sampled, self.count, self._work_of)
 
@@ -128,24 +128,24 @@ class SampledLoop(Loop):
 
     def _costs_by_kind(self) -> list[dict[int, int]]:
         """Return one dict per counter of `Work`, from the index of each chunk that ran to its value."""
-        return [{position: cost[i] for position, cost in self._costs.items()} for i in range(len(Work._fields))]
+        return [{chunk_index: cost[i] for chunk_index, cost in self._costs.items()} for i in range(len(Work._fields))]
 
     def _run_metered(self, *feeds: Any) -> Sequence[Any]:
         """Run the loop body on the next sampled chunk, and store its work by chunk index."""
-        work_before, position = self.meter.work, next(self._sampled_positions)
+        work_before, chunk_index = self.meter.work, next(self._sampled_indices)
         if self.meter.recorder is not None:
-            self._chunk_starts.append((position, len(self.meter.recorder.points)))
+            self._chunk_starts.append((chunk_index, len(self.meter.recorder.points)))
         with self._named(self.terms.chunk):
             outputs: Sequence[Any] = self.spec.body(*feeds)
             self.meter.flush()
-        self._costs[position] = self.meter.work.minus(work_before)
+        self._costs[chunk_index] = self.meter.work.minus(work_before)
         return outputs
 
     # -- terms
 
     @contextmanager
     def _named(self, term: str) -> Iterator[None]:
-        """Count storages allocated inside under a category."""
+        """Count storages that are allocated inside this context under a category."""
         outer_term, self.meter.term = self.meter.term, term
         try:
             yield
@@ -180,17 +180,20 @@ class SampledLoop(Loop):
         with self._named(self.terms.buffers[item.buffer]):
             return super()._finished(item, buffers, env)
 
-    def _edges(self, env: Env) -> set[int]:
-        """Return the rows at which the size of a slice starts or stops to change, for all sliced operands."""
-        edges: set[int] = set()
+    def _clipping_rows(self, env: Env) -> set[int]:
+        """Return the chunk bounds at which the slice of any operand starts or stops being clipped."""
+        rows: set[int] = set()
         for feed in self.spec.feeds:
             if isinstance(feed, (ChunkSlice, BufferPart)):
                 for placement, selector in feed.selections:
-                    edges |= self._edges_of(placement, selector, env)
-        return edges
+                    rows |= self._clipping_rows_of_slice(placement, selector, env)
+        return rows
 
-    def _edges_of(self, placement: Placement, selector: Selector, env: Env) -> set[int]:
-        """Return these rows for one sliced dimension: the ends of its rows, shifted by the bounds of the selector."""
+    def _clipping_rows_of_slice(self, placement: Placement, selector: Selector, env: Env) -> set[int]:
+        """Return the chunk bounds at which one operand's slice starts or stops being clipped.
+
+        A chunk [s, e) reads rows [s + low, e + high), so an axis that ends at row r clips it from r - low or r - high on.
+        """
         start = self.size(placement.rows.offset, env)
         ends = {start, start + self.size(placement.rows.length, env)}
         shifts = {0}
@@ -204,16 +207,19 @@ class SampledLoop(Loop):
         return {end - shift for end in ends for shift in shifts}
 
 
-def segments_of(chunks: Chunks, edges: Iterable[int]) -> list[range]:
-    """Return the indices of `chunks` in segments along which sizes change linearly; the first and last chunk are separate."""
-    single_chunks = {0, len(chunks) - 1}.union(*map(chunks.touching, edges))
+def segments_of(chunks: Chunks, clipping_rows: Iterable[int]) -> list[range]:
+    """Divide the chunk indices into segments along which sizes change linearly.
+
+    The first chunk, the last chunk, and each chunk that contains or touches a clipping row are segments by themselves.
+    """
+    single_chunks = {0, len(chunks) - 1}.union(*map(chunks.touching, clipping_rows))
     segments: list[range] = []
     start = 0
-    for position in sorted(single_chunks):
-        if start < position:
-            segments.append(range(start, position))
-        segments.append(range(position, position + 1))
-        start = position + 1
+    for chunk_index in sorted(single_chunks):
+        if start < chunk_index:
+            segments.append(range(start, chunk_index))
+        segments.append(range(chunk_index, chunk_index + 1))
+        start = chunk_index + 1
     return segments
 
 
@@ -223,19 +229,19 @@ def sample_of(segment: range) -> list[int]:
 
 
 def total_over(segment: range, costs: dict[int, int]) -> int:
-    """Sum the parabola through the sampled costs over a segment."""
+    """Return the cost of a segment: the sum of the parabola through its sampled costs."""
     return total_over_part(segment, segment, costs)
 
 
 def total_over_part(part: range, segment: range, costs: dict[int, int]) -> int:
-    """Sum the parabola through the sampled costs of `segment` over `part` of it."""
-    points = [(position, costs[position]) for position in sample_of(segment)]
-    constant, slope, curve = _parabola(points)
+    """Return the cost of a part of `segment`: the sum over `part` of the parabola through the sampled costs."""
+    points = [(chunk_index, costs[chunk_index]) for chunk_index in sample_of(segment)]
+    constant, linear, quadratic = _parabola(points)
     first, count = part[0], len(part)
     last = first + count - 1
-    positions = count * (first + last) // 2
+    indices = count * (first + last) // 2
     squares = _squares_up_to(last) - _squares_up_to(first - 1)
-    return int(constant * count + slope * positions + curve * squares)
+    return int(constant * count + linear * indices + quadratic * squares)
 
 
 def _squares_up_to(last: int) -> int:
@@ -244,7 +250,7 @@ def _squares_up_to(last: int) -> int:
 
 
 def _parabola(points: Sequence[tuple[int, int]]) -> tuple[Fraction, Fraction, Fraction]:
-    """Return the coefficients of the polynomial through up to three points (Newton's form)."""
+    """Return the constant, linear and quadratic coefficient of the polynomial through up to three points (Newton's form)."""
     (x, y), *other_points = points
     if not other_points:
         return Fraction(y), Fraction(0), Fraction(0)

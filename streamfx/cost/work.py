@@ -49,7 +49,7 @@ class Work(NamedTuple):
         return self._replace(moved=self.fused, launches=self.kernels)
 
     @property
-    def wire(self) -> dict[str, Traffic]:
+    def traffic_by_kind(self) -> dict[str, Traffic]:
         """The traffic by kind."""
         gathers = Traffic(self.gathers, self.gathered, self.gathered_far)
         reductions = Traffic(self.reductions, self.reduced, self.reduced_far)

@@ -20,14 +20,14 @@ from streamfx.kernels.device_kinds import kind_of
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
-GRANULE = 512  # bytes: c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
-FLOAT = 4  # bytes
+ALLOCATION_BLOCK = 512  # bytes: c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
+BYTES_PER_FLOAT32 = 4
 Arguments = Mapping[str, Any]
 
 
-def allocated(size: int, device: torch.device) -> int:
+def allocation_size(size: int, device: torch.device) -> int:
     """Return the device memory that an allocation of `size` bytes takes."""
-    return size if kind_of(device).type == "cpu" else -(-size // GRANULE) * GRANULE
+    return size if kind_of(device).type == "cpu" else -(-size // ALLOCATION_BLOCK) * ALLOCATION_BLOCK
 
 
 def workspace_of(target: Any, args: Any, kwargs: Any) -> int:
@@ -46,7 +46,7 @@ def _flash_backward(arguments: Arguments) -> int:
     groups, keys = arguments["key"].shape[1:3]
     rows, padded = _round_up(rows, 128), _round_up(width, 32 if width <= 128 else 64)
     expanded = 2 * batch * keys * heads * width * arguments["query"].element_size() if groups != heads else 0
-    return batch * heads * rows * (1 + padded) * FLOAT + expanded
+    return batch * heads * rows * (1 + padded) * BYTES_PER_FLOAT32 + expanded
 
 
 def _cudnn_backward(arguments: Arguments) -> int:
@@ -57,7 +57,7 @@ def _cudnn_backward(arguments: Arguments) -> int:
     batch, heads, rows, width = arguments["query"].shape
     groups, keys, value_width = arguments["value"].shape[1:]
     expanded = batch * keys * heads * (width + value_width) * arguments["query"].element_size() if groups != heads else 0
-    return batch * heads * rows * (1 + width) * FLOAT + expanded
+    return batch * heads * rows * (1 + width) * BYTES_PER_FLOAT32 + expanded
 
 
 def _no_workspace(arguments: Arguments) -> int:
@@ -66,18 +66,18 @@ def _no_workspace(arguments: Arguments) -> int:
 
 
 def _flash_rows_backward(arguments: Arguments) -> int:
-    """Return `_flash_backward` for [b m h d], or for packed documents [m h d], each with padding rows after its last."""
+    """Return the workspace of flash attention for [b m h d], or for packed documents [m h d], which are padded with rows."""
     operands = {name: arguments[name] for name in ("query", "key", "value")}
     if arguments["cum_seq_q"] is None:
         return _flash_backward({name: value.transpose(1, 2) for name, value in operands.items()})
     _, heads, width = operands["query"].shape
     padding_rows = flash_varlen.MARGIN * (len(arguments["cum_seq_q"]) - 1)
     unpadded = _flash_backward({name: value.transpose(0, 1)[None] for name, value in operands.items()})
-    return unpadded + heads * padding_rows * (1 + _round_up(width, 32 if width <= 128 else 64)) * FLOAT
+    return unpadded + heads * padding_rows * (1 + _round_up(width, 32 if width <= 128 else 64)) * BYTES_PER_FLOAT32
 
 
 def _efficient_rows_backward(arguments: Arguments) -> int:
-    """Return `_efficient_backward` for [b m h d]."""
+    """Return the workspace of memory-efficient attention for [b m h d]."""
     return _efficient_backward({name: arguments[name].transpose(1, 2) for name in ("query", "key", "value")})
 
 
@@ -88,9 +88,11 @@ def _window_backward(arguments: Arguments) -> int:
 
 
 def _efficient_backward(arguments: Arguments) -> int:
-    """Return the bytes of delta, and of workspace_elements_gq (of wide heads, also _gk and _gv).
+    """Return the bytes of the float32 buffers of memory-efficient attention.
 
-    attention_backward.cu; mem_eff_attention/kernel_backward.h.
+    `delta` (attention_backward.cu) has one element per query: the sum of out * gradient. Unless operands are float32, the
+    kernel also accumulates the gradient of the queries in a buffer (kernel_backward.h: workspace_elements_gq), and for
+    heads wider than 128 the gradients of keys and values (_gk, _gv), each padded to tiles of 64.
     """
     batch, heads, rows, width = arguments["query"].shape
     keys, value_width = arguments["value"].shape[2:]
@@ -99,11 +101,11 @@ def _efficient_backward(arguments: Arguments) -> int:
         elements += _round_up(rows, 64) * _round_up(width, 64)
         if max(width, value_width) > 128:  # kOutputInRF
             elements += _round_up(keys, 64) * (_round_up(width, 64) + _round_up(value_width, 64))
-    return batch * heads * elements * FLOAT
+    return batch * heads * elements * BYTES_PER_FLOAT32
 
 
 def _arranged_product(arguments: Arguments) -> int:
-    """Return the bytes of rows sorted by group and of their products; 0 if each group is multiplied separately."""
+    """Return the bytes of rows sorted by group and of their products; 0 if a kernel reads the rows of each group by index."""
     x, weight = arguments["x"], arguments["weight"]
     if not grouped_mm.has_kernel(x, weight) and grouped_mm.multiplies_by_group(x, weight):
         return 0
@@ -119,9 +121,9 @@ def _added_outer(arguments: Arguments) -> int:
     return x.nbytes + y.nbytes + all_groups
 
 
-def _round_up(number: int, multiple: int) -> int:
-    """Round a number up to a multiple."""
-    return math.ceil(number / multiple) * multiple
+def _round_up(size: int, multiple: int) -> int:
+    """Round a size up to a multiple."""
+    return math.ceil(size / multiple) * multiple
 
 
 WORKSPACES: dict[Any, Callable[[Arguments], int]] = {
@@ -142,4 +144,4 @@ WORKSPACES: dict[Any, Callable[[Arguments], int]] = {
     torch.ops.streamfx.arranged_mm.default: _arranged_product,
     torch.ops.streamfx.add_arranged_outer.default: _added_outer,
 }
-FOLLOWED: dict[Any, Callable[..., Any]] = sdpa.ONE_FOR_ALL
+TRACED_OPERATORS: dict[Any, Callable[..., Any]] = sdpa.OPERATOR_IMPLEMENTATIONS

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from streamfx.argument_checks import check_call, require
-from streamfx.cost.inductor_choice import compiles_whole, uses_inductor
+from streamfx.cost.inductor_choice import compiles_unchunked, uses_inductor
 from streamfx.distributed.rank_consensus import Exchange, run_agreed
 from streamfx.distributed.zero_3 import refuse_partitioned
 from streamfx.errors import IntegrationError, NotStreamedError, OptionError, OverBudgetError, RanksDifferError, describe_error
@@ -212,7 +212,7 @@ class Compilation(SplittableCompilation):
     def fits_by_far(self, inputs: list[Any]) -> bool:
         """Return whether Inductor compiles the (short) graph without tracing here; guard the lengths for which this holds."""
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
-        if budget is None or not self.is_alone(inputs) or not compiles_whole(self.options, inputs):
+        if budget is None or not self.is_alone(inputs) or not compiles_unchunked(self.options, inputs):
             return False
         longest_lengths = try_step(partial(fits_by_far, self.module.graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
         if longest_lengths:
@@ -292,7 +292,9 @@ class Compilation(SplittableCompilation):
         """Return whether the unchunked graphs fit the budget; record it, and raise if Inductor is to compile the graph."""
         budget, num_outputs = self.options.memory_budget, len(facts.joint.outputs)
         assert budget is not None
-        compiled = compiles_whole(self.options, [node.meta.get(VALUE) for node in facts.joint.graph.find_nodes(op="placeholder")])
+        compiled = compiles_unchunked(
+            self.options, [node.meta.get(VALUE) for node in facts.joint.graph.find_nodes(op="placeholder")]
+        )
 
         def fits(lengths: Lengths) -> bool:
             return fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)

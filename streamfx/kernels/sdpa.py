@@ -258,4 +258,4 @@ def _fake_attention_backward(
 
 ATTENTION = torch.ops.streamfx.attention.default
 ATTENTION_BACKWARD = torch.ops.streamfx.attention_backward.default
-ONE_FOR_ALL: dict[Any, Callable[..., Any]] = {ATTENTION: _attention, ATTENTION_BACKWARD: _attention_backward}
+OPERATOR_IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {ATTENTION: _attention, ATTENTION_BACKWARD: _attention_backward}

@@ -54,7 +54,7 @@ def _host_traffic(graph: TracedGraph, cost: Cost) -> HostTraffic:
     """Return the communication of a graph by loop, or as one entry if it is not chunked."""
     program = graph.facts.program
     if program is None:
-        return HostTraffic({"": traffic_of_graphs(cost.forward_wire, cost.backward_wire)}, 0, 0)
+        return HostTraffic({"": traffic_of_graphs(cost.forward_traffic, cost.backward_traffic)}, 0, 0)
     return sent_by_program(program, graph.num_outputs, cost.loops)
 
 
@@ -63,7 +63,7 @@ def _eager_traffic(call: TracedCall) -> dict[str, Any] | None:
     cost = call.eager if call.checkpointed is None else call.checkpointed
     if cost is None:
         return None
-    sent = traffic_of_graphs(cost.forward_wire, cost.backward_wire)
+    sent = traffic_of_graphs(cost.forward_traffic, cost.backward_traffic)
     if not calls_of(sent):
         return None
     return {**as_plain(sent), "bytes": bytes_of(sent), "checkpointed": call.checkpointed is not None}

@@ -17,24 +17,28 @@ def curve_of_calls(costs: Sequence[Cost], gradients: Sequence[int], at_end: int 
     """
     curve, held_bytes, gradient_bytes = Curve(), 0, 0
     for cost in costs:
-        curve = curve.then(cost.forward_curve.above(curve.work, _nonzero({BETWEEN_GRAPHS: held_bytes})))
+        curve = curve.concatenated(cost.forward_curve.shifted(curve.work, _nonzero({BETWEEN_GRAPHS: held_bytes})))
         held_bytes += cost.held
-    curve = replace(curve, turn=curve.work)
+    curve = replace(curve, backward_start=curve.work)
     for cost, size in zip(reversed(costs), reversed(gradients), strict=True):
         held_bytes -= cost.held
-        curve = curve.then(
-            cost.backward_curve.above(curve.work, _nonzero({BETWEEN_GRAPHS: held_bytes, GRADIENTS: gradient_bytes}))
+        curve = curve.concatenated(
+            cost.backward_curve.shifted(curve.work, _nonzero({BETWEEN_GRAPHS: held_bytes, GRADIENTS: gradient_bytes}))
         )
         gradient_bytes += size
     if at_end > (curve.points[-1].total if curve.points else 0):
-        curve = curve.then(Curve((Point(curve.work, {GRADIENTS: at_end}),), (), curve.work))
+        curve = curve.concatenated(Curve((Point(curve.work, {GRADIENTS: at_end}),), (), curve.work))
     return curve.shortened()
 
 
 def curve_of_call(cost: Cost) -> Curve:
     """Return the curve of a single forward and backward pass in eager mode."""
     forward = cost.forward_curve
-    return replace(forward, turn=forward.turn or forward.work).then(cost.backward_curve.above(forward.work)).shortened()
+    return (
+        replace(forward, backward_start=forward.backward_start or forward.work)
+        .concatenated(cost.backward_curve.shifted(forward.work))
+        .shortened()
+    )
 
 
 def _nonzero(sizes: dict[str, int]) -> dict[str, int]:

@@ -166,7 +166,7 @@ class EagerCall:
         if extrapolated is None:
             return None
         step, notes = self._traced_forward()
-        return repeat if extrapolated.forward.is_like(step.forward) and not notes.has_custom_backward else None
+        return repeat if extrapolated.forward.equals(step.forward) and not notes.has_custom_backward else None
 
     def _counting_calls(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the forward of a layer so that its calls are counted in `reached`."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from streamfx.cost.meter import ASKS_DEVICE
+from streamfx.cost.meter import READS_DEVICE
 from streamfx.cost.nested_tensors import tensors_in
 from streamfx.cost.repeats import Repeat
 from streamfx.torch_private import TorchDispatchMode
@@ -69,7 +69,7 @@ class Notes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run an operator, and note its target, operands, result properties and gradient mode."""
         kwargs = kwargs or {}
-        if func is ASKS_DEVICE:  # a query without work; the number of queries may differ between layers
+        if func is READS_DEVICE:  # a query without work; the number of queries may differ between layers
             return args[0].device
         operands = self._describe((args, kwargs))
         out = func(*args, **kwargs)

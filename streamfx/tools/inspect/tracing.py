@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.cost.memory import Cost, made_like
+from streamfx.cost.memory import Cost, tensor_like
 from streamfx.cost.repeats import Repeat
 from streamfx.distributed.zero_3 import refuse_partitioned
 from streamfx.errors import NotTracedError, OverBudgetError, describe_error, with_article
@@ -396,4 +396,4 @@ class _GraphStub:
         arguments.clear()
         self._call.calls.append(self._graph)
         values = (item.meta[VALUE] if isinstance(item, fx.Node) else item for item in self._outputs)  # type: ignore[union-attr]
-        return list(map(made_like, values))
+        return list(map(tensor_like, values))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.cost.loop_sampling import in_turn, one_by_one
+from streamfx.cost.loop_sampling import run_all, run_iterations
 from streamfx.cost.repeats import Repeat
 from streamfx.runtime.offload import free_after_copy, from_host, to_host, wait_for_copy
 from streamfx.tools.inspect.eager import Around, checkpointed, costs_with_one_more, eager_cost
@@ -41,8 +41,8 @@ class LossInChunks(nn.Module):
         hidden = self.backbone(input_ids=input_ids, use_cache=False)[0]
         rows = max(BUSY // hidden.shape[0], 1)
         chunks = list(zip(hidden.split(rows, 1), labels.split(rows, 1), strict=True))
-        run_in_turn = in_turn if is_plain(self.head) else one_by_one
-        return torch.stack(run_in_turn(checkpointed(self._loss), chunks)).sum()
+        run_head = run_iterations if is_plain(self.head) else run_all
+        return torch.stack(run_head(checkpointed(self._loss), chunks)).sum()
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(hidden).flatten(0, -2).float(), labels.flatten(), reduction="sum")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from streamfx.cost.comm import TOGETHER
+from streamfx.cost.comm import DEVICES_PER_MACHINE
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts
 from streamfx.ir.program import Program
@@ -48,4 +48,4 @@ def copies_by_loop(program: Program, num_outputs: int) -> dict[str, dict[str, Co
 
 def devices_per_host(world: int) -> int:
     """Return how many devices share the memory of a host."""
-    return min(world, TOGETHER)
+    return min(world, DEVICES_PER_MACHINE)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from streamfx.cost.comm import EXCHANGES, GATHERS, REDUCTIONS, Traffic, added
+from streamfx.cost.comm import EXCHANGES, GATHERS, REDUCTIONS, Traffic, total_traffic
 from streamfx.cost.memory import Cost
 from streamfx.cost.work import NO_WORK, Work, summed
 from streamfx.ir.facts import Facts
@@ -60,7 +60,7 @@ def stretches_of(facts: Facts, cost: Cost) -> tuple[OverlapInterval, ...]:
     intervals: list[OverlapInterval] = []
     for half, module in zip(HALVES, (program.forward, program.backward), strict=True):
         names = [] if module is None else [name for name, child in module.named_children() if isinstance(child, Loop)]
-        elsewhere = added(wire[half][REDUCTIONS] for name, wire in sent.items() if name not in names)
+        elsewhere = total_traffic(wire[half][REDUCTIONS] for name, wire in sent.items() if name not in names)
         if elsewhere.calls:  # gradients computed by a loop of the forward graph
             intervals.append(OverlapInterval(half, reduced=elsewhere))
         for _, run in groupby(names, key=lambda name: stage_of.get(name, -1)):
@@ -75,8 +75,8 @@ def _interval_of(
     loops = [cost.loops[name] for name in names]
     columns_of_loops = [sent[name][half] for name in names if name in sent]
     work = summed(loop.work for loop in loops)
-    gathered, reduced = (added(columns[kind] for columns in columns_of_loops) for kind in (GATHERS, REDUCTIONS))
-    exposed = added(columns[kind] for columns in columns_of_loops for kind in (EXCHANGES, IN_LOOPS))
+    gathered, reduced = (total_traffic(columns[kind] for columns in columns_of_loops) for kind in (GATHERS, REDUCTIONS))
+    exposed = total_traffic(columns[kind] for columns in columns_of_loops for kind in (EXCHANGES, IN_LOOPS))
     copied = Copies(*map(sum, zip(*(copies.get(name, NO_COPIES) for name in names), strict=True)))
     return OverlapInterval(half, work, gathered, reduced, exposed, copied)
 

@@ -146,7 +146,7 @@ def _curves(
         name: (curve_of_call(baseline_costs[name]), baseline_costs[name].flops) for name in extra_names if name in baseline_costs
     }
     curves = dict(sorted(curves.items(), key=lambda item: item[0] == EAGER))
-    return {way: (curve.above(Work(), constant_terms), flops) for way, (curve, flops) in curves.items()}
+    return {way: (curve.shifted(Work(), constant_terms), flops) for way, (curve, flops) in curves.items()}
 
 
 def weight_bytes(model: nn.Module) -> int:

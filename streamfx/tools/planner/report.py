@@ -10,7 +10,7 @@ from typing import Any
 
 from streamfx.budget import format_bytes
 from streamfx.cost.categories import OPTIMIZER
-from streamfx.cost.comm import Traffic, added
+from streamfx.cost.comm import Traffic, total_traffic
 from streamfx.cost.work import Work
 from streamfx.tools.inspect.explain import OURS
 from streamfx.tools.planner.devices import REACHED, Device
@@ -219,7 +219,7 @@ class PlanReport(Exports):
         stretches, device = self.prediction.stretches, self.device
         after_step = NOTHING
         if self.ranks.shard == ZERO1:
-            after_step = added(interval.reduced for interval in stretches).halved
+            after_step = total_traffic(interval.reduced for interval in stretches).halved
             stretches = tuple(replace(interval, reduced=interval.reduced.halved) for interval in stretches)
         rates = Seconds(lambda interval: self._seconds(interval.work), device.sending, device.copying)
         sent, copied = waited(stretches, rates)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from streamfx.cost.comm import GATHERS, KINDS, REDUCTIONS, Sent, Traffic, sent_by_node
+from streamfx.cost.comm import GATHERS, KINDS, REDUCTIONS, CallTraffic, Traffic, traffic_of_node
 from streamfx.cost.memory import LoopCost
 from streamfx.ir.joint import handed_over
 from streamfx.ir.program import Program
@@ -134,10 +134,10 @@ class ProgramTraffic:
             if loops_after := [user for user in users if user is not None]:
                 self.used_by[node] = min(loops_after, key=position.__getitem__)
 
-    def sent(self) -> Iterable[tuple[str, Sent]]:
+    def sent(self) -> Iterable[tuple[str, CallTraffic]]:
         """Yield the collectives between loops, each with the loop that it serves."""
         for node, loop_before in self.between():
-            if (sent := sent_by_node(node)) is not None:
+            if (sent := traffic_of_node(node)) is not None:
                 yield self.loop_of(node, sent.kind == GATHERS, loop_before), sent
 
     def between(self) -> Iterable[tuple[fx.Node, str]]:
@@ -166,5 +166,5 @@ class ProgramTraffic:
 
 def _is_reduction(node: fx.Node) -> bool:
     """Return whether a node is a collective that reduces."""
-    sent = sent_by_node(node)
+    sent = traffic_of_node(node)
     return sent is not None and sent.kind == REDUCTIONS

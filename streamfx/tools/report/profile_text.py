@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from streamfx.budget import format_bytes
-from streamfx.cost.curve import MOST_POINTS
+from streamfx.cost.curve import MAX_POINTS
 from streamfx.tools.report.stage_titles import joint_name, unnumbered
 from streamfx.tools.report.text import counted, in_seconds
 from streamfx.tools.report.timeline import LoopTime, StepCourse, Timeline
@@ -75,7 +75,7 @@ class MeasuredStep:
         moments = () if self.unseen else (0.0, *self.moments)
         terms = {} if self.unseen else {"bytes over the begin": (0, *self.alive)}
         course = StepCourse("streamfx", moments, terms, turn, self.seconds, loops=loops)
-        return Timeline((course.shortened(MOST_POINTS),), "the host's clock", MEASURED)
+        return Timeline((course.shortened(MAX_POINTS),), "the host's clock", MEASURED)
 
 
 def measured(

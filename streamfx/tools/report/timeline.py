@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from streamfx.cost.curve import Curve, LoopInterval, standing_out
+from streamfx.cost.curve import Curve, LoopInterval, extreme_indices
 from streamfx.cost.work import Work
 
 Seconds = Callable[[Work], float]
@@ -56,7 +56,7 @@ class StepCourse:
 
     def shortened(self, most: int) -> StepCourse:
         """Return a copy with at most `most` moments that keeps all peaks."""
-        moments = standing_out(self.totals, most)
+        moments = extreme_indices(self.totals, most)
         terms = {name: tuple(sizes[i] for i in moments) for name, sizes in self.terms.items()}
         return replace(self, seconds=tuple(self.seconds[i] for i in moments), terms=terms)
 
@@ -104,12 +104,12 @@ def course_of(way: str, curve: Curve, seconds: Seconds, flops: int | None = None
         latest = max(latest, scale * seconds(point.work))
         moments.append(latest)
     loops = tuple(_loop_time(loop, lambda work: scale * seconds(work)) for loop in curve.loops)
-    turn = scale * seconds(curve.turn) if curve.turn is not None else final
+    turn = scale * seconds(curve.backward_start) if curve.backward_start is not None else final
     return StepCourse(way, tuple(moments), _terms_of(curve), turn, final, curve.work.flops if flops is None else flops, loops)
 
 
 def _loop_time(loop: LoopInterval, seconds: Seconds) -> LoopTime:
-    return LoopTime(loop.name, seconds(loop.begins), seconds(loop.ends), loop.chunks, loop.drawn)
+    return LoopTime(loop.name, seconds(loop.start), seconds(loop.end), loop.chunks, loop.sampled_chunks)
 
 
 def _terms_of(curve: Curve) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """Operators with data-dependent numbers of rows. On fake tensors, their results have the largest possible number of rows.
 
-nonzero(mask [b t])   ->   [b * t, 2]           x[mask]   ->   x[rows, columns], for b * t rows
+nonzero(mask [b t])   ->   [b * t, 2]
+x[mask]               ->   x[rows, columns], for b * t rows
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def with_most_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_with_max_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator. If its operands are fake and have no values, return results with the largest number of rows."""
     stand_in = STAND_INS.get(func)
     is_fake = stand_in is not None and any(isinstance(item, FakeTensor) for item in tensors_in((args, kwargs)))
