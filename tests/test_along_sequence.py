@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.passes.rewrite.views.decompose_on_sequence import MOST
-from tests.support.decoders.fused import Plain
-from tests.support.decoders.parts import HEAD, HEADS, WIDTH
+from tests.support.decoders.parts import HEAD, HEADS, WIDTH, Plain
 from tests.support.exactness import compare, recorder
 from tests.support.spread import only
 from tests.support.used import attending, batch

@@ -26,7 +26,7 @@ class KernelHeads(decoders.Heads):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if self.training else 0.0, is_causal=True)
 
 
-class DroppedHeads(decoders.CausalHeads):
+class DroppedHeads(decoders.Heads):
     """Dropout on what lies in memory as the projections do, and on what the kernel returns, whose rows lie otherwise."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class DroppedHeads(decoders.CausalHeads):
         return F.dropout(mixed, 0.3, self.training)
 
 
-class SpelledHeads(decoders.SpelledHeads):
+class SpelledHeads(decoders.UnfusedHeads):
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = self.mask(q @ k.transpose(-2, -1) / decoders.HEAD**0.5)
         return F.dropout(torch.softmax(scores, dim=-1), 0.3, self.training) @ v

@@ -24,7 +24,7 @@ from streamfx.tools.report.fallback_reasons import (
     obstacles,
 )
 from tests.support.collectives import data_of
-from tests.support.decoders import VOCABULARY, CausalHeads, Decoder
+from tests.support.decoders import VOCABULARY, Decoder, Heads
 from tests.support.over_ranks import one_of_many
 from tests.support.sharded import Decoder as ByRanks
 from tests.support.spread import spread
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.compiled
 class Mixed(Decoder):
     """Attention, and behind it something that is done with all rows of x [b t d]."""
 
-    attention = CausalHeads
+    attention = Heads
 
     def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.decoders.fused import Plain
-from tests.support.decoders.parts import VOCABULARY, Decoder, Heads, made
+from tests.support.decoders.parts import VOCABULARY, Decoder, Heads, Plain, made
 
 Use = Callable[["Used", Tensor, Tensor], Tensor]  # of the decoder, hidden rows [b t d] and labels [b t]: a loss
 Mix = Callable[[Tensor], Tensor]

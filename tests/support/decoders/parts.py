@@ -1,4 +1,4 @@
-"""What the decoders written by hand share: norm, MLP, heads, the residual stream around them, and the loss."""
+"""Parts of decoders: norm, MLP, heads, the residual stream, and the loss."""
 
 from __future__ import annotations
 
@@ -84,6 +84,12 @@ class Heads(nn.Module):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Plain(Decoder):
+    """Fused attention that is causal by a flag."""
+
+    attention = Heads
 
 
 def made(make: Callable[[], nn.Module], seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
