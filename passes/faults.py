@@ -68,7 +68,7 @@ class PassFailedError(Exception):
         node = next(self.operators(), None)
         at = "" if node is None else f" at {node.target}"
         return NotStreamedError(
-            "strict=True asks that every stage streams",
+            "strict=True requires every stage to stream",
             found=f"the pass '{self.step}' failed{at} ({describe_error(self.error)})",
             where="" if node is None else source_line(node),
             do="drop strict=True: what it failed at runs whole, and the result is exact; or write that line in another way",

@@ -106,7 +106,7 @@ class NotStreamedError(StreamFXError, RuntimeError):
         ...     compiled(torch.randn(1, 64, 8, requires_grad=True))
         ... except streamfx.NotStreamedError as error:
         ...     print(error.asked)
-        strict=True asks that every stage streams
+        strict=True requires every stage to stream
     """
 
 

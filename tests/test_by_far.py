@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import streamfx
 from streamfx.cost.meter import Meter
-from streamfx.frontend.quick_bound import bytes_at_most, fits_by_far
+from streamfx.frontend.quick_bound import find_fitting_lengths, max_activation_bytes
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.tools.report.fallback_reasons import FITS
 from tests.random_decoders.checking import executed
@@ -29,7 +29,7 @@ def asked(model: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[fx
     said: list[tuple[fx.Graph, Lengths | None]] = []
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        said.append((module.graph, fits_by_far(module.graph, inputs, "1GiB")))
+        said.append((module.graph, find_fitting_lengths(module.graph, inputs, "1GiB")))
         return module
 
     torch._dynamo.reset()
@@ -39,7 +39,7 @@ def asked(model: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[fx
 
 def assert_bounded(model: nn.Module, **inputs: Any) -> int:
     """Eager, which keeps the most, stays below what is said of all graphs of a call; how many were told of."""
-    graphs = [bytes_at_most(graph) for graph, _ in asked(model, **inputs)]
+    graphs = [max_activation_bytes(graph) for graph, _ in asked(model, **inputs)]
     with Meter() as meter:
         scalar_of(model(**inputs)).backward()
     known = [each for each in graphs if each is not None]
@@ -58,7 +58,7 @@ def test_attention_counts_all_pairs() -> None:
     """Without a fused kernel, attention makes weights for all rows and keys."""
     assert assert_bounded(Causal(), ids=IDS, labels=IDS) == 1
     short, long = (asked(Causal(), tokens(1, n), tokens(1, n))[0][0] for n in (64, 640))
-    assert (bytes_at_most(long) or 0) > 50 * (bytes_at_most(short) or 1)
+    assert (max_activation_bytes(long) or 0) > 50 * (max_activation_bytes(short) or 1)
 
 
 class Owned(torch.autograd.Function):
@@ -95,7 +95,7 @@ def test_layers_over_steps_are_not_known() -> None:
     def steps(x: Tensor, one: Tensor, other: Tensor) -> Tensor:
         return torch.lstm(x, (x.new_zeros(1, 1, 3),) * 2, [one, other], False, 1, 0.0, False, False, True)[0]
 
-    assert bytes_at_most(fx.symbolic_trace(steps).graph) is None
+    assert max_activation_bytes(fx.symbolic_trace(steps).graph) is None
 
 
 def test_another_length_fits_as_far_as_it_was_asked_about() -> None:
@@ -103,7 +103,7 @@ def test_another_length_fits_as_far_as_it_was_asked_about() -> None:
     runs: list[Lengths | None] = []
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        runs.append(found := fits_by_far(module.graph, inputs, "40MiB"))
+        runs.append(found := find_fitting_lengths(module.graph, inputs, "40MiB"))
         if found:
             found.guard(module.graph)
         return module

@@ -241,7 +241,7 @@ def test_strict_refuses_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_budget_is_not_forgotten(budget: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Where no plan can be made, an amount that was asked for is refused; what is free is asked for by nobody."""
     monkeypatch.setattr("streamfx.frontend.backend.may_fit_whole", lambda joint, budget: False)
-    monkeypatch.setattr("streamfx.frontend.backend.fits_by_far", lambda graph, inputs, budget: None)
+    monkeypatch.setattr("streamfx.frontend.backend.find_fitting_lengths", lambda graph, inputs, budget: None)
     monkeypatch.setattr("streamfx.frontend.backend.run_pipeline", mock.Mock(side_effect=ValueError("no such axis")))
     model, ids = SparseDecoder(SwiGLU), torch.randint(0, VOCABULARY, (2, LENGTH))
     compiled = torch.compile(model, backend="streambp", options={"memory_budget": budget, "bodies": "eager"})

@@ -166,7 +166,7 @@ class Watched:
             return predict(model, {"ids": ids()}, LENGTH, {"chunk_size": 32, **options})
 
     def analyse(self, model: nn.Module) -> None:
-        run = tracing._SubsetCompilation.found_by_passes
+        run = tracing._SubsetCompilation.run_passes
 
         def found(call: Any, capture: Callable[[], Facts]) -> Facts:
             try:
@@ -176,7 +176,7 @@ class Watched:
             self.every = run_analyses(capture(), call.options)
             return run(call, capture)
 
-        self.patch.setattr(tracing._SubsetCompilation, "found_by_passes", found)
+        self.patch.setattr(tracing._SubsetCompilation, "run_passes", found)
         self.predict(model)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from streamfx.distributed.rank_consensus import DIFFER, FAILED, SEVERAL, STAND
 from streamfx.errors import NotStreamedError, OverBudgetError, RanksDifferError
-from streamfx.frontend.weight_ids import numbers_of_weights
+from streamfx.frontend.weight_ids import weight_ids
 from streamfx.torch_private.ranks import RankChangedError, RanksMissingError
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Shared
@@ -230,5 +230,5 @@ def test_two_models_are_never_one() -> None:
     """What they send is the same, and so are the lines that send it: the order need not be."""
     first, second = gathered_decoder(), gathered_decoder()
     assert known_of(first, 12) != known_of(second, 12)
-    assert len(set(numbers_of_weights([*first.parameters(), *second.parameters()]))) == 2 * len(list(first.parameters()))
-    assert numbers_of_weights(first.parameters()) == numbers_of_weights(first.parameters())
+    assert len(set(weight_ids([*first.parameters(), *second.parameters()]))) == 2 * len(list(first.parameters()))
+    assert weight_ids(first.parameters()) == weight_ids(first.parameters())

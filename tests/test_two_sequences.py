@@ -48,7 +48,7 @@ def noted(method: str) -> Iterator[list[tuple[int, Any]]]:
     found, plain = list[tuple[int, Any]](), getattr(split_graphs.SplittableCompilation, method)
 
     def called(self: Any, *given: Any) -> Any:
-        splits = self.splits
+        splits = self.num_splits
         found.append((splits, plain(self, *given)))
         return found[-1][1]
 
@@ -110,7 +110,7 @@ def test_a_part_that_writes_to_what_it_is_given_is_none() -> None:
     """The first part may have saved it for its backward half."""
     with (
         split_at(lambda places: next(node for node in reversed(places) if node.target == "mul_")),
-        noted("in_parts") as found,
+        noted("compile_in_parts") as found,
     ):
         assert_exact(Counts().double(), batch())
     assert [result for _, result in found] == [None]
@@ -169,11 +169,11 @@ class Stacked(Translator):
 def test_what_is_not_split() -> None:
     """Decoders alone, what would save too little, and what has a budget, which one plan of one graph keeps."""
     inputs = batch(64, 24)
-    with however_small(), noted("in_parts") as tried:
+    with however_small(), noted("compile_in_parts") as tried:
         alone = streamfx.explain(Stacked(), *inputs)
         assert not tried
         budget = streamfx.explain(Translator().double(), *inputs, memory_budget="1 GiB")
-        with mock.patch.object(split_graphs, "GAIN", 1e9):
+        with mock.patch.object(split_graphs, "MIN_GAIN", 1e9):
             little = streamfx.explain(Translator().double(), *inputs)
     for found in (alone, budget, little):
         assert found.summary()["graphs"] == 1 and not found.summary()["splits"]

@@ -13,7 +13,7 @@ import streamfx
 from streamfx import NotComparableError
 from streamfx.kernels import accumulate
 from streamfx.runtime import buffers
-from streamfx.tools.inspect.chunk_override import NOT_CUT, ONE_CHUNK
+from streamfx.tools.inspect.chunk_override import NOT_CHUNKED, ONE_CHUNK
 from streamfx.tools.inspect.verify import default_loss, relative_difference
 from tests.support.small import WIDTH, Causal, Streams, tokens
 from tests.support.spread import only
@@ -65,7 +65,9 @@ def test_when_two_gradients_differ() -> None:
 def test_what_chunks_hand_on_is_seen_unless_a_size_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows would be one chunk: then it is one that says so."""
     model, ids = Causal().double(), tokens(2, 12)
-    assert ONE_CHUNK not in (said := str(streamfx.verify(model, ids, ids, outputs="dense"))) and "nothing was cut" not in said
+    assert (
+        ONE_CHUNK not in (said := str(streamfx.verify(model, ids, ids, outputs="dense"))) and "nothing ran in chunks" not in said
+    )
     at_once = streamfx.verify(model, ids, ids, outputs="dense", chunk_size=12)
     assert at_once.ok and ONE_CHUNK in str(at_once)
 
@@ -82,7 +84,7 @@ def test_what_chunks_hand_on_is_seen_unless_a_size_was_given(monkeypatch: pytest
 
 def test_a_step_that_fits_into_its_budget_as_it_stands_says_little() -> None:
     found = streamfx.verify(Causal().double(), IDS, IDS, memory_budget="8GiB", bodies="eager")
-    assert found.ok and NOT_CUT in str(found)
+    assert found.ok and NOT_CHUNKED in str(found)
 
 
 HOW = ["enabled", "compiled", "a part that is compiled", "a function"]

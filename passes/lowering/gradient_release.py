@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from streamfx.fallbacks import AT_ONCE, try_step
+from streamfx.fallbacks import GRADIENTS_AT_END, try_step
 from streamfx.ir.joint import ancestors, is_tensor, outputs_of
 from streamfx.ir.release_plan import ReleaseSegment, Saved, Sources, places_of, sources_of
 from streamfx.node_meta import SAVED_FOR_ONE
@@ -49,7 +49,7 @@ def plan_chain(
 ) -> None:
     """Record which gradients can be released early; inputs that the graph writes to are excluded."""
     look, nothing = partial(_release_spec, joint, forward, backward, num_outputs, num_inputs), ReleaseSpec({}, (), ())
-    chain.sources, chain.saved, chain.places = try_step(look, nothing, AT_ONCE, strict=False)
+    chain.sources, chain.saved, chain.places = try_step(look, nothing, GRADIENTS_AT_END, strict=False)
     chain.keep_out(mutated_inputs(joint))
 
 
@@ -66,7 +66,9 @@ def _release_spec(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, 
 def in_stretches(runner: HostProgramRunner, chain: GradientReleaseChain) -> Callable[[list[Any]], Any]:
     """Return a runner that releases gradients as the chain expects; at the end if the graph has changed since."""
     none = tuple[ReleaseSegment, ...]()
-    segments = try_step(partial(deliveries, runner.module, chain.saved), none, AT_ONCE, strict=False) if chain.places else none
+    segments = (
+        try_step(partial(deliveries, runner.module, chain.saved), none, GRADIENTS_AT_END, strict=False) if chain.places else none
+    )
     return StagewiseRunner(runner, segments, chain) if segments and places_of(segments) == chain.places else runner
 
 

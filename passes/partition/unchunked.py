@@ -17,7 +17,7 @@ from torch import fx
 from streamfx.budget import budget_bytes
 from streamfx.cost.memory import Cost, bytes_of_values, cost_of
 from streamfx.errors import describe_error
-from streamfx.fallbacks import NOT_LOOKED_AT, try_step
+from streamfx.fallbacks import NOT_BOUNDED, try_step
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import JointGraph, descendants, device_of, outputs_of
@@ -58,7 +58,7 @@ def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
     If not, no partitioner has to run. Counts each storage that the forward graph certainly allocates once. If the
     user's code asks for recomputation, the kept values are not known yet.
     """
-    return try_step(partial(_saved_values_fit, joint, budget), True, NOT_LOOKED_AT, strict=False)
+    return try_step(partial(_saved_values_fit, joint, budget), True, NOT_BOUNDED, strict=False)
 
 
 def _saved_values_fit(joint: JointGraph, budget: int | float | str) -> bool:

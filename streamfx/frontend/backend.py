@@ -19,11 +19,11 @@ from streamfx.distributed.zero_3 import refuse_partitioned
 from streamfx.errors import IntegrationError, NotStreamedError, OptionError, OverBudgetError, RanksDifferError, describe_error
 from streamfx.fallbacks import (
     INTERNAL,
-    NO_PRODUCTS,
-    NO_TREES,
+    NOT_BOUNDED,
     NOT_COMPARED,
     NOT_DEFERRED,
-    NOT_LOOKED_AT,
+    SCANS_NOT_MATCHED,
+    SSD_NOT_MATCHED,
     strict_error,
     try_step,
     warn_if_partly_on_meta,
@@ -31,10 +31,10 @@ from streamfx.fallbacks import (
 from streamfx.frontend.associative_scan_match import replace_scan_trees
 from streamfx.frontend.capture import captured
 from streamfx.frontend.mask_buffers import MaskGuard, WatchedInput, patterns_of, watched_inputs
-from streamfx.frontend.quick_bound import fits_by_far
+from streamfx.frontend.quick_bound import find_fitting_lengths
 from streamfx.frontend.split_graphs import SplittableCompilation, TwoSequencesError
 from streamfx.frontend.ssd_matmul import replace_ssd_products
-from streamfx.frontend.weight_ids import numbers_of_weights
+from streamfx.frontend.weight_ids import weight_ids
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy, outputs_of
@@ -58,7 +58,7 @@ from streamfx.runtime.stagewise import GradientReleaseChain, StagewiseFunction
 from streamfx.tools.report.dump import show_product
 from streamfx.tools.report.fallback_reasons import check_budget, why_smaller
 from streamfx.tools.report.first_step_notice import note
-from streamfx.tools.report.no_gain_notice import tell_of_lost_writes, tell_of_no_gain, tell_of_untested_torch
+from streamfx.tools.report.no_gain_notice import warn_about_lost_writes, warn_if_no_gain, warn_if_torch_untested
 from streamfx.tools.report.notices import predicted, priced
 from streamfx.tools.report.stage_table import place_loops
 from streamfx.torch_private import (
@@ -82,7 +82,7 @@ COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or s
 
 
 class FitsUnchunkedError(Exception):
-    """Raised during partitioning if a graph fits without chunks, so that Inductor compiles it as it is."""
+    """Raised during partitioning if a graph fits without chunks, so that Inductor compiles the unchunked graph."""
 
 
 @check_call(IntegrationError, "streamfx.streambp(...)", do=COMPILE)
@@ -113,12 +113,12 @@ def streambp(
     require(isinstance(module, fx.GraphModule), IntegrationError, requirement, module, COMPILE)
     with raised_as_itself(module.graph):
         check_mode(mode)
-        tell_of_untested_torch()
-        tell_of_lost_writes(module.graph)
+        warn_if_torch_untested()
+        warn_about_lost_writes(module.graph)
         compilation, start = Compilation(module, resolve_options(options)), time.perf_counter()
         with show_activity("tracing", compilation.options.progress):
             run = compilation.compile(example_inputs)
-        note(compilation.facts, time.perf_counter() - start, whole=compilation.is_trained_whole)
+        note(compilation.facts, time.perf_counter() - start, whole=compilation.is_trained_unchunked)
         return run
 
 
@@ -141,11 +141,11 @@ class Compilation(SplittableCompilation):
     deferred: Deferral | None = None
     parameters: Sequence[int] = ()  # indices of inputs that are weights, if Dynamo does not report them
     chain: GradientReleaseChain | None = None
-    tell = staticmethod(tell_of_no_gain)
+    report_no_gain = staticmethod(warn_if_no_gain)
     exchange: Exchange | None = None  # with other ranks
-    weights: Sequence[int] = ()  # numbers that distinguish two models
-    standing: Halves | None = None  # the graphs to run if the unchunked graph takes less memory than its loops
-    is_trained_whole: bool = False  # Inductor got a training step unchanged, so there are no facts
+    weights: Sequence[int] = ()  # identifiers of the weights, which distinguish two models
+    unchunked_halves: Halves | None = None  # the graphs to run if the unchunked graph takes less memory than its loops
+    is_trained_unchunked: bool = False  # Inductor compiled a training step unchunked, so there are no facts
 
     def __post_init__(self) -> None:
         self.traced = self.module
@@ -154,23 +154,23 @@ class Compilation(SplittableCompilation):
         """Compile the graph as loops over chunks, or with Inductor if it fits into the memory budget unchunked."""
         inputs = list(example_inputs)
         refuse_partitioned(inputs)
-        if self.fits_by_far(inputs):
-            self.is_trained_whole = torch.is_grad_enabled() and any(getattr(it, "requires_grad", False) for it in inputs)
-            return self._compile_whole(inputs)
+        if self.certainly_fits(inputs):
+            self.is_trained_unchunked = torch.is_grad_enabled() and any(getattr(it, "requires_grad", False) for it in inputs)
+            return self._compile_unchunked(inputs)
         try:
             with tracing_undone(), NoMaskForCudnn(), FirstProxyOfSymbol():
                 return self._compile(inputs)
         except FitsUnchunkedError:
-            return self._compile_whole(inputs)
+            return self._compile_unchunked(inputs)
         except TwoSequencesError as error:
             split_error = error.with_traceback(None)  # otherwise it keeps all values of the trace alive
         except RuntimeError as error:
             if self.options.strict or not warn_if_partly_on_meta(inputs, error):
                 raise
             return self.module.forward
-        return self.in_parts_or_whole(inputs, split_error)
+        return self.compile_in_parts_or_unchunked(inputs, split_error)
 
-    def _compile_whole(self, inputs: list[Any]) -> Callable[..., Any]:
+    def _compile_unchunked(self, inputs: list[Any]) -> Callable[..., Any]:
         """Return the unchunked graph compiled by Inductor; if Inductor fails, compile it as loops with eager bodies."""
         try:
             with show_activity("compiling", self.options.progress):
@@ -180,41 +180,42 @@ class Compilation(SplittableCompilation):
                 raise
             log.warning(NOT_COMPILED, blame(error), exc_info=log.isEnabledFor(logging.DEBUG))
             self.facts[:] = [facts for facts in self.facts if facts.fits != "compiled"]
-            self.is_trained_whole = False
+            self.is_trained_unchunked = False
             self.options = replace(self.options, bodies="eager")
             return self.compile(inputs)
 
     def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
         """Compile with AOTAutograd and the passes; wrap the result for deferred outputs, early gradients and mask guards."""
-        self.standing = None
+        self.unchunked_halves = None
         if self.reads_inputs:
             model_owned = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
             self.watched = watched_inputs(inputs, model_owned)
-        self.num_inputs, self.weights, self.inputs_are_own = len(inputs), numbers_of_weights(inputs), self.is_alone(inputs)
+        self.num_inputs, self.weights, self.on_one_rank = len(inputs), weight_ids(inputs), self.is_on_one_rank(inputs)
         compiler = aot_autograd(
             fw_compiler=self.run_forward,
             bw_compiler=self.run,
             inference_compiler=self.run_inference,
-            partition_fn=self.partition_in_stretches,
+            partition_fn=self.partition_stagewise,
             decompositions=DECOMPOSITIONS,
         )
-        self.traced = try_step(lambda: replace_scan_trees(self.module), self.module, NO_TREES, self.options.strict)
-        self.traced = try_step(lambda: replace_ssd_products(self.traced), self.traced, NO_PRODUCTS, self.options.strict)
-        deferral = self.deferred = self.deferral() if self.inputs_are_own else None
+        self.traced = try_step(lambda: replace_scan_trees(self.module), self.module, SCANS_NOT_MATCHED, self.options.strict)
+        self.traced = try_step(lambda: replace_ssd_products(self.traced), self.traced, SSD_NOT_MATCHED, self.options.strict)
+        deferral = self.deferred = self.deferral() if self.on_one_rank else None
         self.chain = GradientReleaseChain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
         compiled = StagewiseFunction(compiled, self.chain) if self.chain is not None and self.chain.places else compiled
         if deferral is not None:
             compiled = DeferredCall(compiled, deferral.plan, Uses(self.options, compiled_use), deferral.unread)
         watched = [item for item in self.watched if item.seen is not None]
-        return MaskGuard(compiled, watched, self.without_patterns()) if watched else compiled
+        return MaskGuard(compiled, watched, self.without_mask_patterns()) if watched else compiled
 
-    def fits_by_far(self, inputs: list[Any]) -> bool:
-        """Return whether Inductor compiles the (short) graph without tracing here; guard the lengths for which this holds."""
+    def certainly_fits(self, inputs: list[Any]) -> bool:
+        """Return whether the graph is so short that Inductor compiles it without a trace here; guard the lengths of the proof."""
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
-        if budget is None or not self.is_alone(inputs) or not compiles_unchunked(self.options, inputs):
+        if budget is None or not self.is_on_one_rank(inputs) or not compiles_unchunked(self.options, inputs):
             return False
-        longest_lengths = try_step(partial(fits_by_far, self.module.graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
+        find_lengths = partial(find_fitting_lengths, self.module.graph, inputs, budget)
+        longest_lengths = try_step(find_lengths, None, NOT_BOUNDED, strict=False)
         if longest_lengths:
             longest_lengths.guard(self.module.graph)
         return longest_lengths is not None
@@ -231,8 +232,8 @@ class Compilation(SplittableCompilation):
             log.debug("%s", deferral.plan)
         return deferral
 
-    def without_patterns(self) -> Callable[..., Any]:
-        """Return the same graph, compiled without input-value assumptions for the lengths of its first call."""
+    def without_mask_patterns(self) -> Callable[..., Any]:
+        """Return the same graph, compiled without assumptions about the values of its inputs."""
 
         def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return Compilation(module, self.options, self.facts, reads_inputs=False).compile(example_inputs)
@@ -272,14 +273,14 @@ class Compilation(SplittableCompilation):
             halves = unchunked()
             if self.check_fits_unchunked(unchunked_facts, *halves):
                 return halves
-        facts = self.analysed(capture, [partial(copied, fn) for fn in (default_partition, min_cut_rematerialization_partition)])
-        if self.standing is not None and self.standing[1] is not None:
-            return self.standing[0], self.standing[1]
+        facts = self.analyze(capture, [partial(copied, fn) for fn in (default_partition, min_cut_rematerialization_partition)])
+        if self.unchunked_halves is not None and self.unchunked_halves[1] is not None:
+            return self.unchunked_halves[0], self.unchunked_halves[1]
         if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is requested
             return unchunked()
         return facts.program.forward, facts.program.backward
 
-    def partition_in_stretches(
+    def partition_stagewise(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition, and plan which gradients autograd gets before the end of the backward graph."""
@@ -289,7 +290,7 @@ class Compilation(SplittableCompilation):
         return forward, backward
 
     def check_fits_unchunked(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
-        """Return whether the unchunked graphs fit the budget; record it, and raise if Inductor is to compile the graph."""
+        """Return whether the unchunked graphs fit the budget, and record it. Raise if Inductor compiles them."""
         budget, num_outputs = self.options.memory_budget, len(facts.joint.outputs)
         assert budget is not None
         compiled = compiles_unchunked(
@@ -300,37 +301,36 @@ class Compilation(SplittableCompilation):
             return fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)
 
         traced = Lengths.now(facts.joint.graph)
-        furthest = traced.furthest_beyond(fits) if fits(traced) else None
-        if furthest is None:
+        if (furthest := traced.furthest_beyond(fits) if fits(traced) else None) is None:
             return False
         self.record_facts(replace(facts, fits="compiled" if compiled else "eager", lengths=furthest))
         if compiled:
-            self.hand_over()
+            self.raise_fits_unchunked()
         return True
 
     def record_facts(self, facts: Facts) -> None:
-        """Record the final facts of the graph, with its loops placed and priced."""
-        facts = replace(facts, first_line=self.begins)
+        """Record the final facts of the graph: its first source line, the stages of its loops, and its cost."""
+        facts = replace(facts, first_line=self.first_line)
         place_loops(facts)
-        self.costs = self.priced(facts)
-        self.keep(facts)
+        self.costs = self.part_costs(facts)
+        self.log_facts(facts)
 
     def deferred_bytes(self) -> int:
         return 0 if self.deferred is None else max(0, bytes_of_results(self.module) - bytes_of_results(self.deferred.module))
 
-    def hand_over(self) -> None:
+    def raise_fits_unchunked(self) -> None:
         """Raise `FitsUnchunkedError`, so that Inductor compiles the graph as Dynamo traced it."""
         raise FitsUnchunkedError
 
-    def analysed(self, capture: Callable[[], Facts], ways: Sequence[Callable[[], Halves]]) -> Facts:
-        """Run all passes. The facts have no program if the graph is not chunked; `ways` build its unchunked graphs."""
-        self.ways = ways
+    def analyze(self, capture: Callable[[], Facts], unchunked_builders: Sequence[Callable[[], Halves]]) -> Facts:
+        """Run all passes and record the facts. They have no program if the graph is not chunked."""
+        self.unchunked_builders = unchunked_builders
         try:
             with show_activity("planning", self.options.progress):
-                facts = run_agreed(self.found_by_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
+                facts = run_agreed(self.run_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
             self.check_strict(facts)
         except OverBudgetError as error:
-            raise self.told_of_split(error, capture) from None
+            raise self.mention_untried_split(error, capture) from None
         except (OptionError, NotStreamedError, RanksDifferError):
             raise
         except Exception as error:
@@ -343,27 +343,27 @@ class Compilation(SplittableCompilation):
         check_budget(facts, self.options)
         chunked_facts = facts
         if may_stand(facts, self.options):
-            facts = try_step(partial(self.unless_smaller, facts, capture(), ways), facts, NOT_COMPARED, strict=False)
-        self.raise_if_two(chunked_facts)
+            facts = try_step(partial(self.choose_smaller, facts, capture()), facts, NOT_COMPARED, strict=False)
+        self.raise_if_splittable(chunked_facts)
         self.record_facts(facts)
         if facts.fits == "compiled":
-            self.hand_over()
+            self.raise_fits_unchunked()
         return facts
 
-    def unless_smaller(self, facts: Facts, traced: Facts, ways: Sequence[Callable[[], Halves]]) -> Facts:
-        """Return `facts`, or `traced` facts if an unchunked graph takes less memory; then record its halves in `standing`."""
+    def choose_smaller(self, facts: Facts, traced: Facts) -> Facts:
+        """Return `facts`, or the `traced` facts if an unchunked graph takes less memory; store that in `unchunked_halves`."""
         loops = None if facts.program is None else predicted(facts)
-        if (whole := smaller_than(loops, facts, traced.joint, ways)) is None:
+        if (unchunked := smaller_than(loops, facts, traced.joint, self.unchunked_builders)) is None:
             return facts
-        self.standing, trains, peak = whole.halves, whole.halves[1] is not None, whole.cost.peak
+        self.unchunked_halves, trains, peak = unchunked.halves, unchunked.halves[1] is not None, unchunked.cost.peak
         if loops is None:
-            return replace(facts, lengths=whole.lengths)
+            return replace(facts, lengths=unchunked.lengths)
         compiled = trains and uses_inductor(self.options, facts.joint.graph) and peak + self.deferred_bytes() <= loops.peak
         reason = why_smaller(loops.peak, peak)
-        return replace(traced, unchunked_reason=reason, fits="compiled" if compiled else None, lengths=whole.lengths)
+        return replace(traced, unchunked_reason=reason, fits="compiled" if compiled else None, lengths=unchunked.lengths)
 
-    def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
-        """Run the passes; a refusal under `strict=True` is raised here, so that other ranks learn of it."""
+    def run_passes(self, capture: Callable[[], Facts]) -> Facts:
+        """Run the passes. An error of `strict=True` is raised here, so that other ranks learn of it."""
         facts = run_pipeline(capture, self.options, show_product)
         self.check_strict(facts)
         return facts
@@ -385,11 +385,11 @@ class Compilation(SplittableCompilation):
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph without gradients: the same forward loops, nothing saved."""
         self.check_part()
-        weights = static_inputs() or self.parameters
         pair_dimensions(module.graph)
         patterns = self.patterns(module.graph, len(inputs))
-        capture = partial(captured, module, len(inputs), len(outputs_of(module.graph)), weights, patterns)
-        facts = self.analysed(capture, [lambda: (module, None)])
+        static = static_inputs() or self.parameters
+        capture = partial(captured, module, len(inputs), len(outputs_of(module.graph)), static, patterns)
+        facts = self.analyze(capture, [lambda: (module, None)])
         return HostProgramRunner(facts.program.forward if facts.program is not None else module)
 
 

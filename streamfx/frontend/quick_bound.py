@@ -19,8 +19,8 @@ from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.torch_private.symbolic_sizes import size_hint
 
-TIMES = 8  # factor on operand and result bytes that covers saved tensors, gradients and workspaces of an operator
-WIDEST = 8  # bytes of a number, if attention materializes all query-key pairs
+SAFETY_FACTOR = 8  # factor on operand and result bytes that covers saved tensors, gradients and workspaces of an operator
+MAX_ELEMENT_BYTES = 8  # bytes of a number, if attention materializes all query-key pairs
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 MODULES = (
     "torch",
@@ -32,14 +32,14 @@ MODULES = (
     "_operator",
     "math",
 )
-LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # these keep values of many steps
+RECURRENT_LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # these keep values of many steps
 
 
-def fits_by_far(graph: fx.Graph, inputs: Sequence[Any], budget: int | float | str) -> Lengths | None:
+def find_fitting_lengths(graph: fx.Graph, inputs: Sequence[Any], budget: int | float | str) -> Lengths | None:
     """Return the longest lengths for which a step certainly fits, empty if no size is dynamic; None if unknown."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     devices = {value.device for value in tensors}
-    if len(devices) != 1 or bytes_at_most(graph) is None:
+    if len(devices) != 1 or max_activation_bytes(graph) is None:
         return None
     trained = sum(value.nbytes for value in tensors if value.requires_grad)
 
@@ -47,19 +47,19 @@ def fits_by_far(graph: fx.Graph, inputs: Sequence[Any], budget: int | float | st
         """Return whether a step of these lengths fits: inputs, gradients of weights, and the bound on activations."""
         input_bytes = sum(map(bytes_like, tensors))
         available = budget_bytes(budget, next(iter(devices)), input_bytes, trained) - input_bytes - trained
-        return (bytes_at_most(graph) or 0) <= available
+        return (max_activation_bytes(graph) or 0) <= available
 
     traced = Lengths.now(graph)
     return traced.furthest_beyond(fits) if fits(traced) else None
 
 
-def bytes_at_most(graph: fx.Graph) -> int | None:
+def max_activation_bytes(graph: fx.Graph) -> int | None:
     """Return an upper bound on the bytes of activations and their gradients; None if there is no bound."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
-    return TIMES * sum(map(_bytes_at, nodes)) if all(map(_is_plain, nodes)) else None
+    return SAFETY_FACTOR * sum(map(_operator_bytes, nodes)) if all(map(_is_torch_operator, nodes)) else None
 
 
-def _is_plain(node: fx.Node) -> bool:
+def _is_torch_operator(node: fx.Node) -> bool:
     """Return whether an operator is a plain torch operator with results of known size.
 
     Excluded are nested graphs, user functions and operators, and layers that loop over steps.
@@ -70,10 +70,12 @@ def _is_plain(node: fx.Node) -> bool:
         return isinstance(node.target, str) and hasattr(Tensor, node.target)
     if node.target is torch.einsum:  # intermediate results of three operands may be larger than all of them
         return len(node.all_input_nodes) <= 2
-    return node.op == "call_function" and getattr(node.target, "__module__", None) in MODULES and node.target not in LAYERS
+    return (
+        node.op == "call_function" and getattr(node.target, "__module__", None) in MODULES and node.target not in RECURRENT_LAYERS
+    )
 
 
-def _bytes_at(node: fx.Node) -> int:
+def _operator_bytes(node: fx.Node) -> int:
     """Return the bytes of an operator's operands and results; for attention, also those of all query-key pairs."""
     values = [*(_values(source) for source in node.all_input_nodes), _values(node)]
     total = sum(bytes_like(value) for node_values in values for value in node_values)
@@ -84,7 +86,7 @@ def _pair_bytes(node: fx.Node) -> int:
     """Return the bytes of all query-key pairs of an attention, in the widest dtype."""
     operands: dict[str, Any] = dict(zip(("query", "key"), node.args, strict=False)) | node.kwargs
     query, key = (next(_values(operands[name])) for name in ("query", "key"))
-    return WIDEST * math.prod(size_hint(size) for size in (*query.shape[:-1], key.shape[-2]))
+    return MAX_ELEMENT_BYTES * math.prod(size_hint(size) for size in (*query.shape[:-1], key.shape[-2]))
 
 
 def _values(node: fx.Node) -> Iterator[Any]:

@@ -39,29 +39,29 @@ from streamfx.torch_private.split import (
     stand_in,
 )
 
-GAIN = 1.1  # minimum gain in memory for which a graph is retraced in two parts
-MOST = 3  # maximum number of nested splits
+MIN_GAIN = 1.1  # minimum gain in memory for which a graph is retraced in two parts
+MAX_SPLITS = 3  # maximum number of nested splits
 
 
 class TwoSequencesError(Exception):
     """Raised during partitioning if a graph may take less memory in two parts than its `peak` bytes in one."""
 
-    def __init__(self, place: fx.Node, peak: int) -> None:
-        """Report that the second part would begin at `place`."""
-        super().__init__(place, peak)
-        self.place, self.peak = place, peak
+    def __init__(self, split_node: fx.Node, peak: int) -> None:
+        """Store the node with which the second part would begin, and the peak of the unsplit graph."""
+        super().__init__(split_node, peak)
+        self.split_node, self.peak = split_node, peak
 
 
 class InseparableError(Exception):
     """Raised while a part is compiled if two graphs would behave differently from one."""
 
 
-WRITES = "a part writes to what it is given: the other part may have saved it for its backward half"
+WRITES = "a part writes to its inputs, which the other part may have saved for its backward pass"
 NOT_TRIED = (
-    "or leave it out: without a budget this graph may run in two parts, of one sequence each, split in front of {begins}; within "
-    "one that is not tried"
+    "or omit it: without a budget, this graph may run in two parts, one per sequence, split before {first_line}; with a budget, "
+    "streamfx does not try that"
 )
-NO_GRADIENT = "the second part has no gradient for what the first one hands on: zeros would reach its parameters, and not None"
+NO_GRADIENT = "the second part returns no gradient for a value of the first: its parameters would get zeros instead of None"
 
 
 @dataclass(frozen=True)
@@ -70,34 +70,37 @@ class GraphSplit:
 
     graph: fx.Graph
     parts: tuple[GraphPart, GraphPart]
-    begins: str
+    second_line: str
 
     @staticmethod
-    def of(module: fx.GraphModule, place: fx.Node) -> GraphSplit:
-        """Split a module in front of a node."""
-        return GraphSplit(module.graph, split_in_front_of(module, place), source_line(place))
+    def of(module: fx.GraphModule, node: fx.Node) -> GraphSplit:
+        """Split a module before a node."""
+        return GraphSplit(module.graph, split_in_front_of(module, node), source_line(node))
 
     def inputs_of(self, part: GraphPart, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs with which a part is traced."""
         values = dict(zip(self.graph.find_nodes(op="placeholder"), inputs, strict=True))
         return [values[node] if node in values else stand_in(node) for node in part.given]
 
-    def handed_on(self, already: Collection[int]) -> list[frozenset[int]]:
-        """Return the indices of each part's inputs that need gradients and are computed, here or `already` before."""
+    def differentiable_inputs(self, outer: Collection[int]) -> list[frozenset[int]]:
+        """Return, for each part, the indices of inputs that need gradients and that another part computes.
+
+        `outer` has the indices of the inputs of the unsplit graph that earlier parts compute.
+        """
         placeholders = self.graph.find_nodes(op="placeholder")
-        computed = {node for i, node in enumerate(placeholders) if i in already}
+        computed = {node for i, node in enumerate(placeholders) if i in outer}
         computed |= {node for node in self.parts[0].results if asks_gradient(node)}
         return [frozenset(i for i, node in enumerate(part.given) if node in computed) for part in self.parts]
 
-    def run_by(self, runs: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Any, ...]]:
-        """Return a function that maps the graph's inputs to its results by running both parts."""
+    def joined_callable(self, compiled_parts: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Any, ...]]:
+        """Return a function that computes the graph's results from its inputs by running both parts."""
         placeholders = self.graph.find_nodes(op="placeholder")
         output = self.graph.output_node().args[0]
 
-        def run(*arguments: Any) -> tuple[Any, ...]:
+        def run(*inputs: Any) -> tuple[Any, ...]:
             """Run both parts on the graph's inputs."""
-            values = dict(zip(placeholders, arguments, strict=True))
-            for part, compiled in zip(self.parts, runs, strict=True):
+            values = dict(zip(placeholders, inputs, strict=True))
+            for part, compiled in zip(self.parts, compiled_parts, strict=True):
                 values.update(zip(part.results, compiled(*(values[node] for node in part.given)), strict=True))
             return tuple(values[item] if isinstance(item, fx.Node) else item for item in output)  # type: ignore[union-attr]
 
@@ -107,23 +110,23 @@ class GraphSplit:
 class SplittableCompilation(ABC):
     """A compilation that may be replaced by two parts, or that is one of them.
 
-    `begins` is the source line where a second part begins, `splits` is the number of splits that led to this part,
-    `handed_on` has the indices of inputs that another part computes and that need gradients. `inputs_are_own` says
-    that no other rank has a shard of the inputs. If the unchunked graph takes less memory than its loops, `standing`
-    has its forward and backward graphs.
+    `first_line` is the source line where a second part begins (empty for a first part). `num_splits` is the number of
+    splits that led to this part. `differentiable_inputs` has the indices of inputs that another part computes and that
+    need gradients. `on_one_rank` says that no other rank has a shard of the inputs. If the unchunked graph takes less
+    memory than its loops, `unchunked_halves` has its forward and backward graphs.
     """
 
     module: fx.GraphModule
     options: Options
     facts: list[Facts]
-    standing: Halves | None
-    tell: Callable[[Facts, Options], None]
-    ways: Sequence[Callable[[], Halves]] = ()  # functions that build its unchunked forward and backward graphs
+    unchunked_halves: Halves | None
+    report_no_gain: Callable[[Facts, Options], None]
+    unchunked_builders: Sequence[Callable[[], Halves]] = ()  # functions that build its unchunked forward and backward graphs
     costs: Sequence[tuple[Cost, int]] = ()  # cost of a step and bytes of parameter gradients, for each part
-    may_split, is_part, inputs_are_own = True, False, False
-    begins, splits = "", 0
-    sought: tuple[Facts, fx.Node | None] | None = None  # these facts, and the best place to split their graph
-    handed_on: frozenset[int] = frozenset()
+    may_split, is_part, on_one_rank = True, False, False
+    first_line, num_splits = "", 0
+    split_search: tuple[Facts, fx.Node | None] | None = None  # facts, and the best node before which to split their graph
+    differentiable_inputs: frozenset[int] = frozenset()
 
     @abstractmethod
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]: ...
@@ -132,105 +135,107 @@ class SplittableCompilation(ABC):
     def part_of(self, module: fx.GraphModule) -> SplittableCompilation:
         """Return a compilation of a part of the graph, with its own facts."""
 
-    def is_alone(self, inputs: Sequence[Any]) -> bool:
-        """Return whether no other rank takes part: using a deferred output would otherwise wait for it."""
+    def is_on_one_rank(self, inputs: Sequence[Any]) -> bool:
+        """Return whether no other rank takes part in the graph: otherwise, using a deferred output would wait for that rank."""
         return not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
 
-    def in_parts_or_whole(self, inputs: list[Any], error: TwoSequencesError) -> Callable[..., Any]:
+    def compile_in_parts_or_unchunked(self, inputs: list[Any], error: TwoSequencesError) -> Callable[..., Any]:
         """Return the graph in two parts if they take less memory; otherwise recompile it as one."""
-        run = try_step(lambda: self.in_parts(inputs, error), None, NOT_SPLIT, strict=False)
+        run = try_step(lambda: self.compile_in_parts(inputs, error), None, NOT_SPLIT, strict=False)
         if run is not None:
             return run
         self.may_split = False
         return self.compile(inputs)
 
-    def in_parts(self, inputs: Sequence[Any], two_sequences: TwoSequencesError) -> Callable[..., Any] | None:
+    def compile_in_parts(self, inputs: Sequence[Any], two_sequences: TwoSequencesError) -> Callable[..., Any] | None:
         """Return the graph in two parts; None if they do not take less memory, or the graph cannot be split."""
-        split = GraphSplit.of(self.module, two_sequences.place)
+        split = GraphSplit.of(self.module, two_sequences.split_node)
         parts = [self.part_of(part.module) for part in split.parts]
-        for part, part_begins in zip(parts, (self.begins, split.begins), strict=True):
-            part.is_part, part.begins, part.splits = True, part_begins, self.splits + 1
-        parts[0].handed_on, parts[1].handed_on = split.handed_on(self.handed_on)
+        for part, first_line in zip(parts, (self.first_line, split.second_line), strict=True):
+            part.is_part, part.first_line, part.num_splits = True, first_line, self.num_splits + 1
+        for part, input_indices in zip(parts, split.differentiable_inputs(self.differentiable_inputs), strict=True):
+            part.differentiable_inputs = input_indices
         parts[0].options = replace(parts[0].options, outputs="dense")  # the second part reads them
         try:
-            runs = [
+            compiled_parts = [
                 part.compile(split.inputs_of(graph_part, inputs)) for part, graph_part in zip(parts, split.parts, strict=True)
             ]
         except (NotStreamedError, InseparableError) as error:
-            log.info("a graph of two sequences is not split in front of %s: %r", split.begins, error)
+            log.info("a graph of two sequences is not split before %s: %r", split.second_line, error)
             return None
         costs = [cost for part in parts for cost in part.costs]
         peak = peak_of_calls(*zip(*costs, strict=True))
-        log.info("split in front of %s a graph takes %d bytes, in one part %d", split.begins, peak, two_sequences.peak)
-        if (1.0 if self.options.strict else GAIN) * peak > two_sequences.peak:
+        log.info("split before %s, a graph takes %d bytes; unsplit %d", split.second_line, peak, two_sequences.peak)
+        if (1.0 if self.options.strict else MIN_GAIN) * peak > two_sequences.peak:
             return None
-        self.take(parts)
-        return split.run_by(runs)
+        self.replace_by(parts)
+        return split.joined_callable(compiled_parts)
 
-    def take(self, parts: Sequence[SplittableCompilation]) -> None:
-        """Replace the graph by two parts."""
+    def replace_by(self, parts: Sequence[SplittableCompilation]) -> None:
+        """Take over the facts and costs of two parts, which run in place of this graph."""
         self.costs = [cost for part in parts for cost in part.costs]
         for facts in (facts for part in parts for facts in part.facts):
-            self.keep(facts)
+            self.log_facts(facts)
 
-    def keep(self, facts: Facts) -> None:
-        """Record the facts of a graph. Unless it is a part, also log them, and guard the lengths of its plan."""
+    def log_facts(self, facts: Facts) -> None:
+        """Append the facts of a graph to `facts`. Unless it is a part, also log them, and guard the lengths of its plan."""
         self.facts.append(facts)
         if self.is_part:
             return
         log_brief(facts)
         if facts.joint.tangents and facts.fits is None:
-            self.tell(facts, self.options)
+            self.report_no_gain(facts, self.options)
         if facts.lengths:
-            log.info("this plan holds for %s; a longer call is planned again", facts.lengths)
+            log.info("this plan holds for %s; a longer call gets a new plan", facts.lengths)
             facts.lengths.guard(facts.joint.graph)
 
-    def priced(self, facts: Facts) -> Sequence[tuple[Cost, int]]:
+    def part_costs(self, facts: Facts) -> Sequence[tuple[Cost, int]]:
         """Return a part's cost and the bytes of its parameters' gradients; empty for a graph that is not a part."""
         return [(self.cost_of(facts), bytes_of_parameters(facts.joint))] if self.is_part else ()
 
     def cost_of(self, facts: Facts) -> Cost:
         """Return the cost of a step through the graph, in loops or unchunked."""
-        if self.standing is None and facts.program is not None:
+        if self.unchunked_halves is None and facts.program is not None:
             return predicted(facts)
-        return cost_of(*(self.standing or self.ways[0]()), len(facts.joint.outputs))
+        return cost_of(*(self.unchunked_halves or self.unchunked_builders[0]()), len(facts.joint.outputs))
 
-    def raise_if_two(self, in_loops: Facts) -> None:
-        """Raise `TwoSequencesError` if a graph that could run may take less memory in two parts."""
-        place = self.place_to_split(in_loops)
-        if place is not None and is_compared(peak := self.cost_of(in_loops).peak):
-            raise TwoSequencesError(place, peak)
+    def raise_if_splittable(self, chunked_facts: Facts) -> None:
+        """Raise `TwoSequencesError` if the graph may take less memory in two parts than in its loops or unchunked."""
+        split_node = self.find_split(chunked_facts)
+        if split_node is not None and is_compared(peak := self.cost_of(chunked_facts).peak):
+            raise TwoSequencesError(split_node, peak)
 
-    def place_to_split(self, facts: Facts) -> fx.Node | None:
-        """Return the best place to split the graph; None with a memory budget, or if ranks have to agree."""
-        if self.sought is None or self.sought[0] is not facts:  # `strict=True` asks for it, too
-            self.sought = facts, None if self.options.memory_budget is not None else self.place_without_budget(facts)
-        return self.sought[1]
+    def find_split(self, facts: Facts) -> fx.Node | None:
+        """Return the best node before which to split the graph; None with a memory budget, or if ranks have to agree."""
+        if self.split_search is None or self.split_search[0] is not facts:  # `check_strict` searches the same facts
+            self.split_search = facts, None if self.options.memory_budget is not None else self.find_split_without_budget(facts)
+        return self.split_search[1]
 
-    def place_without_budget(self, facts: Facts) -> fx.Node | None:
-        """Return the place to split the graph if there were no memory budget."""
-        may_split = self.may_split and self.inputs_are_own and self.splits < MOST and not splits_for_ddp()
-        asks = self.options.adjoints != "exact"
-        if not may_split or asks or facts.program is None or facts.program.backward is None:
+    def find_split_without_budget(self, facts: Facts) -> fx.Node | None:
+        """Return the best node before which to split the graph, as if there were no memory budget."""
+        may_split = self.may_split and self.on_one_rank and self.num_splits < MAX_SPLITS and not splits_for_ddp()
+        is_truncated = self.options.adjoints != "exact"
+        if not may_split or is_truncated or facts.program is None or facts.program.backward is None:
             return None
         find = partial(where_to_split, facts, self.module.graph, lambda: predicted(facts).peak)
         return try_step(find, None, NOT_SPLIT, strict=False)
 
-    def told_of_split(self, error: OverBudgetError, capture: Callable[[], Facts]) -> OverBudgetError:
-        """Return the error, with a note that no split was tried if one exists without a budget."""
+    def mention_untried_split(self, error: OverBudgetError, capture: Callable[[], Facts]) -> OverBudgetError:
+        """Return the error; if the graph could be split without a budget, its remedy says so."""
         without_budget = replace(self.options, memory_budget=None)
-        place = try_step(lambda: self.place_without_budget(run_pipeline(capture, without_budget)), None, NOT_SPLIT, strict=False)
-        if place is None:
-            return error
-        extended = OverBudgetError(
-            error.asked, error.found, error.where, f"{error.do}; {NOT_TRIED.format(begins=source_line(place))}"
+        split_node = try_step(
+            lambda: self.find_split_without_budget(run_pipeline(capture, without_budget)), None, NOT_SPLIT, strict=False
         )
+        if split_node is None:
+            return error
+        remedy = f"{error.do}; {NOT_TRIED.format(first_line=source_line(split_node))}"
+        extended = OverBudgetError(error.asked, error.found, error.where, remedy)
         extended.smallest, extended.terms = error.smallest, error.terms
         return extended
 
     def check_strict(self, facts: Facts) -> None:
         """Raise under `strict=True` if an operator is not chunked, unless it may be chunked in two parts."""
-        if self.options.strict and self.place_to_split(facts) is None:
+        if self.options.strict and self.find_split(facts) is None:
             check_strict(facts, self.options)
 
     def check_part(self, joint: JointGraph | None = None) -> None:
@@ -239,7 +244,8 @@ class SplittableCompilation(ABC):
             return
         if may_write_to_inputs() if joint is None else mutated_inputs(joint.graph) != []:
             raise InseparableError(WRITES)
-        positions = [] if joint is None else given_positions(joint.graph, len(joint.primals))
-        driven = set() if joint is None else {positions[joint.inputs.index(primal)] for _, primal, _ in joint.trained}
-        if not self.handed_on <= driven:
+        dynamo_indices = [] if joint is None else given_positions(joint.graph, len(joint.primals))
+        trained = [] if joint is None else [primal for _, primal, _ in joint.trained]
+        inputs_with_gradient = {dynamo_indices[joint.inputs.index(primal)] for primal in trained} if joint is not None else set()
+        if not self.differentiable_inputs <= inputs_with_gradient:
             raise InseparableError(NO_GRADIENT)

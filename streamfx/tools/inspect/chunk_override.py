@@ -12,28 +12,28 @@ from streamfx.options import Options
 from streamfx.runtime.loop import Loop
 from streamfx.tools.inspect.tracing import QuietCompilation
 
-PARTS = 3  # minimum number of chunks per loop: the first, the last, and one between
-NOT_CUT = "nothing was cut into chunks, so that this says little: streamfx.explain tells why"
-ONE_CHUNK = "some loops had all rows in one chunk: with a smaller chunk_size or loss_chunk_size it is seen what chunks hand on"
+MIN_CHUNKS = 3  # per loop: the first, the last, and one between
+NOT_CHUNKED = "nothing ran in chunks, so this check proves little: streamfx.explain shows the reasons"
+ONE_CHUNK = "some loops had one chunk: a smaller chunk_size or loss_chunk_size also checks the values passed between chunks"
 
 
 class ChunkedCompilation(QuietCompilation):
     """A compilation that limits automatic chunk sizes to a third of the sequence. Explicit sizes are kept."""
 
     @staticmethod
-    def tell(facts: Facts, options: Options) -> None:
+    def report_no_gain(facts: Facts, options: Options) -> None:
         """Reduce the automatic chunk size of each loop to a third of its length."""
         for loop in () if facts.program is None else facts.program.loops:
             size, length = loop.spec.chunk_size, loop.spec.length
             if isinstance(size, AutoChunk) and isinstance(length, int):
-                max_size = -(-max(length, 1) // (PARTS * size.granule)) * size.granule
+                max_size = -(-max(length, 1) // (MIN_CHUNKS * size.granule)) * size.granule
                 loop.spec = replace(loop.spec, chunk_size=replace(size, most=min(max_size, size.most or max_size)))
 
 
 def why_not_chunked(compilations: Sequence[Compilation]) -> str:
     """Return why a comparison does not exercise the values passed between chunks, or an empty string if it does."""
     loops = [loop for item in compilations for facts in item.facts if facts.program is not None for loop in facts.program.loops]
-    return NOT_CUT if not loops else ONE_CHUNK if any(map(_has_one_chunk, loops)) else ""
+    return NOT_CHUNKED if not loops else ONE_CHUNK if any(map(_has_one_chunk, loops)) else ""
 
 
 def _has_one_chunk(loop: Loop) -> bool:

@@ -254,7 +254,7 @@ class QuietCompilation(Compilation):
     """A compilation without notices: the caller reports the result."""
 
     @staticmethod
-    def tell(facts: Facts, options: Options) -> None: ...
+    def report_no_gain(facts: Facts, options: Options) -> None: ...
 
 
 class _RecordingCompilation(QuietCompilation):
@@ -266,7 +266,7 @@ class _RecordingCompilation(QuietCompilation):
         self.call = call
         self.original = fx.GraphModule(module, graph_copy(module.graph))  # a copy before any rewrite
 
-    def fits_by_far(self, inputs: list[Any]) -> bool:
+    def certainly_fits(self, inputs: list[Any]) -> bool:
         """Always false: the quick bound would skip the analysis that the caller wants to see."""
         return False
 
@@ -286,11 +286,11 @@ class _RecordingCompilation(QuietCompilation):
     def part_of(self, module: fx.GraphModule) -> Compilation:
         return _RecordingCompilation(module, replace(self.call, graphs=[]))  # all parts share the list of calls
 
-    def take(self, parts: Sequence[SplittableCompilation]) -> None:
-        super().take(parts)
+    def replace_by(self, parts: Sequence[SplittableCompilation]) -> None:
+        super().replace_by(parts)
         self.call.graphs += (graph for part in parts if isinstance(part, _RecordingCompilation) for graph in part.call.graphs)
 
-    def hand_over(self) -> None:
+    def raise_fits_unchunked(self) -> None:
         """Nothing is compiled."""
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -317,13 +317,13 @@ class _SubsetCompilation(_RecordingCompilation):
         self.few = few
         self.found_of_few: Facts | None = None
 
-    def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
+    def run_passes(self, capture: Callable[[], Facts]) -> Facts:
         """Start the passes from the facts of a few layers if these determine the facts of all."""
         few = self.found_of_few
         make_facts = None if few is None else _fresh_facts(partial(facts_of_all_layers, few, self.few))
         return run_pipeline(capture, self.options, show_product, make_facts)
 
-    def in_parts_or_whole(self, inputs: list[Any], found: TwoSequencesError) -> Callable[..., Any]:
+    def compile_in_parts_or_unchunked(self, inputs: list[Any], error: TwoSequencesError) -> Callable[..., Any]:
         raise LayersDifferError("a graph of two sequences")
 
     def _analyze_few(self, capture: Callable[[], Facts]) -> Facts | None:
@@ -334,7 +334,7 @@ class _SubsetCompilation(_RecordingCompilation):
             log.info("all layers are analysed: %s", error)
             return None
 
-    def partition_in_stretches(
+    def partition_stagewise(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Run the passes on the joint graph of all layers, and return the default partition of the traced few."""
@@ -351,7 +351,7 @@ class _SubsetCompilation(_RecordingCompilation):
         full = of_all_layers(joint, count, num_fwd_outputs, known_facts, self.few)
         self.watched = [replace(watched[origin], position=i) for i, origin in enumerate(full.origins) if origin in watched]
         self.num_inputs = len(full.origins)
-        super().partition_in_stretches(
+        super().partition_stagewise(
             full.module,
             ([None] * self.num_inputs, joint_inputs[1]),
             num_fwd_outputs=num_fwd_outputs,

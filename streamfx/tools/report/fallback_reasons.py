@@ -246,7 +246,7 @@ def check_strict(facts: Facts, options: Options) -> None:
     """Raise an error if `strict=True` requires that everything streams and part of the graph does not."""
     if options.strict and (reasons := facts.reasons()):
         raise NotStreamedError(
-            "strict=True asks that every stage streams",
+            "strict=True requires every stage to stream",
             found="; ".join(reasons),
             do="change the code named above, or drop strict=True: the result is exact either way",
         )

@@ -48,19 +48,19 @@ LOST = (
 )
 
 
-def tell_of_untested_torch() -> None:
+def warn_if_torch_untested() -> None:
     """Warn if the tests have never run on this version of PyTorch."""
     if text := untested():
         _warn_once(untested, text)
 
 
-def tell_of_lost_writes(graph: fx.Graph) -> None:
+def warn_about_lost_writes(graph: fx.Graph) -> None:
     """Warn about source lines whose writes AOTAutograd does not write back."""
     for line in lost_writes(graph):
         _warn_once((LOST, line), LOST.format(line=line or "a write in place"))
 
 
-def tell_of_no_gain(facts: Facts, options: Options) -> None:
+def warn_if_no_gain(facts: Facts, options: Options) -> None:
     """Warn if a training graph with much work saves no memory, once per reason and model, whatever the sequence length.
 
     Within a memory budget, using more memory is deliberate. Memory on other ranks is not counted, so a graph with collectives
