@@ -12,22 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx import fallbacks
 from streamfx.argument_checks import check_call, require
 from streamfx.cost.inductor_choice import compiles_unchunked, uses_inductor
 from streamfx.distributed.rank_consensus import Exchange, run_agreed
 from streamfx.distributed.zero_3 import refuse_partitioned
 from streamfx.errors import IntegrationError, NotStreamedError, OptionError, OverBudgetError, RanksDifferError, describe_error
-from streamfx.fallbacks import (
-    INTERNAL,
-    NOT_BOUNDED,
-    NOT_COMPARED,
-    NOT_DEFERRED,
-    SCANS_NOT_MATCHED,
-    SSD_NOT_MATCHED,
-    strict_error,
-    try_step,
-    warn_if_partly_on_meta,
-)
+from streamfx.fallbacks import strict_error, try_step, warn_if_partly_on_meta
 from streamfx.frontend.associative_scan_match import replace_scan_trees
 from streamfx.frontend.capture import captured
 from streamfx.frontend.mask_buffers import MaskGuard, WatchedInput, patterns_of, watched_inputs
@@ -198,8 +189,12 @@ class Compilation(SplittableCompilation):
             partition_fn=self.partition_stagewise,
             decompositions=DECOMPOSITIONS,
         )
-        self.traced = try_step(lambda: replace_scan_trees(self.module), self.module, SCANS_NOT_MATCHED, self.options.strict)
-        self.traced = try_step(lambda: replace_ssd_products(self.traced), self.traced, SSD_NOT_MATCHED, self.options.strict)
+        self.traced = try_step(
+            lambda: replace_scan_trees(self.module), self.module, fallbacks.SCANS_NOT_MATCHED, self.options.strict
+        )
+        self.traced = try_step(
+            lambda: replace_ssd_products(self.traced), self.traced, fallbacks.SSD_NOT_MATCHED, self.options.strict
+        )
         deferral = self.deferred = self.deferral() if self.on_one_rank else None
         self.chain = GradientReleaseChain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
@@ -215,7 +210,7 @@ class Compilation(SplittableCompilation):
         if budget is None or not self.is_on_one_rank(inputs) or not compiles_unchunked(self.options, inputs):
             return False
         find_lengths = partial(find_fitting_lengths, self.module.graph, inputs, budget)
-        longest_lengths = try_step(find_lengths, None, NOT_BOUNDED, strict=False)
+        longest_lengths = try_step(find_lengths, None, fallbacks.NOT_BOUNDED, strict=False)
         if longest_lengths:
             longest_lengths.guard(self.module.graph)
         return longest_lengths is not None
@@ -227,7 +222,7 @@ class Compilation(SplittableCompilation):
         """Return the graph without outputs that are large and cheap to recompute, if it has any."""
         if self.options.outputs == "dense":
             return None
-        deferral = try_step(lambda: defer_outputs(self.traced), None, NOT_DEFERRED, self.options.strict)
+        deferral = try_step(lambda: defer_outputs(self.traced), None, fallbacks.NOT_DEFERRED, self.options.strict)
         if deferral is not None:
             log.debug("%s", deferral.plan)
         return deferral
@@ -338,12 +333,12 @@ class Compilation(SplittableCompilation):
                 raise strict_error(describe_error(error)) from error
             if has_collectives(capture().joint.graph):
                 raise failed_here(error) from error
-            log.warning(INTERNAL, describe_error(error), exc_info=log.isEnabledFor(logging.DEBUG))
+            log.warning(fallbacks.INTERNAL, describe_error(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), analysis_error=f"{type(error).__name__}: {error}")
         check_budget(facts, self.options)
         chunked_facts = facts
         if may_stand(facts, self.options):
-            facts = try_step(partial(self.choose_smaller, facts, capture()), facts, NOT_COMPARED, strict=False)
+            facts = try_step(partial(self.choose_smaller, facts, capture()), facts, fallbacks.NOT_COMPARED, strict=False)
         self.raise_if_splittable(chunked_facts)
         self.record_facts(facts)
         if facts.fits == "compiled":
