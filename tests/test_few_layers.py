@@ -240,7 +240,7 @@ def found_of(facts: Facts) -> list[Any]:
             (node in axes.static, axes.missing_rules.get(node), node in facts.joint.forward),
             (access.roles.get(node), access.storage_classes.get(node), access.reasons.get(node)),
             (span, key_spans.span_kinds.get(node), None if span is None else spans.setdefault(id(span), number[node])),
-            [node in own for own in (key_spans.recomputed_per_consumer, key_spans.exact, key_spans.ordinary)],
+            [node in own for own in (key_spans.recomputed_per_consumer, key_spans.exact_masks, key_spans.ordinary_scores)],
             node.meta["val"].shape if isinstance(node.meta.get("val"), Tensor) else None,
         )
 

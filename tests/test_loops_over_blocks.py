@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.ir.facts import known
-from streamfx.passes.analysis.derived_axes import stands_in_place
+from streamfx.passes.analysis.derived_axes import keeps_row_positions
 from streamfx.runtime.chunked_recurrences import Recurrence
 from tests.support.exactness import Report, compare
 from tests.support.spread import only
@@ -59,7 +59,7 @@ def test_few_rows_behind_blocks(length: int, streams: bool) -> None:
     """One or two are no loop, and no rows of the sequence: what they are read by runs whole."""
     report = compare(attending(memory), batch(length), also=(1, 64), streams=streams)
     sequence = known(known(report.facts[0].found_axes).sequence)
-    assert not streams or (sequence.length, sequence.granule) == (length, BLOCK)
+    assert not streams or (sequence.length, sequence.chunk_alignment) == (length, BLOCK)
 
 
 def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def test_blocks_that_read_one_table(length: int) -> None:
     """Two blocks are no loop, and three are none. Each has an axis of its own, though all are multiplied by the same numbers."""
     report = compare(attending(Tables), batch(length), also=(1, 7, 64))
     axes = known(report.facts[0].found_axes)
-    joins = [node for node in axes.signatures if node.target is torch.ops.aten.cat.default and stands_in_place(node, axes)]
+    joins = [node for node in axes.signatures if node.target is torch.ops.aten.cat.default and keeps_row_positions(node, axes)]
     assert len(joins) == 2 or length > 11, "one in each layer"
 
 

@@ -8,7 +8,17 @@ import operator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamfx.ir.piecewise import Fact, Pieces, Slope, absolute, combined, compare_slope, everywhere, hull_of, joined
+from streamfx.ir.piecewise import (
+    Fact,
+    Pieces,
+    Slope,
+    absolute_value,
+    combine_pieces,
+    compare_slope,
+    constant_pieces,
+    hull_of,
+    merge_equal_pieces,
+)
 from streamfx.ir.ranges import Range, constant
 
 DELTAS = range(-40, 41)
@@ -27,7 +37,7 @@ facts = st.one_of(st.builds(constant, st.integers(-2, 2)), slopes, st.sampled_fr
 @st.composite
 def pieces(draw: st.DrawFn) -> Pieces:
     cuts = sorted(draw(st.sets(st.integers(-12, 12), max_size=4)))
-    return joined(cuts, draw(st.lists(facts, min_size=len(cuts) + 1, max_size=len(cuts) + 1)))
+    return merge_equal_pieces(cuts, draw(st.lists(facts, min_size=len(cuts) + 1, max_size=len(cuts) + 1)))
 
 
 def value(fact: Fact, delta: int) -> float | None:
@@ -43,7 +53,7 @@ def test_compare_slope(relation: str, slope: Slope, bound: float) -> None:
 
 @given(slopes)
 def test_absolute(slope: Slope) -> None:
-    found = absolute(slope)
+    found = absolute_value(slope)
     for delta in DELTAS:
         assert value(found.at(delta), delta) == abs(slope.factor * delta + slope.offset)
 
@@ -61,9 +71,9 @@ def test_combined_applies_a_function_at_every_delta(one: Pieces, other: Pieces, 
 
     def positive(a: Fact, b: Fact) -> Pieces:
         known = b if a is UNKNOWN else a
-        return compare_slope("gt", known, bound) if isinstance(known, Slope) else everywhere(known)
+        return compare_slope("gt", known, bound) if isinstance(known, Slope) else constant_pieces(known)
 
-    made = combined(positive, one, other)
+    made = combine_pieces(positive, one, other)
     for delta in DELTAS:
         fact = other.at(delta) if one.at(delta) is UNKNOWN else one.at(delta)
         wanted = constant(fact.factor * delta + fact.offset > bound) if isinstance(fact, Slope) else fact
@@ -87,7 +97,7 @@ def test_support_holds_all_that_is_no_identity(one: Pieces) -> None:
 
 
 def test_ends_are_open() -> None:
-    assert everywhere(UNKNOWN).support(lambda fact: value(fact, 0) is not None) == (None, None)
+    assert constant_pieces(UNKNOWN).support(lambda fact: value(fact, 0) is not None) == (None, None)
     causal = Pieces((1,), (ORDINARY, constant(-math.inf)))
     assert causal.support(lambda fact: fact == constant(-math.inf)) == (None, 0)
 

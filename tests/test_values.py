@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from streamfx.ir.ranges import Range, activation, assumed_of, constant, everything, hull, in_type, is_exact_in
+from streamfx.ir.ranges import Range, activation, assumed_growth, cast_range, constant, full_range, hull, is_exact_in
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
 from streamfx.passes.ops.ranges.arithmetic import plus, times
 from tests.support.spread import only, spread
@@ -50,7 +50,7 @@ def test_what_a_type_makes_of_a_number(dtype: torch.dtype, low: float, high: flo
         return
     cast = torch.tensor(min(max(inside, low), high), dtype=source).to(dtype)
     if dtype.is_floating_point or math.isfinite(inside):  # what becomes of infinity as an integer is not defined
-        assert holds(in_type(Range(low, high), dtype), cast)
+        assert holds(cast_range(Range(low, high), dtype), cast)
 
 
 @settings(EASY, max_examples=300)
@@ -110,7 +110,7 @@ def test_a_call_with_an_argument_that_no_row_names_is_not_covered() -> None:
     row = TRANSFERS[aten.addmm.default]
     without = type(row)(row.function, row.names - {"beta"}, row.elementwise)
     with mock.patch.dict(TRANSFERS, {aten.addmm.default: without}):
-        assert ValueRanges([x]).of(node) == everything(torch.float32)
+        assert ValueRanges([x]).of(node) == full_range(torch.float32)
 
 
 # -- whole programs
@@ -229,8 +229,8 @@ def test_what_weights_are_multiplied_by_adds_up() -> None:
     known = activation(torch.float64)
     for count in range(1, 4):
         made = times(known, constant(1e5))
-        known = replace(made, assumed=assumed_of([known, constant(1e5)], made))
+        known = replace(made, assumed=assumed_growth([known, constant(1e5)], made))
         assert bool(known.assumed) == known.is_ordinary == (count < 3)
     ordinary = activation(torch.float64)
     for made in (plus(ordinary, ordinary), times(ordinary, ordinary)):
-        assert assumed_of([ordinary, ordinary], made) == pytest.approx(1)
+        assert assumed_growth([ordinary, ordinary], made) == pytest.approx(1)

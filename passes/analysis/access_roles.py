@@ -25,7 +25,7 @@ from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, ten
 from streamfx.ir.signature import Letter, LetterShape, RunningSum, Signature, SingleRow, Tile, Window
 from streamfx.ir.sizes import numeric, product
 from streamfx.node_meta import COLLECTED
-from streamfx.passes.analysis.derived_axes import stands_in_place
+from streamfx.passes.analysis.derived_axes import keeps_row_positions
 from streamfx.passes.analysis.diagnostics import why_too_many, why_whole
 from streamfx.passes.ops.collectives import is_reduced_over_ranks, is_wait
 from streamfx.passes.ops.constants import FILLERS
@@ -150,9 +150,9 @@ class _Analysis:
 
     def _sequence_dim_count(self, signature: Signature, letters: list[Letter]) -> int:
         """Return the number of sequence dimensions of an operator; shifted, tiled or concatenated axes count once."""
-        related = [(letter, index.of) for letter, index in signature.index.items() if isinstance(index, (Window, Tile))]
-        if signature.joined is not None:
-            joined, parts = signature.joined
+        related = [(letter, index.source) for letter, index in signature.index.items() if isinstance(index, (Window, Tile))]
+        if signature.concat is not None:
+            joined, parts = signature.concat
             related += [(part, joined) for part, _ in parts.parts]
         return len(letters) - sum(letter in letters and other in letters for letter, other in related)
 
@@ -196,9 +196,9 @@ class _Analysis:
     def _relate(self, node: fx.Node, parity: _ParityUnionFind) -> None:
         """Relate the labels of an operator to each other and to the dimensions of its operands and results."""
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
-        shifted = [letter for letter in letters if letter in signature.windows and signature.windows[letter].of in letters]
+        shifted = [letter for letter in letters if letter in signature.windows and signature.windows[letter].source in letters]
         for letter in shifted:
-            parity.relate((node, letter), (node, signature.windows[letter].of), opposite=False)
+            parity.relate((node, letter), (node, signature.windows[letter].source), opposite=False)
         first_label, *other_labels = [letter for letter in letters if letter not in shifted]
         for other_label in other_labels:
             parity.relate((node, first_label), (node, other_label), opposite=True)
@@ -224,9 +224,9 @@ class _Analysis:
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
         if signature.keys:
             return [(letter, 1000) for letter in signature.keys if letter in letters]
-        votes = [(letter, 100) for letter in letters if letter in signature.whole]
+        votes = [(letter, 100) for letter in letters if letter in signature.full_letters]
         if node in self.joint.forward and node not in self.axes.static:
-            votes += [(letter, 1) for letter in letters if letter in signature.contracted()]
+            votes += [(letter, 1) for letter in letters if letter in signature.contracted_letters()]
         return votes
 
     # -- storage classes
@@ -257,7 +257,7 @@ class _Analysis:
             if any(self.storage_classes[operand][0] not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for operand in operands):
                 self.reasons[node] = MIXES_BLOCKS.format(target=node.target)
             return outside
-        position_labels = [letter for letter in letters if letter in signature.placed]
+        position_labels = [letter for letter in letters if letter in signature.index_dependent]
         if any(self.axes.row_axis(self.axes.letters[node][letter]) is None for letter in position_labels):
             self.reasons[node] = COUNTS_ROWS.format(target=node.target)
             return outside
@@ -306,7 +306,9 @@ class _Analysis:
 
     def _reads_loop_values(self, node: fx.Node, signature: Signature) -> bool:
         """Return whether an unchunked operator reads values of loops, unlike a slice of a table or its gradient."""
-        crosses_border = any(self._is_sliced_from_table(node, letter, window.of) for letter, window in signature.windows.items())
+        crosses_border = any(
+            self._is_sliced_from_table(node, letter, window.source) for letter, window in signature.windows.items()
+        )
         return node not in self.axes.static and not crosses_border
 
     def _is_sliced_from_table(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
@@ -328,20 +330,20 @@ class _Analysis:
         roles: dict[Letter, Role] = {}
         for letter in letters:
             role = orientation.get((node, letter), Role.ROWS)
-            if letter in signature.whole and role is Role.ROWS:
+            if letter in signature.full_letters and role is Role.ROWS:
                 role = Role.ROWS if self._can_run_in_row_order(node, signature, letter, letters) else Role.WHOLE
             roles[letter] = role
         for letter, window in signature.windows.items():
-            source = window.of
+            source = window.source
             if (letter in roles) != (source in roles):  # sliced from, or written into, an axis that is not the sequence
                 roles[letter if letter in roles else source] = Role.WHOLE
             elif letter in roles and not self._is_plain_shift(node, letter, source, roles):
                 roles[letter] = roles[source] = Role.WHOLE
         for letter, tile in signature.tiles.items():
-            if self._are_aligned_blocks(node, letter, tile.of):
-                roles[letter] = roles[tile.of] = Role.ROWS
-        if signature.joined is not None and stands_in_place(node, self.axes):
-            letter, joined = signature.joined
+            if self._are_aligned_blocks(node, letter, tile.source):
+                roles[letter] = roles[tile.source] = Role.ROWS
+        if signature.concat is not None and keeps_row_positions(node, self.axes):
+            letter, joined = signature.concat
             roles |= dict.fromkeys((letter, *(part for part, _ in joined.parts)), Role.ROWS)
         return roles
 
@@ -357,7 +359,7 @@ class _Analysis:
             or inner[0] in sequence.blocks
         ):
             return False
-        begins_together = inner[0] in sequence.members and sequence.members[inner[0]][0] == sequence.members[outer[0]][0]
+        begins_together = inner[0] in sequence.members and sequence.members[inner[0]].offset == sequence.members[outer[0]].offset
         return begins_together and product((table.size(outer[0]), sequence.block(outer[0]))) == table.size(inner[0])
 
     def _can_run_in_row_order(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
@@ -382,7 +384,7 @@ class _Analysis:
         if Role.KEYS not in roles.values():
             return True
         start = self.axes.signatures[node].windows[letter].start
-        return bool(start + sequence.members[operand[0]][0] == sequence.members[result[0]][0])
+        return bool(start + sequence.members[operand[0]].offset == sequence.members[result[0]].offset)
 
     def _must_run_unchunked(self, signature: Signature, roles: dict[Letter, Role]) -> bool:
         """Return whether there are no rows to loop over, or a result is needed in full."""

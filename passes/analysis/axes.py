@@ -25,7 +25,7 @@ from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, results_of, s
 from streamfx.ir.signature import ConcatAxes, FullAxis, Letter, RunningSum, Signature, Tile
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.node_meta import VALUE, WHY_WHOLE
-from streamfx.passes.analysis.derived_axes import members_of, sequence_of, shift_links, turned_axes
+from streamfx.passes.analysis.derived_axes import find_derived_axes, find_slice_links, reordered_axes, sequence_of
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.opaque import is_opaque, places_like, why_opaque
 from streamfx.passes.ops.rules.registry import RuleCall, evaluate_rule, rule_for
@@ -115,7 +115,7 @@ def _has_split_relative(axes: AxisFacts, sequence: SequenceAxis) -> bool:
     """Return whether an axis sliced from the sequence, or padded around it, is factored into several axes."""
     for node, signature in axes.signatures.items():
         for letter, window in signature.windows.items():
-            operand, result = (axes.table.resolve(axes.letters[node][item]) for item in (window.of, letter))
+            operand, result = (axes.table.resolve(axes.letters[node][item]) for item in (window.source, letter))
             if len(operand) == 1 < len(result) and operand[0] in sequence.members:
                 return True
     return False
@@ -161,8 +161,8 @@ def _unify_concat_parts(
     """Unify operands at the same position of one concatenated axis: keys and their mask are concatenated alike."""
     first_by_position: dict[tuple[Dim, Size, Size], Dim] = {}
     for node, signature in signatures.items():
-        if signature.joined is not None:
-            letter, joined = signature.joined
+        if signature.concat is not None:
+            letter, joined = signature.concat
             for part, rows_before in joined.parts:
                 part_dim = table.resolve(letters[node][part])
                 key = table.resolve(letters[node][letter]), rows_before, table.size_of_dim(part_dim)
@@ -213,7 +213,7 @@ def _apply_rule(
 def _keep_shifted(signature: Signature, bound: dict[Letter, Dim], table: AxisTable) -> None:
     """Do not factor an axis that is sliced from an axis that must not be factored, or padded around it."""
     for letter, window in signature.windows.items():
-        result, operand = table.resolve(bound[letter]), table.resolve(bound[window.of])
+        result, operand = table.resolve(bound[letter]), table.resolve(bound[window.source])
         if len(result) == len(operand) == 1 and table.is_kept(operand[0]):
             table.keep(result[0])
 
@@ -278,7 +278,7 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
 
 def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
     """Return axes sliced from these, padded around them or concatenated from them."""
-    links = [(source, target) for source, target, _, _ in shift_links(axes)]
+    links = [(source, target) for source, target, _, _ in find_slice_links(axes)]
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
             whole, *parts = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.index]
@@ -332,7 +332,7 @@ def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
             parameters.add(node)
             expanded |= _atoms(node, axes) - _atoms(operands[0], axes) if node.target is aten.expand.default else set()
         elif (signature := axes.signatures.get(node)) is not None and signature.results[0]:
-            contracted = signature.contracted()
+            contracted = signature.contracted_letters()
             for operand, shape in zip(operands, signature.operands, strict=True):
                 if operand in parameters and any(letter in contracted for dim in shape for letter in dim):
                     features |= _atoms(operand, axes) - expanded
@@ -347,9 +347,9 @@ def _ordered_axes(axes: AxisFacts) -> set[Atom]:
     """Return axes whose rows are ordered, because an operator selects them by position: a sequence rather than a batch."""
     ordered: set[Atom] = set()
     for node, signature in axes.signatures.items():
-        letters = {item for letter, window in signature.windows.items() for item in (letter, window.of)}
+        letters = {item for letter, window in signature.windows.items() for item in (letter, window.source)}
         letters |= {letter for letter, index in signature.index.items() if isinstance(index, RunningSum)}
-        letters |= signature.whole if node.target in BY_POSITION else set()
+        letters |= signature.full_letters if node.target in BY_POSITION else set()
         ordered |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
     return ordered
 
@@ -380,10 +380,10 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
         if is_tensor(node) and node.meta[VALUE].is_floating_point() and is_parameter(node):
             unfit |= _atoms(node, axes)
     inner = _innermost_axes(joint, axes)
-    sequences = (input_axes & ordered & chunked_elements.keys()) - (inner & turned_axes(axes))
+    sequences = (input_axes & ordered & chunked_elements.keys()) - (inner & reordered_axes(axes))
     candidates = sequences or (chunked_elements.keys() - unfit)
     drawn = {atom for node in joint.nodes if is_random(node) and not tensor_operands(node) for atom in _atoms(node, axes)}
-    total = {atom: sum(chunked_elements.get(member, 0) for member in members_of(atom, axes)[0]) for atom in candidates}
+    total = {atom: sum(chunked_elements.get(member, 0) for member in find_derived_axes(atom, axes)[0]) for atom in candidates}
     ranked = sorted(candidates, key=lambda a: (a in unfit, a in drawn, -total[a], a in inner, -numeric(axes.table.size(a)), -a))
     return ranked[0] if ranked else None
 

@@ -63,7 +63,7 @@ def why_whole(node: fx.Node, signature: Signature, axes: AxisFacts) -> str:
         return (JOINS_BLOCKS if joins_blocks(node, signature, axes) else CUTS_OR_PADS).format(target=node.target)
     if signature.tiles:
         letter, tile = next(iter(signature.tiles.items()))
-        length, outer = (axes.table.size_of_dim(axes.letters[node][item]) for item in (tile.of, letter))
+        length, outer = (axes.table.size_of_dim(axes.letters[node][item]) for item in (tile.source, letter))
         return CUTS_ROWS.format(target=node.target, size=quotient(length, outer))
     if node.target in (ATTENTION, ATTENTION_BACKWARD) and axes.sequence_atom(axes.letters[node][M]) is None:
         return OTHER_QUERIES.format(target=node.target)
@@ -74,7 +74,7 @@ def why_whole(node: fx.Node, signature: Signature, axes: AxisFacts) -> str:
 
 def joins_blocks(node: fx.Node, signature: Signature, axes: AxisFacts) -> bool:
     """Return whether rows of the sequence are also rows of an axis that is sliced from blocks, or vice versa."""
-    pairs = [(letter, window.of) for letter, window in signature.windows.items()]
+    pairs = [(letter, window.source) for letter, window in signature.windows.items()]
     sides = [[axes.sequence_atom(axes.letters[node][item]) for item in pair] for pair in pairs]
     blocks = {} if axes.sequence is None else axes.sequence.blocks
     return any(None not in side and len({atom in blocks for atom in side}) == 2 for side in sides)
@@ -87,6 +87,6 @@ def why_too_many(node: fx.Node, signature: Signature, axes: AxisFacts, letters: 
 
 def _of_family(node: fx.Node, signature: Signature, axes: AxisFacts) -> str | None:
     """Return the reason given for an operator's family if one of the dimensions that it needs in full is the sequence."""
-    if all(axes.sequence_atom(axes.letters[node].get(letter, ())) is None for letter in signature.whole):
+    if all(axes.sequence_atom(axes.letters[node].get(letter, ())) is None for letter in signature.full_letters):
         return None
     return next((text for operators, text in _FAMILIES.items() if node.target in operators), None)

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, shape_of_node
-from streamfx.ir.ranges import ACTIVATION_HALF, TAME, Range, constant, everything
+from streamfx.ir.ranges import ACTIVATION_HALF, MAX_ORDINARY, Range, constant, full_range
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.ranges.arithmetic import times
@@ -22,10 +22,10 @@ def scores_of(node: fx.Node, values: ValueRanges) -> Range:
     products = product(dtype, longest(shape_of_node(query)[-1]), values.of(query), values.of(key))
     if scale is None:
         return products
-    return times(products, constant(scale)) if isinstance(scale, (int, float)) else everything(dtype)
+    return times(products, constant(scale)) if isinstance(scale, (int, float)) else full_range(dtype)
 
 
 def finite_hides(node: fx.Node, values: ValueRanges) -> bool:
     """Return whether scores are small compared with the finite numbers that hide keys."""
     half = bound_arguments(node)["query"].meta[VALUE].dtype == torch.float16
-    return scores_of(node, values).magnitude <= (ACTIVATION_HALF if half else TAME)
+    return scores_of(node, values).magnitude <= (ACTIVATION_HALF if half else MAX_ORDINARY)

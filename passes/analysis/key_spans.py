@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, SpanFacts, StorageClass
-from streamfx.ir.joint import JointGraph, bound_arguments, is_tensor, linked, tensor_operands
+from streamfx.ir.joint import JointGraph, bound_arguments, connected_components, is_tensor, tensor_operands
 from streamfx.ir.piecewise import Fact, Pieces
 from streamfx.ir.ranges import Range, constant
 from streamfx.ir.signature import Signature, Window
@@ -40,7 +40,7 @@ class KeySpans:
         """Return the facts with key spans; masks that are equal to their span are dropped."""
         key_spans = _find_spans(facts.joint, facts.axes, facts.access)
         signatures = dict(facts.axes.signatures)
-        for node in key_spans.exact:
+        for node in key_spans.exact_masks:
             signatures[node] = _without_mask(node, signatures[node])
         return replace(facts, found_axes=replace(facts.axes, signatures=signatures), found_key_spans=key_spans)
 
@@ -54,8 +54,8 @@ def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> Span
     recomputed_per_consumer = _recomputed_per_consumer(pairs, axes, access)
     spans: dict[fx.Node, Span] = {}
     span_kinds: dict[fx.Node, str] = {}
-    exact: set[fx.Node] = set()
-    ordinary: set[fx.Node] = set()
+    exact_masks: set[fx.Node] = set()
+    ordinary_scores: set[fx.Node] = set()
     for group in _groups([node for node in pairs if node not in recomputed_per_consumer], axes):
         supports = [_needed_deltas(node, masks, axes, access) for node in group]
         bounds = [support for support in supports if support is not None]
@@ -68,10 +68,10 @@ def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> Span
                 span_kinds[node] = verdict(span)
             signature = axes.signatures[node]
             if signature.keys and _mask_equals_span(node, masks, span):
-                exact.add(node)
+                exact_masks.add(node)
             if signature.keys and finite_hides(node, masks.values):
-                ordinary.add(node)
-    return SpanFacts(spans, span_kinds, recomputed_per_consumer, frozenset(exact), frozenset(ordinary))
+                ordinary_scores.add(node)
+    return SpanFacts(spans, span_kinds, recomputed_per_consumer, frozenset(exact_masks), frozenset(ordinary_scores))
 
 
 def _without_mask(node: fx.Node, signature: Signature) -> Signature:
@@ -126,7 +126,7 @@ def _is_per_key(node: fx.Node, axes: AxisFacts, access: AccessFacts) -> bool:
     signature, roles = axes.signatures[node], access.roles[node]
     keys = {letter for letter, role in roles.items() if role is Role.KEYS}
     moved = {letter for letter, index in signature.index.items() if not (isinstance(index, Window) and index.reach == 0)}
-    mixed = signature.keys.union(moved, *map(signature.contracted, range(len(signature.results))))
+    mixed = signature.keys.union(moved, *map(signature.contracted_letters, range(len(signature.results))))
     return keys.isdisjoint(mixed)
 
 
@@ -134,7 +134,7 @@ def _groups(pairs: list[fx.Node], axes: AxisFacts) -> list[list[fx.Node]]:
     """Return the connected components of operators that pass values with rows and keys to each other."""
     members = set(pairs)
     edges = ((producer_of(source), node) for node in pairs for source in node.all_input_nodes if _carries_pair(source, axes))
-    return linked(pairs, (link for link in edges if link[0] in members))
+    return connected_components(pairs, (link for link in edges if link[0] in members))
 
 
 def _carries_pair(value: fx.Node, axes: AxisFacts) -> bool:
@@ -157,8 +157,8 @@ def _needed_deltas(node: fx.Node, masks: Masks, axes: AxisFacts, access: AccessF
     signature, roles = axes.signatures[node], access.roles[node]
     if signature.keys:
         return _needed_deltas_fused(node, masks)
-    contracted = {roles[letter] for letter in signature.contracted() if letter in roles}
-    normalised = {roles[letter] for letter in signature.whole if letter in roles}
+    contracted = {roles[letter] for letter in signature.contracted_letters() if letter in roles}
+    normalised = {roles[letter] for letter in signature.full_letters if letter in roles}
     if Role.KEYS in normalised:
         return _needed_deltas_softmax(node, masks)
     if Role.KEYS in contracted or Role.ROWS in contracted:

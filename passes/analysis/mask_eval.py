@@ -13,8 +13,8 @@ from torch import fx
 
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import bound_arguments, is_tensor
-from streamfx.ir.piecewise import Fact, Pieces, Slope, absolute, compare_slope, everywhere
-from streamfx.ir.ranges import LONGEST, Range, in_type, is_exact_in
+from streamfx.ir.piecewise import Fact, Pieces, Slope, absolute_value, compare_slope, constant_pieces
+from streamfx.ir.ranges import MAX_ROWS, Range, cast_range, is_exact_in
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.affine import combination
 from streamfx.passes.ops.ranges.transfer import applied, computed_in, range_of_argument
@@ -41,7 +41,7 @@ class Intervals:
 
     def range(self, fact: Fact) -> Range:
         """Return the range of a fact for delta in [-reach, reach]."""
-        return fact.within(self._reach) if isinstance(fact, Slope) else fact
+        return fact.range_within(self._reach) if isinstance(fact, Slope) else fact
 
     def evaluate(self, node: fx.Node, facts: Mapping[fx.Node, Fact], result: int = 0) -> Pieces:
         """Evaluate an operator that is elementwise, or that reduces neither rows nor keys; `facts` covers some of its
@@ -52,24 +52,26 @@ class Intervals:
             if pieces is not None:
                 return pieces
         ranges = {operand: self.range(fact) for operand, fact in facts.items()}
-        return everywhere(applied(node, lambda operand: ranges[operand] if operand in ranges else self._reader(operand))[result])
+        return constant_pieces(
+            applied(node, lambda operand: ranges[operand] if operand in ranges else self._reader(operand))[result]
+        )
 
     def compared(self, node: fx.Node, slope: Slope, value: Range, relation: str) -> Pieces | None:
         """Compare a slope with a number, if the dtype of the comparison represents the slope exactly."""
         dtype = computed_in(node, bound_arguments(node))
-        number = None if dtype is None else in_type(value, dtype).constant
+        number = None if dtype is None else cast_range(value, dtype).constant
         if number is None or dtype is None or not self.is_exact(slope, dtype):
             return None
         return compare_slope(relation, slope, number)
 
     def is_exact(self, slope: Slope, dtype: torch.dtype) -> bool:
         """Return whether a dtype represents all numbers of a slope exactly."""
-        slope_range = slope.within(self._reach)
+        slope_range = slope.range_within(self._reach)
         return is_exact_in(dtype, slope_range.low, slope_range.high)
 
     def if_exact(self, slope: Slope, node: fx.Node) -> Pieces | None:
         """Return a slope if the dtype of the node's result represents it exactly."""
-        return everywhere(slope) if self.is_exact(slope, node.meta[VALUE].dtype) else None
+        return constant_pieces(slope) if self.is_exact(slope, node.meta[VALUE].dtype) else None
 
     def _of_slope(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
         """Evaluate a comparison, copy, negation, absolute value or linear combination of slopes; None for others."""
@@ -82,7 +84,7 @@ class Intervals:
             return self.if_exact(Slope(-operand_fact.factor, -operand_fact.offset), node)
         if node.target is aten.abs.default and isinstance(operand_fact, Slope):
             return (
-                absolute(operand_fact)
+                absolute_value(operand_fact)
                 if self.is_exact(Slope(-operand_fact.factor, -operand_fact.offset), node.meta[VALUE].dtype)
                 else None
             )
@@ -99,11 +101,11 @@ class Intervals:
 
     def _combined(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
         """Combine a * slope + b * number, in either order."""
-        combined, dtype = combination(node), node.meta[VALUE].dtype
-        if combined is None:
+        terms, dtype = combination(node), node.meta[VALUE].dtype
+        if terms is None:
             return None
         factor = offset = 0
-        for coefficient, item in combined:
+        for coefficient, item in terms:
             fact = self._fact(item, facts)
             slope = fact if isinstance(fact, Slope) else _constant_slope(fact)
             if slope is None or not self.is_exact(slope, dtype) or not is_exact_in(dtype, coefficient, coefficient):
@@ -127,9 +129,9 @@ def _constant_slope(value_range: Range) -> Slope | None:
 def reach_of(axes: AxisFacts) -> int:
     """Return the maximum distance between a key position and a query position."""
     if axes.sequence is None:
-        return LONGEST
+        return MAX_ROWS
     ends = [(offset, offset + length) for offset, length in axes.sequence.members.values()]
     bounds = [bound for pair in ends for bound in pair]
     if not all(isinstance(bound, int) for bound in bounds):
-        return LONGEST
+        return MAX_ROWS
     return max(bounds) - min(bounds)

@@ -20,16 +20,16 @@ from streamfx.ir.joint import (
     tensor_operands,
     trained_sources,
 )
-from streamfx.ir.piecewise import Fact, Pieces, Slope, combined, compare_slope, everywhere, hull_of
+from streamfx.ir.piecewise import Fact, Pieces, Slope, combine_pieces, compare_slope, constant_pieces, hull_of
 from streamfx.ir.ranges import (
+    HIDDEN_SCORE,
+    HIDDEN_SCORE_HALF,
     INFINITY,
-    SWAMPED_BY,
-    SWAMPED_BY_HALF,
-    SWAMPS,
-    SWAMPS_HALF,
+    VISIBLE_SCORE,
+    VISIBLE_SCORE_HALF,
     Range,
     constant,
-    everything,
+    full_range,
     is_exact_in,
 )
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
@@ -84,19 +84,19 @@ class Masks:
 
     def of(self, node: fx.Node) -> Pieces:
         """Return the facts about a value with rows and keys."""
-        return self._pieces.get(node, everywhere(self.values.of(node)))
+        return self._pieces.get(node, constant_pieces(self.values.of(node)))
 
     def fused_bias(self, node: fx.Node) -> Pieces | None:
         """Return the facts about the bias of a fused attention, including its causal flag."""
         arguments = bound_arguments(node)
         mask = arguments.get("attn_mask")
-        bias = everywhere(constant(0)) if mask is None else self._operand_facts(mask, node)
+        bias = constant_pieces(constant(0)) if mask is None else self._operand_facts(mask, node)
         if arguments.get("is_causal"):
             distance = self._index_distance(node)
             if distance is None:
-                return everywhere(everything(torch.float64))
+                return constant_pieces(full_range(torch.float64))
             hidden = Pieces((distance + 1,), (constant(0), constant(-INFINITY)))
-            bias = combined(lambda a, b: everywhere(b if b == constant(-INFINITY) else a), bias, hidden)
+            bias = combine_pieces(lambda a, b: constant_pieces(b if b == constant(-INFINITY) else a), bias, hidden)
         return bias
 
     def _index_distance(self, node: fx.Node) -> int | None:
@@ -104,7 +104,7 @@ class Masks:
         sequence, atoms = self._axes.sequence, self.counted(node)
         if sequence is None or atoms is None:
             return None
-        key, query = (sequence.members[atom][0] for atom in atoms)
+        key, query = (sequence.members[atom].offset for atom in atoms)
         return key - query if isinstance(key - query, int) else None
 
     def counted(self, node: fx.Node) -> tuple[Atom, Atom] | None:
@@ -134,7 +134,7 @@ class Masks:
 
     def _range_everywhere(self, node: fx.Node) -> Pieces:
         """Return the range of all elements, at any position."""
-        return everywhere(self.values.of(node))
+        return constant_pieces(self.values.of(node))
 
     def _is_elementwise(self, node: fx.Node) -> bool:
         """Return whether each element of the result depends on the elements at its own position alone."""
@@ -148,7 +148,9 @@ class Masks:
             return relative
         operands = list(dict.fromkeys(tensor_operands(node)))
         pieces = [self._operand_facts(operand, node) for operand in operands]
-        return combined(lambda *facts: self._intervals.evaluate(node, dict(zip(operands, facts, strict=True)), result), *pieces)
+        return combine_pieces(
+            lambda *facts: self._intervals.evaluate(node, dict(zip(operands, facts, strict=True)), result), *pieces
+        )
 
     def _dropout_result(self, node: fx.Node) -> Pieces:
         """Return the facts about a result of dropout, which scales or drops each element."""
@@ -179,7 +181,9 @@ class Masks:
         if self._keeps_positions(node, source):
             self._patterns[node] = self._patterns[source]
         elif (row := TRANSFERS.get(node.target)) is not None and row.elementwise:
-            self._patterns[node] = combined(lambda fact: self._intervals.evaluate(node, {source: fact}), self._patterns[source])
+            self._patterns[node] = combine_pieces(
+                lambda fact: self._intervals.evaluate(node, {source: fact}), self._patterns[source]
+            )
 
     def _keeps_positions(self, node: fx.Node, source: fx.Node) -> bool:
         """Return whether a view keeps each row and column of the last two dimensions at its index."""
@@ -202,7 +206,7 @@ class Masks:
         keys_last = roles[-2:] == [Role.ROWS, Role.KEYS]
         offsets = self._pattern_offset(operand, keys_last)
         if (not keys_last and roles[-2:] != [Role.KEYS, Role.ROWS]) or offsets is None:
-            return everywhere(self.values.of(operand))
+            return constant_pieces(self.values.of(operand))
         pattern = self._patterns[operand]
         if not keys_last:  # the buffer's column - row is -delta
             pattern = Pieces(tuple(1 - cut for cut in reversed(pattern.cuts)), tuple(reversed(pattern.facts)))
@@ -232,7 +236,7 @@ class Masks:
             return self._facts_from_pattern(operand, user)
         facts = self._pieces.get(operand)
         if facts is None or (facts.cuts and not self._roles_agree(operand, user)):
-            return everywhere(self.values.of(operand))
+            return constant_pieces(self.values.of(operand))
         return facts
 
     def _roles_agree(self, operand: fx.Node, user: fx.Node) -> bool:
@@ -273,7 +277,9 @@ class Masks:
         relation = "le" if node.target is aten.tril.default else "ge"
         inside = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
         source_facts = self._operand_facts(source, node)
-        return combined(lambda keep, fact: everywhere(fact if keep == constant(True) else constant(0)), inside, source_facts)
+        return combine_pieces(
+            lambda keep, fact: constant_pieces(fact if keep == constant(True) else constant(0)), inside, source_facts
+        )
 
     def _key_offset_less_row_offset(self, node: fx.Node) -> int | None:
         """Return the offset of the key axis minus the offset of the row axis."""
@@ -284,17 +290,19 @@ class Masks:
     def _offset(self, node: fx.Node, dim: int) -> Any:
         """Return the position of index 0 of a dimension in the sequence; None if it is not an axis of the sequence."""
         sequence, atom = self._axes.sequence, self._axes.row_axis(self._axes.shapes[node][dim])
-        return None if sequence is None or atom is None else sequence.members[atom][0]
+        return None if sequence is None or atom is None else sequence.members[atom].offset
 
     def _softmax_facts(self, node: fx.Node) -> Pieces:
         """Return the facts about a softmax: zero where the scores are hidden, at most one elsewhere."""
         scores, probability = node_argument(node), self.values.of(node)
         role = self._roles_by_dim(node).get(bound_arguments(node)["dim"] % len(shape_of_node(node)))
         if role is None:
-            return everywhere(probability)
+            return constant_pieces(probability)
         score_facts = self._operand_facts(scores, node)
         hidden = self.hidden_test(node, score_facts)
-        return combined(lambda fact: everywhere(Range(0, 0, probability.nan) if hidden(fact) else probability), score_facts)
+        return combine_pieces(
+            lambda fact: constant_pieces(Range(0, 0, probability.nan) if hidden(fact) else probability), score_facts
+        )
 
     def hidden_test(self, node: fx.Node, scores: Pieces) -> Callable[[Fact], bool]:
         """Return a test for scores that do not contribute to a softmax or maximum over keys.
@@ -304,7 +312,7 @@ class Masks:
         """
         first = tensor_operands(node)[0]
         half = first.meta[VALUE].dtype == torch.float16
-        least, most = (SWAMPED_BY_HALF, SWAMPS_HALF) if half else (SWAMPED_BY, SWAMPS)
+        least, most = (VISIBLE_SCORE_HALF, HIDDEN_SCORE_HALF) if half else (VISIBLE_SCORE, HIDDEN_SCORE)
         products = scores_of(node, self.values) if node.target in FUSED else constant(0)
 
         def score(fact: Fact) -> Range:

@@ -71,4 +71,4 @@ def mean_count(node: fx.Node, layout: Layout) -> Size:
     if signature.combine != "mean":
         return 1
     table = layout.axes.table
-    return product(table.size_of_dim(layout.axes.letters[node][letter]) for letter in signature.contracted())
+    return product(table.size_of_dim(layout.axes.letters[node][letter]) for letter in signature.contracted_letters())

@@ -17,7 +17,7 @@ from torch import fx
 
 from streamfx.ir.access import Layout, OperandAccess
 from streamfx.ir.facts import Role, StorageClass
-from streamfx.ir.joint import device_of_value, int_argument, is_size, is_tensor, number_of
+from streamfx.ir.joint import device_of_value, int_argument, is_size, is_tensor, scalar_argument
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import (
     CHUNKS,
@@ -301,7 +301,7 @@ class BodyBuilder(BodyInputs):
 
     def plain(self, argument: Any) -> Any:
         """Return an argument that is not a tensor; a number computed from sizes has no node in the body."""
-        return self.number(number_of(argument)) if is_size(argument) else argument
+        return self.number(scalar_argument(argument)) if is_size(argument) else argument
 
     def finish(self, name: str, content: LoopContent, chunk_size: ChunkSize) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
         """Return the loop, the host nodes it reads, and the values it returns before the states of its scans."""

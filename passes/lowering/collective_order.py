@@ -46,7 +46,7 @@ def values_of_weights(facts: Facts, group: str) -> str:
     sides = (
         ([], [])
         if collectives is None
-        else ([item.stretch for item in collectives.gathers.values()], list(collectives.reductions.values()))
+        else ([item.subgraph for item in collectives.gathers.values()], list(collectives.reductions.values()))
     )
     lines_by_side = [
         sorted(chain(*(_values_sent(node) for stretch in side for node in _of_group(stretch.graph, group)))) for side in sides

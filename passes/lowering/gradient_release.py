@@ -25,7 +25,7 @@ from torch import fx
 
 from streamfx.fallbacks import GRADIENTS_AT_END, try_step
 from streamfx.ir.joint import ancestors, is_tensor, outputs_of
-from streamfx.ir.release_plan import ReleaseSegment, Saved, Sources, places_of, sources_of
+from streamfx.ir.release_plan import ReleaseSegment, Saved, Sources, released_indices, sources_of
 from streamfx.node_meta import SAVED_FOR_ONE
 from streamfx.passes.ops.aliasing import memories
 from streamfx.passes.ops.traits import is_expensive, is_random
@@ -56,10 +56,10 @@ def plan_chain(
 def _release_spec(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int) -> ReleaseSpec:
     """Return the release spec of the graph, without places if there is only one segment."""
     sources = sources_of(joint, num_outputs, num_inputs)
-    source_index = {source.primal: source_index for source_index, source in sources.items()}
+    source_index = {source.primal_index: source_index for source_index, source in sources.items()}
     inputs_of_saved = inputs_saved(forward, num_outputs)
     saved = tuple(frozenset(source_index[primal] for primal in inputs if primal in source_index) for inputs in inputs_of_saved)
-    places = places_of(deliveries(backward, saved)) if sources else ()
+    places = released_indices(deliveries(backward, saved)) if sources else ()
     return ReleaseSpec(sources, saved, places if len(places) > 1 else ())
 
 
@@ -69,7 +69,7 @@ def in_stretches(runner: HostProgramRunner, chain: GradientReleaseChain) -> Call
     segments = (
         try_step(partial(deliveries, runner.module, chain.saved), none, GRADIENTS_AT_END, strict=False) if chain.places else none
     )
-    return StagewiseRunner(runner, segments, chain) if segments and places_of(segments) == chain.places else runner
+    return StagewiseRunner(runner, segments, chain) if segments and released_indices(segments) == chain.places else runner
 
 
 def inputs_saved(forward: fx.Graph, num_outputs: int) -> Saved:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import handed_over
+from streamfx.ir.joint import saved_values
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import Broadcast, ChunkSlice, LoopSpec, Number, Program
 from streamfx.ir.structural_hash import structure
@@ -54,7 +54,7 @@ def _saved_forward_values(program: Program, num_outputs: int) -> dict[fx.Node, f
     """Return, for each input of the backward program, the identical forward value that was saved for it."""
     if program.backward is None:
         return {}
-    saved = handed_over(program.forward.graph, program.backward.graph, num_outputs)
+    saved = saved_values(program.forward.graph, program.backward.graph, num_outputs)
     return {taken: value for taken, value in saved.items() if taken.meta.get(VALUE) is value.meta.get(VALUE)}
 
 

@@ -9,10 +9,10 @@ from torch import fx
 
 from streamfx.ir.access import OperandAccess
 from streamfx.ir.facts import Role, StorageClass
-from streamfx.ir.joint import bound_arguments, node_argument, number_of, shape_of_node, tensor_operands
+from streamfx.ir.joint import bound_arguments, node_argument, scalar_argument, shape_of_node, tensor_operands
 from streamfx.ir.program import ShiftedRows
 from streamfx.ir.signature import SingleRow
-from streamfx.ir.sizes import Size, is_never_less
+from streamfx.ir.sizes import Size, is_at_least
 from streamfx.kernels import attention as chunked
 from streamfx.kernels import window_ops
 from streamfx.kernels.grouped_mm import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
@@ -48,7 +48,7 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     A sum over chunks is divided after the loop, any other at once.
     """
     signature, roles = builder.layout.axes.signatures[node], builder.layout.access.roles.get(node, {})
-    split = {roles[letter] for letter in signature.contracted() if letter in roles}
+    split = {roles[letter] for letter in signature.contracted_letters() if letter in roles}
     if not split & {Role.ROWS, Role.KEYS}:
         return emit_copy(builder, node)
     arguments = bound_arguments(node)
@@ -86,7 +86,7 @@ def triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Shift the diagonal by the first row and the first column of the chunk."""
     (operand,) = builder.operands(node)
     rank = len(shape_of_node(node))
-    diagonal = number_of(bound_arguments(node)["diagonal"])
+    diagonal = scalar_argument(bound_arguments(node)["diagonal"])
     shift = _first_index(builder, node, rank - 2) - _first_index(builder, node, rank - 1)
     moved = builder.number(diagonal + shift)
     return builder.graph.call_function(node.target, (operand, moved))  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 def _size_arguments(node: fx.Node) -> list[Any]:
     """Return the arguments after the first as sizes."""
-    return [number_of(item) for item in node.args[1:]]
+    return [scalar_argument(item) for item in node.args[1:]]
 
 
 def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -> bool:
@@ -133,20 +133,20 @@ def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -
     layout, roles = builder.layout, builder.layout.access.roles.get(node, {})
     letters = layout.axes.letters[node]
     width, columns = (layout.axes.table.size_of_dim(letters[letter]) for letter in (len(layout.axes.shapes[node]), dim + 1))
-    if dim not in roles or is_never_less(width, first + columns):
+    if dim not in roles or is_at_least(width, first + columns):
         return True
     high = layout.span(node, builder.requested_span).high if roles.get(dim + 1) is Role.KEYS else None
     if high is None:
         return False
     row_offset_less_key_offset = layout.rows(letters[dim]).offset - layout.rows(letters[dim + 1]).offset
-    return is_never_less(width, first + row_offset_less_key_offset + high + 1)
+    return is_at_least(width, first + row_offset_less_key_offset + high + 1)
 
 
 @emits(aten.select.int, aten.select_backward.default)
 def lower_single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Return the row if the chunk holds it; a slice of one row keeps its dimension."""
     signature, roles = builder.layout.axes.signatures[node], builder.layout.access.roles.get(node, {})
-    singles = ((letter, index.number) for letter, index in signature.index.items() if isinstance(index, SingleRow))
+    singles = ((letter, index.row_index) for letter, index in signature.index.items() if isinstance(index, SingleRow))
     single_row = next((item for item in singles if roles.get(item[0]) is Role.ROWS), None)
     if single_row is None:
         return emit_copy(builder, node)
@@ -296,7 +296,7 @@ def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 def _score_options(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
     """Return the scale of the scores, and whether they may be too large for a mask's finite numbers to hide."""
     scale = {"scale": builder.plain(bound_arguments(node)["scale"])}
-    return scale if not mask or node in builder.layout.key_spans.ordinary else {**scale, "finite_hides": False}
+    return scale if not mask or node in builder.layout.key_spans.ordinary_scores else {**scale, "finite_hides": False}
 
 
 def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
@@ -308,7 +308,7 @@ def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -
     layout = builder.layout
     span = layout.span(node)
     is_causal = bound_arguments(node)["is_causal"]
-    if node in layout.key_spans.exact:
+    if node in layout.key_spans.exact_masks:
         return None, _first_query_less_first_key(builder, node), (span.low, span.high)
     if is_causal:  # a mask in addition to the causal flag
         causal_end = builder.number(_offset(builder, node, N) - _offset(builder, node, M))

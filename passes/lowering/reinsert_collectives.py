@@ -21,7 +21,7 @@ from torch import fx
 
 from streamfx.ir.collective_ops import Gather
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import handed_over, outputs_of
+from streamfx.ir.joint import outputs_of, saved_values
 from streamfx.ir.subgraph import Subgraph
 from streamfx.node_meta import RUN, VALUE
 from streamfx.options import Options
@@ -46,14 +46,14 @@ class ReinsertCollectives:
         forward, kept = _HostGraph(program.forward), set[fx.Node]()
         if program.backward is not None:
             backward = _HostGraph(program.backward)
-            saved = handed_over(program.forward.graph, program.backward.graph, len(facts.joint.outputs))
+            saved = saved_values(program.forward.graph, program.backward.graph, len(facts.joint.outputs))
             reused = {taken: weights[node] for taken, node in saved.items() if node in weights}
-            kept = {node for node in reused if self.keeps(reused[node], backward.first_run(node))}
+            kept = {node for node in reused if self.keep_full(reused[node], backward.first_run(node))}
             for node, gather in reused.items():
                 if node not in kept:
                     backward.gather(node, gather)
-            for position, stretch in removed.reductions.items():
-                backward.reduce(position, stretch)
+            for position, subgraph in removed.reductions.items():
+                backward.reduce(position, subgraph)
             backward.finish()
         lasting = {saved[node] for node in kept}
         for node, gather in weights.items():
@@ -61,7 +61,7 @@ class ReinsertCollectives:
         forward.finish()
         return facts
 
-    def keeps(self, gather: Gather, first_run: int) -> bool:
+    def keep_full(self, gather: Gather, first_run: int) -> bool:
         """Return whether a full weight is kept for the backward graph.
 
         The option decides, then the user's code. Otherwise the weight is kept if the backward graph starts with it:
@@ -70,7 +70,7 @@ class ReinsertCollectives:
         option = self.options.reshard
         if option != "auto":
             return not option
-        return first_run == 0 if gather.keeps is None else gather.keeps
+        return first_run == 0 if gather.keep_full is None else gather.keep_full
 
 
 Use = tuple[fx.Node, fx.Node]  # the user of a weight, and the weight or a view of it
@@ -112,7 +112,7 @@ class _HostGraph:
             first = group[0][0]
             region_before = self.first.get(max(self.run[first] - 1, 0), first)
             begins = min(region_before, first, key=self.position.__getitem__)
-            gathered = {shard: self._insert_subgraph(gather.stretch, shard, begins, first)}
+            gathered = {shard: self._insert_subgraph(gather.subgraph, shard, begins, first)}
             for user, value in group:
                 user.replace_input_with(value, _recomputed_view(value, gathered, first))
         for view in sorted(views, reverse=True):
@@ -135,22 +135,22 @@ class _HostGraph:
                 groups.append([use])
         return groups
 
-    def reduce(self, position: int, stretch: Subgraph) -> None:
+    def reduce(self, position: int, subgraph: Subgraph) -> None:
         """Start the reduction of a gradient once the gradient is ready, and wait for it after the next region."""
         results = list(outputs_of(self.graph))
         gradient = results[position]
         begins = next(node for node in _following(gradient) if node is self.output or computes(node))
         ends = self.first.get(self.computed_region[gradient] + 2, self.output)
-        results[position] = self._insert_subgraph(stretch, gradient, begins, ends)
+        results[position] = self._insert_subgraph(subgraph, gradient, begins, ends)
         self.output.args = (tuple(results),)
 
-    def _insert_subgraph(self, stretch: Subgraph, source: fx.Node, begins: fx.Node, ends: fx.Node) -> fx.Node:
+    def _insert_subgraph(self, subgraph: Subgraph, source: fx.Node, begins: fx.Node, ends: fx.Node) -> fx.Node:
         """Insert a subgraph: waits and their descendants before `ends`, and other operators before `begins`."""
-        late = _waits_and_descendants(stretch)
-        inserted = stretch.written(source, lambda node: ends if node in late else self.first_inserted.get(begins, begins))
+        late = _waits_and_descendants(subgraph)
+        inserted = subgraph.insert_into(source, lambda node: ends if node in late else self.first_inserted.get(begins, begins))
         for node in late:
             self.first_inserted.setdefault(ends, inserted[node])
-        return inserted[stretch.end]
+        return inserted[subgraph.end]
 
 
 def computes(node: fx.Node) -> bool:
@@ -187,10 +187,10 @@ def _recomputed_view(value: fx.Node, gathered: dict[fx.Node, fx.Node], before: f
     return gathered[value]
 
 
-def _waits_and_descendants(stretch: Subgraph) -> dict[fx.Node, None]:
+def _waits_and_descendants(subgraph: Subgraph) -> dict[fx.Node, None]:
     """Return the waits of a subgraph and their descendants, in order."""
     waiting: dict[fx.Node, None] = {}
-    for node in stretch.nodes:
+    for node in subgraph.nodes:
         if is_wait(node) or any(source in waiting for source in node.all_input_nodes):
             waiting[node] = None
     return waiting

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from streamfx.ir.collective_ops import group_among
+from streamfx.ir.collective_ops import find_group
 from streamfx.ir.joint import bound_arguments
 from streamfx.passes.ops.traits import is_random
 from streamfx.runtime.collective_calls import ALL_REDUCE
@@ -85,7 +85,7 @@ def is_all_reduce(node: fx.Node) -> bool:
 
 def group_of(node: fx.Node) -> str | None:
     """Return the name of the process group that runs a collective; None if there is none (a wait) or it has no name."""
-    group = group_among(bound_arguments(node))
+    group = find_group(bound_arguments(node))
     return group if isinstance(group, str) else None
 
 

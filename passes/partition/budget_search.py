@@ -71,9 +71,9 @@ class BudgetSearch:
         raise refused
 
 
-def held_bytes(graph: fx.Graph, but_for: Collection[fx.Node] = ()) -> int:
+def held_bytes(graph: fx.Graph, keep: Collection[fx.Node] = ()) -> int:
     """Return the bytes of parameters and inputs."""
-    inputs = (node for node in graph.find_nodes(op="placeholder") if node not in but_for)
+    inputs = (node for node in graph.find_nodes(op="placeholder") if node not in keep)
     return sum(bytes_like(node.meta[VALUE]) for node in inputs if VALUE in node.meta)
 
 

@@ -38,7 +38,7 @@ BYTES_PER_ACCUMULATION = 8  # bytes moved to add one number to a float32 accumul
 
 def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
     """Return the requested chunk size of each stage, or the quantities that determine it if it is automatic."""
-    granule = known(facts.axes.sequence).granule
+    chunk_alignment = known(facts.axes.sequence).chunk_alignment
     stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)
     rates, held, cuts = rates_of(device_of(facts.joint.graph)), model_bytes(facts), len(facts.stages)
     efficient_rows = -(-rates.tokens * _length(facts) // tokens(facts))
@@ -46,11 +46,11 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
     def size(stage: Stage, rows: int | str) -> ChunkSize:
         """Return a requested number of rows, rounded up to whole blocks, or an automatic chunk size."""
         if isinstance(rows, int):
-            return -(-rows // granule) * granule
+            return -(-rows // chunk_alignment) * chunk_alignment
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
         worthwhile = worthwhile_rows(stage, facts, rates)
         busy = max(min(worthwhile, efficient_rows), rows_of_a_call(stage, facts))
-        return AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts, busy, granule=granule)
+        return AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts, busy, chunk_alignment=chunk_alignment)
 
     def requested(stage: Stage) -> int | str:
         """Return the chunk size that the options request for a stage."""

@@ -162,11 +162,11 @@ class _Cutter:
     def shifts_rows(self, node: fx.Node, letter: Letter, window: Window) -> bool:
         """Return whether a window reads rows at other positions than the result's."""
         sequence, letters = self.axes.sequence, self.axes.letters[node]
-        result, source = (self.axes.sequence_atom(letters[item]) for item in (letter, window.of))
+        result, source = (self.axes.sequence_atom(letters[item]) for item in (letter, window.source))
         if sequence is None or result is None or source is None:
             return False
         block = sequence.block(source)
-        return bool(window.reach or window.start * block + sequence.members[source][0] != sequence.members[result][0])
+        return bool(window.reach or window.start * block + sequence.members[source].offset != sequence.members[result].offset)
 
     def attention_intervals(self) -> list[tuple[int, int]]:
         """Return the first and last position of each forward attention, with overlapping intervals merged.

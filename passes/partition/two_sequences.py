@@ -50,7 +50,7 @@ def where_to_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx
     others = _other_axes(computed, main)
     if not others:
         return None
-    places, least = places_of(nodes), SHARE * peak()
+    places, least = bytes_at_split_points(nodes), SHARE * peak()
     splits: list[tuple[int, int]] = []
     for other in (other for other in others if sum(computed[i].size for i in other - main) >= least):
         splits += _split_costs(
@@ -99,7 +99,7 @@ def _other_axes(computed: Sequence[ForwardOperator], main: frozenset[int]) -> li
     return [results for results in axes if not any(results - main < larger - main for larger in axes)]
 
 
-def places_of(nodes: list[fx.Node]) -> dict[int, int]:
+def bytes_at_split_points(nodes: list[fx.Node]) -> dict[int, int]:
     """Return the valid split points, with the bytes passed from the first graph to the second."""
     number = {node: i for i, node in enumerate(nodes)}
     bytes_begin, bytes_end = Counter[int](), Counter[int]()

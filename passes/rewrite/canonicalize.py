@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import drop_unused, joint_graph
+from streamfx.ir.joint import erase_unused, joint_graph
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import DRAW
 from streamfx.passes.ops.traits import is_random
@@ -144,7 +144,7 @@ def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
     while simplify(graph, LATE_TABLE, results):
         simplify(graph, TABLE, results)
     remove_undone_permutations(graph, PRODUCTS)
-    drop_unused(graph)
+    erase_unused(graph)
 
 
 def number_random_operators(graph: fx.Graph) -> None:

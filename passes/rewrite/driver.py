@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import drop_unused, is_tensor
+from streamfx.ir.joint import erase_unused, is_tensor
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.ops.aliasing import memories
 from streamfx.passes.ops.hub_kernels import name_of
@@ -46,11 +46,11 @@ def simplify(graph: fx.Graph, table: Iterable[Equation], results: int | None = N
     for rule in table:
         for target in rule.targets:
             rules_by_target[target].append(rule)
-    drop_unused(graph)
+    erase_unused(graph)
     is_changed = False
     while _sweep(graph, rules_by_target, results):
         is_changed = True
-        drop_unused(graph)
+        erase_unused(graph)
     return is_changed
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from streamfx.ir.joint import drop_unused
+from streamfx.ir.joint import erase_unused
 from streamfx.node_meta import FORWARD_OPERATOR, UNROLLED, VALUE
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.traits import is_random
@@ -62,7 +62,7 @@ def _cycle_error(path: Sequence[fx.Node]) -> Exception:
 
 def sort_topologically(graph: fx.Graph) -> None:
     """Sort the graph topologically and otherwise keep its order; drop unused nodes."""
-    drop_unused(graph, is_random)
+    erase_unused(graph, is_random)
     for node in _topological_order(graph.nodes):
         if node.op not in ("placeholder", "output"):
             graph.output_node().prepend(node)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, drop_unused, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, erase_unused, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import fill_of
@@ -94,7 +94,7 @@ def rows_of(graph: fx.Graph) -> RowAccesses:
     """
     writer = GraphWriter(graph)
     accesses, chains = _single_rows(graph)
-    for node in drop_unused(graph, is_random):  # random draws have distinct seeds, so unused ones can be dropped
+    for node in erase_unused(graph, is_random):  # random draws have distinct seeds, so unused ones can be dropped
         chains.pop(node, None)
         accesses.reads.pop(node, None)
     for chain in dict.fromkeys(chain for chain, _ in chains.values()):
@@ -102,7 +102,7 @@ def rows_of(graph: fx.Graph) -> RowAccesses:
     _stack_sums(graph, writer)
     cut_stacks(graph, {node: (row.source, row.length) for node, row in accesses.reads.items()}, writer)
     cut_rows(accesses.reads, writer)
-    drop_unused(graph, is_random)
+    erase_unused(graph, is_random)
     accesses, _ = _single_rows(graph)  # the sources may have changed
     for node in graph.nodes:
         if node.target is aten.stack.default and len(node.args[0]) >= FEWEST_ROWS:

@@ -20,4 +20,4 @@ def row_interval_of(row: RowAccess, axes: AxisFacts) -> RowInterval | None:
     dim = axes.table.resolve(axes.shapes[row.source][row.dim])
     if axes.sequence is None or len(dim) != 1 or dim[0] not in axes.sequence.members:
         return None
-    return float(numeric(axes.sequence.members[dim[0]][0])), axes.sequence.block(dim[0])
+    return float(numeric(axes.sequence.members[dim[0]].offset)), axes.sequence.block(dim[0])

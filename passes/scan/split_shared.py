@@ -22,7 +22,7 @@ from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, joint_graph
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import OWN_AXES
 from streamfx.passes.analysis.axes import sequence_axes
-from streamfx.passes.analysis.derived_axes import join_of, stands_in_place
+from streamfx.passes.analysis.derived_axes import find_concat_axis, keeps_row_positions
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.traits import is_random
 
@@ -54,7 +54,7 @@ def _axes_shared_by_operands(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
     """Return axis factors of the sequence that several operands of one concatenation share."""
     shared: set[Atom] = set()
     for node in joint.nodes:
-        if node.target is aten.cat.default and node in axes.signatures and (join := join_of(node, axes)) is not None:
+        if node.target is aten.cat.default and node in axes.signatures and (join := find_concat_axis(node, axes)) is not None:
             operand_axes = [part for part, _ in join.parts]
             shared |= {part for part in operand_axes if operand_axes.count(part) > 1 and axes.sequence_atom((part,)) is not None}
     return shared
@@ -94,4 +94,4 @@ def _count_concats_in_place(axes: AxisFacts) -> int:
 
 def _concats_in_place(axes: AxisFacts) -> Iterator[fx.Node]:
     """Yield the concatenations that keep rows of the sequence at their positions."""
-    return (node for node in axes.signatures if node.target is aten.cat.default and stands_in_place(node, axes))
+    return (node for node in axes.signatures if node.target is aten.cat.default and keeps_row_positions(node, axes))

@@ -21,7 +21,7 @@ from torch import fx
 
 from streamfx.cost.flops import arguments_by_name
 from streamfx.cost.nested_tensors import tensors_in
-from streamfx.ir.collective_ops import group_among
+from streamfx.ir.collective_ops import find_group
 from streamfx.node_meta import VALUE
 from streamfx.torch_private import OpOverload, tree_map
 from streamfx.torch_private.groups import members_of, ranks_in
@@ -79,7 +79,7 @@ def traffic_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     if name is None:
         return None
     arguments = arguments_by_name(target, args, kwargs)
-    group = group_among(arguments)
+    group = find_group(arguments)
     ranks = arguments.get("group_size") or ranks_in(group)
     kind = KIND_BY_COLLECTIVE[name]
     full_bytes = _bytes_of(result if kind == GATHERS else args[0])

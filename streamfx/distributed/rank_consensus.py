@@ -174,7 +174,7 @@ def groups_of_weights(facts: Facts) -> list[str]:
     stretches = (
         ()
         if collectives is None
-        else (*(gather.stretch for gather in collectives.gathers.values()), *collectives.reductions.values())
+        else (*(gather.subgraph for gather in collectives.gathers.values()), *collectives.reductions.values())
     )
     return groups_of(node for stretch in stretches for node in stretch.graph.nodes)
 

@@ -146,12 +146,18 @@ class _ChunkLaw:
     def _backward_arguments(self) -> dict[str, Any]:
         """Return the backward operator's arguments: inputs of the call, random cotangents, and saved results."""
         declared, draw = self.declared, torch.Generator().manual_seed(0)
-        values = {name: self.arguments[name] for name in declared.takes if declared.remade or name in declared.backward_takes}
-        values |= dict.fromkeys(declared.counts & set(declared.backward_takes), self.length)
+        values = {
+            name: self.arguments[name]
+            for name in declared.argument_names
+            if declared.recomputed_per_chunk or name in declared.backward_argument_names
+        }
+        values |= dict.fromkeys(declared.counts & set(declared.backward_argument_names), self.length)
         for name, number in declared.cotangents.items():
             like, dense = self.kinds[number], torch.randn(self.kinds[number].shape, generator=draw, dtype=torch.float64)
             values[name] = dense.to(self.device, like.dtype)
-        return values | {name: self.results[number] for name, number in declared.saved.items() if name not in declared.remade}
+        return values | {
+            name: self.results[number] for name, number in declared.saved.items() if name not in declared.recomputed_per_chunk
+        }
 
     def _forward_chunks(self, run: Recurrence, states: Tensor) -> Chunks:
         """Return the results of each chunk of the operator, and save the states before each in `states`."""
@@ -182,14 +188,14 @@ class _ChunkLaw:
     def _compare(self, plan: StatefulPlan, truth: Mapping[int, Any], chunks: Sequence[tuple[Tensor, ...]], what: str) -> None:
         """Raise `RuleError` if concatenated (or summed) results of chunks differ from those of all rows."""
         for index, result in enumerate(plan.results):
-            if result.number not in truth:
+            if result.index not in truth:
                 continue
             chunk_results = [chunk[index] for chunk in chunks]
             computed = torch.cat(chunk_results, result.rows) if result.rows is not None else torch.stack(chunk_results).sum(0)
-            error = _relative(computed, truth[result.number])
+            error = _relative(computed, truth[result.index])
             tolerance = torch.finfo(computed.dtype).eps ** 0.5 if computed.is_floating_point() or computed.is_complex() else 0.0
             if not error <= tolerance:
-                named = self.declared.gradients[result.number] if what == "gradient" else result.number
+                named = self.declared.gradients[result.index] if what == "gradient" else result.index
                 found = LAW.format(size=self.size, what=f"{what} {named}", error=error)
                 raise RuleError(self.asked, found=found, do=DO)
 

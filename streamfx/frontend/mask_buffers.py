@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn import Buffer, Parameter
 
 from streamfx.cost.memory import bytes_like
-from streamfx.ir.fingerprint import MOST_BYTES, Fingerprint, any_hidden_change, has_memory
-from streamfx.ir.piecewise import Pieces, everywhere, joined
-from streamfx.ir.ranges import ACTIVATION, INFINITY, Range, constant, everything
+from streamfx.ir.fingerprint import MAX_BYTES, Fingerprint, any_hidden_change, has_memory
+from streamfx.ir.piecewise import Pieces, constant_pieces, merge_equal_pieces
+from streamfx.ir.ranges import ACTIVATION, INFINITY, Range, constant, full_range
 from streamfx.torch_private import FakeTensor
 
 MOST_PIECES = 16
 MOST_READ = 1 << 20  # bytes of ordinary numbers that are read at each call
 MOST_COUNTED = 1 << 24  # float32 represents all integers up to this one
-PLACES = everywhere(Range(0, MOST_COUNTED))  # a table of indices: of experts, of positions
-NUMBERS = everywhere(Range(-ACTIVATION, ACTIVATION, assumed=1))  # ordinary numbers, as in weights
+PLACES = constant_pieces(Range(0, MOST_COUNTED))  # a table of indices: of experts, of positions
+NUMBERS = constant_pieces(Range(-ACTIVATION, ACTIVATION, assumed=1))  # ordinary numbers, as in weights
 
 
 def pattern_of(tensor: Tensor) -> Pieces | None:
@@ -54,7 +54,7 @@ def _mask_pattern(values: Tensor) -> Pieces | None:
     low, high = values.aminmax()
     nan = low != low
     inside = Range(-INFINITY, INFINITY, True) if nan else Range(low.item(), high.item())
-    return joined((0, 1), (below or inside, inside, above or inside))
+    return merge_equal_pieces((0, 1), (below or inside, inside, above or inside))
 
 
 def _ordinary_numbers(tensor: Tensor) -> Pieces | None:
@@ -64,7 +64,7 @@ def _ordinary_numbers(tensor: Tensor) -> Pieces | None:
     least, most = tensor.detach().aminmax()
     if least.item() >= -ACTIVATION and most.item() <= ACTIVATION:
         return NUMBERS
-    return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None  # it violates the assumption on weights
+    return constant_pieces(full_range(tensor.dtype)) if tensor.requires_grad else None  # it violates the assumption on weights
 
 
 def _index_table(tensor: Tensor) -> Pieces | None:
@@ -85,7 +85,7 @@ def _toeplitz(values: Tensor) -> Pieces | None:
     cuts = [first + i for i in range(1, len(by_delta)) if by_delta[i] != by_delta[i - 1]]
     if len(cuts) >= MOST_PIECES:
         return None
-    return joined(cuts, [constant(by_delta[0]), *(constant(by_delta[cut - first]) for cut in cuts)])
+    return merge_equal_pieces(cuts, [constant(by_delta[0]), *(constant(by_delta[cut - first]) for cut in cuts)])
 
 
 def _constant_above(values: Tensor, diagonal: int) -> Range | None:
@@ -143,14 +143,14 @@ def _is_read_each_call(tensor: Tensor, pattern: Pieces) -> bool:
 
 def _is_watchable(tensor: Tensor, pattern: Pieces) -> bool:
     """Return whether changes are detectable: tensors created in inference mode have no version counter."""
-    return bytes_like(tensor) <= MOST_BYTES if _is_read_each_call(tensor, pattern) else not tensor.is_inference()
+    return bytes_like(tensor) <= MAX_BYTES if _is_read_each_call(tensor, pattern) else not tensor.is_inference()
 
 
 def _pattern_of_input(tensor: Tensor, is_held_by_model: bool) -> Pieces | None:
     """Return the pattern of an input; inputs of the caller may hold anything, even with a gradient (a bias)."""
     if is_held_by_model:
         return pattern_of(tensor)
-    return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None
+    return constant_pieces(full_range(tensor.dtype)) if tensor.requires_grad else None
 
 
 def watched_inputs(inputs: Sequence[Any], held_by_model: Sequence[bool]) -> list[WatchedInput]:

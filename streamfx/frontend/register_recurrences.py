@@ -122,7 +122,7 @@ class _Declaration:
         unknown = [name for name in options if name not in {*GIVEN, *ExtraDeclaration.__annotations__}]
         hint = did_you_mean(unknown[0], ExtraDeclaration.__annotations__) if unknown else ""
         self._require(not unknown, f"{', '.join(unknown)}", f"{hint}it may be {', '.join(ExtraDeclaration.__annotations__)}")
-        takes, backward_takes = (
+        argument_names, backward_argument_names = (
             [argument.name for argument in item._schema.arguments] for item in (self.forward_operator, self.backward_operator)
         )
         copied: dict[str, Any] = {
@@ -136,8 +136,8 @@ class _Declaration:
             operators=names,
             forward=self.forward_operator,
             backward=self.backward_operator,
-            takes=tuple(takes),
-            backward_takes=tuple(backward_takes),
+            argument_names=tuple(argument_names),
+            backward_argument_names=tuple(backward_argument_names),
             **copied,
         )
         for operator in (self.forward_operator, self.backward_operator):
@@ -185,7 +185,7 @@ class _Declaration:
         for option, names in (("cotangents", stateful.cotangents), ("saved", stateful.saved)):
             self._require_tensors(option, names, self.backward_operator)
             self._require_result_indices(option, names, len(stateful.results))
-            clashing = sorted(set(names) & set(stateful.takes))
+            clashing = sorted(set(names) & set(stateful.argument_names))
             self._require(
                 not clashing, f"{', '.join(clashing)} in {option}, a name of the operator's own", "give it a name of its own"
             )
@@ -202,7 +202,7 @@ class _Declaration:
         unknown = [
             name
             for name in tensors_of(self.backward_operator)
-            if name not in (*stateful.takes, *stateful.cotangents, *stateful.saved)
+            if name not in (*stateful.argument_names, *stateful.cotangents, *stateful.saved)
         ]
         self._require(
             not unknown,
@@ -217,7 +217,7 @@ class _Declaration:
                 "a chunk is given it by the chunk after it",
             )
         with_rows = [name for name, number in stateful.cotangents.items() if stateful.results[number] is not None]
-        with_rows += [name for name in stateful.backward_takes if name in stateful.rows]
+        with_rows += [name for name in stateful.backward_argument_names if name in stateful.rows]
         self._require(
             bool(with_rows), "no argument of the backward has rows", "say of which results it takes gradients: cotangents"
         )
@@ -225,7 +225,7 @@ class _Declaration:
     def _check_options(self) -> None:
         """Require that the remaining options name arguments that are no tensors."""
         stateful = self.stateful
-        takes = {*stateful.takes, *stateful.backward_takes}
+        argument_names = {*stateful.argument_names, *stateful.backward_argument_names}
         tensors = {
             argument.name
             for operator in (self.forward_operator, self.backward_operator)
@@ -233,14 +233,13 @@ class _Declaration:
             if str(argument.type) in TENSORS
         }
         for option, names in (("always", stateful.always), ("counts", stateful.counts), ("only", stateful.only)):
-            allowed = takes if option == "only" else takes - tensors
+            allowed = argument_names if option == "only" else argument_names - tensors
             unknown = sorted(name for name in names if name not in allowed)
-            self._require(
-                not unknown, f"{', '.join(unknown)} in {option}", f"name arguments of it, no tensors: {sorted(takes - tensors)}"
-            )
+            hint = f"name arguments of it, no tensors: {sorted(argument_names - tensors)}"
+            self._require(not unknown, f"{', '.join(unknown)} in {option}", hint)
         is_size = type(stateful.block) is int and stateful.block > 0
         self._require(
-            is_size or stateful.block in set(stateful.takes) - tensors,
+            is_size or stateful.block in set(stateful.argument_names) - tensors,
             f"block={stateful.block!r}",
             "give a number of rows, 1 or more, or the operator's argument that is one",
         )

@@ -132,7 +132,7 @@ class Layout:
         if role is Role.ROWS:
             signature = self.axes.signatures[node]
             for row_letter, window in signature.windows.items():
-                if window.of == letter:
+                if window.source == letter:
                     return ShiftedRows(self.rows(self.axes.letters[node][row_letter]), window.start, window.reach)
         return None
 

@@ -47,7 +47,7 @@ class Letters:
         for atom, name in self._names.items():
             text = f"{name}={self.axes.table.size(atom)}"
             if sequence is not None and atom in sequence.members and atom != sequence.main:
-                text += f" from row {sequence.members[atom][0]} of t"
+                text += f" from row {sequence.members[atom].offset} of t"
                 text += f" in blocks of {sequence.block(atom)}" if atom in sequence.blocks else ""
             entries.append(text)
         return ", ".join(entries)

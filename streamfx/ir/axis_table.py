@@ -122,7 +122,7 @@ class AxisTable:
             for kept, block_axes in self._blocks
         )
 
-    def cuts(self) -> list[tuple[Atom, Dim, Dim]]:
+    def block_splits(self) -> list[tuple[Atom, Dim, Dim]]:
         """Return the kept atoms that views have split, each with the axis of the blocks and the axis inside a block."""
         return [(self._root(kept), *(self.resolve((a,)) for a in axes)) for kept, axes in self._blocks]  # type: ignore[misc]
 

@@ -17,7 +17,7 @@ from streamfx.node_meta import VALUE
 GROUPS = ("group", "group_name")  # argument names of the process group
 
 
-def group_among(arguments: Mapping[str, Any]) -> Any:
+def find_group(arguments: Mapping[str, Any]) -> Any:
     """Return the process group among a collective's named arguments; None if there is none (a wait)."""
     return next((arguments[name] for name in GROUPS if arguments.get(name) is not None), None)
 
@@ -30,13 +30,13 @@ class Gather:
     unspecified.
     """
 
-    stretch: Subgraph
-    keeps: bool | None = None
+    subgraph: Subgraph
+    keep_full: bool | None = None
 
     @property
     def shard(self) -> Any:
         """The fake value of the shard."""
-        return self.stretch.source.meta[VALUE]
+        return self.subgraph.source.meta[VALUE]
 
 
 @dataclass(frozen=True)

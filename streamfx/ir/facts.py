@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import lcm
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import fx
 
@@ -27,31 +27,37 @@ Shape: TypeAlias = "tuple[Dim, ...]"
 T = TypeVar("T")
 
 
+class DerivedRows(NamedTuple):
+    """The first row of a derived axis, as a row of the sequence, and the number of its rows."""
+
+    offset: Size
+    length: Size
+
+
 @dataclass(frozen=True)
 class SequenceAxis:
     """The axis that is chunked, and the axes derived from it.
 
-    `members` maps the atom of a derived axis to (offset, length): row i of the axis is at position i + offset of the
-    sequence. Slices and paddings of the sequence are derived axes. The main atom has offset 0 and all `length` rows.
-    `blocks` maps derived axes of blocks to the block size: row i represents `size` rows, from i * size + offset on.
-    Chunks start at multiples of `granule`, so that they align with blocks and with operators that process `together` rows
-    at once.
+    `members`: the offset and the length of each derived axis, by atom. Row i of the axis is row i + offset of the
+    sequence. Slices and paddings of the sequence are derived axes; the atom `main` has offset 0 and all `length` rows.
+    `blocks`: the block size of each derived axis of blocks. Its row i represents the rows from i * size + offset on.
+    `group_sizes`: how many rows an operator processes at once, for each operator that processes rows in groups.
     """
 
     main: Atom
     length: Size
-    members: Mapping[Atom, tuple[Size, Size]]
+    members: Mapping[Atom, DerivedRows]
     blocks: Mapping[Atom, int] = field(default_factory=dict)
-    together: frozenset[int] = frozenset()
+    group_sizes: frozenset[int] = frozenset()
 
     def block(self, atom: Atom) -> int:
         """Return how many rows of the sequence one row of this axis represents."""
         return self.blocks.get(atom, 1)
 
     @property
-    def granule(self) -> int:
-        """The rows to which chunks are aligned: a common multiple of all block sizes and joint rows."""
-        return lcm(*self.blocks.values(), *self.together)
+    def chunk_alignment(self) -> int:
+        """The rows of which each chunk has a multiple: a common multiple of all blocks and groups."""
+        return lcm(*self.blocks.values(), *self.group_sizes)
 
 
 @dataclass(frozen=True)
@@ -141,8 +147,8 @@ class SpanFacts:
     spans: Mapping[fx.Node, Span]
     span_kinds: Mapping[fx.Node, str]
     recomputed_per_consumer: frozenset[fx.Node] = frozenset()
-    exact: frozenset[fx.Node] = frozenset()  # fused attention whose mask equals its span
-    ordinary: frozenset[fx.Node] = (
+    exact_masks: frozenset[fx.Node] = frozenset()  # fused attention whose mask equals its span
+    ordinary_scores: frozenset[fx.Node] = (
         frozenset()
     )  # fused attention with ordinary scores: a huge negative mask value removes them exactly
 

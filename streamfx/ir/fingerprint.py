@@ -18,7 +18,7 @@ from torch import Tensor
 
 from streamfx.torch_private import FakeTensor, is_traceable_wrapper_subclass, no_modes
 
-MOST_BYTES = 1 << 30  # of an input that is read at each call; a larger one is not trusted
+MAX_BYTES = 1 << 30  # of an input that is read at each call; a larger one is not trusted
 WORDS = 1 << 12  # per row; each row has one sum
 ROWS = 1 << 8  # per block; a block is summed at once and stays in the cache
 

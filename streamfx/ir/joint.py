@@ -97,7 +97,7 @@ def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.No
     return dependent
 
 
-def linked(nodes: Iterable[fx.Node], links: Iterable[tuple[fx.Node, fx.Node]]) -> list[list[fx.Node]]:
+def connected_components(nodes: Iterable[fx.Node], links: Iterable[tuple[fx.Node, fx.Node]]) -> list[list[fx.Node]]:
     """Return the connected components of the nodes; the groups, and the nodes in each, are in the order of `nodes`."""
     position = {node: i for i, node in enumerate(nodes)}
     network = networkx.Graph()
@@ -144,11 +144,11 @@ def graph_copy(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def drop_unused(graph: fx.Graph, but_for: Callable[[fx.Node], bool] = lambda node: False) -> list[fx.Node]:
-    """Erase unused nodes, except assertions and nodes for which `but_for` is true; return the erased nodes."""
+def erase_unused(graph: fx.Graph, keep: Callable[[fx.Node], bool] = lambda node: False) -> list[fx.Node]:
+    """Erase unused nodes, except assertions and nodes for which `keep` is true; return the erased nodes."""
     dropped = []
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not is_assertion(node) and not but_for(node):
+        if node.op == "call_function" and not node.users and not is_assertion(node) and not keep(node):
             graph.erase_node(node)
             dropped.append(node)
     return dropped
@@ -188,13 +188,13 @@ def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
-def handed_over(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
+def saved_values(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
     """Map each input of a backward graph to the forward value saved for it; tangents have none."""
-    saved = sizes_first(outputs_of(forward)[num_outputs:])
+    saved = sort_sizes_first(outputs_of(forward)[num_outputs:])
     return dict(zip(backward.find_nodes(op="placeholder"), saved, strict=False))
 
 
-def sizes_first(saved: Iterable[Any]) -> list[Any]:
+def sort_sizes_first(saved: Iterable[Any]) -> list[Any]:
     """Return the saved forward values in the order in which the backward graph takes them: AOTAutograd puts sizes first."""
     return sorted(saved, key=lambda node: not is_size(node))
 
@@ -225,7 +225,7 @@ def tensor_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(operands)
 
 
-def is_alike(node: fx.Node, other: fx.Node) -> bool:
+def has_same_type(node: fx.Node, other: fx.Node) -> bool:
     """Return whether two values have the same dtype and device."""
     value, other_value = node.meta[VALUE], other.meta[VALUE]
     return bool(value.dtype == other_value.dtype and value.device == other_value.device)
@@ -243,7 +243,7 @@ def shape_of_node(node: fx.Node) -> tuple[Size, ...]:
     return shape_of(node.meta[VALUE])
 
 
-def number_of(argument: Any) -> Any:
+def scalar_argument(argument: Any) -> Any:
     """Return a numeric argument of an operator: if a node holds it, its size expression."""
     return size_of(argument.meta[VALUE]) if is_size(argument) else argument
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-_WRITING = threading.RLock()
+_GENERATION_LOCK = threading.RLock()
 
 
 class LazyGraphModule(fx.GraphModule):
@@ -23,7 +23,7 @@ class LazyGraphModule(fx.GraphModule):
 
     def forward(self, *arguments: Any) -> Any:
         """Generate the code at the first call, and run it."""
-        with _WRITING:
+        with _GENERATION_LOCK:
             if "forward" not in vars(type(self)):
                 super().recompile()
         return type(self).forward(self, *arguments)

@@ -23,7 +23,7 @@ class Slope:
     factor: int
     offset: int
 
-    def within(self, reach: int) -> Range:
+    def range_within(self, reach: int) -> Range:
         """Return the range for delta in [-reach, reach]."""
         most = abs(self.factor) * reach
         return Range(self.offset - most, self.offset + most)
@@ -57,17 +57,17 @@ class Pieces:
         return low, high
 
 
-def everywhere(fact: Fact) -> Pieces:
+def constant_pieces(fact: Fact) -> Pieces:
     """Return a fact that holds for every delta."""
     return Pieces((), (fact,))
 
 
 def hull_of(pieces: Pieces, reach: int) -> Range:
     """Return the hull of all facts for delta in [-reach, reach]."""
-    return hull(*(fact.within(reach) if isinstance(fact, Slope) else fact for fact in pieces.facts))
+    return hull(*(fact.range_within(reach) if isinstance(fact, Slope) else fact for fact in pieces.facts))
 
 
-def joined(cuts: Sequence[int], facts: Sequence[Fact]) -> Pieces:
+def merge_equal_pieces(cuts: Sequence[int], facts: Sequence[Fact]) -> Pieces:
     """Build `Pieces`, merging equal neighbors."""
     kept_cuts: list[int] = []
     kept_facts = [facts[0]]
@@ -78,7 +78,7 @@ def joined(cuts: Sequence[int], facts: Sequence[Fact]) -> Pieces:
     return Pieces(tuple(kept_cuts), tuple(kept_facts))
 
 
-def combined(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
+def combine_pieces(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
     """Apply a function of facts to each interval. It returns `Pieces`, of which the part inside the interval is kept."""
     bounds = sorted({cut for operand in operands for cut in operand.cuts})
     cuts: list[int] = []
@@ -92,13 +92,13 @@ def combined(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
         cuts.extend(inner)
         facts.append(piece.at(low) if low is not None else piece.facts[0])
         facts.extend(piece.at(cut) for cut in inner)
-    return joined(cuts, facts)
+    return merge_equal_pieces(cuts, facts)
 
 
 def compare_slope(relation: str, slope: Slope, value: float) -> Pieces:
     """Return where `factor * delta + offset <relation> value` holds, as piecewise truth values."""
     if slope.factor == 0 or not math.isfinite(value):
-        return everywhere(constant(_relation(relation, slope.offset, value)))
+        return constant_pieces(constant(_relation(relation, slope.offset, value)))
     edge = (Fraction(value) - slope.offset) / slope.factor
     if slope.factor < 0:
         relation = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(relation, relation)
@@ -114,7 +114,7 @@ def compare_slope(relation: str, slope: Slope, value: float) -> Pieces:
         case "ge":
             return Pieces((first_at,), (no, yes))
     equal, unequal = (yes, no) if relation == "eq" else (no, yes)
-    return everywhere(unequal) if first_at == first_above else Pieces((first_at, first_above), (unequal, equal, unequal))
+    return constant_pieces(unequal) if first_at == first_above else Pieces((first_at, first_above), (unequal, equal, unequal))
 
 
 def _relation(relation: str, left: float, right: float) -> bool:
@@ -129,10 +129,10 @@ def _relation(relation: str, left: float, right: float) -> bool:
     }[relation]
 
 
-def absolute(slope: Slope) -> Pieces:
+def absolute_value(slope: Slope) -> Pieces:
     """Return |factor * delta + offset| as at most two slopes."""
     if slope.factor == 0:
-        return everywhere(Slope(0, abs(slope.offset)))
+        return constant_pieces(Slope(0, abs(slope.offset)))
     edge = -(slope.offset // slope.factor)  # the first delta >= -offset / factor
     rising = slope if slope.factor > 0 else Slope(-slope.factor, -slope.offset)
     return Pieces((edge,), (Slope(-rising.factor, -rising.offset), rising))

@@ -21,19 +21,19 @@ from streamfx.torch_private import unset_fake_temporarily
 Number: TypeAlias = "int | float"
 
 INFINITY = math.inf
-SWAMPS = -9e29  # a score this negative has a weight of exactly 0 if another score is ordinary; mask fills are -1e30 or less
-SWAMPS_HALF = -3e4  # the same for float16, whose range ends at 65504
-SWAMPED_BY = -1e28  # a score at least this large keeps its weight if others swamp
-SWAMPED_BY_HALF = -2.9e4
-SEEN_HALF = -5e3  # least float16 mask value of visible keys: products of +-10,000 do not raise hidden scores above it
+HIDDEN_SCORE = -9e29  # a score this negative has a weight of exactly 0 if another score is ordinary; mask fills are -1e30 or less
+HIDDEN_SCORE_HALF = -3e4  # the same for float16, whose range ends at 65504
+VISIBLE_SCORE = -1e28  # a score at least this large keeps its weight if others swamp
+VISIBLE_SCORE_HALF = -2.9e4
+MIN_VISIBLE_MASK_HALF = -5e3  # least float16 mask value of visible keys: products of +-10,000 do not raise hidden scores above it
 ACTIVATION = 1e6  # assumed bound of trained weights, and of products of ordinary numbers (docs/internals.md)
 ACTIVATION_HALF = 1e4
-COUNTED = (
+MAX_NEXT_TO_COUNT = (
     1e4  # added to a number this large, the log of a count keeps twelve digits in float64, and in any dtype as many as a score
 )
-LARGER = 1e12  # between two products, ordinary values grow by at most this factor
-TAME = 1e28  # between two products, weights and activations grow up to this
-LONGEST = 2**31 - 1  # rows of a dimension whose size is unknown before the run
+MAX_GROWTH = 1e12  # between two products, ordinary values grow by at most this factor
+MAX_ORDINARY = 1e28  # between two products, weights and activations grow up to this
+MAX_ROWS = 2**31 - 1  # rows of a dimension whose size is unknown before the run
 SLACK = 1e-12  # relative widening of computed bounds, for their own rounding
 
 
@@ -67,12 +67,12 @@ class Range:
     @property
     def is_ordinary(self) -> bool:
         """Whether a product of such numbers counts as an ordinary number."""
-        return self.magnitude <= (TAME if self.assumed else ACTIVATION)
+        return self.magnitude <= (MAX_ORDINARY if self.assumed else ACTIVATION)
 
     @property
     def is_counted(self) -> bool:
         """Whether the log of a count survives next to such a score: a small number, or an unscaled weight."""
-        return self.magnitude <= (ACTIVATION if self.assumed else COUNTED)
+        return self.magnitude <= (ACTIVATION if self.assumed else MAX_NEXT_TO_COUNT)
 
     @property
     def is_finite(self) -> bool:
@@ -99,7 +99,7 @@ def constant(value: Number) -> Range:
     return Range(-INFINITY, INFINITY, True) if value != value else Range(value, value)
 
 
-def everything(dtype: torch.dtype) -> Range:
+def full_range(dtype: torch.dtype) -> Range:
     """Return the range of all values of a dtype."""
     if dtype == torch.bool:
         return Range(0, 1)
@@ -115,7 +115,7 @@ def activation(dtype: torch.dtype) -> Range:
     It is finite, and not large enough to act as minus infinity.
     """
     if not dtype.is_floating_point:
-        return everything(dtype)
+        return full_range(dtype)
     most = ACTIVATION_HALF if dtype == torch.float16 else min(ACTIVATION, torch.finfo(dtype).max)
     return Range(-most, most, assumed=1)
 
@@ -123,10 +123,10 @@ def activation(dtype: torch.dtype) -> Range:
 def hull(*ranges: Range) -> Range:
     """Return the smallest range that contains all ranges."""
     low, high = min(r.low for r in ranges), max(r.high for r in ranges)
-    return Range(low, high, any(r.nan for r in ranges), assumed_of(ranges))
+    return Range(low, high, any(r.nan for r in ranges), assumed_growth(ranges))
 
 
-def assumed_of(ranges: Sequence[Range], computed: Range | None = None) -> Number:
+def assumed_growth(ranges: Sequence[Range], computed: Range | None = None) -> Number:
     """Return the factor by which a value exceeds weights and activations (`Range.assumed`), or 0 if nothing is assumed.
 
     Nothing is assumed if no operand is assumed, if another operand is large by itself, or if the factor exceeds `LARGER`.
@@ -142,10 +142,10 @@ def assumed_of(ranges: Sequence[Range], computed: Range | None = None) -> Number
     factor, product_magnitude = math.prod(r.assumed for r in sources), math.prod(r.magnitude for r in sources)
     if math.isfinite(computed.magnitude) and 0 < product_magnitude < INFINITY:
         factor = max(1, min(computed.magnitude, factor * max(1, computed.magnitude / product_magnitude)))
-    return factor if factor <= LARGER else 0
+    return factor if factor <= MAX_GROWTH else 0
 
 
-def widened(low: Number, high: Number, nan: bool = False) -> Range:
+def widen_range(low: Number, high: Number, nan: bool = False) -> Range:
     """Return a range with computed bounds. Unless they are integers, widen them by more than double precision rounds."""
     if low != low or high != high:
         return Range(-INFINITY, INFINITY, True)
@@ -166,16 +166,16 @@ def is_exact_in(dtype: torch.dtype, low: Number, high: Number) -> bool:
     if dtype.is_floating_point:
         exact_limit = 2.0 / torch.finfo(dtype).eps  # all integers up to 2 ** (digits of the mantissa)
         return -exact_limit <= low and high <= exact_limit and max(abs(low), abs(high)) <= torch.finfo(dtype).max
-    limits = everything(dtype)
+    limits = full_range(dtype)
     return limits.low <= low and high <= limits.high
 
 
-def in_type(bounds: Range, dtype: torch.dtype) -> Range:
+def cast_range(bounds: Range, dtype: torch.dtype) -> Range:
     """Return the range after a cast to a dtype, which may wrap, round, overflow to infinity, or convert to bool."""
     if dtype == torch.bool:
         return Range(0 if bounds.has_zero else 1, 0 if bounds.constant == 0 else 1)
     if dtype.is_complex or (dtype.itemsize == 1 and dtype.is_floating_point and not bounds.magnitude <= torch.finfo(dtype).max):
-        return everything(dtype)  # float8 overflow gives NaN, infinity, or the largest number
+        return full_range(dtype)  # float8 overflow gives NaN, infinity, or the largest number
     if not dtype.is_floating_point:
         return _truncated(bounds, dtype)
     return Range(_rounded(bounds.low, dtype), _rounded(bounds.high, dtype), bounds.nan, bounds.assumed)
@@ -183,7 +183,7 @@ def in_type(bounds: Range, dtype: torch.dtype) -> Range:
 
 def _truncated(bounds: Range, dtype: torch.dtype) -> Range:
     """Truncate a range to integers. If NaN or a value beyond the limits is possible, the result may be any integer."""
-    limits = everything(dtype)
+    limits = full_range(dtype)
     if bounds.nan or bounds.low < limits.low or bounds.high > limits.high:
         return limits
     return Range(math.trunc(bounds.low), math.trunc(bounds.high))

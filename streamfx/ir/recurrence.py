@@ -123,7 +123,7 @@ class RecurrenceAxes:
     rows: Letter
 
 
-def axes_apart(operands: Iterable[Shaped], results: Iterable[Shaped]) -> RecurrenceAxes:
+def separate_axes(operands: Iterable[Shaped], results: Iterable[Shaped]) -> RecurrenceAxes:
     """Give each dimension its own letter, except rows: operations along the other dimensions are opaque."""
     letters = count(ROWS + 1)
 

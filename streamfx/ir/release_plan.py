@@ -37,8 +37,8 @@ class GradientSource:
     The indices differ if a sharded tensor is decomposed; then the result is a `part` of a gradient.
     """
 
-    given: int
-    primal: int
+    input_index: int
+    primal_index: int
     part: ShardedGradient | None = None
 
 
@@ -50,7 +50,7 @@ class ShardedGradient:
     dtype: torch.dtype
     device: torch.device
 
-    def stand_in(self) -> Tensor:
+    def placeholder(self) -> Tensor:
         """Return a placeholder of this shape, backed by one element, to use until the gradient exists."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
@@ -90,6 +90,6 @@ def _sharded_part(gradient: fx.Node) -> ShardedGradient | None:
     return ShardedGradient(sizes, value.dtype, value.device) if len(sizes) == len(shape) else None
 
 
-def places_of(deliveries: Sequence[ReleaseSegment]) -> tuple[tuple[int, ...], ...]:
+def released_indices(segments: Sequence[ReleaseSegment]) -> tuple[tuple[int, ...], ...]:
     """Return the indices of the gradients that each segment releases."""
-    return tuple(tuple(sorted(delivery.gradients)) for delivery in deliveries)
+    return tuple(tuple(sorted(segment.gradients)) for segment in segments)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamfx.ir.recurrence import RecurrenceAxes, axes_apart
+from streamfx.ir.recurrence import RecurrenceAxes, separate_axes
 from streamfx.ir.sizes import Size, product, shape_of, size_of
 from streamfx.torch_private.symbolic_sizes import size_hint
 
@@ -39,8 +39,8 @@ class Stateful:
     operators: tuple[str, str]
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    takes: tuple[str, ...]
-    backward_takes: tuple[str, ...]
+    argument_names: tuple[str, ...]
+    backward_argument_names: tuple[str, ...]
     rows: Mapping[str, int]
     results: tuple[int | None, ...]
     states: Mapping[str, int]
@@ -53,7 +53,7 @@ class Stateful:
     block: int | str = 1
 
     @property
-    def remade(self) -> dict[str, int]:
+    def recomputed_per_chunk(self) -> dict[str, int]:
         """Saved results without rows: each chunk recomputes its own."""
         return {name: number for name, number in self.saved.items() if self.results[number] is None}
 
@@ -78,7 +78,7 @@ class StateSlot:
 class StatefulResult:
     """A result that is used, and the dimension of its rows; without rows, a sum over chunks or the last chunk's value."""
 
-    number: int
+    index: int
     rows: int | None
     dtype: torch.dtype
 
@@ -94,11 +94,11 @@ class StatefulPlan:
 
     name: str
     function: Callable[..., Any]
-    takes: frozenset[str]
+    argument_names: frozenset[str]
     operands: tuple[str, ...]
     rows: Mapping[str, int]
     orders: Mapping[str, tuple[int, ...]]
-    given: Mapping[str, Any]
+    constants: Mapping[str, Any]
     always: Mapping[str, Any]
     absent: frozenset[str]
     counts: frozenset[str]
@@ -107,9 +107,9 @@ class StatefulPlan:
     results: tuple[StatefulResult, ...]
     axes: RecurrenceAxes
     block: int = 1
-    again: StatefulPlan | None = None
-    remade: Mapping[str, int] = field(default_factory=dict)
-    nothing: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    forward_plan: StatefulPlan | None = None
+    recomputed_per_chunk: Mapping[str, int] = field(default_factory=dict)
+    empty_results: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
 
 def forward_plan(declared: Stateful, arguments: Mapping[str, Any], used_results: Sequence[int]) -> tuple[StatefulPlan, list[Any]]:
@@ -120,7 +120,7 @@ def forward_plan(declared: Stateful, arguments: Mapping[str, Any], used_results:
     for name, value in declared.only.items():
         if name in arguments and not _is_exactly(arguments[name], value):
             raise NotStatefulError(f"another {name} than {value}")
-    overrides = {name: value for name, value in declared.always.items() if name in declared.takes}
+    overrides = {name: value for name, value in declared.always.items() if name in declared.argument_names}
     results = listed(declared.forward(**{**arguments, **overrides}))
     last_states = {name: _require_tensor(results[number], f"result {number}") for name, number in declared.states.items()}
     absent = _absent_states({name: (arguments.get(name), value) for name, value in last_states.items()})
@@ -140,13 +140,13 @@ def backward_plan(
 
     If saved results are recomputed, `arguments` includes the arguments of the forward call.
     """
-    overrides = {name: value for name, value in declared.always.items() if name in declared.backward_takes}
+    overrides = {name: value for name, value in declared.always.items() if name in declared.backward_argument_names}
     cotangent_of_result = {number: name for name, number in declared.cotangents.items()}
     last_states = {name: forward_results[number] for name, number in declared.states.items()}
     cotangents = {cotangent_of_result[number]: forward_results[number] for number in declared.states.values()}
     saved = {name: forward_results[number] for name, number in declared.saved.items()}
     call_arguments = {**saved, **arguments, **overrides, **last_states, **cotangents}
-    results = listed(declared.backward(**{name: call_arguments[name] for name in declared.backward_takes}))
+    results = listed(declared.backward(**{name: call_arguments[name] for name in declared.backward_argument_names}))
     states = []
     for name, number in declared.states.items():
         result_index = declared.gradients.index(name)
@@ -185,36 +185,42 @@ class _StatefulCall:
             raise NotStatefulError("no operand that has rows")
         described_results = tuple(self._describe_result(number) for number in self.used_results)
         result_dims = {
-            f"result {result.number}": (self.results[result.number], result.rows)
+            f"result {result.index}": (self.results[result.index], result.rows)
             for result in described_results
             if result.rows is not None
         }
         _check_lengths({**{name: (tensors[name], dim) for name, dim in rows.items()}, **result_dims}, self._counts(declared))
         is_forward = forward is None
         absent = self.absent if forward is None else self.absent | forward.absent
-        remade = {} if is_forward else {name: (number, self.forward_results[number]) for name, number in declared.remade.items()}
+        recomputed_per_chunk = (
+            {}
+            if is_forward
+            else {name: (number, self.forward_results[number]) for name, number in declared.recomputed_per_chunk.items()}
+        )
         return StatefulPlan(
             name=declared.name if is_forward else f"{declared.name}_backward",
             function=declared.forward if is_forward else declared.backward,
-            takes=frozenset(declared.takes if is_forward else declared.backward_takes),
+            argument_names=frozenset(declared.argument_names if is_forward else declared.backward_argument_names),
             operands=tuple(tensors),
             rows=rows,
             orders={name: _memory_order(value) for name, value in tensors.items() if name not in absent},
-            given={key: value for key, value in self.arguments.items() if key not in tensors and key not in declared.counts},
+            constants={key: value for key, value in self.arguments.items() if key not in tensors and key not in declared.counts},
             always=self.overrides,
             absent=self.absent,
             counts=declared.counts,
             slots=slots,
             carried=carried,
             results=described_results,
-            axes=axes_apart(
+            axes=separate_axes(
                 [(shape_of(value), rows.get(name)) for name, value in tensors.items()],
-                [(shape_of(self.results[result.number]), result.rows) for result in described_results],
+                [(shape_of(self.results[result.index]), result.rows) for result in described_results],
             ),
             block=self._block(declared.block),
-            again=forward,
-            remade={name: number for name, (number, value) in remade.items() if 0 not in value.shape},
-            nothing={name: (tuple(value.shape), value.dtype) for name, (_, value) in remade.items() if 0 in value.shape},
+            forward_plan=forward,
+            recomputed_per_chunk={name: number for name, (number, value) in recomputed_per_chunk.items() if 0 not in value.shape},
+            empty_results={
+                name: (tuple(value.shape), value.dtype) for name, (_, value) in recomputed_per_chunk.items() if 0 in value.shape
+            },
         )
 
     def _counts(self, declared: Stateful) -> dict[str, Size]:

@@ -34,33 +34,34 @@ class RunningSum:
 
 @dataclass(frozen=True)
 class SingleRow:
-    """The operator selects one row, or places one row among zeros: the row with index `number`."""
+    """The operator selects the row `row_index`, or places one row there, among zeros."""
 
-    number: Size
+    row_index: Size
 
 
 @dataclass(frozen=True)
 class Window:
-    """Row i goes with rows i + start .. i + start + reach of another letter: a slice, padding, a convolution.
+    """Row i reads rows i + start .. i + start + reach of the letter `source`: a slice, padding, a convolution.
 
-    `start` is negative for padding. The relation also holds between two operands of a sum, for a letter that both lose.
+    `start` is negative for padding. The letter may also be contracted: then row i of one operand meets these rows of
+    another operand in a sum.
     """
 
-    of: Letter
+    source: Letter
     start: int
     reach: int = 0
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Each row is a block of rows of another letter: [(c l)] to [c l]."""
+    """Each row is a block of rows of the letter `source`: [(c l)] to [c l]."""
 
-    of: Letter
+    source: Letter
 
 
 @dataclass(frozen=True)
 class ConcatAxes:
-    """The rows of other letters, concatenated; each letter comes with the number of rows before its own."""
+    """The rows of other letters, concatenated. `parts` has each letter, and the number of rows before its first row."""
 
     parts: tuple[tuple[Letter, Size], ...]
 
@@ -68,8 +69,8 @@ class ConcatAxes:
 Index: TypeAlias = FullAxis | RunningSum | SingleRow | Window | Tile | ConcatAxes
 
 
-def whole(*letters: Letter) -> dict[Letter, Index]:
-    """Mark letters along which an operator needs all rows."""
+def full_axes(*letters: Letter) -> dict[Letter, Index]:
+    """Return the `index` of a signature for letters along which the operator needs all rows."""
     return dict.fromkeys(letters, FullAxis())
 
 
@@ -77,28 +78,30 @@ def whole(*letters: Letter) -> dict[Letter, Index]:
 class Signature:
     """The letters of one node.
 
-    `operands` follows the tensor arguments in call order, `results` the outputs. `index` has the letters that are neither
-    kept nor contracted. `atoms` binds letters that label only a factor of a dimension. `keys` has the letters over key
-    positions, if an attention operator knows them. `placed` has the letters along which the operator depends on the index
-    of a row. `combine` is the reduction over a contracted letter.
+    `operands`: the letters of the tensor arguments, in call order; `results`: those of the outputs.
+    `index`: how the operator accesses letters that are neither kept nor contracted.
+    `keys`: the letters over key positions, if the operator is an attention and knows them.
+    `index_dependent`: the letters along which the result depends on the index of a row, as `tril` does.
+    `atoms`: the axis factor of each letter that labels only a part of a dimension.
+    `combine`: the reduction over a contracted letter.
     """
 
     operands: tuple[LetterShape, ...]
     results: tuple[LetterShape, ...]
     index: Mapping[Letter, Index] = field(default_factory=dict)
     keys: frozenset[Letter] = frozenset()
-    placed: frozenset[Letter] = frozenset()
+    index_dependent: frozenset[Letter] = frozenset()
     atoms: Mapping[Letter, Dim] = field(default_factory=dict)
     combine: str = "sum"
 
     @cached_property
-    def whole(self) -> frozenset[Letter]:
-        """Letters along which the operator needs all rows, unless a loop in the right order can carry a state."""
+    def full_letters(self) -> frozenset[Letter]:
+        """Letters along which the operator needs more than a window of rows; a loop can carry a state for some of them."""
         return frozenset(letter for letter, index in self.index.items() if not isinstance(index, Window))
 
     @cached_property
     def windows(self) -> dict[Letter, Window]:
-        """The letters whose rows go with a window of rows of another letter."""
+        """The letters whose rows read a window of rows of another letter."""
         return {letter: index for letter, index in self.index.items() if isinstance(index, Window)}
 
     @cached_property
@@ -107,7 +110,7 @@ class Signature:
         return {letter: index for letter, index in self.index.items() if isinstance(index, Tile)}
 
     @property
-    def joined(self) -> tuple[Letter, ConcatAxes] | None:
+    def concat(self) -> tuple[Letter, ConcatAxes] | None:
         """The letter whose rows concatenate the rows of other letters, if there is one."""
         return next(((letter, index) for letter, index in self.index.items() if isinstance(index, ConcatAxes)), None)
 
@@ -116,14 +119,14 @@ class Signature:
         return _letters_of((*self.operands, *self.results))
 
     def is_special(self, letter: Letter) -> bool:
-        """Return whether the operator does anything with a letter other than to run along it."""
-        related = {index.of for index in self.index.values() if isinstance(index, (Window, Tile))}
-        return letter in self.index or letter in self.keys | self.placed | related
+        """Return whether the operator does not treat all rows of a letter in the same way, or relates it to another letter."""
+        related = {index.source for index in self.index.values() if isinstance(index, (Window, Tile))}
+        return letter in self.index or letter in self.keys | self.index_dependent | related
 
-    def contracted(self, result: int = 0) -> set[Letter]:
+    def contracted_letters(self, result: int = 0) -> set[Letter]:
         """Return the letters of the operands that result `result` does not have."""
         kept_letters = {letter for dim in self.results[result] for letter in dim}
-        kept_letters |= {self.windows[letter].of for letter in kept_letters if letter in self.windows}
+        kept_letters |= {self.windows[letter].source for letter in kept_letters if letter in self.windows}
         return _letters_of(self.operands) - kept_letters
 
 

@@ -56,9 +56,9 @@ def quotient(size: Size, divisor: Size) -> Size | None:
     )
 
 
-def is_never_less(size: Size, than: Size) -> bool:
+def is_at_least(size: Size, minimum: Size) -> bool:
     """Return whether a size is at least `than` for every value of the symbols, provably."""
-    return bool(sympy.expand(size - than).is_nonnegative)
+    return bool(sympy.expand(size - minimum).is_nonnegative)
 
 
 def numeric(size: Size, symbol_value: int = 16) -> int:

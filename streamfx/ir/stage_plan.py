@@ -38,7 +38,7 @@ class AutoChunk:
     for the whole batch. `held` is the bytes of parameters and gradients, `cuts` the number of boundaries. Chunks have
     `enough` rows to keep the device busy, unless these take gigabytes. If `working_set` is set, it limits the work
     instead, in chunks of at most `most` rows: the rows with which it was simulated, so that no shorter sequence takes
-    more. Chunks have a multiple of `granule` rows.
+    more. Chunks have a multiple of `chunk_alignment` rows.
     """
 
     row_bytes: Size
@@ -48,7 +48,7 @@ class AutoChunk:
     cuts: int = 0
     enough: int = 0
     working_set: int | None = None
-    granule: int = 1
+    chunk_alignment: int = 1
     most: int | None = None
 
     def rows(self, length: int, row_bytes: int, stream_bytes: int) -> int:
@@ -66,14 +66,14 @@ class AutoChunk:
         count = max(1, -(-length // most_rows))
         fewest_chunks = count if is_limit else math.ceil(NEAR[0] * count)
         chunk_counts = range(fewest_chunks, int(NEAR[1] * count) + 1) if length else ()
-        if equal_chunks := next((n for n in chunk_counts if length % (n * math.lcm(TILE, self.granule)) == 0), 0):
+        if equal_chunks := next((n for n in chunk_counts if length % (n * math.lcm(TILE, self.chunk_alignment)) == 0), 0):
             return length // equal_chunks
         rows = -(-length // count)
         if rows < TILED:
             rows = -(-rows // MULTIPLE) * MULTIPLE
         elif count > 1:
             rows = rows // TILE * TILE if is_limit else -(-rows // TILE) * TILE
-        rows = min(length, -(-rows // self.granule) * self.granule) or 1
+        rows = min(length, -(-rows // self.chunk_alignment) * self.chunk_alignment) or 1
         return rows if self.most is None else min(rows, self.most)
 
     def _is_single(self, length: int, row_bytes: int, stream_bytes: int) -> bool:

@@ -42,7 +42,7 @@ class Subgraph:
         """The operators, in order."""
         return list(self.graph.nodes)[1:-1]
 
-    def written(self, source: fx.Node, insertion_point: Callable[[fx.Node], fx.Node]) -> dict[fx.Node, fx.Node]:
+    def insert_into(self, source: fx.Node, insertion_point: Callable[[fx.Node], fx.Node]) -> dict[fx.Node, fx.Node]:
         """Insert the operators into the graph of `source`, each before `insertion_point(node)`; return the copies."""
         copies = {self.source: source}
         for node in self.nodes:

@@ -34,9 +34,9 @@ class GraphWriter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert an operator, and compute its fake value; return the node."""
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta[VALUE])
-        return self.made_as(self.value(target, *fake_args, **fake_kwargs), target, *args, **kwargs)
+        return self.insert_call(self.value(target, *fake_args, **fake_kwargs), target, *args, **kwargs)
 
-    def made_as(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def insert_call(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert an operator whose fake value is known; copy the trace metadata of the insertion point."""
         assert self._point is not None
         with self.graph.inserting_before(self._point):
@@ -69,7 +69,7 @@ def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
     """
     shape = node.meta[VALUE].shape
     return [
-        size if isinstance(size, int) else held_size(size, writer.graph) or _read_size(size, node, dim, writer)
+        size if isinstance(size, int) else find_size_input(size, writer.graph) or _read_size(size, node, dim, writer)
         for dim, size in enumerate(shape)
     ]
 
@@ -89,7 +89,7 @@ def _read_size(size: Any, node: fx.Node, dim: int, writer: GraphWriter) -> fx.No
     return writer.call(aten.sym_size.int, node, dim)
 
 
-def held_size(size: Any, graph: fx.Graph) -> fx.Node | None:
+def find_size_input(size: Any, graph: fx.Graph) -> fx.Node | None:
     """Return the input that is this dynamic size, so that its uses depend on no other value of the graph."""
     inputs = (node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.SymInt))
     return next((node for node in inputs if size_of(node.meta[VALUE]) == size_of(size)), None)

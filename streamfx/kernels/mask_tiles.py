@@ -16,7 +16,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from streamfx.ir.ranges import INFINITY, SEEN_HALF, SWAMPED_BY, SWAMPS, SWAMPS_HALF
+from streamfx.ir.ranges import HIDDEN_SCORE, HIDDEN_SCORE_HALF, INFINITY, MIN_VISIBLE_MASK_HALF, VISIBLE_SCORE
 from streamfx.kernels.plain_attention import Varlen
 from streamfx.kernels.varlen_intervals import RowInterval, documents_in
 
@@ -24,7 +24,7 @@ LEAST_ROWS = 16  # adjacent tiles with fewer rows become one call with a mask: a
 
 # (least visible value, greatest hiding value): if only minus infinity hides; for dtypes with the range of float32;
 # for float16.
-INFINITE, FINITE, FINITE_HALF = (-INFINITY, -INFINITY), (SWAMPED_BY, SWAMPS), (SEEN_HALF, SWAMPS_HALF)
+INFINITE, FINITE, FINITE_HALF = (-INFINITY, -INFINITY), (VISIBLE_SCORE, HIDDEN_SCORE), (MIN_VISIBLE_MASK_HALF, HIDDEN_SCORE_HALF)
 
 
 class TileKind(Enum):

@@ -34,7 +34,7 @@ class _Stateful(Recurrence):
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Call the operator on all rows."""
         outputs = call_operator(self.plan, self._with_recomputed(dict(zip(self.plan.operands, operands, strict=True))))
-        return tuple(outputs[result.number] for result in self.plan.results)
+        return tuple(outputs[result.index] for result in self.plan.results)
 
     def _with_recomputed(self, operands: Arguments) -> Arguments:
         """Add saved values that the graph does not pass; the forward operator has none."""
@@ -65,9 +65,9 @@ class _Stateful(Recurrence):
         self, item: StatefulResult, outputs: Sequence[Any] | Mapping[int, Any], final_states: Mapping[int, Tensor], has_last: bool
     ) -> Tensor:
         """Return one result. Only the chunk with the last row returns the final state; others return an additive identity."""
-        if item.number not in final_states:
-            return outputs[item.number]
-        state = final_states[item.number]
+        if item.index not in final_states:
+            return outputs[item.index]
+        state = final_states[item.index]
         return state.to(item.dtype) if has_last else nothing_to_add(state.shape, item.dtype, state.device)
 
 
@@ -105,7 +105,7 @@ class Backward(_Stateful):
 
     def _with_recomputed(self, operands: Arguments) -> Arguments:
         """Add the saved values that have no rows, by recomputing the operator."""
-        forward_plan, recomputed = self.plan.again, self.plan.remade
+        forward_plan, recomputed = self.plan.forward_plan, self.plan.recomputed_per_chunk
         operands = {**operands, **empty_saved(self.plan, operands)}
         if forward_plan is None or not recomputed:
             return operands
@@ -116,12 +116,15 @@ class Backward(_Stateful):
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
         """Run the chunk's backward from the states before it, and the cotangents of the states after it."""
-        assert states is not None and self.plan.again is not None
-        values = {**dict(zip(self.plan.operands, operands, strict=True)), **states_from_carry(self.plan.again, states[chunk])}
+        assert states is not None and self.plan.forward_plan is not None
+        values = {
+            **dict(zip(self.plan.operands, operands, strict=True)),
+            **states_from_carry(self.plan.forward_plan, states[chunk]),
+        }
         values |= empty_saved(self.plan, values)
-        if self.plan.remade and (count := rows_of(self.plan, values)):
-            outputs = call_operator(self.plan.again, values, count)
-            values |= {name: outputs[number] for name, number in self.plan.remade.items()}
+        if self.plan.recomputed_per_chunk and (count := rows_of(self.plan, values)):
+            outputs = call_operator(self.plan.forward_plan, values, count)
+            values |= {name: outputs[number] for name, number in self.plan.recomputed_per_chunk.items()}
         cotangents = initial_states(self.plan, values, carry) if before == 0 else states_from_carry(self.plan, carry)
         return self._run_chunk(before, after, chunk, carry, cotangents, values)
 
@@ -142,9 +145,9 @@ def call_operator(plan: StatefulPlan, values: Mapping[str, Any], count: int | No
 
     `count` is the number of rows of a chunk, or None for the original call over all rows.
     """
-    arguments = {name: laid_out(value, plan.orders.get(name)) for name, value in values.items() if name in plan.takes}
-    constants = {name: value for name, value in plan.given.items() if name in plan.takes}
-    constants |= dict.fromkeys(plan.counts & plan.takes, rows_of(plan, values) if count is None else count)
+    arguments = {name: laid_out(value, plan.orders.get(name)) for name, value in values.items() if name in plan.argument_names}
+    constants = {name: value for name, value in plan.constants.items() if name in plan.argument_names}
+    constants |= dict.fromkeys(plan.counts & plan.argument_names, rows_of(plan, values) if count is None else count)
     if count is not None:
         constants |= plan.always
     return listed(plan.function(**{**constants, **arguments}))
@@ -165,7 +168,7 @@ def laid_out(value: Any, order: tuple[int, ...] | None) -> Any:
 def empty_saved(plan: StatefulPlan, values: Mapping[str, Any]) -> Arguments:
     """Return the operator's saved values that have no elements."""
     example = next(value for value in values.values() if isinstance(value, Tensor))
-    return {name: example.new_empty(shape, dtype=dtype) for name, (shape, dtype) in plan.nothing.items()}
+    return {name: example.new_empty(shape, dtype=dtype) for name, (shape, dtype) in plan.empty_results.items()}
 
 
 def results_of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[int, Tensor]:
@@ -173,10 +176,10 @@ def results_of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[in
     example = next(value for value in values.values() if isinstance(value, Tensor))
     outputs, empty = meta_results_of_block(plan, values), {}
     for result in plan.results:
-        shape = list(outputs[result.number].shape)
+        shape = list(outputs[result.index].shape)
         if result.rows is not None:
             shape[result.rows] = 0
-        empty[result.number] = example.new_zeros(shape, dtype=result.dtype)
+        empty[result.index] = example.new_zeros(shape, dtype=result.dtype)
     return empty
 
 
@@ -191,9 +194,9 @@ def meta_results_of_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequ
         return value.new_empty(shape, device="meta")
 
     meta_values = {name: like(name, value) for name, value in values.items()}
-    if plan.again is not None and plan.remade:
-        outputs = meta_results_of_block(plan.again, values)
-        meta_values |= {name: outputs[number] for name, number in plan.remade.items()}
+    if plan.forward_plan is not None and plan.recomputed_per_chunk:
+        outputs = meta_results_of_block(plan.forward_plan, values)
+        meta_values |= {name: outputs[number] for name, number in plan.recomputed_per_chunk.items()}
     return call_operator(plan, meta_values, plan.block)
 
 

@@ -75,7 +75,7 @@ class GradientReleaseChain:
         if primals is None or (primals and any(source.part is not None for source in self.sources.values())):
             self.places = ()
         else:
-            self.kept_out |= {index for index, source in self.sources.items() if source.primal in primals}
+            self.kept_out |= {index for index, source in self.sources.items() if source.primal_index in primals}
 
 
 class _StagewiseCall:
@@ -102,7 +102,9 @@ class StagewiseFunction:
 
     def _is_awaited(self, arguments: Sequence[Any]) -> bool:
         """Return whether hooks or optimizers wait for the gradients of inputs that the chain releases early."""
-        return are_awaited([arguments[self.chain.sources[index].given] for segment in self.chain.places for index in segment])
+        return are_awaited(
+            [arguments[self.chain.sources[index].input_index] for segment in self.chain.places for index in segment]
+        )
 
     def _chained(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """Pass the inputs of early gradients through one `Identity` per segment, last segment first; return the new inputs."""
@@ -111,7 +113,7 @@ class StagewiseFunction:
         values, token = list(arguments), None
         call = _StagewiseCall([input_index for input_index, value in enumerate(values) if isinstance(value, Tensor)])
         for segment, indices in reversed(list(enumerate(self.chain.places))):
-            input_of = {index: self.chain.sources[index].given for index in indices if index not in self.chain.kept_out}
+            input_of = {index: self.chain.sources[index].input_index for index in indices if index not in self.chain.kept_out}
             chained_gradients = [index for index, input_index in input_of.items() if _may_be_chained(values[input_index])]
             if chained_gradients:
                 token, *identities = Identity.apply(
@@ -242,7 +244,7 @@ class StagewiseRunner:
     def _placeholder_result(self, index: int) -> Tensor | None:
         """Return the result for a gradient that an identity will release later."""
         sharded = self.chain.sources[index].part
-        return None if sharded is None else sharded.stand_in()
+        return None if sharded is None else sharded.placeholder()
 
     def _non_tensor_results(self, arguments: Sequence[Any]) -> dict[int, Any]:
         """Return the results that are not tensors, by index: None, and objects among the graph's inputs (the mesh of a
@@ -273,7 +275,10 @@ def _link(sources: Sources) -> tuple[_StagewiseCall, set[int]] | None:
     chained = {
         function.places[index - 1]
         for (function, index), position in zip(identity_edges, call.tensors, strict=True)
-        if function is not None and function.call is call and index and sources[function.places[index - 1]].given == position
+        if function is not None
+        and function.call is call
+        and index
+        and sources[function.places[index - 1]].input_index == position
     }
     return (call, chained) if chained else None
 

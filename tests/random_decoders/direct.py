@@ -64,7 +64,7 @@ def compare_directly(
     facts = recorded.facts_for(recorded.options)
     recorded.facts.append(facts)
     found: dict[str, float] = {}
-    granule = known(facts.axes.sequence).granule if facts.program is not None else 1
+    granule = known(facts.axes.sequence).chunk_alignment if facts.program is not None else 1
     for rows in (None, *also) if facts.program is not None else ():
         for loop in known(facts.program).loops:
             loop.spec = replace(loop.spec, chunk_size=loop.spec.chunk_size if rows is None else -(-rows // granule) * granule)

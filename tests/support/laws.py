@@ -21,7 +21,7 @@ from streamfx.ir.joint import JointGraph, is_tensor, joint_graph
 from streamfx.options import Options
 from streamfx.passes import pipeline
 from streamfx.passes.analysis.axes import axes_of
-from streamfx.passes.analysis.derived_axes import members_of
+from streamfx.passes.analysis.derived_axes import find_derived_axes
 from streamfx.passes.rewrite.canonicalize import number_random_operators
 from streamfx.runtime.outer import HostProgramRunner
 
@@ -99,14 +99,14 @@ def is_whole(one: Traced, atom: Atom) -> bool:
     """Whether the rule asks for all rows of an axis, or of one cut out of it."""
     signature, letters = one.axes.signatures[one.node], one.axes.letters[one.node]
     with_atom = {letter for letter, dim in letters.items() if atom in one.axes.table.resolve(dim)}
-    shifted = {window.of for letter, window in signature.windows.items() if letter in with_atom}
-    return bool((with_atom | shifted) & signature.whole)
+    shifted = {window.source for letter, window in signature.windows.items() if letter in with_atom}
+    return bool((with_atom | shifted) & signature.full_letters)
 
 
 def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tuple[StorageClass, ...]]:
     """The results of the call, made in chunks along an axis; and in which form."""
     axes = one.axes
-    sequence = SequenceAxis(atom, axes.table.size(atom), *members_of(atom, axes))
+    sequence = SequenceAxis(atom, axes.table.size(atom), *find_derived_axes(atom, axes))
     facts = replace(one.facts, found_axes=replace(axes, sequence=sequence))
     for step in pipeline(Options(chunk_size=chunk_size, loss_chunk_size=chunk_size, outputs="dense")):
         if step.name not in ("canonicalize", "recurrences", "axes"):

@@ -10,7 +10,7 @@ from torch import fx
 
 import streamfx.frontend.split_graphs
 from streamfx.ir.facts import Facts
-from streamfx.passes.partition.two_sequences import places_of
+from streamfx.passes.partition.two_sequences import bytes_at_split_points
 from tests.support.peaks import however_small
 
 
@@ -21,7 +21,7 @@ def split_at(choose: Callable[[list[fx.Node]], fx.Node], times: int = 1) -> Iter
 
     def where(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx.Node | None:
         nodes = list(graph.nodes)
-        places = [nodes[place] for place in places_of(nodes)]
+        places = [nodes[place] for place in bytes_at_split_points(nodes)]
         if len(chosen) == times or not places:
             return None
         place = choose(places)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from streamfx.ir.joint import is_tensor
-from streamfx.ir.ranges import Range, constant, everything, hull
+from streamfx.ir.ranges import Range, constant, full_range, hull
 from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.kernels.sdpa import ATTENTION
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
@@ -67,7 +67,7 @@ class Drawn:
                 return item
             node = graph.placeholder("x")
             node.meta["val"] = item
-            values.note(node, held(item) if self.exact else everything(item.dtype))
+            values.note(node, held(item) if self.exact else full_range(item.dtype))
             return node
 
         args, kwargs = pytree.tree_map(placeholder, (self.args, dict(self.kwargs)))

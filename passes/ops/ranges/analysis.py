@@ -11,7 +11,7 @@ from torch import fx
 
 from streamfx.ir.joint import is_tensor, results_of
 from streamfx.ir.piecewise import Pieces, hull_of
-from streamfx.ir.ranges import LONGEST, Range, activation, everything
+from streamfx.ir.ranges import MAX_ROWS, Range, activation, full_range
 from streamfx.node_meta import PATTERN, VALUE
 from streamfx.passes.ops.ranges.products import unpacked_product
 from streamfx.passes.ops.ranges.transfer import applied
@@ -38,7 +38,7 @@ class ValueRanges:
                 continue
             todo.pop()
             if value not in self._range_of:
-                self._range_of[value] = self._compute(value) or (everything(torch.float64),)
+                self._range_of[value] = self._compute(value) or (full_range(torch.float64),)
         return self._range_of[node][0]
 
     def note(self, node: fx.Node, value_range: Range) -> None:
@@ -58,7 +58,7 @@ class ValueRanges:
             if isinstance(position, int) and position < len(results):
                 return (results[position],)
         if not isinstance(node.target, OpOverload):
-            return tuple(everything(torch.float64 if result is None else result.dtype) for result in results_of(node))
+            return tuple(full_range(torch.float64 if result is None else result.dtype) for result in results_of(node))
         unpacked = unpacked_product(node, self._operand)
         return applied(node, self._operand) if unpacked is None else (unpacked,)
 
@@ -71,5 +71,5 @@ class ValueRanges:
         dtype: torch.dtype = node.meta[VALUE].dtype
         pattern: Any = node.meta.get(PATTERN)
         if isinstance(pattern, Pieces):
-            return hull_of(pattern, LONGEST)
-        return activation(dtype) if node in self._trained else everything(dtype)
+            return hull_of(pattern, MAX_ROWS)
+        return activation(dtype) if node in self._trained else full_range(dtype)

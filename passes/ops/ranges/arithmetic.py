@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from streamfx.ir.joint import is_tensor
-from streamfx.ir.ranges import INFINITY, Number, Range, constant, everything, hull, in_type, widened
+from streamfx.ir.ranges import INFINITY, Number, Range, cast_range, constant, full_range, hull, widen_range
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.patterns import is_largest_of, is_share_of
 from streamfx.passes.ops.ranges.transfer import RangeCall, elementwise
@@ -29,7 +29,7 @@ def plus(a: Range, b: Range) -> Range:
             return Range(operand.low, operand.low, nan)
     low = -INFINITY if -INFINITY in (a.low, b.low) else a.low + b.low
     high = INFINITY if INFINITY in (a.high, b.high) else a.high + b.high
-    return widened(low, high, nan)
+    return widen_range(low, high, nan)
 
 
 def _are_opposite(a: Range, b: Range) -> bool:
@@ -51,7 +51,7 @@ def times(a: Range, b: Range) -> Range:
     """Multiply ranges; zero times infinity is NaN."""
     nan = a.nan or b.nan or (a.has_zero and math.isinf(b.magnitude)) or (b.has_zero and math.isinf(a.magnitude))
     corners = [0 if 0 in (x, y) else x * y for x in (a.low, a.high) for y in (b.low, b.high)]
-    return widened(min(corners), max(corners), nan)
+    return widen_range(min(corners), max(corners), nan)
 
 
 def over(a: Range, b: Range) -> Range:
@@ -60,7 +60,7 @@ def over(a: Range, b: Range) -> Range:
         return Range(0, 0, nan=True) if a.is_zero else ANYTHING
     nan = a.nan or b.nan or (math.isinf(a.magnitude) and math.isinf(b.magnitude))
     corners = [_quotient(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
-    return widened(min(corners), max(corners), nan)
+    return widen_range(min(corners), max(corners), nan)
 
 
 def _quotient(x: Number, y: Number) -> float:
@@ -94,7 +94,7 @@ def _plus_scaled(a: Range, b: Range, alpha: Range, dtype: torch.dtype) -> Range:
     if alpha == ONE:
         return plus(a, b)
     scaled = times(b, alpha)
-    return hull(plus(a, scaled), plus(a, in_type(scaled, dtype)))
+    return hull(plus(a, scaled), plus(a, cast_range(scaled, dtype)))
 
 
 @elementwise(aten.mul.Tensor, aten.mul.Scalar)
@@ -140,10 +140,10 @@ def _floor_divide(self: Range, other: Range) -> Range:
 def _remainder(call: RangeCall, self: Range, other: Range) -> Range:
     """Return the range of a remainder: it has the divisor's sign, and is smaller in magnitude, up to rounding."""
     if not other.low > 0 or math.isinf(self.magnitude) or self.nan or other.nan:
-        return everything(call.dtype)
+        return full_range(call.dtype)
     is_integer = not call.dtype.is_floating_point
     if not is_integer and _quotient(self.magnitude, other.low) > torch.finfo(call.dtype).max / 4:
-        return everything(call.dtype)
+        return full_range(call.dtype)
     return Range(0, other.high - 1 if is_integer else other.high)
 
 
@@ -276,7 +276,7 @@ def _bitwise_and(call: RangeCall, self: Range, other: Range) -> Range:
     if call.dtype == torch.bool:
         return _logical_and(self, other)
     bounds = [operand.high for operand in (self, other) if operand.low >= 0]
-    return Range(0, min(bounds)) if bounds else everything(call.dtype)
+    return Range(0, min(bounds)) if bounds else full_range(call.dtype)
 
 
 @elementwise(aten.bitwise_or.Tensor, aten.bitwise_or.Scalar)
@@ -285,13 +285,13 @@ def _bitwise_or(call: RangeCall, self: Range, other: Range) -> Range:
     if call.dtype == torch.bool:
         return _logical_or(self, other)
     if self.low < 0 or other.low < 0:
-        return everything(call.dtype)
+        return full_range(call.dtype)
     return Range(max(self.low, other.low), 2 ** int(max(self.high, other.high)).bit_length() - 1)
 
 
 @elementwise(aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar)
 def _bitwise_xor(call: RangeCall, self: Range, other: Range) -> Range:
-    return _logical_xor(self, other) if call.dtype == torch.bool else everything(call.dtype)
+    return _logical_xor(self, other) if call.dtype == torch.bool else full_range(call.dtype)
 
 
 @elementwise(aten.bitwise_not.default)
@@ -299,7 +299,7 @@ def _bitwise_not(call: RangeCall, self: Range) -> Range:
     """Return the negation of booleans; of integers, -1 - x, or the maximum minus x for unsigned types."""
     if call.dtype == torch.bool:
         return _logical_not(self)
-    limits = everything(call.dtype)
+    limits = full_range(call.dtype)
     return Range(-1 - self.high, -1 - self.low) if limits.low < 0 else Range(limits.high - self.high, limits.high - self.low)
 
 

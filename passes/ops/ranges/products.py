@@ -14,7 +14,7 @@ from torch import fx
 
 from streamfx.cost.flops import PACKED
 from streamfx.ir.joint import is_parameter, tensor_operands
-from streamfx.ir.ranges import INFINITY, LONGEST, Range, activation, everything, hull
+from streamfx.ir.ranges import INFINITY, MAX_ROWS, Range, activation, full_range, hull
 from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.kernels.sdpa import ATTENTION
 from streamfx.node_meta import VALUE
@@ -35,14 +35,14 @@ def product(dtype: torch.dtype, count: int, *operands: Range) -> Range:
     """
     nan = any(operand.nan for operand in operands)
     if not dtype.is_floating_point:
-        return everything(dtype)
+        return full_range(dtype)
     if any(operand.is_zero for operand in operands) and all(operand.is_ordinary for operand in operands):
         return Range(0, 0, nan)
     if any(operand.assumed for operand in operands) and all(operand.is_ordinary for operand in operands):
         ordinary = activation(dtype)
         return Range(ordinary.low, ordinary.high, nan, assumed=1)
     bound = math.prod((1.01 * count, *(operand.magnitude for operand in operands)))
-    return Range(-bound, bound, nan) if bound < torch.finfo(dtype).max else everything(dtype)
+    return Range(-bound, bound, nan) if bound < torch.finfo(dtype).max else full_range(dtype)
 
 
 @structural(aten.mm.default, aten.bmm.default, takes="self mat2")
@@ -130,4 +130,4 @@ def unpacked_product(node: fx.Node, reader: Reader) -> Range | None:
     if not all(map(is_parameter, operands[len(unpacked_operands) :])):
         return None
     dtype: torch.dtype = node.meta[VALUE].dtype
-    return product(dtype, LONGEST, activation(dtype), *(reader(item) for item in unpacked_operands))
+    return product(dtype, MAX_ROWS, activation(dtype), *(reader(item) for item in unpacked_operands))

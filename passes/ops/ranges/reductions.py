@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from streamfx.ir.joint import shape_of_node
-from streamfx.ir.ranges import INFINITY, Number, Range, everything, hull, in_type
+from streamfx.ir.ranges import INFINITY, Number, Range, cast_range, full_range, hull
 from streamfx.passes.ops.ranges.arithmetic import plus, times
 from streamfx.passes.ops.ranges.transfer import RangeCall, count_of, structural
 from streamfx.passes.ops.ranges.views import ZERO
@@ -22,7 +22,7 @@ MORE = 1.01  # sums in low precision may come out a little larger
 
 def summed(operand: Range, count: Number, dtype: torch.dtype) -> Range:
     """Return the range of a sum of at most `count` numbers, each first converted to the dtype of the accumulation."""
-    in_dtype = in_type(operand, dtype)
+    in_dtype = cast_range(operand, dtype)
     total = times(hull(in_dtype, ZERO), Range(0, count))
     if not dtype.is_floating_point:
         return total
@@ -68,8 +68,8 @@ def _mean_dim(call: RangeCall) -> Range:
 
 def _mean_of(call: RangeCall, count: Number) -> Range:
     """Return the range of a mean: within the operand's, unless the sum overflows; the mean of no elements is NaN."""
-    operand = in_type(call.range("self"), call.dtype)
-    total = in_type(summed(operand, count, call.dtype), call.dtype)
+    operand = cast_range(call.range("self"), call.dtype)
+    total = cast_range(summed(operand, count, call.dtype), call.dtype)
     if not math.isfinite(total.magnitude):
         return Range(0 if operand.low >= 0 else -INFINITY, 0 if operand.high <= 0 else INFINITY, nan=True)
     low = operand.low * (MORE if operand.low < 0 else 1 / MORE)
@@ -97,7 +97,7 @@ def _norm(call: RangeCall) -> Range:
     """Return the range of a Euclidean norm: at most sqrt(count) times the largest magnitude."""
     operand, order = call.range("self"), call.arguments["ord"]
     if order != 2:
-        return everything(call.dtype)
+        return full_range(call.dtype)
     count, squares = reduced_count(call), float(operand.magnitude) * float(operand.magnitude)
     if count * squares > torch.finfo(torch.float32 if call.dtype.itemsize < 4 else call.dtype).max:
         return Range(0, INFINITY, operand.nan)
@@ -106,7 +106,7 @@ def _norm(call: RangeCall) -> Range:
 
 @structural(aten.logsumexp.default, takes="self dim keepdim")
 def _logsumexp(call: RangeCall) -> Range:
-    operand, count = in_type(call.range("self"), call.dtype), reduced_count(call)
+    operand, count = cast_range(call.range("self"), call.dtype), reduced_count(call)
     slack = 1e-3 + 8 * torch.finfo(call.dtype).eps  # error of the sum, which a low-precision type rounds before the logarithm
     return plus(operand, Range(-slack, math.log(max(count, 1)) + slack))
 
@@ -137,7 +137,7 @@ def _log_softmax(call: RangeCall) -> Range:
 @structural(aten._softmax_backward_data.default, takes="grad_output output dim input_dtype")
 def _softmax_backward(call: RangeCall) -> Range:
     """Return the range of output * (grad_output - sum): zero if the output is zero."""
-    return Range(0, 0, nan=True) if call.range("output").is_zero else everything(call.dtype)
+    return Range(0, 0, nan=True) if call.range("output").is_zero else full_range(call.dtype)
 
 
 # -- normalizations

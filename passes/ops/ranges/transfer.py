@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.ranges import INFINITY, LONGEST, Number, Range, assumed_of, constant, everything, hull, in_type, scaled
+from streamfx.ir.ranges import INFINITY, MAX_ROWS, Number, Range, assumed_growth, cast_range, constant, full_range, hull, scaled
 from streamfx.ir.sizes import Size, size_of
 from streamfx.node_meta import VALUE
 from streamfx.torch_private import unset_fake_temporarily
@@ -123,16 +123,16 @@ def _range_of_size(value: Any) -> Range:
     if isinstance(value, (bool, int, float)):
         return constant(value)
     if not isinstance(value, torch.SymInt):
-        return everything(torch.bool if isinstance(value, torch.SymBool) else torch.float64)
+        return full_range(torch.bool if isinstance(value, torch.SymBool) else torch.float64)
     size = size_of(value)
     if isinstance(size, int):
         return constant(size)
-    return Range(0, LONGEST) if isinstance(size, sympy.Symbol) and size.is_nonnegative else everything(torch.int64)
+    return Range(0, MAX_ROWS) if isinstance(size, sympy.Symbol) and size.is_nonnegative else full_range(torch.int64)
 
 
 def longest(size: Size) -> int:
     """Return the upper bound of a dimension's size."""
-    return size if isinstance(size, int) else LONGEST
+    return size if isinstance(size, int) else MAX_ROWS
 
 
 def count_of(*sizes: Size) -> int:
@@ -143,7 +143,7 @@ def count_of(*sizes: Size) -> int:
 def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
     """Return the range of each result of an operator, given the ranges of its operands."""
     results = results_of(node)
-    unknown = tuple(everything(torch.float64 if result is None else result.dtype) for result in results)
+    unknown = tuple(full_range(torch.float64 if result is None else result.dtype) for result in results)
     transfer = TRANSFERS.get(node.target)
     if transfer is None or any(result is None or result.dtype.is_complex for result in results[:1]):
         return unknown
@@ -157,10 +157,10 @@ def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
     )
     ranges = found_ranges if isinstance(found_ranges, tuple) else (found_ranges,)
     return tuple(
-        everything(torch.float64)
+        full_range(torch.float64)
         if result is None
         else replace(
-            range_in_type := in_type(item, result.dtype),
+            range_in_type := cast_range(item, result.dtype),
             assumed=range_in_type.assumed or _assumed(node, transfer, reader, range_in_type),
         )
         for item, result in zip((*ranges, *unknown[len(ranges) :]), results, strict=True)
@@ -174,9 +174,11 @@ def _assumed(node: fx.Node, transfer: TransferFunction, reader: Reader, result_r
     operands = tensor_operands(node)
     if not transfer.elementwise:
         selectors = [item for name, item in bound_arguments(node).items() if name in CHOOSES]
-        return assumed_of([reader(item) for item in operands if item not in selectors and item.meta[VALUE].is_floating_point()])
+        return assumed_growth(
+            [reader(item) for item in operands if item not in selectors and item.meta[VALUE].is_floating_point()]
+        )
     numbers = [constant(item) for item in node.args if isinstance(item, (int, float))]
-    return assumed_of([*map(reader, operands), *numbers], result_range)
+    return assumed_growth([*map(reader, operands), *numbers], result_range)
 
 
 def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | None:
@@ -251,9 +253,9 @@ def _in_computation_dtype(value_range: Range, argument: Any, dtype: torch.dtype)
     With half-precision tensors, a scalar may be kept in single precision: 1e-8 is not zero there, and 1e5 is not
     infinite (ATen/native/cpu/BinaryOpsKernel.cpp: opmath_t, original_scalar_value).
     """
-    in_dtype = in_type(value_range, dtype)
+    in_dtype = cast_range(value_range, dtype)
     is_number = not is_tensor(argument) or not argument.meta[VALUE].dim()
-    return hull(in_dtype, in_type(value_range, torch.float32)) if is_number and dtype in HALF_TYPES else in_dtype
+    return hull(in_dtype, cast_range(value_range, torch.float32)) if is_number and dtype in HALF_TYPES else in_dtype
 
 
 def _is_numeric(item: Any) -> bool:

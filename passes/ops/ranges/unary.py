@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.ranges import INFINITY, Number, Range, constant, everything, hull, in_type, scaled
+from streamfx.ir.ranges import INFINITY, Number, Range, cast_range, constant, full_range, hull, scaled
 from streamfx.passes.ops.ranges.arithmetic import ANYTHING, ONE, minus, negated, over, times
 from streamfx.passes.ops.ranges.transfer import RangeCall, elementwise
 
@@ -231,7 +231,7 @@ def _tanh_backward(call: RangeCall, grad_output: Range, output: Range) -> Range:
 
 def _maybe_rounded(value_range: Range, dtype: torch.dtype) -> Range:
     """Return the range of an intermediate result, which a device may round to the result's dtype."""
-    return hull(value_range, in_type(value_range, dtype))
+    return hull(value_range, cast_range(value_range, dtype))
 
 
 @elementwise(aten.sigmoid_backward.default, exact=False)
@@ -251,7 +251,7 @@ def _native_dropout_backward(grad_output: Range, mask: Range, scale: Range) -> R
 
 def _zero_if_zero(call: RangeCall) -> Range:
     """Return zero or NaN if the incoming gradient is zero; otherwise, nothing is known."""
-    return Range(0, 0, nan=True) if call.range("grad_output").is_zero else everything(call.dtype)
+    return Range(0, 0, nan=True) if call.range("grad_output").is_zero else full_range(call.dtype)
 
 
 @elementwise(aten.silu_backward.default)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from streamfx.ir.joint import shape_of_node
-from streamfx.ir.ranges import LONGEST, Range, activation, constant, everything, hull
+from streamfx.ir.ranges import MAX_ROWS, Range, activation, constant, full_range, hull
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.transfer import RangeCall, longest, range_of_argument, structural
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
@@ -93,7 +93,7 @@ def positions(call: RangeCall, dim: int | None) -> Range:
     """Return the range of indices along a dimension."""
     shape = call.shape("self")
     if dim is None or not shape:
-        return Range(0, LONGEST)
+        return Range(0, MAX_ROWS)
     return Range(0, max(longest(shape[dim % len(shape)]) - 1, 0))
 
 
@@ -115,7 +115,7 @@ def _embedding(call: RangeCall) -> Range:
 @structural(aten.cat.default, aten.stack.default, takes="tensors dim")
 def _concat(call: RangeCall) -> Range:
     nonempty = [item for item in call.arguments["tensors"] if 0 not in shape_of_node(item)]
-    return hull(*(range_of_argument(item, call.reader) for item in nonempty)) if nonempty else everything(call.dtype)
+    return hull(*(range_of_argument(item, call.reader) for item in nonempty)) if nonempty else full_range(call.dtype)
 
 
 @structural(aten.tril.default, aten.triu.default, takes="self diagonal")
@@ -150,7 +150,7 @@ def _scatter_value(call: RangeCall) -> Range:
 
 @structural(aten.index_put.default, aten._unsafe_index_put.default, takes="self indices values accumulate")
 def _index_put(call: RangeCall) -> Range:
-    return everything(call.dtype) if call.arguments["accumulate"] else hull(call.range("self"), call.range("values"))
+    return full_range(call.dtype) if call.arguments["accumulate"] else hull(call.range("self"), call.range("values"))
 
 
 @structural(aten.masked_scatter.default, takes="self mask source")
@@ -268,7 +268,7 @@ def _native_dropout(call: RangeCall) -> tuple[Range, Range]:
     """Return the range of dropout's result, in which each element is scaled or zero, and of its mask."""
     operand, p = call.range("input"), call.arguments["p"]
     if not isinstance(p, (int, float)) or not 0 <= p < 1:
-        return everything(call.dtype), Range(0, 1)
+        return full_range(call.dtype), Range(0, 1)
     if p == 0 or call.arguments["train"] is False:
         return operand, Range(0, 1)
     scale = 1.001 / (1 - p)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from streamfx.ir.signature import Index, Letter, LetterShape, Signature, whole
+from streamfx.ir.signature import Index, Letter, LetterShape, Signature, full_axes
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
 # axis labels: batch, query heads, query positions, head width, key heads, key positions, width of values
 B, H, M, D, G, N, E = range(7)
-WHOLE = whole(D, E, H, G, N)  # softmax normalizes over keys: partial results do not add up
+WHOLE = full_axes(D, E, H, G, N)  # softmax normalizes over keys: partial results do not add up
 QUERY, KEY, VALUE, OUT, LSE = (
     ((B,), (H,), (M,), (D,)),
     ((B,), (G,), (N,), (D,)),
@@ -34,7 +34,7 @@ def _key_side(call: RuleCall, query: int, key: int) -> tuple[LetterShape, Letter
 
 def _full_axes(key: LetterShape) -> dict[Letter, Index]:
     """Return the labels needed in full: heads only if query heads share key heads."""
-    return WHOLE if key is KEY else whole(*WHOLE.keys() - {H, G})
+    return WHOLE if key is KEY else full_axes(*WHOLE.keys() - {H, G})
 
 
 def _position_dependent(call: RuleCall) -> frozenset[Letter]:
@@ -48,7 +48,7 @@ def attention(call: RuleCall) -> Signature:
     key, value = _key_side(call, 0, 1)
     mask = (_mask_letters(call, 3),) if len(call.operands) == 4 else ()
     return Signature(
-        (QUERY, key, value, *mask), (OUT, LSE), _full_axes(key), keys=frozenset({N}), placed=_position_dependent(call)
+        (QUERY, key, value, *mask), (OUT, LSE), _full_axes(key), keys=frozenset({N}), index_dependent=_position_dependent(call)
     )
 
 
@@ -62,5 +62,5 @@ def attention_backward(call: RuleCall) -> Signature:
         (QUERY, key, value),
         _full_axes(key),
         keys=frozenset({N}),
-        placed=_position_dependent(call),
+        index_dependent=_position_dependent(call),
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.signature import LetterShape, Signature, Window, whole
+from streamfx.ir.signature import LetterShape, Signature, Window, full_axes
 from streamfx.ir.sizes import Size
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 # axis labels: batch, input channels, input rows, output channels, output rows, taps, channels of a group (in, out)
 B, C, S, F, T, K, CG, FG = range(8)
 FIRST_PLACE = 8  # first label of the spatial axes, if the kernel has one tap
-WHOLE = whole(C, F, K, CG, FG)
+WHOLE = full_axes(C, F, K, CG, FG)
 
 
 def window_of(arguments: dict[str, Any], taps: Any) -> Window | None:

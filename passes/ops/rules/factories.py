@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.ir.signature import Signature, whole
+from streamfx.ir.signature import Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
 aten = torch.ops.aten
@@ -28,18 +28,18 @@ def constant_like_device_of(call: RuleCall) -> Signature:
     """Return new labels for the result: the operand only provides dtype and device."""
     result = tuple((i,) for i in range(len(call.shape)))
     operand = tuple((len(result) + i,) for i in range(len(call.shapes[0])))
-    return Signature((operand,), (result,), whole(*(letter for dim in operand for letter in dim)))
+    return Signature((operand,), (result,), full_axes(*(letter for dim in operand for letter in dim)))
 
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default)
 def positions(call: RuleCall) -> Signature:
     """Return labels that are needed in full: each element depends on its index, and is computed once."""
     result = tuple((i,) for i in range(len(call.shape)))
-    return Signature((), (result,), whole(*range(len(result))))
+    return Signature((), (result,), full_axes(*range(len(result))))
 
 
 @rule(aten.tril.default, aten.triu.default)
 def triangle(call: RuleCall) -> Signature:
     """Keep elements by index; the copy in a loop body shifts the diagonal by the chunk's first row."""
     letters = tuple((i,) for i in range(len(call.shape)))
-    return Signature((letters,), (letters,), placed=frozenset(range(len(letters))[-2:]))
+    return Signature((letters,), (letters,), index_dependent=frozenset(range(len(letters))[-2:]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamfx.ir.signature import Signature, whole
+from streamfx.ir.signature import Signature, full_axes
 from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.passes.ops.rules.registry import RuleCall, rule, signatures
 
@@ -13,4 +13,4 @@ signatures({GROUPED_MM: "s k, e! k n, s -> s n"})
 def grouped_outer(call: RuleCall) -> Signature:
     """Map x [s, k], y [s, n] and groups [s] to one product per group [e, k, n], summed over rows."""
     s, k, n, e = range(4)
-    return Signature((((s,), (k,)), ((s,), (n,)), ((s,),)), (((e,), (k,), (n,)),), index=whole(e))
+    return Signature((((s,), (k,)), ((s,), (n,)), ((s,),)), (((e,), (k,), (n,)),), index=full_axes(e))

@@ -7,7 +7,7 @@ import math
 import torch
 
 from streamfx.ir.ranges import is_exact_in
-from streamfx.ir.signature import LetterShape, Signature, whole
+from streamfx.ir.signature import LetterShape, Signature, full_axes
 from streamfx.node_meta import EACH_ONCE, VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
@@ -24,7 +24,7 @@ def embedding(call: RuleCall) -> Signature:
     rank = len(call.shapes[1])
     index = tuple((i,) for i in range(rank))
     vocabulary, width = (rank,), (rank + 1,)
-    return Signature(((vocabulary, width), index), ((*index, width),), index=whole(*vocabulary))
+    return Signature(((vocabulary, width), index), ((*index, width),), index=full_axes(*vocabulary))
 
 
 @rule(aten.embedding_dense_backward.default)
@@ -35,7 +35,7 @@ def embedding_dense_backward(call: RuleCall) -> Signature | None:
     rank = len(call.shapes[1])
     index = tuple((i,) for i in range(rank))
     vocabulary, width = (rank,), (rank + 1,)
-    return Signature(((*index, width), index), ((vocabulary, width),), index=whole(*vocabulary))
+    return Signature(((*index, width), index), ((vocabulary, width),), index=full_axes(*vocabulary))
 
 
 @rule(aten.bucketize.Tensor)
@@ -43,7 +43,7 @@ def bucketize(call: RuleCall) -> Signature:
     """Compare each number with all boundaries, which are needed in full."""
     rank = len(call.shape)
     numbers = tuple((i,) for i in range(rank))
-    return Signature((numbers, ((rank,),)), (numbers,), index=whole(rank))
+    return Signature((numbers, ((rank,),)), (numbers,), index=full_axes(rank))
 
 
 @rule(aten.gather.default)
@@ -58,7 +58,7 @@ def gather(call: RuleCall) -> Signature | None:
         return None
     letters = tuple((i,) for i in range(rank))
     indexed = (*letters[:dim], (rank,), *letters[dim + 1 :])
-    return Signature((indexed, letters), (letters,), index=whole(rank))
+    return Signature((indexed, letters), (letters,), index=full_axes(rank))
 
 
 @rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two)
@@ -77,7 +77,7 @@ def scatter(call: RuleCall) -> Signature | None:
     letters = tuple((i,) for i in range(rank))
     index = (*letters[:dim], (rank,), *letters[dim + 1 :])
     positions = () if EACH_ONCE in call.node.meta else (rank,)
-    return Signature((letters, *(index,) * (len(call.operands) - 1)), (letters,), index=whole(dim, *positions))
+    return Signature((letters, *(index,) * (len(call.operands) - 1)), (letters,), index=full_axes(dim, *positions))
 
 
 @rule(aten.index_select.default)
@@ -91,7 +91,7 @@ def index_select(call: RuleCall) -> Signature | None:
     selected = (rank,)
     result = (*letters[:dim], selected, *letters[dim + 1 :])
     index = (selected,) if call.shapes[1] else ()
-    return Signature((letters, index), (result,), index=whole(dim))
+    return Signature((letters, index), (result,), index=full_axes(dim))
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -101,7 +101,7 @@ def index(call: RuleCall) -> Signature | None:
     if labels is None:
         return None
     source, indices, result, indexed = labels
-    return Signature((source, *indices), (result,), whole(*indexed))
+    return Signature((source, *indices), (result,), full_axes(*indexed))
 
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
@@ -117,7 +117,7 @@ def index_put(call: RuleCall) -> Signature | None:
     values = tuple(rows[len(rows) - len(values_shape) + i] if size != 1 else () for i, size in enumerate(values_shape))
     adds_up = call.arguments()["accumulate"] and is_zero(call.operands[0]) and not _is_rounded_count(call)
     positions = frozenset() if adds_up else frozenset(letter for shape in indices for dim in shape for letter in dim)
-    return Signature((target, *indices, values), (target,), whole(*indexed, *positions))
+    return Signature((target, *indices, values), (target,), full_axes(*indexed, *positions))
 
 
 @rule(aten.index_add.default)
@@ -130,7 +130,9 @@ def index_add(call: RuleCall) -> Signature | None:
     target, selected = tuple((i,) for i in range(rank)), (rank,)
     source = (*target[:dim], selected, *target[dim + 1 :])
     adds_up = is_zero(call.operands[0]) and not _is_rounded_count(call)
-    return Signature((target, (selected,) if call.shapes[1] else (), source), (target,), whole(dim, *([] if adds_up else [rank])))
+    return Signature(
+        (target, (selected,) if call.shapes[1] else (), source), (target,), full_axes(dim, *([] if adds_up else [rank]))
+    )
 
 
 def _is_rounded_count(call: RuleCall) -> bool:

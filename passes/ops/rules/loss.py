@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.ir.signature import LetterDim, LetterShape, Signature, whole
+from streamfx.ir.signature import LetterDim, LetterShape, Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ def nll_loss_forward(call: RuleCall) -> Signature | None:
     scores, labels, v = _score_letters(len(call.shapes[0]))
     weight = ((v,),) * (len(call.operands) - 2)
     rows = [letter for dim in labels for letter in dim] if reduction == MEAN else []
-    return Signature((scores, labels, *weight), (labels if reduction == NONE else (), ()), whole(*v, *rows))
+    return Signature((scores, labels, *weight), (labels if reduction == NONE else (), ()), full_axes(*v, *rows))
 
 
 @rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
@@ -32,7 +32,7 @@ def nll_loss_backward(call: RuleCall) -> Signature | None:
     scores, labels, v = _score_letters(len(call.shapes[1]))
     gradient = labels if call.shapes[0] else ()
     weight = ((v,),) * (len(call.operands) - 4)
-    return Signature((gradient, scores, labels, *weight, ()), (scores,), whole(*v))
+    return Signature((gradient, scores, labels, *weight, ()), (scores,), full_axes(*v))
 
 
 def _score_letters(rank: int) -> tuple[LetterShape, LetterShape, LetterDim]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.ir.signature import Signature, whole
+from streamfx.ir.signature import Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, rule, signatures
 
 aten = torch.ops.aten
@@ -31,8 +31,8 @@ def solve_triangular(call: RuleCall) -> Signature | None:
     letters = tuple((i,) for i in range(rank))
     matrix, other = ((*letters[:-2], (rank,), (rank + 1,)), letters)
     if not call.arguments()["left"]:
-        return Signature((matrix, other), (letters,), index=whole(rank - 1, rank, rank + 1))
-    return Signature((matrix, other), (letters,), index=whole(rank - 2, rank, rank + 1))
+        return Signature((matrix, other), (letters,), index=full_axes(rank - 1, rank, rank + 1))
+    return Signature((matrix, other), (letters,), index=full_axes(rank - 2, rank, rank + 1))
 
 
 @rule(aten.addmm.default, aten.baddbmm.default)
@@ -49,4 +49,4 @@ def add_product(call: RuleCall) -> Signature | None:
     result = (*batch, m, n)
     skipped = rank - len(call.shapes[0])
     bias = tuple(result[skipped + i] if size != 1 else () for i, size in enumerate(call.shapes[0]))
-    return Signature((bias, (*batch, m, k), (*batch, k, n)), (result,), index=whole(*k))
+    return Signature((bias, (*batch, m, k), (*batch, k, n)), (result,), index=full_axes(*k))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamfx.cost.flops import PACKED
-from streamfx.ir.signature import Signature, whole
+from streamfx.ir.signature import Signature, full_axes
 from streamfx.passes.ops.rules.registry import NAMED, RuleCall
 
 
@@ -23,7 +23,7 @@ def packed_product(call: RuleCall) -> Signature | None:
     return Signature(
         operands=((*rows, (contracted,)), *other_operands),
         results=((*rows, (out,)),),
-        index=whole(*range(leading, next_label)),
+        index=full_axes(*range(leading, next_label)),
     )
 
 

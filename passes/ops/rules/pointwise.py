@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.ir.signature import Signature, Window, whole
+from streamfx.ir.signature import Signature, Window, full_axes
 from streamfx.node_meta import COLLECTED, OWN_AXES
 from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
 
@@ -70,7 +70,7 @@ def _materialized(call: RuleCall) -> Signature:
     result = tuple((rank + i,) if dim and i in sources else dim for i, dim in enumerate(operand))
     axes = {rank + i: call.axis_of(*source) for i, source in sources.items() if source is not None}
     letters = (letter for i in sources for letter in (i, rank + i))
-    return Signature((operand,), (result,), whole(*letters), atoms={i: dim for i, dim in axes.items() if dim is not None})
+    return Signature((operand,), (result,), full_axes(*letters), atoms={i: dim for i, dim in axes.items() if dim is not None})
 
 
 @rule(aten.log_sigmoid_forward.default)
@@ -84,7 +84,7 @@ def view_as_complex(call: RuleCall) -> Signature:
     """Drop the last dimension, of real and imaginary parts, which is needed in full."""
     kept = tuple((letter,) for letter in range(len(call.shape)))
     pair = len(call.shape)
-    return Signature(((*kept, (pair,)),), (kept,), index=whole(pair))
+    return Signature(((*kept, (pair,)),), (kept,), index=full_axes(pair))
 
 
 @rule(aten.view_as_real.default)
@@ -92,4 +92,4 @@ def view_as_real(call: RuleCall) -> Signature:
     """Add a last dimension of real and imaginary parts, which is produced in full."""
     kept = tuple((letter,) for letter in range(len(call.shape) - 1))
     pair = len(kept)
-    return Signature((kept,), ((*kept, (pair,)),), index=whole(pair))
+    return Signature((kept,), ((*kept, (pair,)),), index=full_axes(pair))

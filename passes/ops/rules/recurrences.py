@@ -4,7 +4,7 @@ sequence.
 
 from __future__ import annotations
 
-from streamfx.ir.signature import RunningSum, Signature, whole
+from streamfx.ir.signature import RunningSum, Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 from streamfx.runtime.associative import Associative, AssociativeBackward
 from streamfx.runtime.chunked_recurrences import Recurrence, UnrolledRecurrence
@@ -20,4 +20,4 @@ def recurrence(call: RuleCall) -> Signature:
     run: Recurrence = call.node.target  # type: ignore[assignment]
     axes = run.axes
     letters = Signature(axes.operands, axes.results).letters()
-    return Signature(axes.operands, axes.results, {**whole(*letters), axes.rows: RunningSum(run.reverse)})
+    return Signature(axes.operands, axes.results, {**full_axes(*letters), axes.rows: RunningSum(run.reverse)})

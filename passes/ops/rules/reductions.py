@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.signature import Signature, whole
+from streamfx.ir.signature import Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ def reduction(call: RuleCall, summable: bool, combine: str = "sum") -> Signature
     letters = tuple((i,) for i in range(rank))
     keep = call.arguments().get("keepdim", False)
     result = tuple(() if i in reduced else letters[i] for i in range(rank) if keep or i not in reduced)
-    return Signature((letters,), (result,) * len(call.result_shapes), {} if summable else whole(*reduced), combine=combine)
+    return Signature((letters,), (result,) * len(call.result_shapes), {} if summable else full_axes(*reduced), combine=combine)
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
@@ -80,14 +80,14 @@ def needs_all_rows(call: RuleCall) -> Signature:
 def softmax(call: RuleCall) -> Signature:
     """Each row is normalized along one dimension, which is needed in full."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
-    return replace(broadcast(call), index=whole(dim))
+    return replace(broadcast(call), index=full_axes(dim))
 
 
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def softmax_backward(call: RuleCall) -> Signature:
     """Each row's gradient is computed along one dimension, which is needed in full."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
-    return replace(broadcast(call), index=whole(dim))
+    return replace(broadcast(call), index=full_axes(dim))
 
 
 @rule(
@@ -101,7 +101,7 @@ def softmax_backward(call: RuleCall) -> Signature:
 def along_one_dimension(call: RuleCall) -> Signature:
     """Return the signature of operators whose rows depend on all others along one dimension, which is needed in full."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
-    return replace(broadcast(call), index=whole(dim))
+    return replace(broadcast(call), index=full_axes(dim))
 
 
 @rule(aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)
@@ -111,7 +111,7 @@ def transforms(call: RuleCall) -> Signature:
     dims = {dim % rank for dim in call.arguments()["dim"]}
     operand = tuple((dim,) for dim in range(rank))
     result = tuple((rank + dim if dim in dims else dim,) for dim in range(rank))
-    return Signature((operand,), (result,), whole(*dims, *(rank + dim for dim in dims)))
+    return Signature((operand,), (result,), full_axes(*dims, *(rank + dim for dim in dims)))
 
 
 @rule(aten.topk.default, aten.kthvalue.default)
@@ -122,7 +122,7 @@ def topk(call: RuleCall) -> Signature:
     letters = tuple((i,) for i in range(rank))
     sized_dim = () if len(call.shape) < rank else ((rank,),)
     result = (*letters[:dim], *sized_dim, *letters[dim + 1 :])
-    return Signature((letters,), (result,) * len(call.result_shapes), index=whole(dim, *([rank] if sized_dim else [])))
+    return Signature((letters,), (result,) * len(call.result_shapes), index=full_axes(dim, *([rank] if sized_dim else [])))
 
 
 @rule(aten.native_layer_norm.default)
@@ -133,7 +133,7 @@ def layer_norm(call: RuleCall) -> Signature:
     letters = tuple((i,) for i in range(rank))
     affine = (letters[inner:],) * (len(call.operands) - 1)
     statistics = (*letters[:inner], *((),) * (rank - inner))
-    return Signature((letters, *affine), (letters, statistics, statistics), index=whole(*range(inner, rank)))
+    return Signature((letters, *affine), (letters, statistics, statistics), index=full_axes(*range(inner, rank)))
 
 
 @rule(aten.native_layer_norm_backward.default)
@@ -148,7 +148,7 @@ def layer_norm_backward(call: RuleCall) -> Signature:
     shapes = (letters, letters[inner:], letters[inner:])
     results = tuple(dims if shape else () for dims, shape in zip(shapes, call.result_shapes, strict=True))
     operands = (letters, letters, statistics, statistics, *affine)
-    return Signature(operands, results, index=whole(*range(inner, rank)))
+    return Signature(operands, results, index=full_axes(*range(inner, rank)))
 
 
 @rule(aten._fused_rms_norm.default)
@@ -159,7 +159,7 @@ def rms_norm(call: RuleCall) -> Signature:
     letters = tuple((i,) for i in range(rank))
     statistics = (*letters[:inner], *((),) * (rank - inner))
     affine = (letters[inner:],) * (len(call.operands) - 1)
-    return Signature((letters, *affine), (letters, statistics), index=whole(*range(inner, rank)))
+    return Signature((letters, *affine), (letters, statistics), index=full_axes(*range(inner, rank)))
 
 
 @rule(aten._fused_rms_norm_backward.default)
@@ -171,7 +171,7 @@ def rms_norm_backward(call: RuleCall) -> Signature:
     statistics = (*letters[:inner], *((),) * (rank - inner))
     affine = (letters[inner:],) * (len(call.operands) - 3)
     results = (letters, letters[inner:])[: len(call.result_shapes)]
-    return Signature((letters, letters, statistics, *affine), results, index=whole(*range(inner, rank)))
+    return Signature((letters, letters, statistics, *affine), results, index=full_axes(*range(inner, rank)))
 
 
 @rule(aten.histc.default)
@@ -181,4 +181,4 @@ def histogram(call: RuleCall) -> Signature | None:
     if not arguments["min"] < arguments["max"]:
         return None
     rank = len(call.shapes[0])
-    return Signature((tuple((i,) for i in range(rank)),), (((rank,),),), index=whole(rank))
+    return Signature((tuple((i,) for i in range(rank)),), (((rank,),),), index=full_axes(rank))

@@ -4,7 +4,7 @@ alone.
 
 from __future__ import annotations
 
-from streamfx.ir.signature import Signature, whole
+from streamfx.ir.signature import Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
@@ -13,14 +13,14 @@ from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 def relative_shift(call: RuleCall) -> Signature:
     """Any slice of rows and columns of the result can be computed alone, from all columns of those rows."""
     source, shifted, dim, last = _letters(call)
-    return Signature((source,), (shifted,), index=whole(last), placed=frozenset({dim, dim + 1}))
+    return Signature((source,), (shifted,), index=full_axes(last), index_dependent=frozenset({dim, dim + 1}))
 
 
 @rule(RELATIVE_SHIFT_BACKWARD)
 def relative_shift_backward(call: RuleCall) -> Signature:
     """Gradients of the shifted columns are summed into the columns of the operand."""
     source, shifted, dim, last = _letters(call)
-    return Signature((shifted,), (source,), index=whole(last), placed=frozenset({dim, dim + 1}))
+    return Signature((shifted,), (source,), index=full_axes(last), index_dependent=frozenset({dim, dim + 1}))
 
 
 def _letters(call: RuleCall) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.signature import RunningSum, Signature, whole
+from streamfx.ir.signature import RunningSum, Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
 from streamfx.runtime import chunked_scans
 
@@ -25,4 +25,4 @@ REVERSE: dict[Any, str] = {getattr(own, f"reverse_{kind}").default: kind for kin
 def scan(call: RuleCall) -> Signature:
     """The scanned dimension is needed in full, unless it is the sequence and the loop runs in the scan's direction."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
-    return replace(broadcast(call), index={dim: RunningSum(call.node.target in REVERSE)} if call.shape else whole(dim))
+    return replace(broadcast(call), index={dim: RunningSum(call.node.target in REVERSE)} if call.shape else full_axes(dim))

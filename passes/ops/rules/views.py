@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from streamfx.ir.axis_table import Atom, Dim
-from streamfx.ir.joint import bound_arguments, is_size, node_argument, number_of, shape_of_node
-from streamfx.ir.signature import ConcatAxes, Index, Letter, LetterDim, LetterShape, Signature, SingleRow, Tile, Window, whole
+from streamfx.ir.joint import bound_arguments, is_size, node_argument, scalar_argument, shape_of_node
+from streamfx.ir.signature import ConcatAxes, Index, Letter, LetterDim, LetterShape, Signature, SingleRow, Tile, Window, full_axes
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.rules.registry import RuleCall, rule
@@ -52,7 +52,7 @@ def view(call: RuleCall) -> Signature | None:
             atoms[letter] = (atom,)
         if not is_same:
             tile, rows = (new_labels, old_labels) if old_count == 1 else (old_labels, new_labels)
-            index |= {**whole(*old_labels, *new_labels), tile[0]: Tile(rows[0])}
+            index |= {**full_axes(*old_labels, *new_labels), tile[0]: Tile(rows[0])}
         operand, result, old, new = operand + old_labels, result + new_labels, old[old_count:], new[new_count:]
     letters = (_grouped(operand, before),), (_grouped(result, groups),)
     return Signature(*letters, index, atoms=atoms)
@@ -82,7 +82,7 @@ def view_of_bits(call: RuleCall) -> Signature | None:
     if not operand:
         return None
     last = len(operand)
-    return Signature((operand,), ((*result[:-1], (last,)),), index=whole(last - 1, last))
+    return Signature((operand,), ((*result[:-1], (last,)),), index=full_axes(last - 1, last))
 
 
 @rule(aten.unsqueeze.default)
@@ -175,7 +175,7 @@ def _diagonal(call: RuleCall, rank: int) -> tuple[tuple[LetterShape], tuple[Lett
     """Return the labels of a value with two dimensions, and of their diagonal."""
     letters, dims = _own_letters(rank), {call.arguments()[name] % rank for name in ("dim1", "dim2")}
     remaining = tuple(letter for dim, letter in enumerate(letters) if dim not in dims)
-    return (letters,), ((*remaining, (rank,)),), whole(*dims, rank)
+    return (letters,), ((*remaining, (rank,)),), full_axes(*dims, rank)
 
 
 def _from_start(index: Any, length: Size) -> Any:
@@ -190,7 +190,7 @@ def _selected_row(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
         other for other in node.graph.find_nodes(op="call_function", target=node.target) if _differs_only_in_row(other, node)
     )
     is_many = isinstance(row, fx.Node) or len(list(islice(similar_nodes, FEW + 1))) > FEW
-    return whole(dim) if is_many else {dim: SingleRow(row)}
+    return full_axes(dim) if is_many else {dim: SingleRow(row)}
 
 
 def _differs_only_in_row(first: fx.Node, second: fx.Node) -> bool:
@@ -211,7 +211,7 @@ def _new_axis_along(call: RuleCall, dim: int, rank: int, results: int = 1) -> Si
     """Give both sides their own axis along `dim`, needed in full; all other axes are kept."""
     operand = _own_letters(rank)
     result = (*operand[:dim], (rank,), *operand[dim + 1 :])
-    return Signature((operand,) * len(call.operands), (result,) * results, index=whole(dim, rank))
+    return Signature((operand,) * len(call.operands), (result,) * results, index=full_axes(dim, rank))
 
 
 def first_row(start: Any, length: Any) -> Size | None:
@@ -275,7 +275,7 @@ def slice_backward(call: RuleCall) -> Signature | None:
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(call: RuleCall) -> Signature:
     """Shift the axis that is padded; if two axes are padded at once, both are needed in full."""
-    rank, pad = len(call.shape), [number_of(size) for size in call.arguments()["pad"]]
+    rank, pad = len(call.shape), [scalar_argument(size) for size in call.arguments()["pad"]]
     padded = {rank - 1 - i // 2 for i in range(len(pad)) if pad[i] != 0}
     operand = _own_letters(rank)
     result = tuple((rank + i,) if i in padded else operand[i] for i in range(rank))
@@ -283,7 +283,7 @@ def constant_pad_nd(call: RuleCall) -> Signature:
         (dim,) = padded
         before = pad[2 * (rank - 1 - dim)]
         return Signature((operand,), (result,), {rank + dim: Window(dim, -before)})
-    return Signature((operand,), (result,), whole(*padded, *(rank + dim for dim in padded)))
+    return Signature((operand,), (result,), full_axes(*padded, *(rank + dim for dim in padded)))
 
 
 @rule(*CUTS)
@@ -294,10 +294,10 @@ def split(call: RuleCall) -> Signature:
     operand = _own_letters(rank)
     if call.node.target is aten.unbind.int:
         kept = operand[:dim] + operand[dim + 1 :]
-        return Signature((operand,), (kept,) * len(call.result_shapes), index=whole(dim))
+        return Signature((operand,), (kept,) * len(call.result_shapes), index=full_axes(dim))
     pieces = range(rank, rank + len(call.result_shapes))
     results = tuple((*operand[:dim], (piece,), *operand[dim + 1 :]) for piece in pieces)
-    return Signature((operand,), results, index=whole(dim, *pieces))
+    return Signature((operand,), results, index=full_axes(dim, *pieces))
 
 
 @rule(aten.cat.default, aten.stack.default)
@@ -307,13 +307,13 @@ def cat(call: RuleCall) -> Signature:
     dim = call.arguments()["dim"] % rank
     result = _own_letters(rank)
     if call.node.target is aten.stack.default:
-        return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), index=whole(dim))
+        return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), index=full_axes(dim))
     operand_labels = range(rank, rank + len(call.shapes))
     pairs = list(zip(operand_labels, call.shapes, strict=True))
     operands = tuple(
         (*result[:dim], (label,), *result[dim + 1 :]) if len(shape) == rank else ((label,),) for label, shape in pairs
     )
-    index: dict[Letter, Index] = whole(dim, *operand_labels)
+    index: dict[Letter, Index] = full_axes(dim, *operand_labels)
     if all(len(shape) == rank for shape in call.shapes):
         lengths = [shape[dim] for shape in call.shapes]
         index[dim] = ConcatAxes(tuple(zip(operand_labels, accumulate(lengths[:-1], initial=0), strict=True)))
@@ -341,7 +341,7 @@ def select_scatter(call: RuleCall) -> Signature:
     """Overwrite one row."""
     letters = _own_letters(len(call.shape))
     dim = call.arguments()["dim"] % len(letters)
-    return Signature((letters, letters[:dim] + letters[dim + 1 :]), (letters,), index=whole(dim))
+    return Signature((letters, letters[:dim] + letters[dim + 1 :]), (letters,), index=full_axes(dim))
 
 
 @rule(aten.slice_scatter.default)
@@ -351,7 +351,7 @@ def slice_scatter(call: RuleCall) -> Signature:
     dim = call.arguments()["dim"] % rank
     letters = _own_letters(rank)
     written = (*letters[:dim], (rank,), *letters[dim + 1 :])
-    return Signature((letters, written), (letters,), index=whole(dim, rank))
+    return Signature((letters, written), (letters,), index=full_axes(dim, rank))
 
 
 @rule(aten.flip.default, aten.roll.default)
@@ -362,4 +362,4 @@ def reorder(call: RuleCall) -> Signature:
     moved = {dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else (dims,))} or set(range(rank))
     operand = _own_letters(rank)
     result = tuple((rank + i,) if i in moved else operand[i] for i in range(rank))
-    return Signature((operand,), (result,), whole(*moved, *(rank + i for i in moved)))
+    return Signature((operand,), (result,), full_axes(*moved, *(rank + i for i in moved)))

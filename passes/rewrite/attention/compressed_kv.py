@@ -21,7 +21,7 @@ from torch import fx
 
 from streamfx.ir.axis_table import Dim
 from streamfx.ir.facts import AxisFacts, Facts
-from streamfx.ir.joint import JointGraph, is_tensor, joint_graph, linked, tensor_operands
+from streamfx.ir.joint import JointGraph, connected_components, is_tensor, joint_graph, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature, Tile, Window
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import COLLECTED
@@ -67,8 +67,8 @@ def _match_axes(node: fx.Node, axes: AxisFacts) -> BlockAxes | None:
     atoms = {letter: axes.sequence_atom(dim) for letter, dim in axes.letters[node].items()}
     rows = frozenset(letter for letter, atom in atoms.items() if atom is not None and atom not in sequence.blocks)
     blocks = frozenset(letter for letter, atom in atoms.items() if atom in sequence.blocks)
-    related = ({letter, index.of} for letter, index in signature.index.items() if isinstance(index, (Tile, Window)))
-    if not rows or not blocks or signature.joined is not None or any(labels & rows and labels & blocks for labels in related):
+    related = ({letter, index.source} for letter, index in signature.index.items() if isinstance(index, (Tile, Window)))
+    if not rows or not blocks or signature.concat is not None or any(labels & rows and labels & blocks for labels in related):
         return None
     return BlockAxes(rows, blocks)
 
@@ -81,7 +81,7 @@ def _group_by_links(pairs: Mapping[fx.Node, BlockAxes], axes: AxisFacts) -> list
             labels = {letter for dim in letters for letter in dim}
             if labels & pair.rows and labels & pair.blocks and producer_of(source) in pairs:
                 links.append((producer_of(source), node))
-    return linked(pairs, links)
+    return connected_components(pairs, links)
 
 
 def _blocks_are_keys(group: Iterable[fx.Node], pairs: Mapping[fx.Node, BlockAxes], joint: JointGraph, axes: AxisFacts) -> bool:
@@ -89,14 +89,14 @@ def _blocks_are_keys(group: Iterable[fx.Node], pairs: Mapping[fx.Node, BlockAxes
     votes = 0
     for node in group:
         signature = axes.signatures[node]
-        for letters, weight in ((signature.keys, 1000), (signature.whole, 100), (_contracted(node, signature, joint), 1)):
+        for letters, weight in ((signature.keys, 1000), (signature.full_letters, 100), (_contracted(node, signature, joint), 1)):
             votes += weight * (bool(letters & pairs[node].blocks) - bool(letters & pairs[node].rows))
     return votes >= 0
 
 
 def _contracted(node: fx.Node, signature: Signature, joint: JointGraph) -> frozenset[Letter]:
     """Return the labels that a forward operator contracts; none for backward operators."""
-    return frozenset(signature.contracted()) if node in joint.forward else frozenset()
+    return frozenset(signature.contracted_letters()) if node in joint.forward else frozenset()
 
 
 class _Collector:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import shape_of_node
-from streamfx.ir.writer import GraphWriter, held_size
+from streamfx.ir.writer import GraphWriter, find_size_input
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.node_meta import GRAPH, VALUE
 from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, sum_over_scores, vectorize_graph
@@ -97,7 +97,7 @@ class _FlexCall:
         """Return a size as an argument: an integer, or the node that holds it."""
         if isinstance(size, int):
             return size
-        held = held_size(size, self.node.graph)
+        held = find_size_input(size, self.node.graph)
         if held is None:
             raise NotElementwiseError("a size that is no input")
         return held

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import drop_unused, node_argument, shape_of_node
+from streamfx.ir.joint import erase_unused, node_argument, shape_of_node
 from streamfx.ir.sizes import Size, product, size_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
@@ -87,7 +87,7 @@ def heads_in_groups(graph: fx.Graph) -> None:
         if (count := _group_count(exchanged)) > 1:
             _rewrite(exchanged, count, GraphWriter(graph))
     if matches:
-        drop_unused(graph)
+        erase_unused(graph)
 
 
 # -- matching

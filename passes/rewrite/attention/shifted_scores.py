@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, int_argument, is_size, node_argument, shape_of_node
-from streamfx.ir.sizes import Size, is_never_less, product, size_of
+from streamfx.ir.sizes import Size, is_at_least, product, size_of
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
@@ -38,7 +38,7 @@ def first_rows_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return None
     dim, (count,) = arguments["dim"] % len(shape), shape_of_node(index)
     ends = (0, size_arguments(index, writer)[0])
-    if not is_never_less(shape[dim], count):
+    if not is_at_least(shape[dim], count):
         return None
     if node.target is aten.index_select.default:
         return writer.call(aten.slice.Tensor, base, dim, *ends)

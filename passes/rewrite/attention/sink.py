@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, shape_of_node
-from streamfx.ir.ranges import INFINITY, SWAMPED_BY, SWAMPED_BY_HALF
+from streamfx.ir.ranges import INFINITY, VISIBLE_SCORE, VISIBLE_SCORE_HALF
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
@@ -50,7 +50,7 @@ def attention_with_a_sink(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
 
 def _has_ordinary_range(sink: fx.Node) -> bool:
     """Return whether the sink's range guarantees that masked scores vanish relative to it."""
-    lower_bound = SWAMPED_BY_HALF if sink.meta[VALUE].dtype == torch.float16 else SWAMPED_BY
+    lower_bound = VISIBLE_SCORE_HALF if sink.meta[VALUE].dtype == torch.float16 else VISIBLE_SCORE
     value_range = ValueRanges().of(sink)
     return lower_bound <= value_range.low and value_range.high < INFINITY  # if the sink is NaN, so is the result
 

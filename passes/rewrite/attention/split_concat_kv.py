@@ -25,8 +25,8 @@ from torch import fx
 
 from streamfx.ir.axis_table import Atom, Dim
 from streamfx.ir.facts import AxisFacts, Facts
-from streamfx.ir.joint import JointGraph, bound_arguments, drop_unused, joint_graph, tensor_operands, trained_sources
-from streamfx.ir.ranges import COUNTED
+from streamfx.ir.joint import JointGraph, bound_arguments, erase_unused, joint_graph, tensor_operands, trained_sources
+from streamfx.ir.ranges import MAX_NEXT_TO_COUNT
 from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
@@ -80,7 +80,7 @@ class JoinedKeys:
             changes = [visible_slices.write(node, slices) for node, slices in sliceable]
         if not any(changes):
             return facts
-        drop_unused(joint.graph)
+        erase_unused(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)), found_axes=None)
 
 
@@ -116,7 +116,7 @@ class _VisibleSlices:
         mask = bound_arguments(node)["attn_mask"]
         masks = (None,) * len(slices.lengths) if mask is None else slices.of(mask)
         shows_own = [item is None or self._shows_own_keys(item, node) for item in masks]
-        if not any(shows_own) and (mask is None or self._bound(mask) > COUNTED):
+        if not any(shows_own) and (mask is None or self._bound(mask) > MAX_NEXT_TO_COUNT):
             return False
         EMITTERS[node.target](node, slices, shows_own)
         return True
@@ -161,7 +161,7 @@ def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, 
     """Return the slices of each axis along which rows of the sequence and blocks of rows are concatenated."""
     writer, slices_by_axis = GraphWriter(joint.graph), dict[Atom | None, ConcatSlices]()
     for node in axes.signatures:
-        concat = axes.signatures[node].joined if node.target is aten.cat.default else None
+        concat = axes.signatures[node].concat if node.target is aten.cat.default else None
         if concat is not None:
             letter, index = concat
             dims = [

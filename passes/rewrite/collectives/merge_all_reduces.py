@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import is_alike, joint_graph, node_argument, shape_of_node
+from streamfx.ir.joint import has_same_type, joint_graph, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.ops.collectives import ELEMENTWISE, LINEAR_REDUCTIONS, WAIT, is_all_reduce, is_reduced_over_ranks
 from streamfx.passes.rewrite.pattern import equation
@@ -76,5 +76,5 @@ def _may_be_merged(*operands: fx.Node) -> bool:
     if len(operands) != 2 or any(len(part.users) != 1 for part in operands):
         return False
     left, right = operands
-    is_same = left.args[1:] == right.args[1:] and is_alike(left, right) and shape_of_node(left) == shape_of_node(right)
+    is_same = left.args[1:] == right.args[1:] and has_same_type(left, right) and shape_of_node(left) == shape_of_node(right)
     return is_same and left.args[1] in LINEAR_REDUCTIONS

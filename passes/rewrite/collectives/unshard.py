@@ -25,7 +25,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import (
     JointGraph,
     bound_arguments,
-    drop_unused,
+    erase_unused,
     is_assertion,
     is_tensor,
     joint_graph,
@@ -61,10 +61,10 @@ class Unshard:
         graph, joint = facts.joint.graph, facts.joint
         if not has_collectives(graph):
             return facts
-        drop_unused(graph)
+        erase_unused(graph)
         gathers = remove_gathers(joint)
         reductions = remove_reductions(joint)
-        drop_unused(graph)
+        erase_unused(graph)
         joint = joint_graph(graph, len(joint.primals), len(joint.outputs))
         return replace(facts, joint=joint, collectives=Collectives(gathers, reductions))
 
@@ -226,7 +226,7 @@ def _merge_reductions(gradient: fx.Node, primal: fx.Node) -> fx.Node:
     if structure(first.graph) != structure(second.graph) or not all(map(_is_linear, first.nodes)):
         return gradient
     total = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, source, second_source)
-    reduced_sum = first.written(total, lambda node: gradient)[first.end]
+    reduced_sum = first.insert_into(total, lambda node: gradient)[first.end]
     gradient.replace_all_uses_with(reduced_sum)
     gradient.graph.erase_node(gradient)
     return reduced_sum

@@ -19,7 +19,7 @@ from torch import fx
 
 from streamfx.ir import sizes
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
-from streamfx.ir.ranges import LONGEST, is_exact_in
+from streamfx.ir.ranges import MAX_ROWS, is_exact_in
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
@@ -153,7 +153,7 @@ def _holds_counts(dtype: torch.dtype, counted: tuple[Size, ...]) -> bool:
     largest_count = sizes.product(counted)
     if isinstance(largest_count, int):
         return is_exact_in(dtype, 0, largest_count)
-    return is_exact_in(dtype, 0, 2**24 if dtype.is_floating_point else LONGEST)
+    return is_exact_in(dtype, 0, 2**24 if dtype.is_floating_point else MAX_ROWS)
 
 
 def _counted_numbers(orders: Permutations, ends: fx.Node, count: Any, keys: fx.Node) -> fx.Node | None:

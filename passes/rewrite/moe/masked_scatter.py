@@ -7,7 +7,7 @@ import math
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_alike, is_tensor, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, has_same_type, is_tensor, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.rewrite.pattern import equation
@@ -46,7 +46,7 @@ def number_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return None
     mask, shape = indices[0], shape_of_node(x)
     rows = shape_of_node(mask)
-    if mask.meta[VALUE].dtype != torch.bool or not rows or shape[: len(rows)] != rows or not is_alike(number, x):
+    if mask.meta[VALUE].dtype != torch.bool or not rows or shape[: len(rows)] != rows or not has_same_type(number, x):
         return None
     for dim in range(len(rows), len(shape)):
         mask = writer.call(aten.unsqueeze.default, mask, dim)

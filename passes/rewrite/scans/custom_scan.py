@@ -131,7 +131,9 @@ def _calls_sharing_operands(call: ScanCall, declared: Stateful, index: int) -> I
 def _is_backward_of(declared: Stateful, backward: ScanCall, call: ScanCall) -> bool:
     """Return whether a backward has the operands of a call, and reads the results that this call saved."""
     shared_arguments = {
-        name: value for name, value in backward.arguments.items() if name in declared.takes and name not in declared.counts
+        name: value
+        for name, value in backward.arguments.items()
+        if name in declared.argument_names and name not in declared.counts
     }
     has_equal_operands = all(_are_equal_arguments(value, call.arguments[name]) for name, value in shared_arguments.items())
     saved = {name: call.users_by_result.get(number, ()) for name, number in declared.saved.items()}
@@ -140,7 +142,7 @@ def _is_backward_of(declared: Stateful, backward: ScanCall, call: ScanCall) -> b
 
 def _check_names(declared: Stateful, call: ScanCall, backward: bool = False) -> None:
     """Check the argument names: a package's operator may change between versions."""
-    expected = declared.backward_takes if backward else declared.takes
+    expected = declared.backward_argument_names if backward else declared.argument_names
     if tuple(call.arguments) != expected:
         raise NotStatefulError(f"other arguments than {', '.join(expected)}")
 
@@ -161,7 +163,7 @@ def emit_recurrences(
     If one of them cannot be replaced, raise an error before anything is written.
     """
     _check_saved(declared, call, backwards)
-    computed_results = [number for number in sorted(call.users_by_result) if number not in declared.remade.values()]
+    computed_results = [number for number in sorted(call.users_by_result) if number not in declared.recomputed_per_chunk.values()]
     plan, results = writer.value(forward_plan, declared, call.values, computed_results)
     _check_results(call, results, computed_results)
     backward_plans = [(backward, _backward_plan(declared, plan, call, backward, results, writer)) for backward in backwards]
@@ -184,8 +186,8 @@ def _backward_plan(
     writer: GraphWriter,
 ) -> StatefulPlan:
     """Return the plan of a backward, which also takes the call's operands if it recomputes values that the call saved."""
-    backward_values = {name: value for name, value in backward.values.items() if name not in declared.remade}
-    recomputes = any(0 not in shape_of(results_of_call[number]) for number in declared.remade.values())
+    backward_values = {name: value for name, value in backward.values.items() if name not in declared.recomputed_per_chunk}
+    recomputes = any(0 not in shape_of(results_of_call[number]) for number in declared.recomputed_per_chunk.values())
     arguments = {**(call.values if recomputes else {}), **backward_values}
     plan_of_backward, results = writer.value(
         backward_plan, declared, plan, arguments, results_of_call, sorted(backward.users_by_result)
@@ -197,7 +199,7 @@ def _backward_plan(
 def _map_results(call: ScanCall, plan: StatefulPlan, recurrence: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
     """Emit a `getitem` for each result of a recurrence, and map the old results to them."""
     getitem_by_number = {
-        result.number: writer.call(operator.getitem, recurrence, position) for position, result in enumerate(plan.results)
+        result.index: writer.call(operator.getitem, recurrence, position) for position, result in enumerate(plan.results)
     }
     return {
         user: getitem_by_number[number]
@@ -213,7 +215,7 @@ def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCal
     for number, getitems in call.users_by_result.items():
         without_rows = declared.results[number] is None and number not in declared.states.values()
         if without_rows and (
-            number not in declared.remade.values()
+            number not in declared.recomputed_per_chunk.values()
             or {user for part in getitems for user in users_through_aliases(part)} - backward_nodes
         ):
             raise NotStatefulError(SAVED.format(number=number))

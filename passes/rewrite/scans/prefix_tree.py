@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from streamfx.ir.joint import shape_of_node
-from streamfx.ir.recurrence import TreePlan, axes_apart
+from streamfx.ir.recurrence import TreePlan, separate_axes
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE
 from streamfx.passes.rewrite.pattern import equation, results_in_use
@@ -43,7 +43,7 @@ def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
     users_by_backward = [results_in_use(backward) for backward in backwards]
     if users_by_result is None or None in users_by_backward or not isinstance(shape_of_node(call.rows[0])[0], int):
         return None
-    forward = writer.made_as(
+    forward = writer.insert_call(
         _result_values(node, users_by_result), Associative(_plan(call, sorted(users_by_result))), *call.rows, *call.shared
     )
     replacements = _getitems(forward, users_by_result, writer)
@@ -54,7 +54,9 @@ def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
         absent = frozenset(number for number, gradient in enumerate(gradients) if gradient is None)
         plan = _plan(call, sorted(backward_users), present, absent)
         operands = (*present, *call.rows, *call.shared)
-        result = writer.before(backward).made_as(_result_values(backward, backward_users), AssociativeBackward(plan), *operands)
+        result = writer.before(backward).insert_call(
+            _result_values(backward, backward_users), AssociativeBackward(plan), *operands
+        )
         result.meta[FORWARD_OPERATOR] = forward
         replacements |= _getitems(result, backward_users, writer)
     return replacements
@@ -86,7 +88,7 @@ def _plan(
     """Return the plan of a call, or of its backward."""
     operands = [*((shape_of_node(row), 0) for row in call.rows), *((shape_of_node(value), None) for value in call.shared)]
     all_operands = [*((shape_of_node(gradient), 0) for gradient in gradients), *operands]
-    axes = axes_apart(all_operands, [operands[number] for number in results])
+    axes = separate_axes(all_operands, [operands[number] for number in results])
     types = tuple(row.meta[VALUE].dtype for row in call.rows)
     (length, *_), *_ = shapes = [shape_of_node(row) for row in call.rows]
     assert isinstance(length, int)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import descendants, is_tensor, node_argument, shape_of_node
-from streamfx.ir.recurrence import ScanPlan, axes_apart
+from streamfx.ir.recurrence import ScanPlan, separate_axes
 from streamfx.ir.structural_hash import structure
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import GRAPH, VALUE
@@ -253,7 +253,7 @@ def _scan_plan(call: ScanOperator, finals: tuple[int, ...], reverse: bool) -> Sc
     operands = [(shape_of_node(item), at) for items, at in groups for item in items]
     length = shape_of_node(call.rows[0])[0]
     outputs = [((length, *shape), 0) for shape, _ in result_types[carried:]]
-    axes = axes_apart(operands, [*((result_types[number][0], None) for number in finals), *outputs])
+    axes = separate_axes(operands, [*((result_types[number][0], None) for number in finals), *outputs])
     return ScanPlan(
         name, combine, tuple(result_types[:carried]), finals, len(call.rows), tuple(result_types[carried:]), reverse, axes
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_alike, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import fill_of
@@ -110,7 +110,7 @@ def rows_written_into_a_constant(node: fx.Node, writer: GraphWriter) -> fx.Node 
     if value is None or arguments["step"] != 1 or not isinstance(after, int) or after < 0:
         return None
     other_sizes, other_row_sizes = ([*shape[:dim], *shape[dim + 1 :]] for shape in (shape_of_node(node), shape_of_node(rows)))
-    if other_sizes != other_row_sizes or not is_alike(rows, node) or not node.meta[VALUE].is_floating_point():
+    if other_sizes != other_row_sizes or not has_same_type(rows, node) or not node.meta[VALUE].is_floating_point():
         return None
     pad = [0, 0] * (len(shape_of_node(node)) - 1 - dim) + [start, after]
     return writer.call(aten.constant_pad_nd.default, rows, pad, value)

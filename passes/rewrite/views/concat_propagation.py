@@ -109,7 +109,7 @@ class ConcatSlices:
         labels_of_axis = [letter for letter, dim in letters.items() if self.axis in self.axes.table.resolve(dim)]
         return (
             signature is not None
-            and not signature.contracted().intersection(labels_of_axis)
+            and not signature.contracted_letters().intersection(labels_of_axis)
             and not any(map(signature.is_special, labels_of_axis))
         )
 

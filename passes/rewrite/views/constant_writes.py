@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, int_argument, is_alike, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, has_same_type, int_argument, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import fill_of, number_in
@@ -110,7 +110,7 @@ def _chain_of_writes(node: fx.Node, last_base: fx.Node | None = None) -> tuple[f
 def _written_boxes(node: fx.Node) -> list[tuple[Box, float]] | None:
     """Return the boxes that one operator writes, each with its constant; None if it writes anything but constants."""
     target_rows = _rows_of_access(node) if node.target in WRITES else None
-    if target_rows is None or not is_alike(node_argument(node, 1), node):
+    if target_rows is None or not has_same_type(node_argument(node, 1), node):
         return None
     base, rows = node_argument(node), node_argument(node, 1)
     is_single_row, (dim, low, high) = node.target is aten.select_scatter.default, target_rows

@@ -22,7 +22,7 @@ from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import (
     JointGraph,
     bound_arguments,
-    is_alike,
+    has_same_type,
     joint_graph,
     node_argument,
     shape_of_node,
@@ -131,7 +131,7 @@ def _is_write_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
     x, rows = tensor_operands(node)
     dim, length = _written_dim(node), shape_of_node(node)[_written_dim(node)]
     are_known = isinstance(length, int) and isinstance(shape_of_node(rows)[dim], int) and bound_arguments(node)["step"] == 1
-    is_static_write = are_known and is_alike(x, rows) and first_row(bound_arguments(node)["start"], length) is not None
+    is_static_write = are_known and has_same_type(x, rows) and first_row(bound_arguments(node)["start"], length) is not None
     return is_static_write and node not in axes.static and axes.sequence_atom(axes.shapes[x][dim]) is not None
 
 

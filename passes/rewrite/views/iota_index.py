@@ -15,7 +15,7 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
 from streamfx.ir.ranges import is_exact_in
-from streamfx.ir.sizes import Size, is_never_less, product
+from streamfx.ir.sizes import Size, is_at_least, product
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import CONSTANT, VALUE
 from streamfx.passes.ops.constants import is_zero
@@ -150,7 +150,7 @@ def _constant_runs(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | No
         if not all(-size <= number < size for number in numbers):
             return None
         numbers = [number % size for number in numbers]
-    elif numbers not in ([0], [-1]) or not is_never_less(size, 1):
+    elif numbers not in ([0], [-1]) or not is_at_least(size, 1):
         return None
     runs: list[tuple[int, int, int]] = []
     for number in numbers:

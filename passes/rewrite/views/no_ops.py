@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, int_argument, is_alike, is_tensor, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, has_same_type, int_argument, is_tensor, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.rewrite.pattern import equation
@@ -80,7 +80,7 @@ def copied_over(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     overwritten, value = node.args[:2]
     if not isinstance(value, fx.Node) or not is_tensor(value) or shape_of_node(value) != shape_of_node(node):
         return None
-    if is_alike(value, overwritten):  # type: ignore[arg-type]
+    if has_same_type(value, overwritten):  # type: ignore[arg-type]
         return value
     target = node.meta[VALUE]
     is_moved = value.meta[VALUE].device != target.device

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_alike, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import fill_of
@@ -99,7 +99,9 @@ def blocks_that_were_written(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     size = shape_of_node(parts[0])[dim : dim + 1]
     blocks = (*shape[:dim], len(parts), *size, *shape[dim + 1 :])
     are_blocks = len(part_shapes) == 1 and len(parts) >= FEWEST and shape_of_node(node) == blocks
-    return writer.call(aten.stack.default, parts, dim) if are_blocks and all(is_alike(part, node) for part in parts) else None
+    return (
+        writer.call(aten.stack.default, parts, dim) if are_blocks and all(has_same_type(part, node) for part in parts) else None
+    )
 
 
 def _emit_piece(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
@@ -162,7 +164,7 @@ def _written_piece(node: fx.Node, dim: int) -> _Piece | None:
     if node.target not in (*WRITES, *PADS):
         return None
     rows = node_argument(node, 1 if node.target in WRITES else 0)
-    if not is_alike(rows, node) or not is_fixed(shape_of_node(rows)):
+    if not has_same_type(rows, node) or not is_fixed(shape_of_node(rows)):
         return None
     if node.target is aten.constant_pad_nd.default:
         pads: Any = node.args[1]

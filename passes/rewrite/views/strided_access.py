@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, number_of, tensor_operands
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, scalar_argument, tensor_operands
 from streamfx.ir.sizes import Size, product, simplified, size_of
 from streamfx.ir.writer import GraphWriter, offset_argument, size_arguments, stride_arguments
 from streamfx.node_meta import LAYOUTS, MEMORIES, PLACES, VALUE
@@ -155,10 +155,10 @@ def _is_plain_view(node: fx.Node) -> bool:
     if node.target is not aten.as_strided.default:
         return False
     arguments, operand = bound_arguments(node), node_argument(node).meta[VALUE]
-    size, stride = ([number_of(item) for item in arguments[name]] for name in ("size", "stride"))
+    size, stride = ([scalar_argument(item) for item in arguments[name]] for name in ("size", "stride"))
     explicit_offset = arguments["storage_offset"]
     shape, strides = ([size_of(item) for item in items] for items in (operand.shape, operand.stride()))
-    is_offset = explicit_offset is not None and number_of(explicit_offset) != size_of(operand.storage_offset())
+    is_offset = explicit_offset is not None and scalar_argument(explicit_offset) != size_of(operand.storage_offset())
     if is_offset or (explicit_offset is not None and _root(node_argument(node)).op == "placeholder"):
         return False
     is_identity = (size, stride) == (shape, strides)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_alike, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, shape_of_node
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
@@ -132,7 +132,7 @@ def _addends(node: fx.Node) -> list[fx.Node]:
 
 def _are_like(node: fx.Node, addends: Iterable[fx.Node]) -> bool:
     """Return whether the addends have the sum's shape and dtype, so that none is broadcast or converted."""
-    return all(shape_of_node(addend) == shape_of_node(node) and is_alike(addend, node) for addend in addends)
+    return all(shape_of_node(addend) == shape_of_node(node) and has_same_type(addend, node) for addend in addends)
 
 
 def sliced_rows(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:

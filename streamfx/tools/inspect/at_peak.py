@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from streamfx.cost.memory import Cost, bytes_of_values
-from streamfx.ir.joint import handed_over, outputs_of
+from streamfx.ir.joint import outputs_of, saved_values
 from streamfx.passes.ops.aliasing import memories, memories_made
 from streamfx.passes.ops.traits import producer_of
 from streamfx.tools.inspect.tracing import TracedGraph
@@ -37,7 +37,7 @@ def most_alive(forward: fx.GraphModule, backward: fx.GraphModule | None, num_out
     """Return the peak bytes of a forward and backward graph and the values alive then. Forward outputs live until the end."""
     moments = list(_moments(forward, {}))
     if backward is not None:
-        saved = handed_over(forward.graph, backward.graph, num_outputs)
+        saved = saved_values(forward.graph, backward.graph, num_outputs)
         aliased = {placeholder: frozenset(memories_made([node])) for placeholder, node in saved.items()}
         results = memories_made(node for node in outputs_of(forward.graph)[:num_outputs] if isinstance(node, fx.Node))
         moments += _moments(backward, aliased, frozenset(results))

@@ -26,7 +26,7 @@ class ChunkedCompilation(QuietCompilation):
         for loop in () if facts.program is None else facts.program.loops:
             size, length = loop.spec.chunk_size, loop.spec.length
             if isinstance(size, AutoChunk) and isinstance(length, int):
-                max_size = -(-max(length, 1) // (MIN_CHUNKS * size.granule)) * size.granule
+                max_size = -(-max(length, 1) // (MIN_CHUNKS * size.chunk_alignment)) * size.chunk_alignment
                 loop.spec = replace(loop.spec, chunk_size=replace(size, most=min(max_size, size.most or max_size)))
 
 

@@ -24,7 +24,7 @@ from streamfx.cost.work import summed
 from streamfx.errors import NotTracedError, ReportError
 from streamfx.frontend.unpicklable import Unpicklable
 from streamfx.ir.joint import bound_arguments, is_parameter
-from streamfx.ir.release_plan import places_of
+from streamfx.ir.release_plan import released_indices
 from streamfx.ir.span import Span
 from streamfx.log import log
 from streamfx.node_meta import VALUE
@@ -360,11 +360,11 @@ def taken_by_optimizer(graph: TracedGraph, backward: fx.GraphModule) -> Released
     if chain is None or not chain.places:
         return None
     segments = deliveries(backward, chain.saved)
-    if places_of(segments) != chain.places:
+    if released_indices(segments) != chain.places:
         return None
     kept_segments = (number for number, places in enumerate(chain.places) if not chain.kept_out.isdisjoint(places))
     parameter_places = {place for place, primal, _ in graph.facts.joint.trained if is_parameter(primal)} - chain.kept_out
-    primal_by_place = {place: source.primal for place, source in chain.sources.items() if place in parameter_places}
+    primal_by_place = {place: source.primal_index for place, source in chain.sources.items() if place in parameter_places}
     return ReleasedGradients(segments, max(kept_segments, default=0), primal_by_place)
 
 

@@ -90,7 +90,7 @@ def _node_facts(node: fx.Node, facts: Facts) -> Any:
         (axes.missing_rules.get(node), node in axes.static),
         (access.roles.get(node), access.storage_classes.get(node), access.reasons.get(node)),
         (key_spans.spans.get(node), key_spans.span_kinds.get(node)),
-        [node in nodes for nodes in (key_spans.recomputed_per_consumer, key_spans.exact, key_spans.ordinary)],
+        [node in nodes for nodes in (key_spans.recomputed_per_consumer, key_spans.exact_masks, key_spans.ordinary_scores)],
     )
 
 
@@ -137,7 +137,10 @@ class _FactCopier:
             found_key_spans=SpanFacts(
                 self._copy_spans(key_spans.spans),
                 self._copy_mapping(key_spans.span_kinds),
-                *(self._copy_nodes(nodes) for nodes in (key_spans.recomputed_per_consumer, key_spans.exact, key_spans.ordinary)),
+                *(
+                    self._copy_nodes(nodes)
+                    for nodes in (key_spans.recomputed_per_consumer, key_spans.exact_masks, key_spans.ordinary_scores)
+                ),
             ),
         )
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from streamfx.cost.comm import GATHERS, KINDS, REDUCTIONS, CallTraffic, Traffic, traffic_of_node
 from streamfx.cost.memory import LoopCost
-from streamfx.ir.joint import handed_over
+from streamfx.ir.joint import saved_values
 from streamfx.ir.program import Program
 from streamfx.runtime.loop import Loop
 
@@ -85,7 +85,7 @@ def halves_of(program: Program, num_outputs: int) -> list[tuple[str, ProgramTraf
     forward = ProgramTraffic(program.forward, {})
     if program.backward is None:
         return [(FORWARD, forward)]
-    saved = handed_over(program.forward.graph, program.backward.graph, num_outputs)
+    saved = saved_values(program.forward.graph, program.backward.graph, num_outputs)
     made_by = {input_: forward.made_by[node] for input_, node in saved.items() if node in forward.made_by}
     return [(FORWARD, forward), (BACKWARD, ProgramTraffic(program.backward, made_by))]
 

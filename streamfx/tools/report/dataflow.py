@@ -8,7 +8,7 @@ from torch import fx
 
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import handed_over
+from streamfx.ir.joint import saved_values
 from streamfx.node_meta import VALUE
 from streamfx.runtime.loop import Loop
 
@@ -29,7 +29,7 @@ def flow_of(facts: Facts) -> list[LoopTraffic]:
     producers: dict[fx.Node, frozenset[str]] = {}
     traffic = _flow_of_half(program.forward, producers)
     if program.backward is not None:
-        saved = handed_over(program.forward.graph, program.backward.graph, len(facts.joint.outputs))
+        saved = saved_values(program.forward.graph, program.backward.graph, len(facts.joint.outputs))
         producers |= {input_: producers.get(node, frozenset()) for input_, node in saved.items()}
         traffic |= _flow_of_half(program.backward, producers)
     return [LoopTraffic(source, target, size) for (source, target), size in traffic.items()]

@@ -169,7 +169,7 @@ def _advice(node: fx.Node, facts: Facts) -> str:
         return JOINED
     if any(operand.meta[VALUE].dtype == torch.bool for operand in tensor_operands(node)[1:]) and node.target in TAKES | PUTS:
         return BY_MASK
-    if signature is None or not signature.whole:
+    if signature is None or not signature.full_letters:
         return OTHER
     return next((advice for operators, advice in OF_FAMILIES.items() if node.target in operators), MIXES)
 

@@ -146,7 +146,7 @@ def _key_spans(facts: Facts) -> Lines:
     for node, span in facts.key_spans.spans.items():
         groups.setdefault(id(span), []).append(node)
     for nodes in groups.values():
-        exact = ", exactly what its mask shows" if any(node in facts.key_spans.exact for node in nodes) else ""
+        exact = ", exactly what its mask shows" if any(node in facts.key_spans.exact_masks for node in nodes) else ""
         verdict = facts.key_spans.span_kinds.get(nodes[0], "positions only")
         yield f"{verdict}: rows [s, e) see keys {facts.key_spans.spans[nodes[0]]}{exact}"
         yield f"  {', '.join(node.name for node in nodes)}"

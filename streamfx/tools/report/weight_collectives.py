@@ -20,10 +20,10 @@ def removed_collectives(facts: Facts) -> Iterator[str]:
         yield "no collectives"
         return
     for weight, gather in collectives.gathers.items():
-        yield f"weight {weight.name} {_shape(weight)} = {_chain_text(gather.stretch)}"
+        yield f"weight {weight.name} {_shape(weight)} = {_chain_text(gather.subgraph)}"
     trained = {position: primal for position, primal, _ in facts.joint.trained}
-    for position, stretch in collectives.reductions.items():
-        yield f"gradient of {trained[position].name} = {_chain_text(stretch)}"
+    for position, subgraph in collectives.reductions.items():
+        yield f"gradient of {trained[position].name} = {_chain_text(subgraph)}"
 
 
 def halves_after_put_back(facts: Facts) -> Iterator[str]:
@@ -47,12 +47,12 @@ def _halves(facts: Facts, otherwise: str) -> Iterator[str]:
     yield from outer_lines(facts.program, ListingContext({}, {id(node.meta[VALUE]): node.name for node in values}))
 
 
-def _chain_text(stretch: Subgraph) -> str:
+def _chain_text(subgraph: Subgraph) -> str:
     """Format a chain of operators as nested calls."""
-    text = {stretch.source: f"{stretch.source.name} {_shape(stretch.source)}"}
-    for node in stretch.nodes:
+    text = {subgraph.source: f"{subgraph.source.name} {_shape(subgraph.source)}"}
+    for node in subgraph.nodes:
         text[node] = call_text(node, text.__getitem__)
-    return text[stretch.end]
+    return text[subgraph.end]
 
 
 def _shape(node: fx.Node) -> str:
