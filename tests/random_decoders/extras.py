@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.random_decoders.gradients import KNOWN_EARLY, RECOMPUTED, SEVERAL_HEADS
 from tests.random_decoders.of_rows import OF_ROWS
+from tests.random_decoders.picked import PICKED
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -354,6 +355,7 @@ LINES = {
     **PAIRS,
     **OVER_KEYS,
     **LOOKED_UP,
+    **PICKED,
     **SHIFTED,
     **JOINED,
     **OF_ROWS,

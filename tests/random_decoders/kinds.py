@@ -14,6 +14,7 @@ from tests.random_decoders.gradients import KNOWN_EARLY, RECOMPUTED, SEVERAL_HEA
 from tests.random_decoders.masks import FILLS
 from tests.random_decoders.mixers import DECAYS, MIXES, SCANS, STATEFUL, TREES, WHOLE
 from tests.random_decoders.of_rows import BUFFERS, COMPRESSED, CUT_OUT, LOOPS, ORDERS, SQUARES, TABLES
+from tests.random_decoders.picked import PICKED
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 
 SCORES = ("matmul", "einsum", "biased")
@@ -228,6 +229,7 @@ KINDS: dict[str, Callable[[Decoder, Choices], Decoder]] = {
     "ends": partial(_of_any_length, extras=terms.ENDS),
     "pairs": partial(_beside, extras=terms.PAIRS),
     "looked up": partial(_beside, extras=terms.LOOKED_UP),
+    "picked": partial(_beside, extras=PICKED),
     "over keys": partial(_beside, extras=terms.OVER_KEYS),
     "shifted": partial(_beside, extras=terms.SHIFTED),
     "joined": partial(_beside, extras=terms.JOINED),
