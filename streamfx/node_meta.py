@@ -25,7 +25,7 @@ GRAPH = "streamfx_graph"  # of a function that a higher-order operator calls: it
 
 # Outputs
 MEMORIES = "streamfx_memories"  # of an output: per result, the names of the values whose memory it aliased when traced
-PLACES = "streamfx_places"  # of an output: per result that is part of another value, its offset in that value
+RESULT_VIEWS = "streamfx_result_views"  # of an output: per result that is a view of another value, its `MemoryPlace`
 
 # Operators of the joint graph
 STAYS = "streamfx_stays"  # it stays even without users

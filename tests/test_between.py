@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import streamfx
 from streamfx.options import SAVE_LEVELS
-from streamfx.passes.lowering.collective_order import order_between_loops
+from streamfx.passes.lowering.collective_order import describe_order_between_loops
 from streamfx.passes.ops.collectives import groups_of
 from tests.support.collectives import data_of
 from tests.support.exactness import compare
@@ -141,7 +141,7 @@ def test_what_ranks_exchange_follows_from_no_size(ranks: None, kind: type[Layer]
         facts = facts_of(parallel(kind, 2), data_of(0, rows), lambda text, *_, **__: [text], **options)
         (group,) = groups_of(facts.joint.graph.nodes)
         assert facts.program is not None
-        return order_between_loops(facts, group)
+        return describe_order_between_loops(facts, group)
 
     first = text(64)
     assert {text(512, chunk_size=100), text(64, memory_budget="1GiB")} == {first}

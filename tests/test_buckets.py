@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives
 from torch import fx
 
 from streamfx.node_meta import RUN
-from streamfx.passes.lowering.buckets import put_together
+from streamfx.passes.lowering.buckets import coalesce_collectives
 
 c10d, sin = torch.ops._c10d_functional, torch.ops.aten.sin.default
 wait, gather = c10d.wait_tensor.default, c10d.all_gather_into_tensor.default
@@ -66,7 +66,7 @@ def test_what_runs_as_one(name: str) -> None:
     tell_values(graph, given)
     module = fx.GraphModule(torch.nn.Module(), graph)
     before = module(*given)
-    put_together(graph)
+    coalesce_collectives(graph)
     graph.lint()
     module.recompile()
     assert all(map(torch.equal, before, module(*given)))

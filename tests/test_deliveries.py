@@ -10,7 +10,7 @@ import torch
 import torch.distributed._functional_collectives
 from torch import fx
 
-from streamfx.passes.lowering.gradient_release import deliveries
+from streamfx.passes.lowering.gradient_release import release_segments
 from streamfx.runtime.in_place import scaled_once
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def stretches(build: Build, saved: Sequence[Sequence[int]] = NOBODYS) -> list[tu
     graph.output(tuple(build(lambda target, *args: graph.call_function(target, args), *given)))
     for node in graph.nodes:
         node.meta["val"] = torch.empty(4, 4)
-    found = deliveries(fx.GraphModule(torch.nn.Module(), graph), tuple(map(frozenset, saved)))
+    found = release_segments(fx.GraphModule(torch.nn.Module(), graph), tuple(map(frozenset, saved)))
     return [([node.name for node in delivery.operators], sorted(delivery.gradients)) for delivery in found]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from streamfx.ir.joint import is_size
 from streamfx.kernels.grouped_mm import GROUPED_OUTER
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
-from streamfx.passes.lowering.accumulating_lowerings import ADDERS
-from streamfx.passes.lowering.bodies import EMITTERS
+from streamfx.passes.lowering.accumulating_lowerings import ACCUMULATING_LOWERINGS
+from streamfx.passes.lowering.bodies import LOWERINGS
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support import decoders
 from tests.support.exactness import check_streamed, recorder
@@ -163,6 +163,10 @@ def test_numbers_that_follow_from_sizes_or_are_given(name: str) -> None:
 
 def test_each_operator_that_takes_numbers_is_given_some() -> None:
     """Those that have a rule of their own for chunks, or for sums over chunks."""
-    schemas = {target: str(target._schema) for target in (*EMITTERS, *ADDERS) if isinstance(target, torch._ops.OpOverload)}
+    schemas = {
+        target: str(target._schema)
+        for target in (*LOWERINGS, *ACCUMULATING_LOWERINGS)
+        if isinstance(target, torch._ops.OpOverload)
+    }
     taking = {target for target, schema in schemas.items() if re.search(r"SymInt|Scalar |float\?", schema)}
     assert taking - OTHERS == {target for _, operators in GIVEN.values() for target in operators}

@@ -195,16 +195,16 @@ def test_a_recurrence_that_no_plan_can_look_at_is_a_loop_again() -> None:
 
 def a_step(monkeypatch: pytest.MonkeyPatch, fails: Callable[[list[str], str], bool], **options: Any) -> Any:
     """The emitter of running sums fails at those that a function of their names so far, and their own, tells."""
-    emitter_of, met = bodies.emitter_of, list[str]()
+    find_lowering, met = bodies.find_lowering, list[str]()
 
     def failing(node: fx.Node) -> Any:
         if str(node.target) == "aten.cumsum.default":
             met.extend([node.name] if node.name not in met else [])
             if fails(met, node.name):
                 raise TypeError("no such argument")
-        return emitter_of(node)
+        return find_lowering(node)
 
-    monkeypatch.setattr(bodies, "emitter_of", failing)
+    monkeypatch.setattr(bodies, "find_lowering", failing)
     model, ids = SparseDecoder(MAKES["convolution"]).double(), torch.randint(0, VOCABULARY, (2, LENGTH))
     return compare(model, {"ids": ids, "labels": ids}, streams=None, chunk_size=5, bodies="eager", faults=True, **options)
 

@@ -165,17 +165,17 @@ def test_equal_calls_of_functions_stay_two() -> None:
 def test_an_operator_that_a_later_pass_refuses_runs_whole(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any operator may be marked: the passes begin again."""
     refused: list[str] = []
-    emitter_of = bodies.emitter_of
+    find_lowering = bodies.find_lowering
 
     def refusing(node: Any) -> Any:
         if str(node.target) == target and not refused:
             refused.append(node.name)
             raise FallbackError(node, f"{target} is refused")
-        return emitter_of(node)
+        return find_lowering(node)
 
     model, seen = Decoder(lambda self, x: x + x.cumsum(1) / LENGTH), list[Facts]()
     backend = compare(model, {"ids": ids()}, chunk_size=8, streams=None).recorder
-    monkeypatch.setattr(bodies, "emitter_of", refusing)
+    monkeypatch.setattr(bodies, "find_lowering", refusing)
 
     def noted(*given: Any) -> Facts:
         seen.append(run_pipeline(*given))

@@ -18,17 +18,18 @@ if TYPE_CHECKING:
     from streamfx.passes.lowering.bodies import BodyBuilder
 
 aten = torch.ops.aten
-Adder: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]"  # arguments after the accumulator
+# returns a function that adds to an accumulator, and its arguments after the accumulator
+AccumulatingLowering: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]"
 
 
 def _add_product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Return the call that adds a matrix product to an accumulator."""
-    return accumulate.add_product, (*builder.operands(node), builder.is_first())
+    return accumulate.add_product, (*builder.operands(node), builder.is_first_chunk())
 
 
 def _add_embedding_rows(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Return the call that adds rows of an embedding's gradient to an accumulator."""
-    return accumulate.add_looked_up, (*builder.operands(node), builder.plain(node.args[3]))
+    return accumulate.add_looked_up, (*builder.operands(node), builder.scalar_argument(node.args[3]))
 
 
 def _put_rows(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -40,33 +41,34 @@ def _put_rows(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]
 def _add_outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Return the call that adds the weight gradients of groups to an accumulator."""
     x, y, group = builder.operands(node)
-    return add_outer, (x, y, *arranged(builder, group, builder.plain(node.args[3])))
+    return add_outer, (x, y, *sort_by_group(builder, group, builder.scalar_argument(node.args[3])))
 
 
-def arranged(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:
-    """Sort the chunk's rows by group, once for all products with the same groups."""
-    key = ("arranged", group, groups)
+def sort_by_group(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:
+    """Emit the sort of the chunk's rows by group; all products with the same groups share one sort."""
+    key = ("sorted by group", group, groups)
     if key not in builder.lowered:
         pair = builder.graph.call_function(ARRANGE, (group, groups))
         builder.lowered[key] = tuple(builder.graph.call_function(operator.getitem, (pair, i)) for i in range(2))
     return builder.lowered[key]  # type: ignore[no-any-return]
 
 
-ADDERS: dict[Any, Adder] = {
+ACCUMULATING_LOWERINGS: dict[Any, AccumulatingLowering] = {
     GROUPED_OUTER: _add_outer,
     aten.mm.default: _add_product,
     aten.bmm.default: _add_product,
     aten.embedding_dense_backward.default: _add_embedding_rows,
     aten.scatter.src: _put_rows,
 }
-# These write only some elements of the accumulator, which must be zeroed before the first chunk.
-ADD_TO_SOME = (GROUPED_OUTER, aten.embedding_dense_backward.default, aten.scatter.src)
-# Products, in any accumulation dtype; embedding rows, in contrast, are added one by one.
+# These operators write only some elements of the accumulator, so it must be zeroed before the first chunk.
+PARTIAL_WRITERS = (GROUPED_OUTER, aten.embedding_dense_backward.default, aten.scatter.src)
+# A chunk's product is rounded once, before it is added, so with a single chunk the accumulator may have the result's dtype.
+# Rows of an embedding's gradient are rounded with each addition.
 ROUNDED_ONCE = (GROUPED_OUTER, aten.mm.default, aten.bmm.default)
 
 
-def mean_count(node: fx.Node, layout: Layout) -> Size:
-    """Return the divisor of a sum over the sequence: the number of elements of a mean, otherwise 1."""
+def mean_divisor(node: fx.Node, layout: Layout) -> Size:
+    """Return the divisor of an operator's sum over the sequence: the number of elements for a mean, otherwise 1."""
     signature = layout.axes.signatures[node]
     if signature.combine != "mean":
         return 1

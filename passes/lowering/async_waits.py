@@ -12,8 +12,8 @@ from torch import fx
 from streamfx.runtime.collective_calls import end
 
 
-def wait_late(graph: fx.Graph) -> None:
-    """Move each wait in a body right before its first user."""
+def delay_waits(graph: fx.Graph) -> None:
+    """Move each wait in a loop body right before its first user, in place."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
         if node.target is end and node.users:

@@ -54,14 +54,15 @@ SHAPE_ARGUMENT: dict[Any, int] = {  # by operator, the index of its shape argume
 
 
 class BodyInputs:
-    """The placeholders of one body: `feeds` describes each value, `sources` has the host node it comes from.
+    """The placeholders of one body.
 
-    `symbols` are the symbols of dynamic shapes that any feed depends on.
+    `feeds` describes the value of each placeholder, `sources` has the host node that the value comes from, if any.
+    `symbols` are the dynamic-shape symbols whose values the loop needs at run time.
     """
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.anchor: fx.Node | None = None
+        self.last_placeholder: fx.Node | None = None
         self.placeholders: dict[Any, fx.Node] = {}
         self.feeds: list[Feed] = []
         self.sources: list[fx.Node | None] = []
@@ -72,38 +73,37 @@ class BodyInputs:
         """Return the placeholder for a feed of a source; equal requests share one."""
         key = (feed, source)
         if key not in self.placeholders:
-            point = self.graph.inserting_after(self.anchor) if self.anchor else self.graph.inserting_before(self.graph._root.next)
-            with point:
-                placeholder = self.graph.placeholder(name)
+            last, graph = self.last_placeholder, self.graph
+            with graph.inserting_after(last) if last else graph.inserting_before(graph._root.next):
+                placeholder = graph.placeholder(name)
             placeholder.target = placeholder.name  # unique in the graph's namespace
-            self.anchor = placeholder
-            self.placeholders[key] = self.anchor
+            self.last_placeholder = self.placeholders[key] = placeholder
             self.feeds.append(feed)
             self.sources.append(source)
         return self.placeholders[key]
 
-    def number(self, size: Size) -> Any:
-        """Return a size as a literal, or as a number that is passed in for each chunk."""
+    def size_argument(self, size: Size) -> Any:
+        """Return a size as an argument: a literal, or a placeholder whose value is computed for each chunk."""
         if isinstance(size, int):
             return size
         self.symbols |= free_symbols([size])
         return self.feed("n", Number(size), None)
 
-    def part(self, value: fx.Node, source: fx.Node, accesses: Sequence[SequenceAccess]) -> fx.Node:
-        """Return the rows of a value that exists between loops."""
-        selections = tuple(RowSelection(placement, selector) for placement, role, selector in accesses if role is not Role.WHOLE)
-        self.note_symbols(selections)
+    def input_rows(self, value: fx.Node, source: fx.Node, dims: Sequence[SequenceAccess]) -> fx.Node:
+        """Return the placeholder for the accessed rows of a value that exists between loops."""
+        selections = tuple(RowSelection(dim.placement, dim.selector) for dim in dims if dim.role is not Role.WHOLE)
+        self.require_symbols(selections)
         suffix = "" if not selections else "_keys" if any(isinstance(s, Span) for _, s in selections) else "_rows"
         return self.feed(f"{value.name}{suffix}", ChunkSlice(selections) if selections else Broadcast(), source)
 
-    def buffer_part(self, name: str, buffer: int, placement: Placement, selector: Selector) -> fx.Node:
-        """Return the rows of one of the loop's buffers."""
+    def buffer_rows(self, name: str, buffer: int, placement: Placement, selector: Selector) -> fx.Node:
+        """Return the placeholder for the selected rows of one of the loop's buffers."""
         selection = RowSelection(placement, selector)
-        self.note_symbols([selection])
+        self.require_symbols([selection])
         return self.feed(name, BufferPart(buffer, (selection,)), None)
 
-    def note_symbols(self, selections: Sequence[RowSelection]) -> None:
-        """Record the symbols that the sizes of these placements and selectors depend on."""
+    def require_symbols(self, selections: Sequence[RowSelection]) -> None:
+        """Add the symbols that these row selections depend on to `self.symbols`."""
         for placement, selector in selections:
             sizes = [placement.outer, placement.inner, placement.rows.offset, placement.rows.length]
             if isinstance(selector, ShiftedRows):

@@ -21,8 +21,8 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import RUN, VALUE
-from streamfx.passes.lowering.reinsert_collectives import computes
-from streamfx.passes.ops.collectives import group_of, is_wait, of_several
+from streamfx.passes.lowering.reinsert_collectives import is_computing
+from streamfx.passes.ops.collectives import coalesced_operator, group_of, is_wait
 from streamfx.torch_private.groups import takes_several
 
 
@@ -35,16 +35,16 @@ class Buckets:
         program = facts.program
         if facts.collectives is None or program is None:
             return facts
-        for half in (program.forward, program.backward):
-            if half is not None:
-                put_together(half.graph)
-                half.graph.lint()
-                half.recompile()
+        for host_program in (program.forward, program.backward):
+            if host_program is not None:
+                coalesce_collectives(host_program.graph)
+                host_program.graph.lint()
+                host_program.recompile()
         return facts
 
 
-def put_together(graph: fx.Graph) -> None:
-    """Coalesce the collectives of a graph where possible, in place."""
+def coalesce_collectives(graph: fx.Graph) -> None:
+    """Coalesce the collectives of a host program where possible, in place. Collectives are moved before earlier waits."""
     writer = GraphWriter(graph)
     for nodes, end in list(_between_loops(graph)):
         ordered = _starts_before_waits(nodes)
@@ -55,10 +55,10 @@ def put_together(graph: fx.Graph) -> None:
 
 
 def _between_loops(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], fx.Node]]:
-    """Yield the nodes before each loop or full-sequence operator, and before the end, together with that node."""
+    """Yield the light nodes between two computing nodes (loops, full-sequence operators), and the node that follows them."""
     nodes: list[fx.Node] = []
     for node in graph.nodes:
-        if computes(node) or node.op == "output":
+        if is_computing(node) or node.op == "output":
             yield nodes, node
             nodes = []
         elif node.op == "call_function":
@@ -66,7 +66,7 @@ def _between_loops(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], fx.Node]]:
 
 
 def _starts_before_waits(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Sort nodes by the number of waits before them, so that collectives start before others are waited for."""
+    """Sort nodes by the number of waits among their ancestors, so that collectives start before the waits for others."""
     waits: dict[fx.Node, int] = {}
     for node in nodes:
         waits[node] = max((waits.get(source, 0) for source in node.all_input_nodes), default=0) + is_wait(node)
@@ -74,14 +74,14 @@ def _starts_before_waits(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Yield groups of collectives that can be coalesced: no operator reads the first before the last has started."""
-    open_ones: dict[Any, list[fx.Node]] = {}
+    """Yield groups of collectives that can be coalesced: no operator reads one before the last has started."""
+    open_buckets: dict[Any, list[fx.Node]] = {}
     for node in nodes:
-        for key in [key for key, bucket in open_ones.items() if not set(bucket).isdisjoint(node.all_input_nodes)]:
-            yield open_ones.pop(key)
-        if RUN not in node.meta and of_several(node) is not None:
-            open_ones.setdefault(_bucket_key(node), []).append(node)
-    yield from open_ones.values()
+        for key in [key for key, bucket in open_buckets.items() if not set(bucket).isdisjoint(node.all_input_nodes)]:
+            yield open_buckets.pop(key)
+        if RUN not in node.meta and coalesced_operator(node) is not None:
+            open_buckets.setdefault(_bucket_key(node), []).append(node)
+    yield from open_buckets.values()
 
 
 def _bucket_key(node: fx.Node) -> Any:
@@ -92,14 +92,14 @@ def _bucket_key(node: fx.Node) -> Any:
 
 
 def _coalesce(bucket: Sequence[fx.Node], writer: GraphWriter) -> None:
-    """Replace several collectives by one, at the position of the last."""
-    target, last = of_several(bucket[0]), bucket[-1]
+    """Replace several collectives by one after the last of them; a single collective stays."""
+    target, last = coalesced_operator(bucket[0]), bucket[-1]
     device, group = last.all_input_nodes[0].meta[VALUE].device, group_of(last)
     if len(bucket) == 1 or group is None or not takes_several(group, device):
         return
     coalesced = writer.before(last).call(target, [node.args[0] for node in bucket], *last.args[1:])
-    for position, node in enumerate(bucket):
-        part = writer.before(last).call(operator.getitem, coalesced, position)
-        node.replace_all_uses_with(part)
+    for i, node in enumerate(bucket):
+        result = writer.before(last).call(operator.getitem, coalesced, i)
+        node.replace_all_uses_with(result)
     for node in bucket:
         writer.graph.erase_node(node)

@@ -1,9 +1,9 @@
 """Build the program that replaces the joint graph.
 
 It has two host programs, forward and backward, whose nodes are loops. The forward program runs the stages in order
-and keeps the values at the cuts. The backward program runs the stages in reverse order, each from the last chunk to
+and saves the values at the cuts. The backward program runs the stages in reverse order, each from the last chunk to
 the first, and recomputes inside each chunk the values between the cuts that it needs. If the plan drops values at a
-cut, the forward loops since the last kept cut are rerun first.
+cut, the forward loops since the last saved cut are rerun first.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from streamfx.ir.program import Program
 from streamfx.ir.sizes import Real, Truth, size_of
 from streamfx.ir.stage import Stage
 from streamfx.ir.stage_plan import ChunkSize
-from streamfx.node_meta import JOINT, LAYOUTS, MEMORIES, MUTATED, PLACES, SAVED_FOR_ONE, STACK_TRACE, VALUE
+from streamfx.node_meta import JOINT, LAYOUTS, MEMORIES, MUTATED, RESULT_VIEWS, SAVED_FOR_ONE, STACK_TRACE, VALUE
 from streamfx.passes.lowering.copies import copy_to_host, fetch_in_time
-from streamfx.passes.lowering.donated_bodies import is_owned_here, viewed_value, write_in_place
+from streamfx.passes.lowering.donated_bodies import find_view_base, is_owned_here, write_in_place
 from streamfx.passes.lowering.donation import reuse_buffers
 from streamfx.passes.lowering.host_program import HostProgramBuilder
-from streamfx.passes.lowering.output_aliasing import clone_shared_gradients, clone_shared_results, copied_if_written
-from streamfx.passes.ops.aliasing import OtherMemory
+from streamfx.passes.lowering.output_aliasing import clone_if_mutated, clone_shared_gradients, clone_shared_results
+from streamfx.passes.ops.aliasing import MemoryPlace, OtherMemory
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.traits import is_expensive, is_random, producer_of, unpacks
 from streamfx.passes.partition.hoisted_reductions import early_sums
@@ -42,7 +42,7 @@ from streamfx.runtime.restride import is_marked, unmarked
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
-DRAWN_ELSEWHERE = "{target} draws numbers at random that {stage} needs again, in chunks of another stage"
+DRAWN_IN_OTHER_STAGE = "{target} draws random numbers that {stage} recomputes, in chunks of another stage"
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class _ProgramBuilder:
             backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size)
         self._emit_assertions(backward, early=False)
         gradients = clone_shared_gradients([self._output_value(backward, gradient) for gradient in self.joint.gradients])
-        saved, objects_and_numbers = backward.finish(tuple(gradients))
-        forward.graph.output((*self._clone_shared_results(forward, results, saved), *saved, *objects_and_numbers))
+        saved, objects_and_sizes = backward.finish(tuple(gradients))
+        forward.graph.output((*self._clone_shared_results(forward, results, saved), *saved, *objects_and_sizes))
         loops = (*forward.loops, *backward.loops)
         return Program(_finished_module(forward), _finished_module(backward), tuple(saved), loops)
 
     def _rerun_dropped_stages(self, stage: Stage, backward: HostProgramBuilder) -> None:
-        """Rerun the forward loops of earlier stages whose outputs were dropped, starting from the last boundary."""
+        """Rerun the forward loops of earlier stages whose outputs were dropped, starting from the last saved cut."""
         dropped = self.facts.plan.dropped[: self.stages.index(stage)]
         first = len(dropped)
         while first and dropped[first - 1] and not any(backward.has(node) for node in dropped[first - 1]):
@@ -110,7 +110,10 @@ class _ProgramBuilder:
             backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier))
 
     def _emit_assertions(self, outer: HostProgramBuilder, early: bool) -> None:
-        """Emit the assertions of the user's code at the end of a graph, when all their operands are available."""
+        """Emit the assertions of the user's code at the end of a host program, where all their operands exist.
+
+        With `early`, emit those whose operands are all in the forward graph, otherwise the others.
+        """
         for node in self.joint.assertions:
             if self.joint.forward.issuperset(node.all_input_nodes) is early:
                 outer.emit(node)
@@ -124,11 +127,11 @@ class _ProgramBuilder:
         for node in self.joint.primals:
             input_ = outer.graph.placeholder(node.name)
             input_.meta = dict(node.meta)
-            outer.env[node] = self._unmarked(outer, input_) if is_tensor(node) and is_marked(node.meta[VALUE]) else input_
+            outer.env[node] = self._resolve_lazy(outer, input_) if is_tensor(node) and is_marked(node.meta[VALUE]) else input_
         outer.symbols.update(symbols_of(self.joint, outer))
 
-    def _unmarked(self, outer: HostProgramBuilder, placeholder: fx.Node) -> fx.Node:
-        """Return an input without its mark, as a call on its placeholder."""
+    def _resolve_lazy(self, outer: HostProgramBuilder, placeholder: fx.Node) -> fx.Node:
+        """Return a call that resolves the lazy conjugate or negative of an input."""
         call = outer.graph.call_function(unmarked, (placeholder,))
         call.meta = {**placeholder.meta, VALUE: unmarked(placeholder.meta[VALUE])}
         return call
@@ -151,70 +154,78 @@ class _ProgramBuilder:
                 values.append(node)
         if stage.gradient_in_forward:
             values += [node for node in stage.gradients if is_tensor(node)]
-        number = self.stages.index(stage)
-        return list(dict.fromkeys([*values, *self.facts.plan.kept[number], *early_sums(number, self.facts)]))
+        stage_index = self.stages.index(stage)
+        return list(dict.fromkeys([*values, *self.facts.plan.kept[stage_index], *early_sums(stage_index, self.facts)]))
 
     def _results(self, forward: HostProgramBuilder) -> list[Any]:
-        """Return the results with the strides of the trace.
+        """Return the results with the strides, and the aliasing, of the trace.
 
-        The caller may view them, and AOTAutograd recreates aliases from them. Results that are views of an input, or
-        of another result, become views of it (`PLACES`, recorded by `rewrite/views/strided_access.py: _place_in_memory`).
+        AOTAutograd recreates views from a result's strides, and the caller may call `.view` on it. Three cases: a view
+        of an input or of another result becomes a view of it, views of the same other memory are placed into one
+        storage, and other results get their traced strides. `rewrite/views/strided_access.py: record_layouts` has
+        recorded the strides (`LAYOUTS`) and the views (`RESULT_VIEWS`).
         """
         outputs, meta = self.joint.outputs, self.joint.graph.output_node().meta
-        layouts, places = (meta.get(name, (None,) * len(outputs)) for name in (LAYOUTS, PLACES))
+        layouts, places = (meta.get(key, (None,) * len(outputs)) for key in (LAYOUTS, RESULT_VIEWS))
         inputs = {node.name: node for node in forward.graph.find_nodes(op="placeholder")}
         nodes_by_layout: dict[Any, Any] = {}
 
-        def result_at(number: int) -> Any:
-            """Return result `number` as the trace lays it out, and as a view of another value if it was one."""
-            output, strides, place = outputs[number], layouts[number], places[number]
-            if place is not None and not isinstance(place[0], OtherMemory):
-                base, offset, own_strides = place
-                base_node = inputs[base] if isinstance(base, str) else result_at(base)
-                return forward.part_of_memory(base_node, output, offset, own_strides)
+        def result_at(index: int) -> Any:
+            """Return the result at an index with its traced strides, or as a view if it was one."""
+            output, strides = outputs[index], layouts[index]
+            place: MemoryPlace | None = places[index]
+            if place is not None and not isinstance(place.base, OtherMemory):
+                base_node = inputs[place.base] if isinstance(place.base, str) else result_at(place.base)
+                return forward.view_of_storage(base_node, output, place)
             if (output, strides, place) in nodes_by_layout:
                 return nodes_by_layout[output, strides, place]
             if place is None:
                 value = self._output_value(forward, output)
-                nodes_by_layout[output, strides, place] = value if strides is None else forward.laid_out(value, output, strides)
+                nodes_by_layout[output, strides, place] = value if strides is None else forward.restride(value, output, strides)
                 return nodes_by_layout[output, strides, place]
             same_storage = [
                 (outputs[i], layouts[i], other_place)
                 for i, other_place in enumerate(places)
-                if other_place and other_place[0] == place[0]
+                if other_place and other_place.base == place.base
             ]
             nodes_by_layout.update(zip(same_storage, self._place_in_one_storage(forward, same_storage), strict=True))
             return nodes_by_layout[output, strides, place]
 
-        return [result_at(number) for number in range(len(outputs))]
+        return [result_at(index) for index in range(len(outputs))]
 
-    def _place_in_one_storage(self, forward: HostProgramBuilder, outputs: Sequence[tuple[fx.Node, Any, Any]]) -> list[fx.Node]:
-        """Return results that are views of one value which is not a result itself."""
-        values, places = [self._output_value(forward, output) for output, *_ in outputs], [place[1:] for *_, place in outputs]
-        same_type = len({output.meta[VALUE].dtype for output, *_ in outputs}) == 1
-        if len(outputs) > 1 and same_type:
-            return forward.placed_together(values, places)
-        return [forward.placed(value, *place) for value, place in zip(values, places, strict=True)]
+    def _place_in_one_storage(
+        self, forward: HostProgramBuilder, outputs: Sequence[tuple[fx.Node, Any, MemoryPlace]]
+    ) -> list[fx.Node]:
+        """Return results that are views of one value, which is not a result itself, as views of one storage."""
+        values = [self._output_value(forward, output) for output, *_ in outputs]
+        places = [place for *_, place in outputs]
+        have_same_type = len({output.meta[VALUE].dtype for output, *_ in outputs}) == 1
+        if len(outputs) > 1 and have_same_type:
+            return forward.place_in_one_storage(values, places)
+        return [forward.place_at_offset(value, place) for value, place in zip(values, places, strict=True)]
 
     def _clone_shared_results(self, forward: HostProgramBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
-        """Clone results that share memory with other results or saved values where the trace did not."""
+        """Clone results that share memory with other results or saved values if they did not in the trace."""
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))
         names = {value: node.name for node, value in forward.env.items()}
         return clone_shared_results(results, traced[: len(results)], saved, names)
 
     def _output_value(self, outer: HostProgramBuilder, output: Any) -> Any:
-        """Return the host-program node or number for an output of the joint graph."""
+        """Return the host-program node, or the literal, for an output of the joint graph."""
         if not isinstance(output, fx.Node):
             return output
-        return outer.number(size_of(output.meta[VALUE])) if is_size(output) else outer.operand(output)
+        return outer.size_argument(size_of(output.meta[VALUE])) if is_size(output) else outer.operand(output)
 
 
 def check_draws(region: Region, stage: Stage) -> None:
-    """Random draws are repeated chunk by chunk, so their loop must have the chunks of their own stage."""
+    """Raise a FallbackError for a random draw that a region of another stage recomputes.
+
+    Random draws are repeated chunk by chunk, so all loops that compute a draw must have the same chunks.
+    """
     stage_nodes = {*stage.forward, *stage.backward}
     for node in region.nodes:
         if is_random(node) and node not in stage_nodes and node.target is not draw_seed:
-            raise FallbackError(node, DRAWN_ELSEWHERE.format(target=node.target, stage=stage.name))
+            raise FallbackError(node, DRAWN_IN_OTHER_STAGE.format(target=node.target, stage=stage.name))
 
 
 def _finished_module(builder: HostProgramBuilder) -> fx.GraphModule:
@@ -228,13 +239,13 @@ def _finished_module(builder: HostProgramBuilder) -> fx.GraphModule:
 class _BackwardBuilder(HostProgramBuilder):
     """Builds the backward host program. Forward values that it needs are saved, or recomputed if that is cheap."""
 
-    def __init__(self, rewriter: _ProgramBuilder, forward: HostProgramBuilder) -> None:
-        """Start a program with the tangents; `saved`, `numbers` and `objects` map forward values to placeholders."""
-        super().__init__(rewriter.layout, rewriter.order, rewriter.facts.plan)
-        self.joint, self.forward = rewriter.joint, forward
+    def __init__(self, program_builder: _ProgramBuilder, forward: HostProgramBuilder) -> None:
+        """Add the tangents as placeholders; `saved`, `symbol_values` and `objects` map forward values to placeholders."""
+        super().__init__(program_builder.layout, program_builder.order, program_builder.facts.plan)
+        self.joint, self.forward = program_builder.joint, forward
         self.saved: dict[fx.Node, fx.Node] = {}
         self.offloaded = {node for nodes in self.plan.offloaded for node in nodes}
-        self.numbers: dict[sympy.Symbol, fx.Node] = {}
+        self.symbol_values: dict[sympy.Symbol, fx.Node] = {}
         self.objects: dict[fx.Node, fx.Node] = {}
         self.tangents: list[fx.Node] = []
         for node in self.joint.tangents:
@@ -244,7 +255,7 @@ class _BackwardBuilder(HostProgramBuilder):
             self.tangents.append(placeholder)
 
     def has(self, node: fx.Node) -> bool:
-        """Return whether a value exists here, or can be saved by the forward program."""
+        """Return whether a value exists in this program, or the forward program can save it."""
         return node in self.env or self._is_saved(node)
 
     def _is_saved(self, node: fx.Node) -> bool:
@@ -277,8 +288,10 @@ class _BackwardBuilder(HostProgramBuilder):
             return torch.empty_like(node.meta[VALUE], device="cpu")
 
     def nodes_to_save(self) -> list[fx.Node]:
-        """Return what the forward program saves of each value: the host copy if it is offloaded, a device copy if the
-        caller may write to the value after the forward program, otherwise the value.
+        """Return the forward node to save for each value that this program reads.
+
+        The node is the host copy if the value is offloaded, a device copy if the caller may write to the value after the
+        forward program, otherwise the value itself.
         """
         forward_nodes = {node: self.forward.env[node] for node in self.saved}
         meta = {
@@ -288,7 +301,7 @@ class _BackwardBuilder(HostProgramBuilder):
         }
         host_copies = copy_to_host(self.forward.graph, meta)
         return [
-            host_copies[value] if node in self.offloaded else copied_if_written(value) for node, value in forward_nodes.items()
+            host_copies[value] if node in self.offloaded else clone_if_mutated(value) for node, value in forward_nodes.items()
         ]
 
     def states_of(self, node: fx.Node) -> fx.Node | None:
@@ -300,10 +313,10 @@ class _BackwardBuilder(HostProgramBuilder):
 
     def symbol(self, symbol: sympy.Symbol) -> Any:
         """Return a placeholder for the value of a symbol that the forward program passes on."""
-        if symbol not in self.numbers:
+        if symbol not in self.symbol_values:
             value = self.forward.symbol(symbol)
-            self.numbers[symbol] = self._placeholder(symbol.name, {VALUE: value.meta[VALUE]})
-        return self.numbers[symbol]
+            self.symbol_values[symbol] = self._placeholder(symbol.name, {VALUE: value.meta[VALUE]})
+        return self.symbol_values[symbol]
 
     def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
         """Add a placeholder at the start of the graph; `finish` puts placeholders in order."""
@@ -314,18 +327,18 @@ class _BackwardBuilder(HostProgramBuilder):
 
     @cached_property
     def _recomputed(self) -> frozenset[fx.Node]:
-        """Views, casts and unpackings of parameters: recomputing them is cheaper than saving them."""
-        repeated = set(self.joint.graph.find_nodes(op="get_attr"))
+        """The constants, and views, casts and unpackings of parameters: recomputing them is cheaper than saving them."""
+        recomputed = set(self.joint.graph.find_nodes(op="get_attr"))
         for node in self.joint.nodes:
             sources = producer_of(node).all_input_nodes
             if self._is_cheap_outside(node) and all(
-                _is_lasting_input(item) or is_size(item) or item in repeated for item in sources
+                _is_unchanged_input(item) or is_size(item) or item in recomputed for item in sources
             ):
-                repeated.add(node)
-        return frozenset(repeated)
+                recomputed.add(node)
+        return frozenset(recomputed)
 
     def _is_cheap_outside(self, node: fx.Node) -> bool:
-        """Return whether a value is computed between loops, deterministically and without a product."""
+        """Return whether an operator outside loops computes a value, deterministically and without a matrix product."""
         producer = producer_of(node)
         return (
             is_tensor(node)
@@ -336,12 +349,12 @@ class _BackwardBuilder(HostProgramBuilder):
         )
 
     def finish(self, gradients: tuple[Any, ...]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Close the graph, and return the forward nodes to save in AOTAutograd's order: tensors, objects, numbers."""
+        """Close the graph, and return the forward nodes to save, in AOTAutograd's order: (tensors, objects and sizes)."""
         self.graph.output(gradients)
         fetch_in_time(self.graph)
         previous: fx.Node | None = None
         tensors = *self.saved.values(), *self.states.values()
-        for placeholder in (*self.numbers.values(), *tensors, *self.objects.values(), *self.tangents):
+        for placeholder in (*self.symbol_values.values(), *tensors, *self.objects.values(), *self.tangents):
             if previous is None:
                 next(iter(self.graph.nodes)).prepend(placeholder)
             else:
@@ -351,22 +364,22 @@ class _BackwardBuilder(HostProgramBuilder):
             placeholder.meta[SAVED_FOR_ONE] = self._is_saved_exclusively(node)
         saved = self.nodes_to_save() + [self.forward.states[node] for node in self.states]
         objects = [self.forward.env[node] for node in self.objects]
-        return saved, objects + [self.forward.symbol(symbol) for symbol in self.numbers]
+        return saved, objects + [self.forward.symbol(symbol) for symbol in self.symbol_values]
 
     def _is_saved_exclusively(self, node: fx.Node) -> bool:
         """Return whether a saved value is a loop's result that the forward program passes to this program only."""
         value = self.forward.env[node]
         is_saved_once = [self.forward.env[other] for other in self.saved].count(value) == 1 and node not in self.joint.outputs
-        return is_saved_once and not value.users and is_owned_here(viewed_value(value), self.forward.module)
+        return is_saved_once and not value.users and is_owned_here(find_view_base(value), self.forward.module)
 
 
-def _is_lasting_input(node: fx.Node) -> bool:
+def _is_unchanged_input(node: fx.Node) -> bool:
     """Return whether a node is an input whose values are unchanged when the backward graph runs."""
     return node.op == "placeholder" and not node.meta.get(MUTATED, False)
 
 
 def symbols_of(joint: JointGraph, outer: HostProgramBuilder) -> dict[sympy.Symbol, fx.Node]:
-    """Return a host-program node for the value of each symbol: an input, or a dimension of an input."""
+    """Return a host-program node for each dynamic-shape symbol: an input, or the size of an input's dimension."""
     symbols: dict[sympy.Symbol, fx.Node] = {}
     for node in joint.primals:
         size = size_of(node.meta[VALUE]) if is_size(node) else None
@@ -383,5 +396,5 @@ def symbols_of(joint: JointGraph, outer: HostProgramBuilder) -> dict[sympy.Symbo
 
 
 def _identifier(name: str) -> str:
-    """Return a name of letters, digits and underscores."""
+    """Return a stage's name as an identifier of letters, digits and underscores."""
     return re.sub(r"\W+", "_", name).strip("_") or "stage"

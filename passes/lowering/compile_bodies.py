@@ -1,10 +1,10 @@
 """Compile loop bodies with Inductor.
 
-Without Inductor, bodies run as they are. With Inductor, a body is split at every operator of the runtime (attention
+Without Inductor, bodies run eagerly. With Inductor, a body is split at every operator of the runtime (attention
 kernels, buffer writes, accumulation, random draws), and at operators with as many keys as the chunk sees, since this
 length changes from chunk to chunk. The segments in between have only the chunk's shape, and are compiled once for all
-layers and chunks that share it. Equal layers share all segments: operators that only the first or last body starts
-with, a lookup or a scaling, run before them.
+layers and chunks that share it. Equal layers share all segments: an operator with which only the first or last body
+starts, a lookup or a scaling, is compiled apart from them and runs first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from streamfx.runtime.expanded_code import CodeCall
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
-BEFORE = -1  # the level before all segments
+OPENING = -1  # index of the segment that runs first
 CALLS = ("call_function", "call_module")  # operators and mask programs
 
 
@@ -58,14 +58,14 @@ class CompileBodies:
 
 
 def _structural_key(spec: LoopSpec) -> Any:
-    """Return a key of a body's calls and of the lines that its errors name; equal layers have equal keys."""
+    """Return a key of a body: its operators, and the lines of the user's code that its errors name. Equal layers share it."""
     nodes = spec.body.graph.nodes
     provenance = tuple((node.meta.get(HAS_KEYS, False), node.meta.get(STACK_TRACE)) for node in nodes)
     return structure(spec.body.graph), spec.feeds, provenance
 
 
 def _calls_for(spec: LoopSpec, first: LoopSpec, calls: Sequence[CodeCall]) -> list[CodeCall]:
-    """Return the calls of a body, given those of an equal body: the same segments, applied to its own nodes."""
+    """Return the calls of a body, given the calls of an equal body: the same segments, applied to this body's nodes."""
     node_of = dict(zip(first.body.graph.nodes, spec.body.graph.nodes, strict=True))
     return [
         replace(call, args=tuple(node_of[node] for node in call.args), makes=tuple(node_of[node] for node in call.made))
@@ -79,11 +79,11 @@ def split(spec: LoopSpec) -> list[CodeCall]:
     """Split the body into calls in order: compiled segments, and single operators of the runtime."""
     segments = _SegmentAssignment(spec)
     calls: list[CodeCall] = []
-    for number in range(BEFORE, 1 + max(segments.segment_of.values(), default=0)):
-        nodes = [node for node, segment in segments.segment_of.items() if segment == number and node.op in CALLS]
+    for index in range(OPENING, 1 + max(segments.segment_of.values(), default=0)):
+        nodes = [node for node, segment in segments.segment_of.items() if segment == index and node.op in CALLS]
         compiled = [node for node in nodes if segments.is_compiled(node)]
         if compiled:
-            calls.append(_segment(compiled))
+            calls.append(_segment_call(compiled))
         calls.extend(single_call(node, spec.body) for node in nodes if not segments.is_compiled(node))
     return calls
 
@@ -99,21 +99,21 @@ class _SegmentAssignment:
         """Assign each operator of a body to a segment (`segment_of`), then merge segments."""
         self.graph = spec.body.graph
         self.feeds = dict(zip(self.graph.find_nodes(op="placeholder"), spec.feeds, strict=True))
-        self.positions = self._placeholders_with(lambda feed: isinstance(feed, Number) and depends_on_position(feed.value))
+        self.positions = self._select_placeholders(lambda feed: isinstance(feed, Number) and depends_on_position(feed.value))
         self.segment_of: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self.segment_of[node] = 0
             elif node.op in CALLS:
                 ready = max((self._ready_at(source) for source in node.all_input_nodes), default=0)
-                self.segment_of[node] = BEFORE if self._is_opening(node) else max(ready, self._segment_of_last_reduction(node))
+                self.segment_of[node] = OPENING if self._is_opening(node) else max(ready, self._segment_of_last_reduction(node))
         self._merge_segments()
 
     def is_compiled(self, node: fx.Node) -> bool:
         """Return whether Inductor may compile an operator; an element of a tuple follows its operator.
 
         Not compiled: operators with as many keys as the chunk sees, operators that depend on the chunk's position,
-        and operators that only some of otherwise equal bodies start with.
+        and opening operators, with which only some of otherwise equal bodies start.
         """
         producer = node.args[0] if node.target is operator.getitem else node
         assert isinstance(producer, fx.Node)
@@ -124,23 +124,26 @@ class _SegmentAssignment:
             and not self._is_opening(producer)
         )
 
-    def _placeholders_with(self, condition: Callable[[Feed], bool]) -> set[fx.Node]:
+    def _select_placeholders(self, condition: Callable[[Feed], bool]) -> set[fx.Node]:
         """Return the placeholders whose feeds meet a condition."""
         return {node for node, feed in self.feeds.items() if condition(feed)}
 
     def _is_opening(self, node: fx.Node) -> bool:
-        """Return whether an operator looks up or scales (by a shared value) inputs of the body, and nothing else."""
+        """Return whether an operator reads only inputs of the body, and is a lookup or a scaling by a broadcast value."""
         if not all(source in self.feeds for source in node.all_input_nodes):
             return False
-        same = any(isinstance(self.feeds[source], Broadcast) for source in node.all_input_nodes)
-        return node.target is aten.embedding.default or (node.target is aten.mul.Tensor and same)
+        has_broadcast = any(isinstance(self.feeds[source], Broadcast) for source in node.all_input_nodes)
+        return node.target is aten.embedding.default or (node.target is aten.mul.Tensor and has_broadcast)
 
     def _ready_at(self, source: fx.Node) -> int:
-        """Return the first segment that can use a value: runtime operators run after the segment of their own level."""
+        """Return the first segment that can use a value: operators that are not compiled run after their segment."""
         return self.segment_of[source] + (source.op in CALLS and not self.is_compiled(source))
 
     def _segment_of_last_reduction(self, node: fx.Node) -> int:
-        """Keep reductions over ranks in the body's order, as on a rank without a compiler."""
+        """Return, for a reduction over ranks, the segment of the last reduction before it, otherwise 0.
+
+        So reductions keep the body's order, which is the order on a rank without a compiler.
+        """
         return (
             max((self.segment_of[other] for other in self.segment_of if other.target is begin), default=0)
             if node.target is begin
@@ -148,41 +151,44 @@ class _SegmentAssignment:
         )
 
     def _merge_segments(self) -> None:
-        """Merge segments into the next one if no operator in between needs their values, or it can wait as well."""
+        """Merge each segment into the next one if the readers of its values before that segment can wait as well.
+
+        A reader can wait if no operator uses its result. A segment that reads a buffer stays.
+        """
         compiled = [node for node in self.segment_of if node.op == "call_function" and self.is_compiled(node)]
         buffer_readers = self._buffer_readers()
-        for number, following in pairwise(sorted({self.segment_of[node] for node in compiled})):
-            segment = {node for node in compiled if self.segment_of[node] == number}
+        for index, following in pairwise(sorted({self.segment_of[node] for node in compiled})):
+            segment = {node for node in compiled if self.segment_of[node] == index}
             readers = {user for node in segment for user in node.users if user not in segment and user.op != "output"}
             readers_before_next = {user for user in readers if self.segment_of[user] < following}
-            if segment.isdisjoint(buffer_readers) and all(has_no_user(user) for user in readers_before_next):
+            if segment.isdisjoint(buffer_readers) and all(has_no_users(user) for user in readers_before_next):
                 self.segment_of.update(dict.fromkeys(segment | readers_before_next, following))
 
     def _buffer_readers(self) -> set[fx.Node]:
-        """Return operators that read a buffer, to which later operators may write."""
-        readers = self._placeholders_with(lambda feed: isinstance(feed, BufferPart))
+        """Return the placeholders of buffers and the compiled operators that read them: later operators may write to them."""
+        readers = self._select_placeholders(lambda feed: isinstance(feed, BufferPart))
         for node in self.segment_of:
             if node.op == "call_function" and self.is_compiled(node) and readers.intersection(node.all_input_nodes):
                 readers.add(node)
         return readers
 
 
-def depends_on_position(value: Size) -> bool:
-    """Return whether a number changes from chunk to chunk even if all chunks have equal length."""
-    if isinstance(value, int):
+def depends_on_position(size: Size) -> bool:
+    """Return whether a size changes from chunk to chunk even if all chunks have equal length."""
+    if isinstance(size, int):
         return False
     rows = sympy.Symbol("rows", integer=True)
-    moved = sympy.expand(value.subs(STOP, START + rows))
-    return not moved.free_symbols.isdisjoint({START, STOP, CHUNK})
+    at_fixed_length = sympy.expand(size.subs(STOP, START + rows))
+    return not at_fixed_length.free_symbols.isdisjoint({START, STOP, CHUNK})
 
 
-def has_no_user(node: fx.Node) -> bool:
-    """Return whether no operator uses this one's result, as for an addition to an accumulator."""
+def has_no_users(node: fx.Node) -> bool:
+    """Return whether no operator uses a node's result, as for an addition to an accumulator."""
     return all(user.op == "output" for user in node.users)
 
 
-def _segment(nodes: list[fx.Node]) -> CodeCall:
-    """Return a call of a graph that has copies of these operators, with inputs and outputs of the segment."""
+def _segment_call(nodes: list[fx.Node]) -> CodeCall:
+    """Return a call of a segment: a graph with copies of these operators, and its inputs and outputs in the body."""
     inside = set(nodes)
     inputs = [source for node in nodes for source in node.all_input_nodes if source not in inside]
     inputs = list(dict.fromkeys(inputs))

@@ -27,63 +27,72 @@ from streamfx.runtime.offload import free_after_copy, from_host, to_host, wait_f
 
 
 class _Runs:
-    """The runs of a host program that compute something, numbered in order, and the run of each node.
+    """The runs of a host program that compute something, in order, and the index of each node's run.
 
     The result of a loop belongs to the loop's run; any other node without a run belongs to the run of the next node
     with one.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        """Number the runs of a graph, and record the run of each node and the first node of each run."""
+        """Record the run of each node (`run_index`) and the first node of each run."""
         self.graph, self.position = graph, {node: i for i, node in enumerate(graph.nodes)}
-        index = {run: i for i, run in enumerate(dict.fromkeys(node.meta[RUN] for node in graph.nodes if RUN in node.meta))}
-        self.number: dict[fx.Node, int] = {}
-        at = len(index) - 1
+        run_ids = dict.fromkeys(node.meta[RUN] for node in graph.nodes if RUN in node.meta)
+        index_of_run = {run: i for i, run in enumerate(run_ids)}
+        self.run_index: dict[fx.Node, int] = {}
+        current = len(index_of_run) - 1
         for node in reversed(graph.nodes):
-            self.number[node] = at = index.get(node.meta.get(RUN), at)
-        self._begin: dict[int, fx.Node] = {}
+            self.run_index[node] = current = index_of_run.get(node.meta.get(RUN), current)
+        self._first_nodes: dict[int, fx.Node] = {}
         for node in graph.nodes:
             if node.target is operator.getitem:
-                self.number[node] = self.number[node.args[0]]
+                self.run_index[node] = self.run_index[node.args[0]]
             if node.op != "placeholder":
-                self._begin.setdefault(self.number[node], node)
+                self._first_nodes.setdefault(self.run_index[node], node)
 
-    def begin(self, run: int) -> fx.Node:
+    def first_node(self, run_index: int) -> fx.Node:
         """Return the first node of a run, or the root, which follows the last node, if there is no such run."""
-        return self._begin.get(run, self.graph._root)
+        return self._first_nodes.get(run_index, self.graph._root)
 
-    def later(self, *nodes: fx.Node) -> fx.Node:
+    def last_of(self, *nodes: fx.Node) -> fx.Node:
         """Return the last of these nodes in graph order; the root counts as the end."""
         return max(nodes, key=lambda node: self.position.get(node, len(self.position)))
 
 
 def copy_to_host(graph: fx.Graph, values: Mapping[fx.Node, dict[str, Any]]) -> dict[fx.Node, fx.Node]:
-    """Copy each value of a forward graph, which has no output yet, to the host; `values` has the `meta` of each copy."""
+    """Insert a copy to the host of each value of a forward graph, which has no output yet; return the copies.
+
+    `values` has the `meta` of each copy. A value is freed after its last use, and not before the end of the next run.
+    """
     runs = _Runs(graph)
-    last = {value: runs.later(value, *value.users).next for value in values}
-    ends = {value: runs.later(runs.begin(runs.number[value] + 2), node) for value, node in last.items()}
+    after_last_use = {value: runs.last_of(value, *value.users).next for value in values}
+    free_before = {
+        value: runs.last_of(runs.first_node(runs.run_index[value] + 2), node) for value, node in after_last_use.items()
+    }
     copies: dict[fx.Node, fx.Node] = {}
     for value, meta in values.items():
         with graph.inserting_after(value):
-            begun = graph.call_function(to_host, (value,))
-        with graph.inserting_before(ends[value]):
-            copies[value] = graph.call_function(free_after_copy, (begun, value))
-        begun.meta, copies[value].meta = dict(meta), dict(meta)
+            started = graph.call_function(to_host, (value,))
+        with graph.inserting_before(free_before[value]):
+            copies[value] = graph.call_function(free_after_copy, (started, value))
+        started.meta, copies[value].meta = dict(meta), dict(meta)
     return copies
 
 
 def fetch_in_time(graph: fx.Graph) -> None:
-    """Fetch each value of a complete backward graph during the run before the run of its first user."""
+    """Move each fetch of a complete backward graph to the run before that of its first user, in place.
+
+    If much later runs read the value as well, it is fetched again for them.
+    """
     runs, groups = _Runs(graph), list[tuple[fx.Node, list[fx.Node]]]()
     for node in graph.find_nodes(op="call_function", target=wait_for_copy):
         groups += [(node, users) for users in _groups_of_users(node.users, runs)]
-    for node, users in sorted(groups, key=lambda group: runs.number[group[1][0]]):
+    for node, users in sorted(groups, key=lambda group: runs.run_index[group[1][0]]):
         (fetched,) = node.all_input_nodes
-        with graph.inserting_before(runs.begin(max(runs.number[users[0]] - 1, 0))):
-            begun = graph.call_function(from_host, fetched.args)
+        with graph.inserting_before(runs.first_node(max(runs.run_index[users[0]] - 1, 0))):
+            started = graph.call_function(from_host, fetched.args)
         with graph.inserting_before(users[0]):
-            waited = graph.call_function(wait_for_copy, (begun,))
-        begun.meta, waited.meta = dict(fetched.meta), dict(node.meta)
+            waited = graph.call_function(wait_for_copy, (started,))
+        started.meta, waited.meta = dict(fetched.meta), dict(node.meta)
         for user in users:
             user.replace_input_with(node, waited)
     for node in dict.fromkeys(node for node, _ in groups):
@@ -93,10 +102,10 @@ def fetch_in_time(graph: fx.Graph) -> None:
 
 
 def _groups_of_users(users: Iterable[fx.Node], runs: _Runs) -> Iterator[list[fx.Node]]:
-    """Group the users of a value: between two groups there is time to free and refetch the value."""
+    """Yield groups of a value's users; between two groups are at least two runs, in which the value is freed and refetched."""
     group: list[fx.Node] = []
     for user in sorted(users, key=runs.position.__getitem__):
-        if group and runs.number[user] > runs.number[group[-1]] + 2:
+        if group and runs.run_index[user] > runs.run_index[group[-1]] + 2:
             yield group
             group = []
         group.append(user)

@@ -26,6 +26,7 @@ from streamfx.runtime.loop import Loop
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
+# by operator: the variant that writes over a value of this graph, and the one that writes over a saved value, if any
 IN_PLACE: dict[OpOverload, tuple[Callable[..., Tensor], Callable[..., Tensor] | None]] = {
     aten.add.Tensor: (added, None),
     aten.mul.Tensor: (scaled, scaled_once),
@@ -40,28 +41,28 @@ def write_in_place(module: fx.GraphModule) -> None:
 
 
 def _write_over_operand(node: fx.Node, module: fx.GraphModule) -> None:
-    """Let a sum or product write over an operand without other users that this graph, or a saved value, owns."""
-    over, over_saved = IN_PLACE[node.target]  # type: ignore[index]
+    """Let a sum or product write over an operand without other users, if this graph owns it or it was saved for this graph."""
+    over_owned, over_saved = IN_PLACE[node.target]  # type: ignore[index]
     left, right = node.args[:2]
-    for target, other in ((left, right), (right, left)):
+    for operand, other in ((left, right), (right, left)):
         if (
-            not isinstance(target, fx.Node)
-            or target is other
-            or not _has_same_layout(target, node)
-            or set(target.users) != {node}
+            not isinstance(operand, fx.Node)
+            or operand is other
+            or not _has_same_layout(operand, node)
+            or set(operand.users) != {node}
         ):
             continue
-        origin = viewed_value(target)
-        if is_owned_here(origin, module):
-            node.target, node.args = over, (target, other)
+        base = find_view_base(operand)
+        if is_owned_here(base, module):
+            node.target, node.args = over_owned, (operand, other)
             return
-        if origin.meta.get(SAVED_FOR_ONE, False) and over_saved is not None:
-            node.target, node.args = over_saved, (target, other)
+        if base.meta.get(SAVED_FOR_ONE, False) and over_saved is not None:
+            node.target, node.args = over_saved, (operand, other)
             return
 
 
-def viewed_value(node: fx.Node) -> fx.Node:
-    """Follow a chain of views to the viewed value, as long as it has no other user."""
+def find_view_base(node: fx.Node) -> fx.Node:
+    """Follow a chain of views to the value that they view, as long as each value has no other user."""
     while is_moved_elements(node) and len(node.all_input_nodes[0].users) == 1:
         node = node.all_input_nodes[0]
     return node

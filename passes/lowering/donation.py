@@ -1,8 +1,8 @@
 """Reuse gradient buffers for results of the same loop.
 
 A stage's backward loop reads its incoming gradient chunk by chunk, and writes its outgoing gradient in the same
-iterations to the same rows. If nothing else uses the first, the second overwrites it: one buffer of T x d serves all
-stages. With a single chunk, a result that owns its memory is not copied into a buffer at all.
+iterations to the same rows. If nothing else uses the incoming gradient, the outgoing one overwrites it: one buffer of
+T x d serves all stages. With a single chunk, a result that owns its memory is not copied into a buffer at all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 from torch import fx
 
@@ -21,24 +22,24 @@ from streamfx.torch_private import OpOverload
 
 
 def reuse_buffers(module: fx.GraphModule) -> None:
-    """Let each loop of a host program write its stacked results over operands whose last use it is."""
+    """Let each loop of a host program write its stacked results over operands that no later node uses."""
     for call in module.graph.nodes:
         if call.op != "call_module" or not isinstance(loop := module.get_submodule(call.target), Loop):
             continue
         tensors = call.args[len(loop.spec.symbols) :]
         reused: set[int] = set()
         yields = list(loop.spec.yields)
-        for position, item in enumerate(yields):
+        for result_index, item in enumerate(yields):
             if not isinstance(item, ConcatOutput):
                 continue
-            for index, source in enumerate(tensors):
+            for operand_index, source in enumerate(tensors):
                 if (
-                    index not in reused
-                    and _is_last_use(source, call, module)
-                    and _can_overwrite(loop.spec, position, index, source, module)
+                    operand_index not in reused
+                    and _is_only_use(source, call, module)
+                    and _can_overwrite(loop.spec, result_index, operand_index, source, module)
                 ):
-                    yields[position] = replace(item, reuse=index)
-                    reused.add(index)
+                    yields[result_index] = replace(item, reuse=operand_index)
+                    reused.add(operand_index)
                     break
         loop.spec = replace(loop.spec, yields=tuple(yields))
     for loop in module.children():
@@ -47,54 +48,55 @@ def reuse_buffers(module: fx.GraphModule) -> None:
 
 
 def _mark_fresh_results(spec: LoopSpec) -> LoopSpec:
-    """Mark the results that the loop's body computes in memory of their own."""
+    """Mark the results that the loop body allocates, and that alias nothing, as fresh."""
     outputs: Sequence[fx.Node] = spec.body.graph.output_node().args[0]  # type: ignore[assignment]
     placeholders = zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, strict=True)
-    numbers = {node for node, feed in placeholders if not isinstance(feed, (Broadcast, ChunkSlice, BufferPart))}
-    memories_by_output = [memories(output) - numbers for output in outputs]
-    count = Counter(memory for memories_of_one in memories_by_output for memory in memories_of_one)
+    scalars = {node for node, feed in placeholders if not isinstance(feed, (Broadcast, ChunkSlice, BufferPart))}
+    memories_by_output = [memories(output) - scalars for output in outputs]
+    num_outputs_with = Counter(chain.from_iterable(memories_by_output))
     fresh = [
-        len(memories_of_output) == 1 and all(count[memory] == 1 and _is_made(memory) for memory in memories_of_output)
-        for memories_of_output in memories_by_output
+        len(output_memories) == 1
+        and all(num_outputs_with[memory] == 1 and _is_allocated_by_torch(memory) for memory in output_memories)
+        for output_memories in memories_by_output
     ]
     yields = [replace(item, is_fresh=fresh[i]) if isinstance(item, ConcatOutput) else item for i, item in enumerate(spec.yields)]
     return replace(spec, yields=tuple(yields))
 
 
-def _is_made(memory: fx.Node) -> bool:
-    """Return whether an operator of torch computed a value: other callables may keep a reference to it."""
+def _is_allocated_by_torch(memory: fx.Node) -> bool:
+    """Return whether an operator of torch allocated a value: other callables may keep a reference to it."""
     producer = memory.all_input_nodes[0] if memory.target is operator.getitem else memory
     return producer.op == "call_function" and isinstance(producer.target, OpOverload)
 
 
-def _is_last_use(source: fx.Node, call: fx.Node, module: fx.GraphModule) -> bool:
-    """Return whether an earlier loop computed a value for this one alone."""
-    return set(source.users) == {call} and _stacked_by(source, module) is not None
+def _is_only_use(source: fx.Node, call: fx.Node, module: fx.GraphModule) -> bool:
+    """Return whether a loop is the only user of an earlier loop's stacked result."""
+    return set(source.users) == {call} and _find_stacking_output(source, module) is not None
 
 
-def _stacked_by(source: fx.Node, module: fx.GraphModule) -> ConcatOutput | None:
-    """Return the loop output that stacks a value; None if it is no loop's stacked result."""
+def _find_stacking_output(source: fx.Node, module: fx.GraphModule) -> ConcatOutput | None:
+    """Return the loop output that stacks a value; None if the value is not a loop's stacked result."""
     if source.target is not operator.getitem:
         return None
-    producer, position = source.args
+    producer, result_index = source.args
     if producer.op != "call_module" or not isinstance(loop := module.get_submodule(producer.target), Loop):  # type: ignore[union-attr,arg-type]
         return None
-    item = loop.spec.yields[position]  # type: ignore[index]
+    item = loop.spec.yields[result_index]  # type: ignore[index]
     return item if isinstance(item, ConcatOutput) else None
 
 
-def _can_overwrite(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx.GraphModule) -> bool:
-    """Return whether result `position` can overwrite operand `index`: equal rows, shape and dtype, and no view of it.
+def _can_overwrite(spec: LoopSpec, result_index: int, operand_index: int, source: fx.Node, module: fx.GraphModule) -> bool:
+    """Return whether a loop's result can overwrite an operand: equal rows, shape and dtype, and no view of the operand.
 
-    The loop would read such a view, in another order, while it is overwritten.
+    If an output were a view of the operand, the loop would read it, in another order, while it is overwritten.
     """
-    item, source_item = spec.yields[position], _stacked_by(source, module)
+    item, source_item = spec.yields[result_index], _find_stacking_output(source, module)
     assert isinstance(item, ConcatOutput)
     if source_item is None or replace(source_item, reuse=item.reuse) != item:
         return False
     placeholders = spec.body.graph.find_nodes(op="placeholder")
-    operand_views = {node for node, i in zip(placeholders, spec.sources, strict=True) if i == index}
-    feeds = [feed for feed, i in zip(spec.feeds, spec.sources, strict=True) if i == index]
+    operand_views = {node for node, i in zip(placeholders, spec.sources, strict=True) if i == operand_index}
+    feeds = [feed for feed, i in zip(spec.feeds, spec.sources, strict=True) if i == operand_index]
     by_rows = all(isinstance(feed, ChunkSlice) and feed.selections == (RowSelection(item.placement, None),) for feed in feeds)
     outputs = spec.body.graph.output_node().args[0]
     return by_rows and not any(memories(output) & operand_views for output in outputs)  # type: ignore[arg-type,union-attr]

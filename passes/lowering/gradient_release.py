@@ -37,7 +37,7 @@ from streamfx.torch_private import OpOverload, mutated_inputs
 
 
 class ReleaseSpec(NamedTuple):
-    """The arguments of a chain: inputs with gradients, the memory of saved values, the gradients of each segment."""
+    """The arguments of a chain: inputs with gradients, memory of saved values, gradient indices of each segment (`places`)."""
 
     sources: Sources
     saved: Saved
@@ -48,38 +48,41 @@ def plan_chain(
     chain: GradientReleaseChain, joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int
 ) -> None:
     """Record which gradients can be released early; inputs that the graph writes to are excluded."""
-    look, nothing = partial(_release_spec, joint, forward, backward, num_outputs, num_inputs), ReleaseSpec({}, (), ())
-    chain.sources, chain.saved, chain.places = try_step(look, nothing, GRADIENTS_AT_END, strict=False)
+    plan = partial(_release_spec, joint, forward, backward, num_outputs, num_inputs)
+    no_release = ReleaseSpec({}, (), ())
+    chain.sources, chain.saved, chain.places = try_step(plan, no_release, GRADIENTS_AT_END, strict=False)
     chain.keep_out(mutated_inputs(joint))
 
 
 def _release_spec(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int) -> ReleaseSpec:
     """Return the release spec of the graph, without places if there is only one segment."""
     sources = sources_of(joint, num_outputs, num_inputs)
-    source_index = {source.primal_index: source_index for source_index, source in sources.items()}
-    inputs_of_saved = inputs_saved(forward, num_outputs)
-    saved = tuple(frozenset(source_index[primal] for primal in inputs if primal in source_index) for inputs in inputs_of_saved)
-    places = released_indices(deliveries(backward, saved)) if sources else ()
+    index_of_primal = {source.primal_index: index for index, source in sources.items()}
+    saved = tuple(
+        frozenset(index_of_primal[primal] for primal in inputs if primal in index_of_primal)
+        for inputs in inputs_aliased_by_saved(forward, num_outputs)
+    )
+    places = released_indices(release_segments(backward, saved)) if sources else ()
     return ReleaseSpec(sources, saved, places if len(places) > 1 else ())
 
 
-def in_stretches(runner: HostProgramRunner, chain: GradientReleaseChain) -> Callable[[list[Any]], Any]:
-    """Return a runner that releases gradients as the chain expects; at the end if the graph has changed since."""
-    none = tuple[ReleaseSegment, ...]()
-    segments = (
-        try_step(partial(deliveries, runner.module, chain.saved), none, GRADIENTS_AT_END, strict=False) if chain.places else none
-    )
+def run_in_segments(runner: HostProgramRunner, chain: GradientReleaseChain) -> Callable[[list[Any]], Any]:
+    """Return a runner that releases gradients after each segment; the plain runner if the graph has changed since planning."""
+    segments = no_segments = tuple[ReleaseSegment, ...]()
+    if chain.places:
+        split = partial(release_segments, runner.module, chain.saved)
+        segments = try_step(split, no_segments, GRADIENTS_AT_END, strict=False)
     return StagewiseRunner(runner, segments, chain) if segments and released_indices(segments) == chain.places else runner
 
 
-def inputs_saved(forward: fx.Graph, num_outputs: int) -> Saved:
+def inputs_aliased_by_saved(forward: fx.Graph, num_outputs: int) -> Saved:
     """Return, for each tensor that the forward graph saves, the indices of inputs whose memory it may share."""
-    inputs = {node: position for position, node in enumerate(forward.find_nodes(op="placeholder"))}
+    inputs = {node: i for i, node in enumerate(forward.find_nodes(op="placeholder"))}
     saved = [node for node in outputs_of(forward)[num_outputs:] if is_tensor(node)]
     return tuple(frozenset(inputs[memory] for memory in memories(node) if memory in inputs) for node in saved)
 
 
-def deliveries(backward: fx.GraphModule, saved: Saved) -> tuple[ReleaseSegment, ...]:
+def release_segments(backward: fx.GraphModule, saved: Saved) -> tuple[ReleaseSegment, ...]:
     """Split the backward graph into segments that end before a loop; return none if the graph writes to memory.
 
     `saved` has, for each saved tensor, the indices of gradients whose inputs' memory it may share.
@@ -91,13 +94,14 @@ def deliveries(backward: fx.GraphModule, saved: Saved) -> tuple[ReleaseSegment, 
         return ()
     order = _execution_order(backward)
     complete = _complete_gradients(backward.graph, order, saved)
-    segments, begin, ready = list[ReleaseSegment](), 0, dict[int, fx.Node]()
+    segments: list[ReleaseSegment] = []
+    start, ready = 0, dict[int, fx.Node]()
     for index, node in enumerate(order):
-        if ready and _takes_time(node, backward):
-            segments.append(_release_segment(order[begin:index], ready))
-            begin, ready = index, {}
+        if ready and _is_slow(node, backward):
+            segments.append(_release_segment(order[start:index], ready))
+            start, ready = index, {}
         ready |= complete.get(index, {})
-    return (*segments, _release_segment(order[begin:], ready)) if order else ()
+    return (*segments, _release_segment(order[start:], ready)) if order else ()
 
 
 def _release_segment(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> ReleaseSegment:
@@ -109,7 +113,7 @@ def _release_segment(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]
     return ReleaseSegment(tuple(operators), tuple(dict.fromkeys(reads)), gradients)
 
 
-def _takes_time(node: fx.Node, module: fx.GraphModule) -> bool:
+def _is_slow(node: fx.Node, module: fx.GraphModule) -> bool:
     """Return whether a node is a loop or an expensive operator."""
     if node.op == "call_module":
         return isinstance(module.get_submodule(str(node.target)), Loop)
@@ -117,9 +121,9 @@ def _takes_time(node: fx.Node, module: fx.GraphModule) -> bool:
 
 
 def _execution_order(module: fx.GraphModule) -> list[fx.Node]:
-    """Return the operators in a valid order: graph order, except for movable operators, which run early."""
+    """Return the operators in a valid order: graph order, but movable operators run as soon as their operands are ready."""
     inputs = module.graph.find_nodes(op="placeholder")
-    movable, placed, order = _movable(module), set(inputs), list[fx.Node]()
+    movable, placed, order = _movable_operators(module), set(inputs), list[fx.Node]()
 
     def may_follow(node: fx.Node) -> bool:
         """Return whether a movable operator is not placed yet and all its operands are."""
@@ -129,8 +133,8 @@ def _execution_order(module: fx.GraphModule) -> list[fx.Node]:
         order.append(node)
         placed.add(node)
 
-    def follow(node: fx.Node) -> None:
-        """Place the operators that waited for this node only, and then those that waited for them."""
+    def place_ready_users(node: fx.Node) -> None:
+        """Place the movable users of a node that are ready, then their users, depth first."""
         todo = [iter(node.users)]
         while todo:
             user = next(filter(may_follow, todo[-1]), None)
@@ -141,22 +145,22 @@ def _execution_order(module: fx.GraphModule) -> list[fx.Node]:
                 todo.append(iter(user.users))
 
     for node in inputs:
-        follow(node)
+        place_ready_users(node)
     for node in module.graph.nodes:
         if node not in placed and node.op != "output":
             place(node)
-            follow(node)
+            place_ready_users(node)
     return order
 
 
-def _movable(module: fx.GraphModule) -> set[fx.Node]:
-    """Return deterministic operators that only lead to gradients and that no loop reads."""
+def _movable_operators(module: fx.GraphModule) -> set[fx.Node]:
+    """Return the fast, deterministic operators whose results only other such operators, or the output, use."""
     graph, output = module.graph, module.graph.output_node()
     needed = ancestors(tuple(output.all_input_nodes))
     movable: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        leads_to_gradients_alone = all(user is output or user in movable for user in node.users)
-        if node in needed and leads_to_gradients_alone and _may_run_any_time(node) and not _takes_time(node, module):
+        leads_only_to_gradients = all(user is output or user in movable for user in node.users)
+        if node in needed and leads_only_to_gradients and _may_run_any_time(node) and not _is_slow(node, module):
             movable.add(node)
     return movable
 
@@ -169,29 +173,32 @@ def _may_run_any_time(node: fx.Node) -> bool:
 
 
 def _complete_gradients(graph: fx.Graph, order: Sequence[fx.Node], saved: Saved) -> dict[int, dict[int, fx.Node]]:
-    """Return, by operator index, the gradients that are complete after it and whose memory no later operator reads."""
-    number = {node: index for index, node in enumerate(order)}
-    last = _last_reads(graph, number)
+    """Return, by operator index, the gradients that are complete after that operator, by gradient index.
+
+    No later operator reads the memory of such a gradient, or of its parameter.
+    """
+    operator_index = {node: index for index, node in enumerate(order)}
+    last_read = _last_reads(graph, operator_index)
     tensors = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]
-    readers: dict[int, int] = {}  # for each input, the last operator that reads its memory
-    for node, positions in zip(tensors, saved, strict=False):
-        for position in positions:
-            readers[position] = max(readers.get(position, 0), last.get(node, 0))
+    last_read_of_parameter: dict[int, int] = {}  # by gradient index
+    for node, gradient_indices in zip(tensors, saved, strict=False):
+        for i in gradient_indices:
+            last_read_of_parameter[i] = max(last_read_of_parameter.get(i, 0), last_read.get(node, 0))
     complete: dict[int, dict[int, fx.Node]] = {}
-    for position, gradient in enumerate(outputs_of(graph)):
+    for i, gradient in enumerate(outputs_of(graph)):
         if is_tensor(gradient):
-            reads = [last.get(memory, 0) for memory in memories(gradient)]
-            index = max([number.get(gradient, 0), readers.get(position, 0), *reads])
-            complete.setdefault(index, {})[position] = gradient
+            reads = [last_read.get(memory, 0) for memory in memories(gradient)]
+            index = max([operator_index.get(gradient, 0), last_read_of_parameter.get(i, 0), *reads])
+            complete.setdefault(index, {})[i] = gradient
     return complete
 
 
-def _last_reads(graph: fx.Graph, number: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Return, for each value that owns memory, the last operator that reads it or a view of it."""
-    last: dict[fx.Node, int] = {}
+def _last_reads(graph: fx.Graph, operator_index: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """Return, for each value that owns memory, the index of the last operator that reads it or a view of it."""
+    last_read: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        reads = [number[user] for user in node.users if user in number]
+        reads = [operator_index[user] for user in node.users if user in operator_index]
         if reads and node.op != "output":
             for memory in memories(node):
-                last[memory] = max(last.get(memory, 0), *reads)
-    return last
+                last_read[memory] = max(last_read.get(memory, 0), *reads)
+    return last_read

@@ -20,14 +20,15 @@ from streamfx.ir.joint import saved_values
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import Broadcast, ChunkSlice, LoopSpec, Number, Program
 from streamfx.ir.structural_hash import structure
-from streamfx.kernels import attention as chunked
+from streamfx.kernels.attention import backward as attention_backward
+from streamfx.kernels.attention import forward as attention_forward
 from streamfx.kernels.mask_programs import MaskProgram
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_random
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private import OpOverload
 
-MASK_ARGUMENT = {chunked.forward: 3, chunked.backward: 6}
+MASK_ARGUMENT = {attention_forward: 3, attention_backward: 6}  # by kernel, the index of its mask argument
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,20 @@ def _saved_forward_values(program: Program, num_outputs: int) -> dict[fx.Node, f
     if program.backward is None:
         return {}
     saved = saved_values(program.forward.graph, program.backward.graph, num_outputs)
-    return {taken: value for taken, value in saved.items() if taken.meta.get(VALUE) is value.meta.get(VALUE)}
+    return {placeholder: value for placeholder, value in saved.items() if placeholder.meta.get(VALUE) is value.meta.get(VALUE)}
 
 
 def _hoist_masks(spec: LoopSpec, sources: Sequence[Any], programs: dict[Any, MaskProgram]) -> None:
-    """Replace each hoistable mask of a body by a call of its program."""
+    """Replace each mask of a body that depends only on data from outside loops by a call of its program, in place."""
     body = spec.body
     loop_invariant: dict[fx.Node, fx.Node | None] = {}  # placeholders whose values no loop computes, and their host nodes
-    for node, feed, position in zip(body.graph.find_nodes(op="placeholder"), spec.feeds, spec.sources, strict=True):
-        source = None if position is None else sources[position]
+    for node, feed, source_index in zip(body.graph.find_nodes(op="placeholder"), spec.feeds, spec.sources, strict=True):
+        source = None if source_index is None else sources[source_index]
         if isinstance(feed, Number) or (source is not None and _is_outside_loops(source) and _is_view(feed)):
             loop_invariant[node] = source
-    masks = {node.args[position] for node in body.graph.nodes if (position := MASK_ARGUMENT.get(node.target)) is not None}
+    masks = {node.args[index] for node in body.graph.nodes if (index := MASK_ARGUMENT.get(node.target)) is not None}
     for mask in [node for node in body.graph.nodes if node in masks]:
-        operators = _computing_operators(mask, loop_invariant)
+        operators = _operators_from(loop_invariant, mask)
         if operators:
             _replace_by_program_call(body, mask, operators, loop_invariant, programs)
     if masks:
@@ -77,7 +78,7 @@ def _hoist_masks(spec: LoopSpec, sources: Sequence[Any], programs: dict[Any, Mas
 
 
 def _is_outside_loops(source: fx.Node) -> bool:
-    """Return whether no loop computes a value: a loop's results may be overwritten by other loops."""
+    """Return whether no loop computes a value. (Other loops may overwrite a loop's results.)"""
     producer = source.args[0] if source.target is operator.getitem else source
     return isinstance(producer, fx.Node) and producer.op != "call_module"
 
@@ -89,13 +90,13 @@ def _is_view(feed: Any) -> bool:
     )
 
 
-def _computing_operators(mask: fx.Node, loop_invariant: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the operators that compute a mask from lasting values, in order; none if it has any other input."""
+def _operators_from(inputs: Collection[fx.Node], mask: fx.Node) -> list[fx.Node]:
+    """Return the pure operators that compute a mask from `inputs` alone, in order; none if it depends on anything else."""
     operators: set[fx.Node] = set()
     todo = [mask]
     while todo:
         node = todo.pop()
-        if node in operators or node in loop_invariant:
+        if node in operators or node in inputs:
             continue
         if node.op != "call_function" or not _is_pure(node):
             return []
@@ -117,10 +118,10 @@ def _replace_by_program_call(
     loop_invariant: Mapping[fx.Node, fx.Node | None],
     programs: dict[Any, MaskProgram],
 ) -> None:
-    """Replace a mask, as an operand of attention, by a call of its program; erase operators left unused."""
+    """Replace a mask that attention reads by a call of its program, and erase operators without users, in place."""
     inside = set(operators)
     inputs = list(dict.fromkeys(source for node in operators for source in node.all_input_nodes if source not in inside))
-    constants = {node: source for node in inputs if (source := loop_invariant[node]) is not None and _is_number(source)}
+    constants = {node: source for node in inputs if (source := loop_invariant[node]) is not None and _is_scalar(source)}
     inputs = [node for node in inputs if node not in constants]
     program = _mask_program(mask, operators, inputs, constants, loop_invariant, programs)
     name = f"mask_{list(programs.values()).index(program)}"
@@ -128,18 +129,18 @@ def _replace_by_program_call(
     with body.graph.inserting_after(mask):
         call = body.graph.call_module(name, tuple(inputs))
     for user in list(mask.users):
-        position = MASK_ARGUMENT.get(user.target)  # type: ignore[arg-type]
-        if position is not None and user.args[position] is mask:
-            user.update_arg(position, call)
+        index = MASK_ARGUMENT.get(user.target)  # type: ignore[arg-type]
+        if index is not None and user.args[index] is mask:
+            user.update_arg(index, call)
     for node in reversed(operators):
         if not node.users:
             body.graph.erase_node(node)
 
 
-def _is_number(source: fx.Node) -> bool:
-    """Return whether a value is a scalar literal of the graph, such as the number added to masked scores."""
-    literal = source.op == "call_function" and not source.all_input_nodes and _is_pure(source)
-    return literal and isinstance(value := source.meta.get(VALUE), torch.Tensor) and value.dim() == 0
+def _is_scalar(source: fx.Node) -> bool:
+    """Return whether a value is a scalar constant of the graph, such as the number added to masked scores."""
+    is_constant = source.op == "call_function" and not source.all_input_nodes and _is_pure(source)
+    return is_constant and isinstance(value := source.meta.get(VALUE), torch.Tensor) and value.dim() == 0
 
 
 def _mask_program(
@@ -150,7 +151,10 @@ def _mask_program(
     loop_invariant: Mapping[fx.Node, fx.Node | None],
     programs: dict[Any, MaskProgram],
 ) -> MaskProgram:
-    """Return the program that maps `inputs` to the mask and computes its own constants; equal masks share a program."""
+    """Return the program that computes the mask from `inputs` and from copies of the constants.
+
+    Equal masks share a program.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
     for node, source in constants.items():
@@ -166,8 +170,8 @@ def _mask_program(
 
 
 def _literal_key(source: fx.Node | None) -> Any:
-    """Return a key of a value computed from literals only, such as an `arange`; None for other values."""
-    operators = _computing_operators(source, ()) if source is not None else []
+    """Return a key of a value that is computed from literals alone, such as an `arange`; None for other values."""
+    operators = _operators_from((), source) if source is not None else []
     if not operators:
         return None
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()

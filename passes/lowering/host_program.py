@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import sympy
@@ -17,6 +17,7 @@ from streamfx.ir.sizes import Size, free_symbols, numeric, product, size_of
 from streamfx.ir.stage_plan import ChunkSize, StagePlan
 from streamfx.node_meta import CONSTANT, FORWARD_OPERATOR, GRAPH, JOINT, LAYOUTS, RUN, STACKED, TRACED, VALUE
 from streamfx.passes.lowering.bodies import BodyBuilder
+from streamfx.passes.ops.aliasing import MemoryPlace
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.traits import is_part
 from streamfx.passes.partition.loop_distribution import Region
@@ -29,7 +30,7 @@ from streamfx.runtime.restride import laid_out, part_of_memory, placed, placed_t
 from streamfx.runtime.runtime_sizes import SizeOf
 
 aten = torch.ops.aten
-CHUNKS_OF_TWO_SIZES = "{target} carries a state through chunks, and its two halves have chunks of different sizes"
+CHUNK_SIZES_DIFFER = "{target} carries a state from chunk to chunk, and its forward and backward loops have different chunk sizes"
 
 
 class HostProgramBuilder:
@@ -59,13 +60,13 @@ class HostProgramBuilder:
         return self.env.get(node)
 
     def symbol(self, symbol: sympy.Symbol) -> Any:
-        """Return the value of a dynamic shape symbol, from the inputs or from an operator that has computed it."""
+        """Return the value of a dynamic-shape symbol: from an input, the shape of a value, or data."""
         if symbol not in self.symbols:
             self.symbols[symbol] = self._symbol_from_shape(symbol)
         return self.symbols[symbol]
 
     def _symbol_from_shape(self, symbol: sympy.Symbol) -> fx.Node:
-        """Return the value of a symbol, read from the shape of a value, or else from data."""
+        """Emit and return the value of a symbol, read from the shape of a value, or else from data."""
         for node in filter(is_tensor, self.env):
             for dim, size in enumerate(shape_of_node(node)):
                 if size == symbol:
@@ -75,7 +76,7 @@ class HostProgramBuilder:
         return self._symbol_from_data(symbol)
 
     def _symbol_from_data(self, symbol: sympy.Symbol) -> fx.Node:
-        """Return a number that an operator reads from data."""
+        """Emit and return the scalar that an operator reads from data; a KeyError if no operator defines the symbol."""
         readers = (node for node in self.order if node.target is aten._local_scalar_dense.default)
         node = next((node for node in readers if free_symbols([size_of(node.meta[VALUE])]) == {symbol}), None)
         if node is None:
@@ -83,8 +84,8 @@ class HostProgramBuilder:
         self.emit(node)
         return self.env[node]
 
-    def number(self, size: Size) -> Any:
-        """Return a size as a literal, or as a node that computes it from symbols."""
+    def size_argument(self, size: Size) -> Any:
+        """Return a size as an argument: a literal, or a node that computes it from symbols."""
         if isinstance(size, int):
             return size
         if isinstance(size, sympy.Symbol):
@@ -97,7 +98,7 @@ class HostProgramBuilder:
         return call
 
     def emit(self, node: fx.Node) -> None:
-        """Copy an operator that runs once on full values."""
+        """Copy an operator that runs once, outside loops, on full values; also emit the elements of its tuple."""
         if self.has(node):
             return
         if node.op == "get_attr":
@@ -119,42 +120,43 @@ class HostProgramBuilder:
         def map_argument(argument: fx.Node) -> Any:
             """Return the argument of the copied operator for an argument of the joint graph."""
             if is_size(argument):
-                return self.number(size_of(argument.meta[VALUE]))
+                return self.size_argument(size_of(argument.meta[VALUE]))
             value = self.operand(argument)
             strides = next(layouts, None) if is_tensor(argument) else None
-            return value if strides is None else self.laid_out(value, argument, strides)
+            return value if strides is None else self.restride(value, argument, strides)
 
         return map_argument
 
-    def laid_out(self, value: fx.Node, node: fx.Node, strides: tuple[Size, ...]) -> fx.Node:
-        """Return a value with its traced strides. Inputs have them already, and loops stack rows densely."""
+    def restride(self, value: fx.Node, node: fx.Node, strides: tuple[Size, ...]) -> fx.Node:
+        """Return a value with its traced strides. Inputs have them already, and so have contiguous results of loops."""
         if node.op == "placeholder" or (value.meta.get(STACKED) and _are_dense(strides, shape_of_node(node))):
             return value
-        call = self.graph.call_function(laid_out, (value, *(self.number(stride) for stride in strides)))
+        call = self.graph.call_function(laid_out, (value, *(self.size_argument(stride) for stride in strides)))
         call.meta = {VALUE: node.meta[VALUE], JOINT: node.name}
         return call
 
-    def placed(self, value: fx.Node, begins: Size, strides: tuple[Size, ...]) -> fx.Node:
-        """Return a result that starts at this offset in its storage."""
-        call = self.graph.call_function(placed, (value, self.number(begins), *(self.number(stride) for stride in strides)))
+    def place_at_offset(self, value: fx.Node, place: MemoryPlace) -> fx.Node:
+        """Return a copy of a result that starts at an offset in its storage."""
+        offset, *strides = (self.size_argument(size) for size in (place.offset, *place.strides))
+        call = self.graph.call_function(placed, (value, offset, *strides))
         call.meta = dict(value.meta)
         return call
 
-    def placed_together(self, values: Sequence[fx.Node], places: Sequence[tuple[Size, tuple[Size, ...]]]) -> list[fx.Node]:
-        """Return results that share one storage."""
-        begins = [self.number(begin) for begin, _ in places]
-        strides = [[self.number(stride) for stride in strides_of_result] for _, strides_of_result in places]
-        call = self.graph.call_function(placed_together, (list(values), begins, strides))
-        parts = [self.graph.call_function(operator.getitem, (call, i)) for i in range(len(values))]
-        for part, value in zip(parts, values, strict=True):
-            part.meta = dict(value.meta)
-        return parts
+    def place_in_one_storage(self, values: Sequence[fx.Node], places: Sequence[MemoryPlace]) -> list[fx.Node]:
+        """Return copies of results that share one storage."""
+        offsets = [self.size_argument(place.offset) for place in places]
+        strides = [[self.size_argument(stride) for stride in place.strides] for place in places]
+        call = self.graph.call_function(placed_together, (list(values), offsets, strides))
+        views = [self.graph.call_function(operator.getitem, (call, i)) for i in range(len(values))]
+        for view, value in zip(views, values, strict=True):
+            view.meta = dict(value.meta)
+        return views
 
-    def part_of_memory(self, base: fx.Node, node: fx.Node, offset: Size, strides: tuple[Size, ...]) -> fx.Node:
-        """Return a value of the joint graph as a view of the storage of another value."""
+    def view_of_storage(self, base: fx.Node, node: fx.Node, place: MemoryPlace) -> fx.Node:
+        """Return a value of the joint graph as a view of the storage of `base`."""
         sizes = shape_of_node(node)
-        where = (self.number(item) for item in (*sizes, *strides))
-        arguments = base, node.meta[VALUE].dtype, self.number(offset), len(sizes), *where
+        sizes_and_strides = (self.size_argument(item) for item in (*sizes, *place.strides))
+        arguments = base, node.meta[VALUE].dtype, self.size_argument(place.offset), len(sizes), *sizes_and_strides
         call = self.graph.call_function(part_of_memory, arguments)
         call.meta = {VALUE: node.meta[VALUE], JOINT: node.name}
         return call
@@ -182,15 +184,15 @@ class HostProgramBuilder:
         return self.states.get(node)
 
     def chunks_of(self, region: Region) -> ChunkSize | None:
-        """Return the chunk size of the loop that stored the states which a region reads, if any."""
-        carried = [node.meta.get(FORWARD_OPERATOR, node) for node in region.nodes]
-        return next((self.chunks_of_states[node] for node in carried if node in self.chunks_of_states), None)
+        """Return the chunk size of the loop that stored the states that a region reads; None if it reads none."""
+        forward_nodes = [node.meta.get(FORWARD_OPERATOR, node) for node in region.nodes]
+        return next((self.chunks_of_states[node] for node in forward_nodes if node in self.chunks_of_states), None)
 
     def _states_for(self, node: fx.Node, chunk_size: ChunkSize) -> fx.Node | None:
-        """Return a scan's states for a loop with this chunk size: with other chunks there are none."""
+        """Return a scan's stored states, if any; a FallbackError if they were stored with another chunk size."""
         states = self.states_of(node)
         if states is not None and self.chunks_of_states[node] != chunk_size:
-            raise FallbackError(node, CHUNKS_OF_TWO_SIZES.format(target=node.target))
+            raise FallbackError(node, CHUNK_SIZES_DIFFER.format(target=node.target))
         return states
 
     def run(self, name: str, region: Region, chunk_size: ChunkSize) -> None:
@@ -199,18 +201,18 @@ class HostProgramBuilder:
         for node in region.nodes:
             if is_tensor(node) and not is_loop_value(node, self.layout):
                 full_values.setdefault(region.loop_index[node], []).append(node)
-        for number in range(len(region.loops) + 1):
-            for node in full_values.get(number, ()):
+        for loop_index in range(len(region.loops) + 1):
+            for node in full_values.get(loop_index, ()):
                 self._emit_with_producer(node)
-            if number < len(region.loops):
-                label = name if len(region.loops) == 1 else f"{name}_{number}"
-                self._emit_loop(self._unique_name(label), region, number, chunk_size)
+            if loop_index < len(region.loops):
+                loop_name = name if len(region.loops) == 1 else f"{name}_{loop_index}"
+                self._emit_loop(self._unique_name(loop_name), region, loop_index, chunk_size)
         self.runs += 1
 
     def _unique_name(self, name: str) -> str:
-        """Return a unique name: stages of one module share a name."""
-        numbered = (f"{name}_{number}" for number in count(2))
-        return name if not hasattr(self.module, name) else next(n for n in numbered if not hasattr(self.module, n))
+        """Return the name, with a suffix if it is taken: stages of one module share a name."""
+        candidates = chain((name,), (f"{name}_{suffix}" for suffix in count(2)))
+        return next(candidate for candidate in candidates if not hasattr(self.module, candidate))
 
     def _emit_with_producer(self, node: fx.Node) -> None:
         """Emit an operator; for an element of a tuple, emit the operator that returns the tuple first."""
@@ -218,25 +220,25 @@ class HostProgramBuilder:
             self.emit(node_argument(node))
         self.emit(node)
 
-    def _emit_loop(self, name: str, region: Region, number: int, chunk_size: ChunkSize) -> None:
-        """Emit a call of loop `number` of a region, and extract its results and the states of its scans."""
+    def _emit_loop(self, name: str, region: Region, loop_index: int, chunk_size: ChunkSize) -> None:
+        """Emit a call of one loop of a region, and extract its results and the states of its scans."""
         builder = BodyBuilder(
             self.layout, self.value, self.order, region.reverse, self.plan, lambda node: self._states_for(node, chunk_size)
         )
-        spec, sources, leaves = builder.finish(name, region.loops[number], chunk_size)
+        spec, sources, returned = builder.finish(name, region.loops[loop_index], chunk_size)
         loop = Loop(spec)
         self.module.add_module(name, loop)
         self.loops.append(loop)
         symbols = tuple(self.symbol(symbol) for symbol in spec.symbols)
         call = self.graph.call_module(name, (*symbols, *sources))
         call.meta[RUN] = self.runs
-        for position, node in enumerate(leaves):
-            result = self.graph.call_function(operator.getitem, (call, position))
+        for i, node in enumerate(returned):
+            result = self.graph.call_function(operator.getitem, (call, i))
             result.meta = {VALUE: node.meta[VALUE], JOINT: node.name, STACKED: True}
             self.env[node] = result
-        for position, node in enumerate(builder.states, len(leaves)):
-            result = self.graph.call_function(operator.getitem, (call, position))
-            result.meta = {VALUE: first_row(node), JOINT: node.name}
+        for i, node in enumerate(builder.states, len(returned)):
+            result = self.graph.call_function(operator.getitem, (call, i))
+            result.meta = {VALUE: fake_states(node), JOINT: node.name}
             self.states[node], self.chunks_of_states[node] = result, chunk_size
 
 
@@ -247,8 +249,8 @@ def _are_dense(strides: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
     )
 
 
-def first_row(node: fx.Node) -> torch.Tensor:
-    """Return a fake value for the states of a scan, with one state: the number of chunks is known at run time only."""
+def fake_states(node: fx.Node) -> torch.Tensor:
+    """Return a fake value for a scan's states, with one state, because the number of chunks is known at run time only."""
     if isinstance(node.target, Recurrence):
         like: torch.Tensor = node.meta[VALUE][0]
         return like.new_empty((1, numeric(node.target.carried)), dtype=node.target.carry_type)

@@ -1,4 +1,4 @@
-"""Lowerings of operators that need more than a copy for fewer rows."""
+"""Lowerings of operators for which a copy on the chunk's rows would compute another result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from streamfx.ir.joint import bound_arguments, node_argument, scalar_argument, s
 from streamfx.ir.program import ShiftedRows
 from streamfx.ir.signature import SingleRow
 from streamfx.ir.sizes import Size, is_at_least
-from streamfx.kernels import attention as chunked
 from streamfx.kernels import window_ops
+from streamfx.kernels.attention import backward as attention_backward
+from streamfx.kernels.attention import forward as attention_forward
 from streamfx.kernels.grouped_mm import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import REDUCED, VALUE
-from streamfx.passes.lowering.accumulating_lowerings import arranged, mean_count
-from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, emits
+from streamfx.passes.lowering.accumulating_lowerings import mean_divisor, sort_by_group
+from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, register_lowering
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.rules.attention import M, N
 from streamfx.passes.ops.rules.views import vanishing
@@ -35,71 +36,71 @@ from streamfx.runtime.runtime_sizes import (
 )
 
 aten = torch.ops.aten
-NEXT_ROWS = (
-    "{target} takes numbers of the next row where a row ends, as a shift by views does (rel_shift), and nothing proves that "
-    "a mask hides them"
+READS_NEXT_ROW = (
+    "{target} reads elements of the next row after the end of a row, as a shift by views does (rel_shift), and streamfx "
+    "cannot prove that a mask hides them"
 )
 
 
-@emits(aten.mean.default, aten.mean.dim)
-def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Lower a mean over the sequence to a sum and a division by the row count.
+@register_lowering(aten.mean.default, aten.mean.dim)
+def lower_mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Lower a mean over the sequence to a sum and a division by the number of elements.
 
-    A sum over chunks is divided after the loop, any other at once.
+    If the sum accumulates over chunks, the division comes after the loop.
     """
     signature, roles = builder.layout.axes.signatures[node], builder.layout.access.roles.get(node, {})
-    split = {roles[letter] for letter in signature.contracted_letters() if letter in roles}
-    if not split & {Role.ROWS, Role.KEYS}:
+    contracted_roles = {roles[letter] for letter in signature.contracted_letters() if letter in roles}
+    if not contracted_roles & {Role.ROWS, Role.KEYS}:
         return emit_copy(builder, node)
     arguments = bound_arguments(node)
     (operand,) = builder.operands(node)
     rank = len(builder.layout.axes.shapes[tensor_operands(node)[0]])
     dims = arguments.get("dim") or list(range(rank))
-    call, dtype, wide = builder.graph.call_function, node.meta[VALUE].dtype, builder.accumulation_dtype(node)
-    total = call(aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), {"dtype": wide})
+    call, dtype, wide_dtype = builder.graph.call_function, node.meta[VALUE].dtype, builder.accumulation_dtype(node)
+    total = call(aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), {"dtype": wide_dtype})
     if builder.layout.access.storage_class(node) is StorageClass.SUM:
         return total
-    share = call(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))
-    return share if wide == dtype else call(aten._to_copy.default, (share,), {"dtype": dtype})
+    mean = call(aten.div.Scalar, (total, builder.size_argument(mean_divisor(node, builder.layout))))
+    return mean if wide_dtype == dtype else call(aten._to_copy.default, (mean,), {"dtype": dtype})
 
 
-@emits(aten.sum.default, aten.sum.dim_IntList)
-def sum_in_wide_dtype(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+@register_lowering(aten.sum.default, aten.sum.dim_IntList)
+def lower_sum(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Sum in the accumulator's dtype: a chunk's sum may overflow a narrow dtype even if the total does not."""
     if builder.layout.access.storage_class(node) is not StorageClass.SUM:
         return emit_copy(builder, node)
     args, kwargs = builder.arguments(node)
-    wide = builder.accumulation_dtype(node)
-    kwargs = kwargs if wide == node.meta[VALUE].dtype else {**kwargs, "dtype": wide}
+    wide_dtype = builder.accumulation_dtype(node)
+    kwargs = kwargs if wide_dtype == node.meta[VALUE].dtype else {**kwargs, "dtype": wide_dtype}
     return builder.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
 
 
-@emits(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-def squeezed(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Squeeze the dimensions that have size one in the full value: in a chunk of one row, sizes alone are ambiguous."""
+@register_lowering(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def lower_squeeze(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Squeeze the dimensions that have size one in the full value, because other dimensions may have size one in a chunk."""
     (operand,) = builder.operands(node)
     return builder.graph.call_function(aten.squeeze.dims, (operand, vanishing(node)))
 
 
-@emits(aten.tril.default, aten.triu.default)
-def triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Shift the diagonal by the first row and the first column of the chunk."""
+@register_lowering(aten.tril.default, aten.triu.default)
+def lower_triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Shift the diagonal of `tril` or `triu` by the first row and the first column of the chunk."""
     (operand,) = builder.operands(node)
     rank = len(shape_of_node(node))
     diagonal = scalar_argument(bound_arguments(node)["diagonal"])
     shift = _first_index(builder, node, rank - 2) - _first_index(builder, node, rank - 1)
-    moved = builder.number(diagonal + shift)
-    return builder.graph.call_function(node.target, (operand, moved))  # type: ignore[arg-type]
+    shifted_diagonal = builder.size_argument(diagonal + shift)
+    return builder.graph.call_function(node.target, (operand, shifted_diagonal))  # type: ignore[arg-type]
 
 
-def _first_index(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
-    """Return the first index of the chunk along a dimension of the result."""
-    letters = builder.layout.axes.signatures[node].results[0][position]
+def _first_index(builder: BodyBuilder, node: fx.Node, dim: int) -> Any:
+    """Return the chunk's first index along a dimension of the result; 0 if the dimension is not chunked."""
+    letters = builder.layout.axes.signatures[node].results[0][dim]
     return next((first for letter in letters if (first := _first_index_of_label(builder, node, letter)) is not None), 0)
 
 
 def _first_index_of_label(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
-    """Return the first index of the chunk along a label; None if the chunk has the full axis."""
+    """Return the chunk's first index along the axis with a label; None if the chunk has the full axis."""
     axes, role = builder.layout.axes, builder.layout.access.roles.get(node, {}).get(letter)
     if role is Role.ROWS:
         return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
@@ -109,27 +110,27 @@ def _first_index_of_label(builder: BodyBuilder, node: fx.Node, letter: int) -> A
     return None
 
 
-@emits(RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD)
-def relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Offset the chunk's first row to the left, and its first column to the right."""
+@register_lowering(RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD)
+def lower_relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Subtract the chunk's first row from the shift, and add its first column."""
     (operand,) = builder.operands(node)
     dim, first, columns = _size_arguments(node)
-    if not _stays_in_rows(builder, node, dim, first):
-        raise FallbackError(node, NEXT_ROWS.format(target=node.target))
+    if not _reads_only_own_row(builder, node, dim, first):
+        raise FallbackError(node, READS_NEXT_ROW.format(target=node.target))
     row, column = (_first_index_of_label(builder, node, letter) or 0 for letter in (dim, dim + 1))
     if node.target is RELATIVE_SHIFT:
         columns = builder.letter_size(node, dim + 1)
-    arguments = (operand, dim, builder.number(first - row + column), builder.number(columns))
+    arguments = (operand, dim, builder.size_argument(first - row + column), builder.size_argument(columns))
     return builder.graph.call_function(node.target, arguments)  # type: ignore[arg-type]
 
 
 def _size_arguments(node: fx.Node) -> list[Any]:
-    """Return the arguments after the first as sizes."""
+    """Return the arguments after the operand as sizes."""
     return [scalar_argument(item) for item in node.args[1:]]
 
 
-def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -> bool:
-    """Return whether the chunk reads nothing after the end of its last row."""
+def _reads_only_own_row(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -> bool:
+    """Return whether each row of a relative shift in this chunk reads only the same row of the operand."""
     layout, roles = builder.layout, builder.layout.access.roles.get(node, {})
     letters = layout.axes.letters[node]
     width, columns = (layout.axes.table.size_of_dim(letters[letter]) for letter in (len(layout.axes.shapes[node]), dim + 1))
@@ -138,197 +139,209 @@ def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -
     high = layout.span(node, builder.requested_span).high if roles.get(dim + 1) is Role.KEYS else None
     if high is None:
         return False
-    row_offset_less_key_offset = layout.rows(letters[dim]).offset - layout.rows(letters[dim + 1]).offset
-    return is_at_least(width, first + row_offset_less_key_offset + high + 1)
+    offset_difference = layout.rows(letters[dim]).offset - layout.rows(letters[dim + 1]).offset
+    return is_at_least(width, first + offset_difference + high + 1)
 
 
-@emits(aten.select.int, aten.select_backward.default)
+@register_lowering(aten.select.int, aten.select_backward.default)
 def lower_single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Return the row if the chunk holds it; a slice of one row keeps its dimension."""
+    """Lower the selection of one row, or its gradient: take or put the row if the chunk has it, otherwise return zeros.
+
+    A slice of one row keeps its dimension.
+    """
     signature, roles = builder.layout.axes.signatures[node], builder.layout.access.roles.get(node, {})
-    singles = ((letter, index.row_index) for letter, index in signature.index.items() if isinstance(index, SingleRow))
-    single_row = next((item for item in singles if roles.get(item[0]) is Role.ROWS), None)
-    if single_row is None:
+    single_rows = ((letter, index.row_index) for letter, index in signature.index.items() if isinstance(index, SingleRow))
+    chunked = next(((letter, row) for letter, row in single_rows if roles.get(letter) is Role.ROWS), None)
+    if chunked is None:
         return emit_copy(builder, node)
-    letter, row = single_row
+    letter, row = chunked
     (operand,) = builder.operands(node)
     call = builder.graph.call_function
     rows = builder.layout.rows(builder.layout.axes.letters[node][letter])
-    position = builder.number(row - first_in_chunk(rows, builder.length))
+    row_in_chunk = builder.size_argument(row - first_in_chunk(rows, builder.length))
     if node.target in (aten.select.int, aten.slice.Tensor):
-        selected = call(select_row.take_row, (operand, letter, position))
+        selected = call(select_row.take_row, (operand, letter, row_in_chunk))
         return selected if node.target is aten.select.int else call(aten.unsqueeze.default, (selected, letter))
-    row_alone = operand if node.target is aten.select_backward.default else call(aten.squeeze.dim, (operand, letter))
-    return call(select_row.put_row, (row_alone, letter, position, builder.number(builder.letter_size(node, letter))))
+    squeezed = operand if node.target is aten.select_backward.default else call(aten.squeeze.dim, (operand, letter))
+    num_rows = builder.size_argument(builder.letter_size(node, letter))
+    return call(select_row.put_row, (squeezed, letter, row_in_chunk, num_rows))
 
 
-@emits(aten.slice.Tensor, aten.slice_backward.default, aten.constant_pad_nd.default)
-def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Lower slices and pads of the sequence axis: rows that exist in the operand, zeros elsewhere."""
+@register_lowering(aten.slice.Tensor, aten.slice_backward.default, aten.constant_pad_nd.default)
+def lower_shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Lower a slice or a padding along the sequence.
+
+    The operand read for a chunk has only those shifted rows that exist. A slice is that operand; a padding adds the
+    missing rows before and after it, with the pad value. A single row, and rows that are not shifted, are lowered
+    elsewhere.
+    """
     if any(isinstance(index, SingleRow) for index in builder.layout.axes.signatures[node].index.values()):
         return lower_single_row(builder, node)
-    (need,) = builder.layout.needs(node)
-    shifted = next((access for access in need.sequence_dims if isinstance(access.selector, ShiftedRows)), None)
+    (access,) = builder.layout.operand_accesses(node)
+    shifted = next((dim for dim in access.sequence_dims if isinstance(dim.selector, ShiftedRows)), None)
     if shifted is None:
         return emit_copy(builder, node)
-    placement, _, selector = shifted
-    assert isinstance(selector, ShiftedRows)
-    operand = builder.operand(need)
-    axis_rows, length = placement.rows, builder.length
-    count = rows_shifted(selector, axis_rows.length, length)
-    before = rows_before_shifted(selector, axis_rows.length, length)
-    after = rows_in_chunk(selector.rows, length) - count - before
+    operand = builder.operand(access)
     if node.target is aten.slice.Tensor:
         return operand
+    placement, _, selector = shifted
+    assert isinstance(selector, ShiftedRows)
+    axis_length, length = placement.rows.length, builder.length
+    before = rows_before_shifted(selector, axis_length, length)
+    after = rows_in_chunk(selector.rows, length) - rows_shifted(selector, axis_length, length) - before
     rank = len(shape_of_node(node))
     pad: list[Any] = [0, 0] * (rank - placement.dim)
-    pad[-2:] = [builder.number(before), builder.number(after)]
-    value = builder.plain(bound_arguments(node).get("value", 0)) if node.target is aten.constant_pad_nd.default else 0
+    pad[-2:] = [builder.size_argument(before), builder.size_argument(after)]
+    value = builder.scalar_argument(bound_arguments(node).get("value", 0)) if node.target is aten.constant_pad_nd.default else 0
     return builder.graph.call_function(aten.constant_pad_nd.default, (operand, pad, value))
 
 
-@emits(aten.convolution.default)
-def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Convolve the rows of the chunk's windows, with zeros for rows outside the sequence."""
-    x, *others = builder.layout.needs(node)
+@register_lowering(aten.convolution.default)
+def lower_convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Convolve the rows of the chunk's windows, with zeros for rows outside the sequence.
+
+    A convolution that does not slide along the sequence only mixes channels.
+    """
+    x, *others = builder.layout.operand_accesses(node)
     if not x.sequence_dims or not isinstance(x.selector, ShiftedRows):
         return builder.graph.call_function(window_ops.mix_channels, builder.arguments(node)[0])
     arguments = bound_arguments(node)
-    rows, weight, *bias = (builder.operand(need) for need in (x, *others))
-    around = _rows_around(builder, x)
-    options = (arguments["dilation"][0], arguments["transposed"], builder.plain(arguments["groups"]))
-    return builder.graph.call_function(window_ops.convolve, (rows, weight, bias[0] if bias else None, around, *options))
+    rows, weight, *bias = (builder.operand(access) for access in (x, *others))
+    missing = _missing_window_rows(builder, x)
+    options = (arguments["dilation"][0], arguments["transposed"], builder.scalar_argument(arguments["groups"]))
+    return builder.graph.call_function(window_ops.convolve, (rows, weight, bias[0] if bias else None, missing, *options))
 
 
-@emits(aten.convolution_backward.default)
-def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Lower a convolution's weight gradient to the chunk's windows; kernels of one tap mix channels only."""
-    gradient, *others = builder.layout.needs(node)
+@register_lowering(aten.convolution_backward.default)
+def lower_convolution_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Compute a convolution's weight gradient from the chunk's windows.
+
+    A convolution that does not slide along the sequence only mixes channels.
+    """
+    gradient, *others = builder.layout.operand_accesses(node)
     if not gradient.sequence_dims or not isinstance(gradient.selector, ShiftedRows):
         return builder.graph.call_function(window_ops.mixing_gradient, builder.arguments(node)[0])
     arguments = bound_arguments(node)
-    operands = [builder.operand(need) for need in (gradient, *others)]
-    options = (arguments["dilation"][0], arguments["transposed"], builder.plain(arguments["groups"]))
-    return builder.graph.call_function(window_ops.weight_gradient, (*operands, _rows_around(builder, gradient), *options))
+    operands = [builder.operand(access) for access in (gradient, *others)]
+    options = (arguments["dilation"][0], arguments["transposed"], builder.scalar_argument(arguments["groups"]))
+    missing = _missing_window_rows(builder, gradient)
+    return builder.graph.call_function(window_ops.weight_gradient, (*operands, missing, *options))
 
 
-def _rows_around(builder: BodyBuilder, need: OperandAccess) -> tuple[Any, Any]:
-    """Return the number of window rows before the operand's first row, and after its last row."""
-    placement, _, selector = need.sequence_dims[0]
+def _missing_window_rows(builder: BodyBuilder, access: OperandAccess) -> tuple[Any, Any]:
+    """Return the numbers of rows of the chunk's windows that lie before the operand's first row and after its last row."""
+    placement, selector = access.placement, access.selector
     assert isinstance(selector, ShiftedRows)
-    length_of_axis, sequence_length = placement.rows.length, builder.length
-    before = rows_before_shifted(selector, length_of_axis, sequence_length)
-    after = (
-        rows_in_chunk(selector.rows, sequence_length)
-        + selector.reach
-        - before
-        - rows_shifted(selector, length_of_axis, sequence_length)
-    )
-    return builder.number(before), builder.number(after)
+    axis_length, length = placement.rows.length, builder.length
+    before = rows_before_shifted(selector, axis_length, length)
+    existing = rows_shifted(selector, axis_length, length)
+    after = rows_in_chunk(selector.rows, length) + selector.reach - before - existing
+    return builder.size_argument(before), builder.size_argument(after)
 
 
-@emits(aten.repeat.default)
-def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Repeat a dimension of size one to the chunk's number of rows, and any other by its number of copies."""
+@register_lowering(aten.repeat.default)
+def lower_repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Repeat a dimension of size one up to its size in the chunk, and any other by its number of copies."""
     (operand,) = builder.operands(node)
     operand_shape = shape_of_node(tensor_operands(node)[0])
-    times = [builder.plain(item) for item in bound_arguments(node)["repeats"]]
-    for position, dim in enumerate(builder.layout.axes.signatures[node].results[0]):
-        operand_dim = position - (len(times) - len(operand_shape))
-        if operand_dim < 0 or operand_shape[operand_dim] == 1 or len(dim) == 2:
-            times[position] = builder.number(builder.letter_size(node, dim[0]))
-    return builder.graph.call_function(aten.repeat.default, (operand, times))
+    repeats = [builder.scalar_argument(item) for item in bound_arguments(node)["repeats"]]
+    for dim, letters in enumerate(builder.layout.axes.signatures[node].results[0]):
+        operand_dim = dim - (len(repeats) - len(operand_shape))
+        if operand_dim < 0 or operand_shape[operand_dim] == 1 or len(letters) == 2:
+            repeats[dim] = builder.size_argument(builder.letter_size(node, letters[0]))
+    return builder.graph.call_function(aten.repeat.default, (operand, repeats))
 
 
-@emits(aten.native_layer_norm_backward.default)
-def layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Make the statistics contiguous: the CPU kernel assumes it of mean and scale, and rows of a batch are not."""
+@register_lowering(aten.native_layer_norm_backward.default)
+def lower_layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Make the mean and the inverse deviation contiguous: the CPU kernel assumes it, and slices of a batch are not."""
     args, kwargs = builder.arguments(node)
     statistics = [builder.graph.call_function(aten.contiguous.default, (item,)) for item in args[3:5]]
     return builder.graph.call_function(aten.native_layer_norm_backward.default, (*args[:3], *statistics, *args[5:]), kwargs)
 
 
-@emits(GROUPED_MM)
-def grouped_mm(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+@register_lowering(GROUPED_MM)
+def lower_grouped_mm(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Sort the chunk's rows by group, and multiply each group by its weight."""
     x, weight, group = builder.operands(node)
-    order = arranged(builder, group, builder.number(shape_of_node(node_argument(node, 1))[0]))
+    order = sort_by_group(builder, group, builder.size_argument(shape_of_node(node_argument(node, 1))[0]))
     return builder.graph.call_function(ARRANGED_MM, (x, weight, *order))
 
 
-@emits(GROUPED_OUTER)
-def grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+@register_lowering(GROUPED_OUTER)
+def lower_grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Sort the chunk's rows by group, and compute each group's weight gradient."""
     x, y, group = builder.operands(node)
-    return builder.graph.call_function(ARRANGED_OUTER, (x, y, *arranged(builder, group, builder.plain(node.args[3]))))
-
-
-@emits(ALL_REDUCE)
-def all_reduce(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Start the reduction at once; `async_waits.py` moves the wait to the first user."""
-    (operand,) = builder.operands(node)
-    begun = builder.graph.call_function(begin, (operand, *node.args[1:]))
-    value, placements = node.meta[VALUE], builder.layout.placements(node)
-    begun.meta[REDUCED] = f"{' '.join(map(str, node.args[1:]))} {value.dtype} {list(value.shape)} {placements}"
-    return builder.graph.call_function(end, (begun,))
-
-
-@emits(ATTENTION)
-def attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Call the kernel on the chunk's queries and the keys they see."""
-    query, key, value, *mask = builder.operands(node)
     return builder.graph.call_function(
-        chunked.forward, (query, key, value, *_mask_and_window(builder, node, mask)), _score_options(builder, node, mask)
+        ARRANGED_OUTER, (x, y, *sort_by_group(builder, group, builder.scalar_argument(node.args[3])))
     )
 
 
-@emits(ATTENTION_BACKWARD)
-def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+@register_lowering(ALL_REDUCE)
+def lower_all_reduce(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Start the reduction at once; `async_waits.py` moves the wait to the first user."""
+    (operand,) = builder.operands(node)
+    started = builder.graph.call_function(begin, (operand, *node.args[1:]))
+    value, placements = node.meta[VALUE], builder.layout.placements(node)
+    started.meta[REDUCED] = f"{' '.join(map(str, node.args[1:]))} {value.dtype} {list(value.shape)} {placements}"
+    return builder.graph.call_function(end, (started,))
+
+
+@register_lowering(ATTENTION)
+def lower_attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Call the kernel on the chunk's queries and the keys they see."""
+    query, key, value, *mask = builder.operands(node)
+    return builder.graph.call_function(
+        attention_forward, (query, key, value, *_mask_and_window(builder, node, mask)), _score_options(builder, node, mask)
+    )
+
+
+@register_lowering(ATTENTION_BACKWARD)
+def lower_attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Call the backward kernel on the chunk's queries and the keys they see."""
     gradient, query, key, value, out, lse, *mask = builder.operands(node)
     return builder.graph.call_function(
-        chunked.backward,
+        attention_backward,
         (gradient, query, key, value, out, lse, *_mask_and_window(builder, node, mask)),
         _score_options(builder, node, mask),
     )
 
 
 def _score_options(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
-    """Return the scale of the scores, and whether they may be too large for a mask's finite numbers to hide."""
-    scale = {"scale": builder.plain(bound_arguments(node)["scale"])}
+    """Return the scale of the scores, and `finite_hides=False` if a mask's finite numbers may not hide large scores."""
+    scale = {"scale": builder.scalar_argument(bound_arguments(node)["scale"])}
     return scale if not mask or node in builder.layout.key_spans.ordinary_scores else {**scale, "finite_hides": False}
 
 
 def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
-    """Return (mask, first, window). If the mask is exactly a span, the window replaces it.
+    """Return (mask, shift, window). If the mask is exactly a span, the window replaces it.
 
-    `first` is the position of the first query minus the position of the first key; `window` is the span's (low,
-    high).
+    `shift` is the position of the chunk's first query minus that of its first key; `window` is (low, high) of the span.
     """
     layout = builder.layout
     span = layout.span(node)
     is_causal = bound_arguments(node)["is_causal"]
     if node in layout.key_spans.exact_masks:
-        return None, _first_query_less_first_key(builder, node), (span.low, span.high)
+        return None, _query_key_shift(builder, node), (span.low, span.high)
     if is_causal:  # a mask in addition to the causal flag
-        causal_end = builder.number(_offset(builder, node, N) - _offset(builder, node, M))
-        return (mask[0] if mask else None), _first_query_less_first_key(builder, node), (None, causal_end)
+        causal_end = builder.size_argument(_offset(builder, node, N) - _offset(builder, node, M))
+        return (mask[0] if mask else None), _query_key_shift(builder, node), (None, causal_end)
     return (mask[0] if mask else None), None, None
 
 
-def _first_query_less_first_key(builder: BodyBuilder, node: fx.Node) -> Any:
+def _query_key_shift(builder: BodyBuilder, node: fx.Node) -> Any:
     """Return the position of the chunk's first query minus that of its first key."""
-    return builder.number(_chunk_position(builder, node, M) - _chunk_position(builder, node, N))
+    return builder.size_argument(_chunk_position(builder, node, M) - _chunk_position(builder, node, N))
 
 
 def _offset(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
-    """Return the position of row or key 0; 0 if that axis is not the sequence."""
+    """Return the position of an axis's first row in the sequence; 0 if the axis is not the sequence."""
     layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
     return 0 if layout.axes.sequence_atom(dim) is None else layout.rows(dim).offset
 
 
 def _chunk_position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
-    """Return the position of a chunk's first row or key in an attention; 0 if that axis is not the sequence."""
+    """Return the position of the chunk's first query or key of an attention; 0 if that axis is not the sequence."""
     layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
     if layout.axes.sequence_atom(dim) is None:
         return 0

@@ -1,4 +1,4 @@
-"""Keep writes to one value from changing another.
+"""Clone values so that a write to one does not change another.
 
 A step may write to its inputs after its forward graph: then the backward graph gets a copy of their saved views.
 
@@ -25,12 +25,12 @@ from streamfx.passes.ops.aliasing import memories
 aten = torch.ops.aten
 
 
-def copied_if_written(node: fx.Node) -> fx.Node:
-    """Return the node to save for a value: a copy if the value may be written to before the backward graph reads it."""
+def clone_if_mutated(node: fx.Node) -> fx.Node:
+    """Return the node to save for a value: a copy if an input with the same memory is written to before backward."""
     if not any(memory.meta.get(MUTATED, False) for memory in memories(node) if memory.op == "placeholder"):
         return node
-    first = next(other for other in (node.graph.nodes if node.op == "placeholder" else [node.next]) if other.op != "placeholder")
-    with node.graph.inserting_before(first):
+    later_nodes = node.graph.nodes if node.op == "placeholder" else [node.next]
+    with node.graph.inserting_before(next(other for other in later_nodes if other.op != "placeholder")):
         return _copy(node)
 
 
@@ -50,30 +50,31 @@ def clone_shared_gradients(gradients: Sequence[Any]) -> list[Any]:
 def clone_shared_results(
     results: Sequence[Any], traced: Sequence[frozenset[str]], saved: Sequence[fx.Node], names: Mapping[fx.Node, str]
 ) -> list[Any]:
-    """Clone results that share memory with other results, inputs or saved values where the trace did not.
+    """Clone results that share memory with other results, inputs or saved values, and did not in the trace.
 
     `traced` has, for each result, the names of the values whose memory it shared in the trace; `names` maps this
-    graph's values to their names.
+    graph's values to their names in the trace.
     """
-    kept_for_backward = frozenset[fx.Node]().union(*map(memories, saved))
-    traced_memory_of, separate = dict[fx.Node, frozenset[str]](), list[Any]()
-    for result, traced_memory in zip(results, traced, strict=True):
+    saved_memory = frozenset[fx.Node]().union(*map(memories, saved))
+    traced_names_of, separate = dict[fx.Node, frozenset[str]](), list[Any]()
+    for result, traced_names in zip(results, traced, strict=True):
         if is_tensor(result):
             memory_of_result = memories(result)
-            is_new = (
-                names.get(memory) not in traced_memory
+            is_newly_shared = (
+                names.get(memory) not in traced_names
                 for memory in memory_of_result
-                if _outlives_graph(memory) or memory in kept_for_backward
+                if _outlives_graph(memory) or memory in saved_memory
             )
-            if any(is_new) or any(traced_memory_of.get(memory, traced_memory) != traced_memory for memory in memory_of_result):
+            traced_apart = any(traced_names_of.get(memory, traced_names) != traced_names for memory in memory_of_result)
+            if any(is_newly_shared) or traced_apart:
                 result, memory_of_result = _copy(result), frozenset()
-            traced_memory_of.update(dict.fromkeys(memory_of_result, traced_memory))
+            traced_names_of.update(dict.fromkeys(memory_of_result, traced_names))
         separate.append(result)
     return separate
 
 
 def _outlives_graph(memory: fx.Node) -> bool:
-    """Return whether a value exists before and after the graph runs: an input, or a constant of the graph."""
+    """Return whether a value's memory outlives a run of the graph: an input, or a constant of the graph."""
     return memory.op in ("placeholder", "get_attr")
 
 

@@ -4,17 +4,18 @@
                                  stage_0(...)
                                  stage_1(t(wait(gathered)))
 
-A weight is gathered one stage before the loops that use it, and again if loops of another stage come between two
-uses: so the full weights of two stages are alive. The reduction of a gradient starts after the loop that computes it,
-and its wait comes after the loops of the next stage: so the gradients of two stages are alive. The placement depends
-only on the order of loops and values, which is the same on all ranks, and not on lengths, chunk sizes or a budget.
+A weight is gathered one stage before the loops that use it, and regathered if loops of another stage come between two
+uses, so the full weights of two stages are alive at a time. The reduction of a gradient starts after the loop that
+computes it, and its wait comes after the loops of the next stage, so the gradients of two stages are alive at a time.
+The placement depends only on the order of loops and values, which is the same on all ranks, and not on lengths, chunk
+sizes or a budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -41,31 +42,31 @@ class ReinsertCollectives:
         removed, program = facts.collectives, facts.program
         if removed is None or program is None:
             return facts
-        given = zip(facts.joint.primals, program.forward.graph.find_nodes(op="placeholder"), strict=True)
-        weights = {node: removed.gathers[primal] for primal, node in given if primal in removed.gathers}
+        inputs = zip(facts.joint.primals, program.forward.graph.find_nodes(op="placeholder"), strict=True)
+        weights = {node: removed.gathers[primal] for primal, node in inputs if primal in removed.gathers}
         forward, kept = _HostGraph(program.forward), set[fx.Node]()
         if program.backward is not None:
             backward = _HostGraph(program.backward)
             saved = saved_values(program.forward.graph, program.backward.graph, len(facts.joint.outputs))
-            reused = {taken: weights[node] for taken, node in saved.items() if node in weights}
-            kept = {node for node in reused if self.keep_full(reused[node], backward.first_run(node))}
-            for node, gather in reused.items():
+            saved_weights = {placeholder: weights[node] for placeholder, node in saved.items() if node in weights}
+            kept = {node for node in saved_weights if self.keep_full(saved_weights[node], backward.first_run(node))}
+            for node, gather in saved_weights.items():
                 if node not in kept:
                     backward.gather(node, gather)
-            for position, subgraph in removed.reductions.items():
-                backward.reduce(position, subgraph)
+            for gradient_index, subgraph in removed.reductions.items():
+                backward.reduce(gradient_index, subgraph)
             backward.finish()
-        lasting = {saved[node] for node in kept}
+        kept_in_forward = {saved[node] for node in kept}
         for node, gather in weights.items():
-            forward.gather(node, gather, lasts=node in lasting)
+            forward.gather(node, gather, is_kept=node in kept_in_forward)
         forward.finish()
         return facts
 
     def keep_full(self, gather: Gather, first_run: int) -> bool:
-        """Return whether a full weight is kept for the backward graph.
+        """Return whether the full weight, rather than its shard, is saved for the backward graph.
 
-        The option decides, then the user's code. Otherwise the weight is kept if the backward graph starts with it:
-        no other weight would be gathered between its last use and its next.
+        The option decides, then the user's code. Otherwise the weight is kept if the first region of the backward graph
+        uses it, because no other weight would be gathered between its last use in forward and that use.
         """
         option = self.options.reshard
         if option != "auto":
@@ -73,27 +74,31 @@ class ReinsertCollectives:
         return first_run == 0 if gather.keep_full is None else gather.keep_full
 
 
-Use = tuple[fx.Node, fx.Node]  # the user of a weight, and the weight or a view of it
+class Use(NamedTuple):
+    """A use of a weight: the user, and its operand, which is the weight or a view of it."""
+
+    user: fx.Node
+    operand: fx.Node
 
 
 class _HostGraph:
     """A host program, with the index of the region that each of its nodes belongs to."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        """Record the region of each node (`run`) and the first loop or full-sequence operator of each region."""
+        """Record the region of each node (`run`), and the first loop or full-sequence operator of each region."""
         self.module, self.graph, self.output = module, module.graph, module.graph.output_node()
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self.run: dict[fx.Node, int] = {}
-        self.computed_region: dict[fx.Node, int] = {}  # region of the last computing node up to a node
-        self.first: dict[int, fx.Node] = {}
+        self.last_computing_run: dict[fx.Node, int] = {}  # region of the last computing node up to a node
+        self.first_computing: dict[int, fx.Node] = {}
         self.first_inserted: dict[fx.Node, fx.Node] = {}  # the first node that was inserted before a node
-        at = computed = 0
+        run = last_computing_run = 0
         for node in self.graph.nodes:
-            at = self.run[node] = max(at, node.meta.get(RUN, 0))
-            if computes(node):
-                self.first.setdefault(at, node)
-                computed = at
-            self.computed_region[node] = computed
+            run = self.run[node] = max(run, node.meta.get(RUN, 0))
+            if is_computing(node):
+                self.first_computing.setdefault(run, node)
+                last_computing_run = run
+            self.last_computing_run[node] = last_computing_run
 
     def finish(self) -> None:
         """Check and recompile the changed host program."""
@@ -101,70 +106,74 @@ class _HostGraph:
         self.module.recompile()
 
     def first_run(self, weight: fx.Node) -> int:
-        """Return the first region that uses a weight."""
-        return min((self.run[user] for user, _ in self._uses(weight)), default=0)
+        """Return the index of the first region that uses a weight."""
+        return min((self.run[use.user] for use in self._uses(weight)), default=0)
 
-    def gather(self, shard: fx.Node, gather: Gather, lasts: bool = False) -> None:
-        """Gather a weight before its uses; if it `lasts`, the full weight is passed to the backward graph."""
-        uses, views = self._uses(shard), _views_of(shard)
-        groups = [[*uses, (self.output, shard)]] if lasts else self._group_uses(uses)
+    def gather(self, shard: fx.Node, gather: Gather, is_kept: bool = False) -> None:
+        """Gather a weight before its uses, in place; if `is_kept`, save the full weight for the backward graph."""
+        uses, views = self._uses(shard), _light_views_of(shard)
+        groups = [[*uses, Use(self.output, shard)]] if is_kept else self._group_uses(uses)
         for group in groups:
-            first = group[0][0]
-            region_before = self.first.get(max(self.run[first] - 1, 0), first)
-            begins = min(region_before, first, key=self.position.__getitem__)
-            gathered = {shard: self._insert_subgraph(gather.subgraph, shard, begins, first)}
-            for user, value in group:
-                user.replace_input_with(value, _recomputed_view(value, gathered, first))
+            first_user = group[0].user
+            previous_region = self.first_computing.get(max(self.run[first_user] - 1, 0), first_user)
+            start_before = min(previous_region, first_user, key=self.position.__getitem__)
+            gathered = {shard: self._insert_subgraph(gather.subgraph, shard, start_before, first_user)}
+            for user, operand in group:
+                user.replace_input_with(operand, _recomputed_view(operand, gathered, first_user))
         for view in sorted(views, reverse=True):
             self.graph.erase_node(view)
         shard.meta = {**shard.meta, VALUE: gather.shard}
 
     def _uses(self, weight: fx.Node) -> list[Use]:
-        """Return the users of a weight or its views in order, except for the output that saves the shard."""
-        views = _views_of(weight)
-        uses = [(user, value) for value in (weight, *views) for user in value.users if user not in views]
-        return sorted((use for use in uses if use != (self.output, weight)), key=lambda use: self.position[use[0]])
+        """Return the uses of a weight and of its light views in order, except for the output that saves the shard."""
+        views = _light_views_of(weight)
+        uses = [Use(user, value) for value in (weight, *views) for user in value.users if user not in views]
+        return sorted((use for use in uses if use != (self.output, weight)), key=lambda use: self.position[use.user])
 
     def _group_uses(self, uses: Sequence[Use]) -> list[list[Use]]:
-        """Group the uses so that no region of loops lies between those of one group."""
+        """Group the uses so that no region of loops lies between two uses of one group."""
         groups: list[list[Use]] = []
         for use in uses:
-            if groups and self.run[use[0]] <= self.run[groups[-1][-1][0]] + 1:
+            if groups and self.run[use.user] <= self.run[groups[-1][-1].user] + 1:
                 groups[-1].append(use)
             else:
                 groups.append([use])
         return groups
 
-    def reduce(self, position: int, subgraph: Subgraph) -> None:
-        """Start the reduction of a gradient once the gradient is ready, and wait for it after the next region."""
+    def reduce(self, gradient_index: int, subgraph: Subgraph) -> None:
+        """Start the reduction of a gradient when the gradient is ready, and wait for it after the next region, in place."""
         results = list(outputs_of(self.graph))
-        gradient = results[position]
-        begins = next(node for node in _following(gradient) if node is self.output or computes(node))
-        ends = self.first.get(self.computed_region[gradient] + 2, self.output)
-        results[position] = self._insert_subgraph(subgraph, gradient, begins, ends)
+        gradient = results[gradient_index]
+        start_before = next(node for node in _nodes_after(gradient) if node is self.output or is_computing(node))
+        wait_before = self.first_computing.get(self.last_computing_run[gradient] + 2, self.output)
+        results[gradient_index] = self._insert_subgraph(subgraph, gradient, start_before, wait_before)
         self.output.args = (tuple(results),)
 
-    def _insert_subgraph(self, subgraph: Subgraph, source: fx.Node, begins: fx.Node, ends: fx.Node) -> fx.Node:
-        """Insert a subgraph: waits and their descendants before `ends`, and other operators before `begins`."""
+    def _insert_subgraph(self, subgraph: Subgraph, source: fx.Node, start_before: fx.Node, wait_before: fx.Node) -> fx.Node:
+        """Insert a subgraph with `source` as its input; return its result.
+
+        Waits and their descendants are inserted before `wait_before`, other operators before `start_before`.
+        """
         late = _waits_and_descendants(subgraph)
-        inserted = subgraph.insert_into(source, lambda node: ends if node in late else self.first_inserted.get(begins, begins))
+        start = self.first_inserted.get(start_before, start_before)
+        inserted = subgraph.insert_into(source, lambda node: wait_before if node in late else start)
         for node in late:
-            self.first_inserted.setdefault(ends, inserted[node])
+            self.first_inserted.setdefault(wait_before, inserted[node])
         return inserted[subgraph.end]
 
 
-def computes(node: fx.Node) -> bool:
-    """Return whether a node is a loop or a full-sequence operator, around which other nodes are placed."""
+def is_computing(node: fx.Node) -> bool:
+    """Return whether a node is a loop or a full-sequence operator: collectives are placed between these."""
     return RUN in node.meta and not _is_light(node)
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Return whether a value is recomputed for each group of its users: a view, an element or a cast."""
+    """Return whether a value is recomputed for each group of its users: it is a view, an element of a tuple or a cast."""
     return is_moved_elements(node) or node.target in PUTS_TOGETHER or node.target is aten._to_copy.default
 
 
-def _views_of(weight: fx.Node) -> set[fx.Node]:
-    """Return the light values computed from a weight alone."""
+def _light_views_of(weight: fx.Node) -> set[fx.Node]:
+    """Return the light values (views, elements, casts) that are computed from a weight alone."""
     views, todo = {weight}, [weight]
     while todo:
         new = [user for user in todo.pop().users if user not in views and _is_light_view(user, views)]
@@ -174,12 +183,12 @@ def _views_of(weight: fx.Node) -> set[fx.Node]:
 
 
 def _is_light_view(node: fx.Node, values: set[fx.Node]) -> bool:
-    """Return whether a node is a light value computed from these values alone."""
+    """Return whether a node is a light value that is computed from `values` alone."""
     return node.op == "call_function" and _is_light(node) and values.issuperset(node.all_input_nodes)
 
 
 def _recomputed_view(value: fx.Node, gathered: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
-    """Return a view of a weight, recomputed from the gathered weight."""
+    """Return a view of a weight, recomputed from the gathered weight before a node; `gathered` caches the results."""
     if value not in gathered:
         sources = {source: _recomputed_view(source, gathered, before) for source in value.all_input_nodes}
         with before.graph.inserting_before(before):
@@ -196,7 +205,7 @@ def _waits_and_descendants(subgraph: Subgraph) -> dict[fx.Node, None]:
     return waiting
 
 
-def _following(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes of a graph that come after this one."""
+def _nodes_after(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes of a graph that come after a node."""
     while (node := node.next).op != "root":
         yield node

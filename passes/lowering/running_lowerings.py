@@ -1,4 +1,4 @@
-"""Lowerings of operators with a carry: a chunk continues from the previous chunk, or from the next in reverse."""
+"""Lowerings of operators with a carry: each chunk continues from the carry of the chunk before it in the scan's direction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 from streamfx.ir.facts import Role
 from streamfx.ir.program import CHUNK, Broadcast, RowRange
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE
-from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, emits
+from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, register_lowering
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.rules.scans import FORWARD, REVERSE
 from streamfx.runtime import chunked_scans
@@ -20,14 +20,14 @@ from streamfx.runtime.runtime_sizes import first_in_chunk, rows_in_chunk
 from streamfx.runtime.scan import ChunkedScan
 from streamfx.runtime.truncated import TruncatedRecurrence
 
-AGAINST = "{target} runs over the rows in the other direction than what needs it"
-INSIDE_BLOCKS = "{target} takes {block} rows together, and chunks would begin between them"
-NO_STATES = "a loop over rows goes back through rows that the forward half did not go through chunk by chunk"
+OPPOSITE_DIRECTION = "{target} runs over the rows in the opposite direction of the loop that reads its result"
+INSIDE_BLOCKS = "{target} reads blocks of {block} rows, and chunks would start inside a block"
+NO_STATES = "the backward pass of a loop over rows needs states that no loop of the forward pass has stored"
 
 
-@emits(*FORWARD, *REVERSE)
-def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Continue from the carry of earlier chunks: of this loop, or of a loop in the other direction."""
+@register_lowering(*FORWARD, *REVERSE)
+def lower_scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Continue from this loop's carry; in a loop in the opposite direction, from the states stored by an earlier loop."""
     (dim,) = builder.layout.axes.signatures[node].index
     if builder.layout.access.roles.get(node, {}).get(dim) is not Role.ROWS:
         return emit_copy(builder, node)
@@ -36,21 +36,25 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     dtype = node.meta[VALUE].dtype
     scan_arguments = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
     rows_before = _rows_before(builder, builder.layout.rows(builder.layout.axes.letters[node][dim]), reverse)
-    chunk = builder.number(CHUNK)
+    chunk = builder.size_argument(CHUNK)
     stored_states = builder.outer_states(node)
     if builder.reverse == reverse:
         keeps_states = not reverse and stored_states is None
-        carry, states = builder.carry(node, dim, chunked_scans.carry_type(dtype), keeps_states)
+        one_row = [1 if i == dim else size for i, size in enumerate(builder.layout.full_shape(node))]
+        carry, states = builder.emit_carry(node, one_row, chunked_scans.carry_type(dtype), keeps_states)
         return builder.graph.call_function(chunked_scans.advance, (*scan_arguments, carry, rows_before, states, chunk))
     if stored_states is None:
-        raise FallbackError(node, AGAINST.format(target=node.target))
+        raise FallbackError(node, OPPOSITE_DIRECTION.format(target=node.target))
     states = builder.feed(f"{node.name}_states", Broadcast(), stored_states)
     return builder.graph.call_function(chunked_scans.resume, (*scan_arguments, rows_before, states, chunk))
 
 
-@emits(UnrolledRecurrence, ChunkedScan, Forward, Backward, Associative, AssociativeBackward)
-def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Continue from the carry of earlier chunks; in the backward graph, of later chunks and the forward states."""
+@register_lowering(UnrolledRecurrence, ChunkedScan, Forward, Backward, Associative, AssociativeBackward)
+def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Continue from this loop's carry. The backward of a recurrence also reads the states that the forward loop stored.
+
+    A forward recurrence in a backward loop is recomputed from these states.
+    """
     run: Recurrence = node.target  # type: ignore[assignment]
     layout, rows = builder.layout, run.axes.rows
     if layout.access.roles.get(node, {}).get(rows) is not Role.ROWS:
@@ -58,11 +62,9 @@ def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     axis_rows = layout.rows(layout.axes.letters[node][rows])
     if run.block != 1 and (axis_rows.block != 1 or not isinstance(axis_rows.offset, int) or axis_rows.offset % run.block):
         raise FallbackError(node, INSIDE_BLOCKS.format(target=node.target, block=run.block))
-    rows_before, rows_after = (
-        _rows_before(builder, axis_rows, run.reverse),
-        _rows_before(builder, axis_rows, not run.reverse),
-    )
-    chunk, operands, forward = builder.number(CHUNK), builder.operands(node), node.meta.get(FORWARD_OPERATOR, node)
+    rows_before = _rows_before(builder, axis_rows, run.reverse)
+    rows_after = _rows_before(builder, axis_rows, not run.reverse)
+    chunk, operands, forward = builder.size_argument(CHUNK), builder.operands(node), node.meta.get(FORWARD_OPERATOR, node)
     stored_states = builder.outer_states(forward) if forward is not None else None
     states = None if stored_states is None else builder.feed(f"{forward.name}_states", Broadcast(), stored_states)
     if node in layout.truncations:
@@ -70,33 +72,37 @@ def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     if run.reverse:
         if not builder.reverse or (run.needs_states and stored_states is None):
             raise FallbackError(node, NO_STATES)
-        carry, _ = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=False)
+        carry, _ = builder.emit_carry(node, run.carry_shape, run.carry_type, keeps_states=False)
         if (kept_steps := _kept_steps(builder, forward, run)) is not None:
             return builder.graph.call_function(run.retreat_from, (rows_before, rows_after, carry, kept_steps, *operands))
         return builder.graph.call_function(run.retreat, (rows_before, rows_after, carry, states, chunk, *operands))
     if builder.reverse:
         if stored_states is None:
-            raise FallbackError(node, AGAINST.format(target="a loop over rows"))
+            raise FallbackError(node, OPPOSITE_DIRECTION.format(target="a loop over rows"))
         return builder.graph.call_function(run.resume, (rows_before, rows_after, states, chunk, *operands))
-    carry, new_states = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=stored_states is None)
+    carry, new_states = builder.emit_carry(node, run.carry_shape, run.carry_type, keeps_states=stored_states is None)
     return builder.graph.call_function(run.advance, (rows_before, rows_after, carry, new_states, chunk, *operands))
 
 
 def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, run: Recurrence) -> fx.Node | None:
-    """Return the steps of the forward recurrence if the body recomputes its rows anyway, so that they run only once."""
-    recomputed, first = builder.lowered.get(forward), None if forward is None else forward.target
+    """Return the intermediate values of the forward recurrence if this body recomputes its rows; otherwise None.
+
+    Then its steps run only once: the recomputing call also returns them.
+    """
+    recomputed = builder.lowered.get(forward)
+    recurrence = None if forward is None else forward.target
     if (
         recomputed is None
-        or not isinstance(first, Recurrence)
-        or recomputed.target != first.resume
-        or not run.can_reuse_kept(first)
+        or not isinstance(recurrence, Recurrence)
+        or recomputed.target != recurrence.resume
+        or not run.can_reuse_kept(recurrence)
     ):
         return None
-    recomputed.target = first.resume_kept
+    recomputed.target = recurrence.resume_kept
     return builder.graph.call_function(operator.getitem, (recomputed, -1))
 
 
 def _rows_before(builder: BodyBuilder, rows: RowRange, reverse: bool) -> fx.Node:
-    """Return how many rows of an axis come before those of the chunk, in the direction of the scan."""
+    """Return the number of rows of an axis that come before the chunk's rows, in the direction of the scan."""
     first = first_in_chunk(rows, builder.length)  # the first or last chunks may have no row of this axis
-    return builder.number(rows.length - first - rows_in_chunk(rows, builder.length) if reverse else first)
+    return builder.size_argument(rows.length - first - rows_in_chunk(rows, builder.length) if reverse else first)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from streamfx.ir.joint import is_size
+from streamfx.ir.sizes import Size
 from streamfx.runtime.in_place import OVER_FIRST
 from streamfx.runtime.restride import RestridedOperator
 from streamfx.torch_private import OpOverload
@@ -18,9 +19,21 @@ from streamfx.torch_private import OpOverload
 
 @dataclass(frozen=True)
 class OtherMemory:
-    """Memory of a value that is not itself a result, identified by the value's former name."""
+    """Memory of a value that is not itself a result, identified by the value's name in the trace."""
 
     name: str
+
+
+class MemoryPlace(NamedTuple):
+    """Where a view lies in memory: `offset` and `strides` count elements.
+
+    The base is the name of an input, the index of a result, or other memory. The offset counts from the first element of
+    an input or a result, or from the start of other memory.
+    """
+
+    base: int | str | OtherMemory
+    offset: Size
+    strides: tuple[Size, ...]
 
 
 def memories(node: fx.Node) -> frozenset[fx.Node]:

@@ -105,7 +105,7 @@ def is_wait(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.name() == WAIT
 
 
-def of_several(node: fx.Node) -> OpOverload | None:
+def coalesced_operator(node: fx.Node) -> OpOverload | None:
     """Return the coalesced variant of a collective, which takes several values at once; None if there is none."""
     if not isinstance(node.target, OpOverload) or node.kwargs or node.target.name() not in OF_SEVERAL:
         return None

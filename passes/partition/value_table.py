@@ -93,7 +93,7 @@ def _table_entry(
     storage_class, producer = layout.access.storage_class(node), producer_of(node)
     if storage_class in NOT_IN_LOOPS:
         return RegionValue(storage_class, (), _table_indices(tensor_inputs(node), numbers, available), (), is_expensive(node))
-    needs = layout.needs(producer)  # an element of a tuple has the needs of its operator
+    needs = layout.operand_accesses(producer)  # an element of a tuple has the needs of its operator
     operands = _table_indices((need.operand for need in needs), numbers, available, missing=True)
     pairs = zip(operands, needs, strict=True)
     accesses = tuple(_operand_access(operand, need, layout, reverse) for operand, need in pairs if operand is not None)

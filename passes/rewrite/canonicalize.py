@@ -131,7 +131,7 @@ class Canonicalize:
         joint = facts.joint
         if (why := lazy_conj.why_lazy_values_stay(joint.graph, joint.outputs)) is not None:
             return replace(facts, unchunked_reason=why)
-        strided_access.note_layouts(joint.graph, len(joint.outputs))
+        strided_access.record_layouts(joint.graph, len(joint.outputs))
         canonicalize(joint.graph, len(joint.outputs))
         heads_in_groups(joint.graph)
         number_random_operators(joint.graph)

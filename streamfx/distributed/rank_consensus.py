@@ -28,11 +28,11 @@ from torch import fx
 
 from streamfx.ir.facts import Facts
 from streamfx.passes.lowering.collective_order import (
-    AS_IT_STANDS,
-    order_between_loops,
-    order_with_chunks,
-    traced_order,
-    values_of_weights,
+    UNCHUNKED,
+    describe_order_between_loops,
+    describe_order_with_chunks,
+    describe_traced_order,
+    describe_weight_collectives,
 )
 from streamfx.passes.ops.collectives import groups_of, is_all_reduce, is_reduced_over_ranks
 from streamfx.rank_errors import (
@@ -99,7 +99,7 @@ class _Channel:
 
     def read(self, text: str, group: str, known_by: str | None = None) -> list[str]:
         """Return the texts that all ranks write. If `known_by` is given (a key of the weights sent), ranks agree on them once."""
-        subject = traced_order(self.graph, group)
+        subject = describe_traced_order(self.graph, group)
         about = None if known_by is None else f"{self.asked}\n{known_by}\n{subject}"
         texts = self.exchange(text, group, subject=subject, about=about)
         failed = next((item for item in texts if item.startswith(FAILED)), None)
@@ -110,7 +110,7 @@ class _Channel:
     def leave(self, failure: str) -> None:
         """Notify all groups of this graph that this rank does not run it."""
         for group in groups_of(self.graph.nodes):
-            self.exchange(FAILED + failure, group, subject=traced_order(self.graph, group), waits=False)
+            self.exchange(FAILED + failure, group, subject=describe_traced_order(self.graph, group), waits=False)
 
     @cached_property
     def graph(self) -> fx.Graph:
@@ -124,9 +124,9 @@ def _agree_in_all_groups(run: Callable[[Capture], Facts], capture: Capture, chan
     known_by = {group: _known_by(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
     other_groups = [group for group in known_by if group not in row_groups]
     for group in row_groups if len(row_groups) > 1 else ():
-        _raise_unless_same(channel.read(order_between_loops(facts, group), group))
+        _raise_unless_same(channel.read(describe_order_between_loops(facts, group), group))
     for group in other_groups:
-        _raise_unless_same(channel.read(order_between_loops(facts, group), group, known_by[group]))
+        _raise_unless_same(channel.read(describe_order_between_loops(facts, group), group, known_by[group]))
     groups = [*row_groups, *other_groups]
     for _ in groups[1:]:  # a rank may have refused in another group: each round carries the notice one group further
         for group in groups:
@@ -136,8 +136,8 @@ def _agree_in_all_groups(run: Callable[[Capture], Facts], capture: Capture, chan
 
 def _known_by(facts: Facts, group: str) -> str:
     """Return the key of an agreed order. A generation step without streaming has its own order, apart from that of its prompt."""
-    values = values_of_weights(facts, group)
-    return f"{AS_IT_STANDS}\n{values}" if facts.program is None and not facts.joint.gradients else values
+    values = describe_weight_collectives(facts, group)
+    return f"{UNCHUNKED}\n{values}" if facts.program is None and not facts.joint.gradients else values
 
 
 def _raise_unless_same(texts: Sequence[str]) -> None:
@@ -187,7 +187,7 @@ def groups_of_exchanges(facts: Facts) -> list[str]:
 
 def is_same_on_all_ranks(facts: Facts, group: str, channel: _Channel) -> bool:
     """Return whether all ranks of a group run the same collectives, in the same chunks and order."""
-    return len(set(channel.read(order_with_chunks(facts, group), group))) == 1
+    return len(set(channel.read(describe_order_with_chunks(facts, group), group))) == 1
 
 
 def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:

@@ -37,7 +37,7 @@ from streamfx.log import log
 from streamfx.node_meta import VALUE
 from streamfx.options import Options, check_mode, environment_options, resolve_options
 from streamfx.passes import run_pipeline
-from streamfx.passes.lowering.gradient_release import in_stretches, plan_chain
+from streamfx.passes.lowering.gradient_release import plan_chain, run_in_segments
 from streamfx.passes.ops.collectives import has_collectives, has_unused_waits
 from streamfx.passes.ops.rules import DECOMPOSITIONS
 from streamfx.passes.partition.unchunked import Halves, fits_whole, may_fit_whole, may_stand, smaller_than
@@ -375,7 +375,7 @@ class Compilation(SplittableCompilation):
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return a runner for the backward host program; AOTAutograd calls this as its backward compiler."""
         runner = HostProgramRunner(module, is_backward=True)
-        return runner if self.chain is None else in_stretches(runner, self.chain)
+        return runner if self.chain is None else run_in_segments(runner, self.chain)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph without gradients: the same forward loops, nothing saved."""

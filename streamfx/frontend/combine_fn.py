@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.node_meta import EXAMPLE_VALUE
-from streamfx.passes.rewrite.scans.scan_hop import ScanStep, computes
+from streamfx.passes.rewrite.scans.scan_hop import ScanStep, is_pure_operator
 from streamfx.runtime.associative import known_combine
 from streamfx.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, is_traceable_wrapper_subclass, tree_map
 from streamfx.torch_private.vmapped import traced_on_rows
@@ -85,7 +85,7 @@ def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
     except Exception:  # operators raise many kinds of errors on unsupported fake rows
         return None
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
-    if not all(node.op == "call_function" and computes(node) for node in nodes):
+    if not all(node.op == "call_function" and is_pure_operator(node) for node in nodes):
         return None
     return known_combine(ScanStep(traced.graph, 0).with_views().graph, len(body.given))
 

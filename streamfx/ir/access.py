@@ -55,14 +55,16 @@ class OperandAccess:
 class Layout:
     """Axes, roles, and spans combined: locate the rows of a value, and the rows that a chunk reads.
 
-    The graph and its facts must not change while a layout is in use, because `needs` caches its results.
+    The graph and its facts must not change while a layout is in use, because `operand_accesses` caches its results.
     """
 
     axes: AxisFacts
     access: AccessFacts
     key_spans: SpanFacts
     truncations: Mapping[fx.Node, Truncation]
-    _needs: dict[tuple[fx.Node, Span | None], tuple[OperandAccess, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _accesses: dict[tuple[fx.Node, Span | None], tuple[OperandAccess, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def rows(self, dim: Dim) -> RowRange:
         """Return the rows of the sequence that a dimension holds: offset, length, and block size."""
@@ -102,12 +104,12 @@ class Layout:
         """Return whether a query-by-key value is recomputed for the key positions of each consumer."""
         return self.access.storage_class(node) is StorageClass.PAIR and node in self.key_spans.recomputed_per_consumer
 
-    def needs(self, node: fx.Node, requested_span: Span | None = None) -> tuple[OperandAccess, ...]:
+    def operand_accesses(self, node: fx.Node, requested_span: Span | None = None) -> tuple[OperandAccess, ...]:
         """Return the rows that an operator reads inside a loop, one `OperandAccess` per tensor operand."""
         key = (node, requested_span if self._uses_requested_keys(node) else None)
-        accesses = self._needs.get(key)
+        accesses = self._accesses.get(key)
         if accesses is None:
-            accesses = self._needs[key] = tuple(self._accesses_of(node, requested_span))
+            accesses = self._accesses[key] = tuple(self._accesses_of(node, requested_span))
         return accesses
 
     def _uses_requested_keys(self, node: fx.Node) -> bool:

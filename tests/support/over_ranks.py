@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from streamfx.frontend.backend import Compilation
 from streamfx.ir.facts import Facts, known
 from streamfx.options import resolve_options
-from streamfx.passes.lowering.collective_order import order_with_chunks
+from streamfx.passes.lowering.collective_order import describe_order_with_chunks
 from streamfx.runtime.collective_calls import begin
 from streamfx.torch_private.dynamo import raised_as_itself
 from tests.support.cut_by_hand import CutDecoder
@@ -66,4 +66,4 @@ def reductions(facts: Facts) -> list[int]:
 
 def text_of_ranks(facts: Facts) -> str:
     """What this rank tells the others."""
-    return order_with_chunks(facts, everybody().group_name)
+    return describe_order_with_chunks(facts, everybody().group_name)

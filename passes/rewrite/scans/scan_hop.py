@@ -119,13 +119,13 @@ def _read_call(node: fx.Node) -> ScanOperator | None:
     if module is None or not rows or not all(isinstance(item, fx.Node) and is_tensor(item) for item in (*first, *rows, *shared)):
         return None
     call = ScanOperator(ScanStep(module.graph, len(first)), first, rows, shared)
-    is_pure = len(call.step.inputs) == len(call.operands) and all(map(computes, call.step.operators))
+    is_pure = len(call.step.inputs) == len(call.operands) and all(map(is_pure_operator, call.step.operators))
     return (
         ScanOperator(call.step.with_views(), first, rows, shared) if is_pure and all(map(_has_shape, call.step.results)) else None
     )
 
 
-def computes(node: fx.Node) -> bool:
+def is_pure_operator(node: fx.Node) -> bool:
     """Return whether a step's operator depends on its operands' elements only, not on their memory or a random state."""
     if node.target is operator.getitem:
         return True

@@ -16,8 +16,8 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, scalar_argument, tensor_operands
 from streamfx.ir.sizes import Size, product, simplified, size_of
 from streamfx.ir.writer import GraphWriter, offset_argument, size_arguments, stride_arguments
-from streamfx.node_meta import LAYOUTS, MEMORIES, PLACES, VALUE
-from streamfx.passes.ops.aliasing import OtherMemory, is_view, memories
+from streamfx.node_meta import LAYOUTS, MEMORIES, RESULT_VIEWS, VALUE
+from streamfx.passes.ops.aliasing import MemoryPlace, OtherMemory, is_view, memories
 from streamfx.passes.ops.opaque import is_opaque
 from streamfx.passes.ops.traits import READS_STRIDES
 from streamfx.passes.rewrite.pattern import equation
@@ -25,7 +25,7 @@ from streamfx.runtime.restride import RestridedOperator, part_of, strided, strid
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
-Place = tuple["int | str | OtherMemory", Size, tuple[Size, ...]]
+
 SHOWS_MEMORY = frozenset(
     {
         aten.view.default,
@@ -52,10 +52,10 @@ SHOWS_MEMORY = frozenset(
 )
 
 
-def note_layouts(graph: fx.Graph, count: int) -> None:
-    """Record the strides of each opaque operator's operands, and of the outputs, before anything is rewritten.
+def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
+    """Record in `meta` the strides of each opaque operator's operands, and of the results, before anything is rewritten.
 
-    The first `count` outputs belong to the caller.
+    The first `num_outputs` results are returned to the caller: for these, also record which of them are views.
     """
     writer = GraphWriter(graph)
     for node in list(graph.nodes):
@@ -68,11 +68,10 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
     output = graph.output_node()
     results: Any = output.args[0]
     has_dynamic_sizes = any(_has_dynamic_size(node) for node in graph.find_nodes(op="placeholder"))
-    memory_places = [_place_in_memory(item, results[:count]) for item in results[:count]]
-    results_by_base = Counter(memory_place[0] for memory_place in memory_places if memory_place)
-    output.meta[PLACES] = tuple(
-        memory_place if memory_place and _is_observable(memory_place[0], results_by_base, has_dynamic_sizes) else None
-        for memory_place in memory_places
+    places = [_find_memory_place(item, results[:num_outputs]) for item in results[:num_outputs]]
+    views_by_base = Counter(place.base for place in places if place)
+    output.meta[RESULT_VIEWS] = tuple(
+        place if place and (has_dynamic_sizes or _is_observable(place.base, views_by_base)) else None for place in places
     )
     output.meta[LAYOUTS] = tuple(map(_strides, results))
     output.meta[MEMORIES] = tuple(
@@ -80,13 +79,11 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
     )
 
 
-def _place_in_memory(item: Any, results: Sequence[Any]) -> Place | None:
-    """Return where an output that is a view lies in memory: its base, its offset in elements, and its strides.
+def _find_memory_place(item: Any, results: Sequence[Any]) -> MemoryPlace | None:
+    """Return where a result that is a view lies in memory; None if it is not a view.
 
-    The base is an input (by name) or another output (by position), and the offset counts from its first element. Any
-    other base, such as an input that was written to, is an `OtherMemory`, and the offset counts from the start of its
-    storage. With dynamic sizes AOTAutograd reads the result from this offset; with static sizes it builds the view
-    itself.
+    A base that is neither an input nor a result, such as an input that was written to, is an `OtherMemory`. With dynamic
+    sizes AOTAutograd reads the result from this offset; with static sizes it builds the view itself.
     """
     base = _base(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):
@@ -95,14 +92,14 @@ def _place_in_memory(item: Any, results: Sequence[Any]) -> Place | None:
     strides, offset = tuple(size_of(stride) for stride in value.stride()), size_of(value.storage_offset())
     base_id = base.name if base.op == "placeholder" else results.index(base) if base in results else None
     if base_id is None:
-        return OtherMemory(base.name), offset, strides
+        return MemoryPlace(OtherMemory(base.name), offset, strides)
     base_offset = size_of(base_value.storage_offset()) * base_value.element_size() // value.element_size()
-    return base_id, simplified(offset - base_offset), strides
+    return MemoryPlace(base_id, simplified(offset - base_offset), strides)
 
 
-def _is_observable(position: Any, shared: Mapping[Any, int], has_dynamic_sizes: bool) -> bool:
-    """Return whether AOTAutograd, or a caller who writes into shared memory, can observe where an output lies."""
-    return has_dynamic_sizes or shared[position] > 1 or not isinstance(position, OtherMemory)
+def _is_observable(base: int | str | OtherMemory, views_by_base: Mapping[Any, int]) -> bool:
+    """Return whether a caller who writes into shared memory can observe that a result is a view of this base."""
+    return views_by_base[base] > 1 or not isinstance(base, OtherMemory)
 
 
 def reads_memory(node: fx.Node) -> bool:

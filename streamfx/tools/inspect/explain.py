@@ -28,7 +28,7 @@ from streamfx.ir.release_plan import released_indices
 from streamfx.ir.span import Span
 from streamfx.log import log
 from streamfx.node_meta import VALUE
-from streamfx.passes.lowering.gradient_release import deliveries
+from streamfx.passes.lowering.gradient_release import release_segments
 from streamfx.tools.inspect.at_peak import alive_at_peak
 from streamfx.tools.inspect.comm_report import wire_of
 from streamfx.tools.inspect.curves import curve_of_call, curve_of_calls
@@ -359,7 +359,7 @@ def taken_by_optimizer(graph: TracedGraph, backward: fx.GraphModule) -> Released
     chain = graph.chain
     if chain is None or not chain.places:
         return None
-    segments = deliveries(backward, chain.saved)
+    segments = release_segments(backward, chain.saved)
     if released_indices(segments) != chain.places:
         return None
     kept_segments = (number for number, places in enumerate(chain.places) if not chain.kept_out.isdisjoint(places))

@@ -19,7 +19,7 @@ from torch import fx
 from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Shape, SpanFacts
 from streamfx.ir.joint import JointGraph, joint_graph
 from streamfx.ir.span import Span
-from streamfx.node_meta import MEMORIES, PLACES
+from streamfx.node_meta import MEMORIES, RESULT_VIEWS
 from streamfx.passes.analysis.access_roles import is_unanimous
 from streamfx.passes.ops.opaque import is_opaque
 from streamfx.passes.ops.traits import is_random
@@ -54,7 +54,7 @@ def _check_transferable(facts: Facts) -> None:
         is_plain = isinstance(node.target, (str, OpOverload, FunctionType, BuiltinFunctionType))
         if not is_plain or (node.op == "call_function" and (is_random(node) or is_opaque(node))) or _holds_nodes(node.meta):
             raise LayersDifferError(f"{node.name}, which is more than an operator on values")
-    if any(facts.joint.graph.output_node().meta.get(PLACES, ())):
+    if any(facts.joint.graph.output_node().meta.get(RESULT_VIEWS, ())):
         raise LayersDifferError("results that are parts of other values")
     if _voted(facts.axes) != {facts.axes.sequence.main} or not is_unanimous(facts):
         raise LayersDifferError("a sequence, or keys, that not all operators agree on")
