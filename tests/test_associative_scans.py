@@ -1,6 +1,6 @@
-"""PyTorch's `associative_scan` streams: chunks hand on the blocks that stand behind their rows, and their gradients back.
+"""PyTorch's `associative_scan` streams: chunks pass on the blocks before their end, and the gradients of these blocks.
 
-Dynamo traces it as a tree of pairs of rows: what is read as one and what is not, and how chunks of one are combined.
+Dynamo traces a scan as a tree of pairs of rows. What matches such a tree, and how chunks of it are combined.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from streamfx.runtime.associative import Associative, AssociativeBackward
 from streamfx.runtime.prefix_scan import levels_behind, pulled_back, scanned
-from tests.support import decoders
-from tests.support.later_sizes import compare_sizes
+from tests.support.mixers import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 from tests.support.spread import only
-from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 
 pytestmark = pytest.mark.compiled
 
@@ -37,12 +35,12 @@ def affine(left: Rows, right: Rows) -> Rows:
     return left[0] * right[0], right[0] * left[1] + right[1]
 
 
-def decayed(m: Mixed, x: Tensor, dim: int = 1, **more: Any) -> Tensor:
-    return m.out(along(affine, (m.gate(x).sigmoid(), x), dim, **more)[1])
+def decayed(m: Mixed, x: Tensor) -> Tensor:
+    return m.out(along(affine, (m.gate(x).sigmoid(), x))[1])
 
 
 def weighted(m: Mixed, x: Tensor) -> Tensor:
-    """Weights inside of the function, which is not associative at all: the tree says who is combined with whom."""
+    """Weights inside the function, which is not associative: the tree defines which rows are combined."""
     return m.out(along(lambda a, b: (0.3 * a @ m.gate.weight.t() - b * m.mu).sin() * m.first, x))
 
 
@@ -58,71 +56,41 @@ def of_positions(m: Mixed, x: Tensor) -> Tensor:
     return m.out(made.transpose(0, 1))
 
 
-def signed(m: Mixed, x: Tensor) -> Tensor:
-    """Blocks keep signs of zeros: a product of rows is -0 in one place and 0 in another."""
-    steps = (torch.arange(x.shape[1]) % 3 == 1).to(x.dtype)[None, :, None] * x.sign().detach()
-    made = along(lambda a, b: a * b, steps * m.gate(x))
-    return m.out(made + torch.copysign(m.mu, made))
-
-
 STREAMS: dict[str, Mixer] = {
     "weighted": weighted,
     "around attention": around_attention,
     "of positions": of_positions,
-    "signs of zeros": signed,
-    # of whole numbers: which of two equal ones gets the gradient depends on who was compared with whom
-    "maxima": lambda m, x: m.out(x * along(torch.maximum, (2 * m.gate(x)).round() + m.mu - m.mu.detach() + x)),
-    "side by side": lambda m, x: decayed(m, x) * weighted(m, x) + decayed(m, x),
-    "made again": lambda m, x: checkpoint(lambda x: decayed(m, x), x, use_reentrant=False),
-    "of the same rows": lambda m, x: m.out(along(affine, (x, x))[1]),
-    "partly detached": lambda m, x: m.out(along(lambda a, b: a.detach().cos() * b + a, x)),
+    "checkpointed": lambda m, x: checkpoint(lambda x: decayed(m, x) * weighted(m, x), x, use_reentrant=False),
 }
 
 
 @pytest.mark.parametrize("name", only(["weighted", "around attention", "of positions"], STREAMS))
-def test_rows_are_combined_chunk_by_chunk(name: str) -> None:
+def test_a_scan_streams(name: str) -> None:
     report = compared(STREAMS[name], chunk_size=4, also=(1, 7, LENGTH))
     for kind in (Associative, AssociativeBackward):
         assert all_in_rows(report, operators(report, kind))
 
 
 def integers_first(m: Mixed, x: Tensor) -> Tensor:
-    """A leaf of whole numbers gets no gradient; by the same function, a later scan's leaf that is trained gets one."""
+    """A leaf of integers gets no gradient; a trained leaf of a later scan with the same function gets one."""
     kept = along(affine, ((x.detach() > 0).long(), x))[1]
     return m.out(along(affine, (m.gate(kept).sigmoid(), x))[1])
 
 
-def given_integers_first(m: Mixed, x: Tensor) -> Tensor:
-    def made(factor: Tensor) -> Any:
-        return along(lambda left, right: left * factor + right, x)
-
-    return m.out(made(torch.ones((), dtype=torch.int64)) + made(m.mu.mean()))
+def test_a_function_is_another_one_for_other_dtypes() -> None:
+    assert operators(compared(integers_first, chunk_size=4, streams=None), Associative)
 
 
-@pytest.mark.parametrize(
-    "mixer", only([integers_first], [integers_first, given_integers_first]), ids=lambda mixer: mixer.__name__
-)
-def test_functions_on_other_dtypes_are_other_functions(mixer: Mixer) -> None:
-    assert operators(compared(mixer, chunk_size=4, streams=None), Associative)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("how", "streams"), [({"reverse": True}, False), ({"dim": 2}, None)], ids=str)
-def test_what_hands_on_nothing_from_chunk_to_chunk_is_exact(how: dict[str, Any], streams: bool | None) -> None:
-    """From the last row to the first, and over the width."""
-    compared(lambda m, x: decayed(m, x, **how), chunk_size=3, streams=streams)
-
-
-def test_types_that_are_switched_around_a_model() -> None:
-    """Gradients differ by what rounding to bfloat16 makes of other orders of sums; what is cast is seen by the results."""
+def test_autocast_around_a_model() -> None:
+    """Sums in another order round to other gradients in bfloat16, so the results are compared."""
     x = torch.randn(2, 7, 4, 4)
     model = torch.compile(lambda x: along(lambda a, b: (a @ b).sin(), x), backend="streambp", options={"chunk_size": 3})
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(model(x), along(lambda a, b: (a @ b).sin(), x))
 
 
-def test_types_that_the_model_switches_inside() -> None:
-    """The function is not looked into where the graph itself casts operands; around the graph it sees the casts."""
+def test_autocast_inside_a_model() -> None:
+    """The graph casts operands, so the scan does not match."""
 
     def cast(m: Mixed, x: Tensor) -> Tensor:
         weight = m.gate.weight.float()
@@ -133,39 +101,21 @@ def test_types_that_the_model_switches_inside() -> None:
     assert not operators(compared(cast, chunk_size=3, streams=None, tolerance=1e-2), Associative)
 
 
-@pytest.mark.long
-def test_other_lengths_and_batches_later() -> None:
-    """The tree of another length has other levels: each is compiled. What is compiled for one batch is for any."""
-    options = {"chunk_size": 4, "loss_chunk_size": 4, "strict": True}
-    sizes = ((2, 11), (2, 7), (3, 7), (4, 7))
-    compare_sizes(lambda: decoders.made(lambda: Mixed(decayed)), "streambp", sizes, options=options)
+@pytest.mark.parametrize("used", only([0], [0, 1]))
+def test_a_leaf_that_reaches_no_loss_has_no_gradient(used: int) -> None:
+    """Zeros would differ: an optimizer with weight decay changes a parameter whose gradient is zero."""
+
+    def combine(left: Rows, right: Rows) -> Rows:
+        return left[0] + right[0], left[1] + right[1].detach() * left[1]
+
+    compared(lambda m, x: m.out(along(combine, (m.gate(x), x * m.mu))[used]), length=6, streams=None)
 
 
-COMBINES: dict[str, Callable[[Rows, Rows], Rows]] = {
-    "apart": lambda left, right: (left[0] + right[0], left[1] + right[1]),
-    "of the right": lambda left, right: (right[0] * 1.0, right[1] * 1.0),
-    "affine": affine,
-    # the third leaf reaches the first one in two steps
-    "in turn": lambda left, right: (left[0] + right[1], left[1] + right[2].detach() + left[2], left[2] * right[2]),
-}
-UNUSED = [("apart", 0, 6), ("of the right", 1, 3), ("affine", 0, 2), ("in turn", 0, 6), ("in turn", 1, 1)]
-
-
-@pytest.mark.parametrize(("combine", "used", "length"), only(UNUSED[:1], UNUSED))
-def test_a_leaf_that_reaches_no_loss_has_no_gradient(combine: str, used: int, length: int) -> None:
-    """Zeros would be something else: an optimizer that decays weights moves what has a gradient of zeros."""
-
-    def mixed(m: Mixed, x: Tensor) -> Tensor:
-        return m.out(along(COMBINES[combine], (m.gate(x), x * m.mu, x.cos())[: 3 if combine == "in turn" else 2])[used])
-
-    compared(mixed, length=length, streams=None)
-
-
-# -- what is read as a tree, and what is not
+# -- what matches a tree
 
 
 def by_hand(x: Tensor, function: Callable[[int], Any], shown: list[Tensor], first: int = 0, level: int = 0) -> Tensor:
-    """The tree of one leaf that PyTorch makes, with a function for each level; even rows may begin somewhere else."""
+    """PyTorch's tree for one leaf, with a function for each level; even rows may begin at another row."""
     if len(x) < 2:
         return x
     cut = torch.ops.aten.slice
@@ -187,7 +137,7 @@ def by_hand(x: Tensor, function: Callable[[int], Any], shown: list[Tensor], firs
 
 
 def levels(second: Any = None, first: int = 0, shows: bool = False) -> Mixer:
-    """A tree by hand, whose second level may have another function."""
+    """A tree whose second level may have another function."""
 
     def product(one: Tensor, other: Tensor) -> Tensor:
         return one * other.cos()
@@ -201,7 +151,7 @@ def levels(second: Any = None, first: int = 0, shows: bool = False) -> Mixer:
 
 
 class Doubled(torch.autograd.Function):
-    """Its gradient is not the derivative of what it computes."""
+    """Its gradient is not its derivative."""
 
     generate_vmap_rule = True
 
@@ -234,20 +184,20 @@ OTHERS: dict[str, Mixer] = {
     "from another row on": levels(first=1),
     "a level that is a result": levels(shows=True),
     "a function that reads by strides": of(lambda a, b: torch.as_strided(a, a.shape, a.stride()).sin() + b),
-    "a function with a gradient of its own": of(lambda a, b: doubled(a) + b),
+    "a function with another gradient": of(lambda a, b: doubled(a) + b),
     "a function that writes": of(lambda a, b: (a * 1).mul_(b)),
-    "inside of another transformation": lambda m, x: m.out(torch.vmap(lambda row: along(lambda a, b: a.sin() + b, row, 0))(x)),
+    "inside another transformation": lambda m, x: m.out(torch.vmap(lambda row: along(lambda a, b: a.sin() + b, row, 0))(x)),
 }
 
 
 @pytest.mark.long
-def test_a_tree_by_hand_is_one_too() -> None:
+def test_a_tree_written_by_hand_matches() -> None:
     assert operators(compared(levels(), chunk_size=3), Associative)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_only_looks_like_one(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Levels above the one that differs may be a tree of their own, of fewer rows."""
+def test_other_graphs_do_not_match(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Levels above the one that differs may match as a tree of fewer rows."""
     made = operators(compared(OTHERS[name], chunk_size=3, streams=None), Associative)
     assert "the search for them failed" not in caplog.text
     assert all(node.target.plan.length < LENGTH for node in made)  # type: ignore[union-attr]
@@ -266,13 +216,13 @@ def draw(rows: int) -> list[Tensor]:
     return [torch.randn(rows, 3, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2)]
 
 
-def again(first: int, rows: list[Tensor], given: Any, blocks: dict[int, list[Tensor]]) -> Any:
+def recomputed(first: int, rows: list[Tensor], given: Any, blocks: dict[int, list[Tensor]]) -> Any:
     return scanned(many, rows, blocks, first)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8, 13])
-def test_each_row_is_combined_as_pytorch_does(length: int) -> None:
-    """To the last bit; behind a chunk stand the blocks of the binary number. And gradients of blocks are handed back."""
+def test_rows_are_combined_as_in_pytorch(length: int) -> None:
+    """To the last bit. A chunk passes on a block for each bit of the number of rows before its end, and gets their gradients."""
     rows, cotangents = draw(length), [leaf[:length].detach() for leaf in draw(length + 100)]
     truth = along(lambda a, b: tuple(many(a, b)), tuple(rows), 0) if length > 1 else rows
     gradients = torch.autograd.grad(truth, rows, cotangents) if length > 1 else cotangents
@@ -290,7 +240,7 @@ def test_each_row_is_combined_as_pytorch_does(length: int) -> None:
         back: list[Any] = []
         for own, blocks in zip(reversed(chunks), before[-2::-1], strict=True):
             given, after = [leaf[own] for leaf in rows], [leaf[own] for leaf in cotangents]
-            handed, left = pulled_back(partial(again, own.start), given, [], blocks, after, left)
+            handed, left = pulled_back(partial(recomputed, own.start), given, [], blocks, after, left)
             back.insert(0, handed)
         torch.testing.assert_close(
             [torch.cat(parts) for parts in zip(*back, strict=True)], list(gradients), rtol=1e-13, atol=1e-13

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,18 +11,14 @@ from torch import Tensor
 import streamfx
 from streamfx.kernels import causal_conv
 from streamfx.runtime.custom_scan import Backward, Forward
-from tests.support import decoders, layouts
 from tests.support.causal_conv_package import IS_STAND_IN, causal_conv1d_fn
-from tests.test_recurrences import WIDTH, Mixed, compared
-from tests.test_stateful import stateful
+from tests.support.mixers import WIDTH, Mixed, compared, mixed, operators, tokens
 
 pytestmark = [pytest.mark.compiled, pytest.mark.skipif(not IS_STAND_IN, reason="the package itself runs on GPUs alone")]
 
-Weights = Callable[[Mixed], tuple[Tensor, Tensor | None]]
-
 
 def convolved(m: Mixed, x: Tensor, width: int = 4, bias: bool = True, **how: Any) -> Tensor:
-    """With rows side by side, as its graph can be traced."""
+    """With contiguous rows, so Dynamo traces the package."""
     rows = m.up(x)[..., :WIDTH].transpose(1, 2).contiguous()
     made: Tensor = causal_conv1d_fn(rows, m.cell.weight_ih[:WIDTH, :width], m.first if bias else None, **how)
     return m.out(made.transpose(1, 2))
@@ -32,11 +27,11 @@ def convolved(m: Mixed, x: Tensor, width: int = 4, bias: bool = True, **how: Any
 @pytest.mark.parametrize("how", [{"activation": "silu"}, {"bias": False, "width": 2}], ids=str)
 def test_it_streams(how: dict[str, Any]) -> None:
     report = compared(lambda m, x: convolved(m, x, **how), chunk_size=4, also=(1, 2, 11))
-    assert [type(node.target) for node in stateful(report)] == [Forward, Backward]
+    assert [type(node.target) for node in operators(report, Forward, Backward)] == [Forward, Backward]
 
 
-def test_sequences_in_a_row_run_whole() -> None:
-    """Which rows are of one sequence, numbers say: rows are not only seen from the next chunk, numbers are as well."""
+def test_packed_sequences_fall_back() -> None:
+    """A state has no sequence numbers: rows of the next chunk would see rows of an earlier sequence."""
 
     def packed(m: Mixed, x: Tensor) -> Tensor:
         number = (torch.arange(x.shape[1]) // 5).to(torch.int32).expand(x.shape[0], -1).contiguous()
@@ -46,8 +41,8 @@ def test_sequences_in_a_row_run_whole() -> None:
     assert any("seq_idx of the caller's" in reason for reason in facts.reasons()), facts.reasons()
 
 
-def test_a_first_state_runs_whole() -> None:
-    """Channels lie side by side then, which Dynamo does not trace: the graph breaks, and the report says what helps."""
+def test_a_first_state_breaks_the_graph() -> None:
+    """It requires contiguous channels, which Dynamo does not trace. The report names the remedy."""
 
     def from_a_state(m: Mixed, x: Tensor) -> Tensor:
         first = m.up.weight[:WIDTH, :3].t().expand(x.shape[0], 3, WIDTH).clone().transpose(1, 2)
@@ -57,14 +52,12 @@ def test_a_first_state_runs_whole() -> None:
 
     compared(from_a_state, chunk_size=4, streams=None, graphs=None)
     torch._dynamo.reset()
-    ids = layouts.tokens(23, 2, 11, 0)
-    found = streamfx.explain(decoders.made(lambda: Mixed(from_a_state)), ids, ids, chunk_size=4)
-    assert "x.contiguous()" in str(found)
+    assert "x.contiguous()" in str(streamfx.explain(mixed(from_a_state), **tokens(), chunk_size=4))
 
 
 @pytest.mark.parametrize(("length", "silu"), [(1, True), (2, False), (7, True)])
-def test_joined_rows_are_the_packages_own_state(length: int, silu: bool) -> None:
-    """Which it takes with channels side by side."""
+def test_our_state_is_the_packages_state(length: int, silu: bool) -> None:
+    """The package takes it with contiguous channels."""
     draw = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(2, length, 8, dtype=torch.float64, generator=draw).transpose(1, 2) for _ in range(2))
     first, dlast = (torch.randn(2, 3, 8, dtype=torch.float64, generator=draw).transpose(1, 2) for _ in range(2))

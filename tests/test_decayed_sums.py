@@ -1,4 +1,4 @@
-"""Products of blocks of rows with weights that decay stream, as Mamba 2 writes them; what only looks like one is exact."""
+"""Matmuls over blocks of rows with decaying weights stream, as Mamba 2 writes them; other matmuls fall back."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from streamfx.runtime.custom_scan import Backward, Forward
 from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_BEHIND
 from tests.support.exactness import Report
+from tests.support.mixers import WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 from tests.support.spread import only
-from tests.test_recurrences import WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 
 pytestmark = pytest.mark.compiled
 
@@ -27,13 +27,11 @@ def kept(count: int, diagonal: int = 0) -> Tensor:
     return torch.ones(count, count, dtype=torch.bool).tril(diagonal)
 
 
-def segment_sums(
-    x: Tensor, strict: int = -1, diagonal: int = 0, hidden: float = -torch.inf, along: int = -2, columns: bool = False
-) -> Tensor:
-    """As Mamba 2 sums decays, if nothing else is asked for."""
+def segment_sums(x: Tensor, strict: int = -1, diagonal: int = 0, hidden: float = -torch.inf) -> Tensor:
+    """As Mamba 2 sums decays, by default."""
     count = x.shape[-1]
-    repeated = (x[..., None, :] if columns else x[..., None]).expand(*x.shape, count).masked_fill(~kept(count, strict), 0)
-    return torch.cumsum(repeated, dim=along).masked_fill(~kept(count, diagonal), hidden)
+    repeated = x[..., None].expand(*x.shape, count).masked_fill(~kept(count, strict), 0)
+    return torch.cumsum(repeated, dim=-2).masked_fill(~kept(count, diagonal), hidden)
 
 
 def differences(x: Tensor, other: Tensor) -> Tensor:
@@ -45,8 +43,8 @@ def falling(m: Mixed, x: Tensor) -> Tensor:
     return -F.softplus(m.gate(x)[..., 0])
 
 
-def totalled(totals: Totals) -> Mixer:
-    """A product over rows, as it is written without blocks: each row with those before it."""
+def weighted(totals: Totals) -> Mixer:
+    """Without blocks: a weighted sum of each row and all earlier ones."""
     return lambda m, x: m.out(totals(falling(m, x)).exp() @ x)
 
 
@@ -56,9 +54,7 @@ def written(m: Mixed, x: Tensor) -> Tensor:
     return m.out(totals.exp() @ x)
 
 
-def blended(
-    m: Mixed, x: Tensor, totals: Totals = segment_sums, first: Tensor | None = None, last: bool = False, shift: int = 1
-) -> Tensor:
+def blended(m: Mixed, x: Tensor) -> Tensor:
     """Mamba 2 in few lines: within blocks of rows for two heads, and by a state [h d k] per block; the end is padded."""
     more = -x.shape[1] % BLOCK
     decays, rows = F.pad(-F.softplus(m.gate(x)[..., :2]), (0, 0, 0, more)), F.pad(m.up(x), (0, 0, 0, more))
@@ -69,25 +65,15 @@ def blended(
     own = torch.einsum("bchls,bcshd->bclhd", inside, values)
     left = (sums[..., -1:] - sums).exp().transpose(2, 3)
     states = torch.einsum("bclhk,bclhd->bchdk", keys * left[..., None], values)
-    start = torch.zeros_like(states[:, :1]) if first is None else first.expand(x.shape[0], 1, *first.shape)
-    states = torch.cat([start] * shift + [states], dim=1)
-    weights = totals(F.pad(sums[..., -1].transpose(1, 2), (shift, 0))).exp().transpose(1, 3)
-    made = torch.einsum("bzch,bzhdk->bchdk", weights, states)
-    before, after = made[:, :-shift], made[:, -1]
+    states = torch.cat([torch.zeros_like(states[:, :1]), states], dim=1)
+    weights = segment_sums(F.pad(sums[..., -1].transpose(1, 2), (1, 0))).exp().transpose(1, 3)
+    before = torch.einsum("bzch,bzhdk->bchdk", weights, states)[:, :-1]
     out = own + torch.einsum("bclhk,bchdk->bclhd", keys, before) * sums.exp().transpose(2, 3)[..., None]
-    rows = out.flatten(3).flatten(1, 2)[:, : x.shape[1]]
-    return m.out(rows + after.flatten(1)[:, None, :WIDTH] if last else rows)
+    return m.out(out.flatten(3).flatten(1, 2)[:, : x.shape[1]])
 
 
-def of_a_triangle(m: Mixed, x: Tensor) -> Tensor:
-    """exp first, then zero above the diagonal; batch and width side by side in front."""
-    sums = torch.cumsum(-F.softplus(m.gate(x)).transpose(1, 2), 2)
-    weights = torch.tril(torch.exp(torch.sub(sums[..., :, None], sums.unsqueeze(2))))
-    return m.out(torch.matmul(weights, x.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2))
-
-
-def behind(decay: Callable[[Mixed, Tensor], Tensor], value: float = 0.0) -> Mixer:
-    """A row more, in front of the others."""
+def with_first_row(decay: Callable[[Mixed, Tensor], Tensor], value: float = 0.0) -> Mixer:
+    """One more row before the others."""
 
     def mixer(m: Mixed, x: Tensor) -> Tensor:
         decays = torch.cat([decay(m, x).expand(x.shape[0], 1), falling(m, x)], -1)
@@ -98,36 +84,24 @@ def behind(decay: Callable[[Mixed, Tensor], Tensor], value: float = 0.0) -> Mixe
 
 STREAMS: dict[str, Mixer] = {
     "blended": blended,
-    "from a learned state": lambda m, x: blended(m, x, first=m.first.view(2, 4, 1) * m.mu.view(2, 1, 4)),
-    "with the last state for all rows": lambda m, x: blended(m, x, last=True),
-    "behind two rows": lambda m, x: blended(m, x, shift=2),
-    "of differences": lambda m, x: blended(m, x, lambda sums: differences(sums, sums)),
-    "of all rows": totalled(segment_sums),
-    "of a triangle": of_a_triangle,
-    "behind a number": behind(lambda m, x: x.new_zeros(1, 1), value=0.5),
-    # one that is trained, and in no weight: its gradient is zero, and there
-    "behind a decay": behind(lambda m, x: -m.mu[:1].exp()),
-    # minus infinity, and numbers so large that nothing is left of the rows before, also of gradients
-    "what ends all": totalled(lambda x: segment_sums(x.masked_fill(torch.arange(x.shape[-1]) % 4 == 2, -torch.inf))),
-    "what leaves nothing": totalled(lambda x: segment_sums(-(x * 1e4).square())),
+    "a number first": with_first_row(lambda m, x: x.new_zeros(1, 1), value=0.5),
+    # a trained decay that is in no weight: it has a gradient, which is zero
+    "a decay first": with_first_row(lambda m, x: -m.mu[:1].exp()),
+    # minus infinity, and decays so large that no earlier row, or gradient of one, is left
+    "infinite decays": weighted(lambda x: segment_sums(x.masked_fill(torch.arange(x.shape[-1]) % 4 == 2, -torch.inf))),
+    "large decays": weighted(lambda x: segment_sums(-(x * 1e4).square())),
 }
 
 
-@pytest.mark.parametrize("name", only(["blended", "behind a number", "behind a decay"], STREAMS))
-def test_blocks_hand_on_what_is_left(name: str) -> None:
-    report = compared(STREAMS[name], LENGTH, chunk_size=6, also=(1, 7, 64), streams=None)
+@pytest.mark.parametrize("name", only(["blended", "a number first", "a decay first"], STREAMS))
+def test_sums_of_blocks_stream(name: str) -> None:
+    report = compared(STREAMS[name], length=LENGTH, chunk_size=6, also=(1, 7, 64), streams=None)
     for kind in (Forward, Backward):
         assert all_in_rows(report, operators(report, kind))
-    assert not report.facts[0].reasons() or name in ("with the last state for all rows", "behind two rows")
+    assert not report.facts[0].reasons()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("length", "chunk"), [(LENGTH - 1, 6), (2, 1)])
-def test_a_block_that_is_not_full(length: int, chunk: int) -> None:
-    compared(blended, length, layers=2, chunk_size=chunk, also=(1, 7), streams=None)
-
-
-# -- what is none
+# -- other matmuls
 
 
 def of_frozen_decays(m: Mixed, x: Tensor) -> Tensor:
@@ -137,7 +111,7 @@ def of_frozen_decays(m: Mixed, x: Tensor) -> Tensor:
 
 
 def of_differences_turned(m: Mixed, x: Tensor) -> Tensor:
-    """Rows stand where columns stood, and the triangle where it was."""
+    """Rows and columns change places, the triangle stays."""
     sums = falling(m, x).cumsum(-1)
     weights = (sums[..., None, :] - sums[..., None]).masked_fill(~kept(sums.shape[-1]), -torch.inf).exp()
     return m.out(torch.einsum("bzc,bzd->bcd", weights, x))
@@ -151,13 +125,13 @@ def of_heads(m: Mixed, x: Tensor) -> Tensor:
 
 
 def turned_in_memory(m: Mixed, x: Tensor) -> Tensor:
-    """What is made lies in memory by columns, and is viewed so."""
+    """The result is stored by columns, and viewed so."""
     made = x.mT @ segment_sums(falling(m, x)).exp().transpose(1, 2)
     return m.out(made.view(x.shape[0], -1).view(made.shape).mT)
 
 
 def of_bits(x: Tensor) -> Tensor:
-    """~1 is -2, which is true as well: all is hidden, where no number takes the place of the first column."""
+    """~1 is -2, which is true as well: everything is hidden."""
     count = x.shape[-1]
     turned = (~torch.ones(count, count, dtype=torch.int8).tril()).bool()
     repeated = x[..., None].expand(*x.shape, count).masked_fill(~kept(count, -1), 0)
@@ -165,34 +139,27 @@ def of_bits(x: Tensor) -> Tensor:
 
 
 OTHERS: dict[str, Mixer] = {
-    "a row more in each sum": totalled(lambda x: segment_sums(x, strict=0)),
-    "the row after is seen": totalled(lambda x: segment_sums(x, diagonal=1)),
-    "above the diagonal little, and not nothing": totalled(lambda x: segment_sums(x, hidden=-20.0)),
-    "below the diagonal nothing": totalled(
+    "one more row in each sum": weighted(lambda x: segment_sums(x, strict=0)),
+    "the next row is seen": weighted(lambda x: segment_sums(x, diagonal=1)),
+    "small weights above the diagonal": weighted(lambda x: segment_sums(x, hidden=-20.0)),
+    "zeros below the diagonal": weighted(
         lambda x: (x.cumsum(-1)[..., None] - x.cumsum(-1)[..., None, :]).masked_fill(kept(x.shape[-1]), -torch.inf)
     ),
     "differences the other way round": of_differences_turned,
-    "sums over something else": of_heads,
-    "sums of two": totalled(lambda x: differences(x, 2 * x)),
-    "a triangle of numbers whose bits are turned": totalled(of_bits),
+    "sums over heads": of_heads,
+    "sums of two decays": weighted(lambda x: differences(x, 2 * x)),
+    "a triangle with inverted bits": weighted(of_bits),
     "weights that are written": written,
     "weights without a gradient": of_frozen_decays,
     "a narrow type": lambda m, x: m.out((segment_sums(falling(m, x).bfloat16()).exp() @ x.bfloat16()).to(x.dtype)),
     "another order in memory": turned_in_memory,
 }
-ALSO: dict[str, Mixer] = {
-    "the row itself is not seen": totalled(lambda x: segment_sums(x, diagonal=-1)),
-    "a narrow type on the way": totalled(lambda x: segment_sums(x).bfloat16().to(x.dtype)),
-    "sums of columns": totalled(lambda x: segment_sums(x, along=-1)),
-    "decays in columns": totalled(lambda x: segment_sums(x, columns=True)),
-    "the other way round": lambda m, x: m.out(torch.einsum("bcz,bcd->bzd", segment_sums(falling(m, x)).exp(), x)),
-}
 
 
-@pytest.mark.parametrize("name", only(OTHERS, OTHERS | ALSO))
-def test_what_only_looks_like_one(name: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_matmuls_do_not_match(name: str, caplog: pytest.LogCaptureFixture) -> None:
     tolerance = 5e-2 if "narrow" in name else 1e-12
-    report = compared((OTHERS | ALSO)[name], length=9, chunk_size=4, streams=None, tolerance=tolerance)
+    report = compared(OTHERS[name], length=9, chunk_size=4, streams=None, tolerance=tolerance)
     assert "the search for those with weights that decay failed" not in caplog.text
     assert not found(report)
 
@@ -205,8 +172,8 @@ def found(report: Report) -> list[Any]:
 # -- numbers
 
 
-def test_what_may_grow_is_summed_in_one_piece() -> None:
-    """What is left of the first row is nothing at all after the second, and all of it after the third."""
+def test_weights_that_may_grow_fall_back() -> None:
+    """The first row's weight is zero after the second row, and one after the third."""
 
     def growing(m: Mixed, x: Tensor) -> Tensor:
         decays = 0 * m.gate(x)[..., 0] + 800 * torch.tensor([0.0, -1, 1, 0, 0]).to(x.dtype)
@@ -218,15 +185,15 @@ def test_what_may_grow_is_summed_in_one_piece() -> None:
 
 
 def test_the_first_decay_is_in_no_weight() -> None:
-    """Whatever it is, it does not count: not even what grows beyond all numbers."""
-    grows = totalled(lambda x: segment_sums(torch.cat([x[:, :1] + 800.0, x[:, 1:]], 1)))
-    compared(grows, LENGTH, chunk_size=6, also=(1, 7), streams=None)
+    """Not even if exp of it is infinite."""
+    grows = weighted(lambda x: segment_sums(torch.cat([x[:, :1] + 800.0, x[:, 1:]], 1)))
+    compared(grows, length=LENGTH, chunk_size=6, also=(1, 7), streams=None)
 
 
-# -- the operators by themselves
+# -- the operators alone
 
 
-def test_it_repeats_nothing_and_its_products_are_counted() -> None:
+def test_it_checks_shapes_and_counts_flops() -> None:
     with pytest.raises(ValueError, match="do not fit together"):
         DECAYED_SUMS(torch.zeros(1, 3), torch.zeros(2, 3, 4), None)
     decays, rows = (torch.zeros(shape, requires_grad=True) for shape in ((2, 3, 5), (2, 3, 5, 4)))
@@ -238,7 +205,7 @@ def test_it_repeats_nothing_and_its_products_are_counted() -> None:
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize("operator", [DECAYED_SUMS, SUMS_BEHIND])
-def test_the_operator_is_the_product(count: int, is_first: bool, operator: Any) -> None:
+def test_the_operator_equals_the_matmul(count: int, is_first: bool, operator: Any) -> None:
     generator = torch.Generator().manual_seed(count)
 
     def draw(*shape: int) -> Tensor:

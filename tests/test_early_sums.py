@@ -13,9 +13,8 @@ import streamfx
 from streamfx.passes.partition.hoisted_reductions import early_sums
 from tests.support import decoders, layouts
 from tests.support.exactness import compare
-from tests.support.recurrent import BATCH, VOCABULARY, of_transformers
+from tests.support.recurrent import BATCH, VOCABULARY, xlstm
 from tests.support.spread import only
-from tests.test_recurrent_families import TOLERANCE
 
 pytestmark = pytest.mark.compiled
 
@@ -28,8 +27,8 @@ def test_states_of_blocks_go_back_in_one_loop(blocks: int) -> None:
     product of a layer made again: FLOPs are at most those of checkpointing.
     """
     ids = layouts.tokens(VOCABULARY, BATCH, blocks * BLOCK, 0)
-    model, batch = decoders.made(lambda: of_transformers("xlstm", LAYERS)), {"input_ids": ids, "labels": ids}
-    compare(model, batch, chunk_size=BLOCK, also=(1, 2 * BLOCK), tolerance=TOLERANCE)
+    model, batch = decoders.made(lambda: xlstm(LAYERS)), {"input_ids": ids, "labels": ids}
+    compare(model, batch, chunk_size=BLOCK, also=(1, 2 * BLOCK), tolerance=1e-11)
     found = streamfx.explain(model, **batch, chunk_size=BLOCK, loss_chunk_size=BLOCK).summary()
     assert [stage["loops"] for stage in found["stages"]] == [2] * LAYERS + [1]
     assert found["flops"] <= found["checkpointing_flops"]

@@ -1,4 +1,4 @@
-"""Loops over rows, or over blocks of rows, that were traced operator by operator: they stream with a carried state."""
+"""Loops over rows, or over blocks of rows, that Dynamo traces step by step: they stream with a carried state."""
 
 from __future__ import annotations
 
@@ -7,62 +7,31 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from streamfx.ir.facts import StorageClass
+from streamfx.ir.facts import known
+from streamfx.passes.analysis.derived_axes import stands_in_place
 from streamfx.runtime.chunked_recurrences import Recurrence
-from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
+from tests.support.mixers import LENGTH, Mixed, Mixer, all_in_rows, compared, operators, zeros
 from tests.support.spread import only
+from tests.support.used import Use, Used, attending, batch, labelled, used
 
 pytestmark = pytest.mark.compiled
 
-WIDTH, LENGTH = 8, 11
-
-Mixer = Callable[["Mixed", Tensor], Tensor]
-
-
-class Mixed(nn.Module):
-    """A decoder whose rows a function mixes, with weights that it may use as it likes."""
-
-    def __init__(self, mixer: Mixer, layers: int = 1) -> None:
-        super().__init__()
-        self.mixer, self.layers = mixer, layers
-        self.embed, self.head = nn.Embedding(23, WIDTH), nn.Linear(WIDTH, 23, bias=False)
-        self.up, self.gate, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-        self.mu, self.first = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for _ in range(self.layers):
-            x = x + self.mixer(self, F.rms_norm(x, (WIDTH,)))
-            x = x + self.out(F.silu(self.gate(F.layer_norm(x, (WIDTH,)))))
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+BLOCK, LAYERS = 4, 2
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def zeros(x: Tensor) -> Tensor:
-    return x.new_zeros(x.shape[0], WIDTH)
+def loops_of(report: Report) -> int:
+    return len(operators(report, Recurrence))
 
 
-def compared(mixer: Mixer, length: int = LENGTH, batch: int = 2, layers: int = 1, **options: Any) -> Report:
-    ids = layouts.tokens(23, batch, length, 0)
-    return compare(decoders.made(lambda: Mixed(mixer, layers)), {"ids": ids, "labels": ids}, **options)
-
-
-def operators(report: Report, *kinds: type) -> list[fx.Node]:
-    """The nodes whose target is of one of these kinds."""
-    return [node for facts in report.facts for node in facts.joint.nodes if isinstance(node.target, kinds)]
-
-
-def all_in_rows(report: Report, found: list[fx.Node]) -> bool:
-    (facts,) = report.facts
-    return bool(found) and all(StorageClass.ROWS in facts.access.storage_classes[node] for node in found)
+# -- loops over rows
 
 
 def looped(step: Callable[..., tuple[Tensor, ...]], states: tuple[Tensor, ...], *rows: Tensor) -> Tensor:
-    """Rows of results, stacked: the last of what a step makes; the others are the states that it leaves."""
+    """Rows of results, stacked: the last result of a step; the others are its next states."""
     made = []
     for t in range(rows[0].shape[1]):
         *states, y = step(*states, *(item[:, t] for item in rows))  # type: ignore[assignment]
@@ -71,7 +40,7 @@ def looped(step: Callable[..., tuple[Tensor, ...]], states: tuple[Tensor, ...], 
 
 
 def kept(state: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left to the next row is the row of the result, too."""
+    """The next state is the row of the result, too."""
     return state, state
 
 
@@ -83,65 +52,19 @@ def written(m: Mixed, x: Tensor) -> Tensor:
     return m.out(y)
 
 
-def stacked(m: Mixed, x: Tensor) -> Tensor:
-    return m.out(looped(lambda s, decay, row: kept(decay * s * m.mu + row), (zeros(x),), m.gate(x).sigmoid(), x))
-
-
-def running_maximum(m: Mixed, x: Tensor) -> Tensor:
-    """As log-sum-exp is kept stable: a maximum, a numerator and a denominator; steps of several kinds."""
-
-    def step(top: Tensor, above: Tensor, below: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        largest = torch.maximum(top - m.mu, k)
-        old, new = (top - m.mu - largest).exp(), (k - largest).exp()
-        above, below = old * above + new * v, old * below + new
-        return largest, above, below, above / below
-
-    return m.out(looped(step, (zeros(x) - 1e30, zeros(x), zeros(x)), *m.up(x).chunk(3, -1)[:2]))
-
-
-CARRIED: dict[str, Mixer] = {
-    "written row by row": written,
-    "a cell from a learned state": lambda m, x: m.out(
-        looped(lambda s, row: kept(m.cell(row, s)), (m.first.expand(x.shape[0], WIDTH),), x)
-    ),
-    "two rows back": lambda m, x: m.out(
-        looped(lambda a, b, row: ((m.mu * a - b * row).sin(), a, (m.mu * a - b * row).sin() * a), (zeros(x), zeros(x)), x)
-    ),
-    "the state before, which takes in the row before": lambda m, x: m.out(
-        looped(lambda s, before, row: ((s + before * m.mu).tanh(), row, s), (zeros(x), zeros(x)), x)
-    ),
-    "a running maximum": running_maximum,
-    "two over the same rows": lambda m, x: stacked(m, x) + written(m, x),
-}
-
-
-@pytest.mark.parametrize("name", only(["written row by row"], CARRIED))
-def test_carries_a_state(name: str) -> None:
-    report = compared(CARRIED[name], chunk_size=4, also=(1, 11))
-    found = operators(report, Recurrence)
-    assert len(found) == 2 and all_in_rows(report, found)
-
-
 def of_the_first_stack(m: Mixed, x: Tensor) -> Tensor:
-    """Each row of the first loop's stack is read by itself, so that its gradient is put together of rows, too."""
+    """Each row of the first loop's stack is read separately, so its gradient is a stack of rows, too."""
     rows = looped(lambda s, row: kept((m.gate(s) + row).tanh()), (zeros(x),), x)
     return m.out(looped(lambda s, row: kept(s * 0.5 + m.gate(row)), (zeros(x),), rows))
 
 
 def the_last_state(m: Mixed, x: Tensor) -> Tensor:
-    """It leaves the loop when the last chunk has run."""
+    """It leaves the loop after the last chunk."""
     rows, state = [], zeros(x)
     for t in range(x.shape[1]):
         state = (state * m.mu + x[:, t]).tanh()
         rows.append(state * x[:, t])
     return m.out(torch.stack(rows, 1)) + m.gate(state)[:, None]
-
-
-def all_rows_so_far(m: Mixed, x: Tensor) -> Tensor:
-    rows: list[Tensor] = []
-    for t in range(x.shape[1]):
-        rows.append(sum(rows, x[:, t]).tanh())
-    return m.out(torch.stack(rows, 1))
 
 
 def residual_streams(m: Mixed, x: Tensor) -> Tensor:
@@ -150,64 +73,260 @@ def residual_streams(m: Mixed, x: Tensor) -> Tensor:
     return m.out(torch.stack([streams[0], *(other / streams[0].norm(dim=-1, keepdim=True) for other in streams[1:])]).mean(0))
 
 
-def from_the_end(m: Mixed, x: Tensor) -> Tensor:
-    return m.out(looped(lambda s, row: kept((s * m.mu + row).tanh()), (zeros(x),), x.flip(1)).flip(1))
-
-
-# the loops that are found, whether all streams
-FOUND: dict[str, tuple[Mixer, int, bool | None]] = {
-    "over the rows that another has stacked": (of_the_first_stack, 4, None),
+# name: function, loops that are found, whether everything streams (None: either)
+ROWS: dict[str, tuple[Mixer, int, bool | None]] = {
+    "written row by row": (written, 2, True),
+    "a cell with a learned first state": (
+        lambda m, x: m.out(looped(lambda s, row: kept(m.cell(row, s)), (m.first.expand(len(x), -1),), x)),
+        2,
+        True,
+    ),
+    "over the rows of another loop": (of_the_first_stack, 4, None),
     "the last state": (the_last_state, 2, None),
-    "from the end": (from_the_end, 0, False),
-    "a state that grows": (all_rows_so_far, 0, False),
+    "from the end": (
+        lambda m, x: m.out(looped(lambda s, row: kept((s * m.mu + row).tanh()), (zeros(x),), x.flip(1)).flip(1)),
+        0,
+        False,
+    ),
     "over residual streams": (residual_streams, 0, True),
 }
 
 
-@pytest.mark.parametrize("name", only(["the last state"], FOUND))
-def test_which_loops_are_found(name: str) -> None:
-    mixer, count, streams = FOUND[name]
-    assert len(operators(compared(mixer, length=9, chunk_size=3, streams=streams), Recurrence)) == count
+@pytest.mark.parametrize("name", only(["written row by row", "the last state"], ROWS))
+def test_loops_over_rows(name: str) -> None:
+    mixer, count, streams = ROWS[name]
+    report = compared(mixer, chunk_size=4, also=(1, LENGTH), streams=streams)
+    assert loops_of(report) == count
+    assert not streams or not count or all_in_rows(report, operators(report, Recurrence))
 
 
-def states(x: Tensor, step: Callable[[int, list[Tensor]], Tensor]) -> list[Tensor]:
-    made: list[Tensor] = [torch.zeros_like(x[:, 0])]
-    for t in range(x.shape[1]):
-        made.append(step(t, made))
-    return made[1:]
-
-
-def shared_by_all_rows(m: Mixed, x: Tensor) -> Tensor:
-    total = x.square().mean((1, 2), keepdim=True)[:, 0]
-    made = states(x, lambda t, s: 0.5 * s[-1] + x[:, t] / (1 + total))
-    return torch.stack(made, 1) * made[-1].unsqueeze(1).tanh()
-
-
-HARD: dict[str, Mixer] = {
-    "looking ahead": lambda m, x: torch.stack(states(x, lambda t, s: 0.5 * s[-1] + x[:, min(t + 1, x.shape[1] - 1)]), 1),
-    "out of order": lambda m, x: torch.stack(states(x, lambda t, s: torch.tanh(s[-1] + x[:, t])), 1).roll(-1, 1),
-    "starting anew": lambda m, x: torch.stack(states(x, lambda t, s: (0.0 if t % 5 == 0 else 0.5) * s[-1] + x[:, t]), 1),
-    "shared by all rows": shared_by_all_rows,
-}
-
-
-@pytest.mark.parametrize("name", only([], HARD))
-def test_hard_loops_are_exact(name: str) -> None:
-    """Whether they stream does not matter; there are as many sequences as rows."""
-    compared(HARD[name], batch=LENGTH, chunk_size=4, also=(1, 3, LENGTH), streams=None)
-
-
-def test_a_counter_beside_the_state_is_compiled_in_no_time() -> None:
-    """It is read twice in each step: what asks of each value whether it is cheap must not ask of its operands again and again."""
+def test_a_counter_in_each_step_compiles_quickly() -> None:
+    """Each step reads it twice: a recursive cost estimate without a cache would take exponential time."""
 
     def counted(m: Mixed, x: Tensor) -> Tensor:
-        count = torch.zeros(x.shape[0], dtype=torch.int64)
-        above = (x[..., 0] > 0.5).detach()
-
         def step(s: Tensor, c: Tensor, row: Tensor, begins: Tensor) -> tuple[Tensor, ...]:
             c = torch.where(begins, 0, c + 1)
             return s * 0.5 + row, c, (s * 0.5 + row) * (c % 3)[:, None]
 
-        return m.out(looped(step, (zeros(x), count), x, above))
+        return m.out(looped(step, (zeros(x), torch.zeros(len(x), dtype=torch.int64)), x, (x[..., 0] > 0.5).detach()))
 
     compared(counted, length=24, streams=None)
+
+
+# -- loops over blocks of rows
+
+
+def sliced(*parts: Tensor) -> list[tuple[Tensor, ...]]:
+    return [tuple(part[:, :, i : i + BLOCK] for part in parts) for i in range(0, parts[0].shape[2], BLOCK)]
+
+
+def split(*parts: Tensor) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(part.split(BLOCK, 2) for part in parts), strict=True))
+
+
+def linear(cut: Callable[..., list[tuple[Tensor, ...]]]) -> Mix:
+    """A state for all earlier blocks; attention without a softmax inside a block."""
+
+    def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state, made = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
+        for a, b, c in cut(q, k, v):
+            made.append(a @ state + (a @ b.mT).tril() @ c)
+            state = 0.9 * state + b.mT @ c
+        return torch.cat(made, 2)
+
+    return mix
+
+
+def last_unused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rows see earlier blocks only: no row reads the last block's keys."""
+    state, made = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
+    for a, b, c in split(q, k, v):
+        made.append(a @ state)
+        state = (0.9 * state + b.mT @ c).tanh()
+    return torch.cat(made, 2)
+
+
+def first_unused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """There is no state before the first block, so its queries are unused."""
+    state, made = None, []
+    for a, b, c in sliced(q, k, v):
+        made.append(c if state is None else c + a @ state)
+        state = b.mT @ c if state is None else (0.9 * state + b.mT @ c).tanh()
+    return torch.cat(made, 2)
+
+
+def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """No value goes from one block to the next."""
+    return torch.cat([(a @ b.mT).tril() @ c for a, b, c in sliced(q, k, v)], 2)
+
+
+def windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Blocks see the block before them, too."""
+    made = []
+    for start in range(0, q.shape[2], BLOCK):
+        seen = slice(max(start - BLOCK, 0), start + BLOCK)
+        made.append((q[:, :, start : start + BLOCK] @ k[:, :, seen].mT).sigmoid() @ v[:, :, seen])
+    return torch.cat(made, 2)
+
+
+def viewed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Blocks of a view. The backward needs rows of the sequence, and no result of the forward's steps."""
+    a, b, c = (part.reshape(-1, part.shape[2] // BLOCK, BLOCK, part.shape[-1]) for part in (q, k, v))
+    state, states = a.new_zeros(len(a), a.shape[-1], a.shape[-1]), []
+    for i in range(a.shape[1]):
+        states.append(state)
+        state = 0.9 * state + b[:, i].mT @ c[:, i]
+    return (a @ torch.stack(states, 1) + (a @ b.mT).tril() @ c).view(q.shape)
+
+
+BLOCKS: dict[str, tuple[Mix, int, int]] = {  # the length, and loops in each half of a layer
+    "split": (linear(split), 26, 1),
+    "last unused": (last_unused, 26, 1),
+    "first unused": (first_unused, 26, 1),
+    "overlapping windows": (windows, 24, 0),  # such a step would need all rows
+    "of a view": (viewed, 20, 1),
+    "sliced, three rows left": (linear(sliced), 27, 1),
+    "split, one row left": (linear(split), 13, 1),
+    "local": (local, 12, 1),
+}
+IN_DEFAULT_RUNS = ("split", "last unused", "first unused", "overlapping windows", "of a view")
+
+
+@pytest.mark.parametrize("name", only(IN_DEFAULT_RUNS, BLOCKS))
+def test_loops_over_blocks(name: str) -> None:
+    """Each is one operator in the forward and one in the backward, for any number of rows after the last full block."""
+    mix, length, loops = BLOCKS[name]
+    report = compare(attending(mix, LAYERS), batch(length), chunk_size=8, also=(1, 3, 64))
+    assert loops_of(report) == 2 * LAYERS * loops
+
+
+def memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As xLSTM: a state goes from block to block, then from row to row through the rows after the last full block."""
+    count, width = q.shape[2] // BLOCK, q.shape[-1]
+    rows = count * BLOCK
+    a, b, c = (part[:, :, :rows].contiguous() for part in (q, k, v))
+    state = q.new_zeros(*q.shape[:2], width, v.shape[-1])
+    states = q.new_zeros(*q.shape[:2], (count + 1) * width, v.shape[-1])
+    for i, start in enumerate(range(0, rows, BLOCK)):
+        states[:, :, i * width : (i + 1) * width] = state
+        state = state * 0.5 + b[:, :, start : start + BLOCK].mT @ c[:, :, start : start + BLOCK]
+    states[:, :, -width:] = state
+    before = states[:, :, :-width].view(*q.shape[:2], count, width, -1)
+    a, b, c = (part.view(*part.shape[:2], count, BLOCK, -1) for part in (a, b, c))
+    made, rest, state = ((a @ b.mT).tril() @ c + a @ before).flatten(2, 3), [], states[:, :, -width:]
+    q, k, v = (part[:, :, rows:] for part in (q, k, v))
+    for row in range(q.shape[2]):
+        state = state * 0.9 + k[:, :, row, :, None] * v[:, :, row, None]
+        rest.append((q[:, :, row, None] @ state)[:, :, 0])
+    return torch.cat([made, torch.stack(rest, 2)], 2) if rest else made
+
+
+@pytest.mark.parametrize("length", only([15, 23], [8, 12, 14, 15, 23, 31]))
+def test_loops_over_blocks_and_the_rows_after_them(length: int) -> None:
+    """Three blocks and three rows are two loops, though both have three steps. Two steps are no loop."""
+    blocks, rest = divmod(length, BLOCK)
+    streams = rest not in (1, 2)  # one or two rows are no rows of the sequence
+    report = compare(attending(memory), batch(length), also=(1, 7, 64), streams=streams)
+    if streams:
+        sequence = known(known(report.facts[0].found_axes).sequence)
+        assert loops_of(report) == 2 * LAYERS * ((blocks > 2) + (rest > 2))
+        assert (sequence.length, sequence.granule) == (length, BLOCK)
+
+
+class Tables(nn.Module):
+    """Linear attention in blocks, with decays in tables that all blocks read, as in MiniMax; a table may be trained."""
+
+    def __init__(self, trained: bool = False) -> None:
+        super().__init__()
+        decays = torch.exp(-torch.arange(1.0, 5.0) / 3)[:, None]
+        self.decays = nn.Parameter(decays) if trained else nn.Buffer(decays)
+        self.pairs = nn.Buffer((decays / decays.T).tril())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state, made = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
+        for a, b, c in sliced(q, k, v):
+            rows = a.shape[2]
+            made.append((a @ b.mT * self.pairs[:rows, :rows]) @ c + (a * self.decays[:rows]) @ state)
+            state = state * 0.3 + (b * self.decays[-rows:]).mT @ c
+        return torch.cat(made, 2)
+
+
+class TrainedTables(Tables):
+    def __init__(self) -> None:
+        super().__init__(trained=True)
+
+
+@pytest.mark.parametrize("length", only([11], [11, 19]))
+def test_blocks_that_read_one_table(length: int) -> None:
+    """Each block has its own axis, though all blocks are multiplied by the same numbers."""
+    report = compare(attending(Tables), batch(length), also=(1, 7, 64))
+    axes = known(report.facts[0].found_axes)
+    joins = [node for node in axes.signatures if node.target is torch.ops.aten.cat.default and stands_in_place(node, axes)]
+    assert len(joins) == LAYERS or length > 11
+
+
+def test_blocks_that_train_one_table() -> None:
+    """Its gradient is a sum over blocks, so all blocks have the same rows: exact, and no reader gets its own view."""
+    report = compare(attending(TrainedTables), batch(15), also=(1, 64), streams=False)
+    assert not [node for node in report.facts[0].joint.nodes if node.target is torch.ops.aten.alias.default]
+
+
+def without_rows(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+    """Blocks of no rows are no blocks."""
+    empty = x.split([0, 0, 0, x.shape[1]], 1)[:3]
+    return labelled(model, x * (1 + torch.cat(empty, 1).sum()), labels)
+
+
+def with_losses(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+    """A loss of each block is in no row of the concatenation."""
+    parts = x.split(3, 1)
+    losses = torch.stack([model.head(part).square().mean() for part in parts]).sum()
+    return labelled(model, x + torch.cat([part.sin() for part in parts], 1), labels) + losses
+
+
+@pytest.mark.parametrize(("use", "streams"), [(without_rows, False), (with_losses, True)])
+def test_odd_blocks(use: Use, streams: bool) -> None:
+    """With equal graphs each time: ids and labels are both cut into blocks, and one of the two is the sequence."""
+    ids, counts = batch(15)["ids"], set[int]()
+    for _ in range(2):
+        report = compare(used(use, layers=0), {"ids": ids, "labels": ids}, chunk_size=4, streams=streams)
+        counts.add(len(report.facts[0].joint.nodes))
+    assert len(counts) == 1
+
+
+# -- concatenations that are no blocks
+
+
+class Of(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        result: Tensor = self.function(*inputs)
+        return result
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves that change places are features: no weight of such a graph shows which axis is the sequence."""
+    left, right = x[..., :3], x[..., 3:]
+    return x * cos[:, :, None] + torch.cat((-right, left), -1) * sin[:, :, None]
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """Halves that stay in place may be rows."""
+    left, right = x[:, :11], x[:, 11:]
+    return torch.cat((left.sin(), right.cos()), -1).mul(x).cumsum(-1)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "length"),
+    [(rotary, ((2, 19, 4, 6), (2, 19, 6), (2, 19, 6)), 19), (side_by_side, ((2, 22),), 22)],
+    ids=["rotary", "side_by_side"],
+)
+def test_which_axis_is_the_sequence(function: Callable[..., Tensor], shapes: Any, length: int) -> None:
+    inputs = [torch.randn(*shape, dtype=torch.float64).requires_grad_(i == 0) for i, shape in enumerate(shapes)]
+    report = compare(Of(function), inputs, also=(1, 7, 64))
+    assert known(known(report.facts[0].found_axes).sequence).length == length

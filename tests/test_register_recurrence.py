@@ -18,11 +18,11 @@ import streamfx
 from streamfx.passes.ops.opaque import why_opaque
 from streamfx.passes.ops.rules.stateful import BACKWARDS, STATEFUL
 from tests.support.exactness import compare
+from tests.support.mixers import Mixed, Mixer, compared
 from tests.support.stateful.averages import averages
 from tests.support.stateful.blocks import blocks
 from tests.support.stateful.selective import selective, selective_backward
 from tests.support.stateful.windows import windows
-from tests.test_recurrences import Mixed, Mixer, compared
 from tests.test_stateful import attended, selected
 
 # -- declarations

@@ -1,25 +1,24 @@
-"""PyTorch's `scan` over rows streams: its carry goes from chunk to chunk, and its gradient's back."""
+"""PyTorch's `scan` over rows streams: its carry goes from chunk to chunk, its gradient back. A `while_loop` falls back."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils._pytree import tree_leaves
 
 import streamfx
+from streamfx.ir.facts import known
 from streamfx.runtime.scan import ChunkedScan
-from tests.support import decoders, layouts
-from tests.support.later_sizes import compare_sizes
+from tests.support.exactness import assert_small, errors, outcome, recorder
+from tests.support.mixers import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, mixed, operators, tokens, zeros
 from tests.support.scans import scan
-from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, operators, zeros
 
 pytestmark = pytest.mark.compiled
 
-# PyTorch refuses a step one of whose results autograd keeps for another: what is carried on is made anew in each of these.
+# PyTorch refuses a step if autograd saves one of its results for another: each step here returns a new state.
 
 
 def decayed(m: Mixed, x: Tensor) -> Tensor:
@@ -33,7 +32,7 @@ def decayed(m: Mixed, x: Tensor) -> Tensor:
 
 
 def cell(m: Mixed, x: Tensor) -> Tensor:
-    """A product in each step; weights that all rows are given, and a learned first state."""
+    """A product in each step, with weights that all rows share, and a learned first state."""
 
     def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         return 0.5 * state + torch.tanh(state @ m.gate.weight.t() + m.gate.bias + row), state * m.mu
@@ -42,9 +41,7 @@ def cell(m: Mixed, x: Tensor) -> Tensor:
 
 
 def several(m: Mixed, x: Tensor) -> Tensor:
-    """States: a matrix, a vector, and a number of another type that counts rows. Of one result the rows are those of an operand,
-    of another all are the same.
-    """
+    """A matrix, a vector, and a row counter of another type. One result repeats an operand, another is equal for all rows."""
 
     def step(states: tuple[Tensor, ...], rows: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         (outer, sums, count), (row, other) = states, rows
@@ -62,50 +59,49 @@ def side_by_side(m: Mixed, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mixer", [side_by_side, several], ids=lambda mixer: mixer.__name__)
-def test_rows_follow_one_another(mixer: Mixer) -> None:
+def test_a_scan_streams(mixer: Mixer) -> None:
     report = compared(mixer, chunk_size=4, also=(1, 11))
     assert all_in_rows(report, operators(report, ChunkedScan))
-    if mixer is side_by_side:  # PyTorch's backward reads a weight's transpose from a stack of as many as there are rows
+    if mixer is side_by_side:  # PyTorch's backward reads a weight's transpose from a stack with one for each row
         found = tree_leaves([node.meta.get("val") for node in report.facts[0].joint.nodes])
         assert max(item.numel() for item in found if isinstance(item, Tensor)) < LENGTH * WIDTH * WIDTH
 
 
-def turned(m: Mixed, x: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
-    def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-        return 0.5 * (state + row).tanh(), row * state
-
-    found: tuple[Tensor, Tensor] = scan(step, x[..., 0].clone() if how["dim"] == 2 else zeros(x), x, **how)
-    return found
+def the_last_state(m: Mixed, x: Tensor) -> Tensor:
+    """It leaves the loop after the last chunk."""
+    state, rows = scan(lambda state, row: (0.5 * (state + row).tanh(), row * state), zeros(x), x, dim=1)
+    return m.out(rows) + m.gate(state)[:, None]
 
 
-def test_the_last_state() -> None:
-    """It leaves the loop when the last chunk has run, also where the loss needs nothing else."""
+def signs(m: Mixed, x: Tensor) -> Tensor:
+    """The last state is a zero with a sign, which a sum over chunks would lose."""
+    keep = torch.ones_like(x) * (torch.arange(x.shape[1]) < x.shape[1] - 1)[:, None]
+    last, made = scan(lambda s, r: ((0.9 * s + r[0]) * r[1], s * r[0]), zeros(x), (x, keep), dim=1)
+    return m.out(made) + torch.copysign(m.mu, last)[:, None]
 
-    def last(m: Mixed, x: Tensor) -> Tensor:
-        state, rows = turned(m, x, dim=1)
-        return m.out(rows) + m.gate(state)[:, None]
 
-    assert len(operators(compared(last, chunk_size=3, also=(1,), streams=None), ChunkedScan)) == 2
+@pytest.mark.parametrize("mixer", [the_last_state, signs], ids=lambda mixer: mixer.__name__)
+def test_a_last_state(mixer: Mixer) -> None:
+    assert len(operators(compared(mixer, chunk_size=3, also=(1, LENGTH), streams=None), ChunkedScan)) == 2
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [{"dim": 1, "reverse": True}, {"dim": 2}], ids=["from the last row", "over the width"])
-def test_what_carries_nothing_from_chunk_to_chunk_is_exact(how: dict[str, Any]) -> None:
-    compared(lambda m, x: m.out(turned(m, x, **how)[1].clone()), chunk_size=3, streams=None)
+def test_a_scan_over_the_width_is_exact() -> None:
+    step = lambda state, row: (0.5 * (state + row).tanh(), row * state)  # noqa: E731
+    compared(lambda m, x: m.out(scan(step, x[..., 0].clone(), x, dim=2)[1].clone()), chunk_size=3, streams=None)
 
 
-def test_what_a_step_draws_is_not_looked_into() -> None:
+def test_a_step_that_draws_random_numbers_falls_back() -> None:
     def drawn(m: Mixed, x: Tensor) -> Tensor:
         return m.out(scan(lambda state, row: (F.dropout(state, 0.5) + row, state * row), zeros(x), x, dim=1)[1])
 
     torch._dynamo.reset()
-    ids = layouts.tokens(23, 2, 6, 0)
-    explained = streamfx.explain(decoders.made(lambda: Mixed(drawn)), ids, ids, chunk_size=2)
+    explained = streamfx.explain(mixed(drawn), **tokens(length=6), chunk_size=2)
     assert "scan calls functions that no rule looks into" in str(explained)
 
 
-def test_what_a_step_reads_by_strides_is_not_looked_into() -> None:
-    """In a chunk rows lie elsewhere than in the whole sequence."""
+def test_a_step_that_reads_by_strides_falls_back() -> None:
+    """Rows of a chunk have other strides than rows of the full sequence."""
 
     def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         first = torch.as_strided(row, (2, WIDTH), row.stride())
@@ -117,19 +113,26 @@ def test_what_a_step_reads_by_strides_is_not_looked_into() -> None:
     assert not operators(compared(strided, batch=4, chunk_size=4, streams=None), ChunkedScan)
 
 
-def test_signs_of_a_last_state_that_is_zero() -> None:
-    """A sum over chunks would lose them."""
+def turned(m: Mixed, x: Tensor) -> Tensor:
+    """The loop carries all rows of the result, too; its inputs may not share memory."""
+    rows, length = m.gate(x).clone(), x.shape[1]
 
-    def reset(m: Mixed, x: Tensor) -> Tensor:
-        keep = torch.ones_like(x) * (torch.arange(x.shape[1]) < x.shape[1] - 1)[:, None]
-        last, made = scan(lambda s, r: ((0.9 * s + r[0]) * r[1], s * r[0]), zeros(x), (x, keep), dim=1)
-        return m.out(made) + torch.copysign(m.mu, last)[:, None]
+    def turn(t: Tensor, made: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        state = (0.9 * state + rows.index_select(1, t.view(1)).squeeze(1)).tanh()
+        return t + 1, torch.where((torch.arange(length) == t)[None, :, None], state.unsqueeze(1), made), 1.0 * state
 
-    assert len(operators(compared(reset, chunk_size=3, also=(1, LENGTH), streams=None), ChunkedScan)) == 2
+    start = torch.zeros((), dtype=torch.int64), torch.zeros_like(x), zeros(x)
+    return m.out(while_loop(lambda t, *_: t < length, turn, start)[1])
 
 
-@pytest.mark.long
-def test_other_lengths_later() -> None:
-    """The second length compiles code for all of them."""
-    options = {"chunk_size": 4, "loss_chunk_size": 4}
-    compare_sizes(lambda: decoders.made(lambda: Mixed(cell)), "streambp", ((2, 11), (2, 7), (2, 13)), options=options)
+@pytest.mark.parametrize("chunk", ["auto", 4])
+def test_a_while_loop_falls_back_and_the_rest_streams(chunk: int | str) -> None:
+    """The number of iterations is known only at run time, and the chunk size is chosen before."""
+    own, eager = mixed(turned), mixed(turned)
+    backend = recorder(chunk_size=chunk, loss_chunk_size=chunk)
+    truth = outcome(eager, eager, tokens())
+    compiled = torch.compile(own, backend=backend, fullgraph=True)  # without, AOTAutograd itself refuses it
+    assert_small(errors(outcome(compiled, own, tokens()), truth), 1e-11, "while_loop")
+    (facts,) = backend.facts
+    assert not facts.failed and len(known(facts.program).loops) > 2
+    assert any("while_loop" in reason for reason in facts.reasons())

@@ -14,11 +14,10 @@ from torch._higher_order_ops.associative_scan import associative_scan
 
 import streamfx
 from streamfx.errors import OptionError
-from tests.support import decoders, layouts
+from tests.support.mixers import LENGTH, Mixed, Mixer, mixed, tokens, zeros
 from tests.support.scans import scan, with_states_of_constants
 from tests.support.spread import only
 from tests.support.stateful.averages import averages
-from tests.test_recurrences import LENGTH, Mixed, Mixer, zeros
 
 pytestmark = pytest.mark.compiled
 
@@ -43,7 +42,7 @@ def as_an_operator(step: Step, state: Any, rows: Sequence[Tensor]) -> Tensor:
 
 
 def reaching_back(chunk_size: int, reach: int) -> Runs:
-    """In eager: the rows of a chunk are made from a state without a gradient, as it was `reach` rows, in chunks, before."""
+    """In eager: each chunk starts from a detached state, which is `reach` rows before it, rounded up to chunks."""
     before = -(-(reach - 1) // chunk_size) * chunk_size
 
     def run(step: Step, state: Any, rows: Sequence[Tensor]) -> Tensor:
@@ -75,7 +74,7 @@ def weighted(m: Mixed, x: Tensor, runs: Runs) -> Tensor:
 
 
 def summed_up(m: Mixed, x: Tensor, runs: Runs) -> Tensor:
-    """The gradient of the state grows by plain sums, as that of a weight does."""
+    """The gradient of the state is a plain sum, like a weight's gradient."""
 
     def step(state: Tensor, row: tuple[Tensor]) -> tuple[Tensor, Tensor]:
         state = state + row[0]
@@ -95,7 +94,7 @@ def averaged(m: Mixed, x: Tensor, runs: Runs) -> Tensor:
 
 
 def averaged_by_an_operator(m: Mixed, x: Tensor) -> Tensor:
-    """What was declared as the gradient of its state is truncated; its weights' gradients are sums of all rows."""
+    """The declared gradient of its state is truncated; its weights' gradients are sums of all rows."""
     return m.out(averages(x.shape[1], m.gate(x), x, m.mu.sigmoid(), zeros(x), torch.ones_like(zeros(x)))[0])
 
 
@@ -116,22 +115,19 @@ def by(written: Written, runs: Runs) -> Mixer:
     return lambda m, x: written(m, x, runs)
 
 
-# what streams, and the same written out
-TRUNCATED: dict[str, tuple[Mixer, Written]] = {
-    "weighted, row by row": (by(weighted, row_by_row), weighted),
+TRUNCATED: dict[str, tuple[Mixer, Written]] = {  # a decoder that streams, and the same as steps
     "weighted, by scan": (by(weighted, as_an_operator), weighted),
     "summed up, row by row": (by(summed_up, row_by_row), summed_up),
-    "summed up, by scan": (by(summed_up, as_an_operator), summed_up),
     "averaged by an operator": (averaged_by_an_operator, averaged),
     "linear, by a tree": (linear_by_a_tree, linear),
 }
 
 
-def gradients(mixer: Mixer, options: dict[str, Any] | None = None, layers: int = 1) -> tuple[Tensor, ...]:
+def gradients(mixer: Mixer, options: dict[str, Any] | None = None) -> tuple[Tensor, ...]:
     torch._dynamo.reset()
-    model, ids = decoders.made(lambda: Mixed(mixer, layers)), layouts.tokens(23, 2, LENGTH, 0)
+    model = mixed(mixer)
     run: Any = model if options is None else torch.compile(model, backend="streambp", options={"bodies": "eager", **options})
-    return torch.autograd.grad(run(ids, ids), list(model.parameters()), materialize_grads=True)
+    return torch.autograd.grad(run(**tokens()), list(model.parameters()), materialize_grads=True)
 
 
 def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -139,7 +135,7 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", only(["weighted, by scan", "summed up, row by row"], TRUNCATED))
-def test_gradients_reach_back_so_many_rows(name: str) -> None:
+def test_gradients_reach_back_as_many_rows_as_asked(name: str) -> None:
     mixer, written = TRUNCATED[name]
     exact = gradients(by(written, row_by_row))
     for chunk_size, reach in ((1, 5), (3, 4), (4, 1)):
@@ -149,48 +145,31 @@ def test_gradients_reach_back_so_many_rows(name: str) -> None:
         assert error(found, exact) > 1e-6
 
 
-def before(m: Mixed, x: Tensor, runs: Runs) -> Tensor:
-    def step(state: Tensor, row: tuple[Tensor]) -> tuple[Tensor, Tensor]:
-        return 0.5 * state + torch.tanh(state @ m.gate.weight.t() + m.gate.bias + row[0]), state * m.mu
-
-    return m.out(runs(step, zeros(x), (x,)))
-
-
-@pytest.mark.long
-def test_rows_that_are_made_of_the_state_before_them() -> None:
-    """Gradients of rows reach as far as ever; those of weights begin with the row that a state is first seen in: the next one."""
-    found = gradients(by(before, row_by_row), {"chunk_size": 1, "loss_chunk_size": 1, "adjoints": 4})
-    rows, weights = (gradients(by(before, reaching_back(1, reach))) for reach in (4, 5))
-    names = [name for name, _ in Mixed(by(before, row_by_row)).named_parameters()]
-    assert error(found, [weights[i] if name.startswith("gate") else rows[i] for i, name in enumerate(names)]) < 1e-12
-
-
 def attention_and_a_sum(m: Mixed, x: Tensor) -> Tensor:
     q, k, v = m.up(x).chunk(3, -1)
     return m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True) + x.cumsum(1))
 
 
 @pytest.mark.long
-def test_what_is_exact_all_the_same() -> None:
-    """Attention and running sums; as many rows as there are, also where they are rounded up to that."""
-    exact = gradients(attention_and_a_sum, layers=2)
-    assert error(gradients(attention_and_a_sum, {"chunk_size": 4, "adjoints": 1}, layers=2), exact) < 1e-12
-    exact = gradients(by(weighted, row_by_row))
-    for runs, reach in ((row_by_row, LENGTH), (as_an_operator, LENGTH - 1)):
-        assert error(gradients(by(weighted, runs), {"chunk_size": 4, "adjoints": reach}), exact) < 1e-12
+@pytest.mark.parametrize(
+    ("mixer", "reach"), [(attention_and_a_sum, 1), (by(weighted, row_by_row), LENGTH), (by(weighted, as_an_operator), LENGTH - 1)]
+)
+def test_without_truncation_gradients_are_exact(mixer: Mixer, reach: int) -> None:
+    """Attention and running sums are never truncated; nor is a recurrence that reaches, rounded up to chunks, over all rows."""
+    assert error(gradients(mixer, {"chunk_size": 4, "adjoints": reach}), gradients(mixer)) < 1e-12
 
 
-# -- what it costs, and what a person is told
+# -- costs and reports
 
 
 def asked(tool: Callable[..., Any], chunk_size: int = 4, **options: Any) -> Any:
-    model, ids = decoders.made(lambda: Mixed(by(weighted, as_an_operator))), layouts.tokens(23, 2, 32, 0)
-    return tool(model, ids, ids, bodies="eager", chunk_size=chunk_size, loss_chunk_size=chunk_size, **options)
+    model = mixed(by(weighted, as_an_operator))
+    return tool(model, **tokens(length=32), bodies="eager", chunk_size=chunk_size, loss_chunk_size=chunk_size, **options)
 
 
 @pytest.mark.long
-def test_memory_and_work_grow_by_the_carries_that_are_on_their_way() -> None:
-    """A chunk's steps once more for each chunk that is reached back over."""
+def test_costs_grow_with_the_chunks_that_gradients_reach_over() -> None:
+    """A chunk's steps run once more for each such chunk, and a carry is alive for each."""
     exact, *ways = (asked(streamfx.explain, adjoints=reach) for reach in ("exact", 1, 5, 9, 13))
     least, *costs = (way.summary(with_baseline=False) for way in (exact, *ways))
     assert least["flops"] == costs[0]["flops"]
@@ -202,7 +181,7 @@ def test_memory_and_work_grow_by_the_carries_that_are_on_their_way() -> None:
 
 @pytest.mark.long
 @with_states_of_constants
-def test_tools_say_so() -> None:
+def test_reports_of_truncation() -> None:
     text = str(asked(streamfx.explain, adjoints=6))
     assert "adjoints=6: gradients are not eager's, those of 1 recurrence reach back 6 rows, rounded up to chunks" in text
     assert "adjoints" not in str(asked(streamfx.explain))
@@ -215,6 +194,6 @@ def test_tools_say_so() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -3, True, 2.5, "auto", None])
-def test_what_is_no_number_of_rows_is_refused(value: Any) -> None:
+def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(OptionError, match="give a whole number of rows, 1 or more, or 'exact'"):
         streamfx.Options(adjoints=value)
