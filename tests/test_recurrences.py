@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.ir.facts import known
-from streamfx.passes.analysis.derived_axes import stands_in_place
+from streamfx.passes.analysis.derived_axes import keeps_row_positions
 from streamfx.runtime.chunked_recurrences import Recurrence
 from tests.support.exactness import Report, compare
 from tests.support.mixers import LENGTH, Mixed, Mixer, all_in_rows, compared, operators, zeros
@@ -230,7 +230,7 @@ def test_loops_over_blocks_and_the_rows_after_them(length: int) -> None:
     if streams:
         sequence = known(known(report.facts[0].found_axes).sequence)
         assert loops_of(report) == 2 * LAYERS * ((blocks > 2) + (rest > 2))
-        assert (sequence.length, sequence.granule) == (length, BLOCK)
+        assert (sequence.length, sequence.chunk_alignment) == (length, BLOCK)
 
 
 class Tables(nn.Module):
@@ -261,7 +261,7 @@ def test_blocks_that_read_one_table(length: int) -> None:
     """Each block has its own axis, though all blocks are multiplied by the same numbers."""
     report = compare(attending(Tables), batch(length), also=(1, 7, 64))
     axes = known(report.facts[0].found_axes)
-    joins = [node for node in axes.signatures if node.target is torch.ops.aten.cat.default and stands_in_place(node, axes)]
+    joins = [node for node in axes.signatures if node.target is torch.ops.aten.cat.default and keeps_row_positions(node, axes)]
     assert len(joins) == LAYERS or length > 11
 
 
