@@ -19,22 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACKAGE = Path(__file__).parent / "installed" / "flash_attn"
+INTERFACE = Path(__file__).parent / "installed" / "flash_attn" / "interface.py"
 BUILD = "cuda_8f3c1d2"
 
 
 @cache
 def flash_attn2(kernel: str = f"_flash_attn2_{BUILD}") -> ModuleType:
-    """The functions of flash-attn2, or of what calls itself otherwise."""
-    made = ModuleType(kernel)
-    for file in ("dense", "varlen"):
-        text = (PACKAGE / f"{file}.py").read_text()
-        text = text.replace('"flash_attn::', f'"{kernel}::').replace("torch.ops.flash_attn.", f"torch.ops.{kernel}.")
-        module = sys.modules[f"{kernel}_{file}"] = ModuleType(f"{kernel}_{file}")  # Dynamo imports it by its name
-        exec(compile(text, str(PACKAGE / f"{file}.py"), "exec"), module.__dict__)
-        name = "flash_attn_func" if file == "dense" else "flash_attn_varlen_func"
-        setattr(made, name, getattr(module, name))
-    return made
+    """The functions of flash-attn2, with operators in the namespace `kernel`."""
+    text = INTERFACE.read_text()
+    text = text.replace('"flash_attn::', f'"{kernel}::').replace("torch.ops.flash_attn.", f"torch.ops.{kernel}.")
+    module = sys.modules[kernel] = ModuleType(kernel)  # Dynamo imports it by its name
+    exec(compile(text, str(INTERFACE), "exec"), module.__dict__)
+    return module
 
 
 @contextmanager
