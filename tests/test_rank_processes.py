@@ -1,35 +1,25 @@
-"""What tests of several processes rely on: a call fails where a rank does, or waits too long."""
+"""`on_ranks` fails if a rank fails, dies, or takes too long."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
-import torch.distributed as dist
 
 from tests.support.ranks import RankFailed, on_ranks
 
 
-def fails(rank: int) -> None:
-    if rank:
+def failing(rank: int, how: str) -> None:
+    if rank and how == "error":
         raise ValueError("no such axis")
+    if rank and how == "signal":
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(100)
 
 
-def dies(rank: int) -> None:
-    if rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def waits(rank: int) -> None:
-    time.sleep(100 * rank)
-
-
-@pytest.mark.parametrize(("case", "words"), [(fails, "no such axis"), (dies, "SIGKILL"), (waits, "after 1 seconds")])
-def test_a_rank_that_fails_ends_the_call(case: Callable[[int], None], words: str) -> None:
+@pytest.mark.parametrize(("how", "words"), [("error", "no such axis"), ("signal", "SIGKILL"), ("none", "after 1 seconds")])
+def test_a_call_fails_with_a_rank(how: str, words: str) -> None:
     with pytest.raises(RankFailed, match=words):
-        on_ranks(case, limit=1 if case is waits else 60)
+        on_ranks(failing, how, limit=1 if how == "none" else 60)

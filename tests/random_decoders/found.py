@@ -44,6 +44,7 @@ FOUND: dict[str, tuple[Decoder, ...]] = {
     "10": (  # attention with sinks
         Decoder(layers=(Layer(core='einsum', mask='strict', bent='integer reciprocal', sinks='lowest', query_norm=True, rotary='half', norm='layer', wiring='gated', mlp='experts'),), layout='folded', length=11, batch=3, embedding='given', loss='divergence', chunk_size=2, loss_chunk_size=7, save='attention', accumulate='same', scale=0.3, seed=488),
         Decoder(layers=(Layer(core='matmul', mask='arithmetic', bent='one visible', sinks='low', mlp='top experts'),), layout='time first', length=8, batch=4, heads=4, vocabulary=8, outputs='hidden', chunk_size=7, also=1, save='projections', bodies='inductor', seed=29),
+        Decoder(layers=(Layer(core='einsum', sinks='front'),), layout='time first', batch=1),  # a view is not written over its source
     ),
     "11": (  # operands in unusual places: softmax of one column, signs of zeros, repeated heads
         Decoder(layers=(Layer(core='none', mlp='top experts'),), length=8, batch=4, heads=4, vocabulary=8, embedding='tied', final_norm=True, chunk_size=7, also=1, save='projections', bodies='inductor', extra='odd softmax of one', seed=29),
@@ -52,6 +53,7 @@ FOUND: dict[str, tuple[Decoder, ...]] = {
     ),
     "12": (  # calls of several lengths, and under other options
         Decoder(layers=(Layer(core='retention', query_norm=True, rotary='half', norm='layer', wiring='gated', mlp='experts'),), layout='folded', length=11, batch=3, loss='divergence', chunk_size=2, loss_chunk_size=7, save='attention', accumulate='same', compiled=True, scale=0.3, calls='configured', seed=488),
+        Decoder(layers=(Layer(core='matmul', bias='relative'),), layout='folded', batch=3, heads=2, compiled=True, dynamic=True),  # a repeat by a dynamic batch
     ),
     "places": (  # operators that count rows, where the number of a row is not its place in the sequence
         Decoder(layers=(Layer(core='none', wiring='post', mlp='gated'),), length=5, batch=4, heads=4, head_size=4, vocabulary=11, embedding='given', final_norm=True, loss='squares', chunk_size=1, loss_chunk_size=4, also=1, save='projections', keep_every=2, offload='inputs', bodies='inductor', accumulate='same', frozen='head', extra='keys that begin later', seed=798),
@@ -126,6 +128,7 @@ FOUND: dict[str, tuple[Decoder, ...]] = {
         Decoder(layers=(Layer(core='matmul', mask='window', query_norm=True, rotary='half', mixer='middle', norm='layer', wiring='sandwich', mlp='fused'), Layer(core='biased', query_norm=True, rotary='half', norm='layer', wiring='scaled', mlp='sorted experts'), Layer(core='boolean', mask='band', query_norm=True, rotary='half', mixer='sorted', norm='layer', wiring='sandwich', mlp='gated')), layout='folded', length=11, batch=3, embedding='given', loss='divergence', chunk_size=2, loss_chunk_size=7, save='attention', accumulate='same', scale=0.3, seed=488),
         Decoder(layers=(Layer(core='sigmoid', mask='tril', mixer='dealt', wiring='sandwich', mlp='top experts'), Layer(core='linear', mixer='ranked', mlp='sorted experts')), layout='time first', length=8, batch=4, heads=4, vocabulary=8, final_norm=True, chunk_size=7, also=1, save='projections', compiled=True, dynamic=True, calls='lengths', seed=29),
         Decoder(layers=(Layer(core='biased', mask='arithmetic', projection='low rank', rotary='interleaved', mixer='ranked', norm='layer', wiring='scaled', mlp='sorted experts'), Layer(core='einsum', mask='none', projection='low rank', rotary='interleaved', mixer='ranked', norm='layer', wiring='gated', mlp='squared')), layout='time first', length=3, batch=1, vocabulary=8, final_norm=True, outputs='logits', chunk_size=100, loss_chunk_size=2, also=5, save='projections', offload='inputs', accumulate='same', compiled=True, lazy=True, frozen='head', scale=0.3, seed=168),
+        Decoder(layers=(Layer(core='linear'),), layout='unbatched', heads=2, embedding='given', compiled=True),  # the graph is unchanged, but some views copy
     ),
     "scans": (  # PyTorch's scan
         Decoder(layers=(Layer(core='sigmoid', mixer='of sums', wiring='post', mlp='gated'),), layout='time first', length=8, batch=4, heads=4, vocabulary=8, outputs='hidden', chunk_size=7, also=1, save='projections', compiled=True, seed=29),
@@ -203,6 +206,7 @@ FOUND: dict[str, tuple[Decoder, ...]] = {
     "alone": (  # deferred logits of which single rows are read
         Decoder(layers=(Layer(core='matmul', mask='arithmetic', positions='int64 product', apart='rows by floats', relation='not > 0', hiding='renormalise', bias='relative', rotary='interleaved', norm='none', wiring='gated', mlp='fused'),), layout='folded', length=13, batch=3, vocabulary=11, outputs='logits', loss_chunk_size=5, also=3, save='auto', keep_every=2, compiled=True, lazy=True, calls='rows', mixed_before_norm='mean of all', seed=154),
         Decoder(layers=(Layer(core='biased', mask='prefix', rotary='complex', wiring='parallel'),), length=5, vocabulary=8, outputs='logits', chunk_size=5, also=5, save='attention', accumulate='same', compiled=True, lazy=True, calls='rows', mixed_logits='largest of time', seed=429),
+        Decoder(layout='unbatched', length=1, vocabulary=11, capped=True, loss='sum', outputs='logits', compiled=True, lazy=True, frozen='head'),  # logits of one row
     ),
     "cut out": (  # blocks of rows that a loop cuts out and joins
         Decoder(layers=(Layer(core='retention', query_norm=True, rotary='half', norm='layer', wiring='gated', mlp='experts'),), length=13, batch=3, embedding='given', loss='divergence', chunk_size=2, loss_chunk_size=7, save='attention', accumulate='same', scale=0.3, extra='a step of its own', seed=488),
