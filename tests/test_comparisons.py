@@ -1,4 +1,4 @@
-"""What `explain` and `verify` compare a call with is that, whatever they are given; what they say of loops is true."""
+"""`explain` and `verify` compare a call with the right baseline; their first lines follow from their figures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import streamfx
 from streamfx.frontend.backend import streambp
 from streamfx.tools.report.verdict import GAIN, LITTLE
+from tests.support.layered import Layered
 from tests.support.small import WIDTH, Causal, Mixing, tokens
-from tests.test_timeline import Small
 
 pytestmark = pytest.mark.compiled
 
@@ -24,38 +24,35 @@ IDS = tokens(2, 6)
 WIDE = torch.randn(2, 64, 16)
 
 
-def test_what_is_not_checkpointing_is_not_called_so() -> None:
-    model = Small()
+def test_nothing_is_compared_with_checkpointing_if_the_layers_are_not_called() -> None:
+    model = Layered()
     found = streamfx.explain(lambda x: model.head(x).square().mean(), WIDE, chunk_size=16)
-    why = "layers that were found in the model are not called"
     summary = found.summary()
-    assert summary["checkpointing_peak_bytes"] is None and why in summary["not_checkpointed"]
+    assert summary["checkpointing_peak_bytes"] is None
+    assert "layers that were found in the model are not called" in summary["not_checkpointed"]
     assert "gradient checkpointing" not in str(found).splitlines()[0]
     assert f"not compared with gradient checkpointing: {summary['not_checkpointed']}" in str(found)
 
 
-@pytest.mark.parametrize("ids", [IDS[:, :0], IDS[:0]], ids=["length", "batch"])
-def test_of_nothing_there_is_nothing_to_say(ids: Tensor) -> None:
-    with pytest.raises(streamfx.NotTracedError, match=r"(?s)input \[0\] of shape .*, and no products.*at least one"):
-        streamfx.explain(Causal(), ids, ids)
-    with pytest.raises(streamfx.NotComparableError, match=r"(?s)input \[0\] of shape .*nothing was compared.*at least one"):
-        streamfx.verify(Causal(), ids, ids)
-
-
-@pytest.mark.parametrize("factor", [0.0, math.nan])
-def test_numbers_that_say_nothing_are_no_verdict(factor: float) -> None:
+def test_empty_inputs_zeros_and_nans_are_refused() -> None:
+    for ids in (IDS[:, :0], IDS[:0]):
+        with pytest.raises(streamfx.NotTracedError, match=r"(?s)input \[0\] of shape .*, and no products.*at least one"):
+            streamfx.explain(Causal(), ids, ids)
+        with pytest.raises(streamfx.NotComparableError, match=r"(?s)input \[0\] of shape .*nothing was compared.*at least one"):
+            streamfx.verify(Causal(), ids, ids)
     model = Causal()
-    with pytest.raises(streamfx.NotComparableError, match=r"zero or not a number: nothing was compared"):
-        streamfx.verify(lambda ids: model(ids, ids) * factor, IDS)
+    for factor in (0.0, math.nan):
+        with pytest.raises(streamfx.NotComparableError, match=r"zero or not a number: nothing was compared"):
+            streamfx.verify(lambda ids: model(ids, ids) * factor, IDS)  # noqa: B023
 
 
-def test_several_threads_may_look_at_once() -> None:
-    """The process ended by a signal before they took turns."""
-    said = set()
+def test_threads_may_call_explain_and_verify_at_once() -> None:
+    """A signal ended the process before calls waited for each other."""
+    found = set()
 
     def look() -> None:
         model = Causal()
-        said.add((str(streamfx.explain(model, IDS, IDS, chunk_size=4)), streamfx.verify(model, IDS, IDS, chunk_size=4).ok))
+        found.add((str(streamfx.explain(model, IDS, IDS, chunk_size=4)), streamfx.verify(model, IDS, IDS, chunk_size=4).ok))
 
     look()
     threads = [threading.Thread(target=look) for _ in range(2)]
@@ -63,23 +60,23 @@ def test_several_threads_may_look_at_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [ok for _, ok in said] == [True]
+    assert [ok for _, ok in found] == [True]
 
 
-HEADLINES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], dict[str, Any]]] = {
-    "streams": (Causal, (tokens(2, 64), tokens(2, 64)), {"chunk_size": 16}),
-    "fits as it stands": (Causal, (tokens(2, 64), tokens(2, 64)), {"memory_budget": "1G", "bodies": "eager"}),
-    "in part": (Mixing, (torch.randn(2, 6, WIDTH),), {"chunk_size": 4}),
-    "nothing": (lambda: nn.Linear(16, 16), (WIDE[0, 0],), {}),
-    "layers": (Small, (tokens(2, 64), tokens(2, 64)), {"chunk_size": 16}),
+HEADLINES: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = {
+    "streams": (Causal(), (tokens(2, 64), tokens(2, 64)), {"chunk_size": 16}),
+    "fits unchunked": (Causal(), (tokens(2, 64), tokens(2, 64)), {"memory_budget": "1G", "bodies": "eager"}),
+    "in part": (Mixing(), (torch.randn(2, 6, WIDTH),), {"chunk_size": 4}),
+    "nothing": (nn.Linear(16, 16), (WIDE[0, 0],), {}),
+    "layers": (Layered(), (tokens(2, 64),), {"chunk_size": 16}),
 }
 
 
 @pytest.mark.parametrize("name", HEADLINES)
-def test_the_headline_is_computed_from_the_figures_below_it(name: str) -> None:
-    """A gain is told where the figures show one, whatever streams, and no stage runs whole all of whose work is in loops."""
-    made, given, options = HEADLINES[name]
-    found = streamfx.explain(made(), *given, options=options)
+def test_the_headline_follows_from_the_figures(name: str) -> None:
+    """A gain is reported if and only if the figures show one; a stage is a fallback only if work is outside of loops."""
+    model, given, options = HEADLINES[name]
+    found = streamfx.explain(model, *given, options=options)
     summary, (first, second, *_) = found.summary(), str(found).splitlines()
     less = (summary["checkpointing_peak_bytes"] or summary["baseline_peak_bytes"]) / summary["peak_bytes"]
     loops = [bool(stage.loops) for stage in found.stages]
@@ -93,19 +90,21 @@ def test_the_headline_is_computed_from_the_figures_below_it(name: str) -> None:
     assert f"{min(100 * summary['streamed_flops_share'], 100):.1f} % of it in loops" in str(found)
 
 
-def test_a_single_row_is_named_as_what_it_is() -> None:
-    """No larger part of the model would help."""
-    for model, given, is_named in (
-        (Causal(), (tokens(1, 1), tokens(1, 1)), True),
-        (lambda x: x.softmax(-1) * 2, (torch.randn(1, 4, requires_grad=True),), True),
-        (lambda x: x.sort(0).values * 2, (torch.randn(4, requires_grad=True),), False),
-    ):
+SINGLE_ROWS: list[tuple[Callable[..., Any], tuple[Tensor, ...], bool]] = [
+    (Causal(), (tokens(1, 1), tokens(1, 1)), True),
+    (lambda x: x.softmax(-1) * 2, (torch.randn(1, 4, requires_grad=True),), True),
+    (lambda x: x.sort(0).values * 2, (torch.randn(4, requires_grad=True),), False),
+]
+
+
+def test_a_single_row_is_a_reason_of_its_own() -> None:
+    for model, given, is_named in SINGLE_ROWS:
         (stage,) = streamfx.explain(model, *given).summary()["stages"]
         for part in ("the inputs are a single row", "give sequences of more rows"):
             assert (part in stage["reason"]) == is_named
 
 
-# -- models that are compiled already, however
+# -- compiled models
 
 
 class Two(nn.Module):
@@ -134,17 +133,17 @@ def enabled(model: nn.Module) -> nn.Module:
 
 
 COMPILED: dict[str, Callable[[nn.Module], Any]] = {
-    "thrice": lambda model: compiled(compiled(torch.compile(model, backend="streambp", options={"chunk_size": 8}))),
+    "three times": lambda model: compiled(compiled(torch.compile(model, backend="streambp", options={"chunk_size": 8}))),
     "with an object": lambda model: compiled(model, streamfx.Options(chunk_size=24)),
     "by the function": lambda model: torch.compile(model, backend=functools.partial(streambp, options={"chunk_size": 24})),
     "enabled": enabled,
-    "inside of a function": lambda model: functools.partial(lambda made, x: made(x), compiled(model)),
+    "inside of a function": lambda model: functools.partial(lambda inner, x: inner(x), compiled(model)),
     "inside of a module": lambda model: nn.Sequential(in_place(model)),
 }
 
 
 @pytest.mark.parametrize("how", COMPILED)
-def test_what_was_compiled_is_looked_at_with_its_options_and_its_names(how: str) -> None:
+def test_a_compiled_model_keeps_its_options_and_names(how: str) -> None:
     x = torch.randn(2, 48, 8)
     model = COMPILED[how](Two())
     found = streamfx.explain(model, x)
@@ -154,8 +153,8 @@ def test_what_was_compiled_is_looked_at_with_its_options_and_its_names(how: str)
     assert set(streamfx.verify(model, x).errors) == {f"{around}{name}" for name, _ in Two().named_parameters()}
 
 
-def test_parameters_of_the_same_name_are_all_compared() -> None:
-    """Of modules that a function names, which are of one class; one layer of torch's own may be compiled twice."""
+def test_parameters_with_the_same_name_are_all_compared() -> None:
+    """Of modules that a function refers to; also if one layer of torch's own is compiled twice."""
     first, second, third = (nn.Linear(8, 8) for _ in range(3))
     found = streamfx.verify(lambda x: third(second(first(x).tanh()).tanh()).square().mean(), torch.randn(2, 48, 8))
     assert len(found.errors) == 6 and all(found.norms.values())

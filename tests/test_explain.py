@@ -1,20 +1,19 @@
-"""What `streamfx.explain` says, and that it leaves no mark."""
+"""`streamfx.explain` reports how a step runs and changes nothing."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import streamfx
+from tests.support.layered import Block
 from tests.support.small import WIDTH, Causal, Mixing, tokens
 
 pytestmark = pytest.mark.compiled
@@ -26,15 +25,13 @@ STAGE_KEYS = {"name", "kind", "reason", "attention", "chunk_size", "loops", "sav
 
 
 class Broken(nn.Module):
-    """Three layers with a graph break between them, and a counter and a buffer that are written to."""
+    """Three layers with graph breaks between them; writes to a counter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer() for _ in range(3)])
-        self.calls = 0
+        self.layers = nn.ModuleList([Block(WIDTH) for _ in range(3)])
+        self.calls, self.count = 0, nn.Buffer(torch.zeros(()))
         self.seen: list[int] = []
-        self.count: Tensor
-        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -46,23 +43,12 @@ class Broken(nn.Module):
         return x.square().mean()
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
-        mixed: Tensor = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
-        return mixed
-
-
 class TokenNorm(nn.Module):
-    """Normalises over the sequence, and nothing else."""
+    """Normalizes over the sequence after one layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.norm = Layer(), nn.Linear(WIDTH, WIDTH)
+        self.layer, self.norm = Block(WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
@@ -95,16 +81,16 @@ def test_a_streamed_decoder() -> None:
 
 
 SORTED = ("aten.sort", "mixes the rows", "small.py", "torch.sort(self.up(x), dim=1)", "let it run along")
-WHOLE: list[tuple[Any, tuple[int, ...], tuple[str, ...]]] = [
-    (Mixing, (2, 6, WIDTH), SORTED),
-    (TokenNorm, (2, 6, WIDTH), ("aten._softmax.default", "test_explain.py")),
-    (lambda: lambda x: x.sort(0).values * 2, (4,), ("no dimension of this graph",)),
+FALLBACKS: list[tuple[Any, tuple[int, ...], tuple[str, ...]]] = [
+    (Mixing(), (2, 6, WIDTH), SORTED),
+    (TokenNorm(), (2, 6, WIDTH), ("aten._softmax.default", "test_explain.py")),
+    (lambda x: x.sort(0).values * 2, (4,), ("no dimension of this graph",)),
 ]
 
 
-@pytest.mark.parametrize(("make", "shape", "parts"), WHOLE)
-def test_what_runs_whole_says_why(make: Callable[[], Any], shape: tuple[int, ...], parts: tuple[str, ...]) -> None:
-    stages = summary_of(make(), torch.randn(shape, requires_grad=True))["stages"]
+@pytest.mark.parametrize(("model", "shape", "parts"), FALLBACKS)
+def test_a_fallback_has_a_reason(model: Any, shape: tuple[int, ...], parts: tuple[str, ...]) -> None:
+    stages = summary_of(model, torch.randn(shape, requires_grad=True))["stages"]
     reason = next(stage["reason"] for stage in stages if stage["kind"] == "whole")
     assert [part for part in parts if part not in reason] == []
 
@@ -117,26 +103,25 @@ def test_strict_is_explained_not_raised() -> None:
     assert "runs whole" in text and "strict" not in text + str(streamfx.explain(Causal(), IDS, IDS, strict=True))
 
 
-@pytest.mark.parametrize("disabled", [False, True])  # as `logging.config` does with loggers that were there before
-def test_graph_breaks_are_counted_and_all_pieces_analysed(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("disabled", [False, True])  # `logging.config` disables loggers that exist
+def test_graph_breaks_are_counted_and_all_graphs_are_analyzed(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks"), "disabled", disabled)
     explanation = streamfx.explain(Broken(), rows())
     summary = explanation.summary()
-    assert summary["graph_breaks"] == 1  # one place, met three times
+    assert summary["graph_breaks"] == 1  # one place, three times
     assert "test_explain.py" in summary["break_reasons"][0]["where"]
-    assert len(explanation.call.calls) == 3  # each layer, in two graphs: the first one's input needs no gradient
+    assert len(explanation.call.calls) == 3  # each layer, in two graphs: the input of the first needs no gradient
     assert [stage["attention"] for stage in summary["stages"]][:1] == [["causal"]]
     assert "graph break" in str(explanation)
 
 
-def test_a_recurrent_layer_is_given_advice_that_helps() -> None:
-    """Dynamo gives up a function with an LSTM."""
+def test_an_lstm_is_refused_with_advice() -> None:
     layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
     with pytest.raises(streamfx.NotTracedError, match=r"(?s)test_explain.py:\d+: .*layer.*torch.nn.LSTMCell"):
         streamfx.explain(lambda x: layer(x)[0].square().mean(), rows())
 
 
-def test_nothing_is_left_behind() -> None:
+def test_explain_changes_neither_model_nor_random_state() -> None:
     model = Broken()
     x = rows().requires_grad_()
     state, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
@@ -151,8 +136,8 @@ def test_nothing_is_left_behind() -> None:
     assert "forward" not in vars(model.layers[0])
 
 
-def test_compiled_code_of_others_stays() -> None:
-    """Neither the number of recompilations nor dynamic sizes of later compilations are touched."""
+def test_compiled_code_of_other_backends_stays() -> None:
+    """`explain` causes no recompilation and no dynamic sizes later."""
     model, sizes = Causal(), list[Any]()
 
     def backend(module: Any, inputs: Any) -> Any:
@@ -167,8 +152,7 @@ def test_compiled_code_of_others_stays() -> None:
     assert len(sizes) == 2 and all(isinstance(size, int) for size in sizes[-1])
 
 
-def test_whatever_holds_a_model_it_is_explained_as_it_is() -> None:
-    """Without data, compiled by others, with sizes that are marked as dynamic, on fake tensors."""
+def test_reports_agree_for_meta_fake_and_compiled_models_and_for_dynamic_sizes() -> None:
     model, real = Causal(), summary_of(Causal(), IDS, IDS, options=CHUNKS)
     with torch.device("meta"):
         meta = Causal()
@@ -197,10 +181,10 @@ class Trainer:
 GLOBAL = Causal()
 
 
-def test_models_behind_other_callables_are_left_alone() -> None:
+def test_models_that_a_callable_refers_to_get_no_gradients() -> None:
     model = Causal()
     decorated = (lambda step: lambda ids: 2 * step(ids))(lambda ids: model(ids, ids))
     for call in (Trainer(model).loss, partial(model, labels=IDS), decorated, lambda ids: GLOBAL(ids, ids)):
-        assert streamfx.explain(call, IDS).summary()["baseline_peak_bytes"] > 0
+        assert summary_of(call, IDS)["baseline_peak_bytes"] > 0
         for parameter in (*model.parameters(), *GLOBAL.parameters()):
             assert parameter.grad is None and type(parameter) is nn.Parameter

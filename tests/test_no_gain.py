@@ -1,4 +1,4 @@
-"""What a step says of itself: one line when it is compiled, and a warning where much work saves no memory."""
+"""Notices of a step: one line after it was compiled, and a warning if much work saves no memory."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from torch import Tensor, nn
 
 import streamfx
 from streamfx.tools.report import no_gain_notice
-from tests.support.small import Causal
-from tests.support.small import tokens as small_tokens
+from tests.support.layered import Layered
+from tests.support.small import Causal, tokens
 from tests.support.spread import only
-from tests.test_peaks import Decoder, tokens
 
 pytestmark = pytest.mark.compiled
 
+Warnings = Callable[[], list[str]]
+
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """The warnings, of graphs with any work at all."""
+def warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Warnings:
+    """The warnings so far; graphs with little work warn, too."""
     no_gain_notice._warned.clear()
     monkeypatch.setattr(no_gain_notice, "MUCH_WORK", 1)
     return lambda: [item.getMessage() for item in caplog.records if (item.levelname, item.name) == ("WARNING", "streamfx")]
 
 
-class Mixing(nn.Module):
-    """Nothing of it can stream: a system of equations has no sequence."""
+class Solving(nn.Module):
+    """Cannot stream: a system of equations has no sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,41 +45,38 @@ def step(model: Callable[..., Any], *inputs: Tensor, **options: Any) -> None:
     torch.compile(model, backend="streambp", options={"bodies": "eager", **options})(*inputs).backward()
 
 
-WHOLE = {"chunk_size": 256, "loss_chunk_size": 256}  # one chunk of all rows: nothing is saved
+ONE_CHUNK = {"chunk_size": 256, "loss_chunk_size": 256}  # saves nothing
 
 
-def test_what_runs_as_it_stood_says_why_once(told: Any) -> None:
-    for _ in range(2):
-        step(Mixing(), torch.randn(8, 8))
-    (text,) = told()
-    assert "is run without streaming: no dimension of this graph can be streamed" in text and "streamfx.explain" in text
-
-
-def test_a_peak_that_is_not_below_checkpointings_is_told_with_both(told: Any) -> None:
-    """Once for all lengths; but another model is told, too."""
-    model = Decoder()
-    step(model, tokens(256), **WHOLE)
-    summary = streamfx.explain(model, tokens(256), options=WHOLE).summary()
+def test_each_model_without_a_gain_warns_once(warned: Warnings) -> None:
+    model = Layered(3, 32)
+    step(model, tokens(2, 256), **ONE_CHUNK)
+    summary = streamfx.explain(model, tokens(2, 256), options=ONE_CHUNK).summary()
     assert summary["peak_bytes"] > summary["checkpointing_peak_bytes"]
-    (text,) = told()
-    assert f"saves nothing: {streamfx.budget.in_bytes(summary['peak_bytes'])} are predicted" in text
+    (text,) = warned()
+    assert f"saves nothing: {streamfx.budget.format_bytes(summary['peak_bytes'])} are predicted" in text
     assert "streamfx.explain" in text
-    step(model, tokens(96), **WHOLE)
-    assert len(told()) == 1
-    step(Mixing(), torch.randn(8, 8))
-    assert len(told()) == 2
+    step(model, tokens(2, 96), **ONE_CHUNK)
+    assert len(warned()) == 1
+    for _ in range(2):
+        step(Solving(), torch.randn(8, 8))
+    _, text = warned()
+    assert "is run without streaming: no dimension of this graph can be streamed" in text and "streamfx.explain" in text
 
 
 SAVING = [{"memory_budget": "1G"}, {"memory_budget": "2500KiB"}, {"chunk_size": 32, "loss_chunk_size": 32}]
 
 
 @pytest.mark.parametrize("options", only(SAVING[:1], SAVING), ids=str)
-def test_a_step_that_saves_memory_or_fits_is_silent(options: dict[str, Any], told: Any) -> None:
-    step(Decoder(), tokens(256), **options)
-    assert told() == []
+def test_a_step_that_saves_memory_or_fits_is_silent(options: dict[str, Any], warned: Warnings) -> None:
+    step(Layered(3, 32), tokens(2, 256), **options)
+    assert warned() == []
 
 
-def test_what_cannot_be_told_is_compiled_all_the_same(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+IDS = tokens(2, 64)
+
+
+def test_an_error_in_a_notice_does_not_stop_a_step(warned: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise ZeroDivisionError("no")
 
@@ -86,23 +84,20 @@ def test_what_cannot_be_told_is_compiled_all_the_same(told: Any, monkeypatch: py
     monkeypatch.setattr("streamfx.tools.report.notices.cost_of", broken)
     done = streamfx.enable(model := Causal(), chunk_size=16)
     model(IDS, IDS).backward()
-    assert told() == [] and "it cannot be described: ZeroDivisionError: no" in str(done)
+    assert warned() == [] and "it cannot be described: ZeroDivisionError: no" in str(done)
 
 
-@pytest.mark.parametrize(
-    ("write", "shape", "is_lost"),
-    [
-        (Tensor.add_, (), True),
-        (Tensor.copy_, (), True),
-        (lambda seen, value: seen.__setitem__(..., value), (), False),
-        (Tensor.add_, (1,), False),
-    ],
-    ids=["add", "copy", "at", "a dimension"],
-)
-def test_a_write_that_aotautograd_drops_is_told(
-    told: Any, write: Callable[..., Any], shape: tuple[int, ...], is_lost: bool
-) -> None:
-    """And no other: what is told is what is lost, under torch's own backend, too."""
+WRITES: list[tuple[Callable[..., Any], tuple[int, ...], bool]] = [
+    (Tensor.add_, (), True),
+    (Tensor.copy_, (), True),
+    (lambda seen, value: seen.__setitem__(..., value), (), False),
+    (Tensor.add_, (1,), False),
+]
+
+
+@pytest.mark.parametrize(("write", "shape", "is_lost"), WRITES)
+def test_a_lost_write_is_reported(warned: Warnings, write: Callable[..., Any], shape: tuple[int, ...], is_lost: bool) -> None:
+    """AOTAutograd drops some writes, under torch's own backend, too; no other write is reported."""
     model, x = nn.Linear(8, 8).double(), torch.randn(2, 8, 8).double()
     model.register_buffer("seen", torch.zeros(shape, dtype=torch.float64))
 
@@ -112,22 +107,19 @@ def test_a_write_that_aotautograd_drops_is_told(
         return found
 
     torch.compile(counting, backend="aot_eager")(x)
-    assert bool(model.get_buffer("seen").any()) == (not is_lost) and told() == []
+    assert bool(model.get_buffer("seen").any()) == (not is_lost) and warned() == []
     step(counting, x)
     assert bool(model.get_buffer("seen").any()) == (not is_lost)
-    assert len([text for text in told() if "this write is lost" in text and "test_no_gain.py" in text]) == is_lost
+    assert len([text for text in warned() if "this write is lost" in text and "test_no_gain.py" in text]) == is_lost
 
 
-# -- the line of a step
-
-IDS = small_tokens(2, 64)
 LINE = re.compile(
     r"compiled in \d+\.\d s: every stage streams, 16 to 64 rows per chunk, peak predicted ([\d.]+ (?:bytes|KiB|MiB)) for"
 )
 
 
-def test_the_line_is_there_after_the_first_step_and_not_before(caplog: pytest.LogCaptureFixture) -> None:
-    """Logged once, and shown; its peak is that of explain. Steps of other models are not shown."""
+def test_the_line_of_a_step_appears_once_after_its_first_call(caplog: pytest.LogCaptureFixture) -> None:
+    """In the log, and in the enabled model's text; its peak is that of explain."""
     model = Causal()
     done, other = streamfx.enable(model, chunk_size=16), streamfx.enable(Causal(), chunk_size=16)
     assert "compiled in" not in str(done)

@@ -1,4 +1,4 @@
-"""`streamfx.profile`: what is measured of a step is what ran, and is beside what was predicted."""
+"""`streamfx.profile` reports the real times and bytes of a step, and the predicted peak."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,27 +15,26 @@ import torch
 import streamfx
 from streamfx.runtime.probes import watching
 from streamfx.tools.report.profile_text import measured
+from tests.support.layered import Layered
 from tests.support.small import Causal, tokens
 from tests.support.spread import spread
-from tests.test_peaks import Decoder
-from tests.test_peaks import tokens as rows
 
 pytestmark = pytest.mark.compiled
 
-ROWS, CHUNK = 1024, 128
+ROWS = tokens(2, 1024)
+OPTIONS: dict[str, Any] = {"chunk_size": 128, "loss_chunk_size": 128}
+CPU = [torch.profiler.ProfilerActivity.CPU]
 
 
 @pytest.fixture(scope="module")
 def step() -> Callable[[], None]:
-    """A step that is compiled already."""
+    """A compiled step."""
     torch._dynamo.reset()
-    model, ids = Decoder(), rows(ROWS)
-    compiled = torch.compile(
-        model, backend="streambp", options={"chunk_size": CHUNK, "loss_chunk_size": CHUNK, "bodies": "eager"}
-    )
+    model = Layered(3, 32)
+    compiled = torch.compile(model, backend="streambp", options={**OPTIONS, "bodies": "eager"})
 
     def run() -> None:
-        compiled(ids).backward()
+        compiled(ROWS).backward()
 
     run()
     model.zero_grad()
@@ -48,8 +48,8 @@ def profiled(step: Callable[[], None]) -> streamfx.Profile:
     return profile
 
 
-def test_loops_are_those_that_explain_shows(profiled: streamfx.Profile) -> None:
-    explained = streamfx.explain(Decoder(), rows(ROWS), options={"chunk_size": CHUNK, "loss_chunk_size": CHUNK}).summary()
+def test_a_profile_has_the_loops_of_explain(profiled: streamfx.Profile) -> None:
+    explained = streamfx.explain(Layered(3, 32), ROWS, options=OPTIONS).summary()
     expected = [
         (run["name"], stage["name"], run["half"], run["chunks"]) for stage in explained["stages"] for run in stage["runs"]
     ]
@@ -65,7 +65,7 @@ def test_loops_are_those_that_explain_shows(profiled: streamfx.Profile) -> None:
     assert sum(loop.seconds for loop in profiled.measured.loops) > 0.3 * profiled.measured.seconds
 
 
-def test_stages_of_an_enabled_model_are_called_as_explain_calls_them() -> None:
+def test_stages_of_an_enabled_model_have_the_names_of_explain() -> None:
     model, ids = Causal(), tokens(2, 12)
     with streamfx.enable(model, chunk_size=4), streamfx.profile() as profile:
         model(ids, ids).backward()
@@ -73,7 +73,7 @@ def test_stages_of_an_enabled_model_are_called_as_explain_calls_them() -> None:
     assert profile.measured.loops and {loop.stage for loop in profile.measured.loops} <= shown
 
 
-def test_the_trace_and_the_table(profiled: streamfx.Profile, tmp_path: Path) -> None:
+def test_trace_and_table_show_each_loop(profiled: streamfx.Profile, tmp_path: Path) -> None:
     trace = json.loads(profiled.to_perfetto(tmp_path / "trace.json").read_text())
     events = trace["traceEvents"]
     assert max(sum(event["args"].values()) for event in events if event["ph"] == "C") == profiled.peak_bytes
@@ -91,7 +91,7 @@ def test_the_trace_and_the_table(profiled: streamfx.Profile, tmp_path: Path) -> 
     assert sum(float(line.split(" %")[0].split()[-1]) for line in lines[4:]) == pytest.approx(100, abs=1)
 
 
-def test_what_is_alive_and_when() -> None:
+def test_live_bytes_are_those_of_the_busiest_device() -> None:
     moves = [(10, 5, "cpu"), (20, 100, "cuda"), (30, 50, "cuda"), (40, -100, "cuda"), (60, 20, "cuda"), (90, 1000, "cuda")]
     found = measured(0, 80, moves, [(0, 15, "a", "s", "forward", 1), (35, 70, "b", "s", "backward", 2)])
     assert (found.device, found.alive, found.peak_bytes) == ("cuda", (100, 150, 50, 70), 150)
@@ -104,7 +104,7 @@ def in_a_thread(step: Callable[[], object]) -> None:
 
 
 def within_a_profiler(step: Callable[[], None]) -> None:
-    with suppress(RuntimeError), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with suppress(RuntimeError), torch.profiler.profile(activities=CPU):
         step()
 
 
@@ -112,8 +112,8 @@ UNSEEN = [(within_a_profiler, "another profiler of torch's was opened"), (in_a_t
 
 
 @pytest.mark.parametrize(("run", "why"), spread(UNSEEN, 2))
-def test_bytes_that_nobody_saw_are_not_zero(
-    step: Callable[[], None], run: Callable[[Callable[[], None]], None], why: str, tmp_path: Path
+def test_unseen_bytes_are_not_reported_as_zero(
+    step: Callable[[], None], run: Callable[..., None], why: str, tmp_path: Path
 ) -> None:
     with streamfx.profile() as profile:
         kept = torch.zeros(1000)
@@ -134,8 +134,8 @@ def sorted_step() -> None:
     torch.compile(lambda x: x.sort(0).values.sum(), backend="streambp")(torch.randn(4, requires_grad=True)).backward()
 
 
-def test_several_calls_or_graphs_have_no_predicted_peak_of_one(step: Callable[[], None]) -> None:
-    """What one call takes is not what two that are alive at once do; a graph that runs as it stands is one, too."""
+def test_several_calls_or_graphs_have_no_predicted_peak(step: Callable[[], None]) -> None:
+    """Two steps that are alive at once take more than one; a graph that does not stream counts as a step."""
     for other in (step, sorted_step):
         with streamfx.profile() as profile:
             step()
@@ -143,7 +143,7 @@ def test_several_calls_or_graphs_have_no_predicted_peak_of_one(step: Callable[[]
         assert profile.predicted_peak_bytes is None and "predicted" not in str(profile)
 
 
-def test_a_block_without_a_compiled_step_says_so() -> None:
+def test_a_block_without_a_compiled_step_has_no_loops() -> None:
     with streamfx.profile() as profile:
         kept = torch.zeros(1000)
     assert "no loop of streamfx ran" in str(profile)
@@ -155,19 +155,20 @@ def test_a_block_without_a_compiled_step_says_so() -> None:
     assert "not measured: nothing was allocated in the thread that entered the block" in str(profile)
 
 
-def test_a_first_step_says_how_long_it_compiled() -> None:
-    """And the next one compiles nothing, and has the same gradients as a step that nobody measures."""
+def test_compile_time_is_reported_and_profiling_changes_no_gradient() -> None:
     model, ids = Causal().double(), tokens(2, 64)
     compiled = torch.compile(model, backend="streambp", options={"chunk_size": 16, "bodies": "eager"})
     with streamfx.profile() as first:
         compiled(ids, ids).backward()
-        str(streamfx.explain(model, ids, ids, chunk_size=16))  # costs are predicted by loops that run few of their chunks
+        str(streamfx.explain(model, ids, ids, chunk_size=16))  # loops of a cost prediction do not count
+        torch._dynamo.reset()  # compile time counts although Dynamo forgets it
     seconds = first.summary()["compiled_seconds"]
     assert len(first.measured.loops) == 4
     assert sum(loop.seconds for loop in first.measured.loops) < seconds < first.measured.seconds
     assert "compiled " in str(first).splitlines()[1] and "measure the next one" in str(first)
     (row,) = (line for line in str(first).splitlines() if line.startswith("  compiling"))
     assert row.split()[-1] == "%"
+    compiled(ids, ids)
     gradients = []
     for around in (nullcontext(), streamfx.profile()):
         model.zero_grad()
@@ -176,13 +177,9 @@ def test_a_first_step_says_how_long_it_compiled() -> None:
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *gradients))
     assert second is not None and second.summary()["compiled_seconds"] == 0 and "compil" not in str(second)
-    with streamfx.profile() as third:
-        torch.compile(model, backend="streambp", options={"chunk_size": 32, "bodies": "eager"})(ids, ids).backward()
-        torch._dynamo.reset()  # whatever is forgotten meanwhile
-    assert third.summary()["compiled_seconds"] > 0
 
 
-def test_one_at_a_time() -> None:
+def test_one_profile_at_a_time_measures_one_block() -> None:
     refused: list[str] = []
 
     def other() -> None:
@@ -191,22 +188,16 @@ def test_one_at_a_time() -> None:
         refused.append(str(caught.value))
 
     with streamfx.profile() as profile:
+        assert watching.by is not None
         with pytest.raises(streamfx.ProfileError, match="still running"):
             str(profile)
         in_a_thread(other)
         other()
-    assert len(refused) == 2
-    str(profile)  # it is none the worse for it
+    assert len(refused) == 2 and str(profile)
     with pytest.raises(streamfx.ProfileError, match="has measured one"), profile:
         pass
-    with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-        pytest.raises(streamfx.ProfileError, match="torch's profiler is on"),
-        streamfx.profile(),
-    ):
-        pass
-    with streamfx.profile():
-        assert watching.by is not None
+    with torch.profiler.profile(activities=CPU), pytest.raises(streamfx.ProfileError, match="torch's profiler is on"):
+        streamfx.profile().__enter__()
     with pytest.raises(ZeroDivisionError), streamfx.profile() as failed:
         _ = 1 / 0
     assert watching.by is None

@@ -1,4 +1,4 @@
-"""Reports in HTML, diagrams and traces: complete, well formed, and harmless whatever names they show."""
+"""Reports in HTML, diagrams and traces are complete, well formed, and safe for all names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from streamfx.tools.report.chart import colour_of, comparison_chart, stacked_cha
 from streamfx.tools.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
 from streamfx.tools.report.html import SIDE, html_of, stairs_of
 from streamfx.tools.report.page import SpanFigure
+from tests.support.layered import Layered
 from tests.support.pages import Read
 from tests.support.small import Mixing, tokens
 from tests.test_explain import Broken, TokenNorm, rows
-from tests.test_timeline import Small
+from tests.test_plan import TINY
+
+pytestmark = pytest.mark.compiled
 
 MOST = 2 << 20  # bytes of a report
 QUOTES = 'a"]; b\\" --> c[<b>#quot;\n}'
@@ -32,20 +35,16 @@ HOSTILE = "</script><script>alert('1')</script><img src=http://example.org/x one
 
 @pytest.fixture(scope="module")
 def explanation() -> streamfx.Explanation:
-    ids = tokens(2, 640)
-    return streamfx.explain(Small(4), ids, ids, options={"chunk_size": 32, "loss_chunk_size": 32})
+    return streamfx.explain(Layered(4), tokens(2, 640), options={"chunk_size": 32, "loss_chunk_size": 32})
 
 
 @pytest.fixture(scope="module")
 def report() -> streamfx.PlanReport:
-    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = pytest.importorskip("transformers").Qwen3Config(**sizes, **heads)
-    return streamfx.plan(config, seq=4096, options={"chunk_size": 256, "loss_chunk_size": 256})
+    return streamfx.plan(TINY, seq=4096, options={"chunk_size": 256, "loss_chunk_size": 256})
 
 
 def checked(text: str) -> Read:
-    """What every report is: well formed, one file that loads nothing, not too large."""
+    """Parse a report: it must be well formed, load nothing, and be small."""
     read = Read(text)
     assert text.startswith("<!DOCTYPE html>")
     assert len(text.encode()) < MOST
@@ -61,8 +60,7 @@ def assert_shows(read: Read, *parts: str) -> None:
     assert [part for part in parts if part not in read.text] == []
 
 
-@pytest.mark.compiled
-def test_an_explanation(explanation: streamfx.Explanation, tmp_path: Path) -> None:
+def test_an_explanation_shows_figures_stages_and_code(explanation: streamfx.Explanation, tmp_path: Path) -> None:
     written = explanation.to_html(tmp_path / "report.html")
     read, summary = checked(written.read_text()), explanation.summary()
     assert written == tmp_path / "report.html"
@@ -71,7 +69,7 @@ def test_an_explanation(explanation: streamfx.Explanation, tmp_path: Path) -> No
         "times less memory for activations and gradients than gradient checkpointing",
         f"streamfx: {format_bytes(summary['peak_bytes'])}",
         f"{format_bytes(summary['checkpointing_peak_bytes'])} at the peak",
-        *("every stage streams", "layers.0-2", "layers_0_backward_1", "test_timeline.py", "Nothing that matters", "chunk_size"),
+        *("every stage streams", "layers.0-2", "layers_0_backward_1", "layered.py", "Nothing that matters", "chunk_size"),
         "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
     )
     data = json.loads(read.data)
@@ -80,8 +78,7 @@ def test_an_explanation(explanation: streamfx.Explanation, tmp_path: Path) -> No
     assert len(sums) == len(data["seconds"])
 
 
-@pytest.mark.compiled
-def test_a_plan(report: streamfx.PlanReport, tmp_path: Path) -> None:
+def test_a_plan_shows_its_figures_and_other_ways(report: streamfx.PlanReport, tmp_path: Path) -> None:
     peak = format_bytes(report.summary()["peak_bytes"])
     read = checked(report.to_html(tmp_path / "plan.html").read_text())
     assert_shows(read, peak, "4,096 tokens on H100", "parameters", "model.layers.0", "Ways to run this step", "eager")
@@ -93,9 +90,7 @@ def test_a_plan(report: streamfx.PlanReport, tmp_path: Path) -> None:
     assert max(sum(values.values()) for values in counters) == report.summary()["peak_bytes"]
 
 
-@pytest.mark.compiled
-def test_a_page_says_what_the_text_says(explanation: streamfx.Explanation) -> None:
-    """Which memory it is, what runs whole with what to write instead, and why nothing is compared with checkpointing."""
+def test_a_page_has_the_verdict_the_fallbacks_and_the_missing_comparison(explanation: streamfx.Explanation) -> None:
     assert explanation.page.verdict.lower() == f"{str(explanation).splitlines()[0].removeprefix('streamfx: ')}.".lower()
     assert not any("Not compared" in head for head, _ in explanation.page.notes)
     without = streamfx.explain(TokenNorm(), rows(64), options={"chunk_size": 8})
@@ -111,9 +106,7 @@ def test_a_page_says_what_the_text_says(explanation: streamfx.Explanation) -> No
     assert "runs whole" in without.to_mermaid()
 
 
-@pytest.mark.compiled
-def test_what_has_few_stages_or_none() -> None:
-    """Graph breaks, a graph that runs as it stands, one without a backward half, and one that makes nothing."""
+def test_reports_of_graph_breaks_of_fallbacks_and_of_graphs_without_a_backward_half() -> None:
     broken = streamfx.explain(Broken(), rows(9), options={"chunk_size": 3})
     assert_shows(checked(html_of(broken.page)), "Graph break")
     assert len(broken.diagram.groups) == len(broken.page.stages) > 1
@@ -121,31 +114,28 @@ def test_what_has_few_stages_or_none() -> None:
     assert_shows(checked(html_of(whole.page)), "no dimension of this graph", "nothing streams, because no dimension")
     assert "graph 0 runs whole" in whole.to_dot() and not whole.diagram.arrows
     with torch.no_grad():
-        chart = stacked_chart(streamfx.explain(Small(), tokens(1, 64), tokens(1, 64), options={"chunk_size": 16}).timeline.ours)
-    assert chart.turn is None
+        forward = streamfx.explain(Layered(), tokens(1, 64), options={"chunk_size": 16})
+    assert stacked_chart(forward.timeline.ours).turn is None
     view = streamfx.explain(lambda x: x.view(-1), torch.randn(2, 3, requires_grad=True))
     assert view.timeline.peak_bytes == view.summary()["peak_bytes"]
     checked(html_of(view.page))
 
 
-def test_names_do_no_harm(explanation: streamfx.Explanation) -> None:
-    page = explanation.page
-    timeline = page.timeline
+def test_hostile_names_are_escaped_in_html(explanation: streamfx.Explanation) -> None:
+    page, timeline = explanation.page, explanation.page.timeline
     loops = (replace(timeline.ours.loops[0], name=HOSTILE),)
     terms = {HOSTILE: timeline.ours.totals}
     courses = (replace(timeline.ours, loops=loops, terms=terms, way=HOSTILE), *timeline.others)
-    stages = tuple(
-        replace(line, name=HOSTILE, stage={**line.stage, "source": [HOSTILE], "attention": [HOSTILE]}) for line in page.stages
-    )
+    line = page.stages[0]
+    stage = replace(line, name=HOSTILE, stage={**line.stage, "source": [HOSTILE], "attention": [HOSTILE]})
     texts: dict[str, Any] = dict.fromkeys(("title", "subtitle", "verdict"), HOSTILE)
-    more: dict[str, Any] = {"stages": stages[:1], "options": {HOSTILE: HOSTILE}, "notes": ((HOSTILE, HOSTILE),)}
-    hostile = replace(page, timeline=replace(timeline, courses=courses, clock=HOSTILE), **texts, **more)
-    read = checked(html_of(hostile))
+    more: dict[str, Any] = {"stages": (stage,), "options": {HOSTILE: HOSTILE}, "notes": ((HOSTILE, HOSTILE),)}
+    read = checked(html_of(replace(page, timeline=replace(timeline, courses=courses, clock=HOSTILE), **texts, **more)))
     assert read.tags.count("script") == 2
     assert read.text.count(HOSTILE) >= 9
 
 
-def test_stairs_show_which_keys_are_seen() -> None:
+def test_stairs_show_visible_keys() -> None:
     causal = stairs_of(SpanFigure("causal", [None, 0]), 64, 16)
     assert [round(width / SIDE, 3) for _, _, width, _ in causal] == [0.25, 0.5, 0.75, 1.0]
     assert all(x == 0 for x, *_ in causal)
@@ -156,33 +146,28 @@ def test_stairs_show_which_keys_are_seen() -> None:
     assert len(stairs_of(SpanFigure("causal", [None, 0]), 1 << 20, 16)) == 12
 
 
-def test_a_picture(explanation: streamfx.Explanation, tmp_path: Path) -> None:
-    """For a page that shows images: XML of its own, with names for its lines, and the peak that is told."""
+def test_charts_show_all_categories_and_the_peak(explanation: streamfx.Explanation, tmp_path: Path) -> None:
+    timeline = explanation.timeline
     drawn = ElementTree.parse(explanation.to_svg(tmp_path / "picture.svg")).getroot()
     texts = [text.text or "" for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert f"streamfx: {format_bytes(explanation.timeline.peak_bytes)}" in texts
-    names = [course.way for course in explanation.timeline.courses]
+    assert f"streamfx: {format_bytes(timeline.peak_bytes)}" in texts
+    names = [course.way for course in timeline.courses]
     assert [name for name in names if not any(text.startswith(name) for text in texts)] == []
     assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) == len(names) > 1
-
-
-def test_charts(explanation: streamfx.Explanation) -> None:
-    timeline = explanation.timeline
     chart = stacked_chart(timeline.ours)
     assert [shape.name for shape in chart.shapes] == list(timeline.ours.terms)[::-1]
     assert len({shape.colour for shape in chart.shapes}) == len(chart.shapes)
     heights = [float(number) for number in re.findall(r"V([\d.]+)", chart.shapes[0].path)]
-    assert min(heights) == pytest.approx(chart.marks[0].y, abs=0.1)  # the highest shape reaches the point that is marked
+    assert min(heights) == pytest.approx(chart.marks[0].y, abs=0.1)  # the highest shape reaches the marked point
     assert len(chart.blocks) == len(timeline.ours.loops)
-    beside = comparison_chart(timeline)
-    assert [shape.name for shape in beside.shapes] == ["eager", "gradient checkpointing", "streamfx"]
-    assert beside.beyond == {course.way for course in timeline.courses if course.peak_bytes > 1.5 * timeline.others[0].peak_bytes}
+    both = comparison_chart(timeline)
+    assert [shape.name for shape in both.shapes] == ["eager", "gradient checkpointing", "streamfx"]
+    assert both.beyond == {course.way for course in timeline.courses if course.peak_bytes > 1.5 * timeline.others[0].peak_bytes}
     assert colour_of("a", ("b", "a")) != colour_of("b", ("b", "a"))
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize(("path", "found"), [(".", "a folder"), ("no/such/folder/report.html", "no folder")])
-def test_paths_are_refused_before_anything_is_traced(
+def test_paths_are_refused_before_tracing(
     path: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -194,10 +179,8 @@ def test_paths_are_refused_before_anything_is_traced(
         assert found in capsys.readouterr().err
 
 
-@pytest.mark.compiled
 def test_commands_write_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     monkeypatch.chdir(tmp_path)
     assert main(["explain", ".", "--seq", "64", "--html", "report.html", "--json"]) == 0
     shown = capsys.readouterr()
@@ -205,10 +188,10 @@ def test_commands_write_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert_shows(checked((tmp_path / "report.html").read_text()), "model.layers.0")
 
 
-# -- diagrams and traces, in forms that other tools read
+# -- diagrams and traces
 
 
-def test_what_loops_hand_to_each_other(explanation: streamfx.Explanation) -> None:
+def test_arrows_are_the_values_between_loops(explanation: streamfx.Explanation) -> None:
     diagram = explanation.diagram
     assert [group.title for group in diagram.groups] == ["layers.0-2 (causal)", "layers.3 (causal)", "head"]
     names = {box.key: box.lines[0] for group in diagram.groups for box in group.boxes}
@@ -223,7 +206,7 @@ def test_what_loops_hand_to_each_other(explanation: streamfx.Explanation) -> Non
     assert all("20 chunks of 32 rows" in box.lines[1] for group in diagram.groups for box in group.boxes)
 
 
-def test_as_texts(explanation: streamfx.Explanation) -> None:
+def test_mermaid_and_dot_have_all_loops_and_arrows(explanation: streamfx.Explanation) -> None:
     lines, arrows = explanation.to_mermaid().splitlines(), explanation.diagram.arrows
     assert lines[0] == "flowchart TB"
     boxes = {match[1] for line in lines if (match := re.fullmatch(r'    (\w+)\["[^"]*"\]', line))}
@@ -237,7 +220,7 @@ def test_as_texts(explanation: streamfx.Explanation) -> None:
     assert text.count("style=dashed") == sum(arrow.saved for arrow in arrows) > 0
 
 
-def test_labels_are_escaped() -> None:
+def test_labels_are_escaped_in_diagrams() -> None:
     def diagram(name: str) -> Diagram:
         return Diagram((Group("a", name, (Box("b", (name,), "forward"),)),), (Arrow("b", "b", name, False),))
 
@@ -251,7 +234,7 @@ def test_labels_are_escaped() -> None:
     assert {string.replace('\\"', '"').replace("\\\\", "\\") for string in strings} == {QUOTES.replace("\n", " ")}
 
 
-def test_as_a_trace(explanation: streamfx.Explanation, tmp_path: Path) -> None:
+def test_a_trace_has_all_peaks_and_loops(explanation: streamfx.Explanation, tmp_path: Path) -> None:
     trace = json.loads(explanation.to_perfetto(tmp_path / "trace.json").read_text())
     timeline, summary = explanation.timeline, explanation.summary()
     assert "predicted seconds" in trace["otherData"]["time"]

@@ -1,4 +1,4 @@
-"""The bytes alive along a step: the most of them is the peak, chunks show as teeth. Bodies of loops that are printed run."""
+"""The live bytes along a step: their maximum is the peak, and each chunk shows. Printed loop bodies run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import streamfx
 from streamfx.cost.categories import BETWEEN_GRAPHS, CHUNK, LOSS
@@ -21,38 +20,10 @@ from streamfx.cost.work import Work
 from streamfx.runtime.loop import Loop
 from streamfx.tools.report.loop_bodies import python_of
 from streamfx.tools.report.timeline import LoopTime, StepCourse
+from tests.support.layered import Layered
 from tests.support.small import EXAMPLES, Causal, tokens
 
 pytestmark = pytest.mark.compiled
-
-
-class Small(nn.Module):
-    """Layers, a graph break behind each if asked for, and a head with a loss."""
-
-    def __init__(self, layers: int = 2, breaks: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 16)
-        self.layers = nn.ModuleList([Block() for _ in range(layers)])
-        self.head, self.breaks = nn.Linear(16, 50), breaks
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-            if self.breaks:
-                torch._dynamo.graph_break()
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.up, self.down = nn.Linear(16, 48), nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
-        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
-        return x + self.down(F.gelu(self.up(x)))
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -67,9 +38,8 @@ def test_the_highest_point_is_the_peak(example: str) -> None:
         assert list(course.seconds) == sorted(course.seconds) and 0 < course.turn <= course.end
 
 
-def test_checkpointing_and_graph_breaks() -> None:
-    """What one graph leaves for its backward half waits while the others run."""
-    explanation = streamfx.explain(Small(3, breaks=True), tokens(2, 9), tokens(2, 9), options={"chunk_size": 2})
+def test_saved_values_of_a_graph_stay_alive_while_other_graphs_run() -> None:
+    explanation = streamfx.explain(Layered(3, kind="breaks"), tokens(2, 9), options={"chunk_size": 2})
     summary, timeline = explanation.summary(), explanation.timeline
     assert timeline.peak_bytes == summary["peak_bytes"]
     peaks = {course.way: course.peak_bytes for course in timeline.others}
@@ -77,15 +47,15 @@ def test_checkpointing_and_graph_breaks() -> None:
     assert max(timeline.ours.terms[BETWEEN_GRAPHS]) > 0
 
 
-def teeth(course: StepCourse, term: str, loop: LoopTime) -> int:
-    """How often the bytes of a term rise from nothing while a loop runs."""
+def rises(course: StepCourse, term: str, loop: LoopTime) -> int:
+    """How often the bytes of a term rise from zero while a loop runs."""
     column = course.terms.get(term, (0,) * len(course.seconds))
     sizes = [size for at, size in zip(course.seconds, column, strict=True) if loop.begins <= at <= loop.ends]
     return sum(before == 0 < after for before, after in zip([0, *sizes], sizes, strict=False))
 
 
 @pytest.mark.parametrize("chunks", [5, 200])
-def test_chunks_show_as_teeth(chunks: int) -> None:
+def test_each_sampled_chunk_shows(chunks: int) -> None:
     ids = tokens(2, 6 * chunks)
     explanation = streamfx.explain(Causal(), ids, ids, options={"chunk_size": 6, "loss_chunk_size": 6})
     ours = explanation.timeline.ours
@@ -93,15 +63,14 @@ def test_chunks_show_as_teeth(chunks: int) -> None:
         assert (loop.chunks, loop.drawn) == (chunks, min(chunks, MAX_GROUPS))
         assert 0 <= loop.begins < loop.ends <= ours.end
     first = ours.loops[0]
-    assert teeth(ours, CHUNK, first) >= first.drawn
+    assert rises(ours, CHUNK, first) >= first.drawn
     assert len(ours.seconds) <= 4000
     busy = [at for at, size in zip(ours.seconds, ours.terms[CHUNK], strict=True) if size and at < first.ends]
-    assert busy[-1] - first.begins > (1 - 1.5 / chunks) * (first.ends - first.begins)  # what stands for others takes their time
+    assert busy[-1] - first.begins > (1 - 1.5 / chunks) * (first.ends - first.begins)  # a sampled chunk takes its group's time
     assert ours.peak_bytes == explanation.summary()["peak_bytes"]
 
 
-def test_equal_layers_are_drawn_though_one_of_them_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is known of one is drawn for the others, at their own times."""
+def test_equal_layers_are_drawn_from_one_layers_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     of_all = SampledLoop._curve_of_all
 
@@ -110,15 +79,13 @@ def test_equal_layers_are_drawn_though_one_of_them_ran(monkeypatch: pytest.Monke
         return of_all(*given)
 
     monkeypatch.setattr(SampledLoop, "_curve_of_all", noted)
-    ids = tokens(2, 40)
-    ours = streamfx.explain(Small(6), ids, ids, options={"chunk_size": 4, "loss_chunk_size": 4}).timeline.ours
+    ours = streamfx.explain(Layered(6), tokens(2, 40), options={"chunk_size": 4, "loss_chunk_size": 4}).timeline.ours
     assert len(drawn) < len(ours.loops)
     for loop in ours.loops:
-        assert teeth(ours, CHUNK, loop) + teeth(ours, LOSS, loop) >= loop.drawn == loop.chunks == 10
+        assert rises(ours, CHUNK, loop) + rises(ours, LOSS, loop) >= loop.drawn == loop.chunks == 10
 
 
-def test_curves_are_shortened_and_chunks_grouped() -> None:
-    """What stands out stays."""
+def test_shortened_curves_keep_extremes_and_chunks_are_grouped() -> None:
     assert chunk_groups(3) == [range(1), range(1, 2), range(2, 3)]
     groups = chunk_groups(1000)
     assert [position for group in groups for position in group] == list(range(1000))
@@ -130,9 +97,6 @@ def test_curves_are_shortened_and_chunks_grouped() -> None:
     assert [point.work.flops for point in short] == sorted(point.work.flops for point in short)
 
 
-IDS = tokens(2, 12)
-
-
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
@@ -142,21 +106,20 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_printed_bodies_compute_what_loops_do(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is trained in which each chunk is computed by the printed body, too."""
+def test_printed_bodies_compute_the_results_of_loops(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a training step, the printed body computes each chunk a second time."""
     seen: list[str] = []
 
     def runner(loop: Loop, bounds: Any) -> Callable[..., Any]:
         name, body, namespace = loop.spec.name, loop.spec.body, dict[str, Any]()
         exec(python_of({name: body}), namespace)
         own = vars(namespace[name]).get("__init__")
-        printed = namespace[name](
-            **{each: getattr(body, each) for each in [*inspect.signature(own).parameters][1:]} if own else {}
-        )
+        constants = {each: getattr(body, each) for each in [*inspect.signature(own).parameters][1:]} if own else {}
+        printed = namespace[name](**constants)
         seen.append(name)
 
         def run(*feeds: Any) -> Any:
-            # copies share memory as the values do: a chunk's rows of a buffer are among those that are seen
+            # copies share memory as the values do: a chunk's rows of a buffer are among the visible rows
             copies = copy.deepcopy([value.detach() if isinstance(value, Tensor) else value for value in feeds])
             expected, found = body.forward(*feeds), printed(*copies)
             assert same(found, expected)
@@ -174,13 +137,13 @@ def test_printed_bodies_compute_what_loops_do(example: str, monkeypatch: pytest.
     assert any("forward" in name for name in seen) and any("backward" in name for name in seen)
 
 
-def test_bodies_of_a_module(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unknown modules are refused with names that are near."""
-    explanation = streamfx.explain(Small(3), IDS, IDS, options={"chunk_size": 4})
+def test_bodies_of_a_module_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A refusal of an unknown module suggests similar names."""
+    explanation = streamfx.explain(Layered(3), tokens(2, 12), options={"chunk_size": 4})
     text = explanation.print_readable("layers.1")
     assert capsys.readouterr().out == text + "\n"
-    assert text.count("class layers_1_") == 3 and "layers_0" not in text
-    assert "test_timeline.py" in text  # where each line comes from
+    assert text.count("class layers_1_") == 3 and "class head_" not in text
+    assert "layered.py" in text  # the source of each line
     compile(text, "printed", "exec")
     assert explanation.print_readable("layers.1.up", print_output=False) == text
     everything = explanation.print_readable(print_output=False)

@@ -1,4 +1,4 @@
-"""What `streamfx.verify` measures, and that it leaves no mark."""
+"""`streamfx.verify` finds wrong gradients and changes nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from tests.support.spread import only
 pytestmark = pytest.mark.compiled
 
 IDS = tokens(2, 6)
+ANY: Any = streamfx
 
 
-def test_a_streamed_decoder_is_the_same() -> None:
+def test_a_streamed_decoder_equals_eager() -> None:
     model = Causal().double()
     result = streamfx.verify(model, IDS, IDS, chunk_size=2, outputs="dense")
     assert result.ok and result.max_error < 1e-14 and result.tolerance == 1e-12
@@ -37,7 +38,7 @@ def test_a_streamed_decoder_is_the_same() -> None:
 
 @pytest.mark.parametrize("number", [0.125, float("nan"), float("inf")])
 def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
-    """Where the first number of each weight's gradient is changed, however small the loss's own difference is."""
+    """The fault: the first element of each weight's gradient differs."""
     right = accumulate.add_product
 
     def wrong(total: Tensor, left: Tensor, right_: Tensor, is_first: bool) -> None:
@@ -50,8 +51,8 @@ def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch, number: floa
     assert number == 0.125 or result.max_error == float("inf")
 
 
-def test_when_two_gradients_differ() -> None:
-    """Numbers that are none in eager either do not, nor do rounding errors, which have no digits to compare."""
+def test_differences_of_two_gradients() -> None:
+    """NaN equals NaN; rounding errors have no digits to compare; no gradient equals zeros."""
     some = torch.tensor([1.0, float("nan"), float("inf")])
     assert relative_difference(some, some, 0.0) == 0
     assert relative_difference(torch.tensor([1.0, 2.0, float("inf")]), some, 0.0) == float("inf")
@@ -62,17 +63,18 @@ def test_when_two_gradients_differ() -> None:
     assert relative_difference(torch.ones(2), None, 0.0) == float("inf")
 
 
-def test_what_chunks_hand_on_is_seen_unless_a_size_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows would be one chunk: then it is one that says so."""
+def test_several_chunks_run_unless_a_size_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So verify finds a fault in the values that chunks pass on. A single chunk is reported."""
     model, ids = Causal().double(), tokens(2, 12)
-    assert (
-        ONE_CHUNK not in (said := str(streamfx.verify(model, ids, ids, outputs="dense"))) and "nothing ran in chunks" not in said
-    )
+    text = str(streamfx.verify(model, ids, ids, outputs="dense"))
+    assert ONE_CHUNK not in text and "nothing ran in chunks" not in text
     at_once = streamfx.verify(model, ids, ids, outputs="dense", chunk_size=12)
     assert at_once.ok and ONE_CHUNK in str(at_once)
+    unchunked = streamfx.verify(model, IDS, IDS, memory_budget="8GiB", bodies="eager")
+    assert unchunked.ok and NOT_CHUNKED in str(unchunked)
 
     def forgetful(visible: Tensor, own: Tensor, value: Tensor, shape: Sequence[int]) -> Tensor:
-        """Keys of earlier chunks are lost."""
+        """Lose the keys of earlier chunks."""
         visible.zero_()
         own.copy_(value.reshape(own.shape))
         return visible.reshape(shape)
@@ -82,22 +84,14 @@ def test_what_chunks_hand_on_is_seen_unless_a_size_was_given(monkeypatch: pytest
     assert not streamfx.verify(model, ids, ids, outputs="dense").ok
 
 
-def test_a_step_that_fits_into_its_budget_as_it_stands_says_little() -> None:
-    found = streamfx.verify(Causal().double(), IDS, IDS, memory_budget="8GiB", bodies="eager")
-    assert found.ok and NOT_CHUNKED in str(found)
-
-
-HOW = ["enabled", "compiled", "a part that is compiled", "a function"]
-
-
-@pytest.mark.parametrize("how", only(["enabled", "a part that is compiled"], HOW))
-def test_eager_is_the_model_as_it_was_written(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared with is not the backend once more, where a model was enabled before, and its calls are not counted."""
+@pytest.mark.parametrize("how", only(["enabled", "part"], ["enabled", "compiled", "part", "function"]))
+def test_eager_runs_without_the_backend(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for an enabled model, whose counts stay; also for a model with a compiled part."""
     model = Causal().double()
     enabled = streamfx.enable(model, outputs="dense") if how == "enabled" else None
-    part: Any = model.head if how == "a part that is compiled" else model
-    call = torch.compile(lambda *args: model(*args), backend="streambp") if how == "a function" else model
-    if how in ("compiled", "a part that is compiled"):
+    part: Any = model.head if how == "part" else model
+    call = torch.compile(lambda *args: model(*args), backend="streambp") if how == "function" else model
+    if how in ("compiled", "part"):
         part.compile(backend="streambp")
     before = str(enabled), part._compiled_call_impl
     assert streamfx.verify(call, IDS, IDS, outputs="dense").ok
@@ -123,7 +117,7 @@ class Counting(nn.Module):
         return self.norm(x).square().sum(-1).tanh().mean()
 
 
-def test_nothing_is_left_behind() -> None:
+def test_verify_changes_neither_model_nor_random_state() -> None:
     model = Counting()
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 3.0)
@@ -138,7 +132,7 @@ def test_nothing_is_left_behind() -> None:
     assert all(map(torch.equal, state(), before)) and len(state()) == len(before) and model.calls == 0
 
 
-def test_loss_picks_the_number() -> None:
+def test_a_loss_is_chosen_or_combined_from_all_outputs() -> None:
     model = Causal()
 
     def two(ids: Tensor) -> dict[str, Tensor]:
@@ -146,59 +140,36 @@ def test_loss_picks_the_number() -> None:
 
     chosen = streamfx.verify(two, IDS, loss=lambda out: out["hidden"].sum(), outputs="dense")
     assert chosen.ok and sum(norm > 0 for norm in chosen.norms.values()) == 1 < len(chosen.norms)
-
-
-def test_without_a_loss_outputs_are_combined() -> None:
-    output = (torch.ones(3, 2), torch.tensor([1, 2]))
-    assert default_loss(output).dim() == 0
+    assert default_loss((torch.ones(3, 2), torch.tensor([1, 2]))).dim() == 0
     assert default_loss({"loss": torch.tensor(2.0), "more": torch.ones(3)}) == 2
     assert default_loss(torch.ones(4)) != default_loss(-torch.ones(4))
 
 
 MODEL = Causal()
+DROPPING = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+REFUSED: dict[str, Callable[[], Any]] = {
+    "draws random numbers": lambda: streamfx.verify(DROPPING, torch.randn(3, WIDTH)),
+    "no graph of it arrives": lambda: streamfx.verify(lambda *args: torch.compiler.disable(MODEL)(*args), IDS, IDS),
+    "holds no data": lambda: streamfx.verify(MODEL, IDS.to("meta"), IDS),
+    "loss= return a tensor with one element": lambda: streamfx.verify(MODEL, IDS, IDS, loss=lambda out: out[None].expand(2)),
+    "has no loss": lambda: streamfx.verify(lambda ids: ids + 1, IDS),
+    "a str, which cannot be called": lambda: ANY.verify("model", IDS),
+    "loss is a str": lambda: ANY.verify(MODEL, IDS, IDS, loss="mean"),
+    "eager, without the backend, it raises ValueError: Expected input batch_": lambda: streamfx.verify(MODEL, IDS, IDS[:, 1:]),
+}
 
 
-def dropping() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
-
-
-APART: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-    (NotComparableError, "draws random numbers", lambda: streamfx.verify(dropping(), torch.randn(3, WIDTH))),
-    (
-        NotComparableError,
-        "no graph of it arrives",
-        lambda: streamfx.verify(lambda *args: torch.compiler.disable(MODEL)(*args), IDS, IDS),
-    ),
-    (NotComparableError, "holds no data", lambda: streamfx.verify(Causal(), IDS.to("meta"), IDS)),
-    (
-        NotComparableError,
-        "loss= return a tensor with one element",
-        lambda: streamfx.verify(Causal(), IDS, IDS, loss=lambda out: out[None].expand(2)),
-    ),
-    (NotComparableError, "has no loss", lambda: streamfx.verify(lambda ids: ids + 1, IDS)),
-    (NotComparableError, "a str, which cannot be called", lambda: streamfx.verify("model", IDS)),  # type: ignore[arg-type]
-    (NotComparableError, "loss is a str", lambda: streamfx.verify(Causal(), IDS, IDS, loss="mean")),  # type: ignore[arg-type]
-    (
-        NotComparableError,
-        "in eager, without the backend, it raises ValueError: Expected input batch_size",
-        lambda: streamfx.verify(Causal(), IDS, IDS[:, 1:]),
-    ),
-    (streamfx.OverBudgetError, "less than any plan", lambda: streamfx.verify(Causal(), IDS, IDS, memory_budget=3)),
-]
-
-
-def test_what_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error, said, call in APART:
-        with pytest.raises(error, match=said):
+def test_refusals() -> None:
+    for text, call in REFUSED.items():
+        with pytest.raises(NotComparableError, match=text):
             call()
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    with pytest.raises(NotComparableError, match="is switched off"):
-        streamfx.verify(Causal(), IDS, IDS)
+    with pytest.raises(streamfx.OverBudgetError, match="less than any plan"):
+        streamfx.verify(MODEL, IDS, IDS, memory_budget=3)
 
 
-def test_what_requires_a_gradient_is_compared() -> None:
+def test_gradients_of_inputs_are_compared_and_none_are_needed() -> None:
     x, y = torch.randn(5, WIDTH, requires_grad=True), torch.randn(5, WIDTH)
     assert set(streamfx.verify(Streams(), x, y=y, outputs="dense").errors) == {"w", "input [0]"} and x.grad is None
     result = streamfx.verify(Causal().requires_grad_(False), IDS, IDS, outputs="dense")
     assert result.ok and "nothing requires a gradient" in str(result)
-    assert streamfx.verify(dropping().eval(), torch.randn(3, WIDTH), outputs="dense").ok
+    assert streamfx.verify(nn.Dropout(0.5).eval(), torch.randn(3, WIDTH), outputs="dense").ok
