@@ -145,7 +145,8 @@ def test_bodies_of_a_module_are_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert text.count("class layers_1_") == 3 and "class head_" not in text
     assert "layered.py" in text  # the source of each line
     compile(text, "printed", "exec")
-    assert explanation.print_readable("layers.1.up", print_output=False) == text
+    linear = explanation.print_readable("layers.1.up", print_output=False)
+    assert linear.count("class ") == linear.count("class layers_1_") == 3
     everything = explanation.print_readable(print_output=False)
     assert everything.count("class ") == len(explanation.graphs) == 10
     assert all(f"class {name}(" in everything for name in explanation.graphs)

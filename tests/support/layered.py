@@ -30,7 +30,10 @@ class Block(nn.Module):
 
 
 class Layered(nn.Module):
-    """Blocks, and a head with the loss of each next token. A tied head has the embedding's weight; a block that breaks is a graph."""
+    """Blocks, and a head with the loss of each next token.
+
+    A tied head has the embedding's weight. A block that breaks is a graph.
+    """
 
     def __init__(self, layers: int = 2, width: int = WIDTH, kind: str = "") -> None:
         super().__init__()
