@@ -18,10 +18,10 @@ from streamfx.passes.ops.rules import RULES
 from streamfx.passes.ops.rules.stateful import BACKWARDS, STATEFUL
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private import FakeTensor
-from tests.support.goldens import golden, recorded
+from tests.support.goldens import golden
 from tests.support.precision import widen_models
 
-__all__ = ["golden", "recorded"]
+__all__ = ["golden"]
 
 collect_ignore = [
     "support/fake_cuda",

@@ -6,8 +6,6 @@ With a CUDA build of PyTorch, loop bodies become machine code for an H100, by th
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,19 +165,11 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.skipif(torch.version.cuda is None or find_spec("triton") is None, reason="needs a CUDA build of PyTorch, and Triton")
 @pytest.mark.parametrize("name", only(["Qwen3-8B"], BODIES))
-def test_bodies_for_an_h100(name: str, recorded: Callable[[Mapping[str, int]], None]) -> None:
-    """All kernels compile, none is timed on example arguments meanwhile, and they become neither more nor move more bytes."""
+def test_bodies_for_an_h100(name: str) -> None:
+    """All kernels compile, none is timed on example arguments meanwhile, and a barrier separates the loops of a kernel."""
     parts = reported("bodies", **BODIES[name])["parts"]
-    figures: dict[str, int] = {}
-    numbers: Counter[str] = Counter()
     for part in parts:
         assert len(part["codes"]) >= part["kernels"] > 0 and all(part["codes"])
         assert not part["tuning"], "Inductor allocates example arguments, which no plan counts"
         assert not part["unguarded"], "a loop may read what another thread has yet to write in an earlier loop of its kernel"
-        numbers[part["loop"]] += 1
-        place = f"{part['loop']}, part {numbers[part['loop']]}"
-        figures[f"kernels: {place}"] = part["kernels"]
-        figures[f"bytes per row: {place}"] = -(-part["moved"] // part["rows"])
     assert sum(part["loops"] for part in parts) > len(parts)
-    figures["kernels"] = sum(part["kernels"] for part in parts)
-    recorded(figures)

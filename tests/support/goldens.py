@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -32,26 +32,6 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str], None]:
             pytest.fail(f"there is no {path.name}: run pytest --update-goldens, and read what it writes", pytrace=False)
         elif text != (kept := path.read_text()):
             pytest.fail(difference(kept, text, path.name), pytrace=False)
-
-    return compare
-
-
-@pytest.fixture
-def recorded(request: pytest.FixtureRequest) -> Callable[[Mapping[str, int]], None]:
-    """`recorded(figures)` fails if a figure is larger than the test's file says for this version of torch, or is not in it.
-
-    Other versions have lines of their own; for a version without lines nothing is compared.
-    """
-    path, version = FOLDER / file_name(request.node.name), torch_version()
-
-    def compare(figures: Mapping[str, int]) -> None:
-        kept = figures_in(path.read_text()) if path.exists() else {}
-        own = {name: number for (of, name), number in kept.items() if of == version}
-        if request.config.getoption("--update-goldens"):
-            others = {key: number for key, number in kept.items() if key[0] != version}
-            path.write_text(figures_text({**others, **{(version, name): number for name, number in figures.items()}}))
-        elif own and (found := larger(figures, own)):
-            pytest.fail("\n".join([*found, f"recorded in goldens/{path.name}; {HOW}"]), pytrace=False)
 
     return compare
 
@@ -82,30 +62,6 @@ def write(base: Path, version: str, text: str) -> None:
         own_file(base, version).write_text(text)
 
 
-def larger(figures: Mapping[str, int], kept: Mapping[str, int]) -> list[str]:
-    """Figures that are above the kept ones, or not among them.
-
-    >>> larger({"kernels": 3, "bytes": 10, "launches": 1}, {"kernels": 2, "bytes": 12})
-    ['kernels: 3 instead of 2', 'launches: 1 instead of none']
-    """
-    above = [(name, number, kept.get(name)) for name, number in figures.items() if name not in kept or number > kept[name]]
-    return [f"{name}: {number:,} instead of {'none' if before is None else f'{before:,}'}" for name, number, before in above]
-
-
-def figures_text(figures: Mapping[tuple[str, str], int]) -> str:
-    """A line for each version of torch and figure.
-
-    >>> figures_in(figures_text({("2.13", "kernels of a layer"): 1234}))
-    {('2.13', 'kernels of a layer'): 1234}
-    """
-    return "".join(f"{version} {number:>12,}  {name}\n" for (version, name), number in sorted(figures.items()))
-
-
-def figures_in(text: str) -> dict[tuple[str, str], int]:
-    rows = (line.split(None, 2) for line in text.splitlines())
-    return {(version, name): int(number.replace(",", "")) for version, number, name in rows}
-
-
 def file_name(test: str) -> str:
     """
     >>> file_name("test_product[causal-loss gradient]")
@@ -116,8 +72,8 @@ def file_name(test: str) -> str:
 
 
 def orphans(items: Iterable[pytest.Item]) -> list[str]:
-    """Files that no test reads any more."""
-    used = {file_name(item.name) for item in items if not {"golden", "recorded"}.isdisjoint(getattr(item, "fixturenames", ()))}
+    """Return the files that no test reads."""
+    used = {file_name(item.name) for item in items if "golden" in getattr(item, "fixturenames", ())}
     return sorted(path.name for path in FOLDER.iterdir() if OF_VERSION.sub(".txt", path.name) not in used)
 
 

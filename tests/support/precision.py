@@ -22,7 +22,7 @@ WIDENED = (
     (re.compile(r"\btorch\.float\b(?!\d)"), "torch.float64"),
     (re.compile(r"\.float\(\)"), ".double()"),
 )
-WIDENED_PACKAGES = ("transformers", "x_transformers", "litgpt", "torchtitan")
+WIDENED_PACKAGES = ("transformers", "x_transformers", "torchtitan")
 LEFT_ALONE = (
     "transformers.utils",
     "transformers.modeling_utils",
@@ -62,9 +62,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def widen_models() -> None:
     """Install the import hook; a no-op when it is there."""
-    loaded = [
-        name for name in sys.modules if name.startswith(("transformers.models.", "x_transformers.", "litgpt.", "torchtitan."))
-    ]
+    packages = tuple(f"{package}." for package in ("transformers.models", *WIDENED_PACKAGES[1:]))
+    loaded = [name for name in sys.modules if name.startswith(packages)]
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if loaded:

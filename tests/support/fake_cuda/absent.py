@@ -22,7 +22,6 @@ from torch._inductor import config
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
-from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import fresh_cache
 from torch.utils._triton import has_triton
@@ -94,13 +93,12 @@ class Compiled:
     """What was compiled so far.
 
     kernels: kernels of Triton's. codes: sizes in bytes of their machine code, one for each configuration that would be tried.
-    moved: bytes that kernels of Triton's read and write. tuning: bytes of example arguments that kernels would be timed on while
+    tuning: bytes of example arguments that kernels would be timed on while
     they are compiled. loops: those of kernels. unguarded: loops that may run before an earlier loop of their kernel has ended.
     """
 
     kernels: int = 0
     codes: list[int] = dataclasses.field(default_factory=list)
-    moved: int = 0
     tuning: int = 0
     loops: int = 0
     unguarded: int = 0
@@ -118,11 +116,6 @@ class Compiled:
         starts = [number for number, line in enumerate(lines) if line.startswith("for ")]
         self.loops += len(starts)
         self.unguarded += sum("tl.debug_barrier()" not in lines[one:other] for one, other in pairwise(starts))
-
-    def codegen(self, graph: Any, original: Callable[[Any], Any]) -> Any:
-        found = original(graph)
-        self.moved += sum(node.get_read_write_buffers_sizes() for node in graph.scheduler.nodes if not node.is_extern())
-        return found
 
     def example(
         self, wrapper: Any, original: Callable[..., Any], arg: Any, arg_type: Any, raw_arg: Any = None, *more: Any
@@ -142,7 +135,7 @@ def _size_of_code(result: Any) -> int:
 @contextmanager
 def compiling_for_absent_device() -> Iterator[Compiled]:
     """Inductor compiles inside of it for an H100; nothing is loaded, run or timed, and no earlier result is used."""
-    found, codegen, example = Compiled(), GraphLowering.codegen, PythonWrapperCodegen.generate_example_arg_value
+    found, example = Compiled(), PythonWrapperCodegen.generate_example_arg_value
     nvidia = dataclasses.replace(backends["nvidia"], driver=Driver)
     own: dict[str, Any] = {
         "get_device_properties": lambda device=None: H100,
@@ -164,7 +157,6 @@ def compiling_for_absent_device() -> Iterator[Compiled]:
             patch.object(ConstantFolder, "run", on_host(ConstantFolder.run)),
             patch.object(UniformValueConstantFolder, "__init__", on_host(UniformValueConstantFolder.__init__)),
             patch.object(CachingAutotuner, "precompile", lambda *given, **more: found.precompile(*given, **more)),
-            patch.object(GraphLowering, "codegen", lambda graph: found.codegen(graph, codegen)),
             patch.object(
                 PythonWrapperCodegen, "generate_example_arg_value", lambda self, *given: found.example(self, example, *given)
             ),

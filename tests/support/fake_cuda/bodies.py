@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,55 +25,34 @@ from tests.support.fake_cuda.attention import Device
 from tests.support.fake_cuda.report import inputs_of, model_of
 
 
-class Part(NamedTuple):
-    """A part of a body that Inductor is asked for, the loop that asks first, and the rows of its chunks."""
-
-    loop: str
-    rows: int
-    compile: Callable[[], Any]
-
-
 def report(model: str, length: int = 8192, layers: int = 2) -> list[dict[str, Any]]:
-    """For each part of a body: figures of `Compiled`, and the rows of a chunk."""
+    """Return the fields of `Compiled` for each segment of a body."""
     Device("h100").install()
     step = loss_of(model_of(model, layers, None))
     with FakeTensorMode():
         inputs = inputs_of("plain", 1, length)
-    parts = parts_of(traced(step, (), inputs, {"bodies": "inductor"}, False))
     found = []
-    for part in parts:
+    for compile in requests_of(traced(step, (), inputs, {"bodies": "inductor"}, False)):
         with compiling_for_absent_device() as compiled:
-            part.compile()
-        found.append({"loop": part.loop, "rows": part.rows, **vars(compiled)})
+            compile()
+        found.append(vars(compiled))
     return found
 
 
-def parts_of(call: TracedCall) -> list[Part]:
-    """Follow a step on fake tensors, and note what its loops ask Inductor for; equal loops ask once."""
-    found: list[Part] = []
-    asking: list[Loop] = []
-
-    def note(compile: Callable[[], Any]) -> None:
-        (loop,) = asking
-        found.append(Part(loop.spec.name, loop.rows_per_chunk(loop.size(loop.spec.length, {}), {}), compile))
+def requests_of(call: TracedCall) -> list[Callable[[], Any]]:
+    """Follow a step on fake tensors; return what its loops request from Inductor. Equal loops make one request."""
+    found: list[Callable[[], Any]] = []
 
     def one(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
-        note(partial(compile_on_fake, graph, tensors))
+        found.append(partial(compile_on_fake, graph, tensors))
         return graph.forward
 
     def several(graph: fx.GraphModule, like: int, shapes: Any) -> Any:
-        note(partial(inductor.compile_for_sizes, graph, like, shapes))
+        found.append(partial(inductor.compile_for_sizes, graph, like, shapes))
         return graph.forward, any_size
 
-    @contextmanager
-    def asks(loop: Loop) -> Iterator[None]:
-        asking.append(loop)
-        yield
-        asking.pop()
-
     def run(loop: Loop, *feeds: Any) -> Sequence[Any]:
-        with asks(loop):
-            return loop.runner(loop.chunks(loop.size(loop.spec.length, {}), {}))(*feeds)
+        return loop.runner(loop.chunks(loop.size(loop.spec.length, {}), {}))(*feeds)
 
     programs = (known(graph.facts.program) for graph in call.graphs if graph.facts.program is not None)
     for loop in (loop for program in programs for loop in program.loops):
