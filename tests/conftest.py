@@ -114,7 +114,7 @@ def fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of a few rows are taken apart as those of long chunks are."""
-    monkeypatch.setattr(mask_tiles, "LEAST_ROWS", 2)
+    monkeypatch.setattr(mask_tiles, "MIN_TILE_ROWS", 2)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from streamfx.kernels import plain_attention as plain
 from streamfx.kernels import sdpa
-from streamfx.kernels.device_kinds import DeviceKind, supposed
+from streamfx.kernels.device_kinds import DeviceKind, pretend_device
 from tests.support.cuda_kernels import in_their_place
 from tests.support.exactness import TOLERANCE, relative_error
 from tests.support.tracing import compare_function
@@ -124,7 +124,7 @@ def test_plain_attention_is_autograd_s() -> None:
 @pytest.mark.parametrize(("capability", "is_plain"), [((7, 5), True), ((8, 0), False)])
 def test_bfloat16_before_ampere(capability: tuple[int, int], is_plain: bool) -> None:
     """Turing's kernels know float16 and float32 alone, and refuse."""
-    with supposed(DeviceKind("cuda", capability, True)):
+    with pretend_device(DeviceKind("cuda", capability, True)):
         chosen = [sdpa._kernels(torch.empty(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     assert [one is sdpa.PLAIN for one in chosen] == [is_plain, False, False]
 

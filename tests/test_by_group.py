@@ -17,7 +17,7 @@ from torch import Tensor
 
 from streamfx.cost.meter import Meter
 from streamfx.kernels import accumulate, grouped_mm
-from streamfx.kernels.device_kinds import DeviceKind, supposed
+from streamfx.kernels.device_kinds import DeviceKind, pretend_device
 from streamfx.kernels.grouped_mm import ADD_ARRANGED_OUTER, ARRANGED_MM, GROUPED_MM, GROUPED_OUTER, arrange
 from streamfx.torch_private import FakeTensorMode
 from tests.support.decoders.parts import VOCABULARY, made
@@ -59,8 +59,8 @@ def by_stand_ins() -> Iterator[StandIns]:
     """A GPU on the CPU, with float64 for a half type."""
     stand_ins = StandIns()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped_mm, "HALF", (*grouped_mm.HALF, torch.float64))
-        patch.setattr(grouped_mm, "kind_of", lambda _: A100)
+        patch.setattr(grouped_mm, "HALF_DTYPES", (*grouped_mm.HALF_DTYPES, torch.float64))
+        patch.setattr(grouped_mm, "device_kind", lambda _: A100)
         patch.setattr(grouped_mm, "_triton", lambda: stand_ins)
         yield stand_ins
 
@@ -131,8 +131,8 @@ def test_no_rows_at_all(by: Any) -> None:
 @pytest.mark.parametrize(
     ("reason", "made"),
     [
-        ("other numbers", lambda: SimpleNamespace(adds_right=lambda *_: False)),
-        ("do not run", lambda: SimpleNamespace(adds_right=lambda *_: 1 / 0)),
+        ("results differ", lambda: SimpleNamespace(add_outer_is_correct=lambda *_: False)),
+        ("do not run", lambda: SimpleNamespace(add_outer_is_correct=lambda *_: 1 / 0)),
         ("(ImportError: ", ImportError("No module named 'triton'")),
     ],
 )
@@ -141,10 +141,10 @@ def test_a_kernel_that_is_not_right_is_not_used(
 ) -> None:
     """It is tried once, and told; the sums are made in another way."""
     module = mock.Mock(side_effect=made)
-    grouped_mm._adds_right.cache_clear()
-    monkeypatch.setattr(grouped_mm, "kind_of", lambda _: A100)
+    grouped_mm._add_outer_is_correct.cache_clear()
+    monkeypatch.setattr(grouped_mm, "device_kind", lambda _: A100)
     monkeypatch.setattr(grouped_mm, "_triton", module)
-    monkeypatch.setattr(grouped_mm, "_is_planned", lambda _: False)
+    monkeypatch.setattr(grouped_mm, "_is_simulated", lambda _: False)
     x, y, group = case(HALF)
     total = torch.zeros(GROUPS, 5, 7)
     with caplog.at_level(logging.WARNING, "streamfx"):
@@ -152,18 +152,18 @@ def test_a_kernel_that_is_not_right_is_not_used(
             grouped_mm.add_arranged_outer(total, x, y, *arrange(group, GROUPS))
     module.assert_called_once()
     (record,) = caplog.records
-    assert reason in record.getMessage() and "take their place" in record.getMessage()
+    assert reason in record.getMessage() and "run instead" in record.getMessage()
     torch.testing.assert_close(total[4], 2 * x[group == 4].float().t() @ y[group == 4].float())
-    grouped_mm._adds_right.cache_clear()
+    grouped_mm._add_outer_is_correct.cache_clear()
 
 
 def test_types_and_devices_that_have_a_kernel() -> None:
     with FakeTensorMode():
         x, total = torch.zeros(4, 8, dtype=HALF), torch.zeros(3, 8, 8)
         assert not grouped_mm.adds_by_group(total, x, x)  # a CPU
-        with supposed(DeviceKind("cuda", (7, 5))):
+        with pretend_device(DeviceKind("cuda", (7, 5))):
             assert not grouped_mm.adds_by_group(total, x, x)
-        with supposed(A100):
+        with pretend_device(A100):
             assert grouped_mm.adds_by_group(total, x, x) and grouped_mm.adds_by_group(total.to(HALF), x, x)
             assert grouped_mm.multiplies_by_group(x, total.to(HALF)) and not grouped_mm.multiplies_by_group(x, total)
             assert not grouped_mm.adds_by_group(total, x.float(), x.float())  # where TF32 would be less than eager's
@@ -179,7 +179,7 @@ ROWS, HEIGHT, WIDTH, MANY = 64, 32, 48, 16
 
 def metered(kind: DeviceKind, operator: Any, *operands: Tensor) -> Meter:
     order, ends = torch.zeros(len(operands[-2]), dtype=torch.int64), torch.zeros(MANY, dtype=torch.int32)
-    with supposed(kind), Meter() as meter:
+    with pretend_device(kind), Meter() as meter:
         operator(*operands, order, ends)
     return meter
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from streamfx.frontend.backend import Compilation
-from streamfx.kernels import attention, cuda_attention, cuda_cudnn, flash_window, plain_attention, sdpa
-from streamfx.kernels.plain_attention import LAST, BottomRightCausal
+from streamfx.kernels import chunk_attention, cuda_attention, cuda_cudnn, flash_window, plain_attention, sdpa
+from streamfx.kernels.plain_attention import BOTTOM_RIGHT, BottomRightCausal
 from streamfx.torch_private import NoMaskForCudnn
 from tests.support import cuda_kernels
 from tests.support.cuda_kernels import another_gradient, check, drawn, in_their_place, noted, refuses, wrong
@@ -35,15 +35,15 @@ def told(*given: Any) -> tuple[int, int, bool]:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """A device that prefers cuDNN, and the calls that its kernels get, forth and back."""
     with in_their_place(half=True, cudnn=True):
-        cuda_cudnn.agrees.cache_clear()
-        cuda_cudnn.agrees(CPU, torch.float64, WIDTH, WIDTH)
+        cuda_cudnn.matches_reference.cache_clear()
+        cuda_cudnn.matches_reference(CPU, torch.float64, WIDTH, WIDTH)
         cuda_kernels.PLANS.clear()
         yield [noted(monkeypatch, cuda_cudnn, name, told) for name in ("forward", "backward")]
-    cuda_cudnn.agrees.cache_clear()
+    cuda_cudnn.matches_reference.cache_clear()
 
 
 def check_chunk(q: Tensor, k: Tensor, v: Tensor, first: int) -> None:
-    check(attention, (q, k, v), (None, first, (None, 0)), (None, LAST, None))
+    check(chunk_attention, (q, k, v), (None, first, (None, 0)), (None, BOTTOM_RIGHT, None))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -57,11 +57,11 @@ def test_a_chunk_is_a_past_and_a_square_diagonal(batch: int, hopper: list[Any]) 
 
 BIAS = torch.zeros(1, 1, 8, KEYS, dtype=torch.float64).masked_fill(torch.arange(KEYS) % 3 == 1, float("-inf"))
 LEFT: dict[str, tuple[int, int, int, Any, float | None, Any]] = {
-    "no multiples": (7, 15, WIDTH, (None, 8, (None, 0)), None, (None, LAST)),
-    "keys are no multiple": (8, 15, WIDTH, (None, 7, (None, 0)), None, (None, LAST)),
-    "one row": (1, 24, WIDTH, (None, 23, (None, 0)), None, (None, LAST)),
-    "a negative scale": (8, 24, WIDTH, (None, 16, (None, 0)), -0.5, (None, LAST)),
-    "wide heads": (8, 24, 136, (None, 16, (None, 0)), None, (None, LAST)),
+    "no multiples": (7, 15, WIDTH, (None, 8, (None, 0)), None, (None, BOTTOM_RIGHT)),
+    "keys are no multiple": (8, 15, WIDTH, (None, 7, (None, 0)), None, (None, BOTTOM_RIGHT)),
+    "one row": (1, 24, WIDTH, (None, 23, (None, 0)), None, (None, BOTTOM_RIGHT)),
+    "a negative scale": (8, 24, WIDTH, (None, 16, (None, 0)), -0.5, (None, BOTTOM_RIGHT)),
+    "wide heads": (8, 24, 136, (None, 16, (None, 0)), None, (None, BOTTOM_RIGHT)),
     "a mask, whose backward of cuDNN may return NaN": (8, KEYS, WIDTH, (BIAS, None, None), None, (BIAS, False)),
     "a window": (8, KEYS, WIDTH, (None, 16, (-5, 0)), None, (None, BottomRightCausal(5))),
 }
@@ -71,7 +71,7 @@ LEFT: dict[str, tuple[int, int, int, Any, float | None, Any]] = {
 def test_other_calls_are_left_to_other_kernels(name: str, hopper: list[Any]) -> None:
     rows, keys, width, how, scale, truth = LEFT[name]
     heads = drawn(1, rows, keys, width=width)
-    found = attention.forward(*heads, *how, scale=scale)
+    found = chunk_attention.forward(*heads, *how, scale=scale)
     bias, causal = truth
     torch.testing.assert_close(found, plain_attention.forward(*heads, bias, causal, scale))
     assert hopper == [[], []]
@@ -145,10 +145,13 @@ def no_gradient(real: Any, *given: Any) -> Any:
 
 @pytest.mark.parametrize(("fault", "back"), [(refuses, None), (at_the_last, None), (None, another_gradient), (None, no_gradient)])
 def test_kernels_that_are_wrong_are_not_called(fault: Any, back: Any) -> None:
-    with in_their_place(half=True, cudnn=True), wrong(cuda_cudnn.agrees, cuda_cudnn, ("forward", "backward"), fault, back):
-        assert not cuda_cudnn.agrees(CPU, torch.float64, WIDTH, WIDTH)
-        assert not cuda_cudnn.takes(*drawn(1, 8, 8), None, True, None)
-        assert sdpa.aligns_last(*drawn(1, 8, KEYS), None, LAST)
+    with (
+        in_their_place(half=True, cudnn=True),
+        wrong(cuda_cudnn.matches_reference, cuda_cudnn, ("forward", "backward"), fault, back),
+    ):
+        assert not cuda_cudnn.matches_reference(CPU, torch.float64, WIDTH, WIDTH)
+        assert not cuda_cudnn.supports(*drawn(1, 8, 8), None, True, None)
+        assert sdpa.supports_bottom_right(*drawn(1, 8, KEYS), None, BOTTOM_RIGHT)
 
 
 def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,15 +163,15 @@ def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatc
         def remove(self) -> None: ...
 
     calls = noted(monkeypatch, cuda_attention, "_flash_block", lambda *given: (given[1].shape[2], given[2].shape[2]))
-    of_torch, tried = torch.nn.attention, len(flash_window.hides._outcomes)
+    of_torch, tried = torch.nn.attention, len(flash_window.masks_correctly._outcomes)
     of_torch.register_flash_attention_impl("stand-in", register_fn=Handle)
     of_torch.activate_flash_attention_impl("stand-in")
     try:
         heads = drawn(1, 8, KEYS)
         check_chunk(*heads, 16)
         assert hopper == [[], []] and calls == [(8, KEYS)]
-        attention.forward(*heads, None, 16, (-5, 0))
-        assert len(flash_window.hides._outcomes) == tried + 1
+        chunk_attention.forward(*heads, None, 16, (-5, 0))
+        assert len(flash_window.masks_correctly._outcomes) == tried + 1
     finally:
         of_torch.restore_flash_attention_impl()
     check_chunk(*heads, 16)

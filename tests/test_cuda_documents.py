@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamfx.kernels import attention, cuda_attention, flash_varlen, flash_window, plain_attention
-from streamfx.kernels.mask_tiles import TileKind, pieces_of
+from streamfx.kernels import chunk_attention, cuda_attention, flash_varlen, flash_window, plain_attention
+from streamfx.kernels.mask_tiles import TileKind, tiles_of_mask
 from tests.support import cuda_documents as stand_in
 from tests.support.cuda_kernels import Heads, another_gradient, drawn, in_their_place, noted, refuses, wrong
 from tests.support.cuda_kernels import check as compared
@@ -32,7 +32,7 @@ Call = tuple[int, int]  # rows, and documents
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
     """Forward calls of the kernel; float64 stands for a half type."""
     with in_their_place(half=True):
-        flash_varlen.keeps_apart(CPU, torch.float64, HEAD)
+        flash_varlen.separates_documents(CPU, torch.float64, HEAD)
         yield noted(monkeypatch, stand_in, "flash", lambda q, k, v, rows, *_: (len(q), len(rows) - 1))
 
 
@@ -52,7 +52,7 @@ def bias_of(*seen: Tensor) -> Tensor:
 
 def check(heads: Heads, mask: Tensor) -> None:
     """Attention by the mask's pieces is attention."""
-    compared(attention, heads, (as_mask(mask), None, None), (mask, False, None))
+    compared(chunk_attention, heads, (as_mask(mask), None, None), (mask, False, None))
 
 
 def check_mask(mask: Tensor, groups: int = 2) -> None:
@@ -95,7 +95,7 @@ def test_a_chunk_takes_one_call(chunk: int, left: int | None, calls: list[Call],
     seen = seen_by(STARTS, LENGTH, left)
     q, k, v = drawn(1, LENGTH, LENGTH, 2, 2)
     monkeypatch.setattr(cuda_attention, "_efficient_backward", None)
-    monkeypatch.setattr(attention, "_merge", None)
+    monkeypatch.setattr(chunk_attention, "_merge", None)
     backwards = noted(monkeypatch, stand_in, "flash_backward", lambda g, *_: len(g))
     for start in range(0, LENGTH, chunk):
         rows, stop = slice(start, start + chunk), start + chunk
@@ -111,9 +111,9 @@ def test_what_would_take_much_memory_takes_several_calls(limit: str, calls: list
     seen = torch.cat((torch.zeros(60, 30, dtype=torch.bool), seen), 1)
     seen[:4, :30] = True  # the first document has many keys
     if limit == "documents":
-        monkeypatch.setattr(flash_varlen, "FEW", 3)
+        monkeypatch.setattr(flash_varlen, "MIN_DOCUMENTS", 3)
     else:
-        monkeypatch.setattr(cuda_attention, "EXPANDED", 60 * 2 * 4 * HEAD * 8)
+        monkeypatch.setattr(cuda_attention, "MAX_EXPANDED_BYTES", 60 * 2 * 4 * HEAD * 8)
     check_mask(bias_of(seen))
     assert len(calls) == 1 and len(counts) > 1
     assert all(documents <= 3 for documents, _ in counts) if limit == "documents" else all(keys <= 60 for _, keys in counts)
@@ -139,9 +139,9 @@ FAULTS = [(refuses, None), (turned_sums, None), (other_documents, None), (anothe
 @pytest.mark.parametrize(("fault", "back"), FAULTS, ids=lambda fault: getattr(fault, "__name__", "-"))
 def test_kernels_that_differ_are_not_called(fault: Any, back: Any, calls: list[Call]) -> None:
     """Documents are then taken apart: what a device's kernels do is tried on a few rows, once."""
-    with wrong(flash_varlen.keeps_apart, stand_in, ("flash", "flash_backward"), fault, back):
+    with wrong(flash_varlen.separates_documents, stand_in, ("flash", "flash_backward"), fault, back):
         check_mask(bias_of(seen_by(STARTS, LENGTH)))
-        assert not flash_varlen.keeps_apart(CPU, torch.float64, HEAD)
+        assert not flash_varlen.separates_documents(CPU, torch.float64, HEAD)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.4])
@@ -149,7 +149,7 @@ def test_a_scale_that_turns_scores_around_takes_them_apart(scale: float, calls: 
     """Flash attention seeks the greatest score before it scales."""
     heads, mask = drawn(1, LENGTH, LENGTH), bias_of(seen_by(STARTS, LENGTH))
     truth = plain_attention.forward(*heads, mask, False, scale)
-    torch.testing.assert_close(attention.forward(*heads, as_mask(mask), None, None, scale=scale), truth)
+    torch.testing.assert_close(chunk_attention.forward(*heads, as_mask(mask), None, None, scale=scale), truth)
     assert not calls
 
 
@@ -165,7 +165,7 @@ def test_attention_by_pieces_is_attention(mask: Tensor, groups: int, seed: int) 
 
 
 def kinds(seen: Tensor) -> list[tuple[TileKind, int | None]]:
-    pieces = pieces_of(bias_of(seen)[:, 0], 1, packs=True)
+    pieces = tiles_of_mask(bias_of(seen)[:, 0], 1, packs_documents=True)
     return [(piece.kind, None if piece.documents is None else len(piece.documents.rows) - 1) for piece in pieces]
 
 
@@ -187,7 +187,7 @@ NOT_ONE = {"two windows": (ONE, seen_by([0], 30, left=4)), "a document of more k
 @pytest.mark.parametrize("name", NOT_ONE)
 def test_what_is_not_one_call(name: str, calls: list[Call]) -> None:
     mask = bias_of(torch.block_diag(*(seen.int() for seen in NOT_ONE[name])).bool())
-    assert len(pieces_of(mask[:, 0], 1, packs=True)) > 1
+    assert len(tiles_of_mask(mask[:, 0], 1, packs_documents=True)) > 1
     check_mask(mask)
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.kernels import attention, cuda_attention, efficient_bottom_right, flash_window, sdpa
-from streamfx.kernels.plain_attention import LAST
+from streamfx.kernels import chunk_attention, cuda_attention, efficient_bottom_right, flash_window, sdpa
+from streamfx.kernels.plain_attention import BOTTOM_RIGHT
 from tests.support.cuda_kernels import Heads, another_gradient, check, drawn, in_their_place, noted, refuses, wrong
 from tests.support.cuda_reading import plain
 from tests.support.tracing import compare_function, traced
@@ -132,29 +132,36 @@ def test_what_ours_do_not_do_is_left_to_their_kernels(name: str, half: None) -> 
 def test_a_chunk_takes_one_call(width: int, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a kernel whose causal mask ends at the last row and key; nothing is merged or joined."""
     calls = noted(monkeypatch, flash_window, "forward", lambda query, key, *_: (query.shape[2], key.shape[2]))
-    monkeypatch.setattr(attention, "_merge", None)
+    monkeypatch.setattr(chunk_attention, "_merge", None)
     q, k, v = drawn(2, 21, 21, width=width)
     with in_their_place(half):
         sdpa.KERNELS["cpu"] = sdpa.KERNELS["cpu"]._replace(forward=flash_window.forward)
         for start, stop in ((0, 8), (8, 16), (16, 21), (20, 21)):
             heads = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
-            check(attention, heads, (None, start, (None, 0)), (None, LAST, None))
+            check(chunk_attention, heads, (None, start, (None, 0)), (None, BOTTOM_RIGHT, None))
     assert calls == [(8, 8), (8, 16), (5, 21), (1, 21)]
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "causal"), [(8, 40, LAST), (8, 40, False), (1, 9, LAST), (8, 13, LAST), (20, 21, False)]
+    ("rows", "keys", "causal"),
+    [(8, 40, BOTTOM_RIGHT), (8, 40, False), (1, 9, BOTTOM_RIGHT), (8, 13, BOTTOM_RIGHT), (20, 21, False)],
 )
 def test_many_keys_take_several_calls(rows: int, keys: int, causal: Any, half: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where heads share keys, the kernel makes the gradients of all heads before it adds them up."""
     calls = noted(monkeypatch, cuda_attention, "_flash_block", lambda *given: given[2].shape[2])
     heads = drawn(2, rows, keys)
-    monkeypatch.setattr(cuda_attention, "EXPANDED", 6 * 2 * heads[0][:, :, 0].nbytes)
+    monkeypatch.setattr(cuda_attention, "MAX_EXPANDED_BYTES", 6 * 2 * heads[0][:, :, 0].nbytes)
     check(cuda_attention, heads, (None, causal, None), (None, causal, None))
     assert sum(calls) == keys and len(calls) >= 1 + (keys > rows + 6) and max(calls) <= max(6, rows) + rows
 
 
-BLOCKED = [(4, 4, True, 26, 26), (4, 2, LAST, 17, 30), (4, 1, LAST, 9, 40), (1, 1, LAST, 26, 26), (4, 2, False, 26, 19)]
+BLOCKED = [
+    (4, 4, True, 26, 26),
+    (4, 2, BOTTOM_RIGHT, 17, 30),
+    (4, 1, BOTTOM_RIGHT, 9, 40),
+    (1, 1, BOTTOM_RIGHT, 26, 26),
+    (4, 2, False, 26, 19),
+]
 
 
 @pytest.mark.parametrize(("count", "groups", "causal", "rows", "keys"), BLOCKED)
@@ -163,7 +170,7 @@ def test_many_rows_take_several_calls(
 ) -> None:
     """The kernel sums the queries' gradient in single precision, and makes that of keys for all heads: those of a block alone."""
     calls = noted(monkeypatch, cuda_attention, "_flash_block", lambda *given: (*given[1].shape[1:3], given[2].shape[2]))
-    monkeypatch.setattr(cuda_attention, "ACCUMULATED", 2 * (count // groups) * 8 * (1 + HEAD) * 4)
+    monkeypatch.setattr(cuda_attention, "MAX_ACCUMULATOR_BYTES", 2 * (count // groups) * 8 * (1 + HEAD) * 4)
     check(cuda_attention, drawn(2, rows, keys, count, groups), (None, causal, None), (None, causal, None))
     assert len(calls) > 1 and all(own == count // groups and size <= 8 and seen <= 16 for own, size, seen in calls)
     pairs = sum(size * seen for _, size, seen in calls) // groups
@@ -196,7 +203,7 @@ def bands(rows: int, keys: int, low: int, high: int = 0) -> Tensor:
 def check_window(heads: Heads, low: int | None, high: int = 0) -> None:
     rows, keys = heads[0].shape[2], heads[1].shape[2]
     bias = bands(rows, keys, -keys if low is None else low, high)
-    check(attention, heads, (None, keys - rows, (low, high)), (bias, False, None))
+    check(chunk_attention, heads, (None, keys - rows, (low, high)), (bias, False, None))
 
 
 @pytest.mark.parametrize(("rows", "keys", "left"), [(8, 12, 4), (1, 5, 4), (1, 1, 0), (5, 11, 0), (3, 9, 8), (3, 9, 1 << 40)])
@@ -228,16 +235,16 @@ def test_kernels_that_end_elsewhere_are_not_called(fault: Any, back: Any, left: 
     heads = drawn(1, 5, 9, groups=4)
     with (
         in_their_place(half=False),
-        wrong(efficient_bottom_right.hides, efficient_bottom_right, ("forward", "backward"), fault, back),
+        wrong(efficient_bottom_right.masks_correctly, efficient_bottom_right, ("forward", "backward"), fault, back),
     ):
         is_right = fault is one_key_more and left is None
-        assert efficient_bottom_right.hides(heads[0].device, heads[0].dtype, HEAD, left is not None) == is_right
+        assert efficient_bottom_right.masks_correctly(heads[0].device, heads[0].dtype, HEAD, left is not None) == is_right
         check_window(heads, left)
 
 
 @pytest.mark.parametrize(("fault", "back"), [FAULTS[0], *FAULTS[2:]], ids=lambda fault: getattr(fault, "__name__", "-"))
 def test_kernels_that_do_not_hide_are_not_called(fault: Any, back: Any, half: None) -> None:
     heads = drawn(1, 5, 9, groups=4)
-    with wrong(flash_window.hides, flash_window, ("_flash", "_flash_backward"), fault, back):
-        assert not flash_window.hides(heads[0].device, heads[0].dtype, HEAD)
+    with wrong(flash_window.masks_correctly, flash_window, ("_flash", "_flash_backward"), fault, back):
+        assert not flash_window.masks_correctly(heads[0].device, heads[0].dtype, HEAD)
         check_window(heads, -2)

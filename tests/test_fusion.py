@@ -13,7 +13,7 @@ from torch import Tensor
 from streamfx.cost.kernels import kernel_of
 from streamfx.cost.meter import Meter
 from streamfx.cost.work import ATTENTION, Work, summed
-from streamfx.kernels.device_kinds import supposed
+from streamfx.kernels.device_kinds import pretend_device
 from streamfx.tools.planner.devices import device_called
 from streamfx.torch_private import FakeTensorMode
 
@@ -84,7 +84,7 @@ def test_bytes_and_kernels(what: str) -> None:
     ],
 )
 def test_attention_is_counted_by_its_kernel(device: str, name: str, masked: bool, width: int, kernel: str) -> None:
-    with FakeTensorMode(), supposed(device_called(device).kind):
+    with FakeTensorMode(), pretend_device(device_called(device).kind):
         heads = torch.empty(1, 4, 256, width, dtype=torch.bfloat16)
         given = {"query": heads, "key": heads, "value": heads, "attn_mask": torch.empty(256, 256) if masked else None}
         assert kernel_of(name, given) == kernel

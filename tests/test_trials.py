@@ -29,7 +29,7 @@ for line in sys.stdin:
 """
 
 
-@kernel_selftest.isolated("even numbers")
+@kernel_selftest.selftest("even numbers")
 def even(device: torch.device, number: int) -> bool:
     print("what a library has to say")
     errors = {
@@ -57,29 +57,29 @@ def asked(child: Child, number: int) -> Outcome:
 def test_a_crash_ends_the_child_and_nothing_else(child: Child) -> None:
     assert asked(child, 4) == (True, "", True)
     first = child._process
-    assert asked(child, 6).is_right and child._process is first
+    assert asked(child, 6).is_correct and child._process is first
     for number, why in ((-11, "code -11"), (1, "illegal memory access")):
         crash = asked(child, number)
-        assert not crash.is_right and why in crash.why and not crash.lasts
-    assert asked(child, 4).is_right and child._process is not first
+        assert not crash.is_correct and why in crash.reason and not crash.is_permanent
+    assert asked(child, 4).is_correct and child._process is not first
 
 
 ODD = {  # what a child does with its first question, and what is said of it
     "print('null', flush=True)": "gave an answer that cannot be read",
     "print('[' * 100000, flush=True)": "gave an answer that cannot be read",
-    "subprocess.Popen(['sleep', '60']); time.sleep(60)": "said nothing for 1 s",
+    "subprocess.Popen(['sleep', '60']); time.sleep(60)": "gave no answer for 1 s",
     "os.write(2, b'\\xff'); sys.exit(3)": "ended with code 3 (\ufffd)",
-    "os.close(1); time.sleep(60)": "closed its answers, and has not ended in 1 s",
+    "os.close(1); time.sleep(60)": "closed its output, and has not ended in 1 s",
 }
 
 
 @pytest.mark.parametrize("does", ODD)
 def test_whatever_a_child_does_is_an_outcome(does: str, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_selftest, "LONGEST", 1)
-    monkeypatch.setattr(kernel_selftest, "ENDING", 1)
+    monkeypatch.setattr(kernel_selftest, "TEST_SECONDS", 1)
+    monkeypatch.setattr(kernel_selftest, "EXIT_SECONDS", 1)
     child.command = [sys.executable, "-c", f"import os, subprocess, sys, time; sys.stdin.readline(); {does}"]
     begun = time.monotonic()
-    assert asked(child, 4) == (False, f"the process that tried them {ODD[does]}", False)
+    assert asked(child, 4) == (False, f"the process that tested them {ODD[does]}", False)
     assert time.monotonic() - begun < 20 and child._process is None
 
 
@@ -88,7 +88,7 @@ def test_a_real_child_answers_one_question_after_the_other(child: Child) -> None
     child.command = Child().command
     for number, outcome in {
         4: (True, "", True),
-        5: (False, "they give other numbers than plain operators do", True),
+        5: (False, "their results differ from those of plain operators", True),
         7: (False, "they do not run (RuntimeError: there is no such kernel)", True),
         -2: (False, "they do not run (OutOfMemoryError: no room)", False),
         -3: (False, "they do not run (RuntimeError: Triton Error [CUDA]: out of memory)", False),

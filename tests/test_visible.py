@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from streamfx.kernels import attention, mask_programs, plain_attention
+from streamfx.kernels import chunk_attention, mask_programs, plain_attention
 from streamfx.kernels.mask_programs import Mask, MaskProgram
-from streamfx.kernels.mask_tiles import MaskTile, SeenIntervals, TileKind, numbers_of, pieces_in, pieces_of
+from streamfx.kernels.mask_tiles import MaskTile, TileKind, VisibleIntervals, tiles_of_intervals, tiles_of_mask, visible_intervals
 from tests.support.small import Padded
 from tests.support.tracing import compare_function
 
@@ -61,7 +61,7 @@ def cells(piece: MaskTile, mask: Tensor) -> Tensor:
     seen = torch.zeros_like(part)
     if piece.documents is not None:
         heads = [part.new_zeros(1, 1, size, 1) for size in part.shape[-2:]]
-        seen += plain_attention.triangle(heads[0], heads[1], piece.documents)[0]
+        seen += plain_attention.causal_bias(heads[0], heads[1], piece.documents)[0]
     if piece.kind is TileKind.CAUSAL:
         rows, keys = part.shape[-2:]
         seen.masked_fill_(torch.ones(rows, keys, dtype=torch.bool).triu(keys - rows + 1), -INF)
@@ -73,7 +73,7 @@ def test_pieces_are_the_mask(mask: Tensor, packs: bool) -> None:
     """Put together they hide what it hides; each row is in one piece. Documents are one, where they may be."""
     batch, hidden = mask.shape[0], mask <= LOWEST
     made, times = torch.full_like(mask, -INF), torch.zeros(mask.shape[:2])
-    for piece in pieces_of(mask, batch, packs=packs):
+    for piece in tiles_of_mask(mask, batch, packs_documents=packs):
         made[slice(*piece.batch), slice(*piece.rows), slice(*piece.keys)] = cells(piece, mask)
         times[slice(*piece.batch), slice(*piece.rows)] += 1
     assert (times == 1).all()
@@ -86,22 +86,22 @@ def test_a_mask_that_is_alike_along_a_dimension_is_looked_at_once_along_it(shape
     for value in (0.0, -INF, 0.5):
         mask = torch.zeros(shape)
         mask[..., mask.shape[-1] // 2] = value
-        seen = SeenIntervals(numbers_of(mask, True), mask.shape[2])
-        assert pieces_in(seen, 2, 7, 9, packs=False) == pieces_of(mask.expand(-1, 7, 9), 2)
+        seen = VisibleIntervals(visible_intervals(mask, True), mask.shape[2])
+        assert tiles_of_intervals(seen, 2, 7, 9, packs_documents=False) == tiles_of_mask(mask.expand(-1, 7, 9), 2)
 
 
 def test_only_minus_infinity_hides_large_scores() -> None:
     """Beside scores that may be as large, a huge number is something that is added."""
     mask = torch.zeros(1, 8, 8, dtype=torch.float64).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -1e35)
-    assert {piece.kind for piece in pieces_of(mask, 1)} == {TileKind.CAUSAL}
-    assert {piece.kind for piece in pieces_of(mask, 1, finite_hides=False)} == {TileKind.MIXED}
+    assert {piece.kind for piece in tiles_of_mask(mask, 1)} == {TileKind.CAUSAL}
+    assert {piece.kind for piece in tiles_of_mask(mask, 1, finite_hides=False)} == {TileKind.MIXED}
 
 
 def test_a_row_that_sees_hardly_more_than_what_is_hidden_keeps_all_keys() -> None:
     """In float16, exp(-29984 + 30000) is a share that counts, and products lift one above the other."""
     mask = torch.tensor([[-29984.0, -30000.0, -30000.0], [0.0, 0.0, -30000.0]], dtype=torch.float16)
-    assert [piece.keys for piece in pieces_of(mask[None, :1], 1)] == [(0, 3)]
-    assert [piece.keys for piece in pieces_of(mask[None, 1:], 1)] == [(0, 2)]
+    assert [piece.keys for piece in tiles_of_mask(mask[None, :1], 1)] == [(0, 3)]
+    assert [piece.keys for piece in tiles_of_mask(mask[None, 1:], 1)] == [(0, 2)]
 
 
 def as_mask(dense: Tensor) -> Mask:
@@ -118,11 +118,11 @@ def test_attention_by_pieces_is_attention(mask: Tensor, seed: int) -> None:
     q, gradient = (torch.randn(batch, 4, rows, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(batch, 2, keys, 8, dtype=torch.float64) for _ in range(2))
     dense = mask[:, None]
-    out, lse = attention.forward(q, k, v, dense, None, None)
-    own = attention.forward(q, k, v, as_mask(dense), None, None)
+    out, lse = chunk_attention.forward(q, k, v, dense, None, None)
+    own = chunk_attention.forward(q, k, v, as_mask(dense), None, None)
     torch.testing.assert_close(own, (out, lse), rtol=1e-12, atol=1e-12)
-    expected = attention.backward(gradient, q, k, v, out, lse, dense, None, None)
-    found = attention.backward(gradient, q, k, v, *own, as_mask(dense), None, None)
+    expected = chunk_attention.backward(gradient, q, k, v, out, lse, dense, None, None)
+    found = chunk_attention.backward(gradient, q, k, v, *own, as_mask(dense), None, None)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -150,7 +150,7 @@ def test_a_mask_is_looked_at_once_per_chunk(bodies: str) -> None:
     """Not in each of three layers, nor again in the backward half."""
     steps, keep = Steps(bodies), torch.ones(2, 64, dtype=torch.bool)
     for _ in range(2):
-        with mock.patch.object(mask_programs, "numbers_of", side_effect=numbers_of) as looked_at:
+        with mock.patch.object(mask_programs, "visible_intervals", side_effect=visible_intervals) as looked_at:
             steps.same(keep)
         assert looked_at.call_count == 4
 
@@ -203,8 +203,8 @@ def test_rows_that_see_no_key_go_back_in_other_chunks_than_forth(chunk: int) -> 
         stop = min(start + chunk, 8)
         keys = slice(0, max(stop - 4, 0))
         own = query[:, :, start:stop], key[:, :, keys], value[:, :, keys]
-        parts.append(attention.forward(*own, None, start - 4, (None, 0)))
+        parts.append(chunk_attention.forward(*own, None, start - 4, (None, 0)))
     out, lse = (torch.cat(made, 2) for made in zip(*parts, strict=True))
-    found = attention.backward(gradient, query, key, value, out, lse, None, -4, (None, 0))
+    found = chunk_attention.backward(gradient, query, key, value, out, lse, None, -4, (None, 0))
     for one, other in zip(found, truth, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)

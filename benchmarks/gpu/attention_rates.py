@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu.measures import Finding, distance, seconds
 from benchmarks.gpu.place import Place
-from streamfx.kernels import attention, sdpa
+from streamfx.kernels import chunk_attention, sdpa
 
 aten = torch.ops.aten
 HEADS, GROUPS, WIDTH, CHUNKS = 32, 8, 128, (4096, 2048, 8192)  # Qwen3-8B's and Llama-3.1-8B's; rows of a chunk
@@ -158,8 +158,8 @@ def _fused_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
 
 
 def _runtime_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
-    return attention.forward(q, k, v, None, k.shape[2] - q.shape[2], (None, 0))
+    return chunk_attention.forward(q, k, v, None, k.shape[2] - q.shape[2], (None, 0))
 
 
 def _runtime_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Any) -> tuple[Tensor, ...]:
-    return attention.backward(g, q, k, v, out, lse, None, k.shape[2] - q.shape[2], (None, 0))
+    return chunk_attention.backward(g, q, k, v, out, lse, None, k.shape[2] - q.shape[2], (None, 0))

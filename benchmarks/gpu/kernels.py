@@ -12,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.gpu.measures import Finding, distance, is_off, seconds
 from benchmarks.gpu.place import Place
-from streamfx.kernels import attention, sdpa
-from streamfx.kernels.attention import Window
+from streamfx.kernels import chunk_attention, sdpa
+from streamfx.kernels.chunk_attention import Window
 from streamfx.kernels.mask_programs import Mask, MaskProgram
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -95,7 +95,7 @@ def one_call_against_pieces(place: Place) -> Iterator[Finding]:
         both_passes((query, key, value, gradient), (mask, None, None))
 
     one = seconds(place, run)
-    with mock.patch.object(sdpa, "takes_documents", return_value=False):
+    with mock.patch.object(sdpa, "supports_documents", return_value=False):
         several = seconds(place, run)
     yield Finding(f"{rows} rows", {"one call ms": 1e3 * one, "a call for each document ms": 1e3 * several})
 
@@ -161,5 +161,5 @@ def _eager(drawn: Sequence[Tensor], seen: Tensor) -> list[Tensor]:
 def both_passes(drawn: Sequence[Tensor], how: How) -> list[Tensor]:
     """The runtime's result and gradients, of queries, keys, values and the result's gradient."""
     query, key, value, gradient = drawn
-    out, lse = attention.forward(query, key, value, *how)
-    return [out, *attention.backward(gradient, query, key, value, out, lse, *how)]
+    out, lse = chunk_attention.forward(query, key, value, *how)
+    return [out, *chunk_attention.backward(gradient, query, key, value, out, lse, *how)]

@@ -29,13 +29,13 @@ def _add_product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, .
 
 def _add_embedding_rows(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Return the call that adds rows of an embedding's gradient to an accumulator."""
-    return accumulate.add_looked_up, (*builder.operands(node), builder.scalar_argument(node.args[3]))
+    return accumulate.add_embedding_gradient, (*builder.operands(node), builder.scalar_argument(node.args[3]))
 
 
 def _put_rows(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Return the call that writes rows by index into an accumulator."""
     _, index, rows = builder.operands(node)
-    return accumulate.put, (node.args[1], index, rows)
+    return accumulate.scatter_rows, (node.args[1], index, rows)
 
 
 def _add_outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:

@@ -261,7 +261,7 @@ class BodyBuilder(BodyInputs):
             self.buffers[index] = replace(self.buffers[index], of_one=dtype)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
         lowering = ACCUMULATING_LOWERINGS.get(node.target)
-        add, arguments = lowering(self, node) if lowering else (accumulate.add, (self.value(node), self.is_first_chunk()))
+        add, arguments = lowering(self, node) if lowering else (accumulate.add_part, (self.value(node), self.is_first_chunk()))
         self.graph.call_function(add, (total, *arguments))
         self.symbols |= free_symbols([divisor])
         return BufferOutput(index, dtype, divisor)

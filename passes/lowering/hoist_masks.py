@@ -20,8 +20,8 @@ from streamfx.ir.joint import saved_values
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import Broadcast, ChunkSlice, LoopSpec, Number, Program
 from streamfx.ir.structural_hash import structure
-from streamfx.kernels.attention import backward as attention_backward
-from streamfx.kernels.attention import forward as attention_forward
+from streamfx.kernels.chunk_attention import backward as attention_backward
+from streamfx.kernels.chunk_attention import forward as attention_forward
 from streamfx.kernels.mask_programs import MaskProgram
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_random

@@ -14,8 +14,8 @@ from streamfx.ir.program import ShiftedRows
 from streamfx.ir.signature import SingleRow
 from streamfx.ir.sizes import Size, is_at_least
 from streamfx.kernels import window_ops
-from streamfx.kernels.attention import backward as attention_backward
-from streamfx.kernels.attention import forward as attention_forward
+from streamfx.kernels.chunk_attention import backward as attention_backward
+from streamfx.kernels.chunk_attention import forward as attention_forward
 from streamfx.kernels.grouped_mm import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import REDUCED, VALUE

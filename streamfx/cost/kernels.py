@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamfx.kernels import cuda_attention, cuda_cudnn
-from streamfx.kernels.device_kinds import kind_of
+from streamfx.kernels.device_kinds import device_kind
 
 CUDNN, FLASH = "cudnn", "flash"
 
@@ -26,11 +26,11 @@ def kernel_of(name: str, arguments: Mapping[str, Any]) -> str:
         if name.startswith(f"aten::_scaled_dot_product_{kernel}") and "for_cpu" not in name:
             return kernel
     query, key, value = (arguments[operand] for operand in ("query", "key", "value"))
-    if kind_of(query.device).type != "cuda" or name.startswith("aten::_scaled_dot_product_efficient"):
+    if device_kind(query.device).type != "cuda" or name.startswith("aten::_scaled_dot_product_efficient"):
         return ""
     if name.startswith("streamfx::") and arguments.get("attn_mask") is not None:
         return ""
     scale = arguments.get("scale")
-    if "left" not in arguments and cuda_cudnn.takes_parts(query, key, value, scale):
+    if "left" not in arguments and cuda_cudnn.supports_past_and_diagonal(query, key, value, scale):
         return CUDNN
-    return FLASH if cuda_attention.takes_flash(query, value, scale) else ""
+    return FLASH if cuda_attention.flash_supports(query, value, scale) else ""

@@ -29,7 +29,7 @@ from streamfx.cost.max_rows import run_with_max_rows
 from streamfx.cost.nested_tensors import tensors_in
 from streamfx.cost.work import Work
 from streamfx.cost.workspaces import TRACED_OPERATORS, allocation_size, workspace_of
-from streamfx.kernels.device_kinds import DeviceKind, kind_of
+from streamfx.kernels.device_kinds import DeviceKind, device_kind
 from streamfx.runtime.offload import from_host, to_host
 from streamfx.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode
 
@@ -263,7 +263,7 @@ def traced_workspace(target: OpOverload, args: Sequence[Any], kwargs: Mapping[st
     """Return the workspace of an operator that calls other operators: their peak bytes, except its operands and results."""
     arguments = arguments_by_name(target, args, kwargs)
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
-    return _cached_workspace(target, tuple((name, _layout_of(value)) for name, value in arguments.items()), kind_of(device))
+    return _cached_workspace(target, tuple((name, _layout_of(value)) for name, value in arguments.items()), device_kind(device))
 
 
 class _TensorLayout(NamedTuple):

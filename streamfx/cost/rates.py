@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from streamfx.kernels.device_kinds import kind_of
+from streamfx.kernels.device_kinds import device_kind
 
 
 @dataclass(frozen=True)
@@ -32,4 +32,4 @@ CUDA = Rates(flops=5e14, bandwidth=2e12, launch=5e-6, tokens=2048)  # for 16-bit
 
 def rates_of(device: torch.device) -> Rates:
     """Return the speeds of a device's kind."""
-    return CPU if kind_of(device).type == "cpu" else CUDA
+    return CPU if device_kind(device).type == "cpu" else CUDA

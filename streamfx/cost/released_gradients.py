@@ -16,9 +16,9 @@ from streamfx.cost.categories import GRADIENTS
 from streamfx.cost.gradient_copies import needs_no_copy
 from streamfx.cost.meter import Delta, Meter
 from streamfx.ir.release_plan import ReleaseSegment
-from streamfx.kernels.mask_programs import looking
+from streamfx.kernels.mask_programs import use_mask_cache
 from streamfx.runtime.expanded_segments import Stretches, stretches_of
-from streamfx.runtime.outer import call_of, found_before
+from streamfx.runtime.outer import call_of, mask_cache_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def run_in_segments(
     `inputs` are the inputs of the forward graph.
     """
     results: dict[int, Any] = {}
-    with looking(found_before(arguments)):
+    with use_mask_cache(mask_cache_of(arguments)):
         run = _segments_of(backward, released)(arguments, results)
         next(run)
         for segment_index, _ in enumerate(run):

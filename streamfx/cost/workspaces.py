@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamfx.cost.flops import arguments_by_name
 from streamfx.kernels import cuda_attention, flash_varlen, flash_window, grouped_mm, sdpa
-from streamfx.kernels.device_kinds import kind_of
+from streamfx.kernels.device_kinds import device_kind
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ Arguments = Mapping[str, Any]
 
 def allocation_size(size: int, device: torch.device) -> int:
     """Return the device memory that an allocation of `size` bytes takes."""
-    return size if kind_of(device).type == "cpu" else -(-size // ALLOCATION_BLOCK) * ALLOCATION_BLOCK
+    return size if device_kind(device).type == "cpu" else -(-size // ALLOCATION_BLOCK) * ALLOCATION_BLOCK
 
 
 def workspace_of(target: Any, args: Any, kwargs: Any) -> int:
@@ -37,7 +37,7 @@ def workspace_of(target: Any, args: Any, kwargs: Any) -> int:
         return 0
     arguments = arguments_by_name(target, args, kwargs)
     first_tensor: Tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
-    return 0 if kind_of(first_tensor.device).type == "cpu" else formula(arguments)
+    return 0 if device_kind(first_tensor.device).type == "cpu" else formula(arguments)
 
 
 def _flash_backward(arguments: Arguments) -> int:
@@ -71,7 +71,7 @@ def _flash_rows_backward(arguments: Arguments) -> int:
     if arguments["cum_seq_q"] is None:
         return _flash_backward({name: value.transpose(1, 2) for name, value in operands.items()})
     _, heads, width = operands["query"].shape
-    padding_rows = flash_varlen.MARGIN * (len(arguments["cum_seq_q"]) - 1)
+    padding_rows = flash_varlen.PADDING_ROWS * (len(arguments["cum_seq_q"]) - 1)
     unpadded = _flash_backward({name: value.transpose(0, 1)[None] for name, value in operands.items()})
     return unpadded + heads * padding_rows * (1 + _round_up(width, 32 if width <= 128 else 64)) * BYTES_PER_FLOAT32
 
@@ -83,7 +83,7 @@ def _efficient_rows_backward(arguments: Arguments) -> int:
 
 def _window_backward(arguments: Arguments) -> int:
     """Return the workspace of flash attention, or of the memory-efficient kernel, as `flash_window.py` chooses."""
-    is_flash = cuda_attention.takes_flash(arguments["query"], arguments["value"], arguments.get("scale"))
+    is_flash = cuda_attention.flash_supports(arguments["query"], arguments["value"], arguments.get("scale"))
     return _flash_backward(arguments) if is_flash else _efficient_backward(arguments)
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from streamfx.kernels.cuda_products import ADD_PRODUCT
-from streamfx.kernels.device_kinds import kind_of
+from streamfx.kernels.device_kinds import device_kind
 
 aten = torch.ops.aten
 
 
-def add(total: Tensor, part: Tensor, is_first: bool) -> None:
+def add_part(total: Tensor, part: Tensor, is_first: bool) -> None:
     """Add `part` to `total` in place; the dtypes may differ.
 
-    Complex tensors are added as pairs of real numbers: a scale factor, even of one, would mix real and imaginary
-    parts.
+    Complex tensors are added as pairs of real numbers, because an addition with a scale factor, even of one, would mix
+    real and imaginary parts: inf * (1 + 0i) has a nan.
     """
     if total.is_complex():
         total, part = torch.view_as_real(total), torch.view_as_real(part.to(total.dtype).resolve_conj())
@@ -30,7 +30,7 @@ def add(total: Tensor, part: Tensor, is_first: bool) -> None:
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
     """total [.. m n] += left [.. m k] @ right [.. k n], as one matrix product that is rounded once, to the dtype of the total."""
-    if total.dtype != left.dtype and kind_of(left.device).type == "cuda":
+    if total.dtype != left.dtype and device_kind(left.device).type == "cuda":
         ADD_PRODUCT(total, left, right, is_first)
         return
     left, right = left.to(total.dtype), right.to(total.dtype)
@@ -41,8 +41,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> N
         (torch.addmm if is_matrix else torch.baddbmm)(total, left, right, out=total)
 
 
-def add_looked_up(total: Tensor, gradient: Tensor, index: Tensor, padding: int) -> None:
-    """Accumulate the gradient of an embedding: rows of `gradient` [..., d] go to the rows `index` [...] of total [v d].
+def add_embedding_gradient(total: Tensor, gradient: Tensor, index: Tensor, padding: int) -> None:
+    """Add the gradient of an embedding: rows of `gradient` [..., d] to the rows `index` [...] of total [v d], in place.
 
     If an index equals `padding`, its row gets no gradient.
     """
@@ -53,6 +53,6 @@ def add_looked_up(total: Tensor, gradient: Tensor, index: Tensor, padding: int) 
     total.index_add_(0, indices, row_gradients)
 
 
-def put(total: Tensor, dim: int, index: Tensor, rows: Tensor) -> None:
+def scatter_rows(total: Tensor, dim: int, index: Tensor, rows: Tensor) -> None:
     """Scatter `rows` into positions of `total` that no other chunk writes."""
     total.scatter_(dim, index, rows.to(total.dtype))

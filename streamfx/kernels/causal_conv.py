@@ -1,8 +1,7 @@
-"""The causal-conv1d package's operators, with the last w - 1 rows as a state.
+"""The causal-conv1d package's operators on a chunk, with the last w - 1 rows before it as a state.
 
-A chunk's rows are appended to the state that they see.
-
-The package's own states require a channels-last layout. Concatenating the state and the rows works for every layout.
+The chunk's rows are appended to the state. (The package has states itself, but requires a channels-last layout for them.
+Concatenation works for every layout.)
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from torch.nn.functional import pad
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Convolve x [b d t] with weight [d w], and return the output and the state [b d (w - 1)] after x.
+    """Convolve x [b d t] with weight [d w]; return the output, and the state [b d (w - 1)] after x.
 
-    If `first`, the state before x, is given, it is prepended to x.
+    `first` is the state before x; if None, x begins the sequence.
     """
     seen = x if first is None else torch.cat((first, x), 2)
     out, width = torch.empty_like(seen), weight.shape[1] - 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from streamfx.kernels import cuda_cudnn, layouts
 from streamfx.kernels.cuda_blocks import TileSizes, gradients
-from streamfx.kernels.device_kinds import kind_of
+from streamfx.kernels.device_kinds import device_kind
 from streamfx.kernels.plain_attention import Causal, for_all_heads, for_groups
 
 aten = torch.ops.aten
@@ -22,8 +22,8 @@ aten = torch.ops.aten
 FLASH_TYPES = {torch.float16, torch.bfloat16}  # flash_api.cpp: mha_fwd
 TYPES = {torch.float32, torch.float16, torch.bfloat16}  # gemm_kernel_utils.h: DISPATCH_TYPES
 BIAS_ALIGNMENT = 16  # elements: attention.cpp: pad_bias
-EXPANDED = 1 << 30  # bytes: limit for the gradients of keys and values, expanded to all query heads
-ACCUMULATED = 1 << 29  # bytes: limit for the accumulator of the queries' gradients
+MAX_EXPANDED_BYTES = 1 << 30  # bytes: limit for the gradients of keys and values, expanded to all query heads
+MAX_ACCUMULATOR_BYTES = 1 << 29  # bytes: limit for the accumulator of the queries' gradients
 LSE_ALIGNMENT = 32  # rows: kernel_forward.h: kAlignLSE; the backward reads this many at once
 
 
@@ -31,14 +31,14 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output [b h m e] and log-sum-exp [b h m]."""
-    query, key, value, scale = readable(query, key, value, scale)
-    if cuda_cudnn.takes(query, key, value, bias, causal, scale):
+    query, key, value, scale = to_kernel_layout(query, key, value, scale)
+    if cuda_cudnn.supports(query, key, value, bias, causal, scale):
         return cuda_cudnn.forward(query, key, value, causal, scale)
     if is_flash(query, key, value, bias, causal, scale):
         result = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, bool(causal), False, scale=scale)
         return result[0], result[1]
     key, value = (for_all_heads(item, query) for item in (key, value))  # attention.cu: requires equal head counts
-    bias = _readable_bias(bias, query, key)
+    bias = _padded_bias(bias, query, key)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, bool(causal), scale=scale)
     return out, lse[:, :, : query.shape[2]]
 
@@ -55,41 +55,41 @@ def backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
-    query, key, value, scale = readable(query, key, value, scale)
-    gradient, out = readable_results(gradient, out, query)
-    if cuda_cudnn.takes(query, key, value, bias, causal, scale):
+    query, key, value, scale = to_kernel_layout(query, key, value, scale)
+    gradient, out = results_to_kernel_layout(gradient, out, query)
+    if cuda_cudnn.supports(query, key, value, bias, causal, scale):
         return gradients(cuda_cudnn.backward, (gradient, query, key, value, out, lse), causal, scale, sizes)
     if is_flash(query, key, value, bias, causal, scale):
         return _flash_backward(gradient, query, key, value, out, lse, causal, scale)
     return _efficient_backward(gradient, query, key, value, out, lse, bias, causal, scale)
 
 
-def are_there(query: Tensor) -> bool:
-    """Return whether the device has kernels for the query's dtype (sdp_utils.cpp: less_than_sm80_mem_efficient_dtypes)."""
-    return query.dtype != torch.bfloat16 or kind_of(query.device).capability[0] >= 8
+def has_kernels(query: Tensor) -> bool:
+    """Return whether the device's kernels support the query's dtype (sdp_utils.cpp: less_than_sm80_mem_efficient_dtypes)."""
+    return query.dtype != torch.bfloat16 or device_kind(query.device).capability[0] >= 8
 
 
 def is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> bool:
     """Return whether flash attention supports this call, by the rules of `sdp_utils.cpp: use_flash_attention`."""
     if causal is True and query.shape[2] != key.shape[2]:
         return False  # mask.h: aligns at the last query and key; all other kernels align at the first
-    return bias is None and takes_flash(query, value, scale)
+    return bias is None and flash_supports(query, value, scale)
 
 
-def takes_flash(query: Tensor, value: Tensor, scale: float | None) -> bool:
+def flash_supports(query: Tensor, value: Tensor, scale: float | None) -> bool:
     """Return whether flash attention supports these operands without a bias.
 
     Its causal mask is aligned at the bottom right.
     """
     if query.dtype not in FLASH_TYPES or (scale is not None and scale <= 0):
         return False  # softmax.h: the maximum is taken before scores are scaled
-    width, value_width = (item.shape[-1] + -item.shape[-1] % layouts.ALIGNED for item in (query, value))
+    width, value_width = (item.shape[-1] + -item.shape[-1] % layouts.ALIGNMENT for item in (query, value))
     return width == value_width <= flash_width(query.device)
 
 
 def flash_width(device: torch.device) -> int:
     """Return the widest head dimension for which flash attention has a backward, or 0 if it cannot run on the device."""
-    kind = kind_of(device)
+    kind = device_kind(device)
     major, minor = kind.capability
     if not kind.has_flash or major < 8:  # sdp_utils.cpp: check_flash_attention_hardware_support
         return 0
@@ -97,24 +97,26 @@ def flash_width(device: torch.device) -> int:
     return 192 if is_small else 256  # flash_api.cpp: mha_fwd
 
 
-def readable(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+def to_kernel_layout(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float | None]:
     """Pad heads to the width that the kernels load (sdp_utils.cpp: minimum_gemm_alignment), and align their addresses.
 
-    Zero columns do not change the scores. They change only the default scale, which depends on the width, so it is
-    fixed first.
+    Return (query, key, value, scale). Zero columns do not change the scores, but they change the default scale, which
+    depends on the width; so the scale is fixed before.
     """
-    if query.shape[-1] % layouts.ALIGNED:
+    if query.shape[-1] % layouts.ALIGNMENT:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-    query, key, value = (layouts.aligned(layouts.widened(item, layouts.ALIGNED)) for item in (query, key, value))
+    query, key, value = (layouts.aligned(layouts.padded_last(item, layouts.ALIGNMENT)) for item in (query, key, value))
     return query, key, value, scale
 
 
-def readable_results(gradient: Tensor, out: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert to the layout and dtype that the backward reads.
+def results_to_kernel_layout(gradient: Tensor, out: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert the output and its gradient to the layout and dtype that the backward kernels read; return (gradient, out).
 
     attention_backward.cu makes gradients contiguous, but misreads them if their dtype differs from the query's.
     """
-    gradient, out = (layouts.widened(item.to(query.dtype), layouts.ALIGNED) for item in (gradient, out))
+    gradient, out = (layouts.padded_last(item.to(query.dtype), layouts.ALIGNMENT) for item in (gradient, out))
     return layouts.aligned(gradient), out
 
 
@@ -162,26 +164,27 @@ def sizes(query: Tensor, key: Tensor) -> TileSizes:
 
 
 def _rows_at_once(query: Tensor) -> int:
-    """Return the number of rows per call that keeps the accumulator of the queries' gradients within ACCUMULATED."""
+    """Return the number of rows per call that keeps the accumulator of the queries' gradients within MAX_ACCUMULATOR_BYTES."""
     batch, heads, _, width = query.shape
     row_bytes = batch * heads * (1 + width) * 4  # flash_api.cpp: mha_bwd: softmax_d, dq_accum; cuDNN allocates the same
-    return max(_in_tiles(ACCUMULATED // row_bytes), 1)
+    return max(_in_tiles(MAX_ACCUMULATOR_BYTES // row_bytes), 1)
 
 
 def keys_at_once(query: Tensor, key: Tensor) -> int:
-    """Return the number of keys per call that keeps the expanded gradients within EXPANDED, or at least the rows of a
-    call.
+    """Return the number of keys per call that keeps the expanded gradients within MAX_EXPANDED_BYTES.
+
+    It is at least the number of rows of a call.
     """
     batch, heads, rows, width = query.shape
     if heads == key.shape[1]:
         return key.shape[2]
     row_bytes = 2 * batch * heads * width * query.element_size()  # flash_api.cpp: mha_bwd: dk_expanded, dv_expanded
-    return max(_in_tiles(EXPANDED // row_bytes), min(rows, _rows_at_once(query)))
+    return max(_in_tiles(MAX_EXPANDED_BYTES // row_bytes), min(rows, _rows_at_once(query)))
 
 
 def _in_tiles(size: int) -> int:
     """Round a number of rows down to full kernel tiles, unless it is less than one."""
-    return size // cuda_cudnn.MULTIPLE * cuda_cudnn.MULTIPLE or size
+    return size // cuda_cudnn.TILE_ROWS * cuda_cudnn.TILE_ROWS or size
 
 
 def _efficient_backward(
@@ -198,8 +201,8 @@ def _efficient_backward(
     """Return the gradients by memory-efficient attention, with keys and values repeated for all heads."""
     groups = key.shape[1]
     key, value = (for_all_heads(item, query) for item in (key, value))
-    bias, lse = _readable_bias(bias, query, key), readable_lse(lse)
-    out = layouts.by_rows(out)  # kernel_backward.h: o_strideM() is heads * width, whatever the strides are
+    bias, lse = _padded_bias(bias, query, key), padded_lse(lse)
+    out = layouts.rows_contiguous(out)  # kernel_backward.h: o_strideM() is heads * width, whatever the strides are
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     needs_gradient = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -208,7 +211,7 @@ def _efficient_backward(
     return dq, for_groups(dk, groups), for_groups(dv, groups)
 
 
-def _readable_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+def _padded_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Expand a bias to all heads (attention_backward.cu) and align its rows (kernel_backward.h: check_supported).
 
     The kernel reads 16 bytes at once (MatmulQK: BiasLoader), so the elements past the end of a row must be valid:
@@ -218,13 +221,13 @@ def _readable_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | 
         return None
     keys = key.shape[2]
     bias = bias.to(query.dtype).expand(*bias.shape[:-1], keys)
-    bias = layouts.aligned(layouts.widened(bias, BIAS_ALIGNMENT))[..., :keys]
+    bias = layouts.aligned(layouts.padded_last(bias, BIAS_ALIGNMENT))[..., :keys]
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], keys)
 
 
-def readable_lse(lse: Tensor) -> Tensor:
-    """Pad to the rows that the kernel reads past the end (mma_from_smem.h: accumApplyLSEToSmem).
+def padded_lse(lse: Tensor) -> Tensor:
+    """Pad a log-sum-exp to the rows that the kernel reads past its end (mma_from_smem.h: accumApplyLSEToSmem).
 
-    With infinity their weight is zero.
+    It is padded with infinity, so that the weights of these rows are zero.
     """
     return layouts.aligned(F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=float("inf")))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from streamfx.kernels import kernel_selftest, layouts
-from streamfx.kernels.device_kinds import kind_of
+from streamfx.kernels.device_kinds import device_kind
 from streamfx.kernels.plain_attention import Causal
 from streamfx.torch_private import FakeTensor
 
@@ -27,30 +27,32 @@ aten = torch.ops.aten
 
 TYPES = {torch.float16, torch.bfloat16}  # sdp_utils.cpp: check_dtypes_low_precision
 WIDTHS = range(8, 129, 8)  # sdp_utils.cpp: check_cudnn_tensor_shapes
-LATENT = (192, 128)  # also supported: widths of queries and values (cuDNN 9.11 on sm_90 and sm_100)
-MULTIPLE = 128  # rows per kernel tile; other lengths were wrong before cuDNN 9.15.1 (pytorch#169849)
-MOST = 1 << 31  # elements of a tensor: the kernels compute offsets in 32 bits
-TRIED = ((MULTIPLE, False), (MULTIPLE, True), (3 * MULTIPLE, False))  # number of keys, and whether the mask is causal
+LATENT_WIDTHS = (192, 128)  # also supported: widths of queries and values (cuDNN 9.11 on sm_90 and sm_100)
+TILE_ROWS = 128  # rows per kernel tile; other lengths were wrong before cuDNN 9.15.1 (pytorch#169849)
+MAX_ELEMENTS = 1 << 31  # elements of a tensor: the kernels compute offsets in 32 bits
+TEST_CASES = ((TILE_ROWS, False), (TILE_ROWS, True), (3 * TILE_ROWS, False))  # number of keys, and whether the mask is causal
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> bool:
+def supports(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> bool:
     """Return whether cuDNN supports this call."""
     is_known = causal is False or (causal is True and query.shape[2] == key.shape[2])
-    return is_known and bias is None and takes_parts(query, key, value, scale)
+    return is_known and bias is None and supports_past_and_diagonal(query, key, value, scale)
 
 
-def takes_parts(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Return whether cuDNN supports both the past of these queries and their diagonal."""
+def supports_past_and_diagonal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Return whether cuDNN supports both calls of a chunk: the past of these queries, and the diagonal."""
     if query.dtype not in TYPES or (scale is not None and scale <= 0):
         return False
-    if query.shape[2] % MULTIPLE or key.shape[2] % MULTIPLE or not key.shape[2]:
+    if query.shape[2] % TILE_ROWS or key.shape[2] % TILE_ROWS or not key.shape[2]:
         return False
     widths = query.shape[3], value.shape[3]
-    if widths != LATENT and not all(width in WIDTHS for width in widths):
+    if widths != LATENT_WIDTHS and not all(width in WIDTHS for width in widths):
         return False
-    if max(query.numel(), key.numel(), value.numel(), query.numel() // query.shape[3] * value.shape[3]) >= MOST:
+    if max(query.numel(), key.numel(), value.numel(), query.numel() // query.shape[3] * value.shape[3]) >= MAX_ELEMENTS:
         return False
-    return _is_preferred(query.device) and (isinstance(query, FakeTensor) or agrees(query.device, query.dtype, *widths))
+    return _is_preferred(query.device) and (
+        isinstance(query, FakeTensor) or matches_reference(query.device, query.dtype, *widths)
+    )
 
 
 def _is_preferred(device: torch.device) -> bool:
@@ -58,29 +60,29 @@ def _is_preferred(device: torch.device) -> bool:
 
     sdp_utils.cpp: check_prefer_cudnn_attention, check_runtime_disabled_cudnn, check_cudnn_deterministic.
     """
-    if not kind_of(device).has_cudnn or not torch.backends.cuda.cudnn_sdp_enabled():
+    if not device_kind(device).has_cudnn or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     return not torch.are_deterministic_algorithms_enabled() and torch.nn.attention.current_flash_attention_impl() is None
 
 
-@kernel_selftest.isolated("cuDNN's attention")
-def agrees(device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
+@kernel_selftest.selftest("cuDNN's attention")
+def matches_reference(device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
     """Return whether the device's kernels match plain operators, with and without a causal mask."""
     return all(
-        kernel_selftest.agree(
+        kernel_selftest.matches_reference(
             lambda q, k, v: forward(q, k, v, causal, None),  # noqa: B023
             lambda g, q, k, v, out, lse: backward(g, q, k, v, out, lse, causal, None),  # noqa: B023
             causal,
-            kernel_selftest.AttentionSizes(device, dtype, (4, MULTIPLE), (2, keys), width, value_width),
+            kernel_selftest.AttentionSizes(device, dtype, (4, TILE_ROWS), (2, keys), width, value_width),
         )
-        for keys, causal in TRIED
+        for keys, causal in TEST_CASES
     )
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, causal: Causal, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return the output [b h m e] and log-sum-exp [b h m].
 
-    The operands must be readable (see `cuda_attention.readable`).
+    The operands must have the layout of `cuda_attention.to_kernel_layout`.
     """
     results = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, bool(causal), False, scale=scale)
     return results[0], results[1].reshape(query.shape[:3])

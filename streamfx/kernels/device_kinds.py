@@ -1,4 +1,4 @@
-"""The kind of device that code runs on: that of its tensors, or the device that a plan targets.
+"""The kind of device for which code is chosen: the device of its tensors, or the device that a plan targets.
 
 A plan is always traced on fake CPU tensors. So the PyTorch build need not support the target device, and yet kernels,
 chunk sizes and accumulators are chosen as in a run there.
@@ -33,12 +33,12 @@ CUDNN_CAPABILITIES = {(9, 0), (10, 0), (10, 3)}
 CUDNN_VERSION = 91501  # the first version that is right for lengths not divisible by 128 (pytorch#169849)
 
 
-_supposed: ContextVar[DeviceKind | None] = ContextVar("supposed", default=None)
+_planned_kind: ContextVar[DeviceKind | None] = ContextVar("planned_device_kind", default=None)
 
 
-def kind_of(device: torch.device) -> DeviceKind:
-    """Return the kind of a device. Inside `supposed`, a CPU represents the device that the plan targets."""
-    planned = _supposed.get()
+def device_kind(device: torch.device) -> DeviceKind:
+    """Return the kind of a device. Inside `pretend_device`, CPU tensors represent tensors on the planned device."""
+    planned = _planned_kind.get()
     if planned is not None and device.type == "cpu":
         return planned
     return _kind_of_real_device(device)
@@ -55,10 +55,10 @@ def _kind_of_real_device(device: torch.device) -> DeviceKind:
 
 
 @contextmanager
-def supposed(kind: DeviceKind) -> Iterator[None]:
-    """Price operations on fake CPU tensors as if they ran on a device of another kind."""
-    token = _supposed.set(kind)
+def pretend_device(kind: DeviceKind) -> Iterator[None]:
+    """Inside this context, treat CPU tensors as if they were on a device of another kind."""
+    token = _planned_kind.set(kind)
     try:
         yield
     finally:
-        _supposed.reset(token)
+        _planned_kind.reset(token)

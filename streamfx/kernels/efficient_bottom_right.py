@@ -3,8 +3,8 @@
 It runs the operands that flash attention does not support: on GPUs before the A100, in single precision, with wide
 heads. PyTorch's sources under aten/src/ATen/native/transformers/cuda: mem_eff_attention/kernel_forward.h and
 kernel_backward.h have CausalFromBottomRight and windows; attention.cu: _efficient_attention_forward takes heads as
-[b m h d]. We have no results of these kernels, so each device is tested once on known values. If its kernels refuse
-or differ, the past and the diagonal are two calls, and a window becomes a bias.
+[b m h d]. Each device's kernels are tested once on known values. If they raise an error or differ, the past and the
+diagonal are two calls, and a window becomes a bias.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from streamfx.kernels.plain_attention import BottomRightCausal
 from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
-BOTTOM_RIGHT = 2  # kernel_forward.h: CustomMaskType
+CAUSAL_FROM_BOTTOM_RIGHT = 2  # kernel_forward.h: CustomMaskType
 ROWS, KEYS = (2, 150), (2, 152)  # heads and rows of the test
 
 
-def takes(query: Tensor, scale: float | None, last: BottomRightCausal) -> bool:
-    """Return whether the past and the diagonal of these operands are one call."""
+def supports(query: Tensor, scale: float | None, bottom_right: BottomRightCausal) -> bool:
+    """Return whether one call computes both the past and the diagonal of these operands."""
     if scale is not None and scale <= 0:
         return False  # kernel_forward.h: iterative_softmax takes the maximum before scores are scaled
-    width = query.shape[3] + -query.shape[3] % layouts.ALIGNED
-    return isinstance(query, FakeTensor) or hides(query.device, query.dtype, width, last.left is not None)
+    width = query.shape[3] + -query.shape[3] % layouts.ALIGNMENT
+    return isinstance(query, FakeTensor) or masks_correctly(query.device, query.dtype, width, bottom_right.left is not None)
 
 
-@kernel_selftest.isolated("memory-efficient attention that ends at the last row")
-def hides(device: torch.device, dtype: torch.dtype, width: int, has_window: bool) -> bool:
+@kernel_selftest.selftest("memory-efficient attention that ends at the last row")
+def masks_correctly(device: torch.device, dtype: torch.dtype, width: int, has_window: bool) -> bool:
     """Return whether the device's kernel hides the keys after a query, or outside its window.
 
     The test has more rows than one kernel tile, and some rows see only a few keys, so that a single extra key would
     be noticed.
     """
     left = 3 if has_window else KEYS[1]
-    return kernel_selftest.agree(
+    return kernel_selftest.matches_reference(
         lambda q, k, v: forward(q, k, v, left, None),
         lambda g, q, k, v, out, lse: backward(g, q, k, v, out, lse, left, None),
         BottomRightCausal(left),
@@ -48,11 +48,11 @@ def hides(device: torch.device, dtype: torch.dtype, width: int, has_window: bool
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m]. The operands must be readable and have equal head counts."""
+    """Return the output [b h m e] and log-sum-exp [b h m] of aligned operands with equal head counts."""
     by_rows = (item.transpose(1, 2) for item in (query, key, value))
     ends = (None, None, None, None)
     options = {"scale": scale, **_window(left, key)}
-    out, lse, *_ = aten._efficient_attention_forward(*by_rows, None, *ends, 0.0, BOTTOM_RIGHT, True, **options)
+    out, lse, *_ = aten._efficient_attention_forward(*by_rows, None, *ends, 0.0, CAUSAL_FROM_BOTTOM_RIGHT, True, **options)
     return out.transpose(1, 2), lse[:, :, : query.shape[2]].contiguous()
 
 
@@ -60,12 +60,12 @@ def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, left: int, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
-    out, lse = layouts.by_rows(out), cuda_attention.readable_lse(lse)  # kernel_backward.h: o_strideM()
+    out, lse = layouts.rows_contiguous(out), cuda_attention.padded_lse(lse)  # kernel_backward.h: o_strideM()
     gradient, query, key, value, out = (item.transpose(1, 2) for item in (gradient, query, key, value, out))
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     ends, options = (None, None, query.shape[1], key.shape[1]), {"scale": scale, **_window(left, key.transpose(1, 2))}
     results = aten._efficient_attention_backward(
-        gradient, query, key, value, None, out, *ends, lse, 0.0, seed, offset, BOTTOM_RIGHT, False, **options
+        gradient, query, key, value, None, out, *ends, lse, 0.0, seed, offset, CAUSAL_FROM_BOTTOM_RIGHT, False, **options
     )
     dq, dk, dv = (item.transpose(1, 2) for item in results[:3])
     return dq, dk, dv

@@ -4,9 +4,9 @@ A chunk contains the end of one document, complete ones, and the beginning of an
 that they see; the causal mask, or the window, is aligned at the bottom right.
 
 PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_varlen_fwd and
-mha_varlen_bwd take the rows of all sequences as [m h d], and the indices at which each sequence begins and ends. We
-have no results of these kernels, so each device is tested once on known values. If its kernels refuse or differ,
-documents are split into tiles (`mask_tiles.py`).
+mha_varlen_bwd take the rows of all sequences as [m h d], and the indices at which each sequence begins and ends. Each
+device's kernels are tested once on known values. If they raise an error or differ, documents are split into tiles
+(`mask_tiles.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from streamfx.kernels.plain_attention import BottomRightCausal, Causal, Varlen
 from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
-Items: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]"  # gradient, query, key, value, out, log-sum-exp
-MARGIN = 128  # rows: mha_varlen_bwd: dq_accum has this many extra rows for each document
-FEW = 16  # documents: one backward call takes this many, however few rows they have
+Operands: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]"  # gradient, query, key, value, out, log-sum-exp
+PADDING_ROWS = 128  # rows: mha_varlen_bwd: dq_accum has this many extra rows for each document
+MIN_DOCUMENTS = 16  # documents that one backward call takes, however few rows they have
 
 # Test cases: a single row, more keys than rows, more rows than one kernel tile (flash_fwd_launch_template.h:
 # kBlockM). The first rows of each document see few keys, so that a single extra key would be noticed.
 ROWS, KEYS = (0, 3, 4, 150, 155), (0, 5, 6, 153, 158)
-TRIED = (Varlen(ROWS, KEYS), Varlen(ROWS, KEYS, left=3), Varlen(ROWS, KEYS, causal=False))
+TEST_CASES = (Varlen(ROWS, KEYS), Varlen(ROWS, KEYS, left=3), Varlen(ROWS, KEYS, causal=False))
 
 
 def forward(
@@ -40,7 +40,7 @@ def forward(
     causal = _simplified(causal)
     if not isinstance(causal, Varlen):
         return flash_window.forward(query, key, value, bias, causal, scale)
-    query, key, value, scale = cuda_attention.readable(query, key, value, scale)
+    query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
     results = [_flash(*sequence, causal, scale) for sequence in zip(query, key, value, strict=True)]
     out, lse = (_stacked(of_sequences) for of_sequences in zip(*results, strict=True))
     return out, lse
@@ -61,30 +61,30 @@ def backward(
     causal = _simplified(causal)
     if not isinstance(causal, Varlen):
         return flash_window.backward(gradient, query, key, value, out, lse, bias, causal, scale)
-    query, key, value, scale = cuda_attention.readable(query, key, value, scale)
-    gradient, out = cuda_attention.readable_results(gradient, out, query)
+    query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
+    gradient, out = cuda_attention.results_to_kernel_layout(gradient, out, query)
     results = [_gradients(sequence, causal, scale) for sequence in zip(gradient, query, key, value, out, lse, strict=True)]
     dq, dk, dv = (_stacked(of_sequences) for of_sequences in zip(*results, strict=True))
     return dq, dk, dv
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Return whether documents with these operands are one call."""
-    if not cuda_attention.takes_flash(query, value, scale):
+def supports(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Return whether one call computes all documents of these operands."""
+    if not cuda_attention.flash_supports(query, value, scale):
         return False
-    width = query.shape[3] + -query.shape[3] % layouts.ALIGNED
-    return isinstance(query, FakeTensor) or keeps_apart(query.device, query.dtype, width)
+    width = query.shape[3] + -query.shape[3] % layouts.ALIGNMENT
+    return isinstance(query, FakeTensor) or separates_documents(query.device, query.dtype, width)
 
 
-@kernel_selftest.isolated("flash attention of documents")
-def keeps_apart(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+@kernel_selftest.selftest("flash attention of documents")
+def separates_documents(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether the device's flash attention separates documents at this head width, by a test on a few rows."""
-    return all(_agrees(documents, device, dtype, width) for documents in TRIED)
+    return all(_matches_reference(documents, device, dtype, width) for documents in TEST_CASES)
 
 
-def _agrees(documents: Varlen, device: torch.device, dtype: torch.dtype, width: int) -> bool:
+def _matches_reference(documents: Varlen, device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether the kernels match plain operators on these documents."""
-    return kernel_selftest.agree(
+    return kernel_selftest.matches_reference(
         lambda q, k, v: forward(q, k, v, None, documents, None),
         lambda g, q, k, v, out, lse: backward(g, q, k, v, out, lse, None, documents, None),
         documents,
@@ -93,7 +93,7 @@ def _agrees(documents: Varlen, device: torch.device, dtype: torch.dtype, width: 
 
 
 def _simplified(causal: Causal) -> Causal:
-    """Simplify a single document to a window, or to no mask, over all rows."""
+    """Replace a single document by a bottom-right mask, or by no mask, over all rows; return any other mask unchanged."""
     if not isinstance(causal, Varlen) or len(causal.rows) > 2:
         return causal
     return BottomRightCausal(causal.left) if causal.causal else False
@@ -107,9 +107,9 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
 # -- one sequence: heads [h m d]
 
 
-def _gradients(items: Items, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(operands: Operands, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of one sequence in as many calls as the memory limit requires."""
-    gradient, query, key, value, out, lse = items
+    gradient, query, key, value, out, lse = operands
     results = []
     for first, stop in _calls(query, key, documents):
         rows, keys = (slice(ends[first], ends[stop]) for ends in (documents.rows, documents.keys))
@@ -122,10 +122,13 @@ def _gradients(items: Items, documents: Varlen, scale: float | None) -> tuple[Te
 def _calls(query: Tensor, key: Tensor, documents: Varlen) -> Iterator[tuple[int, int]]:
     """Yield the documents [first, stop) of each call.
 
-    The workspace of a call stays near that of its rows, or that of a few documents, and a call has no more keys than
-    `cuda_attention` allows at once.
+    A call has no more keys than `cuda_attention` allows, and no more documents than keep the workspace for padding
+    rows small compared with that for the rows.
     """
-    max_documents, max_keys = max(FEW, query.shape[1] // MARGIN), cuda_attention.keys_at_once(query[None], key[None])
+    max_documents, max_keys = (
+        max(MIN_DOCUMENTS, query.shape[1] // PADDING_ROWS),
+        cuda_attention.keys_at_once(query[None], key[None]),
+    )
     first, count = 0, len(documents.rows) - 1
     for stop in range(1, count + 1):
         if stop == count or stop - first == max_documents or documents.keys[stop + 1] - documents.keys[first] > max_keys:
@@ -139,12 +142,12 @@ def _documents_slice(documents: Varlen, first: int, stop: int) -> Varlen:
     return Varlen(rows, keys, documents.causal, documents.left)
 
 
-def _call_gradients(items: Items, documents: Varlen, scale: float | None) -> Sequence[Tensor]:
+def _call_gradients(operands: Operands, documents: Varlen, scale: float | None) -> Sequence[Tensor]:
     """Return the gradients of one call; a single document takes the kernels for windows."""
     causal = _simplified(documents)
     if isinstance(causal, Varlen):
-        return _flash_backward(items, causal, scale)
-    gradient, query, key, value, out, lse = (item.unsqueeze(0) for item in items)
+        return _flash_backward(operands, causal, scale)
+    gradient, query, key, value, out, lse = (item.unsqueeze(0) for item in operands)
     results = flash_window.backward(gradient, query, key, value, out, lse, None, causal, scale)
     return [item.squeeze(0) for item in results]
 
@@ -160,9 +163,9 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Varlen, scale: 
     return out.transpose(0, 1), lse
 
 
-def _flash_backward(items: Items, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(operands: Operands, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward of the variable-length kernel on one sequence."""
-    gradient, query, key, value, out, lse = items
+    gradient, query, key, value, out, lse = operands
     out, lse = layouts.aligned(out), lse.contiguous()  # set_params_fprop reads its pointer and ignores its strides
     by_rows = (item.transpose(0, 1) for item in (gradient, query, key, value, out))
     ends, states = _ends(documents, query.device), cuda_attention.no_dropout(query.device)

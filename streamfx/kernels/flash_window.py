@@ -4,10 +4,9 @@ a bias.
     attention_window(q [b h m d], k [b g n d], v [b g n e], left)       query i sees keys i + n - m - left .. i + n - m
 
 PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_fwd and mha_bwd take
-`window_size_left` and `window_size_right`, and mask.h aligns them at the last query and key. We have no results of
-these kernels, so each device is tested once on known values. If its kernels refuse or differ, a bias
-replaces the window. Operands that flash attention does not support go to `efficient_bottom_right.py`, also without a
-window.
+`window_size_left` and `window_size_right`, and mask.h aligns them at the last query and key. Each device's kernels are
+tested once on known values. If they raise an error or differ, a bias replaces the window. Operands that flash attention
+does not support go to `efficient_bottom_right.py`, also without a window.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def forward(
     left = _left(causal, query, key, value, scale)
     if left is None:
         return cuda_attention.forward(query, key, value, bias, causal, scale)
-    query, key, value, scale = _readable(query, key, value, scale)
+    query, key, value, scale = _to_kernel_layout(query, key, value, scale)
     out, lse = ATTENTION_WINDOW(query, key, value, left=left, scale=scale)
     return out, lse
 
@@ -55,40 +54,42 @@ def backward(
     left = _left(causal, query, key, value, scale)
     if left is None:
         return cuda_attention.backward(gradient, query, key, value, out, lse, bias, causal, scale)
-    query, key, value, scale = _readable(query, key, value, scale)
-    gradient, out = cuda_attention.readable_results(gradient, out, query)
+    query, key, value, scale = _to_kernel_layout(query, key, value, scale)
+    gradient, out = cuda_attention.results_to_kernel_layout(gradient, out, query)
     dq, dk, dv = ATTENTION_WINDOW_BACKWARD(gradient, query, key, value, out, lse, left=left, scale=scale)
     return dq, dk, dv
 
 
-def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, last: BottomRightCausal) -> bool:
-    """Return whether queries at the end of their keys take one call.
+def supports_bottom_right(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, bottom_right: BottomRightCausal
+) -> bool:
+    """Return whether one call computes queries that end at the last key, with a bottom-right mask.
 
-    A window that flash attention does not support is a bias.
-
-    If cuDNN supports both the past and the diagonal, two calls of it are faster.
+    False for a causal mask if cuDNN supports both the past and the diagonal, because two calls of cuDNN are faster.
     """
-    if last.left is None and cuda_cudnn.takes_parts(query, key, value, scale):
+    if bottom_right.left is None and cuda_cudnn.supports_past_and_diagonal(query, key, value, scale):
         return False
-    return cuda_attention.takes_flash(query, value, scale) or efficient_bottom_right.takes(query, scale, last)
+    return cuda_attention.flash_supports(query, value, scale) or efficient_bottom_right.supports(query, scale, bottom_right)
 
 
 def _left(causal: Causal, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> int | None:
-    """Return how many keys before its own a query sees, or None if it sees all.
+    """Return how many keys before its own a query sees; None if the mask is no window.
 
-    If flash attention does not support the operands, a causal mask without a window counts as a window over all keys.
+    If flash attention does not support the operands, a bottom-right causal mask counts as a window over all keys.
     """
     if not isinstance(causal, BottomRightCausal):
         return None
     if causal.left is not None:
         return min(causal.left, key.shape[2])
-    return None if cuda_attention.takes_flash(query, value, scale) else key.shape[2]
+    return None if cuda_attention.flash_supports(query, value, scale) else key.shape[2]
 
 
-def _readable(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+def _to_kernel_layout(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float | None]:
     """Align the operands, and expand keys to all heads if flash attention does not support the operands."""
-    query, key, value, scale = cuda_attention.readable(query, key, value, scale)
-    if not cuda_attention.takes_flash(query, value, scale):
+    query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
+    if not cuda_attention.flash_supports(query, value, scale):
         key, value = (plain_attention.for_all_heads(item, query) for item in (key, value))
     return query, key, value, scale
 
@@ -96,11 +97,11 @@ def _readable(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
 @torch.library.impl(_library, "attention_window", "CompositeExplicitAutograd")
 def _forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
     """Run attention in a window: the operator's implementation, with a bias if the device's kernels are wrong."""
-    if not cuda_attention.takes_flash(query, value, scale):
+    if not cuda_attention.flash_supports(query, value, scale):
         return efficient_bottom_right.forward(query, key, value, left, scale)
-    if hides(query.device, query.dtype, query.shape[3]):
+    if masks_correctly(query.device, query.dtype, query.shape[3]):
         return _flash(query, key, value, left, scale)
-    bias = plain_attention.triangle(query, key, BottomRightCausal(left))
+    bias = plain_attention.causal_bias(query, key, BottomRightCausal(left))
     return cuda_attention.forward(query, key, value, bias, False, scale)
 
 
@@ -117,18 +118,18 @@ def _backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward of attention in a window: the operator's implementation."""
-    if not cuda_attention.takes_flash(query, value, scale):
+    if not cuda_attention.flash_supports(query, value, scale):
         return efficient_bottom_right.backward(grad_out, query, key, value, out, logsumexp, left, scale)
-    if hides(query.device, query.dtype, query.shape[3]):
+    if masks_correctly(query.device, query.dtype, query.shape[3]):
         return _flash_backward(grad_out, query, key, value, out, logsumexp, left, scale)
-    bias = plain_attention.triangle(query, key, BottomRightCausal(left))
+    bias = plain_attention.causal_bias(query, key, BottomRightCausal(left))
     return cuda_attention.backward(grad_out, query, key, value, out, logsumexp, bias, False, scale)
 
 
-@kernel_selftest.isolated("flash attention in a window")
-def hides(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+@kernel_selftest.selftest("flash attention in a window")
+def masks_correctly(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether the device's flash attention masks the keys outside a window at this head width, by a test on a few rows."""
-    return kernel_selftest.agree(
+    return kernel_selftest.matches_reference(
         lambda q, k, v: _flash(q, k, v, 3, None),
         lambda g, q, k, v, out, lse: _flash_backward(g, q, k, v, out, lse, 3, None),
         BottomRightCausal(3),

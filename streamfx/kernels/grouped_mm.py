@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from streamfx.kernels import accumulate, kernel_selftest
-from streamfx.kernels.device_kinds import kind_of
+from streamfx.kernels.device_kinds import device_kind
 from streamfx.torch_private import FakeTensor
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
@@ -34,11 +34,10 @@ _library.define("arranged_outer(Tensor x, Tensor y, Tensor order, Tensor ends) -
 _library.define("add_arranged_outer(Tensor(a!) total, Tensor x, Tensor y, Tensor order, Tensor ends) -> ()")
 
 ALIGNMENT = 16  # bytes: row alignment that the device's grouped product requires
-# Capability of devices whose kernel takes all groups at once; on others the host loops over groups, whose sizes it
-# reads
-FAST = (9, 0)  # cuda/GroupedBlas.cpp: _grouped_mm_cuda
-HALF = (torch.bfloat16, torch.float16)
-HALF_PRODUCTS = (8, 0)  # capability of devices whose tensor cores Triton supports for both half dtypes
+# Capability of devices whose kernel multiplies all groups in one call; on others the host reads their sizes and loops
+GROUPED_CAPABILITY = (9, 0)  # cuda/GroupedBlas.cpp: _grouped_mm_cuda
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+HALF_CAPABILITY = (8, 0)  # capability of devices whose tensor cores Triton supports for both half dtypes
 
 
 def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -80,9 +79,7 @@ def arranged_outer(x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_arranged_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
-    """total [e k n] += arranged_outer(x, y, order, ends); groups without rows are not touched if their sizes are known
-    on the host
-    """
+    """total [e k n] += arranged_outer(x, y, order, ends), in place"""
     if adds_by_group(total, x, y):
         _triton().add_outer(total, x, y, order, ends)
         return
@@ -103,8 +100,8 @@ def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
     """Return whether the device multiplies all groups in one call, without their sizes on the host."""
-    kind = kind_of(x.device)
-    if kind.type != "cuda" or kind.capability < FAST or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
+    kind = device_kind(x.device)
+    if kind.type != "cuda" or kind.capability < GROUPED_CAPABILITY or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
         return False
     is_dense = sorted(weight.stride()[-2:]) in ([1, weight.shape[-1]], [1, weight.shape[-2]])
     aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *weight.shape[-2:]))
@@ -112,40 +109,39 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 def adds_by_group(total: Tensor, x: Tensor, y: Tensor) -> bool:
-    """Return whether outer products are accumulated in place, only into groups that have rows, without their sizes on
-    the host.
+    """Return whether a Triton kernel accumulates outer products in place, only into groups that have rows.
 
-    If the device is only planned for, support is assumed.
+    The host does not need to know the groups' sizes. If the device is only planned for, support is assumed.
     """
-    if total.dtype not in (torch.float32, *HALF) or not _has_half_products(x, y):
+    if total.dtype not in (torch.float32, *HALF_DTYPES) or not _has_half_products(x, y):
         return False
-    return _is_planned(x) or _adds_right(x.device, x.dtype, total.dtype)
+    return _is_simulated(x) or _add_outer_is_correct(x.device, x.dtype, total.dtype)
 
 
 def multiplies_by_group(x: Tensor, weight: Tensor) -> bool:
-    """Return the same for products with the group's weight."""
-    return _has_half_products(x, weight) and (_is_planned(x) or _multiplies_right(x.device, x.dtype))
+    """Return whether a Triton kernel multiplies rows by their group's weight, without the groups' sizes on the host."""
+    return _has_half_products(x, weight) and (_is_simulated(x) or _multiply_is_correct(x.device, x.dtype))
 
 
 def _has_half_products(x: Tensor, weight: Tensor) -> bool:
     """Return whether tensor cores multiply these operands: both of one half dtype, on a new enough device."""
-    kind = kind_of(x.device)
-    return kind.type == "cuda" and kind.capability >= HALF_PRODUCTS and x.dtype in HALF and weight.dtype == x.dtype
+    kind = device_kind(x.device)
+    return kind.type == "cuda" and kind.capability >= HALF_CAPABILITY and x.dtype in HALF_DTYPES and weight.dtype == x.dtype
 
 
-def _is_planned(x: Tensor) -> bool:
+def _is_simulated(x: Tensor) -> bool:
     """Return whether the device is only planned for: tensors are fake, or on the CPU."""
     return isinstance(x, FakeTensor) or x.device.type != "cuda"
 
 
-@kernel_selftest.isolated("sums of experts' outer products")
-def _adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
+@kernel_selftest.selftest("sums of experts' outer products")
+def _add_outer_is_correct(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
     """Return whether the device's Triton kernel accumulates correctly, by a test on small integers."""
-    return _triton().adds_right(device, dtype, total_type)  # type: ignore[no-any-return]
+    return _triton().add_outer_is_correct(device, dtype, total_type)  # type: ignore[no-any-return]
 
 
-@kernel_selftest.isolated("products with experts' weights")
-def _multiplies_right(device: torch.device, dtype: torch.dtype) -> bool:
+@kernel_selftest.selftest("products with experts' weights")
+def _multiply_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the device's Triton kernel multiplies correctly, by a test on small integers."""
     return _triton().multiply_is_correct(device, dtype)  # type: ignore[no-any-return]
 
@@ -208,5 +204,5 @@ ADD_ARRANGED_OUTER = _register("add_arranged_outer", add_arranged_outer, lambda 
 
 
 def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
-    """Call the accumulating operator as a plain runtime function, so that no compiler sees the in-place total."""
+    """Call `add_arranged_outer` as a Python function, because a compiler would reject the in-place total."""
     ADD_ARRANGED_OUTER(total, x, y, order, ends)

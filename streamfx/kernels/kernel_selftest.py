@@ -1,12 +1,12 @@
-"""Test each kernel whose results we cannot rely on once, on known values, before a training step uses it.
+"""Test kernels that may be wrong on some devices once, on known values, before a training step uses them.
 
-    @isolated("attention in a window")
-    def hides(device, dtype, width): return agree(...)
+    @selftest("attention in a window")
+    def masks_correctly(device, dtype, width): return matches_reference(...)
 
-On CUDA the test runs in a child process: a kernel that reads out of bounds destroys the CUDA context of its process,
-and with it everything that a training run holds there. The child answers one question per line, and exits if it gets
-none for a few seconds. Answers are cached in the user's cache folder, keyed by device, versions and source, so each
-machine runs a test once.
+On CUDA the test runs in a child process, because a kernel that reads out of bounds destroys the CUDA context of its
+process, and with it all tensors of a training run. The child answers one question per line, and exits if it gets none
+for a few seconds. Answers are cached in the user's cache folder, keyed by device, versions and source, so each machine
+runs a test once.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from streamfx.kernels.plain_attention import Causal
 from streamfx.log import log
 from streamfx.torch_private.inductor import is_out_of_memory
 
-CLOSE = 0.03  # of the largest value: half dtypes have two or three significant digits
-IDLE = 5  # seconds without a question after which the child exits and releases its device memory
-MOST_KEPT = 200  # answers in the cache; the oldest are dropped
-ENDING = 10  # seconds to wait for a process to end
-LONGEST = 180  # seconds per test: the first one imports PyTorch and creates a CUDA context
-NOT_USED = (
-    "%s: its kernels are not used on %s with %s: %s. Other kernels take their place: exact, but slower or with more memory."
+TOLERANCE = 0.03  # relative to the largest value: half dtypes have two or three significant digits
+IDLE_SECONDS = 5  # seconds without a question after which the child exits and releases its device memory
+MAX_CACHED = 200  # answers in the cache; the oldest are dropped
+EXIT_SECONDS = 10  # wait for a process to end
+TEST_SECONDS = 180  # time limit of a test; the first one imports PyTorch and creates a CUDA context
+KERNELS_NOT_USED = (
+    "%s: its kernels are not used on %s with %s, because %s. Other kernels run instead: exact, but slower or with more memory."
 )
 
 Forward: TypeAlias = "Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]"
@@ -53,11 +53,14 @@ Question: TypeAlias = "dict[str, Any]"
 
 
 class Outcome(NamedTuple):
-    """Whether the kernels are right, and if not, the reason. `lasts`: every later test would have the same outcome."""
+    """The outcome of a test: whether the kernels are correct, and if not, the reason.
 
-    is_right: bool
-    why: str = ""
-    lasts: bool = True
+    `is_permanent` means that a later test would have the same outcome, so that it is cached.
+    """
+
+    is_correct: bool
+    reason: str = ""
+    is_permanent: bool = True
 
 
 # -- attention, against plain operators
@@ -74,7 +77,7 @@ class AttentionSizes(NamedTuple):
     value_width: int | None = None
 
 
-def agree(forward: Forward, backward: Backward, causal: Causal, sizes: AttentionSizes) -> bool:
+def matches_reference(forward: Forward, backward: Backward, causal: Causal, sizes: AttentionSizes) -> bool:
     """Return whether the kernels match plain operators; their arguments are (q, k, v) and (gradient, q, k, v, out, lse).
 
     Raises:
@@ -107,14 +110,14 @@ def _random(sizes: AttentionSizes, shape: tuple[int, ...], seed: int) -> Tensor:
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
     """Return whether two tensors agree up to the rounding of half dtypes."""
     actual = actual.double()
-    return bool((actual - expected).abs().max() <= CLOSE * expected.abs().max())
+    return bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
 # -- in a child process
 
 
-class IsolatedTrial:
-    """A test `check(device, *arguments)` that runs once per question. On CUDA it runs in a child process."""
+class KernelSelftest:
+    """A test `check(device, *arguments)` that runs once per device and arguments. On CUDA it runs in a child process."""
 
     def __init__(self, label: str, check: Callable[..., bool]) -> None:
         """Wrap a check, with a label for warnings; outcomes are kept by device and arguments."""
@@ -123,19 +126,19 @@ class IsolatedTrial:
         self._outcomes: dict[Any, Outcome] = {}
 
     def __call__(self, device: torch.device, *arguments: Any) -> bool:
-        """Return whether the kernels are right."""
-        return self.outcome(device, *arguments).is_right
+        """Return whether the kernels are correct."""
+        return self.outcome(device, *arguments).is_correct
 
     def outcome(self, device: torch.device, *arguments: Any) -> Outcome:
-        """Return whether the kernels are right, and the reason if not. Arguments are dtypes and numbers."""
+        """Return whether the kernels are correct, and the reason if not. Arguments are dtypes and numbers."""
         flash = torch.nn.attention.current_flash_attention_impl()
         key = (device, flash, arguments)
         outcome = self._outcomes.get(key)
         if outcome is None:
             question = {"check": self.name, "arguments": [_encoded(item) for item in arguments], "flash": flash}
             outcome = self._outcomes[key] = _ask_child(question, device) if device.type == "cuda" else _run_test(question, device)
-            if not outcome.is_right:
-                log.warning(NOT_USED, self.label, device, ", ".join(map(str, arguments)), outcome.why)
+            if not outcome.is_correct:
+                log.warning(KERNELS_NOT_USED, self.label, device, ", ".join(map(str, arguments)), outcome.reason)
         return outcome
 
     @property
@@ -146,9 +149,9 @@ class IsolatedTrial:
         self._outcomes.clear()
 
 
-def isolated(label: str) -> Callable[[Callable[..., bool]], IsolatedTrial]:
-    """Decorate a test of the kernels with this label, so that it runs in a child process on CUDA."""
-    return partial(IsolatedTrial, label)
+def selftest(label: str) -> Callable[[Callable[..., bool]], KernelSelftest]:
+    """Decorate a test of kernels, so that it runs in a child process on CUDA; warnings name the kernels by `label`."""
+    return partial(KernelSelftest, label)
 
 
 def _encoded(item: Any) -> Any:
@@ -164,12 +167,12 @@ def _run_test(question: Question, device: torch.device) -> Outcome:
     module, name = question["check"].split(":")
     try:
         check = getattr(importlib.import_module(module), name).check
-        is_right = check(device, *map(_decoded, question["arguments"]))
+        is_correct = check(device, *map(_decoded, question["arguments"]))
     except torch.AcceleratorError:
         raise  # the context is lost, so no further test can run in this process
     except Exception as error:  # the build has no such kernels, Triton has no compiler, or the device lacks a resource
-        return Outcome(False, f"they do not run ({describe_error(error)})", lasts=not is_out_of_memory(error))
-    return Outcome(is_right) if is_right else Outcome(False, "they give other numbers than plain operators do")
+        return Outcome(False, f"they do not run ({describe_error(error)})", is_permanent=not is_out_of_memory(error))
+    return Outcome(is_correct) if is_correct else Outcome(False, "their results differ from those of plain operators")
 
 
 def _ask_child(question: Question, device: torch.device) -> Outcome:
@@ -180,23 +183,26 @@ def _ask_child(question: Question, device: torch.device) -> Outcome:
         return cached
     with _CHILD.lock:
         outcome = _CHILD.answer({**question, "device": f"cuda:{index}"})
-    if outcome.lasts:
+    if outcome.is_permanent:
         _write_to_cache(key, outcome)
     return outcome
 
 
 class Child:
-    """The process that tests kernels, started for the first question and restarted once it has ended."""
+    """The process that tests kernels. It is started for the first question, and restarted if it has ended."""
 
     def __init__(self) -> None:
-        """Describe the child's command; the process starts with the first question."""
+        """Set the child's command; the process starts with the first question."""
         self.lock = threading.Lock()
         self.command = [sys.executable, "-m", "streamfx.kernels.kernel_selftest"]
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: Any = None
 
     def answer(self, question: Question) -> Outcome:
-        """Return the child's answer, or how it ended. If it had exited because it was idle, ask a new child."""
+        """Return the child's answer, or an outcome that says how the child ended.
+
+        If the child had exited because it was idle, a new one is asked.
+        """
         was_running = self._process is not None
         outcome, has_ended = self._answer(question)
         return self._answer(question)[0] if was_running and has_ended else outcome
@@ -212,22 +218,24 @@ class Child:
             line = self._read_line(process)
         except OSError as error:
             self.stop()
-            return Outcome(False, f"no process could be started to try them in ({describe_error(error)})", lasts=False), False
+            return Outcome(
+                False, f"no process could be started to test them ({describe_error(error)})", is_permanent=False
+            ), False
         if line is not None and line.endswith(b"\n"):
             with contextlib.suppress(ValueError, TypeError, RecursionError):
-                is_right, why, lasts = json.loads(line)
-                return Outcome(bool(is_right), str(why), bool(lasts)), False
+                is_correct, reason, is_permanent = json.loads(line)
+                return Outcome(bool(is_correct), str(reason), bool(is_permanent)), False
             self.stop()
-            return Outcome(False, "the process that tried them gave an answer that cannot be read", lasts=False), False
-        why = f"said nothing for {LONGEST} s" if line is None else self._how_it_ended(process)
+            return Outcome(False, "the process that tested them gave an answer that cannot be read", is_permanent=False), False
+        reason = f"gave no answer for {TEST_SECONDS} s" if line is None else self._how_it_ended(process)
         has_ended = line is not None and process.returncode == 0
         self.stop()
-        return Outcome(False, f"the process that tried them {why}", lasts=False), has_ended
+        return Outcome(False, f"the process that tested them {reason}", is_permanent=False), has_ended
 
     def _read_line(self, process: subprocess.Popen[bytes]) -> bytes | None:
         """Read the child's output until a line or the output ends; return None on timeout."""
         assert process.stdout is not None
-        answers, deadline, output = process.stdout.fileno(), time.monotonic() + LONGEST, b""
+        answers, deadline, output = process.stdout.fileno(), time.monotonic() + TEST_SECONDS, b""
         while not output.endswith(b"\n"):
             if not select.select([answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return None
@@ -256,15 +264,15 @@ class Child:
     def _how_it_ended(self, process: subprocess.Popen[bytes]) -> str:
         """Wait for the process to end; return how it ended, with the last line of its errors."""
         try:
-            code = process.wait(ENDING)
+            code = process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"closed its answers, and has not ended in {ENDING} s"
+            return f"closed its output, and has not ended in {EXIT_SECONDS} s"
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines() or [""]
         return f"ended with code {code} ({lines[-1][:200]})"
 
     def stop(self) -> None:
-        """Kill the process and its descendants, without waiting for one that hangs in the driver."""
+        """Kill the process and its descendants; wait at most `EXIT_SECONDS`, because a process may hang in the driver."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -273,7 +281,7 @@ class Child:
                     assert pipe is not None
                     pipe.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(ENDING)
+                self._process.wait(EXIT_SECONDS)
         if self._errors is not None:
             self._errors.close()
         self._process = self._errors = None
@@ -286,7 +294,7 @@ def main() -> None:
     """Answer questions from standard input, one per line, until none comes for a while."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with the answers
-    while select.select([sys.stdin], [], [], IDLE)[0]:
+    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
         line = sys.stdin.readline()
         if not line:
             break
@@ -330,7 +338,7 @@ def _cached_outcomes() -> dict[str, Outcome]:
     folder = _cache_folder()
     try:
         entries = json.loads((folder / "trials.json").read_text()) if folder is not None else {}
-        return {key: Outcome(bool(is_right), str(why)) for key, (is_right, why, _) in entries.items()}
+        return {key: Outcome(bool(is_correct), str(reason)) for key, (is_correct, reason, _) in entries.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # the file is missing or has another format
         return {}
 
@@ -343,7 +351,7 @@ def _write_to_cache(key: str, outcome: Outcome) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            json.dump({**dict(list(_cached_outcomes().items())[-MOST_KEPT:]), key: outcome}, file)
+            json.dump({**dict(list(_cached_outcomes().items())[-MAX_CACHED:]), key: outcome}, file)
         try:
             Path(file.name).replace(folder / "trials.json")
         except OSError:

@@ -8,24 +8,24 @@ from torch import Tensor
 
 from streamfx.torch_private import FakeTensor
 
-ALIGNED = 8  # elements: a kernel reads this many at once, 16 bytes of a half dtype
+ALIGNMENT = 8  # elements: a kernel reads this many at once, 16 bytes of a half dtype
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor with a last dimension of stride 1; kernels take no stride for it."""
+def dense_last(tensor: Tensor) -> Tensor:
+    """Return the tensor with a last dimension of stride 1, because kernels take no stride for it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor with contiguous rows that begin at multiples of `ALIGNED` elements."""
+    """Return the tensor with contiguous rows that begin at multiples of `ALIGNMENT` elements."""
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether the address and all strides but a dense last one are aligned."""
+    """Return whether the last stride is 1, and the address and all other strides are multiples of the alignment."""
     *outer, last = tensor.stride()
-    starts_aligned = _address(tensor) % (ALIGNED * tensor.element_size()) == 0
-    return starts_aligned and last == 1 and not any(stride % ALIGNED for stride in outer)
+    starts_aligned = _address(tensor) % (ALIGNMENT * tensor.element_size()) == 0
+    return starts_aligned and last == 1 and not any(stride % ALIGNMENT for stride in outer)
 
 
 def _address(tensor: Tensor) -> int:
@@ -35,8 +35,8 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def by_rows(tensor: Tensor) -> Tensor:
-    """Return heads [b h m e] whose memory is contiguous as [b m h e], all heads of a row side by side."""
+def rows_contiguous(tensor: Tensor) -> Tensor:
+    """Return heads [b h m e] whose memory is contiguous as [b m h e]: all heads of a row are adjacent."""
     rows = tensor.transpose(1, 2)
     heads, width = rows.shape[2:]
     if is_aligned(tensor) and tensor.stride(2) == heads * width:
@@ -44,7 +44,7 @@ def by_rows(tensor: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def widened(tensor: Tensor, multiple: int) -> Tensor:
+def padded_last(tensor: Tensor, multiple: int) -> Tensor:
     """Pad the last dimension with zeros to a multiple."""
     missing = -tensor.shape[-1] % multiple
     return F.pad(tensor, (0, missing)) if missing else tensor

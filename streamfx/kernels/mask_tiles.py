@@ -1,9 +1,9 @@
-"""Decompose a mask, row by row, into a few tiles that need no mask.
+"""Decompose a mask, row by row, into a few tiles, most of which need no mask.
 
-With padding and packed documents each row sees an interval of keys. If consecutive rows share an interval, they see
-it in full; if their intervals start at the same key and grow by one key per row, they see it causally. Other rows
-keep their mask, cut to the keys that it shows. If a kernel takes many documents in one call, consecutive documents
-form one tile (see `varlen_intervals.py`).
+With padding and packed documents each row sees an interval of keys. Consecutive rows with the same interval are a full
+tile. If their intervals start at the same key and grow by one key per row, they are a causal tile. Other rows keep
+their mask, limited to the keys that it shows. If a kernel takes many documents in one call, consecutive documents form
+one tile (see `varlen_intervals.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from streamfx.ir.ranges import HIDDEN_SCORE, HIDDEN_SCORE_HALF, INFINITY, MIN_VI
 from streamfx.kernels.plain_attention import Varlen
 from streamfx.kernels.varlen_intervals import RowInterval, documents_in
 
-LEAST_ROWS = 16  # adjacent tiles with fewer rows become one call with a mask: a kernel launch takes longer than such a tile
+MIN_TILE_ROWS = 16  # adjacent tiles with fewer rows become one call with a mask, because a kernel launch takes longer than a tile
 
 # (least visible value, greatest hiding value): if only minus infinity hides; for dtypes with the range of float32;
 # for float16.
@@ -50,43 +50,48 @@ class MaskTile:
 
 
 @dataclass(frozen=True)
-class SeenIntervals:
-    """The visible keys of each row of a mask, as numbers [b m 3] on the host.
+class VisibleIntervals:
+    """The visible keys of each row of a mask, as integers [b m 3] on the host.
 
-    The three numbers are the interval [first, stop) outside which the row sees nothing, and whether it sees all keys
-    inside, with nothing added. `keys` is the mask's number of keys; m and `keys` are 1 if all rows or all keys are
-    alike.
+    These are the interval [first, stop) outside which the row sees nothing, and whether it sees all keys inside, with
+    nothing added. `keys` is the mask's number of keys. If the mask is broadcast along rows or keys, m or `keys` is 1.
     """
 
-    numbers: Tensor
+    values: Tensor
     keys: int
 
 
-def pieces_of(mask: Tensor, batch: int, finite_hides: bool = True, packs: bool = False) -> tuple[MaskTile, ...]:
+def tiles_of_mask(mask: Tensor, batch: int, finite_hides: bool = True, packs_documents: bool = False) -> tuple[MaskTile, ...]:
     """Decompose a mask [b m n] that is added to the scores of all heads; b is `batch` or 1."""
-    return pieces_in(SeenIntervals(numbers_of(mask, finite_hides), mask.shape[2]), batch, mask.shape[1], mask.shape[2], packs)
+    return tiles_of_intervals(
+        VisibleIntervals(visible_intervals(mask, finite_hides), mask.shape[2]),
+        batch,
+        mask.shape[1],
+        mask.shape[2],
+        packs_documents,
+    )
 
 
-def pieces_in(seen: SeenIntervals, batch: int, rows: int, keys: int, packs: bool) -> tuple[MaskTile, ...]:
-    """Return the tiles for a number of rows and keys; with `packs`, consecutive documents form one tile."""
+def tiles_of_intervals(seen: VisibleIntervals, batch: int, rows: int, keys: int, packs_documents: bool) -> tuple[MaskTile, ...]:
+    """Return the tiles for a number of rows and keys; with `packs_documents`, consecutive documents form one tile."""
     tiles_by_sequence = [
-        tuple(_tiles_of_sequence(intervals if len(intervals) == rows else intervals * rows, packs))
+        tuple(_tiles_of_sequence(intervals if len(intervals) == rows else intervals * rows, packs_documents))
         for intervals in _intervals(seen, keys)
     ]
     if len(tiles_by_sequence) == 1:
-        return tuple(replace(piece, batch=(0, batch)) for piece in tiles_by_sequence[0])
+        return tuple(replace(tile, batch=(0, batch)) for tile in tiles_by_sequence[0])
     tiles: list[MaskTile] = []
     for sequence_tiles, group in groupby(range(len(tiles_by_sequence)), key=tiles_by_sequence.__getitem__):
         sequences = list(group)
-        tiles.extend(replace(piece, batch=(sequences[0], sequences[-1] + 1)) for piece in sequence_tiles)
+        tiles.extend(replace(tile, batch=(sequences[0], sequences[-1] + 1)) for tile in sequence_tiles)
     return tuple(tiles)
 
 
-def numbers_of(mask: Tensor, finite_hides: bool) -> Tensor:
-    """Return the numbers of `SeenIntervals` on the mask's device.
+def visible_intervals(mask: Tensor, finite_hides: bool) -> Tensor:
+    """Return the integers [b m 3] of `VisibleIntervals` for a mask [b m n], on the mask's device.
 
-    A row that sees nothing keeps all keys and is left to the kernel. Minus infinity always hides a key. Large
-    negative values hide it only if scores are known to be small (`finite_hides`).
+    A row that sees nothing keeps all keys and its mask. Minus infinity always hides a key. Large negative values hide it
+    only if scores are known to be small (`finite_hides`).
     """
     least_visible, most_hiding = INFINITE if not finite_hides else FINITE_HALF if mask.dtype == torch.float16 else FINITE
     hidden = mask <= most_hiding
@@ -95,23 +100,23 @@ def numbers_of(mask: Tensor, finite_hides: bool) -> Tensor:
     count = visible.sum(-1)
     first = visible.byte().argmax(-1)
     stop = mask.shape[-1] - visible.flip(-1).byte().argmax(-1)
-    any_visible = (mask >= least_visible).any(-1)  # otherwise hidden keys may still have weight next to the visible ones
+    any_visible = (mask >= least_visible).any(-1)  # otherwise hidden keys may have weight: all scores of the row are very low
     first, stop = first * any_visible, torch.where(any_visible, stop, mask.shape[-1])
     return torch.stack((first, stop, (is_plain & any_visible & (count == stop - first)).long()), -1).int()
 
 
-def _intervals(seen: SeenIntervals, keys: int) -> list[list[RowInterval]]:
+def _intervals(seen: VisibleIntervals, keys: int) -> list[list[RowInterval]]:
     """Return the row intervals of each sequence: [first, stop) of its visible keys, and whether all inside are visible."""
     is_broadcast = seen.keys != keys  # the mask is broadcast along keys
     return [
         [RowInterval(first, keys if is_broadcast else stop, bool(sees_all)) for first, stop, sees_all in rows]
-        for rows in seen.numbers.tolist()
+        for rows in seen.values.tolist()
     ]
 
 
-def _tiles_of_sequence(rows: Sequence[RowInterval], packs: bool) -> Iterator[MaskTile]:
-    """Yield long runs of rows with equal visibility, and masked tiles for the rows between them."""
-    runs = list(_packed(rows) if packs else _runs(rows, 0, len(rows)))
+def _tiles_of_sequence(rows: Sequence[RowInterval], packs_documents: bool) -> Iterator[MaskTile]:
+    """Yield the tiles of one sequence: adjacent short tiles are merged into one with a mask."""
+    runs = list(_packed(rows) if packs_documents else _runs(rows, 0, len(rows)))
     for is_short, group in groupby(runs, key=_is_short):
         group_runs = list(group)
         if not is_short or (len(group_runs) == 1 and group_runs[0].kind is not TileKind.MIXED):
@@ -122,15 +127,15 @@ def _tiles_of_sequence(rows: Sequence[RowInterval], packs: bool) -> Iterator[Mas
         yield MaskTile(TileKind.MIXED, (group_rows.start, group_rows.stop), keys)
 
 
-def _is_short(piece: MaskTile) -> bool:
+def _is_short(tile: MaskTile) -> bool:
     """Return whether a tile is masked, or too short to be worth a call of its own."""
-    return piece.kind is TileKind.MIXED or (piece.kind is not TileKind.PACKED and piece.count < LEAST_ROWS)
+    return tile.kind is TileKind.MIXED or (tile.kind is not TileKind.PACKED and tile.count < MIN_TILE_ROWS)
 
 
 def _packed(rows: Sequence[RowInterval]) -> Iterator[MaskTile]:
     """Yield tiles of packed documents, and the runs of rows between them."""
     start = 0
-    for document_rows, keys, documents in documents_in(rows, LEAST_ROWS):
+    for document_rows, keys, documents in documents_in(rows, MIN_TILE_ROWS):
         yield from _runs(rows, start, document_rows[0])
         yield MaskTile(TileKind.PACKED, document_rows, keys, documents=documents)
         start = document_rows[1]
@@ -138,12 +143,12 @@ def _packed(rows: Sequence[RowInterval]) -> Iterator[MaskTile]:
 
 
 def _runs(rows: Sequence[RowInterval], start: int, end: int) -> Iterator[MaskTile]:
-    """Yield maximal runs of rows that see one interval in full, or causally; rows with a mask of their own are single runs."""
+    """Yield maximal runs of rows [start, end) that see one interval in full, or causally; each row with a mask is a run."""
     while start < end:
         row, stop = rows[start], start + 1
         is_causal = stop < end and rows[stop].stop == row.stop + 1
-        while row.solid and stop < end and rows[stop] == RowInterval(row.first, row.stop + is_causal * (stop - start), True):
+        while row.is_solid and stop < end and rows[stop] == RowInterval(row.first, row.stop + is_causal * (stop - start), True):
             stop += 1
         kind = TileKind.CAUSAL if is_causal and stop > start + 1 else TileKind.FULL
-        yield MaskTile(kind if row.solid else TileKind.MIXED, (start, stop), (row.first, rows[stop - 1].stop))
+        yield MaskTile(kind if row.is_solid else TileKind.MIXED, (start, stop), (row.first, rows[stop - 1].stop))
         start = stop

@@ -12,8 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BottomRightCausal:
-    """A causal mask aligned at the last query and the last key; if `left` is given, also a window of `left` keys before
-    a query's own.
+    """A causal mask that is aligned at the last query and the last key.
+
+    Unless `left` is None, a query also sees at most `left` keys before its own.
     """
 
     left: int | None = None
@@ -32,11 +33,9 @@ class Varlen:
     left: int | None = None
 
 
-LAST: Final = BottomRightCausal()
+BOTTOM_RIGHT: Final = BottomRightCausal()
 Causal: TypeAlias = bool | BottomRightCausal | Varlen
-"""The causal mask: with True query i sees keys 0 .. i; with LAST the last query sees all keys and each query before it
-one fewer.
-"""
+"""A causal mask. True: query i sees keys 0 .. i. BOTTOM_RIGHT: the last query sees all keys, each query before it one fewer."""
 
 
 def forward(
@@ -46,7 +45,7 @@ def forward(
 
     The output of a row without visible keys is 0. Half dtypes are computed in float32.
     """
-    dtype, (query, key, value) = query.dtype, _widened(query, key, value)
+    dtype, (query, key, value) = query.dtype, _to_float32(query, key, value)
     key, value = (for_all_heads(item, query) for item in (key, value))
     scores = _scores(query, key, bias, causal, scale)
     lse = scores.logsumexp(-1)
@@ -65,7 +64,7 @@ def backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
-    dtype, (gradient, query, key, value, out) = query.dtype, _widened(gradient, query, key, value, out)
+    dtype, (gradient, query, key, value, out) = query.dtype, _to_float32(gradient, query, key, value, out)
     keys, values = (for_all_heads(item, query) for item in (key, value))
     weights = _weights(_scores(query, keys, bias, causal, scale), lse)
     inner = weights * (gradient @ values.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)) * _scale(query, scale)
@@ -75,12 +74,12 @@ def backward(
     return dq, dk, dv
 
 
-def _widened(*items: Tensor) -> list[Tensor]:
+def _to_float32(*items: Tensor) -> list[Tensor]:
     """Convert half dtypes to float32."""
     return [item.to(torch.promote_types(item.dtype, torch.float32)) for item in items]
 
 
-def triangle(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
+def causal_bias(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
     """Return a bias that hides later keys, keys before a window, and keys of other documents."""
     if isinstance(causal, Varlen):
         return _document_bias(query, causal)
@@ -98,7 +97,7 @@ def _document_bias(query: Tensor, documents: Varlen) -> Tensor:
     for (start, stop), (first, end) in zip(pairwise(documents.rows), pairwise(documents.keys), strict=True):
         document_query, keys = query[:, :, start:stop], query.new_empty(1, 1, end - first, 1)
         bias[start:stop, first:end] = (
-            triangle(document_query, keys, BottomRightCausal(documents.left)) if documents.causal else 0.0
+            causal_bias(document_query, keys, BottomRightCausal(documents.left)) if documents.causal else 0.0
         )
     return bias.expand(1, 1, -1, -1)
 
@@ -122,7 +121,7 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, sca
     """Return the scaled scores with bias and causal mask added."""
     scores = query @ key.transpose(-1, -2) * _scale(query, scale)
     scores = scores if bias is None else scores + bias
-    return scores + triangle(query, key, causal) if causal else scores
+    return scores + causal_bias(query, key, causal) if causal else scores
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streamfx.kernels import cuda_attention, flash_varlen, flash_window, layouts, plain_attention
-from streamfx.kernels.device_kinds import kind_of
+from streamfx.kernels.device_kinds import device_kind
 from streamfx.kernels.plain_attention import BottomRightCausal, Causal
 
 aten = torch.ops.aten
@@ -27,23 +27,23 @@ class Kernels(NamedTuple):
     """The kernels of a device, with the dtypes that they support.
 
     `forward` takes (q, k, v, bias, causal, scale) and `backward` takes (gradient, q, k, v, out, lse, bias, causal,
-    scale). `aligns_last` (q, k, v, scale, last): whether `causal` may be this bottom-right mask. `takes_documents`
-    (q, k, v, scale): whether `causal` may be a `Varlen`. `are_there` (q): whether this device has the kernels for the
-    dtype of q.
+    scale). `supports_bottom_right` (q, k, v, scale, bottom_right): whether `causal` may be this bottom-right mask.
+    `supports_documents` (q, k, v, scale): whether `causal` may be a `Varlen`. `has_kernels` (q): whether this device's
+    kernels support the dtype of q.
     """
 
     types: Collection[torch.dtype]
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Result]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Gradients]
-    aligns_last: Callable[[Tensor, Tensor, Tensor, float | None, BottomRightCausal], bool] = lambda *_: False
-    are_there: Callable[[Tensor], bool] = lambda _: True
-    takes_documents: Callable[[Tensor, Tensor, Tensor, float | None], bool] = lambda *_: False
+    supports_bottom_right: Callable[[Tensor, Tensor, Tensor, float | None, BottomRightCausal], bool] = lambda *_: False
+    has_kernels: Callable[[Tensor], bool] = lambda _: True
+    supports_documents: Callable[[Tensor, Tensor, Tensor, float | None], bool] = lambda *_: False
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
     """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
-    If `causal` is True, query i sees keys 0 .. i, whatever the number of keys. With LAST, which not all kernels
+    If `causal` is True, query i sees keys 0 .. i, whatever the number of keys. With BOTTOM_RIGHT, which not all kernels
     support, the last query sees all keys and each query before it one fewer; with `BottomRightCausal(left)` each
     query also sees at most `left` keys before its own. With `Varlen` documents are separate.
     """
@@ -82,20 +82,22 @@ def backward(
     return dq[..., :width], dk[..., :width], dv[..., : value.shape[3]]
 
 
-def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, last: BottomRightCausal) -> bool:
-    """Return whether queries at the end of their keys take one call."""
-    return _kernels(query).aligns_last(query, key, value, scale, last)
+def supports_bottom_right(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, bottom_right: BottomRightCausal
+) -> bool:
+    """Return whether one call computes queries that end at the last key, with this bottom-right mask."""
+    return _kernels(query).supports_bottom_right(query, key, value, scale, bottom_right)
 
 
-def takes_documents(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Return whether all documents of a chunk take one call."""
-    return _kernels(query).takes_documents(query, key, value, scale)
+def supports_documents(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Return whether one call computes all documents of a chunk."""
+    return _kernels(query).supports_documents(query, key, value, scale)
 
 
 def _kernels(query: Tensor) -> Kernels:
     """Return the device's kernels if they support the dtype, otherwise plain operators."""
-    kernels = KERNELS[kind_of(query.device).type]
-    return kernels if query.dtype in kernels.types and query.shape[-1] and kernels.are_there(query) else PLAIN
+    kernels = KERNELS[device_kind(query.device).type]
+    return kernels if query.dtype in kernels.types and query.shape[-1] and kernels.has_kernels(query) else PLAIN
 
 
 def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,8 +118,8 @@ def _bias_and_causal(
     if bias is not None and bias.dim() < 4:
         bias = bias[(None,) * (4 - bias.dim())]
     if causal and scale is not None and scale <= 0:
-        triangle = plain_attention.triangle(query, key, causal)
-        return (triangle if bias is None else bias + triangle), False
+        causal_bias = plain_attention.causal_bias(query, key, causal)
+        return (causal_bias if bias is None else bias + causal_bias), False
     return bias, causal
 
 
@@ -143,7 +145,7 @@ def _cpu_backward(
 ) -> Gradients:
     """Run the backward of the CPU's flash attention."""
     query, key, value, scale = _for_cpu(query, key, value, scale)
-    gradient, out = (layouts.dense(layouts.widened(item, query.shape[3])) for item in (gradient, out))
+    gradient, out = (layouts.dense_last(layouts.padded_last(item, query.shape[3])) for item in (gradient, out))
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -158,7 +160,7 @@ def _for_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> 
     width = max(query.shape[3], value.shape[3])
     if query.shape[3] < width and scale is None:
         scale = query.shape[3] ** -0.5
-    query, key, value = (layouts.dense(layouts.widened(item, width)) for item in (query, key, value))
+    query, key, value = (layouts.dense_last(layouts.padded_last(item, width)) for item in (query, key, value))
     return query, key, value, scale
 
 
@@ -168,9 +170,9 @@ KERNELS = {
         cuda_attention.TYPES,
         flash_varlen.forward,
         flash_varlen.backward,
-        flash_window.aligns_last,
-        cuda_attention.are_there,
-        flash_varlen.takes,
+        flash_window.supports_bottom_right,
+        cuda_attention.has_kernels,
+        flash_varlen.supports,
     ),
 }
 PLAIN = Kernels((), plain_attention.forward, plain_attention.backward)

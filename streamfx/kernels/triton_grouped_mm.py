@@ -6,7 +6,7 @@
 The kernels gather rows by index, so no sorted copies are allocated. Each kernel is tested once per device and dtype,
 on small integers, so that results must match bit by bit.
 
-Only PyTorch's CUDA builds include Triton: this module is imported on first use by a CUDA device, and not before.
+Only PyTorch's CUDA builds include Triton, so this module is imported on first use by a CUDA device.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     out_row, out_column, x_row, x_column, weight_group, weight_row, weight_column,
     GROUPS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute one output tile: `ROWS` rows of one group, which is the first whose tiles end after this one."""
+    """Compute one output tile: `ROWS` rows of one group. Tiles are numbered group by group, so the group is searched."""
     tile = tl.program_id(0)
     indices = tl.arange(0, GROUPS)
     stops = tl.load(ends + indices, mask=indices < groups, other=0)
@@ -85,8 +85,9 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
-    """total [e k n] += the sums of outer products of x [s k] and y [s n]; `order` sorts rows by group, `ends` [e] are
-    the group ends.
+    """Add to total [e k n], for each group, the outer products of its rows of x [s k] and y [s n], in place.
+
+    `order` [s] sorts rows by group, `ends` [e] are the ends of the groups in this order.
     """
     groups, height, width = total.shape
     tiles = triton.cdiv(height, TILE) * triton.cdiv(width, TILE)
@@ -117,15 +118,15 @@ def multiply(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
 
 # -- self-tests
 
-SIZES = (0, 1, ROWS + 6, 0, 5, 0)  # rows of each group; OTHERS more rows belong to no group
-OTHERS = 2
+GROUP_SIZES = (0, 1, ROWS + 6, 0, 5, 0)  # rows of each group; UNGROUPED_ROWS more rows belong to no group
+UNGROUPED_ROWS = 2
 HEIGHT, WIDTH = TILE + 8, 24
 
 
-def adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
+def add_outer_is_correct(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
     """Test sums for groups with no row, one row, and more rows than one iteration takes; rows of no group must not contribute."""
     order, ends, rows_of_groups = _rows()
-    x, y, expected = _integers(len(order), HEIGHT), _integers(len(order), WIDTH), _integers(len(SIZES), HEIGHT, WIDTH)
+    x, y, expected = _integers(len(order), HEIGHT), _integers(len(order), WIDTH), _integers(len(GROUP_SIZES), HEIGHT, WIDTH)
     x[order[-1]] = y[order[-2]] = torch.nan
     actual = expected.to(device, total_type, copy=True)
     add_outer(actual, x.to(device, dtype), y.to(device, dtype), order.to(device), ends.to(device))
@@ -139,7 +140,7 @@ def multiply_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
     order, ends, rows_of_groups = _rows()
     x, weight, expected = (
         _integers(len(order), HEIGHT),
-        _integers(len(SIZES), HEIGHT, WIDTH),
+        _integers(len(GROUP_SIZES), HEIGHT, WIDTH),
         torch.zeros(len(order), WIDTH).double(),
     )
     x[order[-1]] = weight[0] = weight[3] = torch.nan
@@ -153,8 +154,8 @@ def multiply_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _rows() -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Return a row order, the end of each group in it, and the rows of each group."""
-    order = torch.randperm(sum(SIZES) + OTHERS, generator=torch.Generator().manual_seed(0))
-    return order, torch.tensor(SIZES).cumsum(0).to(torch.int32), order[: sum(SIZES)].split(list(SIZES))
+    order = torch.randperm(sum(GROUP_SIZES) + UNGROUPED_ROWS, generator=torch.Generator().manual_seed(0))
+    return order, torch.tensor(GROUP_SIZES).cumsum(0).to(torch.int32), order[: sum(GROUP_SIZES)].split(list(GROUP_SIZES))
 
 
 def _integers(*shape: int) -> Tensor:

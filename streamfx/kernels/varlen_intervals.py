@@ -1,7 +1,7 @@
 """Find the rows of a mask that are consecutive documents, from the intervals of keys that rows see.
 
-The keys of a document follow the keys of the document before it. Its rows see all of its keys; or its last row sees
-all of them and each row before it one fewer; or, with a window, at most the window's length of these.
+The keys of a document follow the keys of the document before it. Either all its rows see all its keys; or the mask is
+causal, so that its last row sees all keys and each row before it one fewer; or it is causal with a window.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from streamfx.kernels.plain_attention import Varlen
 
 
 class RowInterval(NamedTuple):
-    """The keys [first, stop) outside which a row sees nothing; `solid` if it sees all keys inside, with nothing added."""
+    """The keys [first, stop) outside which a row sees nothing; `is_solid` if it sees all keys inside, with nothing added."""
 
     first: int
     stop: int
-    solid: bool
+    is_solid: bool
 
 
 class DocumentInterval(NamedTuple):
@@ -28,26 +28,29 @@ class DocumentInterval(NamedTuple):
     documents: Varlen
 
 
-def documents_in(rows: Sequence[RowInterval], least: int) -> Iterator[DocumentInterval]:
-    """Yield the intervals of several documents, or of a window, in order: each has at least `least` rows, or all rows."""
+def documents_in(rows: Sequence[RowInterval], min_rows: int) -> Iterator[DocumentInterval]:
+    """Yield the intervals of several documents, or of one with a window, in order.
+
+    Each has at least `min_rows` rows, or all rows.
+    """
     start = 0
     while start < len(rows):
         longest = max((_longest(rows, start, causal) for causal in (True, False)), key=lambda item: item.rows[1])
         stop, documents = longest.rows[1], longest.documents
-        is_long = stop - start >= least or stop - start == len(rows)
-        if rows[start].solid and is_long and (len(documents.rows) > 2 or documents.left is not None):
+        is_long = stop - start >= min_rows or stop - start == len(rows)
+        if rows[start].is_solid and is_long and (len(documents.rows) > 2 or documents.left is not None):
             yield longest
         start = stop
 
 
 def _longest(rows: Sequence[RowInterval], start: int, causal: bool) -> DocumentInterval:
-    """Return the longest interval of documents of one kind from `start` on.
+    """Return the longest interval of documents from `start` on, all causal or all not.
 
-    It has a window if each of some consecutive rows drops one key.
+    Causal documents have a window if both ends of the visible interval move by one key from one row to the next.
     """
     starts, width, index = [start], None, start + 1
     longest = rows[start].stop - rows[start].first
-    while index < len(rows) and rows[index - 1].solid and rows[index].solid:
+    while index < len(rows) and rows[index - 1].is_solid and rows[index].is_solid:
         previous, current = rows[index - 1], rows[index]
         length, is_next = current.stop - current.first, current.first == previous.stop
         slides = causal and not is_next and (current.first, current.stop) == (previous.first + 1, previous.stop + 1)

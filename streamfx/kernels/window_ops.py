@@ -20,8 +20,9 @@ def convolve(
     transposed: bool,
     groups: int,
 ) -> Tensor:
-    """Return the chunk's rows of a convolution [b c t], from the rows of their windows and `zeros_around` = (zeros before,
-    zeros after) them.
+    """Return the chunk's rows of a convolution [b c t], from the rows of their windows.
+
+    `zeros_around` is the number of zeros (before, after) these rows, for windows that exceed the sequence.
     """
     reach = dilation * (weight.shape[-1] - 1)
     if rows.shape[-1] + sum(zeros_around) <= reach:  # the chunk has no rows

@@ -36,7 +36,7 @@ def add_rows(visible: Tensor, part: Tensor, is_first: bool) -> None:
 
     If `is_first`, the buffer is uninitialized: overwrite them.
     """
-    accumulate.add(visible, part.reshape(visible.shape), is_first)
+    accumulate.add_part(visible, part.reshape(visible.shape), is_first)
 
 
 def complete(own: Tensor, added: None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

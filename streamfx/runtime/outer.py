@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.errors import StaleGraphError
-from streamfx.kernels.mask_programs import MaskCache, looking
+from streamfx.kernels.mask_programs import MaskCache, use_mask_cache
 from streamfx.runtime.expanded_code import CodeCall, function_of
 from streamfx.runtime.probes import watching
 from streamfx.runtime.restride import reinterpreted, unmarked
@@ -105,7 +105,7 @@ class HostProgramRunner:
         if self._is_backward:
             arguments[:] = map(unmarked, arguments)
         input_ids = {id(argument) for argument in arguments} if self._saves_after is not None else set()
-        with torch.no_grad(), looking(found_before(arguments)) as mask_cache:
+        with torch.no_grad(), use_mask_cache(mask_cache_of(arguments)) as mask_cache:
             results = self._graph.run(arguments)
         if self._saves_after is None:
             return results
@@ -138,7 +138,7 @@ def _attach_cache(mask_cache: MaskCache, results: Sequence[Any], saved: Sequence
             setattr(value, MASK_CACHE_ATTRIBUTE, mask_cache)
 
 
-def found_before(arguments: Sequence[Any]) -> MaskCache:
+def mask_cache_of(arguments: Sequence[Any]) -> MaskCache:
     """Return the mask cache of the forward graph if `arguments` belong to its backward graph, otherwise an empty one.
 
     It is also empty if saved tensor hooks have packed the values.

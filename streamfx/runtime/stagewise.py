@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.release_plan import ReleaseSegment, Saved, Sources
-from streamfx.kernels.mask_programs import looking
+from streamfx.kernels.mask_programs import use_mask_cache
 from streamfx.runtime.expanded_segments import Stretches, stretches_of
-from streamfx.runtime.outer import HostProgramRunner, call_of, found_before
+from streamfx.runtime.outer import HostProgramRunner, call_of, mask_cache_of
 from streamfx.runtime.restride import unmarked
 from streamfx.torch_private import is_sharded, rewrapped
 from streamfx.torch_private.autograd import (
@@ -136,7 +136,7 @@ class _Run:
     def __init__(self, segments: Stretches, arguments: list[Any]) -> None:
         """Begin a run of the generated segments, and run its code before the first segment."""
         self.results: dict[int, Any] = {}
-        self._mask_cache = found_before(arguments)
+        self._mask_cache = mask_cache_of(arguments)
         self._remaining = segments(arguments, self.results)
         self._autocast, self._context = autocast_is_on(), contextvars.copy_context()
         self._num_run = -1
@@ -161,7 +161,7 @@ class _Run:
         """Run the next segment in the context of the compiled function's node: its code expects autocast to be off if it
         was off there.
         """
-        with torch.no_grad(), looking(self._mask_cache), nullcontext() if self._autocast else no_autocast():
+        with torch.no_grad(), use_mask_cache(self._mask_cache), nullcontext() if self._autocast else no_autocast():
             next(self._remaining)
         self._num_run += 1
 

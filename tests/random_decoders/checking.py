@@ -109,7 +109,7 @@ def small_and_interpreted() -> Iterator[None]:
     runs at once.
     """
     with (
-        mock.patch.object(mask_tiles, "LEAST_ROWS", 2),
+        mock.patch.object(mask_tiles, "MIN_TILE_ROWS", 2),
         mock.patch.multiple(steps, LEAST=8, SMALL=2),
         mock.patch.object(streamed, "_forms", {}),
         interpreted(),

@@ -50,11 +50,11 @@ def in_their_place(half: bool, cudnn: bool = False) -> Iterator[None]:
         patch.setattr(cuda_attention, "FLASH_TYPES", HALF)
         patch.setattr(cuda_attention, "flash_width", lambda device: 256)
         patch.setattr(cuda_cudnn, "TYPES", HALF)
-        patch.setattr(cuda_cudnn, "MULTIPLE", 4)
-        patch.setattr(cuda_cudnn, "kind_of", lambda device: DeviceKind("cuda", (9, 0), True, has_cudnn=cudnn))
+        patch.setattr(cuda_cudnn, "TILE_ROWS", 4)
+        patch.setattr(cuda_cudnn, "device_kind", lambda device: DeviceKind("cuda", (9, 0), True, has_cudnn=cudnn))
         PLANS.clear()
         cuda = sdpa.KERNELS["cuda"]
-        patch.setitem(sdpa.KERNELS, "cpu", cuda._replace(types=HALF | SINGLE, are_there=lambda _: True))
+        patch.setitem(sdpa.KERNELS, "cpu", cuda._replace(types=HALF | SINGLE, has_kernels=lambda _: True))
         try:
             yield
         finally:

@@ -24,7 +24,7 @@ def interpreted() -> None:
     cpu = torch.device("cpu")
     for dtype in (torch.float16, torch.float32):
         assert triton_grouped_mm.multiply_is_correct(cpu, dtype)
-        assert all(triton_grouped_mm.adds_right(cpu, dtype, total) for total in (torch.float32, dtype))
+        assert all(triton_grouped_mm.add_outer_is_correct(cpu, dtype, total) for total in (torch.float32, dtype))
     for sizes in ((3,), (0, 0), (1, 64, 0, 65, 7), (0, 200, 0), (2, 2, 2)):
         for none in (0, 3):
             for height, width in ((1, 1), (16, 129), (130, 40)):

@@ -12,7 +12,7 @@ from streamfx.argument_checks import choices_hint
 from streamfx.cost.comm import Traffic
 from streamfx.cost.work import ATTENTION, Work
 from streamfx.errors import PlanError
-from streamfx.kernels.device_kinds import CUDNN_CAPABILITIES, DeviceKind, kind_of
+from streamfx.kernels.device_kinds import CUDNN_CAPABILITIES, DeviceKind, device_kind
 
 EFFICIENCY = 0.6  # assumed fraction of the published rates if there is no measurement
 HOPPER_REACHES = (0.69, 0.8)  # measured fractions of FLOP/s and bytes/s for a decoder on an H100 (docs/performance.md)
@@ -137,7 +137,7 @@ def measured() -> Device:
     factor, other_factor = (torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2))
     product = _seconds(lambda: torch.mm(factor, other_factor), device)
     copy = _seconds(lambda: torch.add(factor, 1), device)
-    return Device(f"this {device.type}", 2 * size**3 / product, 2 * factor.nbytes / copy, kind_of(device))
+    return Device(f"this {device.type}", 2 * size**3 / product, 2 * factor.nbytes / copy, device_kind(device))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -13,7 +13,7 @@ from streamfx.budget import format_bytes
 from streamfx.cost.repeats import Repeat
 from streamfx.errors import OverBudgetError, StreamFXError, describe_error
 from streamfx.frontend.gc_pause import uncollected
-from streamfx.kernels.device_kinds import supposed
+from streamfx.kernels.device_kinds import pretend_device
 from streamfx.log import log
 from streamfx.tools.inspect.eager import alike_layers
 from streamfx.tools.inspect.layers import first_layers, layers_of
@@ -69,7 +69,7 @@ class TrainingStep:
     ) -> Prediction:
         """Predict a step. `chunked` adds the baseline of checkpointing with a chunked loss, which is slow to trace."""
         inputs = self._inputs(batch, length)
-        with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
+        with pretend_device(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
             in_chunks = ways_of(model).get(IN_CHUNKS) if self._has_baselines and chunked else None
             extra_baselines = {} if in_chunks is None else {CHUNKED: in_chunks}
             prediction = predict(
@@ -176,7 +176,7 @@ class TrainingStep:
     def _peak_of_first_layers(self, way: Way, batch: int, count: int, length: int) -> int | None:
         """Return the peak of a baseline with the first `count` layers, or None if it cannot be traced."""
         inputs, layers = self._inputs(batch, length), len(layers_of(self.model))
-        with supposed(self.device.kind), uncollected(), first_layers(self.model, count):
+        with pretend_device(self.device.kind), uncollected(), first_layers(self.model, count):
             # The layer repetition is the same for all baselines; heads in many chunks are slow to trace.
             alike = None if count < layers or way[0] is self.model else self._layer_repetition(inputs)
             peak = peak_of(way, inputs, alike)
@@ -188,7 +188,7 @@ class TrainingStep:
         for count in (FEWEST, FEWEST + 1):
             with first_layers(self.model, count):
                 constant.append(self._constant_bytes(inputs))
-        with supposed(self.device.kind), uncollected():
+        with pretend_device(self.device.kind), uncollected():
             peaks = peaks_of_few(way, inputs)
         return None if peaks is None else (peaks[0] + constant[0], peaks[1] + constant[1])
 

@@ -19,7 +19,7 @@ from streamfx.integrations import packing
 from streamfx.ir.facts import known
 from streamfx.ir.program import BufferOutput
 from streamfx.kernels import plain_attention, sdpa
-from streamfx.kernels.cuda_attention import takes_flash
+from streamfx.kernels.cuda_attention import flash_supports
 from streamfx.runtime.loop import Loop
 from streamfx.tools.inspect.explain import Explanation
 from streamfx.tools.inspect.tracing import traced
@@ -84,7 +84,7 @@ def noted_kernels() -> Iterator[Counter[str]]:
             found["flash"] += 1
         elif name.startswith("streamfx::attention_window"):
             query, _, value = others[0][-3:] if name.endswith("window") else others[0][1:4]
-            found["flash" if takes_flash(query, value, None) else "efficient, at the end"] += 1
+            found["flash" if flash_supports(query, value, None) else "efficient, at the end"] += 1
         count(self, func, *others)
 
     def plain(*arguments: Any) -> tuple[Tensor, Tensor]:

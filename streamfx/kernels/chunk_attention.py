@@ -21,7 +21,7 @@ from torch import Tensor
 from streamfx.kernels import sdpa
 from streamfx.kernels.mask_programs import Mask
 from streamfx.kernels.mask_tiles import MaskTile, TileKind
-from streamfx.kernels.plain_attention import LAST, BottomRightCausal
+from streamfx.kernels.plain_attention import BOTTOM_RIGHT, BottomRightCausal
 from streamfx.torch_private import FakeTensor
 
 Window = tuple["int | None", "int | None"]
@@ -32,14 +32,14 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # with respect to queries, keys and v
 class VisibleKeys(NamedTuple):
     """The keys that a chunk's queries see: tiles, and the bias [b h m n] for mixed tiles, which includes the window.
 
-    `last` describes all queries if a kernel's own bottom-right mask can express it. `is_open` is set only while costs
-    are predicted: one tile then represents several, because the real tiles depend on data.
+    `bottom_right` is set if a kernel's own bottom-right mask expresses the visible keys of all queries. `is_estimate` is
+    set only while costs are predicted: one tile then represents several, because the real tiles depend on data.
     """
 
-    pieces: Sequence[MaskTile]
+    tiles: Sequence[MaskTile]
     bias: Bias
-    last: BottomRightCausal | None
-    is_open: bool = False
+    bottom_right: BottomRightCausal | None
+    is_estimate: bool = False
 
 
 def forward(
@@ -55,19 +55,19 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
-    `mask` is added to the scores. Query i sees keys i + first + low .. i + first + high of `window` (low, high),
-    where None is unbounded; without a window it sees all keys. `finite_hides`: scores are small compared with the
-    large negative values of a mask, so such finite values hide a key.
+    `mask` is added to the scores. With a `window` (low, high), query i sees keys i + first + low .. i + first + high,
+    where None is unbounded; otherwise all keys. `finite_hides` means that scores are small compared with the large
+    negative values of the mask, so that these hide a key as minus infinity does.
     """
-    pieces, bias, last, is_open = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
-    if _is_single_call(pieces, query, key):
-        full_output = [query.new_empty(*query.shape[:-1], value.shape[-1])] if is_open else []  # alive with a tile's
-        result = _forward(pieces[0], query, key, value, bias, last, scale)
+    tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
+    if _is_single_call(tiles, query, key):
+        full_output = [query.new_empty(*query.shape[:-1], value.shape[-1])] if is_estimate else []  # counted while the tile runs
+        result = _forward(tiles[0], query, key, value, bias, bottom_right, scale)
         del full_output
         return result
     out = query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]).transpose(1, 2)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
-    for tile in pieces:
+    for tile in tiles:
         operands = _rows_of_tile(tile, query), _keys_of_tile(tile, key), _keys_of_tile(tile, value)
         result = _forward(tile, *operands, _bias_of(tile, bias), None, scale)
         _rows_of_tile(tile, out).copy_(result[0])
@@ -90,14 +90,15 @@ def backward(
     finite_hides: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the queries, and the chunk's contribution to the gradients of its visible keys and values."""
-    pieces, bias, last, is_open = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
-    if _is_single_call(pieces, query, key):
-        full_gradients = [torch.empty_like(item) for item in (query, key, value)] if is_open else []  # alive with a tile's
-        gradients = _backward(pieces[0], gradient, query, key, value, out, lse, bias, last, scale)
+    tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
+    if _is_single_call(tiles, query, key):
+        # real runs with several tiles also have the gradients of all keys; they are counted while the tile runs
+        full_gradients = [torch.empty_like(item) for item in (query, key, value)] if is_estimate else []
+        gradients = _backward(tiles[0], gradient, query, key, value, out, lse, bias, bottom_right, scale)
         del full_gradients
         return gradients
     dq, dk, dv = torch.full_like(query, -0.0), torch.zeros_like(key), torch.zeros_like(value)  # -0 + x == x, also for x = -0
-    for tile in pieces:
+    for tile in tiles:
         tile_gradient, tile_query, tile_out, tile_lse = (_rows_of_tile(tile, item) for item in (gradient, query, out, lse))
         keys, values, tile_bias = _keys_of_tile(tile, key), _keys_of_tile(tile, value), _bias_of(tile, bias)
         totals = _rows_of_tile(tile, dq), _keys_of_tile(tile, dk), _keys_of_tile(tile, dv)
@@ -107,7 +108,7 @@ def backward(
 
 
 def _add_to(totals: Gradients, key_range: slice, gradients: Gradients) -> None:
-    """Add the gradients of one call to `sums`; the caller drops them, so that only `sums` is alive in the next call."""
+    """Add the gradients of one call to `totals`. The caller drops them, so that only `totals` are alive in the next call."""
     totals[0].add_(gradients[0])
     totals[1][:, :, key_range].add_(gradients[1])
     totals[2][:, :, key_range].add_(gradients[2])
@@ -117,19 +118,25 @@ def _add_to(totals: Gradients, key_range: slice, gradients: Gradients) -> None:
 
 
 def _forward(
-    tile: MaskTile, query: Tensor, key: Tensor, value: Tensor, bias: Bias, last: BottomRightCausal | None, scale: float | None
+    tile: MaskTile,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Bias,
+    bottom_right: BottomRightCausal | None,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of a tile: one call, or one for the past and one for the diagonal."""
     kind = tile.kind
     if tile.documents is not None:
         return sdpa.forward(query, key, value, None, tile.documents, scale)
-    if kind is TileKind.MIXED and last is not None and sdpa.aligns_last(query, key, value, scale, last):
-        return sdpa.forward(query, key, value, None, last, scale)
+    if kind is TileKind.MIXED and bottom_right is not None and sdpa.supports_bottom_right(query, key, value, scale, bottom_right):
+        return sdpa.forward(query, key, value, None, bottom_right, scale)
     if kind is not TileKind.CAUSAL:
         return sdpa.forward(query, key, value, bias() if kind is TileKind.MIXED else None, False, scale)
     past = key.shape[2] - query.shape[2]
-    if past == 0 or sdpa.aligns_last(query, key, value, scale, LAST):
-        return sdpa.forward(query, key, value, None, LAST if past else True, scale)
+    if past == 0 or sdpa.supports_bottom_right(query, key, value, scale, BOTTOM_RIGHT):
+        return sdpa.forward(query, key, value, None, BOTTOM_RIGHT if past else True, scale)
     past_result = sdpa.forward(query, key[:, :, :past], value[:, :, :past], None, False, scale)
     diagonal_result = sdpa.forward(query, key[:, :, past:], value[:, :, past:], None, True, scale)
     return _merge(past_result, diagonal_result)
@@ -153,7 +160,7 @@ def _calls(
     out: Tensor,
     lse: Tensor,
     bias: Bias,
-    last: BottomRightCausal | None,
+    bottom_right: BottomRightCausal | None,
     scale: float | None,
 ) -> list[tuple[slice, Callable[[], Gradients]]]:
     """Return the kernel calls that compute the gradients, each with the slice of keys that it reads."""
@@ -166,18 +173,18 @@ def _calls(
     kind, all_keys = tile.kind, slice(None)
     if tile.documents is not None:
         return [call(all_keys, _without_bias, tile.documents)]
-    if kind is TileKind.MIXED and last is not None and sdpa.aligns_last(query, key, value, scale, last):
-        return [call(all_keys, _without_bias, last)]
+    if kind is TileKind.MIXED and bottom_right is not None and sdpa.supports_bottom_right(query, key, value, scale, bottom_right):
+        return [call(all_keys, _without_bias, bottom_right)]
     if kind is not TileKind.CAUSAL:
         return [call(all_keys, bias if kind is TileKind.MIXED else _without_bias, False)]
     past = key.shape[2] - query.shape[2]
-    if past == 0 or sdpa.aligns_last(query, key, value, scale, LAST):
-        return [call(all_keys, _without_bias, LAST if past else True)]
+    if past == 0 or sdpa.supports_bottom_right(query, key, value, scale, BOTTOM_RIGHT):
+        return [call(all_keys, _without_bias, BOTTOM_RIGHT if past else True)]
     return [call(slice(past), _without_bias, False), call(slice(past, None), _without_bias, True)]
 
 
 def _without_bias() -> None:
-    """Return no bias."""
+    """Return None: a tile without a bias."""
 
 
 def _merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -205,46 +212,49 @@ def _visible_keys(
     batch, rows, keys = query.shape[0], query.shape[2], key.shape[2]
     has_window = first is not None and window is not None and window != (None, None)
     if isinstance(mask, Mask) and not has_window:
-        packs_documents = sdpa.takes_documents(query, key, value, scale)
-        is_open = isinstance(query, FakeTensor) and mask.dense().shape[1] == 1
-        return VisibleKeys(mask.pieces(rows, keys, batch, finite_hides, packs_documents), mask.dense, None, is_open)
+        packs_documents = sdpa.supports_documents(query, key, value, scale)
+        is_estimate = isinstance(query, FakeTensor) and mask.dense().shape[1] == 1
+        return VisibleKeys(mask.tiles(rows, keys, batch, finite_hides, packs_documents), mask.dense, None, is_estimate)
     dense = mask.dense() if isinstance(mask, Mask) else mask
-    last = _bottom_right(rows, keys, first, window) if dense is None else None
-    kind = TileKind.FULL if dense is None and not has_window else TileKind.CAUSAL if last == LAST else TileKind.MIXED
+    bottom_right = _bottom_right(rows, keys, first, window) if dense is None else None
+    kind = (
+        TileKind.FULL if dense is None and not has_window else TileKind.CAUSAL if bottom_right == BOTTOM_RIGHT else TileKind.MIXED
+    )
     tile = MaskTile(kind, (0, rows), (0, keys), (0, batch))
-    return VisibleKeys((tile,), lambda: _with_window(query, key, dense, first, window), last)
+    return VisibleKeys((tile,), lambda: _with_window(query, key, dense, first, window), bottom_right)
 
 
 def _bottom_right(rows: int, keys: int, first: int | None, window: Window | None) -> BottomRightCausal | None:
-    """Return the window as a bottom-right mask if it ends at each query's own key and the last query's key is the last
-    of all.
+    """Return the window as a bottom-right mask: if it ends at each query's own key, and the last query's is the last key.
+
+    None otherwise.
     """
     if window is None or first is None or first < 0 or keys - first != rows or window[1] != 0:
         return None
     low = window[0]
-    return LAST if low is None else BottomRightCausal(-low) if low <= 0 else None
+    return BOTTOM_RIGHT if low is None else BottomRightCausal(-low) if low <= 0 else None
 
 
-def _is_single_call(pieces: Sequence[MaskTile], query: Tensor, key: Tensor) -> bool:
+def _is_single_call(tiles: Sequence[MaskTile], query: Tensor, key: Tensor) -> bool:
     """Return whether a single tile covers all queries, keys and sequences, so that one call suffices."""
-    if len(pieces) != 1:
+    if len(tiles) != 1:
         return False
     full = (0, query.shape[2]), (0, key.shape[2]), (0, query.shape[0])
-    return (pieces[0].rows, pieces[0].keys, pieces[0].batch) == full
+    return (tiles[0].rows, tiles[0].keys, tiles[0].batch) == full
 
 
 def _rows_of_tile(tile: MaskTile, tensor: Tensor) -> Tensor:
-    """Return a tensor's query positions of a tile."""
+    """Return the slice of a tensor [b h m ..] with the tile's sequences and query positions."""
     return tensor[slice(*tile.batch), :, slice(*tile.rows)]
 
 
 def _keys_of_tile(tile: MaskTile, tensor: Tensor) -> Tensor:
-    """Return a tensor's key positions of a tile."""
+    """Return the slice of a tensor [b g n ..] with the tile's sequences and key positions."""
     return tensor[slice(*tile.batch), :, slice(*tile.keys)]
 
 
 def _bias_of(tile: MaskTile, bias: Bias) -> Bias:
-    """Return the tile's slice of the mask [b 1 m n], where b is the batch size or 1."""
+    """Return a function that computes the tile's slice of the mask [b h m n], where b is the batch size or 1."""
 
     def tile_bias() -> Tensor | None:
         """Return the bias of the tile, or None without one."""
