@@ -86,7 +86,7 @@ class RuleError(StreamFXError, ValueError):
         ...     streamfx.register_rule(torch.ops.aten.mm.default, "m k, k n -> m n")
         ... except streamfx.RuleError as error:
         ...     print(error.found)
-        the operator has a rule already
+        the operator already has a rule
     """
 
 

@@ -42,7 +42,7 @@ def test_the_error_names_an_alternative(name: str) -> None:
     for kept in (pickle.dumps, copy.deepcopy):
         with pytest.raises(NotCopyableError) as refused:
             kept(held)
-        assert refused.value.asked == f"{name} is neither pickled nor copied" and keep in refused.value.do
+        assert refused.value.asked == f"{name} cannot be pickled or copied" and keep in refused.value.do
         assert isinstance(refused.value, TypeError)
     if name == "an Explanation":
         summary = held.summary()

@@ -63,24 +63,24 @@ SOUND: dict[str, Any] = {
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"rows": ["x"]}, r"rows=\['x'\]"),
     ({"results": None}, "results=None"),
-    ({"saved": {"kept": 2, "dy": 0}}, "dy among cotangents and among saved"),
+    ({"saved": {"kept": 2, "dy": 0}}, "dy in cotangents and in saved"),
     ({"rows": {"rows": 1}}, "rows in rows"),
     ({"rows": {}}, "no argument with rows"),
     ({"rows": {"x": "t"}}, "dimensions"),
-    ({"rows": {"x": 1, "first": 1}}, "first among rows and among states"),
+    ({"rows": {"x": 1, "first": 1}}, "first in rows and in states"),
     ({"results": (1, None)}, "2 entries in results"),
-    ({"results": (1, 1, None)}, "the last first has rows"),
+    ({"results": (1, 1, None)}, "the final first has rows"),
     ({"states": {}}, "no state"),
     ({"states": {"first": 3}}, r"results \[3\] in states"),
     ({"states": {"first": 2}}, "takes no gradient of result 2"),
-    ({"states": {"first": 1, "weight": 1}}, "a result twice"),
-    ({"cotangents": {"dy": 0}}, "dlast of the backward, of which nothing is said"),
-    ({"cotangents": {"dy": 0, "dlast": 1, "x": 2}}, "x in cotangents, a name of the operator's own"),
+    ({"states": {"first": 1, "weight": 1}}, "which has a result twice"),
+    ({"cotangents": {"dy": 0}}, "dlast of the backward is not declared"),
+    ({"cotangents": {"dy": 0, "dlast": 1, "x": 2}}, "x in cotangents is also an argument of the forward operator"),
     ({"cotangents": {"dy": 0, "dfirst": 1}}, "dfirst in cotangents"),
-    ({"saved": {}}, "kept of the backward, of which nothing is said"),
+    ({"saved": {}}, "kept of the backward is not declared"),
     ({"gradients": ("x", "first")}, "2 entries in gradients"),
-    ({"gradients": ("x", "x", "first")}, "one of them twice"),
-    ({"gradients": ("x", "weight", None)}, "gives no gradient of first"),
+    ({"gradients": ("x", "x", "first")}, "which has a duplicate"),
+    ({"gradients": ("x", "weight", None)}, "returns no gradient of first"),
     ({"gradients": ("x", "y", "first")}, "y in gradients"),
     ({"gradients": [["x"], None, None]}, "names of the operator's arguments"),
     ({"always": {"weight": None}}, "weight in always"),
@@ -102,12 +102,12 @@ def test_what_cannot_be_is_refused(how: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("own", "backward", "says"),
     [
-        (torch.sigmoid, undeclared_backward, "graphs do not hold"),
-        (undeclared, lambda dy: dy, "graphs do not hold"),
-        (selective, undeclared_backward, "has a rule already"),
-        (undeclared, selective_backward, "has a rule already"),
-        (torch.ops.aten.mm.default, undeclared_backward, "has a rule already"),
-        (writing, undeclared_backward, "writes into its arguments"),
+        (torch.sigmoid, undeclared_backward, "does not occur in graphs"),
+        (undeclared, lambda dy: dy, "does not occur in graphs"),
+        (selective, undeclared_backward, "already has a rule"),
+        (undeclared, selective_backward, "already has a rule"),
+        (torch.ops.aten.mm.default, undeclared_backward, "already has a rule"),
+        (writing, undeclared_backward, "writes to its arguments"),
         (listing, undeclared_backward, "lists of tensors"),
     ],
 )
@@ -124,8 +124,8 @@ def refused(own: Any, backward: Any, how: dict[str, Any], says: str) -> None:
 
 def test_what_is_sound_is_taken_once() -> None:
     streamfx.register_recurrence(undeclared, undeclared_backward, **SOUND)
-    refused(undeclared, undeclared_backward, SOUND, "has a rule already")
-    with pytest.raises(streamfx.RuleError, match="has a rule already"):
+    refused(undeclared, undeclared_backward, SOUND, "already has a rule")
+    with pytest.raises(streamfx.RuleError, match="already has a rule"):
         streamfx.register_rule(undeclared, "... d, d -> ... d")
 
 
@@ -170,10 +170,10 @@ def declared(operator: Any, **other: Any) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("operator", "wrong", "says"),
     [
-        (selective, {"rows": {"x": 1, "dt": 1, "b": 1}}, "in chunks of 1 rows it raises|is off by"),
-        (selective, {"rows": {"x": 0, "dt": 0, "b": 0, "c": 0}, "results": (0, None)}, "is off by"),
-        (blocks, {"block": 1}, "result 0 is off by"),
-        (averages, {"states": {"top": 2, "bottom": 1}}, "is off by"),
+        (selective, {"rows": {"x": 1, "dt": 1, "b": 1}}, "in chunks of 1 rows it raises|differs from"),
+        (selective, {"rows": {"x": 0, "dt": 0, "b": 0, "c": 0}, "results": (0, None)}, "differs from the unchunked one by"),
+        (blocks, {"block": 1}, "result 0 differs from"),
+        (averages, {"states": {"top": 2, "bottom": 1}}, "differs from the unchunked one by"),
         (averages, {"cotangents": {"dy": 0, "dunder": 1, "dover": 2}}, "gradient"),
         (windows, {"rows": {"x": 1}, "results": (1, None)}, "in chunks of 1 rows it raises"),
     ],
@@ -261,7 +261,7 @@ CALLS: dict[str, tuple[Mixer, str]] = {
     "a result that is another without the flag": (reading_an_empty_state, "result 1 in use, which is another"),
     "a wide state": (from_a_wide_state, "of which torch.float32 does not hold all numbers"),
     "calls that differ in what the backward is not given": (of_two_biases, "a backward that may be that of another call"),
-    "an operator that writes": (writing_rows, "writes into its arguments"),
+    "an operator that writes": (writing_rows, "to its arguments"),
 }
 
 

@@ -88,16 +88,16 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (gate, "... e! to ... d", "one arrow"),
     (gate, "... e! -> d, d", "1 tensor arguments and 1 results"),
     (gate, "... e? -> d", "one arrow"),
-    (gate, "b d d -> b d", "names a letter twice"),
-    (gate, "... d! -> ... d d!", "names a letter twice"),
+    (gate, "b d d -> b d", "has a letter twice"),
+    (gate, "... d! -> ... d d!", "has a letter twice"),
     (gate, 3, "notation such as"),
-    (gate, "e! -> ... d", "has ... on the right alone"),
+    (gate, "e! -> ... d", "has ... on the right only"),
     (torch.sigmoid, "... -> ...", "torch.library.custom_op"),
     (torch.ops.aten.mm, "m k, k n -> m n", "several overloads"),
-    (torch.ops.aten.mm.default, "m k, k n -> m n", "has a rule already"),
-    (torch.ops.aten.sin.default, "... -> ...", "has a rule already"),
-    (torch.ops.aten.silu.default, lambda call: None, "has a rule already"),
-    (torch.ops.aten.mse_loss.default, "..., ... -> ", "has a rule already"),
+    (torch.ops.aten.mm.default, "m k, k n -> m n", "already has a rule"),
+    (torch.ops.aten.sin.default, "... -> ...", "already has a rule"),
+    (torch.ops.aten.silu.default, lambda call: None, "already has a rule"),
+    (torch.ops.aten.mse_loss.default, "..., ... -> ", "already has a rule"),
 ]
 
 

@@ -33,10 +33,10 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        position = torch.arange(x.shape[1])
-        distance = (position[:, None] - position).clamp(min=0)
+        index = torch.arange(x.shape[1])
+        distance = (index[:, None] - index).clamp(min=0)
         scores = q @ k.mT
-        hidden = position > position[:, None]
+        hidden = index > index[:, None]
         shares = (
             scores.masked_fill(~self.visible, float("-inf")),
             scores + self.added,
@@ -91,10 +91,10 @@ def test_the_next_call_is_exact(name: str) -> None:
 
 def test_a_frozen_weight_that_is_not_read_is_told_by_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """No version counter shows that `.data` is another tensor."""
-    monkeypatch.setattr(mask_buffers, "MOST_READ", 0)
+    monkeypatch.setattr(mask_buffers, "MAX_BYTES_READ_PER_CALL", 0)
     weight = nn.Parameter(torch.ones(WIDTH, WIDTH + 1), requires_grad=False)
     watched = mask_buffers.watched_inputs([weight], [True])
-    assert [item.seen is not None and item.seen.sums is None for item in watched] == [True]
-    assert mask_buffers.all_hold(watched, [weight])
+    assert [item.fingerprint is not None and item.fingerprint.sums is None for item in watched] == [True]
+    assert mask_buffers.have_same_patterns(watched, [weight])
     weight.data = torch.full_like(weight, 1e30)
-    assert not mask_buffers.all_hold(watched, [weight])
+    assert not mask_buffers.have_same_patterns(watched, [weight])

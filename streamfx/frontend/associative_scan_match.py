@@ -2,7 +2,7 @@
 
     before   a = slice(x, 0, -1, 2);  b = slice(x, 1, None, 2);  pairs = vmap(combine)(a, b)
              pairs of pairs, ... and back: slice, vmap(combine), cat, stack, flatten, for each level
-    after    rows = streamfx.associative_scan([x], [], number of combine)
+    after    rows = streamfx.associative_scan([x], [], identifier of combine)
 
 Every operator of every level has to match, with one combine function of single rows. This fixes which rows are
 combined, and in which order, so a chunk can do the same. The function need not be associative.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.frontend.combine_fn import Body, combine_of, is_plain
+from streamfx.frontend.combine_fn import CombineBody, is_plain_tensor, register_combine
 from streamfx.ir.sizes import shape_of
 from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.runtime.associative import TREE_SCAN
@@ -28,18 +28,18 @@ from streamfx.torch_private.vmapped import ADD_BATCH, ENTER_VMAP, LEAVE_VMAP, LO
 OUTERMOST = 1  # the level of a `vmap` that is not nested in another transformation
 
 
-class NoTreeError(Exception):
-    """Raised if the operators are not such a tree, or its function does not take single rows."""
+class NoScanTreeError(Exception):
+    """Raised if operators are not the tree of an associative scan, or its function does not take single rows."""
 
 
 @dataclass
 class Tree:
-    """The operators of a matched tree, with the rows of each leaf before and after the scan."""
+    """The operators of a matched tree, its operands and results (one for each leaf of the state), and its combine function."""
 
     elements: list[fx.Node]
     results: list[fx.Node]
     matched: list[fx.Node]
-    body: Body
+    body: CombineBody
 
 
 def replace_scan_trees(module: fx.GraphModule) -> fx.GraphModule:
@@ -50,36 +50,38 @@ def replace_scan_trees(module: fx.GraphModule) -> fx.GraphModule:
         if isinstance(submodule, fx.GraphModule)
     }
     changed = {name: submodule for name, submodule in submodules.items() if submodule is not getattr(module, name)}
-    trees = _trees(module.graph)
-    numbered_trees = [(tree, number) for tree in trees if (number := combine_of(tree.body, tree.elements)) is not None]
-    if not numbered_trees and not changed:
+    trees = _find_trees(module.graph)
+    trees_with_ids = [
+        (tree, combine_id) for tree in trees if (combine_id := register_combine(tree.body, tree.elements)) is not None
+    ]
+    if not trees_with_ids and not changed:
         return module
     copy, copies = dynamo_copy(module)
-    for tree, number in numbered_trees:
-        _replace_tree(tree, number, copies)
+    for tree, combine_id in trees_with_ids:
+        _replace_tree(tree, combine_id, copies)
     for name, submodule in changed.items():
         setattr(copy, name, submodule)
     copy.recompile()
     return copy
 
 
-def _trees(graph: fx.Graph) -> list[Tree]:
-    """Return the maximal trees: each level of a tree is itself a tree of the level below."""
-    trees, inside = list[Tree](), set[fx.Node]()
+def _find_trees(graph: fx.Graph) -> list[Tree]:
+    """Return the outermost trees: each level of a tree is itself a tree of half the rows."""
+    trees, covered = list[Tree](), set[fx.Node]()
     for node in graph.nodes:
-        if node not in inside and (tree := _tree_at(node)) is not None:
+        if node not in covered and (tree := _match_tree(node)) is not None:
             trees.append(tree)
-            inside.update(tree.matched)
+            covered.update(tree.matched)
     return trees
 
 
-def _replace_tree(tree: Tree, number: int, copies: dict[fx.Node, fx.Node]) -> None:
+def _replace_tree(tree: Tree, combine_id: int, copies: dict[fx.Node, fx.Node]) -> None:
     """Insert one scan before the tree's last operator, and replace the results of the tree."""
     graph, first_operator = copies[tree.matched[0]].graph, copies[tree.matched[0]]
     elements = [copies[node] for node in tree.elements]
-    shared = [copies[node] for node in tree.body.given]
+    shared = [copies[node] for node in tree.body.outer_tensors]
     with graph.inserting_before(copies[tree.matched[-1]]):
-        scan = graph.call_function(TREE_SCAN, (elements, shared, number))
+        scan = graph.call_function(TREE_SCAN, (elements, shared, combine_id))
         results = [graph.call_function(operator.getitem, (scan, index)) for index in range(len(elements))]
     scan.meta = {**first_operator.meta, EXAMPLE_VALUE: [node.meta[EXAMPLE_VALUE] for node in tree.results]}
     for result, node in zip(results, tree.results, strict=True):
@@ -89,86 +91,86 @@ def _replace_tree(tree: Tree, number: int, copies: dict[fx.Node, fx.Node]) -> No
         graph.erase_node(copies[node])
 
 
-def _tree_at(node: fx.Node) -> Tree | None:
+def _match_tree(node: fx.Node) -> Tree | None:
     """Return the tree whose first operator is this node."""
     if node.target is not SLICE or node.args[1:] != (0, 0, -1, 2) or _is_under_autocast(node):
         return None
     try:
         return _TreeReader(node).tree()
-    except NoTreeError:
+    except NoScanTreeError:
         return None
 
 
 def _is_under_autocast(node: fx.Node) -> bool:
-    """Return whether the graph itself enables autocast at this node; the trace shows autocast around it."""
-    entered = 0
-    for each in node.graph.nodes:
-        entered += (each.target is ENTER_AUTOCAST) - (each.target is EXIT_AUTOCAST)
-        if each is node:
+    """Return whether a node is inside an autocast region that the graph itself enters; such a tree is not matched."""
+    depth = 0
+    for other in node.graph.nodes:
+        depth += (other.target is ENTER_AUTOCAST) - (other.target is EXIT_AUTOCAST)
+        if other is node:
             break
-    return entered != 0
+    return depth != 0
 
 
 class _TreeReader:
     """Matches operators in the order in which `generic_associative_scan` calls them, in PyTorch 2.11 to 2.13."""
 
     def __init__(self, first: fx.Node) -> None:
-        """Begin at the first slice of a tree; `matched` collects its operators, `sizes` those that compute sizes."""
-        self.current, self.matched, self.sizes = first, list[fx.Node](), list[fx.Node]()
-        self.body: Body | None = None
+        """Begin at the first slice of a tree. `matched` collects its operators, `size_operators` those on symbolic sizes."""
+        self.current, self.matched, self.size_operators = first, list[fx.Node](), list[fx.Node]()
+        self.body: CombineBody | None = None
 
     def tree(self) -> Tree:
-        """Match all operators of the tree; raise `NoTreeError` if others use its inner values."""
+        """Match all operators of the tree; raise `NoScanTreeError` if other operators use its inner values."""
         elements = self._first_operands()
         results = self._match_scan(elements)
         matched = set(self.matched)
-        for size in reversed(self.sizes):
+        for size in reversed(self.size_operators):
             if matched.issuperset(size.users):
                 matched.add(size)
         if self.body is None or any(user not in matched for node in matched.difference(results) for user in node.users):
-            raise NoTreeError
+            raise NoScanTreeError
         return Tree(elements, results, [node for node in elements[0].graph.nodes if node in matched], self.body)
 
     def _first_operands(self) -> list[fx.Node]:
-        """Return the operands of the first slices."""
+        """Return the operands of the slices with which the tree begins; raise unless they are plain tensors of equal length."""
         elements, node = list[fx.Node](), self.current
         while node.target is SLICE and node.args[1:] == (0, 0, -1, 2):
             elements.append(node.args[0])  # type: ignore[arg-type]
             node = node.next
-        counts = {_count(node) for node in elements}
+        counts = {_num_rows(node) for node in elements}
         if (
             len(counts) != 1
             or min(counts) < 2
-            or not all(map(is_plain, elements))
+            or not all(map(is_plain_tensor, elements))
             or any(0 in shape_of(node.meta[EXAMPLE_VALUE]) for node in elements)
         ):
-            raise NoTreeError
+            raise NoScanTreeError
         return elements
 
     def _match_scan(self, rows: list[fx.Node]) -> list[fx.Node]:
         """Match the scan of rows at one level, recursively, and return its results."""
-        count = _count(rows[0])
+        count = _num_rows(rows[0])
         if count < 2:
             return rows
         left_and_right = [*self._match_slices(rows, 0, -1, 2), *self._match_slices(rows, 1, None, 2)]
         odds = self._match_scan(self._match_combine(left_and_right, rows, count // 2))
         odds_before = self._match_slices(odds, 0, -1) if count % 2 == 0 else odds
         evens = self._match_combine([*odds_before, *self._match_slices(rows, 2, None, 2)], rows, (count - 1) // 2)
-        with_first = [self._match_prepend(*pair, is_alone=count == 2) for pair in zip(rows, evens, strict=True)]
+        with_first = [self._match_first_row(*pair, is_only_row=count == 2) for pair in zip(rows, evens, strict=True)]
         return [self._match_interleave(*pair) for pair in zip(with_first, odds, strict=True)]
 
     def _match_slices(self, values: Sequence[fx.Node], *bounds: Any) -> list[fx.Node]:
         """Match one slice of each value."""
         return [self._expect(SLICE, value, 0, *bounds) for value in values]
 
-    def _match_prepend(self, row: fx.Node, rest: fx.Node, is_alone: bool) -> fx.Node:
-        """Match the first row, concatenated with the rest unless it is alone."""
+    def _match_first_row(self, row: fx.Node, rest: fx.Node, is_only_row: bool) -> fx.Node:
+        """Match the first row, and its concatenation with the rest unless it is the only row."""
         first = self._expect(SLICE, row, 0, 0, 1)
-        return first if is_alone else self._expect(torch.cat, [first, rest], dim=0)
+        return first if is_only_row else self._expect(torch.cat, [first, rest], dim=0)
 
     def _match_interleave(self, leading: fx.Node, following: fx.Node) -> fx.Node:
-        """Match the interleaving of rows of two values; the first may have one row more."""
-        count, is_longer = _count(leading), _count(leading) != _count(following)
+        """Match the interleaving of rows of two values; `leading` may have one row more."""
+        count, is_longer = _num_rows(leading), _num_rows(leading) != _num_rows(following)
         if is_longer:
             zeros_before = 2 * (leading.meta[EXAMPLE_VALUE].dim() - 1) + 1
             following = self._expect(PAD, following, [*(0 for _ in range(zeros_before)), 1], "constant", None)
@@ -181,37 +183,37 @@ class _TreeReader:
         self._expect(LOAD)
         self._expect(ENTER_VMAP, count, "error")
         rows = [self._expect(ADD_BATCH, operand, 0, OUTERMOST) for operand in operands]
-        inside = list[fx.Node]()
+        body_nodes = list[fx.Node]()
         while self.current.target is not REMOVE_BATCH:
-            inside.append(self._next(self.current.op in ("call_function", "call_method")))
+            body_nodes.append(self._next(self.current.op in ("call_function", "call_method")))
         ends = _consecutive(self.current, len(like))
-        body = Body.read(rows, inside, [end.args[0] for end in ends])
+        body = CombineBody.read(rows, body_nodes, [end.args[0] for end in ends])
         results = [self._expect(REMOVE_BATCH, end.args[0], OUTERMOST, count, 0) for end in ends]
         self._expect(LEAVE_VMAP)
         if body is None or (self.body is not None and self.body != body):
-            raise NoTreeError
+            raise NoScanTreeError
         self.body = body
-        if any(_row_type(node) != _row_type(row) or _count(node) != count for node, row in zip(results, like, strict=True)):
-            raise NoTreeError
+        if any(_row_type(node) != _row_type(row) or _num_rows(node) != count for node, row in zip(results, like, strict=True)):
+            raise NoScanTreeError
         return results
 
     def _expect(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Match the next operator: a call of `target` with these arguments."""
-        self._pass_sizes()
+        self._skip_size_operators()
         return self._next(
-            self.current.target is target and _with_numbers(self.current.args) == args and self.current.kwargs == kwargs
+            self.current.target is target and _with_int_sizes(self.current.args) == args and self.current.kwargs == kwargs
         )
 
-    def _pass_sizes(self) -> None:
-        """Skip operators on sizes, which are interspersed if a length is symbolic."""
+    def _skip_size_operators(self) -> None:
+        """Skip operators on sizes, which the trace contains if a length is symbolic."""
         while isinstance(self.current.meta.get(EXAMPLE_VALUE), torch.SymInt):
-            self.sizes.append(self.current)
+            self.size_operators.append(self.current)
             self.current = self.current.next
 
     def _next(self, is_expected: bool) -> fx.Node:
-        """Advance by one operator; raise `NoTreeError` unless it is as expected."""
+        """Advance by one operator and return it; raise `NoScanTreeError` unless it is as expected."""
         if not is_expected:
-            raise NoTreeError
+            raise NoScanTreeError
         node, self.current = self.current, self.current.next
         self.matched.append(node)
         return node
@@ -225,11 +227,11 @@ def _consecutive(node: fx.Node, count: int) -> list[fx.Node]:
     return nodes
 
 
-def _count(node: Any) -> int:
+def _num_rows(node: Any) -> int:
     """Return the number of rows of a value. Tracing specializes it, since the tree depends on it."""
     value = node.meta.get(EXAMPLE_VALUE) if isinstance(node, fx.Node) else None
     if not isinstance(value, Tensor) or not value.dim():
-        raise NoTreeError
+        raise NoScanTreeError
     return int(value.shape[0])
 
 
@@ -239,8 +241,8 @@ def _row_type(node: fx.Node) -> Any:
     return shape_of(value)[1:], value.dtype, value.device
 
 
-def _with_numbers(arguments: Any) -> Any:
-    """Return the arguments with symbolic sizes replaced by numbers."""
+def _with_int_sizes(arguments: Any) -> Any:
+    """Return the arguments with symbolic sizes replaced by integers."""
     return fx.node.map_arg(
         arguments, lambda node: int(value) if isinstance(value := node.meta.get(EXAMPLE_VALUE), torch.SymInt) else node
     )

@@ -201,7 +201,7 @@ class Compilation(SplittableCompilation):
         compiled = StagewiseFunction(compiled, self.chain) if self.chain is not None and self.chain.places else compiled
         if deferral is not None:
             compiled = DeferredCall(compiled, deferral.plan, Uses(self.options, compiled_use), deferral.unread)
-        watched = [item for item in self.watched if item.seen is not None]
+        watched = [item for item in self.watched if item.fingerprint is not None]
         return MaskGuard(compiled, watched, self.without_mask_patterns()) if watched else compiled
 
     def certainly_fits(self, inputs: list[Any]) -> bool:

@@ -17,8 +17,8 @@ from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.runtime.custom_scan import Backward, Forward, call_operator, rows_of
 from streamfx.torch_private import FakeTensor
 
-LAW = "in chunks of {size} rows, each given the state that the last one left, {what} is off by {error:.1e} from that of all rows"
-DO = "look at rows, results and states of register_recurrence, and at block, if its state is one only behind whole blocks"
+MISMATCH = "in chunks of {size} rows, each started from the previous state, {value} differs from the unchunked one by {error:.1e}"
+DO = "check rows, results and states of register_recurrence, and block, if the state is valid only after complete blocks"
 
 
 @check_call(RuleError, "streamfx.check_recurrence(...)")
@@ -43,12 +43,12 @@ def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: in
         ...     streamfx.check_recurrence(torch.ops.aten.mm.default, {"self": torch.ones(2, 2), "mat2": torch.ones(2, 2)})
         ... except streamfx.RuleError as error:
         ...     print(error.found)
-        nothing was declared of it
+        it has no declaration
     """
-    asked = f"whether chunks of {operator} give what all rows give"
+    asked = f"whether {operator} gives the same results in chunks as on all rows"
     declared = STATEFUL.get((overload := overload_of(operator, asked)).name())
     if declared is None:
-        raise RuleError(asked, found="nothing was declared of it", do="streamfx.register_recurrence(...)")
+        raise RuleError(asked, found="it has no declaration", do="call streamfx.register_recurrence(...) first")
     _check_arguments(overload, arguments, asked)
     schema = overload._schema.arguments
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
@@ -57,7 +57,7 @@ def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: in
     detached = {name: value.detach() if isinstance(value, Tensor) else value for name, value in call_arguments.items()}
     try:
         with torch.no_grad():
-            _ChunkLaw(declared, detached, chunk_size, asked).check()
+            _ChunkComparison(declared, detached, chunk_size, asked).check()
     except NotStatefulError as error:
         raise RuleError(asked, found=str(error), do=DO) from error
 
@@ -65,10 +65,10 @@ def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: in
 def _check_arguments(operator: Any, arguments: Any, asked: str) -> None:
     """Check that these are arguments of the operator, by name, and that tensors have data."""
     schema = operator._schema.arguments
-    do = f"give a dictionary, by name, of what {operator._schema} takes"
+    do = f"give a dictionary of the arguments of {operator._schema}, by name"
     require(isinstance(arguments, Mapping), RuleError, asked, f"arguments={describe_value(arguments)}", do)
     if unknown := [str(name) for name in arguments if name not in {argument.name for argument in schema}]:
-        raise RuleError(asked, found=f"{', '.join(unknown)} among the arguments", do=f"give those of {operator._schema}")
+        raise RuleError(asked, found=f"{', '.join(unknown)} among the arguments", do=f"give the arguments of {operator._schema}")
     needed = [
         argument.name for argument in schema if not argument.has_default_value() and not str(argument.type).startswith("Optional")
     ]
@@ -80,28 +80,30 @@ def _check_arguments(operator: Any, arguments: Any, asked: str) -> None:
         fits = isinstance(value, Tensor) or (value is None and str(argument.type) != "Tensor")
         require(not is_given_tensor or fits, RuleError, asked, f"{argument.name}={describe_value(value)}", do)
         if isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
-            raise RuleError(asked, found=f"{argument.name} holds no data", do="give real tensors: their numbers are compared")
+            raise RuleError(asked, found=f"{argument.name} holds no data", do="give real tensors: the check compares values")
 
 
 Chunks: TypeAlias = "list[tuple[Tensor, ...]]"
 
 
-class _ChunkLaw:
+class _ChunkComparison:
+    """Compares an operator and its backward in chunks with the same operators on all rows."""
+
     size: int
     starts: range
 
     def __init__(self, declared: Stateful, arguments: Mapping[str, Any], chunk_size: int | None, asked: str) -> None:
         """Run the operator on all rows, and choose the chunk sizes to compare."""
         self.declared, self.arguments, self.asked = declared, arguments, asked
-        result_indices = [n for n, dim in enumerate(declared.results) if dim is not None or n in declared.states.values()]
+        result_indices = [i for i, dim in enumerate(declared.results) if dim is not None or i in declared.states.values()]
         try:
-            self.plan, self.kinds = forward_plan(declared, _kinds(arguments), result_indices)
+            self.plan, self.fake_results = forward_plan(declared, _on_meta(arguments), result_indices)
             self.results = call_operator(self.plan, arguments)
         except NotStatefulError:
             raise
         except Exception as error:
             raise RuleError(
-                asked, found=f"with these arguments it raises {describe_error(error)}", do="give those of a real call"
+                asked, found=f"with these arguments it raises {describe_error(error)}", do="give the arguments of a real call"
             ) from error
         self.length = rows_of(self.plan, arguments)
         self.device = next(item.device for item in self.results if isinstance(item, Tensor))
@@ -109,7 +111,7 @@ class _ChunkLaw:
         sizes = {-(-size // block) * block for size in ([chunk_size] if chunk_size else [1, -(-self.length // 3)])}
         self.sizes = sorted(size for size in sizes if 0 < size < self.length)
         if not self.sizes:
-            do = f"give more than {max(block, chunk_size or 1)} rows: in one chunk nothing is handed on"
+            do = f"give more than {max(block, chunk_size or 1)} rows: a single chunk passes no state on"
             raise RuleError(asked, found=f"{self.length} rows", do=do)
 
     def check(self) -> None:
@@ -123,14 +125,18 @@ class _ChunkLaw:
         states = torch.empty(len(self.starts), int(self.plan.carried), dtype=torch.uint8, device=self.device)
         forward = Forward(self.plan)
         chunks = self._run(lambda: self._forward_chunks(forward, states))
-        self._compare(self.plan, _alike(dict(enumerate(self.results)), self.kinds), chunks, "result")
+        self._compare(self.plan, _comparable(dict(enumerate(self.results)), self.fake_results), chunks, "result")
         backward_arguments = self._backward_arguments()
-        numbers = [n for n, name in enumerate(self.declared.gradients) if name is not None and self._is_tensor(name)]
-        plan, kinds = backward_plan(self.declared, self.plan, _kinds(backward_arguments), self.kinds, numbers)
+        gradient_indices = [i for i, name in enumerate(self.declared.gradients) if name is not None and self._is_tensor(name)]
+        plan, fake_gradients = backward_plan(
+            self.declared, self.plan, _on_meta(backward_arguments), self.fake_results, gradient_indices
+        )
         run = Backward(plan)
         results_of_all_rows = run(*(backward_arguments[name] for name in plan.operands))
         chunks = self._run(lambda: self._backward_chunks(run, states, backward_arguments))
-        self._compare(plan, _alike(dict(zip(numbers, results_of_all_rows, strict=True)), kinds), chunks, "gradient")
+        self._compare(
+            plan, _comparable(dict(zip(gradient_indices, results_of_all_rows, strict=True)), fake_gradients), chunks, "gradient"
+        )
 
     def _run(self, chunks: Callable[[], Chunks]) -> Chunks:
         """Report an operator's error on chunks as an error of the declaration."""
@@ -153,7 +159,10 @@ class _ChunkLaw:
         }
         values |= dict.fromkeys(declared.counts & set(declared.backward_argument_names), self.length)
         for name, number in declared.cotangents.items():
-            like, dense = self.kinds[number], torch.randn(self.kinds[number].shape, generator=draw, dtype=torch.float64)
+            like, dense = (
+                self.fake_results[number],
+                torch.randn(self.fake_results[number].shape, generator=draw, dtype=torch.float64),
+            )
             values[name] = dense.to(self.device, like.dtype)
         return values | {
             name: self.results[number] for name, number in declared.saved.items() if name not in declared.recomputed_per_chunk
@@ -185,7 +194,7 @@ class _ChunkLaw:
         count = self._stop(start) - start
         return [values[n].narrow(plan.rows[n], start, count) if n in plan.rows else values[n] for n in plan.operands]
 
-    def _compare(self, plan: StatefulPlan, truth: Mapping[int, Any], chunks: Sequence[tuple[Tensor, ...]], what: str) -> None:
+    def _compare(self, plan: StatefulPlan, truth: Mapping[int, Any], chunks: Sequence[tuple[Tensor, ...]], kind: str) -> None:
         """Raise `RuleError` if concatenated (or summed) results of chunks differ from those of all rows."""
         for index, result in enumerate(plan.results):
             if result.index not in truth:
@@ -195,19 +204,19 @@ class _ChunkLaw:
             error = _relative(computed, truth[result.index])
             tolerance = torch.finfo(computed.dtype).eps ** 0.5 if computed.is_floating_point() or computed.is_complex() else 0.0
             if not error <= tolerance:
-                named = self.declared.gradients[result.index] if what == "gradient" else result.index
-                found = LAW.format(size=self.size, what=f"{what} {named}", error=error)
+                name = self.declared.gradients[result.index] if kind == "gradient" else result.index
+                found = MISMATCH.format(size=self.size, value=f"{kind} {name}", error=error)
                 raise RuleError(self.asked, found=found, do=DO)
 
 
-def _kinds(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments on the meta device: only their shapes and dtypes matter."""
+def _on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments on the meta device, which keeps only their shapes and dtypes."""
     return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
-def _alike(truth: Mapping[int, Any], kinds: Sequence[Any]) -> dict[int, Tensor]:
+def _comparable(truth: Mapping[int, Any], fake_results: Sequence[Any]) -> dict[int, Tensor]:
     """Drop results whose shape differs in chunks: a call may lack a first state, or not return its last one."""
-    return {number: value for number, value in truth.items() if value is not None and value.shape == kinds[number].shape}
+    return {index: value for index, value in truth.items() if value is not None and value.shape == fake_results[index].shape}
 
 
 def _relative(computed: Tensor, truth: Tensor) -> float:

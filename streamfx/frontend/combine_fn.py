@@ -1,4 +1,4 @@
-"""Read the combine function of an associative scan from its trace under `vmap`, and check that it only computes."""
+"""Read the combine function of an associative scan from its trace under `vmap`, and check that it has no side effects."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from streamfx.torch_private.vmapped import traced_on_rows
 
 @dataclass(frozen=True)
 class CombineInput:
-    """A row that the function takes as its argument."""
+    """A row that the function takes as its argument, by its index."""
 
-    number: int
+    index: int
 
 
 @dataclass(frozen=True)
 class CombineValue:
-    """The result of an operator of the function."""
+    """The result of an operator of the function, by the operator's index."""
 
-    number: int
+    index: int
 
 
 @dataclass(frozen=True)
-class Body:
-    """The function's operators with numbered values, equal for all levels; `given` are tensors from outside."""
+class CombineBody:
+    """The combine function's operators on indexed values, equal for all levels; `outer_tensors` are defined outside of it."""
 
     operators: tuple[tuple[Any, ...], ...]
     results: tuple[Any, ...]
-    given: tuple[fx.Node, ...]
+    outer_tensors: tuple[fx.Node, ...]
 
     @classmethod
-    def read(cls, rows: Sequence[fx.Node], operators_inside: Sequence[fx.Node], results: Sequence[Any]) -> Body | None:
-        """Read a body; return None if a value depends on anything but rows and plain tensors from outside."""
-        names: dict[fx.Node, Any] = {row: CombineInput(number) for number, row in enumerate(rows)}
-        names |= {node: CombineValue(number) for number, node in enumerate(operators_inside)}
+    def read(cls, rows: Sequence[fx.Node], operators_inside: Sequence[fx.Node], results: Sequence[Any]) -> CombineBody | None:
+        """Return the body; None if a value depends on anything except rows and plain tensors from outside."""
+        names: dict[fx.Node, Any] = {row: CombineInput(index) for index, row in enumerate(rows)}
+        names |= {node: CombineValue(index) for index, node in enumerate(operators_inside)}
         sources = [source for node in operators_inside for source in node.all_input_nodes]
         outer_tensors = dict.fromkeys(source for source in sources if source not in names)
         if (
-            not all(map(is_plain, outer_tensors))
-            or not all(map(_is_of_torch, operators_inside))
+            not all(map(is_plain_tensor, outer_tensors))
+            or not all(map(_is_torch_function, operators_inside))
             or not all(result in names for result in results)
         ):
             return None
@@ -59,13 +59,13 @@ class Body:
         return cls(tuple(operators), tuple(names[result] for result in results), tuple(outer_tensors))
 
 
-def is_plain(node: fx.Node) -> bool:
+def is_plain_tensor(node: fx.Node) -> bool:
     """Return whether a value is a plain tensor, not a wrapper subclass such as a shard."""
     value = node.meta.get(EXAMPLE_VALUE)
     return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
 
 
-def _is_of_torch(node: fx.Node) -> bool:
+def _is_torch_function(node: fx.Node) -> bool:
     """Return whether a function of torch computes a tensor, so that its gradient is that of the operators called.
 
     A user function that Dynamo does not trace, or an `autograd.Function`, may have another gradient.
@@ -74,44 +74,46 @@ def _is_of_torch(node: fx.Node) -> bool:
     is_known = isinstance(target, (str, BuiltinFunctionType, OpOverload, OpOverloadPacket)) or (
         getattr(target, "__module__", "") in ("torch.functional", "torch.nn.functional", "torch._tensor")
     )
-    return is_plain(node) and is_known and not isinstance(target, HigherOrderOperator)
+    return is_plain_tensor(node) and is_known and not isinstance(target, HigherOrderOperator)
 
 
-def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
-    """Return the number of the combine function for rows of these elements; None if it does more than compute."""
-    rows = [_empty_row(node) for node in (*elements, *elements)]  # distinct tensors, since tracing identifies inputs by object
+def register_combine(body: CombineBody, elements: Sequence[fx.Node]) -> int | None:
+    """Register the combine function for rows of these elements, and return its identifier; None if it has side effects."""
+    rows = [
+        _uninitialized_row(node) for node in (*elements, *elements)
+    ]  # distinct tensors, since tracing identifies inputs by object
     try:
-        traced = traced_on_rows(_build_module(body, len(rows)), [*rows, *map(_empty_like, body.given)])
+        traced = traced_on_rows(_build_module(body, len(rows)), [*rows, *map(_uninitialized_like, body.outer_tensors)])
     except Exception:  # operators raise many kinds of errors on unsupported fake rows
         return None
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
     if not all(node.op == "call_function" and is_pure_operator(node) for node in nodes):
         return None
-    return known_combine(ScanStep(traced.graph, 0).with_views().graph, len(body.given))
+    return known_combine(ScanStep(traced.graph, 0).with_views().graph, len(body.outer_tensors))
 
 
-def _empty_row(node: fx.Node) -> Tensor:
+def _uninitialized_row(node: fx.Node) -> Tensor:
     """Return an uninitialized row of a value: without its first dimension."""
     value: Tensor = node.meta[EXAMPLE_VALUE]
     return value.new_empty(value.shape[1:])
 
 
-def _empty_like(node: fx.Node) -> Tensor:
+def _uninitialized_like(node: fx.Node) -> Tensor:
     """Return an uninitialized tensor with the shape of a value."""
     value: Tensor = node.meta[EXAMPLE_VALUE]
     return value.new_empty(value.shape)
 
 
-def _build_module(body: Body, rows: int) -> fx.GraphModule:
-    """Build the function, which takes this many rows, and tensors from outside."""
+def _build_module(body: CombineBody, rows: int) -> fx.GraphModule:
+    """Build a module of the function, which takes this many rows, and then tensors from outside."""
     graph = fx.Graph()
-    node_of: dict[Any, fx.Node] = {CombineInput(number): graph.placeholder(f"row_{number}") for number in range(rows)}
-    node_of |= {node: graph.placeholder(f"given_{number}") for number, node in enumerate(body.given)}
-    for number, (kind, target, args, kwargs) in enumerate(body.operators):
+    node_of: dict[Any, fx.Node] = {CombineInput(index): graph.placeholder(f"row_{index}") for index in range(rows)}
+    node_of |= {node: graph.placeholder(f"given_{index}") for index, node in enumerate(body.outer_tensors)}
+    for index, (kind, target, args, kwargs) in enumerate(body.operators):
         arguments = tree_map(
             lambda item: node_of.get(item, item) if isinstance(item, (CombineInput, CombineValue, fx.Node)) else item,
             (args, kwargs),
         )
-        node_of[CombineValue(number)] = graph.create_node(kind, target, *arguments)
+        node_of[CombineValue(index)] = graph.create_node(kind, target, *arguments)
     graph.output(tuple(node_of[result] for result in body.results))
     return fx.GraphModule(torch.nn.Module(), graph)

@@ -30,25 +30,25 @@ class _PauseCount:
                 gc.enable()
 
 
-_rests = _PauseCount()
+_pause_count = _PauseCount()
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Disable automatic collection inside the context, and restore its state afterwards."""
-    _rests.change(1)
+    _pause_count.change(1)
     try:
         yield
     finally:
-        _rests.change(-1)
+        _pause_count.change(-1)
 
 
 @contextmanager
 def collected() -> Iterator[None]:
     """Enable collection inside an `uncollected` context; only for a process without other threads in such contexts."""
-    num_pauses = _rests.count
-    _rests.change(-num_pauses)
+    num_pauses = _pause_count.count
+    _pause_count.change(-num_pauses)
     try:
         yield
     finally:
-        _rests.change(num_pauses)
+        _pause_count.change(num_pauses)

@@ -1,4 +1,4 @@
-"""Inputs that hold a mask or a few numbers: their values are read once, as a pattern, and watched for changes."""
+"""Inputs that hold a mask or a small table: their values are read once, as a pattern, and checked for changes at each call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from streamfx.ir.piecewise import Pieces, constant_pieces, merge_equal_pieces
 from streamfx.ir.ranges import ACTIVATION, INFINITY, Range, constant, full_range
 from streamfx.torch_private import FakeTensor
 
-MOST_PIECES = 16
-MOST_READ = 1 << 20  # bytes of ordinary numbers that are read at each call
-MOST_COUNTED = 1 << 24  # float32 represents all integers up to this one
-PLACES = constant_pieces(Range(0, MOST_COUNTED))  # a table of indices: of experts, of positions
-NUMBERS = constant_pieces(Range(-ACTIVATION, ACTIVATION, assumed=1))  # ordinary numbers, as in weights
+MAX_INTERVALS = 16  # of a mask that depends on column - row
+MAX_BYTES_READ_PER_CALL = 1 << 20  # of ordinary numbers; larger tensors are compared by version and address
+MAX_EXACT_INT = 1 << 24  # float32 represents all integers up to this one
+INDEX_RANGE = constant_pieces(Range(0, MAX_EXACT_INT))  # of a table of expert indices or positions
+ORDINARY_NUMBERS = constant_pieces(Range(-ACTIVATION, ACTIVATION, assumed=1))  # ordinary numbers, as in weights
 
 
 def pattern_of(tensor: Tensor) -> Pieces | None:
@@ -31,7 +31,7 @@ def pattern_of(tensor: Tensor) -> Pieces | None:
     infinity; for an integer table, return whether its values may be row indices.
     """
     if isinstance(tensor, FakeTensor) or tensor.is_meta:  # weights of a model that has no data
-        return NUMBERS if isinstance(tensor, Parameter) and tensor.is_floating_point() else None
+        return ORDINARY_NUMBERS if isinstance(tensor, Parameter) and tensor.is_floating_point() else None
     if type(tensor) not in (Tensor, Buffer, Parameter) or not has_memory(tensor):
         return None
     n = tensor.shape[-1] if tensor.dim() > 1 else 0
@@ -61,35 +61,37 @@ def _ordinary_numbers(tensor: Tensor) -> Pieces | None:
     """Return the pattern of ordinary numbers, as in trained weights, if all elements are."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.dtype.itemsize == 1:
         return None
-    least, most = tensor.detach().aminmax()
-    if least.item() >= -ACTIVATION and most.item() <= ACTIVATION:
-        return NUMBERS
+    low, high = tensor.detach().aminmax()
+    if low.item() >= -ACTIVATION and high.item() <= ACTIVATION:
+        return ORDINARY_NUMBERS
     return constant_pieces(full_range(tensor.dtype)) if tensor.requires_grad else None  # it violates the assumption on weights
 
 
 def _index_table(tensor: Tensor) -> Pieces | None:
-    """Return the pattern of indices if an integer table has no negative element.
+    """Return the index pattern if an integer table [.., ..] holds values from 0 to `MAX_EXACT_INT`; otherwise None.
 
-    A scalar may count steps, so it has no pattern.
+    A scalar or a vector may count steps, which change at each call, so it has no pattern.
     """
     if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() < 2 or not tensor.numel():
         return None
-    least, most = tensor.aminmax()
-    return PLACES if least.item() >= 0 and most.item() <= MOST_COUNTED else None
+    low, high = tensor.aminmax()
+    return INDEX_RANGE if low.item() >= 0 and high.item() <= MAX_EXACT_INT else None
 
 
 def _toeplitz(values: Tensor) -> Pieces | None:
-    """Describe a matrix that is constant along each diagonal; None if it has too many pieces."""
-    by_delta = torch.cat((values[1:, 0].flip(0), values[0])).tolist()  # delta = -(n - 1) .. n - 1
+    """Describe a matrix that is constant along each diagonal; None if it has more than `MAX_INTERVALS` intervals."""
+    values_by_delta = torch.cat((values[1:, 0].flip(0), values[0])).tolist()  # delta = -(n - 1) .. n - 1
     first = -(values.shape[0] - 1)
-    cuts = [first + i for i in range(1, len(by_delta)) if by_delta[i] != by_delta[i - 1]]
-    if len(cuts) >= MOST_PIECES:
+    bounds = [first + i for i in range(1, len(values_by_delta)) if values_by_delta[i] != values_by_delta[i - 1]]
+    if len(bounds) >= MAX_INTERVALS:
         return None
-    return merge_equal_pieces(cuts, [constant(by_delta[0]), *(constant(by_delta[cut - first]) for cut in cuts)])
+    return merge_equal_pieces(
+        bounds, [constant(values_by_delta[0]), *(constant(values_by_delta[bound - first]) for bound in bounds)]
+    )
 
 
 def _constant_above(values: Tensor, diagonal: int) -> Range | None:
-    """Return the number that all elements from this diagonal upward have, or None."""
+    """Return the value that all elements from this diagonal upward have, as a range; None if they differ."""
     n = values.shape[-1]
     above = torch.ones(n, n, dtype=torch.bool, device=values.device).triu_(diagonal)
     first = values[0, 0, n - 1]
@@ -100,45 +102,43 @@ def _constant_above(values: Tensor, diagonal: int) -> Range | None:
 class WatchedInput:
     """An input whose values were read: its index, its pattern and its fingerprint.
 
-    `seen` is None for trained weights, which are assumed to stay ordinary numbers.
+    `fingerprint` is None for trained weights, which are assumed to remain ordinary numbers.
     """
 
-    position: int
+    index: int
     pattern: Pieces
-    seen: Fingerprint | None
+    fingerprint: Fingerprint | None
     address: int = 0
 
     @staticmethod
-    def of(position: int, tensor: Tensor, pattern: Pieces) -> WatchedInput:
+    def of(index: int, tensor: Tensor, pattern: Pieces) -> WatchedInput:
         """Return an input with a fingerprint of its values; trained weights get none."""
         if tensor.requires_grad or not has_memory(tensor):
-            return WatchedInput(position, pattern, None)
-        return WatchedInput(
-            position, pattern, Fingerprint.of(tensor, reads=_is_read_each_call(tensor, pattern)), tensor.data_ptr()
-        )
+            return WatchedInput(index, pattern, None)
+        return WatchedInput(index, pattern, Fingerprint.of(tensor, reads=_is_read_each_call(tensor, pattern)), tensor.data_ptr())
 
-    def looks_the_same(self, tensor: Any) -> bool:
+    def is_visibly_unchanged(self, tensor: Any) -> bool:
         """Return whether the input is unchanged, as far as this is visible without reading its values."""
-        if self.seen is None:
+        if self.fingerprint is None:
             return True
-        if not isinstance(tensor, Tensor) or self.seen.visible_change(tensor) is not None:
+        if not isinstance(tensor, Tensor) or self.fingerprint.visible_change(tensor) is not None:
             return False
-        return self.seen.sums is not None or tensor.data_ptr() == self.address
+        return self.fingerprint.sums is not None or tensor.data_ptr() == self.address
 
-    def still_holds(self, tensor: Any) -> bool:
+    def has_same_pattern(self, tensor: Any) -> bool:
         """Return whether the input still has the pattern; if it has changed, recompute the pattern and the fingerprint."""
-        if self.looks_the_same(tensor) and (self.seen is None or self.seen.hidden_change(tensor) is None):
+        if self.is_visibly_unchanged(tensor) and (self.fingerprint is None or self.fingerprint.hidden_change(tensor) is None):
             return True
         if not isinstance(tensor, Tensor) or pattern_of(tensor) != self.pattern:
             return False
-        current = WatchedInput.of(self.position, tensor, self.pattern)
-        self.seen, self.address = current.seen, current.address
+        current = WatchedInput.of(self.index, tensor, self.pattern)
+        self.fingerprint, self.address = current.fingerprint, current.address
         return True
 
 
 def _is_read_each_call(tensor: Tensor, pattern: Pieces) -> bool:
     """Return whether an input is read at each call; for large frozen weights, version and address are compared."""
-    return bool(pattern.cuts) or bytes_like(tensor) <= MOST_READ
+    return bool(pattern.cuts) or bytes_like(tensor) <= MAX_BYTES_READ_PER_CALL
 
 
 def _is_watchable(tensor: Tensor, pattern: Pieces) -> bool:
@@ -147,42 +147,42 @@ def _is_watchable(tensor: Tensor, pattern: Pieces) -> bool:
 
 
 def _pattern_of_input(tensor: Tensor, is_held_by_model: bool) -> Pieces | None:
-    """Return the pattern of an input; inputs of the caller may hold anything, even with a gradient (a bias)."""
+    """Return the pattern of an input. Inputs of the caller may hold any values, even if they need a gradient (a bias)."""
     if is_held_by_model:
         return pattern_of(tensor)
     return constant_pieces(full_range(tensor.dtype)) if tensor.requires_grad else None
 
 
 def watched_inputs(inputs: Sequence[Any], held_by_model: Sequence[bool]) -> list[WatchedInput]:
-    """Return the inputs with a known pattern, among those that belong to the model (`held`) and not to its caller."""
+    """Return the inputs with a known pattern, among those that belong to the model and not to its caller."""
     watched = []
-    for position, (tensor, is_held) in enumerate(zip(inputs, held_by_model, strict=True)):
+    for index, (tensor, is_held) in enumerate(zip(inputs, held_by_model, strict=True)):
         pattern = _pattern_of_input(tensor, is_held) if isinstance(tensor, Tensor) else None
         if pattern is not None and _is_watchable(tensor, pattern):
-            watched.append(WatchedInput.of(position, tensor, pattern))
+            watched.append(WatchedInput.of(index, tensor, pattern))
     return watched
 
 
-def patterns_of(watched: Sequence[WatchedInput], count: int, dynamo_index: Sequence[int | None]) -> dict[int, Pieces]:
+def patterns_of(watched: Sequence[WatchedInput], num_inputs: int, dynamo_index: Sequence[int | None]) -> dict[int, Pieces]:
     """Map patterns of Dynamo's inputs to indices of the traced graph's inputs, where sharded tensors are unwrapped.
 
-    Dynamo's graph has `count` inputs; `given` has, for each input of the traced graph, its index among them.
+    Dynamo's graph has `num_inputs` inputs; `dynamo_index` has, for each input of the traced graph, its index among them.
     """
-    if count == len(dynamo_index):
-        return {item.position: item.pattern for item in watched}
-    unsharded = {position: i for i, position in enumerate(dynamo_index) if position is not None}
+    if num_inputs == len(dynamo_index):
+        return {item.index: item.pattern for item in watched}
+    unsharded = {index: i for i, index in enumerate(dynamo_index) if index is not None}
     if None not in dynamo_index:  # AOTAutograd has merged inputs
         return {}
-    return {unsharded[item.position]: item.pattern for item in watched if item.position in unsharded}
+    return {unsharded[item.index]: item.pattern for item in watched if item.index in unsharded}
 
 
-def all_hold(watched: Sequence[WatchedInput], inputs: Sequence[Any]) -> bool:
+def have_same_patterns(watched: Sequence[WatchedInput], inputs: Sequence[Any]) -> bool:
     """Return whether all watched inputs have their patterns. If nothing has changed, each device synchronizes once."""
-    if all(item.looks_the_same(inputs[item.position]) for item in watched):
-        read = [(item.seen, inputs[item.position]) for item in watched if item.seen is not None]
-        if not any_hidden_change(read):
+    if all(item.is_visibly_unchanged(inputs[item.index]) for item in watched):
+        fingerprints = [(item.fingerprint, inputs[item.index]) for item in watched if item.fingerprint is not None]
+        if not any_hidden_change(fingerprints):
             return True
-    return all(item.still_holds(inputs[item.position]) for item in watched)
+    return all(item.has_same_pattern(inputs[item.index]) for item in watched)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class MaskGuard:
 
     compiled: Callable[..., Any]
     watched: Sequence[WatchedInput]
-    otherwise: Callable[..., Any]
+    fallback: Callable[..., Any]
 
     def __call__(self, *inputs: Any) -> Any:
-        return (self.compiled if all_hold(self.watched, inputs) else self.otherwise)(*inputs)
+        return (self.compiled if have_same_patterns(self.watched, inputs) else self.fallback)(*inputs)

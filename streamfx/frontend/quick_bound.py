@@ -19,8 +19,8 @@ from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.torch_private.symbolic_sizes import size_hint
 
-SAFETY_FACTOR = 8  # factor on operand and result bytes that covers saved tensors, gradients and workspaces of an operator
-MAX_ELEMENT_BYTES = 8  # bytes of a number, if attention materializes all query-key pairs
+SAFETY_FACTOR = 8  # multiplies operand and result bytes, to cover saved tensors, gradients and workspaces of an operator
+MAX_ELEMENT_BYTES = 8  # of a score, if attention materializes all query-key pairs
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 MODULES = (
     "torch",
@@ -32,11 +32,11 @@ MODULES = (
     "_operator",
     "math",
 )
-RECURRENT_LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # these keep values of many steps
+RECURRENT_LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # they save values of each step
 
 
 def find_fitting_lengths(graph: fx.Graph, inputs: Sequence[Any], budget: int | float | str) -> Lengths | None:
-    """Return the longest lengths for which a step certainly fits, empty if no size is dynamic; None if unknown."""
+    """Return the longest lengths for which a step certainly fits: empty if no size is dynamic, None if there is no proof."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     devices = {value.device for value in tensors}
     if len(devices) != 1 or max_activation_bytes(graph) is None:

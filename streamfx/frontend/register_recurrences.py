@@ -15,8 +15,8 @@ from streamfx.torch_private import OpOverload
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in `typing` since Python 3.11
 
-GIVEN = ("rows", "results", "states", "cotangents", "gradients")
-WHAT = {
+REQUIRED = ("rows", "results", "states", "cotangents", "gradients")
+LIST_CONTENTS = {
     "gradients": "names of the operator's arguments, or None",
     "counts": "names of arguments",
     "results": "dimensions, or None",
@@ -96,7 +96,7 @@ class _Declaration:
     stateful: Stateful
 
     def __init__(self, operator: Any, backward: Any) -> None:
-        """Resolve both operators to overloads; `asked` says in errors what was asked."""
+        """Resolve both operators to overloads; `asked` is the first line of errors."""
         self.asked = f"a recurrence of {operator}"
         self.forward_operator, self.backward_operator = (
             overload_of(operator, self.asked),
@@ -118,10 +118,14 @@ class _Declaration:
             option = options.get(name, ())
             is_list = isinstance(option, (list, tuple, set, frozenset))
             fits = is_list and all(type(item) is kind or (item is None and name != "counts") for item in option)
-            self._require(fits, f"{name}={describe_value(option)}", f"give a list of {WHAT[name]}")
-        unknown = [name for name in options if name not in {*GIVEN, *ExtraDeclaration.__annotations__}]
+            self._require(fits, f"{name}={describe_value(option)}", f"give a list of {LIST_CONTENTS[name]}")
+        unknown = [name for name in options if name not in {*REQUIRED, *ExtraDeclaration.__annotations__}]
         hint = did_you_mean(unknown[0], ExtraDeclaration.__annotations__) if unknown else ""
-        self._require(not unknown, f"{', '.join(unknown)}", f"{hint}it may be {', '.join(ExtraDeclaration.__annotations__)}")
+        self._require(
+            not unknown,
+            f"{', '.join(unknown)}",
+            f"{hint}the optional declarations are {', '.join(ExtraDeclaration.__annotations__)}",
+        )
         argument_names, backward_argument_names = (
             [argument.name for argument in item._schema.arguments] for item in (self.forward_operator, self.backward_operator)
         )
@@ -147,16 +151,16 @@ class _Declaration:
         self._check_options()
 
     def _check_operator(self, operator: OpOverload[Any, Any]) -> None:
-        """Require an operator without a rule, that writes to no argument and takes no lists of tensors."""
-        self._require(not has_rule(operator), f"{operator} has a rule already", "leave it: rules that are there are tested")
+        """Require an operator that has no rule, writes to no argument, and takes no lists of tensors."""
+        self._require(not has_rule(operator), f"{operator} already has a rule", "use the existing rule, which is tested")
         self._require(
             not operator._schema.is_mutable,
-            f"{operator} writes into its arguments: {operator._schema}",
-            "wrap it in an operator that returns what it writes (mutates_args=())",
+            f"{operator} writes to its arguments: {operator._schema}",
+            "wrap it in an operator that returns the written values (mutates_args=())",
         )
         lists = [argument.name for argument in operator._schema.arguments if "List[Tensor]" in str(argument.type)]
         self._require(
-            not lists, f"{operator} takes lists of tensors: {', '.join(lists)}", "give it each as an argument of its own"
+            not lists, f"{operator} takes lists of tensors: {', '.join(lists)}", "pass each tensor as a separate argument"
         )
 
     def _check_forward(self) -> None:
@@ -164,20 +168,24 @@ class _Declaration:
         stateful, count = self.stateful, len(self.forward_operator._schema.returns)
         self._require_tensors("rows", stateful.rows, self.forward_operator)
         self._require_tensors("states", stateful.states, self.forward_operator)
-        self._require(bool(stateful.rows), "no argument with rows", "name those that have rows, and the dimension: rows={'x': 1}")
-        self._require(bool(stateful.states), "no state", "an operator without one takes a rule: streamfx.register_rule")
+        self._require(
+            bool(stateful.rows),
+            "no argument with rows",
+            "name the arguments that have rows, and their row dimension: rows={'x': 1}",
+        )
+        self._require(bool(stateful.states), "no state", "for an operator without a state, use streamfx.register_rule")
         in_both = sorted(set(stateful.rows) & set(stateful.states))
-        self._require(not in_both, f"{', '.join(in_both)} among rows and among states", "a state has no rows")
+        self._require(not in_both, f"{', '.join(in_both)} in rows and in states", "a state has no rows")
         self._require(
             len(stateful.results) == count,
             f"{len(stateful.results)} entries in results",
-            f"write one for each of its {count} results",
+            f"write one entry for each of its {count} results",
         )
         self._require_result_indices("states", stateful.states, count)
         with_rows = [name for name, number in stateful.states.items() if stateful.results[number] is not None]
-        self._require(not with_rows, f"the last {', '.join(with_rows)} has rows", "a state has none: write None in results")
+        self._require(not with_rows, f"the final {', '.join(with_rows)} has rows", "a state has no rows: write None in results")
         dims = [*stateful.rows.values(), *(dim for dim in stateful.results if dim is not None)]
-        self._require(all(type(dim) is int for dim in dims), f"dimensions {dims}", "give each as a number")
+        self._require(all(type(dim) is int for dim in dims), f"dimensions {dims}", "give each as an integer")
 
     def _check_backward(self) -> None:
         """Require cotangents, saved values and gradients that fit the backward's schema."""
@@ -187,18 +195,18 @@ class _Declaration:
             self._require_result_indices(option, names, len(stateful.results))
             clashing = sorted(set(names) & set(stateful.argument_names))
             self._require(
-                not clashing, f"{', '.join(clashing)} in {option}, a name of the operator's own", "give it a name of its own"
+                not clashing, f"{', '.join(clashing)} in {option} is also an argument of the forward operator", "rename it"
             )
         in_both = sorted(set(stateful.saved) & set(stateful.cotangents))
-        self._require(not in_both, f"{', '.join(in_both)} among cotangents and among saved", "an argument is one of the two")
+        self._require(not in_both, f"{', '.join(in_both)} in cotangents and in saved", "name an argument in one of the two")
         self._require(
             len(stateful.gradients) == count,
             f"{len(stateful.gradients)} entries in gradients",
-            f"write one for each of its {count} results",
+            f"write one entry for each of its {count} results",
         )
         named = [name for name in stateful.gradients if name is not None]
         self._require_tensors("gradients", named, self.forward_operator)
-        self._require(len({*named}) == len(named), f"gradients {named}, one of them twice", "name each argument once")
+        self._require(len({*named}) == len(named), f"gradients {named}, which has a duplicate", "name each argument once")
         unknown = [
             name
             for name in tensors_of(self.backward_operator)
@@ -206,24 +214,26 @@ class _Declaration:
         ]
         self._require(
             not unknown,
-            f"{', '.join(unknown)} of the backward, of which nothing is said",
-            "name it as the operator does, or say what it is in cotangents or saved",
+            f"{', '.join(unknown)} of the backward is not declared",
+            "give it the name of an argument of the operator, or declare it in cotangents or saved",
         )
         for name, number in stateful.states.items():
-            self._require(name in named, f"the backward gives no gradient of {name}", "a chunk hands it to the chunk before it")
+            self._require(
+                name in named, f"the backward returns no gradient of {name}", "return it: a chunk passes it to the previous chunk"
+            )
             self._require(
                 number in stateful.cotangents.values(),
                 f"the backward takes no gradient of result {number}, the last {name}",
-                "a chunk is given it by the chunk after it",
+                "take it: a chunk gets it from the next chunk",
             )
         with_rows = [name for name, number in stateful.cotangents.items() if stateful.results[number] is not None]
         with_rows += [name for name in stateful.backward_argument_names if name in stateful.rows]
         self._require(
-            bool(with_rows), "no argument of the backward has rows", "say of which results it takes gradients: cotangents"
+            bool(with_rows), "no argument of the backward has rows", "declare in cotangents the results whose gradients it takes"
         )
 
     def _check_options(self) -> None:
-        """Require that the remaining options name arguments that are no tensors."""
+        """Require that `always`, `counts`, `only` and `block` name arguments that are no tensors."""
         stateful = self.stateful
         argument_names = {*stateful.argument_names, *stateful.backward_argument_names}
         tensors = {
@@ -235,13 +245,16 @@ class _Declaration:
         for option, names in (("always", stateful.always), ("counts", stateful.counts), ("only", stateful.only)):
             allowed = argument_names if option == "only" else argument_names - tensors
             unknown = sorted(name for name in names if name not in allowed)
-            hint = f"name arguments of it, no tensors: {sorted(argument_names - tensors)}"
-            self._require(not unknown, f"{', '.join(unknown)} in {option}", hint)
+            self._require(
+                not unknown,
+                f"{', '.join(unknown)} in {option}",
+                f"name arguments that are no tensors: {sorted(argument_names - tensors)}",
+            )
         is_size = type(stateful.block) is int and stateful.block > 0
         self._require(
             is_size or stateful.block in set(stateful.argument_names) - tensors,
             f"block={stateful.block!r}",
-            "give a number of rows, 1 or more, or the operator's argument that is one",
+            "give a number of rows, 1 or more, or the argument that holds it",
         )
 
     def _require_tensors(self, option: str, names: Iterable[str], operator: OpOverload[Any, Any]) -> None:
@@ -254,12 +267,16 @@ class _Declaration:
             f"name tensors that {operator} takes: {', '.join(tensor_names)}",
         )
 
-    def _require_result_indices(self, option: str, numbers: Mapping[str, int], count: int) -> None:
+    def _require_result_indices(self, option: str, indices: Mapping[str, int], count: int) -> None:
         """Require that an option's values are distinct indices of results."""
-        values = list(numbers.values())
+        values = list(indices.values())
         wrong = [number for number in values if type(number) is not int or not 0 <= number < count]
         self._require(not wrong, f"results {wrong} in {option}", f"the operator has results 0 to {count - 1}")
-        self._require(len({*values}) == len(values), f"{option} {dict(numbers)}, a result twice", "name each result once")
+        self._require(
+            len({*values}) == len(values),
+            f"{option} {dict(indices)}, which has a result twice",
+            "name each result once",
+        )
 
     def _require(self, holds: bool, found: str, do: str) -> None:
         """Raise `RuleError` unless a condition holds."""

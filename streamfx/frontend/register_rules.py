@@ -56,7 +56,7 @@ def register_rule(operator: Any, rule: Rule) -> None:
     asked = f"a rule for {operator}"
     overload = overload_of(operator, asked)
     if has_rule(overload):
-        raise RuleError(asked, found="the operator has a rule already", do="leave it: rules that are there are tested")
+        raise RuleError(asked, found="the operator already has a rule", do="use the existing rule, which is tested")
     if isinstance(rule, str):
         _check_notation(rule, overload, asked)
         RULES[overload] = notation_rule(rule)
@@ -78,15 +78,15 @@ def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
     if isinstance(operator, OpOverloadPacket):
         if len(operator.overloads()) > 1:
             names = ", ".join(f"{operator}.{name}" for name in operator.overloads())
-            raise RuleError(asked, found="it has several overloads", do=f"say which: {names}")
+            raise RuleError(asked, found="it has several overloads", do=f"give one of them: {names}")
         operator = getattr(operator, operator.overloads()[0])
     operator = getattr(operator, "_opoverload", operator)  # the result of `torch.library.custom_op`
     if isinstance(operator, OpOverload):
         return operator
     raise RuleError(
         asked,
-        found=f"{with_article(type(operator).__name__)}, which graphs do not hold",
-        do="register the function as an operator with torch.library.custom_op, and give torch.ops.<namespace>.<name>.default",
+        found=f"{with_article(type(operator).__name__)}, which does not occur in graphs",
+        do="register the function with torch.library.custom_op, and give torch.ops.<namespace>.<name>.default",
     )
 
 
@@ -94,7 +94,7 @@ def _without_diagonals(rule: Callable[[RuleCall], Signature | None]) -> Callable
     """Wrap a rule so that it declines if a tensor has the same letter twice."""
 
     def declining(call: RuleCall) -> Signature | None:
-        """Return the rule's signature; None if a tensor has the same letter twice."""
+        """Return the rule's signature; None if a tensor has a letter twice (a diagonal)."""
         signature = rule(call)
         if not isinstance(signature, Signature):
             return signature  # `evaluate_rule` reports its type
@@ -114,22 +114,20 @@ def letters(tensor: str) -> list[str]:
 
 
 def _check_notation(notation: str, operator: OpOverload[Any, Any], asked: str) -> None:
-    """Raise `RuleError` unless the notation fits itself and the operator's schema."""
+    """Raise `RuleError` unless the notation is well-formed and fits the operator's schema."""
     sides = notation.split("->")
     if len(sides) != 2 or any(not _TOKEN.match(token) for token in notation.replace("->", " ").replace(",", " ").split()):
-        raise RuleError(
-            asked, found=f"{notation!r}", do='write it like "m k, k n -> m n": letters, `!`, `...`, commas, one arrow'
-        )
+        raise RuleError(asked, found=f"{notation!r}", do='use the form "m k, k n -> m n": letters, `!`, `...`, commas, one arrow')
     repeating = [tensor for side in sides for tensor in side.split(",") if len({*letters(tensor)}) < len(letters(tensor))]
     if repeating:
         raise RuleError(
             asked,
-            found=f"{repeating[0].strip()!r} names a letter twice",
-            do="give each dimension a letter of its own, and mark both with `!`: a diagonal needs all rows and all columns",
+            found=f"{repeating[0].strip()!r} has a letter twice",
+            do="use a different letter for each dimension, and mark both with `!`: a diagonal needs all rows and all columns",
         )
     if "..." in letters(sides[1].replace(",", " ")) and "..." not in letters(sides[0].replace(",", " ")):
-        do = "give new dimensions a letter each: ... are those that operands have"
-        raise RuleError(asked, found=f"{notation!r} has ... on the right alone", do=do)
+        do = "name each new dimension by a letter: `...` are dimensions of the operands"
+        raise RuleError(asked, found=f"{notation!r} has ... on the right only", do=do)
     counts = [len(side.split(",")) for side in sides]
     tensors = [argument for argument in operator._schema.arguments if isinstance(argument.type, torch.TensorType)]
     optional = [argument for argument in operator._schema.arguments if str(argument.type) == "Optional[Tensor]"]
@@ -138,5 +136,5 @@ def _check_notation(notation: str, operator: OpOverload[Any, Any], asked: str) -
         raise RuleError(
             asked,
             found=f"{notation!r} has {counts[0]} operands and {counts[1]} results",
-            do=f"write one part for each of its {len(tensors)} tensor arguments and {len(results)} results: {operator._schema}",
+            do=f"describe each of its {len(tensors)} tensor arguments and {len(results)} results: {operator._schema}",
         )

@@ -6,8 +6,7 @@
     masked_fill(.., ~tril(0), -inf)   hidden      the same, and -inf above the diagonal
     exp                               weights     exp of it, and 0 above the diagonal
 
-or, for the totals, `cumsum(x)[c] - cumsum(x)[z]`. A mask with another diagonal yields another matrix, which matches
-none of these.
+or, for the totals, `cumsum(x)[c] - cumsum(x)[z]`. A mask with another diagonal is not matched.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from streamfx.frontend.combine_fn import is_plain
+from streamfx.frontend.combine_fn import is_plain_tensor
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.torch_private.vmapped import PAD
 
 COLUMN = -1  # the column dimension z, which the source does not have
-Place: TypeAlias = "int | None"  # a dimension of the source, or COLUMN; None for a dimension of size one
+SourceDim: TypeAlias = "int | None"  # a dimension of the source, or COLUMN; None for a dimension of size one
 
 
 class FactKind(Enum):
     SOURCE = "the source itself"
-    RUNNING = "its running sum"
+    RUNNING_SUM = "its running sum"
     REPEATED = "the same for each column"
     STRICT = "nothing on and above the diagonal"
     TOTALS = "sums of rows from z + 1 to c, where z <= c"
-    HIDDEN = "these, and minus infinity above the diagonal"
-    GROWN = "exp of totals"
+    HIDDEN = "totals, and minus infinity above the diagonal"
+    EXP_TOTALS = "exp of totals"
     WEIGHTS = "exp of totals, and zero above the diagonal"
 
 
@@ -46,12 +45,12 @@ class FactKind(Enum):
 class Fact:
     """The formula of a value in terms of its `source`; `rows` is the row dimension of the source.
 
-    `dims` maps each dimension to a `Place`.
+    `dims` has the `SourceDim` of each dimension of the value.
     """
 
     kind: FactKind
     source: fx.Node
-    dims: tuple[Place, ...]
+    dims: tuple[SourceDim, ...]
     rows: int | None = None
 
     @property
@@ -62,9 +61,9 @@ class Fact:
 
 @dataclass(frozen=True)
 class Triangle:
-    """A boolean mask of the last two dimensions: True where c - z >= `least` if `inside`, else its complement."""
+    """A boolean mask of the last two dimensions: True where c - z >= `min_offset`, or its complement if not `inside`."""
 
-    least: int
+    min_offset: int
     inside: bool
 
 
@@ -76,7 +75,7 @@ class Reader:
 
     def fact(self, node: fx.Node) -> Fact:
         """Return the formula of a value and record its operators; if no rule matches, the value is its own source."""
-        rule = _RULES.get(name_of(node))
+        rule = _RULES.get(call_name(node))
         matched_fact = rule(self, node) if rule is not None and all(map(_is_tensor_or_size, node.all_input_nodes)) else None
         if matched_fact is not None:
             self.matched.add(node)
@@ -85,7 +84,7 @@ class Reader:
 
     def triangle(self, node: Any) -> Triangle | None:
         """Return the triangle that a boolean mask describes and record its operators, or None."""
-        name = name_of(node)
+        name = call_name(node)
         if name == "logical_not" or (name == "invert" and node.meta[EXAMPLE_VALUE].dtype == torch.bool):
             inner = self.triangle(node.args[0])
             triangle = None if inner is None else replace(inner, inside=not inner.inside)
@@ -102,7 +101,7 @@ class Reader:
     def _triangle_of_ones(self, node: fx.Node) -> Triangle | None:
         """Return the triangle that `tril` or `triu` cuts out of ones and record the ones, or None."""
         arguments = arguments_of(node, "input", "diagonal")
-        if arguments is None or name_of(arguments["input"]) != "ones":
+        if arguments is None or call_name(arguments["input"]) != "ones":
             return None
         self.matched.add(arguments["input"])
         return _triangle_of(node, arguments)
@@ -113,11 +112,11 @@ def _triangle_of(node: fx.Node, arguments: dict[str, Any]) -> Triangle | None:
     diagonal = arguments.get("diagonal", 0)
     if type(diagonal) is not int:
         return None
-    return Triangle(-diagonal, True) if name_of(node) == "tril" else Triangle(1 - diagonal, False)
+    return Triangle(-diagonal, True) if call_name(node) == "tril" else Triangle(1 - diagonal, False)
 
 
 def _is_tensor_or_size(node: fx.Node) -> bool:
-    return is_plain(node) or isinstance(node.meta.get(EXAMPLE_VALUE), torch.SymInt)
+    return is_plain_tensor(node) or isinstance(node.meta.get(EXAMPLE_VALUE), torch.SymInt)
 
 
 # -- calls
@@ -140,12 +139,12 @@ _FUNCTIONS: dict[Any, str] = {
 }
 
 
-def name_of(node: Any) -> str:
+def call_name(node: Any) -> str:
     """Return the name of a torch call; an empty string for any other value."""
     if not isinstance(node, fx.Node):
         return ""
     if node.op == "call_method":
-        return str(node.target) if isinstance(node.args[0], fx.Node) and is_plain(node.args[0]) else ""
+        return str(node.target) if isinstance(node.args[0], fx.Node) and is_plain_tensor(node.args[0]) else ""
     return _FUNCTIONS.get(node.target, "") if node.op == "call_function" else ""
 
 
@@ -160,11 +159,11 @@ def arguments_of(node: fx.Node, *names: str) -> dict[str, Any] | None:
 
 
 def _dim(value: Any, rank: int) -> int | None:
-    """Return a dimension counted from the front; None if it is not a valid number."""
+    """Return a dimension counted from the front; None if it is not a valid dimension."""
     return value % rank if type(value) is int and -rank <= value < rank else None
 
 
-# -- operators that keep each element at its (c, z)
+# -- operators that move no element to another (c, z)
 
 
 def _match_permute(reader: Reader, node: fx.Node) -> Fact | None:
@@ -208,7 +207,7 @@ def _match_index(reader: Reader, node: fx.Node) -> Fact | None:
     num_slices = sum(item == slice(None) for item in index if isinstance(item, slice))
     if index.count(...) > 1 or not all(item is None or item is ... or item == slice(None) for item in index):
         return None
-    remaining, dims = list(fact.dims), list[Place]()
+    remaining, dims = list(fact.dims), list[SourceDim]()
     for item in index:
         count = len(fact.dims) - num_slices if item is ... else 0 if item is None else 1
         dims += [None] if item is None else remaining[:count]
@@ -224,24 +223,22 @@ def _match_expand(reader: Reader, node: fx.Node) -> Fact | None:
 def _with_column(fact: Fact, node: fx.Node) -> Fact | None:
     """Match a repetition along one new dimension, which becomes the column, and along no dimension of the source."""
     shape, source_shape = shape_of(node.meta[EXAMPLE_VALUE]), shape_of(fact.source.meta[EXAMPLE_VALUE])
-    if len(shape) != len(fact.dims) or any(source_shape[place] != size for place, size in _of_source(fact.dims, shape)):
+    if len(shape) != len(fact.dims) or any(source_shape[dim] != size for dim, size in _source_dims(fact.dims, shape)):
         return None
-    repeated = [i for i, (place, size) in enumerate(zip(fact.dims, shape, strict=True)) if place is None and size != 1]
+    repeated = [i for i, (dim, size) in enumerate(zip(fact.dims, shape, strict=True)) if dim is None and size != 1]
     if not repeated:
         return fact
     if fact.kind is not FactKind.SOURCE or len(repeated) > 1:
         return None
-    return replace(
-        fact, kind=FactKind.REPEATED, dims=tuple(COLUMN if i in repeated else place for i, place in enumerate(fact.dims))
-    )
+    return replace(fact, kind=FactKind.REPEATED, dims=tuple(COLUMN if i in repeated else dim for i, dim in enumerate(fact.dims)))
 
 
-def _of_source(dims: tuple[Place, ...], shape: tuple[Size, ...]) -> Iterator[tuple[int, Size]]:
+def _source_dims(dims: tuple[SourceDim, ...], shape: tuple[Size, ...]) -> Iterator[tuple[int, Size]]:
     """Yield the dimensions of the source, with their sizes in the derived value."""
-    return ((place, size) for place, size in zip(dims, shape, strict=True) if place is not None and place != COLUMN)
+    return ((dim, size) for dim, size in zip(dims, shape, strict=True) if dim is not None and dim != COLUMN)
 
 
-# -- operators that turn one kind into another
+# -- operators that change the kind of a fact
 
 
 def _match_masked_fill(reader: Reader, node: fx.Node) -> Fact | None:
@@ -250,7 +247,7 @@ def _match_masked_fill(reader: Reader, node: fx.Node) -> Fact | None:
     triangle = None if arguments is None else reader.triangle(arguments["mask"])
     if arguments is None or triangle is None or triangle.inside:
         return None
-    return _cut_off(reader, node, arguments["input"], triangle.least, arguments["value"], arguments["mask"])
+    return _match_fill_above(reader, node, arguments["input"], triangle.min_offset, arguments["value"], arguments["mask"])
 
 
 def _match_where(reader: Reader, node: fx.Node) -> Fact | None:
@@ -259,25 +256,29 @@ def _match_where(reader: Reader, node: fx.Node) -> Fact | None:
     triangle = None if arguments is None or len(arguments) != 3 else reader.triangle(arguments["condition"])
     if arguments is None or triangle is None or not triangle.inside or not isinstance(arguments["input"], fx.Node):
         return None
-    return _cut_off(reader, node, arguments["input"], triangle.least, arguments["other"], arguments["condition"])
+    return _match_fill_above(reader, node, arguments["input"], triangle.min_offset, arguments["other"], arguments["condition"])
 
 
 def _match_tril(reader: Reader, node: fx.Node) -> Fact | None:
     """Match the replacement of elements above a diagonal by zero."""
     arguments = arguments_of(node, "input", "diagonal")
     triangle = None if arguments is None else _triangle_of(node, arguments)
-    return None if arguments is None or triangle is None else _cut_off(reader, node, arguments["input"], triangle.least, 0, node)
+    return (
+        None
+        if arguments is None or triangle is None
+        else _match_fill_above(reader, node, arguments["input"], triangle.min_offset, 0, node)
+    )
 
 
-NOTHING_LEFT = -1000.0  # its exp is zero in every dtype
-_CUTS = {  # by the least c - z that is kept, and the number elsewhere
+EXP_UNDERFLOW = -1000.0  # its exp is zero in every dtype
+_KINDS_AFTER_FILL = {  # by kind, the smallest c - z that is kept, and the fill value elsewhere
     (FactKind.REPEATED, 1, 0.0): FactKind.STRICT,
     (FactKind.TOTALS, 0, -inf): FactKind.HIDDEN,
-    (FactKind.GROWN, 0, 0.0): FactKind.WEIGHTS,
+    (FactKind.EXP_TOTALS, 0, 0.0): FactKind.WEIGHTS,
 }
 
 
-def _cut_off(reader: Reader, node: fx.Node, source: fx.Node, least: int, value: Any, mask: fx.Node) -> Fact | None:
+def _match_fill_above(reader: Reader, node: fx.Node, source: fx.Node, min_offset: int, value: Any, mask: fx.Node) -> Fact | None:
     """Match the replacement of all elements above a diagonal by a number."""
     fact = _with_column(reader.fact(source), node)
     if fact is None or not isinstance(value, (int, float)) or len(fact.dims) < 2:
@@ -285,7 +286,7 @@ def _cut_off(reader: Reader, node: fx.Node, source: fx.Node, least: int, value: 
     if fact.kind is FactKind.REPEATED:
         fact = replace(fact, rows=fact.dims[-2])
     square_sizes, mask_sizes = shape_of(node.meta[EXAMPLE_VALUE])[-2:], shape_of(mask.meta[EXAMPLE_VALUE])
-    kind = _CUTS.get((fact.kind, least, -inf if value <= NOTHING_LEFT else float(value)))
+    kind = _KINDS_AFTER_FILL.get((fact.kind, min_offset, -inf if value <= EXP_UNDERFLOW else float(value)))
     if kind is None or not fact.has_last_square or square_sizes[0] != square_sizes[1] or mask_sizes[-2:] != square_sizes:
         return None
     return replace(fact, kind=kind) if mask is node or all(size == 1 for size in mask_sizes[:-2]) else None
@@ -299,7 +300,7 @@ def _match_cumsum(reader: Reader, node: fx.Node) -> Fact | None:
     if fact is None or dim is None or fact.dims[dim] in (None, COLUMN):
         return None
     if fact.kind is FactKind.SOURCE:
-        return replace(fact, kind=FactKind.RUNNING, rows=fact.dims[dim])
+        return replace(fact, kind=FactKind.RUNNING_SUM, rows=fact.dims[dim])
     is_total = fact.kind is FactKind.STRICT and fact.dims[dim] == fact.rows
     return replace(fact, kind=FactKind.TOTALS) if is_total else None
 
@@ -307,10 +308,10 @@ def _match_cumsum(reader: Reader, node: fx.Node) -> Fact | None:
 def _match_difference(reader: Reader, node: fx.Node) -> Fact | None:
     """Match cumsum(x)[c] - cumsum(x)[z], which are totals."""
     arguments = arguments_of(node, "input", "other")
-    if arguments is None or not isinstance(arguments.get("other"), fx.Node) or not is_plain(arguments["other"]):
+    if arguments is None or not isinstance(arguments.get("other"), fx.Node) or not is_plain_tensor(arguments["other"]):
         return None
     left, right = reader.fact(arguments["input"]), reader.fact(arguments["other"])
-    if {left.kind, right.kind} != {FactKind.RUNNING} or (left.source, left.rows) != (right.source, right.rows):
+    if {left.kind, right.kind} != {FactKind.RUNNING_SUM} or (left.source, left.rows) != (right.source, right.rows):
         return None
     if len(left.dims) != len(right.dims):
         return None
@@ -325,7 +326,7 @@ def _match_difference(reader: Reader, node: fx.Node) -> Fact | None:
 def _match_exp(reader: Reader, node: fx.Node) -> Fact | None:
     """Match exp of totals."""
     fact = reader.fact(node.args[0])  # type: ignore[arg-type]
-    exp_of = {FactKind.HIDDEN: FactKind.WEIGHTS, FactKind.TOTALS: FactKind.GROWN}
+    exp_of = {FactKind.HIDDEN: FactKind.WEIGHTS, FactKind.TOTALS: FactKind.EXP_TOTALS}
     return replace(fact, kind=exp_of[fact.kind]) if fact.kind in exp_of and len(node.args) == 1 and not node.kwargs else None
 
 

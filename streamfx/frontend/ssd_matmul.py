@@ -19,61 +19,68 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from streamfx.frontend.combine_fn import is_plain
-from streamfx.frontend.segsum_match import COLUMN, FactKind, Reader, arguments_of, name_of
+from streamfx.frontend.combine_fn import is_plain_tensor
+from streamfx.frontend.segsum_match import COLUMN, FactKind, Reader, arguments_of, call_name
 from streamfx.ir.sizes import Size, shape_of, size_of
 from streamfx.ir.sizes import product as product_of
 from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_BEHIND
 from streamfx.torch_private import dynamo_copy
 
-TYPES = (torch.float32, torch.float64)  # in narrower dtypes, eager rounds sums of decays and later intermediate results
-TRANSFORMS = ("torch._functorch", "torch._C._functorch")  # inside these, values have another meaning
-Letters = tuple[str, ...]
+EXACT_DTYPES = (torch.float32, torch.float64)  # in narrower dtypes, eager rounds sums of decays and later intermediate results
+FUNCTORCH_MODULES = ("torch._functorch", "torch._C._functorch")  # inside these, values have another meaning
+Labels = tuple[str, ...]
+
+
+class LabeledValue(NamedTuple):
+    """A tensor, with a label for each dimension."""
+
+    value: fx.Node
+    labels: Labels
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product with weights, by dimension labels: the weights' rows and columns, the batch, and the features.
+    """A matrix product with decaying weights. `row_label` and `column_label` are the dimensions of the weights.
 
-    `decays` and `rows` are (value, labels). If a `first` row was concatenated before the rows, it is separate.
+    If a row was concatenated before the rows, it is `first`, and `rows` has only the others.
     """
 
     node: fx.Node
-    c: str
-    z: str
-    out: Letters
-    decays: tuple[fx.Node, Letters]
-    rows: tuple[fx.Node, Letters]
-    first: tuple[fx.Node, Letters] | None
-    is_shifted: bool  # the weights' first row belongs to the row before the others
+    row_label: str
+    column_label: str
+    out: Labels
+    decays: LabeledValue
+    rows: LabeledValue
+    first: LabeledValue | None
+    has_leading_row: bool  # the weights' first row belongs to the row before the others
     matched: frozenset[fx.Node]
 
     @property
-    def batch(self) -> Letters:
+    def batch(self) -> Labels:
         """The labels of batch dimensions, in the order of the product."""
-        return tuple(letter for letter in self.out if letter in self.decays[1] and letter != self.c)
+        return tuple(label for label in self.out if label in self.decays.labels and label != self.row_label)
 
     @property
-    def features(self) -> Letters:
+    def features(self) -> Labels:
         """The labels of dimensions that the decays do not have, in the order of the product."""
-        return tuple(letter for letter in self.out if letter not in self.decays[1])
+        return tuple(label for label in self.out if label not in self.decays.labels)
 
 
 def replace_ssd_products(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a Dynamo graph with one operator in place of each such product; the graph itself if it has none."""
+    """Return a Dynamo graph with one operator in place of each product with decaying weights; the graph itself if it has none."""
     submodules = {
         name: replace_ssd_products(submodule)
         for name, submodule in module.named_children()
         if isinstance(submodule, fx.GraphModule)
     }
     changed = {name: submodule for name, submodule in submodules.items() if submodule is not getattr(module, name)}
-    products = list(_products(module.graph))
+    products = list(_find_products(module.graph))
     if not products and not changed:
         return module
     copy, copies = dynamo_copy(module)
@@ -81,47 +88,49 @@ def replace_ssd_products(module: fx.GraphModule) -> fx.GraphModule:
         _ProductBuilder(product, copies).write()
     for name, submodule in changed.items():
         setattr(copy, name, submodule)
-    copy.graph.eliminate_dead_code(is_impure_node=lambda node: node not in _unused(products, copies))
+    copy.graph.eliminate_dead_code(is_impure_node=lambda node: node not in _matched_copies(products, copies))
     copy.recompile()
     return copy
 
 
-def _unused(products: Sequence[Product], copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Return the operators that computed products and weights; they are removed if they have no other user."""
+def _matched_copies(products: Sequence[Product], copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Return the copies of the products and of the operators of their weights; they are removed if they have no other user."""
     return {copies[node] for product in products for node in (product.node, *product.matched)}
 
 
 # -- matching
 
 
-def _products(graph: fx.Graph) -> Iterator[Product]:
+def _find_products(graph: fx.Graph) -> Iterator[Product]:
     """Yield the products with decaying weights in a graph."""
-    if any(str(getattr(node.target, "__module__", "")).startswith(TRANSFORMS) for node in graph.nodes):
+    if any(str(getattr(node.target, "__module__", "")).startswith(FUNCTORCH_MODULES) for node in graph.nodes):
         return
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if name_of(node) in ("einsum", "matmul", "bmm") and is_plain(node) and node.meta[EXAMPLE_VALUE].dtype in TYPES:
-            product = _product_at(node)
-            if product is not None and _is_plainly_computed(product, order):
+        if (
+            call_name(node) in ("einsum", "matmul", "bmm")
+            and is_plain_tensor(node)
+            and node.meta[EXAMPLE_VALUE].dtype in EXACT_DTYPES
+        ):
+            product = _match_product(node)
+            if product is not None and _has_no_writes(product, order):
                 yield product
 
 
-def _product_at(node: fx.Node) -> Product | None:
-    """Return the product that an operator computes, with the weights on either side; None if it is no such product."""
-    call = _letters(node)
+def _match_product(node: fx.Node) -> Product | None:
+    """Match a product with decaying weights, on either side; None if the operator is no such product."""
+    call = _match_labels(node)
     if call is None:
         return None
-    (left_value, right_value), (left, right), out = call
-    return _read_product(node, (left_value, left), (right_value, right), out) or _read_product(
-        node, (right_value, right), (left_value, left), out
-    )
+    left, right, out = call
+    return _match_weights_times_rows(node, left, right, out) or _match_weights_times_rows(node, right, left, out)
 
 
-def _letters(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[Letters, Letters], Letters] | None:
-    """Return both operands, and the labels of their dimensions and of the product's."""
+def _match_labels(node: fx.Node) -> tuple[LabeledValue, LabeledValue, Labels] | None:
+    """Match an einsum, matmul or bmm of two plain tensors; return both labeled operands, and the labels of the product."""
     if node.kwargs:
         return None
-    if name_of(node) == "einsum":
+    if call_name(node) == "einsum":
         equation, *operands = node.args
         operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands  # type: ignore[assignment]
         text = equation.replace(" ", "") if isinstance(equation, str) else ""
@@ -134,101 +143,109 @@ def _letters(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[Letters, Let
         rank = node.meta[EXAMPLE_VALUE].dim()
         batch = "".join(chr(ord("a") + i) for i in range(rank - 2))
         left, right, out = f"{batch}IJ", f"{batch}JK", f"{batch}IK"
-    if not all(isinstance(operand, fx.Node) and is_plain(operand) for operand in operands):
+    if not all(isinstance(operand, fx.Node) and is_plain_tensor(operand) for operand in operands):
         return None
     left_value, right_value = operands
     ranks = [value.meta[EXAMPLE_VALUE].dim() for value in (left_value, right_value, node)]  # type: ignore[union-attr]
     if ranks != [len(left), len(right), len(out)] or any(len(set(text)) < len(text) for text in (left, right, out)):
         return None
-    return (left_value, right_value), (tuple(left), tuple(right)), tuple(out)  # type: ignore[return-value]
+    return LabeledValue(left_value, tuple(left)), LabeledValue(right_value, tuple(right)), tuple(out)  # type: ignore[arg-type]
 
 
-def _read_product(node: fx.Node, weights: tuple[fx.Node, Letters], rows: tuple[fx.Node, Letters], out: Letters) -> Product | None:
+def _match_weights_times_rows(node: fx.Node, weights: LabeledValue, rows: LabeledValue, out: Labels) -> Product | None:
     """Return the product if one operand is proven to be weights, and the labels describe weights times rows."""
     reader = Reader()
-    fact = reader.fact(weights[0])
+    fact = reader.fact(weights.value)
     if (
         fact.kind is not FactKind.WEIGHTS
         or fact.rows not in fact.dims
         or fact.source.meta[EXAMPLE_VALUE].dtype != node.meta[EXAMPLE_VALUE].dtype
     ):
         return None
-    label_of = dict(zip(fact.dims, weights[1], strict=True))
-    c, z = label_of[fact.rows], label_of[COLUMN]
-    batch = set(weights[1]) - {c, z}
-    features = set(rows[1]) - batch - {z}
-    if None in fact.dims or c in rows[1] or not batch <= set(rows[1]) or z not in rows[1]:
+    label_of = dict(zip(fact.dims, weights.labels, strict=True))
+    row_label, column_label = label_of[fact.rows], label_of[COLUMN]
+    batch = set(weights.labels) - {row_label, column_label}
+    features = set(rows.labels) - batch - {column_label}
+    if None in fact.dims or row_label in rows.labels or not batch | {column_label} <= set(rows.labels):
         return None
-    if set(out) != batch | features | {c} or not _have_one_size(node, weights, rows, out):
+    if set(out) != batch | features | {row_label} or not _have_equal_sizes(node, weights, rows, out):
         return None
-    decays = fact.source, tuple(label_of[place] for place in range(fact.source.meta[EXAMPLE_VALUE].dim()))
-    moved = reader.fact(rows[0])
-    if moved.kind is FactKind.SOURCE and None not in moved.dims:
-        rows = moved.source, tuple(letter for _, letter in sorted(zip(moved.dims, rows[1], strict=True)))  # type: ignore[type-var]
-    product = _separate_first_row(Product(node, c, z, out, decays, rows, None, False, frozenset()), reader)
+    decays = LabeledValue(fact.source, tuple(label_of[dim] for dim in range(fact.source.meta[EXAMPLE_VALUE].dim())))
+    rows_fact = reader.fact(rows.value)
+    if rows_fact.kind is FactKind.SOURCE and None not in rows_fact.dims:
+        labels = tuple(label for _, label in sorted(zip(rows_fact.dims, rows.labels, strict=True)))  # type: ignore[type-var]
+        rows = LabeledValue(rows_fact.source, labels)
+    product = _separate_first_row(Product(node, row_label, column_label, out, decays, rows, None, False, frozenset()), reader)
     return product if _has_row_order(product) else None
 
 
-def _have_one_size(node: fx.Node, *operands_and_labels: Any) -> bool:
+def _have_equal_sizes(node: fx.Node, *operands_and_labels: Any) -> bool:
     """Return whether each label has the same size everywhere, so that nothing is broadcast."""
     *operands, out = operands_and_labels
     sizes = [*zip(out, shape_of(node.meta[EXAMPLE_VALUE]), strict=True)]
-    for value, letters in operands:
-        sizes += zip(letters, shape_of(value.meta[EXAMPLE_VALUE]), strict=True)
+    for value, labels in operands:
+        sizes += zip(labels, shape_of(value.meta[EXAMPLE_VALUE]), strict=True)
     size_of_label = dict(sizes)
-    return all(size_of_label[letter] == size for letter, size in sizes)
+    return all(size_of_label[label] == size for label, size in sizes)
 
 
 def _separate_first_row(product: Product, reader: Reader) -> Product:
-    """Separate a first row from decays and rows if both have one; the first decay occurs in no weight."""
+    """Separate a first row from decays and rows if both have one. The first decay is dropped: no weight contains it."""
     (decays, decay_labels), (rows, row_labels) = product.decays, product.rows
-    decays_after_first = _split_first_row(decays, decay_labels.index(product.c), reader)
-    rows_after_first = _split_first_row(rows, row_labels.index(product.z), reader)
-    shift = (
-        decays_after_first is not None
-        and rows_after_first is not None
-        and (decays_after_first[0] is None or not decays_after_first[0].meta[EXAMPLE_VALUE].requires_grad)
-        and (rows_after_first[0] is not None or rows_after_first[2] in (None, 0))
-    )
-    if not shift or decays_after_first is None or rows_after_first is None:
+    split_decays = _match_leading_row(decays, decay_labels.index(product.row_label))
+    split_rows = _match_leading_row(rows, row_labels.index(product.column_label))
+    if (
+        split_decays is None
+        or split_rows is None
+        or (split_decays.first is not None and split_decays.first.meta[EXAMPLE_VALUE].requires_grad)
+        or (split_rows.first is None and split_rows.fill_value not in (None, 0))
+    ):
         return replace(product, matched=frozenset(reader.matched - {decays, rows}))
-    first = None if rows_after_first[0] is None or _is_zero(rows_after_first[0]) else (rows_after_first[0], row_labels)
+    has_first = split_rows.first is not None and not _is_zero(split_rows.first)
     return replace(
         product,
-        decays=(decays_after_first[1], decay_labels),
-        rows=(rows_after_first[1], row_labels),
-        first=first,
-        is_shifted=True,
+        decays=LabeledValue(split_decays.others, decay_labels),
+        rows=LabeledValue(split_rows.others, row_labels),
+        first=LabeledValue(split_rows.first, row_labels) if has_first else None,  # type: ignore[arg-type]
+        has_leading_row=True,
         matched=frozenset(reader.matched | {decays, rows}),
     )
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """Return whether a value is created as zeros; its other arguments do not matter."""
-    return name_of(node) in ("zeros", "zeros_like", "new_zeros") and not node.meta[EXAMPLE_VALUE]._version
+    """Return whether a value was created as zeros and never written."""
+    return call_name(node) in ("zeros", "zeros_like", "new_zeros") and not node.meta[EXAMPLE_VALUE]._version
 
 
-def _split_first_row(node: fx.Node, dim: int, reader: Reader) -> tuple[fx.Node | None, fx.Node, Any] | None:
-    """Match a row concatenated or padded before others: return that row or None, the others, the fill value."""
+class LeadingRow(NamedTuple):
+    """A row before other rows: a value that is concatenated, or None and the fill value of a padding."""
+
+    first: fx.Node | None
+    others: fx.Node
+    fill_value: Any
+
+
+def _match_leading_row(node: fx.Node, dim: int) -> LeadingRow | None:
+    """Match one row that is concatenated or padded before others."""
     rank = node.meta[EXAMPLE_VALUE].dim()
-    if name_of(node) == "pad":
+    if call_name(node) == "pad":
         arguments = arguments_of(node, "input", "pad", "mode", "value")
         pads = [] if arguments is None else list(arguments["pad"])
         pad_one = [0] * (2 * (rank - 1 - dim)) + [1, 0]
         is_single_row = pads[: len(pad_one)] == pad_one and not any(pads[len(pad_one) :])
         if arguments is None or not is_single_row or arguments.get("mode", "constant") != "constant":
             return None
-        return None, arguments["input"], arguments.get("value")
-    if name_of(node) != "cat":
+        return LeadingRow(None, arguments["input"], arguments.get("value"))
+    if call_name(node) != "cat":
         return None
     arguments = arguments_of(node, "tensors", "dim")
     tensors: Any = () if arguments is None else arguments["tensors"]
     cat_dim = None if arguments is None else arguments.get("dim", 0)
-    if len(tensors) != 2 or not all(map(is_plain, tensors)) or type(cat_dim) is not int or cat_dim % rank != dim:
+    if len(tensors) != 2 or not all(map(is_plain_tensor, tensors)) or type(cat_dim) is not int or cat_dim % rank != dim:
         return None
     types = {(part.meta[EXAMPLE_VALUE].dim(), part.meta[EXAMPLE_VALUE].dtype) for part in tensors}
     is_single_row = types == {(rank, node.meta[EXAMPLE_VALUE].dtype)} and shape_of(tensors[0].meta[EXAMPLE_VALUE])[dim] == 1
-    return (tensors[0], tensors[1], None) if is_single_row else None
+    return LeadingRow(tensors[0], tensors[1], None) if is_single_row else None
 
 
 def _has_row_order(product: Product) -> bool:
@@ -237,16 +254,16 @@ def _has_row_order(product: Product) -> bool:
     sizes = dict(zip(product.out, shape_of(value), strict=True))
     strides = dict(zip(product.out, map(size_of, value.stride()), strict=True))
     dense: Size = 1
-    for letter in reversed((*product.batch, product.c, *product.features)):
-        if sizes[letter] != 1 and strides[letter] != dense:
+    for label in reversed((*product.batch, product.row_label, *product.features)):
+        if sizes[label] != 1 and strides[label] != dense:
             return False
-        dense = product_of((dense, sizes[letter]))
-    return len(product.features) < 2 or all(isinstance(sizes[letter], int) for letter in product.features)
+        dense = product_of((dense, sizes[label]))
+    return len(product.features) < 2 or all(isinstance(sizes[label], int) for label in product.features)
 
 
-def _is_plainly_computed(product: Product, order: dict[fx.Node, int]) -> bool:
-    """Return whether no operand is written to, and no mode changes, from the first matched operator on."""
-    inputs = {product.decays[0], product.rows[0], *([product.first[0]] if product.first else ())}
+def _has_no_writes(product: Product, order: dict[fx.Node, int]) -> bool:
+    """Return whether no operand is written to, and no mode changes, between the first matched operator and the product."""
+    inputs = {operand.value for operand in (product.decays, product.rows, product.first) if operand is not None}
     if any(node.meta[EXAMPLE_VALUE]._version for node in (*product.matched, *inputs, product.node)):
         return False
     start = min((order[node] for node in product.matched), default=order[product.node])
@@ -264,30 +281,31 @@ class _ProductBuilder:
         """Prepare to replace a product in a copied graph; `copies` maps original nodes to their copies."""
         self.product, self.copies = product, copies
         self.product_copy = copies[product.node]
-        self.widths = self._sizes(product.features)
+        self.feature_sizes = self._sizes(product.features)
 
-    def _sizes(self, letters: Letters) -> list[Any]:
+    def _sizes(self, labels: Labels) -> list[Any]:
         """Return the product's sizes along these labels."""
         sizes = dict(zip(self.product.out, self.product.node.meta[EXAMPLE_VALUE].shape, strict=True))
-        return [sizes[letter] for letter in letters]
+        return [sizes[label] for label in labels]
 
     def write(self) -> None:
         """Insert the operator before the product, and replace the product or each of its users."""
         product = self.product
         with self.product_copy.graph.inserting_before(self.product_copy):
-            decays = self._permuted(product.decays, (*product.batch, product.c))
-            rows = self._with_one_feature(self._permuted(product.rows, (*product.batch, product.z, *product.features)))
+            decays = self._permuted(product.decays, (*product.batch, product.row_label))
+            row_order = (*product.batch, product.column_label, *product.features)
+            rows = self._with_one_feature(self._permuted(product.rows, row_order))
             first = None
             if product.first is not None:
-                first_rows = self._with_one_feature(self._permuted(product.first, (*product.batch, product.z, *product.features)))
+                first_rows = self._with_one_feature(self._permuted(product.first, row_order))
                 first = self._call(torch.select, first_rows, -2, 0)
-            results = self._call(DECAYED_SUMS if product.is_shifted else SUMS_BEHIND, decays, rows, first)
+            results = self._call(DECAYED_SUMS if product.has_leading_row else SUMS_BEHIND, decays, rows, first)
             sums, last = (self._call(operator.getitem, results, index) for index in range(2))
-            if product.is_shifted and all(self._takes_last_row(user) is not None for user in product.node.users):
+            if product.has_leading_row and all(self._takes_last_row(user) is not None for user in product.node.users):
                 self._replace_users(sums, last)
             else:
-                out = self._concatenated(sums, last) if product.is_shifted else sums
-                self.product_copy.replace_all_uses_with(self._with_product_dims(out, product.c), propagate_meta=False)
+                out = self._concatenated(sums, last) if product.has_leading_row else sums
+                self.product_copy.replace_all_uses_with(self._with_product_dims(out, product.row_label), propagate_meta=False)
 
     def _call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         """Insert a call, with the example value that fake tensors give."""
@@ -297,11 +315,10 @@ class _ProductBuilder:
         out.meta = {**self.product_copy.meta, EXAMPLE_VALUE: value}
         return out
 
-    def _permuted(self, value_and_labels: tuple[fx.Node, Letters], labels: Letters) -> fx.Node:
+    def _permuted(self, operand: LabeledValue, labels: Labels) -> fx.Node:
         """Return the copy of a value with its dimensions in the order of these labels."""
-        value, letters = value_and_labels
-        order = [letters.index(letter) for letter in labels]
-        node = self.copies[value]
+        order = [operand.labels.index(label) for label in labels]
+        node = self.copies[operand.value]
         return node if order == sorted(order) else self._call(torch.permute, node, order)
 
     def _with_one_feature(self, node: fx.Node) -> fx.Node:
@@ -315,11 +332,11 @@ class _ProductBuilder:
         """Restore the product's dimensions and their order."""
         product = self.product
         if len(product.features) > 1:
-            node = self._call(torch.unflatten, node, -1, self.widths)
+            node = self._call(torch.unflatten, node, -1, self.feature_sizes)
         elif not product.features:
             node = self._call(torch.squeeze, node, -1)
-        letters = (*product.batch, *more, *product.features)
-        order = [letters.index(letter) for letter in product.out if letter in letters]
+        labels = (*product.batch, *more, *product.features)
+        order = [labels.index(label) for label in product.out if label in labels]
         return node if order == sorted(order) else self._call(torch.permute, node, order)
 
     def _concatenated(self, sums: fx.Node, last: fx.Node) -> fx.Node:
@@ -328,7 +345,10 @@ class _ProductBuilder:
 
     def _replace_users(self, sums: fx.Node, last: fx.Node) -> None:
         """Replace users that take the last row by `last`, and those that take all others by `sums`."""
-        builders = {True: lambda: self._with_product_dims(last), False: lambda: self._with_product_dims(sums, self.product.c)}
+        builders = {
+            True: lambda: self._with_product_dims(last),
+            False: lambda: self._with_product_dims(sums, self.product.row_label),
+        }
         replacements: dict[bool, fx.Node] = {}
         for user in list(self.product.node.users):
             is_last = bool(self._takes_last_row(user))
@@ -338,10 +358,10 @@ class _ProductBuilder:
 
     def _takes_last_row(self, user: fx.Node) -> bool | None:
         """Return True if a user takes the last row, False if it takes all others, and None for other users."""
-        if name_of(user) != "getitem" or user.args[0] is not self.product.node:
+        if call_name(user) != "getitem" or user.args[0] is not self.product.node:
             return None
         index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
-        row_dim = self.product.out.index(self.product.c)
+        row_dim = self.product.out.index(self.product.row_label)
         other_indices = [item for i, item in enumerate(index) if i != row_dim]
         if len(index) <= row_dim or any(not isinstance(item, slice) or item != slice(None) for item in other_indices):
             return None

@@ -13,5 +13,5 @@ class Unpicklable:
     _keep: ClassVar[str]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        asked = f"{with_article(type(self).__name__)} is neither pickled nor copied"
-        raise NotCopyableError(asked, found="graphs and functions of this process", do=self._keep)
+        asked = f"{with_article(type(self).__name__)} cannot be pickled or copied"
+        raise NotCopyableError(asked, found="it holds graphs and functions of this process", do=self._keep)

@@ -1,4 +1,4 @@
-"""Number the weights of a process. Unlike an `id`, a number is never reused for another tensor."""
+"""Identifiers of the weights of a process. Unlike Python's `id`, an identifier is never reused for another tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _id_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def weight_ids(values: Iterable[Any]) -> list[int]:
-    """Return the numbers of the parameters among some values, in order; new parameters get the next numbers."""
+    """Return the identifiers of the parameters among some values, in order; a new parameter gets the next integer."""
     weights = [value for value in values if isinstance(value, Parameter)]
     for weight in weights:
         if weight not in _id_of:

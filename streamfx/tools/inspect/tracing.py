@@ -342,14 +342,14 @@ class _SubsetCompilation(_RecordingCompilation):
             raise LayersDifferError("the body of a nested region")
         count, static = len(joint_inputs[0]), others.pop("static_lifetime_input_indices", None) or ()
         saved_state = self.watched, self.num_inputs
-        watched = {item.position: item for item in self.watched}
-        if len(watched) > sum(item.seen is None for item in self.watched):
+        watched = {item.index: item for item in self.watched}
+        if len(watched) > sum(item.fingerprint is None for item in self.watched):
             raise LayersDifferError("inputs that hold data")
         known_facts = {i: (watched[i].pattern if i in watched else None, i in static) for i in range(count)}
         capture_arguments = static, self.patterns(joint.graph, count), mutated_inputs(joint.graph)
         self.found_of_few = self._analyze_few(partial(captured, joint, count, num_fwd_outputs, *capture_arguments))
         full = of_all_layers(joint, count, num_fwd_outputs, known_facts, self.few)
-        self.watched = [replace(watched[origin], position=i) for i, origin in enumerate(full.origins) if origin in watched]
+        self.watched = [replace(watched[origin], index=i) for i, origin in enumerate(full.origins) if origin in watched]
         self.num_inputs = len(full.origins)
         super().partition_stagewise(
             full.module,
