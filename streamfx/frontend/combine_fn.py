@@ -79,9 +79,8 @@ def _is_torch_function(node: fx.Node) -> bool:
 
 def register_combine(body: CombineBody, elements: Sequence[fx.Node]) -> int | None:
     """Register the combine function for rows of these elements, and return its identifier; None if it has side effects."""
-    rows = [
-        _uninitialized_row(node) for node in (*elements, *elements)
-    ]  # distinct tensors, since tracing identifies inputs by object
+    # distinct tensors, since tracing identifies inputs by object
+    rows = [_uninitialized_row(node) for node in (*elements, *elements)]
     try:
         traced = traced_on_rows(_build_module(body, len(rows)), [*rows, *map(_uninitialized_like, body.outer_tensors)])
     except Exception:  # operators raise many kinds of errors on unsupported fake rows
