@@ -152,4 +152,4 @@ def test_what_ranks_exchange_follows_from_no_size(ranks: None, kind: type[Layer]
 def test_all_of_it_in_one_stage_is_kept(ranks: None) -> None:
     """It would be there at once, and be sent twice."""
     facts = facts_of(parallel(Ulysses, 1), data_of(0, ROWS), lambda text, *_, **__: [text])
-    assert not facts.plan.again
+    assert not facts.plan.recomputed

@@ -16,7 +16,7 @@ from streamfx.cost.memory import cost_of
 from streamfx.cost.rates import CPU, CUDA
 from streamfx.ir.facts import Facts, StorageClass, known
 from streamfx.ir.stage import Stage
-from streamfx.ir.stage_plan import LEAST_ROWS, LEAST_WORKING_SET, NEAR, SHARE, SINGLE, TILE, AutoChunk
+from streamfx.ir.stage_plan import CHUNK_COUNT_RATIOS, MIN_ROWS, MIN_WORKING_SET, SINGLE_CHUNK_SHARE, TILE, WORK_SHARE, AutoChunk
 from streamfx.options import resolve_options
 from streamfx.passes.ops.traits import is_expensive
 from streamfx.passes.partition.chunk_sizes import OVERHEAD, worthwhile_rows
@@ -109,9 +109,9 @@ def test_work_takes_a_stated_share(length: int, row_bytes: int, stream_bytes: in
     chunk = AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts)
     rows, small = (item.rows(length, row_bytes, stream_bytes) for item in (chunk, AutoChunk(row_bytes, stream_bytes)))
     assert small <= rows <= length
-    least = max(LEAST_WORKING_SET, length * stream_bytes, LEAST_ROWS * row_bytes)
-    share = (held + cuts * length * stream_bytes) // (SINGLE if rows == length else SHARE)
-    assert rows * row_bytes <= max(least, min(worthwhile * row_bytes, share)) / NEAR[0] + TILE * row_bytes
+    least = max(MIN_WORKING_SET, length * stream_bytes, MIN_ROWS * row_bytes)
+    share = (held + cuts * length * stream_bytes) // (SINGLE_CHUNK_SHARE if rows == length else WORK_SHARE)
+    assert rows * row_bytes <= max(least, min(worthwhile * row_bytes, share)) / CHUNK_COUNT_RATIOS[0] + TILE * row_bytes
 
 
 def test_totals_are_worth_rows(trained: Facts) -> None:

@@ -97,5 +97,5 @@ def test_what_is_kept_because_it_is_small() -> None:
 
 def test_parts_of_a_plan_hold_for_the_lengths_that_both_hold_for() -> None:
     s, t = sympy.symbols("s t")
-    assert Lengths({s: 5, t: 6}).joined(Lengths({s: 7, t: 3})) == Lengths({s: 5, t: 3})
-    assert Lengths({s: 5}).joined(None) == Lengths({s: 5})
+    assert Lengths({s: 5, t: 6}).intersection(Lengths({s: 7, t: 3})) == Lengths({s: 5, t: 3})
+    assert Lengths({s: 5}).intersection(None) == Lengths({s: 5})

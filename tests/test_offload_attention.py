@@ -78,6 +78,6 @@ def test_a_save_level_that_keeps_no_attention_is_refused(way: str) -> None:
 def test_a_budget_is_searched_among_plans_that_keep_attention(traced: Traced) -> None:
     auto = {"chunk_size": "auto", "loss_chunk_size": "auto"}
     facts = traced.facts(offload="attention", memory_budget="1GiB", **auto)
-    levels = [tried.candidate.save for tried in known(facts.search_trace).tried]
+    levels = [tried.candidate.save for tried in known(facts.search_trace).candidates]
     assert levels[0] == "attention" and len(levels) > 1, "what takes the least is found out first"
     assert names_of(facts.plan.kept) == names_of(traced.facts(save="products").plan.kept)

@@ -61,8 +61,8 @@ def test_absolute(slope: Slope) -> None:
 @given(pieces())
 def test_joined_keeps_what_holds_and_has_no_equal_neighbours(one: Pieces) -> None:
     assert all(a != b for a, b in zip(one.facts, one.facts[1:], strict=False))
-    assert list(one.cuts) == sorted(set(one.cuts))
-    assert len(one.facts) == len(one.cuts) + 1
+    assert list(one.bounds) == sorted(set(one.bounds))
+    assert len(one.facts) == len(one.bounds) + 1
 
 
 @given(pieces(), pieces(), st.integers(-10, 10))

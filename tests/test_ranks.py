@@ -158,7 +158,7 @@ def test_products_that_a_kept_sum_is_made_of_are_not_kept(ranks: None) -> None:
 
 def test_chunks_that_are_sized_by_themselves_move_enough(ranks: None) -> None:
     layer, _, head = facts_of(decoder(), data_of(0, 12), chunk_size="auto").plan.chunk_sizes
-    assert isinstance(layer, AutoChunk) and layer.enough == (1 << 20) // (32 * 4)
+    assert isinstance(layer, AutoChunk) and layer.busy_rows == (1 << 20) // (32 * 4)
     assert isinstance(head, int)
 
 

@@ -63,7 +63,7 @@ class Masks:
         self._positions = Positions(self.values)
         self._intervals = Intervals(reach_of(axes), self.values.of)
         self._patterns: dict[fx.Node, Pieces] = {
-            node: pieces for node in joint.sources if (pieces := node.meta.get(PATTERN)) is not None and pieces.cuts
+            node: pieces for node in joint.sources if (pieces := node.meta.get(PATTERN)) is not None and pieces.bounds
         }
         for node in joint.nodes:
             if is_tensor(node):
@@ -209,8 +209,8 @@ class Masks:
             return constant_pieces(self.values.of(operand))
         pattern = self._patterns[operand]
         if not keys_last:  # the buffer's column - row is -delta
-            pattern = Pieces(tuple(1 - cut for cut in reversed(pattern.cuts)), tuple(reversed(pattern.facts)))
-        return Pieces(tuple(cut + offsets for cut in pattern.cuts), pattern.facts)
+            pattern = Pieces(tuple(1 - bound for bound in reversed(pattern.bounds)), tuple(reversed(pattern.facts)))
+        return Pieces(tuple(bound + offsets for bound in pattern.bounds), pattern.facts)
 
     def _operand_roles(self, operand: fx.Node, user: fx.Node) -> list[Role | None]:
         """Return the role that each dimension of an operand has for its user."""
@@ -235,7 +235,7 @@ class Masks:
         if operand in self._patterns:
             return self._facts_from_pattern(operand, user)
         facts = self._pieces.get(operand)
-        if facts is None or (facts.cuts and not self._roles_agree(operand, user)):
+        if facts is None or (facts.bounds and not self._roles_agree(operand, user)):
             return constant_pieces(self.values.of(operand))
         return facts
 

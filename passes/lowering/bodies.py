@@ -258,7 +258,7 @@ class BodyBuilder(BodyInputs):
         divisor = mean_divisor(producer_of(node), self.layout)
         index = self._new_accumulator(node, self.accumulation_dtype(node), zeroed=node.target in PARTIAL_WRITERS)
         if node.target in ROUNDED_ONCE and divisor == 1:
-            self.buffers[index] = replace(self.buffers[index], of_one=dtype)
+            self.buffers[index] = replace(self.buffers[index], single_chunk_dtype=dtype)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
         lowering = ACCUMULATING_LOWERINGS.get(node.target)
         add, arguments = lowering(self, node) if lowering else (accumulate.add_part, (self.value(node), self.is_first_chunk()))

@@ -159,7 +159,7 @@ class _HostGraph:
         inserted = subgraph.insert_into(source, lambda node: wait_before if node in late else start)
         for node in late:
             self.first_inserted.setdefault(wait_before, inserted[node])
-        return inserted[subgraph.end]
+        return inserted[subgraph.result]
 
 
 def is_computing(node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import device_of
 from streamfx.ir.program import Program
 from streamfx.ir.search_trace import Candidate, SearchTrace, SimulatedCandidate
-from streamfx.ir.stage_plan import LEAST_ROWS, AutoChunk, ChunkSize
+from streamfx.ir.stage_plan import MIN_ROWS, AutoChunk, ChunkSize
 from streamfx.log import log
 from streamfx.node_meta import VALUE
 from streamfx.options import SAVE_LEVELS, Options, min_save_level
@@ -55,12 +55,16 @@ class BudgetSearch:
         budget = self.options.memory_budget
         if budget is None or facts.program is None:
             return facts
-        now, held, device = Lengths.now(facts.joint.graph), held_bytes(facts.program.forward.graph), device_of(facts.joint.graph)
+        now, held, device = (
+            Lengths.of_current_call(facts.joint.graph),
+            held_bytes(facts.program.forward.graph),
+            device_of(facts.joint.graph),
+        )
         size = budget_bytes(budget, device, held, gradient_bytes(facts.joint.gradients))
         for lengths in now.with_headroom() if now else (now,):
             search = _BudgetSearch(facts, self.options, self.rewrite, size, lengths)
             try:
-                with lengths.supposed():
+                with lengths.assumed():
                     return search.best()
             except OverBudgetError as error:
                 refused = error
@@ -92,7 +96,7 @@ class _BudgetSearch:
     rewrite: Callable[[Facts], Facts]
     budget: int
     lengths: Lengths
-    tried: list[SimulatedCandidate] = field(default_factory=list)
+    simulated: list[SimulatedCandidate] = field(default_factory=list)
     costs: list[tuple[tuple[Candidate, int | None], Cost]] = field(default_factory=list)
     plans: dict[Candidate, Facts] = field(default_factory=dict)
 
@@ -216,9 +220,9 @@ class _BudgetSearch:
         automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
         if not automatic:
             return None, None
-        row = max(self.lengths.number(chunk.row_bytes) for chunk in automatic)
-        rows = min(self.length, max(LEAST_ROWS, EFFICIENT_TOKENS * self.length // tokens(self.facts)))
-        return row * min(self.length, LEAST_ROWS // 4), row * rows
+        row = max(self.lengths.evaluate(chunk.row_bytes) for chunk in automatic)
+        rows = min(self.length, max(MIN_ROWS, EFFICIENT_TOKENS * self.length // tokens(self.facts)))
+        return row * min(self.length, MIN_ROWS // 4), row * rows
 
     @property
     def length(self) -> int:
@@ -230,8 +234,8 @@ class _BudgetSearch:
         if size is None:
             return None
         automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
-        most = max(self.lengths.number(chunk.row_bytes) for chunk in automatic) * self.length
-        low, high, has_failed = size, most, False
+        max_working_set = max(self.lengths.evaluate(chunk.row_bytes) for chunk in automatic) * self.length
+        low, high, has_failed = size, max_working_set, False
         for _ in range(MOST_STEPS):
             work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
             aim = low + int(MARGIN * (self.available_bytes - cost.peak) * low / work)
@@ -260,11 +264,11 @@ class _BudgetSearch:
     def simulate(self, candidate: Candidate, program: Program, working_set: int | None) -> Cost:
         """Simulate a step with chunks of this working set, and cache the cost."""
         set_working_set(program, working_set)
-        cached = next((cost for tried, cost in self.costs if tried == (candidate, working_set)), None)
+        cached = next((cost for candidates, cost in self.costs if candidates == (candidate, working_set)), None)
         if cached is not None:
             return cached
         cost = self.cost(program)
-        self.tried.append(SimulatedCandidate(candidate, working_set, cost.peak + self.held))
+        self.simulated.append(SimulatedCandidate(candidate, working_set, cost.peak + self.held))
         self.costs.append(((candidate, working_set), cost))
         log.debug("%s, %s of work: peak %s", candidate, working_set, format_bytes(cost.peak + self.held))
         return cost
@@ -279,10 +283,12 @@ class _BudgetSearch:
         set_working_set(program, working_set)
         plan = replace(plan, chunk_sizes=tuple(with_working_set(size, working_set) for size in plan.chunk_sizes))
         if self.lengths:
-            furthest = self.lengths.furthest(lambda longer: self.still_fits(program, longer))
+            furthest = self.lengths.longest_valid(lambda longer: self.still_fits(program, longer))
             set_most_rows(program, furthest)
-            valid_lengths = furthest.joined(facts.lengths)
-        return replace(facts, found_plan=plan, lengths=valid_lengths, search_trace=SearchTrace(self.budget, tuple(self.tried)))
+            valid_lengths = furthest.intersection(facts.lengths)
+        return replace(
+            facts, found_plan=plan, lengths=valid_lengths, search_trace=SearchTrace(self.budget, tuple(self.simulated))
+        )
 
     def still_fits(self, program: Program, longer: Lengths) -> bool:
         """Return whether a program that fits also fits longer sequences, with about as many rows per chunk."""
@@ -294,7 +300,7 @@ def rows_of_chunks(program: Program, lengths: Lengths) -> list[int]:
     """Return the rows per chunk of loops with automatic chunk sizes."""
     chunks = [loop.spec for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
     return [
-        spec.chunk_size.rows(*map(lengths.number, (spec.length, spec.chunk_size.row_bytes, spec.chunk_size.stream_bytes)))
+        spec.chunk_size.rows(*map(lengths.evaluate, (spec.length, spec.chunk_size.row_bytes, spec.chunk_size.stream_bytes)))
         for spec in chunks
     ]
 
@@ -304,7 +310,7 @@ def set_most_rows(program: Program, lengths: Lengths) -> None:
     rows = iter(rows_of_chunks(program, lengths))
     for loop in program.loops:
         if isinstance(loop.spec.chunk_size, AutoChunk):
-            loop.spec = replace(loop.spec, chunk_size=replace(loop.spec.chunk_size, most=next(rows)))
+            loop.spec = replace(loop.spec, chunk_size=replace(loop.spec.chunk_size, max_rows=next(rows)))
 
 
 def with_working_set(size: Any, working_set: int | None) -> Any:
@@ -321,12 +327,13 @@ def set_working_set(program: Program, working_set: int | None) -> None:
 def over_budget(budget: int, held: int, cost: Cost) -> OverBudgetError:
     """Return the error for a budget below the smallest peak, with its largest parts and remedies."""
     terms = {PARAMETERS: held, **cost.peak_terms}
-    most = sorted(terms.items(), key=lambda item: -item[1])
-    largest_terms = ", ".join(f"{name} {format_bytes(size)}" for name, size in most[:4] if size)
+    sorted_terms = sorted(terms.items(), key=lambda item: -item[1])
+    largest_terms = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted_terms[:4] if size)
+    remedy = REMEDIES.get(sorted_terms[0][0], "a shorter sequence or a smaller batch")
     error = OverBudgetError(
         f"memory_budget of {format_bytes(budget)} is less than any plan for this step takes",
         found=f"the smallest possible peak is {format_bytes(held + cost.peak)} ({held + cost.peak} bytes): {largest_terms}",
-        do=f"raise the budget, or lower what dominates: {REMEDIES.get(most[0][0], 'a shorter sequence or a smaller batch')}",
+        do=f"raise the budget, or reduce the largest part: {remedy}",
     )
     error.smallest, error.terms = held + cost.peak, terms
     return error

@@ -37,10 +37,10 @@ class Plan:
         plan = StagePlan(
             chunk_sizes=chunk_sizes(facts, self.options) if self.chunk_sizes is None else self.chunk_sizes,
             kept=kept,
-            narrow=self.narrow(facts),
+            low_precision_sums=self.narrow(facts),
             dropped=self.dropped(facts),
             offloaded=self.offloaded(facts, between),
-            again=between.recomputed_values(facts.stages, kept),
+            recomputed=between.recomputed_values(facts.stages, kept),
         )
         lengths = self.lengths(plan.kept, facts)
         return replace(facts, found_plan=plan, lengths=lengths or facts.lengths)
@@ -56,10 +56,10 @@ class Plan:
 
     def lengths(self, kept: Sequence[Sequence[fx.Node]], facts: Facts) -> Lengths | None:
         """Return the longest lengths for which the kept values stay small; None if lengths do not matter."""
-        now = Lengths.now(facts.joint.graph)
+        now = Lengths.of_current_call(facts.joint.graph)
         if not now or not any(kept) or self.options.save != "auto" or self.options.offload == "attention":
             return None
-        return now.furthest(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(1, *now.numbers.values())))
+        return now.longest_valid(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(1, *now.numbers.values())))
 
     def kept(self, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
         """Return the values that each stage keeps.

@@ -129,7 +129,7 @@ def smaller_than(
         holds_for.append(cost_of(*variant.halves, num_outputs).peak <= TOLERATED * cost_of(*other_halves, num_outputs).peak)
         return holds_for[-1]
 
-    lengths = Lengths.now(facts.joint.graph).furthest_beyond(holds, CLOSE)
+    lengths = Lengths.of_current_call(facts.joint.graph).longest_if_longer(holds, CLOSE)
     if lengths is None and all(holds_for):  # no call has more of every size, as with slices that add up to a fixed number
         lengths = Lengths({})
     return None if lengths is None else replace(variant, lengths=lengths)

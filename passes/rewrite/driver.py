@@ -73,9 +73,9 @@ def _rules_for(node: fx.Node, rules_by_target: Mapping[Any, list[Equation]]) -> 
 
 def _apply_rule(rule: Equation, node: fx.Node, writer: GraphWriter) -> bool:
     """Apply one rule to a node, and return whether it replaced a value; raise an error if a replacement reads its own node."""
-    first_new = len(writer.made)
+    first_new = len(writer.new_nodes)
     result = rule.rewrite(node, writer.before(node))
-    new_nodes, replacements = {*writer.made[first_new:]}, _replacements(node, result)
+    new_nodes, replacements = {*writer.new_nodes[first_new:]}, _replacements(node, result)
     if any(_reads(new, old, new_nodes) for old, new in replacements.items() if old is not new):  # the graph would have a cycle
         raise AssertionError(f"'{rule.name}' makes a value out of itself")
     changes = [replace(old, new, is_new=new in new_nodes) for old, new in replacements.items()]

@@ -23,7 +23,6 @@ from streamfx.ir.recurrence import (
     CarrySlot,
     ConcatResult,
     Instruction,
-    Number,
     Operation,
     RecurrenceAxes,
     RecurrencePlan,
@@ -31,6 +30,7 @@ from streamfx.ir.recurrence import (
     SingleStepResult,
     Steps,
     StepValue,
+    ValueId,
 )
 from streamfx.ir.signature import LetterShape
 from streamfx.node_meta import VALUE
@@ -101,12 +101,12 @@ class _Planner:
     """Numbers the values of an unrolled loop, and translates its operators to steps with a carry."""
 
     def __init__(self, pair: UnrolledLoop, axes: AxisFacts) -> None:
-        """Number the values of the loop, its operators and the rows that it reads."""
+        """ValueId the values of the loop, its operators and the rows that it reads."""
         self.pair, self.axes = pair, axes
         self.values = {*pair.forward, *pair.backward, *pair.forward_reads, *pair.backward_reads}
         self.forward_values = {*pair.forward, *pair.forward_reads}  # values of the forward graph
         numbers = count()
-        self.number: dict[fx.Node, Number] = defaultdict(lambda: next(numbers))
+        self.number: dict[fx.Node, ValueId] = defaultdict(lambda: next(numbers))
         self.concat_nodes = {join.node for join in (*pair.forward_joins, *pair.backward_joins)}
 
     def plan_recurrence(self) -> RecurrencePair:
@@ -120,7 +120,7 @@ class _Planner:
         backward_steps = self._steps(
             pair.backward, pair.backward_reads, pair.backward_joins, backward_lifetimes, dtype, reverse=True
         )
-        if not pair.forward and not backward_steps.carried:
+        if not pair.forward and not backward_steps.carry_size:
             raise NoRecurrenceError("nothing crosses from row to row, and the forward half has them as they are")
         name = "recurrence"
         forward = self._recurrence_call(name, forward_steps, None, pair.forward_joins, pair.forward) if pair.forward else None
@@ -128,7 +128,7 @@ class _Planner:
         if pair.backward:
             recomputed = forward_steps if pair.forward or pair.forward_reads else None
             backward = self._recurrence_call(f"{name}_backward", backward_steps, recomputed, pair.backward_joins, pair.backward)
-        self._check_size(forward or backward, max(forward_steps.carried, backward_steps.carried))
+        self._check_size(forward or backward, max(forward_steps.carry_size, backward_steps.carry_size))
         return RecurrencePair(forward, backward, frozenset(self.values | self.concat_nodes))
 
     def _check(self) -> None:
@@ -163,12 +163,12 @@ class _Planner:
             seen.update(node.all_input_nodes)
         return False
 
-    def _check_size(self, half: RecurrenceCall | None, carried: int) -> None:
+    def _check_size(self, half: RecurrenceCall | None, carry_size: int) -> None:
         """Raise an error if the carry is larger than the rows, or grows from step to step."""
         assert half is not None
-        if carried > sum(value.meta[VALUE].numel() for value in (*half.operands, *(join.node for join in half.joins))):
+        if carry_size > sum(value.meta[VALUE].numel() for value in (*half.operands, *(join.node for join in half.joins))):
             raise NoRecurrenceError("as much crosses from row to row as the rows hold")
-        sizes = [sum(slot.stop - slot.start for slot in slots) for slots in half.plan.own.crossing]
+        sizes = [sum(slot.stop - slot.start for slot in slots) for slots in half.plan.steps.crossing]
         quarter = self.pair.length // 4
         if quarter > 1 and 2 * max(sizes[quarter], sizes[-1 - quarter]) > 3 * max(min(sizes[quarter], sizes[-1 - quarter]), 1):
             raise NoRecurrenceError("what crosses from row to row grows with the rows")
@@ -231,8 +231,8 @@ class _Planner:
         crossing = _assign_carry_slots(lifetimes, self.number, self.pair.length, reverse)
         kept = {slot.value for slots in crossing for slot in slots} | {final.value for final in finals}
         kept |= {number for join in results for number in join.values}
-        dead = _dead_values(steps, kept, reverse)
-        return Steps(tuple(map(tuple, steps)), crossing, results, finals, dtype, reverse, dead)
+        dead_after = _dead_values(steps, kept, reverse)
+        return Steps(tuple(map(tuple, steps)), crossing, results, finals, dtype, reverse, dead_after)
 
     def _operation(self, node: fx.Node) -> Operation:
         """Return an operator as an instruction whose operands are value numbers."""
@@ -305,7 +305,7 @@ class _Planner:
         """Return the rows that the steps read: those of the backward graph if the steps run in reverse."""
         return self.pair.backward_reads if steps.reverse else self.pair.forward_reads
 
-    def _operand(self, value: fx.Node, has_rows: bool) -> Number:
+    def _operand(self, value: fx.Node, has_rows: bool) -> ValueId:
         """Return the operand number. A value that is read by rows and also used in full becomes two operands."""
         return self.number[value] if has_rows else -1 - self.number[value]
 
@@ -343,7 +343,7 @@ def _carry_type(values: Iterable[fx.Node]) -> torch.dtype:
 
 
 def _assign_carry_slots(
-    lifetimes: Mapping[fx.Node, tuple[int, int]], number: Mapping[fx.Node, Number], length: int, reverse: bool
+    lifetimes: Mapping[fx.Node, tuple[int, int]], number: Mapping[fx.Node, ValueId], length: int, reverse: bool
 ) -> tuple[tuple[CarrySlot, ...], ...]:
     """Assign a slot of the carry to each value for its lifetime; slots of expired values are reused."""
     crossing: list[list[CarrySlot]] = [[] for _ in range(length + 1)]
@@ -370,28 +370,28 @@ def _assign_carry_slots(
     return tuple(map(tuple, crossing))
 
 
-def _dead_values(steps: list[list[Instruction]], kept: set[Number], reverse: bool) -> tuple[tuple[Number, ...], ...]:
+def _dead_values(steps: list[list[Instruction]], kept: set[ValueId], reverse: bool) -> tuple[tuple[ValueId, ...], ...]:
     """Return, for each step, the values that no later step needs."""
-    last: dict[Number, int] = {}
+    last: dict[ValueId, int] = {}
     positions = range(len(steps) - 1, -1, -1) if reverse else range(len(steps))
-    defined: set[Number] = set()
+    defined: set[ValueId] = set()
     for step in positions:
         for item in steps[step]:
-            defined.add(item.made)
-            last[item.made] = step
+            defined.add(item.result_id)
+            last[item.result_id] = step
             if isinstance(item, Operation):
                 last.update(dict.fromkeys(numbers_in((item.args, item.kwargs)), step))
-    dead: list[list[Number]] = [[] for _ in steps]
+    dead: list[list[ValueId]] = [[] for _ in steps]
     for number, step in last.items():
         if number in defined and number not in kept:
             dead[step].append(number)
     return tuple(map(tuple, dead))
 
 
-def numbers_in(item: Any) -> list[Number]:
+def numbers_in(item: Any) -> list[ValueId]:
     """Return the values that an operator's arguments refer to."""
     if isinstance(item, StepValue):
-        return [item.number]
+        return [item.value_id]
     if isinstance(item, Mapping):
         return [number for part in item.values() for number in numbers_in(part)]
     return [number for part in item for number in numbers_in(part)] if isinstance(item, (tuple, list)) else []

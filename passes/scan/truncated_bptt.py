@@ -22,7 +22,7 @@ from torch import fx
 from streamfx.errors import OptionError
 from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import descendants
-from streamfx.ir.recurrence import Instruction, Number, Operation, Places, RowRead, Steps, StepValue, Truncation
+from streamfx.ir.recurrence import CarryIntervals, Instruction, Operation, RowRead, Steps, StepValue, Truncation, ValueId
 from streamfx.options import Options
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.scan.schedule import numbers_in
@@ -88,7 +88,7 @@ def _has_rows(node: fx.Node, facts: Facts) -> bool:
 
 
 @singledispatch
-def adjoints(run: Recurrence, driven: Sequence[bool]) -> Sequence[Places]:
+def adjoints(run: Recurrence, driven: Sequence[bool]) -> Sequence[CarryIntervals]:
     """Return the slices of a carry that are gradients of states, for each number of rows; `driven` marks gradient
     operands.
     """
@@ -96,19 +96,19 @@ def adjoints(run: Recurrence, driven: Sequence[bool]) -> Sequence[Places]:
 
 
 @adjoints.register
-def _(run: Backward, driven: Sequence[bool]) -> Sequence[Places]:
+def _(run: Backward, driven: Sequence[bool]) -> Sequence[CarryIntervals]:
     """The declaration lists the carry: the gradient of each state."""
     return [[(slot.start, slot.stop) for slot in run.plan.slots]]
 
 
 @adjoints.register
-def _(run: AssociativeBackward, driven: Sequence[bool]) -> Sequence[Places]:
+def _(run: AssociativeBackward, driven: Sequence[bool]) -> Sequence[CarryIntervals]:
     """The carry holds the gradients of the blocks after its rows."""
     return [[(0, None)]]
 
 
 @adjoints.register
-def _(run: ChunkedScan, driven: Sequence[bool]) -> Sequence[Places]:
+def _(run: ChunkedScan, driven: Sequence[bool]) -> Sequence[CarryIntervals]:
     """Follow the driven operands through the step graph to a fixpoint; sums of gradients do not count."""
     graph, count = run.plan.step, len(run.plan.carry)
     inputs: list[fx.Node] = list(graph.find_nodes(op="placeholder"))
@@ -147,14 +147,14 @@ def _is_accumulated(carry_input: fx.Node, carry_output: fx.Node, results: Sequen
 
 
 @adjoints.register
-def _(run: UnrolledRecurrence, driven: Sequence[bool]) -> Sequence[Places]:
+def _(run: UnrolledRecurrence, driven: Sequence[bool]) -> Sequence[CarryIntervals]:
     """Follow the driven operands through all steps; sums of gradients do not count."""
-    plan, steps = run.plan, run.plan.own
+    plan, steps = run.plan, run.plan.steps
     operands = {number for number, is_driven in zip(plan.operands, driven, strict=True) if is_driven}
-    adjoint_values = {value for number, value in plan.given.items() if number in operands}
+    adjoint_values = {value for number, value in plan.shared.items() if number in operands}
     for item in _instructions(steps):
         if not adjoint_values.isdisjoint(_values_used(item)) or (isinstance(item, RowRead) and item.operand in operands):
-            adjoint_values.add(item.made)
+            adjoint_values.add(item.result_id)
     adjoint_values -= _accumulated_sums(steps)
     return [[(slot.start, slot.stop) for slot in crossing if slot.value in adjoint_values] for crossing in steps.crossing]
 
@@ -165,20 +165,25 @@ def _instructions(steps: Steps) -> Iterator[Instruction]:
         yield from step
 
 
-def _accumulated_sums(steps: Steps) -> set[Number]:
+def _accumulated_sums(steps: Steps) -> set[ValueId]:
     """Return values whose only uses are as addends of one another, or as results after the last row."""
-    uses: dict[Number, list[Any]] = {}
+    uses: dict[ValueId, list[Any]] = {}
     instructions = list(_instructions(steps))
     for item in instructions:
         for number in _values_used(item):
             uses.setdefault(number, []).append(item)
-    finals, joined = {final.value for final in steps.finals}, {value for join in steps.joins for value in join.values}
-    sums: set[Number] = set()
+    finals, joined = (
+        {final.value for final in steps.single_step_results},
+        {value for join in steps.concat_results for value in join.values},
+    )
+    sums: set[ValueId] = set()
     for item in reversed(instructions):
-        users = uses.get(item.made, [])
-        is_summed = all(use.made in sums and is_summand(use.target, use.args, use.kwargs, StepValue(item.made)) for use in users)
-        if item.made not in joined and is_summed and (users or item.made in finals):
-            sums.add(item.made)
+        users = uses.get(item.result_id, [])
+        is_summed = all(
+            use.result_id in sums and is_summand(use.target, use.args, use.kwargs, StepValue(item.result_id)) for use in users
+        )
+        if item.result_id not in joined and is_summed and (users or item.result_id in finals):
+            sums.add(item.result_id)
     return sums
 
 
@@ -187,6 +192,6 @@ def is_summand(target: Any, args: Collection[Any], kwargs: Mapping[str, Any], va
     return target is ADD and not kwargs and list(args).count(value) == 1
 
 
-def _values_used(item: Instruction) -> list[Number]:
+def _values_used(item: Instruction) -> list[ValueId]:
     """Return the values of steps that an instruction uses."""
     return numbers_in((item.args, item.kwargs)) if isinstance(item, Operation) else []

@@ -295,8 +295,8 @@ class Compilation(SplittableCompilation):
         def fits(lengths: Lengths) -> bool:
             return fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)
 
-        traced = Lengths.now(facts.joint.graph)
-        if (furthest := traced.furthest_beyond(fits) if fits(traced) else None) is None:
+        traced = Lengths.of_current_call(facts.joint.graph)
+        if (furthest := traced.longest_if_longer(fits) if fits(traced) else None) is None:
             return False
         self.record_facts(replace(facts, fits="compiled" if compiled else "eager", lengths=furthest))
         if compiled:

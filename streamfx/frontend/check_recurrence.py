@@ -122,7 +122,7 @@ class _ChunkComparison:
 
     def check_chunks(self) -> None:
         """Compare chunks of `size` rows from `starts` with all rows."""
-        states = torch.empty(len(self.starts), int(self.plan.carried), dtype=torch.uint8, device=self.device)
+        states = torch.empty(len(self.starts), int(self.plan.carry_size), dtype=torch.uint8, device=self.device)
         forward = Forward(self.plan)
         chunks = self._run(lambda: self._forward_chunks(forward, states))
         self._compare(self.plan, _comparable(dict(enumerate(self.results)), self.fake_results), chunks, "result")
@@ -179,7 +179,7 @@ class _ChunkComparison:
 
     def _backward_chunks(self, run: Backward, states: Tensor, backward_arguments: Mapping[str, Any]) -> Chunks:
         """Return the results of each chunk of the backward, in order of rows."""
-        carry = torch.zeros(int(run.plan.carried), dtype=torch.uint8, device=states.device)
+        carry = torch.zeros(int(run.plan.carry_size), dtype=torch.uint8, device=states.device)
         chunks = []
         for i, start in reversed([*enumerate(self.starts)]):
             operands = self._operands(run.plan, backward_arguments, start)

@@ -138,7 +138,7 @@ class WatchedInput:
 
 def _is_read_each_call(tensor: Tensor, pattern: Pieces) -> bool:
     """Return whether an input is read at each call; for large frozen weights, version and address are compared."""
-    return bool(pattern.cuts) or bytes_like(tensor) <= MAX_BYTES_READ_PER_CALL
+    return bool(pattern.bounds) or bytes_like(tensor) <= MAX_BYTES_READ_PER_CALL
 
 
 def _is_watchable(tensor: Tensor, pattern: Pieces) -> bool:

@@ -49,8 +49,8 @@ def find_fitting_lengths(graph: fx.Graph, inputs: Sequence[Any], budget: int | f
         available = budget_bytes(budget, next(iter(devices)), input_bytes, trained) - input_bytes - trained
         return (max_activation_bytes(graph) or 0) <= available
 
-    traced = Lengths.now(graph)
-    return traced.furthest_beyond(fits) if fits(traced) else None
+    traced = Lengths.of_current_call(graph)
+    return traced.longest_if_longer(fits) if fits(traced) else None
 
 
 def max_activation_bytes(graph: fx.Graph) -> int | None:

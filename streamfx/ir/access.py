@@ -75,7 +75,7 @@ class Layout:
         return RowRange(offset, length, sequence.block(atom))
 
     def placement(self, value: fx.Node, position: int) -> Placement:
-        """Return where the sequence lies in one dimension of a value."""
+        """Return the placement of the sequence in one dimension of a value."""
         dim = self.axes.table.resolve(self.axes.shapes[value][position])
         atom = self.axes.sequence_atom(dim)
         assert atom is not None
@@ -86,7 +86,7 @@ class Layout:
         )
 
     def placements(self, value: fx.Node) -> tuple[Placement, ...]:
-        """Return where the sequence lies in each sequence dimension of a value."""
+        """Return the placement of the sequence in each sequence dimension of a value."""
         return tuple(self.placement(value, i) for i in self.axes.sequence_dims(self.axes.shapes[value]))
 
     def full_shape(self, value: fx.Node) -> tuple[Size, ...]:
@@ -139,7 +139,7 @@ class Layout:
         return None
 
     def shown_rows(self, placement: Placement, selector: Selector) -> ShiftedRows | None:
-        """Return the selector if its axis is aligned with the operand's, row for row; it may start later or end earlier."""
+        """Return the selector if it selects a chunk's own rows of an axis that may start later or end earlier; else None."""
         return selector if isinstance(selector, ShiftedRows) and self.distance(placement, selector) == OWN_ROWS else None
 
     def distance(self, placement: Placement, selector: Selector) -> Span:

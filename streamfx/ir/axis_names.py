@@ -13,7 +13,7 @@ SEQUENCE = {Role.ROWS: "t", Role.KEYS: "s", Role.WHOLE: "T"}
 POOL = "dhkfvegmnpqruwxyzijloac"
 
 
-class Letters:
+class AxisNames:
     """A name for each axis: `t` for the sequence (`s` for key positions, `T` for the full sequence) and `b` for the batch.
 
     Slices and paddings of the sequence are `t'`, `t''`. The other axes are named in order of how many values have them.
@@ -64,7 +64,7 @@ def _names(joint: JointGraph, axes: AxisFacts) -> dict[Atom, str]:
     if batch is not None:
         names[batch] = "b"
     others = [atom for atom, _ in counts.most_common() if atom not in names]
-    names.update((atom, _letter(i)) for i, atom in enumerate(others))
+    names.update((atom, _axis_name(i)) for i, atom in enumerate(others))
     return {atom: name for atom, name in names.items() if atom in counts}
 
 
@@ -82,7 +82,7 @@ def _batch(joint: JointGraph, axes: AxisFacts, members: set[Atom]) -> Atom | Non
     return next((atom for atom, _ in counts.most_common() if atom not in weights), None)
 
 
-def _letter(number: int) -> str:
-    """Return the name of axis `number` of the others: a letter, with a digit once all letters are used."""
-    repeat, index = divmod(number, len(POOL))
+def _axis_name(index: int) -> str:
+    """Return a letter, followed by a digit if all letters are used: the name of the other axis with this index."""
+    repeat, index = divmod(index, len(POOL))
     return POOL[index] + (str(repeat) if repeat else "")

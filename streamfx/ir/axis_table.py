@@ -16,7 +16,7 @@ Dim: TypeAlias = "tuple[Atom, ...]"
 
 
 class AxisTable:
-    """Union-find over atoms. An atom can also be refined into a product of smaller atoms, unless `keep` marked it."""
+    """Union-find over atoms. An atom can be refined into a product of smaller atoms, unless `keep` has marked it."""
 
     def __init__(self) -> None:
         """Start without atoms; atoms index `_parent` and `_size`, and `_factors` has the factors of a refined atom."""
@@ -67,7 +67,7 @@ class AxisTable:
             yield from (root,) if factors is None else self.resolve(factors)
 
     def unify(self, left: Dim, right: Dim) -> bool:
-        """State that both dimensions share an index space; return False if their factors cannot be matched.
+        """Record that both dimensions share an index space; return False if their factors cannot be matched.
 
         Factors are matched from the outermost in. Each matched pair holds even if a later pair fails, because a row-major
         index determines its outer factors.
@@ -123,7 +123,7 @@ class AxisTable:
         )
 
     def block_splits(self) -> list[tuple[Atom, Dim, Dim]]:
-        """Return the kept atoms that views have split, each with the axis of the blocks and the axis inside a block."""
+        """Return the kept atoms that views have split, each with the axis of blocks and the axis within a block."""
         return [(self._root(kept), *(self.resolve((a,)) for a in axes)) for kept, axes in self._blocks]  # type: ignore[misc]
 
     def _split_kept(self, atom: Atom, outer: Size) -> Dim | None:
@@ -159,7 +159,7 @@ class AxisTable:
         return todo.pop()
 
     def _refine(self, atom: Atom, outer: Size) -> bool:
-        """Split an atom into `outer` times the rest, if the size divides evenly."""
+        """Split an atom into a factor of size `outer` and the rest; return False if it is kept, or not divisible."""
         inner = quotient(self.size(atom), outer)
         if inner is None or atom in self._kept:
             return False

@@ -24,10 +24,10 @@ def find_group(arguments: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Gather:
-    """How the full weight is gathered from a rank's shard, which is the input of the graph.
+    """The subgraph that gathers the full weight from a rank's shard.
 
-    `keeps` is the user's choice: True keeps the full weight for the backward graph, False gathers it again; None if
-    unspecified.
+    `keep_full` is the user's choice: if True, the backward graph gets the full weight; if False, it gathers it again;
+    None if unspecified.
     """
 
     subgraph: Subgraph

@@ -1,9 +1,9 @@
-"""The sequence lengths for which a plan holds. With dynamic shapes, lengths change from call to call.
+"""The sequence lengths for which a plan is valid. With dynamic shapes, lengths change from call to call.
 
 A plan is chosen by numbers: kept bytes and peak bytes. Every size grows with every length, and chunks never have more
-rows than in the simulation, so a plan that fits for some lengths fits for all shorter ones. A plan therefore comes with
-the longest lengths for which it was shown to hold, and the compiled graph gets a Dynamo guard: a longer call is recompiled
-and replanned. To need few plans, a plan is computed for longer lengths than the call's if one exists for them.
+rows than in the simulation, so a plan that fits for some lengths fits for all shorter ones. So each plan comes with the
+longest lengths for which it is known to be valid, and the compiled graph gets a Dynamo guard: a longer call is recompiled
+and planned anew. A plan is computed for longer lengths than those of the call, if one exists, so that few are needed.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from streamfx.log import log
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
 from streamfx.torch_private.symbolic_sizes import largest, supposing
 
-DOUBLINGS = 6  # a plan is tested up to 64 times the lengths
-HEADROOM = (2, 1.2, 1)  # factors by which the planned lengths may exceed the call's, in the order of preference
-CLOSE = 1.05  # relative precision of the search for the longest lengths
+MAX_DOUBLINGS = 6  # a plan is tested up to 64 times the lengths
+HEADROOM = (2, 1.2, 1)  # planned lengths, as multiples of the call's, in order of preference
+PRECISION = 1.05  # the search for the longest lengths stops within this factor
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A number for each symbol in a graph's sizes; `now` returns the numbers of the call that is being compiled.
+    """A value for each symbol in a graph's sizes.
 
-    The graph accepts no length above `most`, if it is known: a position table has that many rows, for example.
+    `maximums` holds known upper bounds of the symbols: the rows of a position table, for example.
     """
 
     numbers: Mapping[sympy.Symbol, int]
-    most: Mapping[sympy.Symbol, int] = field(default_factory=dict, compare=False)
+    maximums: Mapping[sympy.Symbol, int] = field(default_factory=dict, compare=False)
 
     @staticmethod
-    def now(graph: fx.Graph) -> Lengths:
+    def of_current_call(graph: fx.Graph) -> Lengths:
         """Return the lengths of the call that is being compiled, with their upper bounds."""
         sizes = dynamic_sizes(graph)
-        most = {symbol: bound for symbol, (_, size) in sizes.items() if (bound := largest(size)) is not None}
-        return Lengths({symbol: hint for symbol, (hint, _) in sizes.items()}, most)
+        maximums = {symbol: bound for symbol, (_, size) in sizes.items() if (bound := largest(size)) is not None}
+        return Lengths({symbol: hint for symbol, (hint, _) in sizes.items()}, maximums)
 
     def __bool__(self) -> bool:
         return bool(self.numbers)
@@ -50,73 +50,81 @@ class Lengths:
     def __str__(self) -> str:
         return ", ".join(f"{symbol} <= {number:,}" for symbol, number in self.numbers.items())
 
-    def times(self, factor: float) -> Lengths:
+    def scaled_by(self, factor: float) -> Lengths:
         """Return these lengths times a factor, each at most its upper bound."""
         scaled = {symbol: int(number * factor) for symbol, number in self.numbers.items()}
-        return replace(self, numbers={symbol: min(number, self.most.get(symbol, number)) for symbol, number in scaled.items()})
+        return replace(
+            self, numbers={symbol: min(number, self.maximums.get(symbol, number)) for symbol, number in scaled.items()}
+        )
 
-    def number(self, size: Size) -> int:
+    def evaluate(self, size: Size) -> int:
         """Return the value of a size at these lengths."""
         return size if isinstance(size, int) else int(simplified(size.subs(self.numbers)))
 
-    def supposed(self) -> Any:
+    def assumed(self) -> Any:
         """Return a context in which sizes evaluate at these lengths instead of the call's."""
         return supposing(self.numbers)
 
-    def furthest(self, holds: Callable[[Lengths], bool], close: float = CLOSE) -> Lengths:
-        """Return the longest multiple of these lengths, within a factor of `close`, for which `holds` is true, as for these."""
+    def longest_valid(self, is_valid: Callable[[Lengths], bool], precision: float = PRECISION) -> Lengths:
+        """Return the longest multiple of these lengths for which `is_valid` returns True, within a factor of `precision`.
+
+        `is_valid` must return True for these lengths.
+        """
         low, high = 1.0, 2.0
-        while high <= 2**DOUBLINGS and self._holds_at(holds, high):
-            if self.times(high) == self.times(low):
-                return self.times(low)
+        while high <= 2**MAX_DOUBLINGS and self._is_valid_at(is_valid, high):
+            if self.scaled_by(high) == self.scaled_by(low):
+                return self.scaled_by(low)
             low, high = high, 2 * high
-        while high / low > close and high <= 2**DOUBLINGS:
+        while high / low > precision and high <= 2**MAX_DOUBLINGS:
             middle = (low * high) ** 0.5
-            low, high = (middle, high) if self._holds_at(holds, middle) else (low, middle)
-        return self.times(low)
+            low, high = (middle, high) if self._is_valid_at(is_valid, middle) else (low, middle)
+        return self.scaled_by(low)
 
-    def furthest_beyond(self, holds: Callable[[Lengths], bool], close: float = CLOSE) -> Lengths | None:
-        """Return the same, empty if no length is dynamic; None if it holds for these lengths only.
+    def longest_if_longer(self, is_valid: Callable[[Lengths], bool], precision: float = PRECISION) -> Lengths | None:
+        """Return `longest_valid`, or no lengths if none is dynamic; None if only these lengths are valid.
 
-        In the latter case, each longer call would be recompiled.
+        If only these are valid, each longer call would be recompiled.
         """
-        furthest = self.furthest(holds, close) if self else self
-        return None if self and furthest == self else furthest
+        longest_valid = self.longest_valid(is_valid, precision) if self else self
+        return None if self and longest_valid == self else longest_valid
 
-    def _holds_at(self, holds: Callable[[Lengths], bool], factor: float) -> bool:
-        """Return whether `holds` is true at longer lengths; False if the graph cannot be traced at them.
+    def _is_valid_at(self, is_valid: Callable[[Lengths], bool], factor: float) -> bool:
+        """Return whether `is_valid` returns True for these lengths times a factor.
 
-        They may exceed a position table, for example.
+        False if the graph cannot be traced at them; they may exceed a position table, for example.
         """
-        longer = self.times(factor)
-        with longer.supposed():
+        longer = self.scaled_by(factor)
+        with longer.assumed():
             try:
-                return holds(longer)
+                return is_valid(longer)
             except Exception as error:
-                log.info("it is not known what a plan takes for %s: %s", longer, describe_error(error))
+                log.info("the memory of a plan for %s is not known: %s", longer, describe_error(error))
                 return False
 
     def with_headroom(self) -> Iterator[Lengths]:
         """Iterate over these lengths and longer ones, the longest first."""
-        longer = [self.times(factor) for factor in HEADROOM]
+        longer = [self.scaled_by(factor) for factor in HEADROOM]
         return (lengths for i, lengths in enumerate(longer) if lengths not in longer[:i])
 
-    def joined(self, other: Lengths | None) -> Lengths:
-        """Return the lengths for which two plans both hold: the shorter of each."""
+    def intersection(self, other: Lengths | None) -> Lengths:
+        """Return the lengths for which both plans are valid: the shorter ones."""
         if other is None:
             return self
-        least = {symbol: min(number, other.numbers.get(symbol, number)) for symbol, number in self.numbers.items()}
-        return replace(self, numbers=least)
+        numbers = {symbol: min(number, other.numbers.get(symbol, number)) for symbol, number in self.numbers.items()}
+        return replace(self, numbers=numbers)
 
     def guard(self, graph: fx.Graph) -> None:
-        """Guard the graph that is being compiled to these lengths and shorter ones; Dynamo recompiles for a longer call."""
+        """Add a Dynamo guard to the graph that is being compiled: a call with longer lengths recompiles it."""
         for symbol, (_, size) in dynamic_sizes(graph).items():
             if symbol in self.numbers:
-                bool(size <= self.numbers[symbol])  # torch notes what it was asked, as a guard of the graph
+                bool(size <= self.numbers[symbol])  # torch adds each comparison of a symbolic size to the guards
 
 
 def dynamic_sizes(graph: fx.Graph) -> dict[sympy.Symbol, tuple[int, torch.SymInt]]:
-    """Return the symbols in the sizes of a graph's inputs, each with its value at trace time and its `SymInt`."""
+    """Return the symbols that are sizes of a graph's inputs, each with its value at trace time and its `SymInt`.
+
+    Sizes that are expressions of symbols, such as 2 * s0, add none.
+    """
     symbols: dict[sympy.Symbol, tuple[int, torch.SymInt]] = {}
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get(VALUE, node.meta.get(EXAMPLE_VALUE))  # AOTAutograd graphs, Dynamo graphs

@@ -2,8 +2,8 @@
 
 A version counter misses writes through `.data`, `.numpy()`, `untyped_storage()`, a fused optimizer, another process, or a
 custom kernel. So the bytes are summed, each 32-bit word times a random 64-bit number. Two different contents have equal
-sums with a probability of 2^-33 or less, and reordered or negated contents have different sums, too. To read a weight
-once costs as much as to multiply it by a few dozen rows.
+sums with a probability of 2^-33 or less, and reordered or negated contents have different sums, too. Reading a weight
+costs as much as multiplying it by a few dozen rows.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from streamfx.torch_private import FakeTensor, is_traceable_wrapper_subclass, no_modes
 
-MAX_BYTES = 1 << 30  # of an input that is read at each call; a larger one is not trusted
+MAX_BYTES = 1 << 30  # larger inputs are not read at each call, and not trusted
 WORDS = 1 << 12  # per row; each row has one sum
 ROWS = 1 << 8  # per block; a block is summed at once and stays in the cache
 
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """The state of a tensor at one time. A tensor without memory of its own (a subclass) has only a layout and a version."""
+    """The state of a tensor at one time. A tensor subclass, which has no memory itself, has only a layout and a version."""
 
     layout: tuple[Any, ...]
     version: int | None
@@ -82,7 +82,7 @@ def any_hidden_change(fingerprints: Sequence[tuple[Fingerprint, Tensor]]) -> boo
 
 
 def has_memory(tensor: Any) -> bool:
-    """Return whether a value is a tensor with memory of its own."""
+    """Return whether a value is a tensor whose bytes can be read."""
     if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
         return False
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:

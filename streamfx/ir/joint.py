@@ -17,16 +17,18 @@ from streamfx.node_meta import STATIC_ADDRESS, STAYS, VALUE
 from streamfx.torch_private import inputs_of_gradients, is_token
 
 ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default, torch.ops.aten._assert_scalar.default)
-_ASSERTION_IDS = frozenset(map(id, ASSERTIONS))  # every pass tests every operator; comparing or hashing operators is slower
+_ASSERTION_IDS = frozenset(
+    map(id, ASSERTIONS)
+)  # comparing ids is faster than comparing operators, and each pass tests each operator
 
 
 @dataclass(frozen=True)
 class JointGraph:
     """A copy of a joint graph, which passes may rewrite.
 
-    `outputs` are the forward results in order (nodes or constants), `gradients` the results after them; `trained` maps
-    these to primals. `forward` holds the ancestors of the outputs, and of assertions that depend on no tangent. All other
-    nodes belong to the backward graph.
+    `outputs` are the forward results in order (nodes or constants), `gradients` the results after them; `trained` pairs
+    gradients with their primals. `forward` holds the ancestors of the outputs, and of assertions that depend on no tangent.
+    All other nodes belong to the backward graph.
     """
 
     graph: fx.Graph
@@ -77,7 +79,7 @@ def device_of_value(node: fx.Node) -> torch.device:
 
 
 def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
-    """Return the nodes on which `roots` depend, including the roots."""
+    """Return the nodes on which `roots` depend, and the roots."""
     visited: set[fx.Node] = set()
     todo = [root for root in roots if isinstance(root, fx.Node)]
     while todo:
@@ -89,7 +91,7 @@ def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
 
 
 def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return `roots` and all `nodes` that depend on them through one another; `nodes` must be in graph order."""
+    """Return `roots` and those of `nodes` that depend on them through `nodes` only; `nodes` must be in graph order."""
     dependent = set(roots)
     for node in nodes:
         if any(source in dependent for source in node.all_input_nodes):
@@ -155,7 +157,7 @@ def erase_unused(graph: fx.Graph, keep: Callable[[fx.Node], bool] = lambda node:
 
 
 def is_assertion(node: fx.Node) -> bool:
-    """Return whether an operator is needed for an error it raises or for its effect on other ranks: it stays without users."""
+    """Return whether an operator must run even if nothing uses its result: an assertion, or a collective."""
     return id(node.target) in _ASSERTION_IDS or node.meta.get(STAYS, False)
 
 
@@ -165,7 +167,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """Return whether an input is a parameter or a buffer rather than data, as far as capture can tell."""
+    """Return whether capture has marked an input as a parameter or a buffer, rather than data."""
     return bool(node.meta.get(STATIC_ADDRESS, False))
 
 
@@ -189,13 +191,13 @@ def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def saved_values(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
-    """Map each input of a backward graph to the forward value saved for it; tangents have none."""
+    """Map each input of a backward graph, except tangents, to the forward value that is saved for it."""
     saved = sort_sizes_first(outputs_of(forward)[num_outputs:])
     return dict(zip(backward.find_nodes(op="placeholder"), saved, strict=False))
 
 
 def sort_sizes_first(saved: Iterable[Any]) -> list[Any]:
-    """Return the saved forward values in the order in which the backward graph takes them: AOTAutograd puts sizes first."""
+    """Return the saved forward values in the order of the backward graph's inputs: AOTAutograd puts sizes first."""
     return sorted(saved, key=lambda node: not is_size(node))
 
 
@@ -244,7 +246,7 @@ def shape_of_node(node: fx.Node) -> tuple[Size, ...]:
 
 
 def scalar_argument(argument: Any) -> Any:
-    """Return a numeric argument of an operator: if a node holds it, its size expression."""
+    """Return a scalar argument of an operator; for a node that is a size, its expression."""
     return size_of(argument.meta[VALUE]) if is_size(argument) else argument
 
 

@@ -1,4 +1,4 @@
-"""Graph modules that generate their Python code at the first call: most are rewritten, interpreted, or compiled before."""
+"""Graph modules that generate their Python code at the first call: most are rewritten or compiled, and never called."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from streamfx.ir.ranges import Range, constant, hull
 
@@ -25,40 +25,47 @@ class Slope:
 
     def range_within(self, reach: int) -> Range:
         """Return the range for delta in [-reach, reach]."""
-        most = abs(self.factor) * reach
-        return Range(self.offset - most, self.offset + most)
+        max_change = abs(self.factor) * reach
+        return Range(self.offset - max_change, self.offset + max_change)
 
 
 Fact: TypeAlias = "Range | Slope"
 
 
+class DeltaInterval(NamedTuple):
+    """low <= delta <= high; None is unbounded."""
+
+    low: int | None
+    high: int | None
+
+
 @dataclass(frozen=True)
 class Pieces:
-    """A piecewise fact: `facts[i]` holds for cuts[i - 1] <= delta < cuts[i]."""
+    """A piecewise fact: `facts[i]` holds for bounds[i - 1] <= delta < bounds[i]."""
 
-    cuts: tuple[int, ...]
+    bounds: tuple[int, ...]
     facts: tuple[Fact, ...]
 
     def at(self, delta: int) -> Fact:
         """Return the fact that holds for one delta."""
-        return self.facts[bisect_right(self.cuts, delta)]
+        return self.facts[bisect_right(self.bounds, delta)]
 
-    def support(self, is_identity: Callable[[Fact], bool]) -> tuple[int | None, int | None]:
-        """Return the smallest interval [low, high] of delta outside which every fact is an identity; None is unbounded."""
+    def support(self, is_identity: Callable[[Fact], bool]) -> DeltaInterval:
+        """Return the smallest interval of delta outside which every fact is an identity."""
         first, last = 0, len(self.facts)
         while first < last and is_identity(self.facts[first]):
             first += 1
         if first == last:
-            return 0, 0
+            return DeltaInterval(0, 0)
         while is_identity(self.facts[last - 1]):
             last -= 1
-        low = self.cuts[first - 1] if first else None
-        high = self.cuts[last - 1] - 1 if last < len(self.facts) else None
-        return low, high
+        low = self.bounds[first - 1] if first else None
+        high = self.bounds[last - 1] - 1 if last < len(self.facts) else None
+        return DeltaInterval(low, high)
 
 
 def constant_pieces(fact: Fact) -> Pieces:
-    """Return a fact that holds for every delta."""
+    """Return `Pieces` with one fact for every delta."""
     return Pieces((), (fact,))
 
 
@@ -67,32 +74,35 @@ def hull_of(pieces: Pieces, reach: int) -> Range:
     return hull(*(fact.range_within(reach) if isinstance(fact, Slope) else fact for fact in pieces.facts))
 
 
-def merge_equal_pieces(cuts: Sequence[int], facts: Sequence[Fact]) -> Pieces:
-    """Build `Pieces`, merging equal neighbors."""
-    kept_cuts: list[int] = []
+def merge_equal_pieces(bounds: Sequence[int], facts: Sequence[Fact]) -> Pieces:
+    """Return `Pieces` in which neighbors with equal facts are merged."""
+    kept_bounds: list[int] = []
     kept_facts = [facts[0]]
-    for cut, fact in zip(cuts, facts[1:], strict=True):
+    for bound, fact in zip(bounds, facts[1:], strict=True):
         if fact != kept_facts[-1]:
-            kept_cuts.append(cut)
+            kept_bounds.append(bound)
             kept_facts.append(fact)
-    return Pieces(tuple(kept_cuts), tuple(kept_facts))
+    return Pieces(tuple(kept_bounds), tuple(kept_facts))
 
 
 def combine_pieces(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
-    """Apply a function of facts to each interval. It returns `Pieces`, of which the part inside the interval is kept."""
-    bounds = sorted({cut for operand in operands for cut in operand.cuts})
-    cuts: list[int] = []
+    """Apply a function of facts to each interval on which all operands have one fact.
+
+    The function returns `Pieces`; those inside the interval are kept.
+    """
+    operand_bounds = sorted({bound for operand in operands for bound in operand.bounds})
+    bounds: list[int] = []
     facts: list[Fact] = []
-    for low, high in zip([None, *bounds], [*bounds, None], strict=True):
+    for low, high in zip([None, *operand_bounds], [*operand_bounds, None], strict=True):
         sample = low if low is not None else (high - 1 if high is not None else 0)
         piece = function(*(operand.at(sample) for operand in operands))
-        inner = [cut for cut in piece.cuts if (low is None or cut > low) and (high is None or cut < high)]
+        inner = [bound for bound in piece.bounds if (low is None or bound > low) and (high is None or bound < high)]
         if low is not None:
-            cuts.append(low)
-        cuts.extend(inner)
+            bounds.append(low)
+        bounds.extend(inner)
         facts.append(piece.at(low) if low is not None else piece.facts[0])
-        facts.extend(piece.at(cut) for cut in inner)
-    return merge_equal_pieces(cuts, facts)
+        facts.extend(piece.at(bound) for bound in inner)
+    return merge_equal_pieces(bounds, facts)
 
 
 def compare_slope(relation: str, slope: Slope, value: float) -> Pieces:

@@ -24,7 +24,7 @@ PER_CHUNK = {symbol.name for symbol in (START, STOP, CHUNK, CHUNKS, STEP)}
 
 @dataclass(frozen=True)
 class RowRange:
-    """An axis cut into chunks: it has `length` rows, and row i is at position i * `block` + `offset` of the sequence.
+    """The rows of an axis that is chunked: row i of `length` rows is at position i * `block` + `offset` of the sequence.
 
     If a row is a block of several rows, chunks start at block boundaries.
     """
@@ -36,7 +36,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor holds the sequence: in dimension `dim`, with `outer` elements around and `inner` inside each row."""
+    """Where a tensor holds the sequence: dimension `dim` is a product of `outer` indices, the rows, and `inner` indices."""
 
     dim: int
     rows: RowRange
@@ -108,10 +108,10 @@ Feed: TypeAlias = "Broadcast | ChunkSlice | Number | BufferPart | ChunkKey | IsF
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer that lives from chunk to chunk: rows that later queries read, a carry, or a sum (`is_sum`).
+    """A buffer that all chunks of a loop share: rows that later queries read, a carry, or a sum (`is_sum`).
 
-    It is `zeroed` if part of it may be read or added to before it is written. If there is one chunk, a sum of products
-    that are rounded before the addition loses nothing in dtype `of_one`.
+    It is `zeroed` if part of it may be read or added to before it is written. If there is one chunk, a sum has the dtype
+    `single_chunk_dtype`, if that is set: a single addend of that dtype loses nothing.
     """
 
     name: str
@@ -120,12 +120,12 @@ class Buffer:
     device: torch.device
     zeroed: bool
     is_sum: bool = False
-    of_one: torch.dtype | None = None
+    single_chunk_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
 class ConcatOutput:
-    """A result that concatenates the chunks' outputs; `reuse` is the index of an argument that it may overwrite, row by row.
+    """A result that concatenates the chunks' outputs; `reuse` is the index of an argument that may hold it, row by row.
 
     `is_fresh` means that the loop body allocates a chunk's rows and nothing aliases them: if there is a single chunk,
     they may be the result.

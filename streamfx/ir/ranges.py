@@ -21,9 +21,9 @@ from streamfx.torch_private import unset_fake_temporarily
 Number: TypeAlias = "int | float"
 
 INFINITY = math.inf
-HIDDEN_SCORE = -9e29  # a score this negative has a weight of exactly 0 if another score is ordinary; mask fills are -1e30 or less
+HIDDEN_SCORE = -9e29  # a score up to this has weight 0 exactly if another score is ordinary; mask fills are -1e30 or less
 HIDDEN_SCORE_HALF = -3e4  # the same for float16, whose range ends at 65504
-VISIBLE_SCORE = -1e28  # a score at least this large keeps its weight if others swamp
+VISIBLE_SCORE = -1e28  # if another score of the row is at least this, hidden scores have weight 0
 VISIBLE_SCORE_HALF = -2.9e4
 MIN_VISIBLE_MASK_HALF = -5e3  # least float16 mask value of visible keys: products of +-10,000 do not raise hidden scores above it
 ACTIVATION = 1e6  # assumed bound of trained weights, and of products of ordinary numbers (docs/internals.md)
@@ -31,8 +31,8 @@ ACTIVATION_HALF = 1e4
 MAX_NEXT_TO_COUNT = (
     1e4  # added to a number this large, the log of a count keeps twelve digits in float64, and in any dtype as many as a score
 )
-MAX_GROWTH = 1e12  # between two products, ordinary values grow by at most this factor
-MAX_ORDINARY = 1e28  # between two products, weights and activations grow up to this
+MAX_GROWTH = 1e12  # between two products, ordinary values are assumed to grow by at most this factor
+MAX_ORDINARY = 1e28  # bound of weights and activations that have grown between two products
 MAX_ROWS = 2**31 - 1  # rows of a dimension whose size is unknown before the run
 SLACK = 1e-12  # relative widening of computed bounds, for their own rounding
 
@@ -116,8 +116,8 @@ def activation(dtype: torch.dtype) -> Range:
     """
     if not dtype.is_floating_point:
         return full_range(dtype)
-    most = ACTIVATION_HALF if dtype == torch.float16 else min(ACTIVATION, torch.finfo(dtype).max)
-    return Range(-most, most, assumed=1)
+    limit = ACTIVATION_HALF if dtype == torch.float16 else min(ACTIVATION, torch.finfo(dtype).max)
+    return Range(-limit, limit, assumed=1)
 
 
 def hull(*ranges: Range) -> Range:
@@ -127,9 +127,9 @@ def hull(*ranges: Range) -> Range:
 
 
 def assumed_growth(ranges: Sequence[Range], computed: Range | None = None) -> Number:
-    """Return the factor by which a value exceeds weights and activations (`Range.assumed`), or 0 if nothing is assumed.
+    """Return `Range.assumed` of a result: its growth relative to weights and activations, or 0 if nothing is assumed.
 
-    Nothing is assumed if no operand is assumed, if another operand is large by itself, or if the factor exceeds `LARGER`.
+    Nothing is assumed if no operand is assumed, if another operand is large itself, or if the factor exceeds `LARGER`.
     A value that is one of its operands takes the largest factor of them. A value computed with range `computed` takes the
     product of their factors, times the ratio of its range to that of a product of the assumed operands; at most its
     magnitude.
@@ -146,7 +146,7 @@ def assumed_growth(ranges: Sequence[Range], computed: Range | None = None) -> Nu
 
 
 def widen_range(low: Number, high: Number, nan: bool = False) -> Range:
-    """Return a range with computed bounds. Unless they are integers, widen them by more than double precision rounds."""
+    """Return a range with computed bounds; unless they are integers, widen them by more than the rounding of float64."""
     if low != low or high != high:
         return Range(-INFINITY, INFINITY, True)
     if isinstance(low, int) and isinstance(high, int):

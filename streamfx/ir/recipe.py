@@ -1,4 +1,4 @@
-"""Recipes: how to compute a value that was removed from a graph's outputs, once the caller accesses it."""
+"""Recipes for outputs that were removed from a graph, and are computed when the caller accesses them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Context:
 
 @dataclass(frozen=True)
 class RecipeProgram:
-    """Torch functions in order. `given` feeds the last placeholders; the caller feeds the placeholders before them.
+    """Torch functions in order. `given` has the sources of the last placeholders; the caller passes the ones before.
 
     An operator that is not in `contexts` runs under the modes of the call.
     """
@@ -92,7 +92,7 @@ class _Name(str):
 
 @dataclass(frozen=True)
 class RowAxes:
-    """The row dimensions of a result: index i of dimension n corresponds to index i of `dims[n]` of a given value."""
+    """The row dimensions of a result: row i of dimension n is computed from row i of dimension `dims[n]` of value `given`."""
 
     given: int
     dims: tuple[int | None, ...]
@@ -118,19 +118,19 @@ class Recipe:
 
 @dataclass(frozen=True)
 class SizeSources:
-    """Where to read the values of a graph's symbols: an argument that is the number, or a dimension of a tensor."""
+    """Where to read the value of each symbol: the index of an argument, and the dimension if the argument is a tensor."""
 
-    found: Mapping[sympy.Symbol, tuple[int, int | None]]
+    locations: Mapping[sympy.Symbol, tuple[int, int | None]]
 
-    def knows(self, size: Size) -> bool:
-        """Return whether all symbols of a size can be read from the arguments."""
-        return isinstance(size, int) or size.free_symbols <= set(self.found)
+    def can_read(self, size: Size) -> bool:
+        """Return whether the arguments determine all symbols of a size."""
+        return isinstance(size, int) or size.free_symbols <= set(self.locations)
 
     def values(self, arguments: Sequence[Any]) -> dict[str, int]:
         """Read the value of each symbol from the arguments of a call, by the symbol's name."""
         return {
             symbol.name: int(arguments[position] if dim is None else arguments[position].shape[dim])
-            for symbol, (position, dim) in self.found.items()
+            for symbol, (position, dim) in self.locations.items()
         }
 
 
@@ -151,7 +151,7 @@ class RebuiltOutput:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """The outputs for the caller. `order` has the index in `results` of each original output; None is None."""
+    """The outputs for the caller. `order` has the index in `results` of each original output; None if the output is None."""
 
     recipes: tuple[Recipe, ...]
     results: tuple[ReturnedOutput | RebuiltOutput, ...]

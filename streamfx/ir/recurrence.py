@@ -1,11 +1,11 @@
-"""Recurrences: the state that one row passes to the next. In a loop unrolled row by row, each operator belongs to a step:
+"""Plans of recurrences: operators that pass a state from row to row. In an unrolled loop, each operator belongs to a step:
 
     for t in range(T):                          step t:  a_t = a[:, t];  x_t = x[:, t]
         state = a[:, t] * state + x[:, t]                state_t = a_t * state_{t-1} + x_t
         y[:, t] = state.tanh()                           y_t = state_t.tanh()
                                                 crossing from step t to step t + 1: state_t
 
-Steps need not be alike: a chunk of rows runs the operators of its rows unchanged.
+Steps may differ: a chunk of rows runs the operators of its rows unchanged.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from streamfx.ir.sizes import Size
 
 ROWS: Letter = 0  # the axis of the steps
 Shaped: TypeAlias = "tuple[Sequence[Size], int | None]"  # sizes, and the dimension of rows, if there is one
-Number: TypeAlias = int  # identifies a value or an operand
+ValueId: TypeAlias = int  # identifies a value of the steps, or an operand
 
 
 @dataclass(frozen=True)
 class StepValue:
-    """A placeholder for a value in an operator's arguments."""
+    """Represents a value of the steps in the arguments of an `Operation`."""
 
-    number: Number
+    value_id: ValueId
 
 
 @dataclass(frozen=True)
 class RowRead:
-    """Read the row of one step from an operand; `made` is the result."""
+    """Read the row of one step from an operand."""
 
-    made: Number
-    operand: Number
+    result_id: ValueId
+    operand: ValueId
     dim: int
     step: int
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Apply an operator to other values; `made` is the result."""
+    """Apply an operator to constants and to values of the steps (`StepValue`)."""
 
-    made: Number
+    result_id: ValueId
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -59,16 +59,16 @@ Instruction: TypeAlias = "RowRead | Operation"
 
 @dataclass(frozen=True)
 class CarrySlot:
-    """A value that crosses from one step to the next, and its slot in the carry."""
+    """A value that a step passes to the next one, and the elements of the carry that hold it: [start, stop)."""
 
-    value: Number
+    value: ValueId
     start: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def stop(self) -> int:
-        """The end of the slot in the carry."""
+        """The end of the slot in the carry, in elements."""
         return self.start + prod(self.shape)
 
 
@@ -76,7 +76,7 @@ class CarrySlot:
 class ConcatResult:
     """A result that concatenates values of the steps along `dim`."""
 
-    values: tuple[Number, ...]
+    values: tuple[ValueId, ...]
     dim: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class ConcatResult:
 class SingleStepResult:
     """A result that one step computes. In a loop it is a sum to which the other chunks add zeros."""
 
-    value: Number
+    value: ValueId
     step: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -94,23 +94,25 @@ class SingleStepResult:
 
 @dataclass(frozen=True)
 class Steps:
-    """The operators of one direction.
+    """The operators of all steps, of the forward graph or of the backward graph.
 
-    `crossing[b]` holds the values that the steps before b pass to step b and later steps; in `reverse`, the other way
-    around. Values in `dead[t]` are not used after step t.
+    `steps[t]`: the operators of step t.
+    `crossing[b]`: the values that the steps before b pass to step b and later steps; if `reverse`, the values that step b
+    and later steps pass to the steps before b.
+    `dead_after[t]`: the values that no operator uses after step t.
     """
 
     steps: tuple[tuple[Instruction, ...], ...]
     crossing: tuple[tuple[CarrySlot, ...], ...]
-    joins: tuple[ConcatResult, ...]
-    finals: tuple[SingleStepResult, ...]
+    concat_results: tuple[ConcatResult, ...]
+    single_step_results: tuple[SingleStepResult, ...]
     dtype: torch.dtype
     reverse: bool
-    dead: tuple[tuple[Number, ...], ...] = ()
+    dead_after: tuple[tuple[ValueId, ...], ...] = ()
 
     @property
-    def carried(self) -> int:
-        """The number of elements in the carry."""
+    def carry_size(self) -> int:
+        """The number of elements of the carry."""
         return max((slot.stop for slots in self.crossing for slot in slots), default=0)
 
 
@@ -124,7 +126,7 @@ class RecurrenceAxes:
 
 
 def separate_axes(operands: Iterable[Shaped], results: Iterable[Shaped]) -> RecurrenceAxes:
-    """Give each dimension its own letter, except rows: operations along the other dimensions are opaque."""
+    """Return axes with a separate letter for each dimension but rows: operations along the other dimensions are opaque."""
     letters = count(ROWS + 1)
 
     def label(sizes: Sequence[Size], row_dim: int | None) -> LetterShape:
@@ -134,54 +136,59 @@ def separate_axes(operands: Iterable[Shaped], results: Iterable[Shaped]) -> Recu
     return RecurrenceAxes(tuple(label(*item) for item in operands), tuple(label(*item) for item in results), ROWS)
 
 
-Places: TypeAlias = "Sequence[tuple[int, int | None]]"  # intervals (start, stop) of a carry
+CarryIntervals: TypeAlias = "Sequence[tuple[int, int | None]]"  # intervals (start, stop) of a carry
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """The truncation of gradients that reach back `rows` rows, rounded up to chunks.
+    """The truncation of the gradients of states, which reach back `rows` rows, rounded up to chunks.
 
-    For each number of rows, from none to all, `adjoints` has the intervals of the carry after these rows that are
-    gradients of states; it has one entry if they are the same for each number. All other carried values (sums of
-    gradients to which rows add, forward values) are not truncated.
+    `adjoints[n]` has the intervals of the carry after n rows that hold gradients of states; a single entry applies to all
+    n. Other carried values are not truncated: sums of gradients over rows, and forward values.
     """
 
     rows: int
-    adjoints: Sequence[Places]
+    adjoints: Sequence[CarryIntervals]
 
 
 @dataclass(frozen=True)
 class RecurrencePlan:
-    """One operator of a rewritten graph: its `own` steps, and the forward steps that it runs `again` for them.
+    """An unrolled loop as one operator.
 
-    `operands` are the numbers of its operands, in order. `rows` has the step dimension of each operand that has rows; the
-    other operands are the values `given`.
+    `steps`: the operators that the loop runs.
+    `recomputed`: the forward steps that a backward loop recomputes before its own; None for a forward loop.
+    `operands`: identifies each operand, in order.
+    `rows`: the step dimension of each operand that has rows.
+    `shared`: the value of the steps that each operand without rows holds.
     """
 
     name: str
     length: int
-    own: Steps
-    again: Steps | None
-    operands: tuple[Number, ...]
-    rows: Mapping[Number, int]
-    given: Mapping[Number, Number]
+    steps: Steps
+    recomputed: Steps | None
+    operands: tuple[ValueId, ...]
+    rows: Mapping[ValueId, int]
+    shared: Mapping[ValueId, ValueId]
     axes: RecurrenceAxes
 
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """A scan over rows as one operator: `combine(*carry, *rows, *given)` returns the next carry, and a row of each result.
+    """A scan over rows as one operator: `combine(*carry, *rows, *shared)` returns the next carry, and a row of each result.
 
-    The operands are the first carry, then operands with rows (along dimension 0), then operands that all rows share. The
-    results are the parts `finals` of the last carry, then rows (along dimension 0).
+    The operands are the initial carry, then operands with rows (along dimension 0), then operands that all rows share. The
+    results are the final values of the carry components `final_carries`, then rows (along dimension 0).
+
+    `carry`, `row_results`: shape and dtype of each carry component, and of a row of each result.
+    `rows`: the number of operands with rows.
     """
 
     name: str
     combine: Callable[..., Sequence[Tensor]]
     carry: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    finals: tuple[int, ...]
+    final_carries: tuple[int, ...]
     rows: int
-    made: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    row_results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     reverse: bool
     axes: RecurrenceAxes
 
@@ -195,16 +202,16 @@ class ScanPlan:
 class TreePlan:
     """An associative scan, computed as a prefix tree (`runtime/prefix_scan.py`), or the gradients of one.
 
-    The operands are the rows of each leaf (along dimension 0, of dtypes `types`), then operands that all rows share. A
-    gradient plan's operands begin with the gradients of the results, except the `absent` ones. `results` has the indices
-    of the leaves to compute, or of the operands whose gradients to compute.
+    The operands are the rows of each leaf (along dimension 0, of dtypes `dtypes`), then operands that all rows share. The
+    operands of a gradient plan begin with the gradients of the results, except those in `absent_gradients`. `results` has
+    the indices of the leaves to compute, or of the operands whose gradients to compute.
     """
 
     name: str
     combine: int  # index into `runtime/associative.py: COMBINES`
-    types: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype, ...]
     length: int
-    carried: Size  # bytes
+    carry_size: Size  # bytes
     results: tuple[int, ...]
     axes: RecurrenceAxes
-    absent: frozenset[int] = frozenset()
+    absent_gradients: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""A backward graph in segments, each of which ends where gradients are complete."""
+"""A backward graph in segments, and the gradients that are complete after each segment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Saved: TypeAlias = "tuple[frozenset[int], ...]"  # for each tensor saved for a b
 class ReleaseSegment:
     """A segment of a backward graph: its operators, the tensors it reads, and the gradients to release after it.
 
-    `reads` holds the given tensors that other code may write to. `gradients` is keyed by index among the graph's results.
+    `reads` holds those tensors among them that other code may write to. `gradients` is keyed by index among the graph's results.
     """
 
     operators: tuple[fx.Node, ...]
@@ -51,7 +51,7 @@ class ShardedGradient:
     device: torch.device
 
     def placeholder(self) -> Tensor:
-        """Return a placeholder of this shape, backed by one element, to use until the gradient exists."""
+        """Return a tensor of this shape over one element, to use until the gradient exists."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 

@@ -1,9 +1,9 @@
-"""Schemas of operators with a state: the argument that is the state before the first row, the result after the last.
+"""Schemas of operators with a state: which argument is the state before the first row, and which result the last state.
 
-    scan(x, decay, first) -> y, last                                  rows of x, decay and y follow one another
-    scan_backward(dy, dlast, x, decay, first) -> dx, ddecay, dfirst   from the last row to the first: dlast in, dfirst out
+    scan(x, decay, first) -> y, last                                  from the first row to the last
+    scan_backward(dy, dlast, x, decay, first) -> dx, ddecay, dfirst   from the last row to the first
 
-A call gets a `StatefulPlan` for each of the two operators, with the arguments and the results of a chunk of its rows.
+`forward_plan` and `backward_plan` plan a call of either operator chunk by chunk (`StatefulPlan`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from streamfx.ir.recurrence import RecurrenceAxes, separate_axes
 from streamfx.ir.sizes import Size, product, shape_of, size_of
 from streamfx.torch_private.symbolic_sizes import size_hint
 
-ALIGNED = 16  # bytes: alignment for a value of any dtype
+ALIGNED = 16  # bytes: the alignment of values in the carry, sufficient for each dtype
 
 
 @dataclass(frozen=True)
 class Stateful:
-    """The declaration of an operator and its backward: the names of both in graphs, and the names of their arguments.
+    """The declaration of an operator with a state and of its backward.
 
-    `rows` maps each argument with rows to its row dimension; `results` has the row dimension of each result, or None.
-    `states` maps each argument that is a state to the index of the result that is this state after the last row. Among
-    the backward's arguments, `cotangents` and `saved` map names to the indices of results; the others have the names of
-    the operator's arguments. The backward's results are the `gradients` of these arguments. `always` overrides arguments
-    of a chunk's calls. If a call passes an argument in `only`, it must have this value. Arguments in `counts` are the
-    number of rows. Chunks start at multiples of `block`, or of the argument with this name.
+    `operators`: the names of both in graphs.
+    `rows`: the row dimension of each argument that has rows.
+    `results`: the row dimension of each result, or None.
+    `states`: for each argument that is an initial state, the index of the result that is the state after the last row.
+    `cotangents`, `saved`: for these arguments of the backward, the index of the result; the backward's other arguments
+    have the names of the operator's arguments.
+    `gradients`: for each result of the backward, the argument whose gradient it is.
+    `always`: arguments that each chunk's calls override.
+    `only`: the one supported value of an argument, if a call passes it.
+    `counts`: arguments that are the number of rows.
+    `block`: chunks start at multiples of it; it may be the name of an argument.
     """
 
     name: str
@@ -54,12 +59,12 @@ class Stateful:
 
     @property
     def recomputed_per_chunk(self) -> dict[str, int]:
-        """Saved results without rows: each chunk recomputes its own."""
+        """The saved results without rows, which each chunk recomputes: argument of the backward, index of the result."""
         return {name: number for name, number in self.saved.items() if self.results[number] is None}
 
 
 class NotStatefulError(Exception):
-    """The reason why a declaration does not hold for a call."""
+    """A call that its declaration does not allow; the message completes "<operator> with ..."."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class StateSlot:
 
 @dataclass(frozen=True)
 class StatefulResult:
-    """A result that is used, and the dimension of its rows; without rows, a sum over chunks or the last chunk's value."""
+    """A result that is used, and its row dimension. Without rows, it is a sum over chunks or a final state."""
 
     index: int
     rows: int | None
@@ -85,11 +90,16 @@ class StatefulResult:
 
 @dataclass(frozen=True)
 class StatefulPlan:
-    """A call of one of the two operators. `given` are the arguments that are not tensors, `operands` the tensors, in order.
+    """A call of the operator or of its backward.
 
-    Every chunk gets the arguments `always`; `absent` states start as zeros. `orders` has the memory order of an operand's
-    dimensions, outermost first. A chunk of the backward gets the states at its start, and the results `remade` that the
-    plan `again` recomputes from its rows; results in `nothing` have no elements.
+    `operands`: the arguments that are tensors, in order; `constants`: the other arguments.
+    `rows`: the row dimension of each operand that has rows.
+    `orders`: the dimensions of each operand in memory order, outermost first.
+    `always`: arguments that a chunk's calls override.
+    `absent`: states that the call omits; they start as zeros.
+    `slots`, `carry_size`: where the carry holds each state, and the bytes of the carry.
+    `forward_plan`: for a backward, the plan of the forward call, which recomputes `recomputed_per_chunk` for each chunk.
+    `empty_results`: saved results without elements, which need no computation.
     """
 
     name: str
@@ -103,7 +113,7 @@ class StatefulPlan:
     absent: frozenset[str]
     counts: frozenset[str]
     slots: tuple[StateSlot, ...]
-    carried: Size
+    carry_size: Size
     results: tuple[StatefulResult, ...]
     axes: RecurrenceAxes
     block: int = 1
@@ -113,9 +123,9 @@ class StatefulPlan:
 
 
 def forward_plan(declared: Stateful, arguments: Mapping[str, Any], used_results: Sequence[int]) -> tuple[StatefulPlan, list[Any]]:
-    """Plan a call; return the plan and the results.
+    """Plan a call; return the plan and the results. Raise `NotStatefulError` if the declaration does not allow the call.
 
-    `arguments` are by name, with tensors as fake values; `used_results` has the indices of the results that are used.
+    `arguments` has the arguments by name, with fake tensors; `used_results` has the indices of the results that are used.
     """
     for name, value in declared.only.items():
         if name in arguments and not _is_exactly(arguments[name], value):
@@ -124,9 +134,9 @@ def forward_plan(declared: Stateful, arguments: Mapping[str, Any], used_results:
     results = listed(declared.forward(**{**arguments, **overrides}))
     last_states = {name: _require_tensor(results[number], f"result {number}") for name, number in declared.states.items()}
     absent = _absent_states({name: (arguments.get(name), value) for name, value in last_states.items()})
-    slots, carried = _slots([(name, declared.states[name], value) for name, value in last_states.items()])
+    slots, carry_size = _slots([(name, declared.states[name], value) for name, value in last_states.items()])
     call = _StatefulCall(arguments, overrides, absent, declared.rows, results, declared.results, used_results)
-    return call.plan(declared, slots, carried, None), results
+    return call.plan(declared, slots, carry_size, None), results
 
 
 def backward_plan(
@@ -154,14 +164,14 @@ def backward_plan(
             (cotangent_of_result[number], result_index, _require_tensor(results[result_index], f"result {result_index}"))
         )
         if shape_of(states[-1][2]) != shape_of(last_states[name]):
-            raise NotStatefulError(f"a gradient of {name} of another shape than {name}")
+            raise NotStatefulError(f"a gradient of {name} that has another shape than {name}")
     absent = _absent_states({name: (arguments.get(name), value) for name, _, value in states})
-    slots, carried = _slots(states)
+    slots, carry_size = _slots(states)
     dims: dict[str, int | None] = {**declared.rows}
     dims |= {name: declared.results[number] for name, number in {**declared.cotangents, **declared.saved}.items()}
     gradient_dims = [declared.rows.get(name) if name is not None else None for name in declared.gradients]
     call = _StatefulCall(arguments, overrides, absent, dims, results, gradient_dims, used_results, forward_results)
-    return call.plan(declared, slots, carried, forward), results
+    return call.plan(declared, slots, carry_size, forward), results
 
 
 @dataclass(frozen=True)
@@ -177,16 +187,18 @@ class _StatefulCall:
     used_results: Sequence[int]
     forward_results: Sequence[Any] = ()
 
-    def plan(self, declared: Stateful, slots: tuple[StateSlot, ...], carried: Size, forward: StatefulPlan | None) -> StatefulPlan:
+    def plan(
+        self, declared: Stateful, slots: tuple[StateSlot, ...], carry_size: Size, forward: StatefulPlan | None
+    ) -> StatefulPlan:
         """Build the plan of the call; `forward` is the forward plan if the call is a backward one."""
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
         rows = {name: dim for name, value in tensors.items() if (dim := _row_dim(self.dims.get(name), value)) is not None}
         if not rows:
-            raise NotStatefulError("no operand that has rows")
-        described_results = tuple(self._describe_result(number) for number in self.used_results)
+            raise NotStatefulError("no operand with rows")
+        result_schemas = tuple(self._result_schema(number) for number in self.used_results)
         result_dims = {
             f"result {result.index}": (self.results[result.index], result.rows)
-            for result in described_results
+            for result in result_schemas
             if result.rows is not None
         }
         _check_lengths({**{name: (tensors[name], dim) for name, dim in rows.items()}, **result_dims}, self._counts(declared))
@@ -209,11 +221,11 @@ class _StatefulCall:
             absent=self.absent,
             counts=declared.counts,
             slots=slots,
-            carried=carried,
-            results=described_results,
+            carry_size=carry_size,
+            results=result_schemas,
             axes=separate_axes(
                 [(shape_of(value), rows.get(name)) for name, value in tensors.items()],
-                [(shape_of(self.results[result.index]), result.rows) for result in described_results],
+                [(shape_of(self.results[result.index]), result.rows) for result in result_schemas],
             ),
             block=self._block(declared.block),
             forward_plan=forward,
@@ -228,14 +240,14 @@ class _StatefulCall:
         return {name: size_of(self.arguments[name]) for name in declared.counts if name in self.arguments}
 
     def _block(self, block: int | str) -> int:
-        """Return the rows at whose multiples chunks start: a number, or the argument of this name."""
+        """Return the block size: `block`, or the argument of this name."""
         rows = block if isinstance(block, int) else self.arguments.get(block)
         if not isinstance(rows, int) or rows < 1:
             raise NotStatefulError(f"blocks of {block}={rows} rows")
         return rows
 
-    def _describe_result(self, number: int) -> StatefulResult:
-        """Describe a result: its index, its row dimension, and its dtype."""
+    def _result_schema(self, number: int) -> StatefulResult:
+        """Return the index, row dimension, and dtype of a result."""
         value = _require_tensor(self.results[number], f"result {number}")
         return StatefulResult(number, _row_dim(self.result_dims[number], value), value.dtype)
 
@@ -249,9 +261,9 @@ def listed(results: Any) -> list[Any]:
 
 
 def _require_tensor(value: Any, label: str) -> Tensor:
-    """Return a value, and check that it is a tensor."""
+    """Return a value if it is a tensor; otherwise raise `NotStatefulError`."""
     if not isinstance(value, Tensor):
-        raise NotStatefulError(f"{label} that is no tensor")
+        raise NotStatefulError(f"{label} that is not a tensor")
     return value
 
 
@@ -260,7 +272,7 @@ def _row_dim(dim: int | None, value: Any) -> int | None:
     if dim is None or not isinstance(value, Tensor):
         return None
     if not -value.dim() <= dim < value.dim():
-        raise NotStatefulError(f"a tensor of {value.dim()} dimensions, where rows are said to run along dimension {dim}")
+        raise NotStatefulError(f"a tensor of {value.dim()} dimensions, declared to have rows along dimension {dim}")
     return dim % value.dim()
 
 
@@ -286,16 +298,18 @@ def _is_exactly(value: Any, expected: Any) -> bool:
 def _check_state(argument: str, state: Any, last_state: Any) -> None:
     """Check that a state has the shape of the last state, and a dtype that the last one can hold: else it cannot be carried."""
     if not isinstance(state, Tensor) or shape_of(state) != shape_of(last_state):
-        raise NotStatefulError(f"{argument} of another shape than what is left of it after the last row")
+        raise NotStatefulError(f"{argument} of another shape than the final state")
     if torch.promote_types(state.dtype, last_state.dtype) != last_state.dtype:
-        raise NotStatefulError(f"{argument} in {state.dtype}, of which {last_state.dtype} does not hold all numbers")
+        raise NotStatefulError(
+            f"{argument} in {state.dtype}, which the dtype of the final state, {last_state.dtype}, cannot represent"
+        )
 
 
 def _check_lengths(tensors: Mapping[str, tuple[Tensor, int]], counts: Mapping[str, Size]) -> None:
     """Check that all tensors (value, row dimension) and all counts have the same number of rows."""
     lengths = {**{name: size_of(value.shape[dim]) for name, (value, dim) in tensors.items()}, **counts}
     if len(set(lengths.values())) != 1:
-        raise NotStatefulError(f"other numbers of rows: {', '.join(f'{name} {size}' for name, size in lengths.items())}")
+        raise NotStatefulError(f"different numbers of rows: {', '.join(f'{name} {size}' for name, size in lengths.items())}")
 
 
 # -- memory
@@ -306,7 +320,7 @@ def _slots(states: Sequence[tuple[str, int, Tensor]]) -> tuple[tuple[StateSlot, 
     shapes = [shape_of(value) for _, _, value in states]
     unknown = [size for shape in shapes for size in shape if not isinstance(size, int)]
     if len(unknown) > 1 or (unknown and len(states) > 1):
-        raise NotStatefulError("a state of which several sizes change from call to call")
+        raise NotStatefulError("a state with several dynamic sizes")
     if unknown:
         ((argument, number, value),) = states
         shape = tuple(size if isinstance(size, int) else -1 for size in shapes[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-KEPT = {
+KEPT_TEXT = {
     "inputs": "only stage inputs kept",
     "attention": "results of attention kept",
     "projections": "attention and the products around it kept",
@@ -15,19 +15,19 @@ KEPT = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """The choices that determine a program; the chunk size is found afterwards."""
+    """The values that a plan keeps: option `save`, applied to one stage in `keep_every`."""
 
     save: str
     keep_every: int
 
     def __str__(self) -> str:
-        kept_values = KEPT[self.save]
+        kept_values = KEPT_TEXT[self.save]
         return kept_values if self.keep_every == 1 else f"{kept_values}, of one stage in {self.keep_every}"
 
 
 @dataclass(frozen=True)
 class SimulatedCandidate:
-    """A simulated candidate and its peak, in bytes. `working_set` limits the bytes of work per chunk; None is the default."""
+    """A simulated candidate and its peak, in bytes. `working_set` limits the bytes of work per chunk; None: the default limit."""
 
     candidate: Candidate
     working_set: int | None
@@ -43,4 +43,4 @@ class SearchTrace:
     """All candidates that were simulated for a budget, in bytes."""
 
     budget: int
-    tried: tuple[SimulatedCandidate, ...]
+    candidates: tuple[SimulatedCandidate, ...]

@@ -44,7 +44,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def quotient(size: Size, divisor: Size) -> Size | None:
-    """Return `whole / part` if it is an integer for every value of the symbols, provably; else None."""
+    """Return `size / divisor`; None unless it is provably an integer for every value of the symbols."""
     if isinstance(size, int) and isinstance(divisor, int):
         return size // divisor if divisor and size % divisor == 0 else None
     ratio = sympy.cancel(size / divisor)
@@ -57,14 +57,14 @@ def quotient(size: Size, divisor: Size) -> Size | None:
 
 
 def is_at_least(size: Size, minimum: Size) -> bool:
-    """Return whether a size is at least `than` for every value of the symbols, provably."""
+    """Return whether a size is provably at least `minimum` for every value of the symbols."""
     return bool(sympy.expand(size - minimum).is_nonnegative)
 
 
 def numeric(size: Size, symbol_value: int = 16) -> int:
-    """Return a number to compare costs, with a typical value for every symbol. Never use it for correctness.
+    """Return an integer to compare costs, with a typical value for each symbol. Never use it for correctness.
 
-    A number that is not a size has no weight: it is 1.
+    A number that is not a size (`Real`, `Truth`) counts as 1.
     """
     if isinstance(size, (int, Real, Truth)):
         return size if isinstance(size, int) else 1

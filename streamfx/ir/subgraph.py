@@ -18,7 +18,7 @@ class Subgraph:
 
     @staticmethod
     def between(source: fx.Node, result: fx.Node, nodes: Collection[fx.Node]) -> Subgraph:
-        """Copy `nodes`, which compute `result` from `source` alone."""
+        """Return a copy of `nodes`, which compute `result` from `source` alone."""
         graph = fx.Graph()
         copies = {source: graph.placeholder(source.name)}
         copies[source].meta = {VALUE: source.meta[VALUE]}
@@ -33,7 +33,7 @@ class Subgraph:
         return next(iter(self.graph.nodes))
 
     @property
-    def end(self) -> fx.Node:
+    def result(self) -> fx.Node:
         """The result."""
         return self.graph.output_node().all_input_nodes[0]
 
@@ -43,7 +43,7 @@ class Subgraph:
         return list(self.graph.nodes)[1:-1]
 
     def insert_into(self, source: fx.Node, insertion_point: Callable[[fx.Node], fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Insert the operators into the graph of `source`, each before `insertion_point(node)`; return the copies."""
+        """Insert the operators into the graph of `source`, each before `insertion_point(node)`; return the copy of each node."""
         copies = {self.source: source}
         for node in self.nodes:
             with source.graph.inserting_before(insertion_point(node)):

@@ -20,9 +20,9 @@ class GraphWriter:
     """Inserts operators before a given node, and computes their `meta["val"]` from the fake values of their operands."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        """Write to a graph; `made` collects the inserted nodes."""
+        """Write to a graph; `new_nodes` collects the nodes that are inserted."""
         self.graph = graph
-        self.made: list[fx.Node] = []
+        self.new_nodes: list[fx.Node] = []
         self._mode: Any = None
         self._point: fx.Node | None = None
 
@@ -34,14 +34,14 @@ class GraphWriter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert an operator, and compute its fake value; return the node."""
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta[VALUE])
-        return self.insert_call(self.value(target, *fake_args, **fake_kwargs), target, *args, **kwargs)
+        return self.insert_call(self.run_on_fakes(target, *fake_args, **fake_kwargs), target, *args, **kwargs)
 
     def insert_call(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert an operator whose fake value is known; copy the trace metadata of the insertion point."""
+        """Insert an operator whose fake value is `value`; copy the trace metadata of the insertion point."""
         assert self._point is not None
         with self.graph.inserting_before(self._point):
             node = self.graph.call_function(target, args, kwargs)
-        self.made.append(node)
+        self.new_nodes.append(node)
         node.meta[VALUE] = value
         for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack"):
             if key in self._point.meta:
@@ -49,13 +49,13 @@ class GraphWriter:
         node.meta[ORIGIN] = self._point.meta.get(ORIGIN, self._point.name)
         return node
 
-    def value(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_on_fakes(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function on fake values."""
         with torch.no_grad(), self._fake_mode():
             return function(*args, **kwargs)
 
     def _fake_mode(self) -> Any:
-        """Return the fake mode of the graph's values, so that operators without operands return fake values, too."""
+        """Return the fake mode of the graph's values, which operators without operands need as well."""
         if self._mode is None:
             values = (node.meta.get(VALUE) for node in self.graph.nodes)
             self._mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), nullcontext())
@@ -75,7 +75,7 @@ def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
 
 
 def _read_size(size: Any, node: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
-    """Return an operand that is the size, or insert an operator that reads it from an operand, or else from `node`."""
+    """Return an operand of `node` that is the size, or insert an operator that reads it: from an operand if possible."""
     for operand in node.all_input_nodes:
         value = operand.meta.get(VALUE)
         if isinstance(value, torch.SymInt) and size_of(value) == size_of(size):
@@ -90,7 +90,7 @@ def _read_size(size: Any, node: fx.Node, dim: int, writer: GraphWriter) -> fx.No
 
 
 def find_size_input(size: Any, graph: fx.Graph) -> fx.Node | None:
-    """Return the input that is this dynamic size, so that its uses depend on no other value of the graph."""
+    """Return the input that is this dynamic size; None if there is none. A use of it depends on no other value of the graph."""
     inputs = (node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.SymInt))
     return next((node for node in inputs if size_of(node.meta[VALUE]) == size_of(size)), None)
 

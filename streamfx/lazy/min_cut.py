@@ -99,7 +99,7 @@ def is_known_size(node: fx.Node, values: DynamoValues) -> bool:
     """Return whether a node is a size that is constant, or determined by the sizes of the inputs."""
     value = example(node)
     if isinstance(value, torch.SymInt):
-        return values.sizes.knows(value.node.expr)
+        return values.sizes.can_read(value.node.expr)
     return isinstance(value, int)
 
 

@@ -176,7 +176,7 @@ def _is_sum(node: fx.Node) -> bool:
 def _has_known_shape(node: fx.Node, values: DynamoValues) -> bool:
     """Return whether the sizes and strides of a tensor are determined by the sizes of the inputs."""
     tensor = example(node)
-    return bytes_of(node) is not None and all(values.sizes.knows(size_of(size)) for size in (*tensor.shape, *tensor.stride()))
+    return bytes_of(node) is not None and all(values.sizes.can_read(size_of(size)) for size in (*tensor.shape, *tensor.stride()))
 
 
 def _view_nodes(base: fx.Node, output: fx.Node, values: DynamoValues) -> tuple[fx.Node, ...] | None:

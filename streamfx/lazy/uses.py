@@ -11,7 +11,7 @@ from torch import fx
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor, outputs_of
-from streamfx.ir.stage_plan import LEAST_ROWS, LEAST_WORKING_SET
+from streamfx.ir.stage_plan import MIN_ROWS, MIN_WORKING_SET
 from streamfx.lazy.recompute import RowCut
 from streamfx.log import log
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
@@ -94,7 +94,7 @@ def rows_at_work(numel: int, length: int) -> int:
     256
     """
     row_bytes = BYTES_AT_WORK * -(-numel // max(length, 1))
-    max_rows = max(LEAST_ROWS, max(LEAST_WORKING_SET, numel // PARTS) // max(row_bytes, 1))
+    max_rows = max(MIN_ROWS, max(MIN_WORKING_SET, numel // PARTS) // max(row_bytes, 1))
     return 1 << (max_rows.bit_length() - 1)
 
 

@@ -198,7 +198,7 @@ class _Tree(Recurrence):
     def __init__(self, plan: TreePlan) -> None:
         """Take name, axes and carry size from the plan; torch names the operator by `__name__`."""
         self.plan = plan
-        self.name, self.axes, self.carried = plan.name, plan.axes, plan.carried
+        self.name, self.axes, self.carry_size = plan.name, plan.axes, plan.carry_size
         self.__name__ = self.__qualname__ = plan.name
         self.__module__ = __name__
 
@@ -216,8 +216,8 @@ class _Tree(Recurrence):
 
     def _leaf_views(self, carry: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         """Return the views of each leaf's blocks, of all levels, in the bytes of a carry."""
-        levels, width, start, views = self.plan.length.bit_length(), _width(self.plan.types), 0, []
-        for value in like[: len(self.plan.types)]:
+        levels, width, start, views = self.plan.length.bit_length(), _width(self.plan.dtypes), 0, []
+        for value in like[: len(self.plan.dtypes)]:
             shape = (levels, *value.shape[1:])
             buffer = carry[start : start + prod(shape) * value.element_size()].view(value.dtype)
             views.append(buffer.view(shape))
@@ -254,7 +254,7 @@ class Associative(_Tree):
 
     def _scanned(self, operands: Sequence[Tensor], blocks: Blocks, first: int) -> tuple[tuple[Tensor, ...], Blocks]:
         """Scan rows from the blocks before them; return the results that the graph uses, and the blocks after the rows."""
-        leaves = len(self.plan.types)
+        leaves = len(self.plan.dtypes)
         results, later_blocks = scan_of(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
         return tuple(results[number] for number in self.plan.results), later_blocks
 
@@ -274,7 +274,7 @@ class AssociativeBackward(_Tree):
     ) -> tuple[Tensor, ...]:
         """Return the chunk's gradients from those of the later blocks in the carry, and store those of the earlier blocks."""
         assert states is not None
-        rows = operands[len(self.plan.types) - len(self.plan.absent) :]
+        rows = operands[len(self.plan.dtypes) - len(self.plan.absent_gradients) :]
         after_gradients = self._read(carry, self.plan.length - before, rows) if before else {}
         results, block_gradients = self._gradients(operands, self._read(states[chunk], after, rows), after, after_gradients)
         self._write(carry, block_gradients, rows)
@@ -292,9 +292,9 @@ class AssociativeBackward(_Tree):
         self, operands: Sequence[Tensor], blocks: Blocks, first: int, after_gradients: Blocks
     ) -> tuple[tuple[Tensor, ...], Blocks]:
         """Return the gradients that the graph uses, and those of the blocks before row `first`."""
-        plan, leaves = self.plan, len(self.plan.types)
+        plan, leaves = self.plan, len(self.plan.dtypes)
         present = iter(operands)
-        gradients = [None if number in plan.absent else next(present) for number in range(leaves)]
+        gradients = [None if number in plan.absent_gradients else next(present) for number in range(leaves)]
         values = list(present)
         results, block_gradients = gradients_of(
             plan.combine, values[:leaves], values[leaves:], blocks, first, gradients, after_gradients

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from streamfx.ir.recurrence import Number, RecurrenceAxes, RecurrencePlan, RowRead, Steps, StepValue
+from streamfx.ir.recurrence import RecurrenceAxes, RecurrencePlan, RowRead, Steps, StepValue, ValueId
 from streamfx.ir.sizes import Size
 from streamfx.runtime.select_row import nothing_to_add
 
-Env = dict[Number, Any]
+Env = dict[ValueId, Any]
 
 
 class Recurrence(ABC):
@@ -32,7 +32,7 @@ class Recurrence(ABC):
     name: str
     axes: RecurrenceAxes
     reverse: bool
-    carried: Size  # elements of the carry
+    carry_size: Size  # elements of the carry
     carry_type: torch.dtype
     block: int = 1  # chunks begin at multiples of this many rows
     needs_states: bool = False  # if it runs in reverse: needs the states with which the forward chunks began
@@ -43,7 +43,7 @@ class Recurrence(ABC):
     @property
     def carry_shape(self) -> tuple[Size, ...]:
         """The shape of the buffer that a loop keeps between two chunks."""
-        return (self.carried,)
+        return (self.carry_size,)
 
     @abstractmethod
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -92,9 +92,9 @@ class UnrolledRecurrence(Recurrence):
     def __init__(self, plan: RecurrencePlan) -> None:
         """Take name, direction and carry from the plan; torch names the operator by `__name__`."""
         self.plan = plan
-        self.name, self.axes, self.reverse = plan.name, plan.axes, plan.own.reverse
-        self.carried, self.carry_type = plan.own.carried, plan.own.dtype
-        self.needs_states = plan.again is not None and plan.again.carried > 0
+        self.name, self.axes, self.reverse = plan.name, plan.axes, plan.steps.reverse
+        self.carry_size, self.carry_type = plan.steps.carry_size, plan.steps.dtype
+        self.needs_states = plan.recomputed is not None and plan.recomputed.carry_size > 0
         self.__name__ = self.__qualname__ = plan.name
         self.__module__ = __name__
 
@@ -102,10 +102,10 @@ class UnrolledRecurrence(Recurrence):
         """Run all rows: first the forward steps if the plan recomputes them (`again`), then its own steps."""
         env, rows = self._environment(operands)
         length = self.plan.length
-        if self.plan.again is not None:
-            run_steps(self.plan.again, env, rows, 0, length, keeps=True)
-        run_steps(self.plan.own, env, rows, 0, length)
-        return collect_results(self.plan.own, env, 0, length, operands[0])
+        if self.plan.recomputed is not None:
+            run_steps(self.plan.recomputed, env, rows, 0, length, keeps=True)
+        run_steps(self.plan.steps, env, rows, 0, length)
+        return collect_results(self.plan.steps, env, 0, length, operands[0])
 
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -121,28 +121,28 @@ class UnrolledRecurrence(Recurrence):
         """Recompute the chunk's forward steps, then run the cotangents' steps."""
         env, rows = self._environment(operands)
         first = self.plan.length - before - self._num_rows(rows)
-        if self.plan.again is not None:
+        if self.plan.recomputed is not None:
             if states is not None:
-                restore_carry(self.plan.again, env, first, states[chunk])
-            run_steps(self.plan.again, env, rows, first, first + self._num_rows(rows), keeps=True)
+                restore_carry(self.plan.recomputed, env, first, states[chunk])
+            run_steps(self.plan.recomputed, env, rows, first, first + self._num_rows(rows), keeps=True)
         return self._run_rows(first, carry, env, rows, operands[0])
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
         """Run the chunk's rows from the saved state."""
         env, rows = self._environment(operands)
         stop = before + self._num_rows(rows)
-        restore_carry(self.plan.own, env, before, states[chunk])
-        run_steps(self.plan.own, env, rows, before, stop)
-        return collect_results(self.plan.own, env, before, stop, operands[0])
+        restore_carry(self.plan.steps, env, before, states[chunk])
+        run_steps(self.plan.steps, env, rows, before, stop)
+        return collect_results(self.plan.steps, env, before, stop, operands[0])
 
     def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
         """Run `resume` keeping all steps' values, and append them (as `env`) to the results."""
         env, rows = self._environment(operands)
         stop = before + self._num_rows(rows)
-        restore_carry(self.plan.own, env, before, states[chunk])
-        run_steps(self.plan.own, env, rows, before, stop, keeps=True)
-        values = collect_results(self.plan.own, env, before, stop, operands[0])
-        num_joins = len(self.plan.own.joins)
+        restore_carry(self.plan.steps, env, before, states[chunk])
+        run_steps(self.plan.steps, env, rows, before, stop, keeps=True)
+        values = collect_results(self.plan.steps, env, before, stop, operands[0])
+        num_joins = len(self.plan.steps.concat_results)
         return (*values[:num_joins], *(final.clone() for final in values[num_joins:]), env)
 
     def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -152,13 +152,13 @@ class UnrolledRecurrence(Recurrence):
 
     def can_reuse_kept(self, forward: Recurrence) -> bool:
         """Return whether the forward recurrence runs exactly the steps that this one would recompute."""
-        if not isinstance(forward, UnrolledRecurrence) or forward.plan.own is not self.plan.again:
+        if not isinstance(forward, UnrolledRecurrence) or forward.plan.steps is not self.plan.recomputed:
             return False
         return set(forward.plan.operands) <= set(self.plan.operands)
 
-    def _run_rows(self, first: int, carry: Tensor, env: Env, rows: Mapping[Number, Tensor], like: Tensor) -> tuple[Tensor, ...]:
+    def _run_rows(self, first: int, carry: Tensor, env: Env, rows: Mapping[ValueId, Tensor], like: Tensor) -> tuple[Tensor, ...]:
         """Run rows from `first` on, starting from the carry, and update the carry; return the chunk's results."""
-        steps, stop = self.plan.own, first + self._num_rows(rows)
+        steps, stop = self.plan.steps, first + self._num_rows(rows)
         start_boundary, end_boundary = (stop, first) if steps.reverse else (first, stop)
         restore_carry(steps, env, start_boundary, carry)
         run_steps(steps, env, rows, first, stop)
@@ -167,45 +167,45 @@ class UnrolledRecurrence(Recurrence):
             store_carry(steps, env, end_boundary, carry)
         return values
 
-    def _environment(self, operands: tuple[Tensor, ...]) -> tuple[Env, dict[Number, Tensor]]:
+    def _environment(self, operands: tuple[Tensor, ...]) -> tuple[Env, dict[ValueId, Tensor]]:
         """Return the values of operands without rows by step value, and the operands with rows by operand number."""
         operand_of = dict(zip(self.plan.operands, operands, strict=True))
-        env = {value: operand_of[number] for number, value in self.plan.given.items()}
+        env = {value: operand_of[number] for number, value in self.plan.shared.items()}
         return env, {number: operand_of[number] for number in self.plan.rows}
 
-    def _num_rows(self, rows: Mapping[Number, Tensor]) -> int:
+    def _num_rows(self, rows: Mapping[ValueId, Tensor]) -> int:
         """Return the number of rows of the chunk."""
         number, dim = next(iter(self.plan.rows.items()))
         return rows[number].shape[dim]
 
 
-def run_steps(steps: Steps, env: Env, rows: Mapping[Number, Tensor], first: int, stop: int, keeps: bool = False) -> None:
+def run_steps(steps: Steps, env: Env, rows: Mapping[ValueId, Tensor], first: int, stop: int, keeps: bool = False) -> None:
     """Run steps [first, stop). Drop each value after its last use, unless the backward graph's steps need it (`keeps`)."""
 
     def resolved(item: Any) -> Any:
         """Return the value of a step value; other arguments unchanged."""
-        return env[item.number] if isinstance(item, StepValue) else item
+        return env[item.value_id] if isinstance(item, StepValue) else item
 
     for step in range(stop - 1, first - 1, -1) if steps.reverse else range(first, stop):
         for item in steps.steps[step]:
             if isinstance(item, RowRead):
-                env[item.made] = rows[item.operand].select(item.dim, item.step - first)
+                env[item.result_id] = rows[item.operand].select(item.dim, item.step - first)
             else:
                 args, kwargs = pytree.tree_map(resolved, (item.args, dict(item.kwargs)))
-                env[item.made] = item.target(*args, **kwargs)
-        if steps.dead and not keeps:
-            for number in steps.dead[step]:
+                env[item.result_id] = item.target(*args, **kwargs)
+        if steps.dead_after and not keeps:
+            for number in steps.dead_after[step]:
                 env.pop(number, None)
 
 
 def collect_results(steps: Steps, env: Env, first: int, stop: int, like: Tensor) -> tuple[Tensor, ...]:
     """Return rows [first, stop) of the stacked results, and the final results of single steps."""
     values: list[Tensor] = []
-    for join in steps.joins:
+    for join in steps.concat_results:
         rows = [env[number] for number in join.values[first:stop]]
         empty = like.new_empty((*join.shape[: join.dim], 0, *join.shape[join.dim + 1 :]), dtype=join.dtype)
         values.append(torch.stack(rows, join.dim) if rows else empty)
-    for final in steps.finals:
+    for final in steps.single_step_results:
         is_in_chunk = first <= final.step < stop
         values.append(env[final.value] if is_in_chunk else nothing_to_add(final.shape, final.dtype, like.device))
     return tuple(values)

@@ -27,7 +27,7 @@ class _Stateful(Recurrence):
     def __init__(self, plan: StatefulPlan) -> None:
         """Take name, axes, carry size and block from the plan; torch names the operator by `__name__`."""
         self.plan = plan
-        self.name, self.axes, self.carried, self.block = plan.name, plan.axes, plan.carried, plan.block
+        self.name, self.axes, self.carry_size, self.block = plan.name, plan.axes, plan.carry_size, plan.block
         self.__name__ = self.__qualname__ = plan.name
         self.__module__ = __name__
 

@@ -114,8 +114,8 @@ class Loop(nn.Module):
         """Allocate a buffer or a result, with zeros if `zeroed`; a loop of one chunk may use another dtype."""
         sizes = [self.size(size, env) for size in item.shape]
         allocate = torch.zeros if zeroed else torch.empty
-        is_only_chunk = isinstance(item, Buffer) and item.of_one is not None and env["chunks"] == 1
-        return allocate(sizes, dtype=item.of_one if is_only_chunk else item.dtype, device=item.device)  # type: ignore[union-attr]
+        is_only_chunk = isinstance(item, Buffer) and item.single_chunk_dtype is not None and env["chunks"] == 1
+        return allocate(sizes, dtype=item.single_chunk_dtype if is_only_chunk else item.dtype, device=item.device)  # type: ignore[union-attr]
 
     # -- results
 

@@ -29,7 +29,7 @@ class ChunkedScan(Recurrence):
         self.plan = plan
         self.name, self.axes, self.reverse = plan.name, plan.axes, plan.reverse
         self._slots = list(slots(plan.carry))
-        self.carried = self._slots[-1][1] if self._slots else 0
+        self.carry_size = self._slots[-1][1] if self._slots else 0
         self.__name__ = self.__qualname__ = plan.name
         self.__module__ = __name__
 
@@ -38,9 +38,9 @@ class ChunkedScan(Recurrence):
         first, rows, given = self._split_operands(operands)
         if any(isinstance(operand, FakeTensor) for operand in operands):
             outputs = SCAN(self.plan.combine, first, rows, given)  # traces a single row: there may be many, or a symbolic number
-            return (*(outputs[number] for number in self.plan.finals), *outputs[len(first) :])
+            return (*(outputs[number] for number in self.plan.final_carries), *outputs[len(first) :])
         last, outputs = self._run(first, rows, given)
-        return (*(last[number] for number in self.plan.finals), *outputs)
+        return (*(last[number] for number in self.plan.final_carries), *outputs)
 
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -69,7 +69,7 @@ class ChunkedScan(Recurrence):
         is_last = after == 0 and rows[0].shape[0] > 0
         for (start, stop), value in zip(self._slots, last, strict=True):
             carry[start:stop].view(value.dtype)[: value.numel()].copy_(value.reshape(-1))
-        finals = [last[number] for number in self.plan.finals]
+        finals = [last[number] for number in self.plan.final_carries]
         return (*(value if is_last else nothing_to_add(value.shape, value.dtype, value.device) for value in finals), *outputs)
 
     def _read_carry(self, carry: Tensor) -> list[Tensor]:
@@ -93,7 +93,7 @@ class ChunkedScan(Recurrence):
             steps.reverse()
         stacks = [torch.stack(values) for values in zip(*steps, strict=True)]
         like = rows[0]
-        return carry, stacks if steps else [like.new_empty((0, *shape), dtype=dtype) for shape, dtype in plan.made]
+        return carry, stacks if steps else [like.new_empty((0, *shape), dtype=dtype) for shape, dtype in plan.row_results]
 
     def _split_operands(self, operands: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
         """Split the operands into the first carry, operands with rows, and tensors that all rows share."""

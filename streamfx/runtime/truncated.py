@@ -32,14 +32,18 @@ class TruncatedRecurrence(Recurrence):
         """Wrap a recurrence whose gradients reach back `truncation.rows` rows; `adjoints` are slices of the carry."""
         self.run, self.reach, self.adjoints = recurrence, truncation.rows, truncation.adjoints
         self.name, self.axes, self.block = f"truncated_{recurrence.name}", recurrence.axes, recurrence.block
-        self.carried, self.carry_type, self.needs_states = recurrence.carried, recurrence.carry_type, recurrence.needs_states
+        self.carry_size, self.carry_type, self.needs_states = (
+            recurrence.carry_size,
+            recurrence.carry_type,
+            recurrence.needs_states,
+        )
         self.__name__ = self.__qualname__ = self.name
         self.__module__ = __name__
 
     @property
     def carry_shape(self) -> tuple[Size, ...]:
         """The shape of a buffer for q_1, q_2, ... q_k and the untruncated values; the number of chunks bounds k."""
-        return 1 + sympy.Min(chunks_holding(self.reach - 1, STEP), CHUNKS - 1), self.carried
+        return 1 + sympy.Min(chunks_holding(self.reach - 1, STEP), CHUNKS - 1), self.carry_size
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Run all rows as one chunk."""

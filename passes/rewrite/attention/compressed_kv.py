@@ -48,7 +48,7 @@ class KeysInBlocks:
             are_keys = _blocks_are_keys(group, axes_by_node, joint, axes)
             for node in group:
                 collector.materialize(node, axes_by_node[node] if are_keys else BlockAxes(*axes_by_node[node][::-1]))
-        if not collector.writer.made:
+        if not collector.writer.new_nodes:
             return facts
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)), found_axes=None)
 

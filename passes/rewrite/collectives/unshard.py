@@ -226,7 +226,7 @@ def _merge_reductions(gradient: fx.Node, primal: fx.Node) -> fx.Node:
     if structure(first.graph) != structure(second.graph) or not all(map(_is_linear, first.nodes)):
         return gradient
     total = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, source, second_source)
-    reduced_sum = first.insert_into(total, lambda node: gradient)[first.end]
+    reduced_sum = first.insert_into(total, lambda node: gradient)[first.result]
     gradient.replace_all_uses_with(reduced_sum)
     gradient.graph.erase_node(gradient)
     return reduced_sum

@@ -99,7 +99,7 @@ def remove_undone_permutations(graph: fx.Graph, more_handlers: Mapping[str, Hand
     for node in orders.permuted.keys() & reachable:
         reader = next((user.name for user in node.users if user in reachable and user not in orders.permuted), "another")
         node.meta[WHY_WHOLE] = f"{node.target}: its rows stand in an order that matters to {reader}"
-    new_nodes = {*orders.writer.made}
+    new_nodes = {*orders.writer.new_nodes}
     for node, twin_of_node in restored.items():
         replace(node, twin_of_node.twin, is_new=twin_of_node.twin in new_nodes)
 

@@ -164,7 +164,7 @@ def emit_recurrences(
     """
     _check_saved(declared, call, backwards)
     computed_results = [number for number in sorted(call.users_by_result) if number not in declared.recomputed_per_chunk.values()]
-    plan, results = writer.value(forward_plan, declared, call.values, computed_results)
+    plan, results = writer.run_on_fakes(forward_plan, declared, call.values, computed_results)
     _check_results(call, results, computed_results)
     backward_plans = [(backward, _backward_plan(declared, plan, call, backward, results, writer)) for backward in backwards]
     forward = writer.call(Forward(plan), *call.operands(plan.operands))
@@ -189,7 +189,7 @@ def _backward_plan(
     backward_values = {name: value for name, value in backward.values.items() if name not in declared.recomputed_per_chunk}
     recomputes = any(0 not in shape_of(results_of_call[number]) for number in declared.recomputed_per_chunk.values())
     arguments = {**(call.values if recomputes else {}), **backward_values}
-    plan_of_backward, results = writer.value(
+    plan_of_backward, results = writer.run_on_fakes(
         backward_plan, declared, plan, arguments, results_of_call, sorted(backward.users_by_result)
     )
     _check_results(backward, results, sorted(backward.users_by_result))

@@ -51,8 +51,8 @@ def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
         assert backward_users is not None
         gradients: Sequence[Any] = backward.args[0]  # type: ignore[assignment]
         present = [gradient for gradient in gradients if gradient is not None]
-        absent = frozenset(number for number, gradient in enumerate(gradients) if gradient is None)
-        plan = _plan(call, sorted(backward_users), present, absent)
+        absent_gradients = frozenset(number for number, gradient in enumerate(gradients) if gradient is None)
+        plan = _plan(call, sorted(backward_users), present, absent_gradients)
         operands = (*present, *call.rows, *call.shared)
         result = writer.before(backward).insert_call(
             _result_values(backward, backward_users), AssociativeBackward(plan), *operands
@@ -89,16 +89,16 @@ def _plan(
     operands = [*((shape_of_node(row), 0) for row in call.rows), *((shape_of_node(value), None) for value in call.shared)]
     all_operands = [*((shape_of_node(gradient), 0) for gradient in gradients), *operands]
     axes = separate_axes(all_operands, [operands[number] for number in results])
-    types = tuple(row.meta[VALUE].dtype for row in call.rows)
+    dtypes = tuple(row.meta[VALUE].dtype for row in call.rows)
     (length, *_), *_ = shapes = [shape_of_node(row) for row in call.rows]
     assert isinstance(length, int)
     return TreePlan(
         name=f"associative_scan{'' if absent is None else '_backward'}_{call.combine:x}"[:40],
         combine=call.combine,
-        types=types,
+        dtypes=dtypes,
         length=length,
-        carried=bytes_of_blocks([shape[1:] for shape in shapes], types, length),
+        carry_size=bytes_of_blocks([shape[1:] for shape in shapes], dtypes, length),
         results=tuple(results),
         axes=axes,
-        absent=absent or frozenset(),
+        absent_gradients=absent or frozenset(),
     )

@@ -27,7 +27,7 @@ class ChunkedCompilation(QuietCompilation):
             size, length = loop.spec.chunk_size, loop.spec.length
             if isinstance(size, AutoChunk) and isinstance(length, int):
                 max_size = -(-max(length, 1) // (MIN_CHUNKS * size.chunk_alignment)) * size.chunk_alignment
-                loop.spec = replace(loop.spec, chunk_size=replace(size, most=min(max_size, size.most or max_size)))
+                loop.spec = replace(loop.spec, chunk_size=replace(size, max_rows=min(max_size, size.max_rows or max_size)))
 
 
 def why_not_chunked(compilations: Sequence[Compilation]) -> str:

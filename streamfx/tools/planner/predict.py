@@ -119,7 +119,7 @@ def predict(
         work=summed(cost.work for cost in costs),
         stages=list(summary["stages"]),
         streams=streams_of(summary),
-        choices=[item.as_dict() for fitting in budget_searches for item in fitting.tried],
+        choices=[item.as_dict() for fitting in budget_searches for item in fitting.candidates],
         budget=next((fitting.budget for fitting in budget_searches), None),
         ways={name: _baseline_prediction(cost, constant_bytes) for name, cost in baseline_costs.items()},
         layers_twice=_flops_with_layers_twice(explanation.baseline) if baselines else None,

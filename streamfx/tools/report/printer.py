@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.axis_names import Letters
+from streamfx.ir.axis_names import AxisNames
 from streamfx.ir.facts import Facts, Role, StorageClass
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.signature import LetterShape
@@ -47,7 +47,7 @@ def _recurrences(facts: Facts) -> Lines:
 
 def _axes(facts: Facts) -> Lines:
     """Yield the joint graph with the axes of each value, and the operators without axes."""
-    axes, letters = facts.axes, Letters(facts.joint, facts.axes)
+    axes, letters = facts.axes, AxisNames(facts.joint, facts.axes)
     if axes.sequence is None:
         yield "no sequence"
     yield f"axes {letters.legend()}"
@@ -100,7 +100,7 @@ def _names_text(values: Sequence[Any]) -> str:
 
 def _access_roles(facts: Facts) -> Lines:
     """Yield each operator with the rows that it needs and the storage class of its results."""
-    letters = Letters(facts.joint, facts.axes)
+    letters = AxisNames(facts.joint, facts.axes)
     yield "t: the chunk's rows, s: the keys they see, T: all rows"
     for node in facts.joint.nodes:
         if node.target is operator.getitem or node not in facts.access.storage_classes:
@@ -115,7 +115,7 @@ def _storage_text(storage_class: StorageClass) -> str:
     return storage_class.name.lower()
 
 
-def _roles_text(node: fx.Node, facts: Facts, letters: Letters) -> str:
+def _roles_text(node: fx.Node, facts: Facts, letters: AxisNames) -> str:
     """Return the call with the rows that it needs of each operand, and the shape of its result for a chunk."""
     signature, roles = facts.axes.signatures.get(node), facts.access.roles.get(node, {})
     if signature is None:
@@ -159,7 +159,7 @@ def _key_spans(facts: Facts) -> Lines:
 
 def _stages(facts: Facts) -> Lines:
     """Yield all stages: operators, inputs, outputs and gradients."""
-    letters = Letters(facts.joint, facts.axes)
+    letters = AxisNames(facts.joint, facts.axes)
     for number in range(len(facts.stages)):
         yield from _stage(number, facts, letters)
 
@@ -168,12 +168,12 @@ def _loss_gradient(facts: Facts) -> Lines:
     """Yield the last stage if the forward loop also computes its gradient."""
     stages = facts.stages
     if stages[-1].gradient_in_forward:
-        yield from _stage(len(stages) - 1, facts, Letters(facts.joint, facts.axes))
+        yield from _stage(len(stages) - 1, facts, AxisNames(facts.joint, facts.axes))
     else:
         yield "the gradient of the last stage is found in the backward half"
 
 
-def _stage(number: int, facts: Facts, letters: Letters) -> Lines:
+def _stage(number: int, facts: Facts, letters: AxisNames) -> Lines:
     """Yield the operators, inputs, outputs and gradients of stage `number`."""
     stages, axes = facts.stages, facts.axes
     stage = stages[number]
@@ -222,7 +222,7 @@ def _budget_search(facts: Facts) -> Lines:
         yield "no memory budget"
         return
     yield f"at most {facts.search_trace.budget} bytes"
-    for item in facts.search_trace.tried:
+    for item in facts.search_trace.candidates:
         yield f"{item.peak} bytes with {item.candidate}, {item.working_set or 'given'} bytes of work per chunk"
     if facts.lengths:
         yield f"holds for {facts.lengths}"
@@ -233,7 +233,7 @@ def _program(facts: Facts) -> Lines:
     if facts.program is None:
         yield "no program: the graph runs as it stands"
         return
-    letters, axes = Letters(facts.joint, facts.axes), facts.axes
+    letters, axes = AxisNames(facts.joint, facts.axes), facts.axes
     values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
     shapes = {node.name: letters.shape(axes.shapes[node], _roles_of_value(node, facts)) for node in values}
     yield from program_lines(facts.program, ListingContext(shapes, {id(node.meta[VALUE]): node.name for node in values}))

@@ -52,7 +52,7 @@ def _chain_text(subgraph: Subgraph) -> str:
     text = {subgraph.source: f"{subgraph.source.name} {_shape(subgraph.source)}"}
     for node in subgraph.nodes:
         text[node] = call_text(node, text.__getitem__)
-    return text[subgraph.end]
+    return text[subgraph.result]
 
 
 def _shape(node: fx.Node) -> str:
