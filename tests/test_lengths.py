@@ -56,9 +56,9 @@ def most(facts: Facts | None) -> int:
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of few rows, as those of long sequences are, and few simulations."""
-    monkeypatch.setattr("streamfx.passes.partition.budget_search.LEAST_ROWS", 16)
+    monkeypatch.setattr("streamfx.passes.partition.budget_search.MIN_ROWS", 16)
     monkeypatch.setattr("streamfx.passes.partition.budget_search.EFFICIENT_TOKENS", 128)
-    monkeypatch.setattr("streamfx.ir.dynamic_lengths.DOUBLINGS", 2)
+    monkeypatch.setattr("streamfx.ir.dynamic_lengths.MAX_DOUBLINGS", 2)
 
 
 def test_what_fits_whole_for_one_length_does_not_for_all() -> None:
