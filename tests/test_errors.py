@@ -1,4 +1,4 @@
-"""Errors reach whoever calls the compiled function as what they are, with lines of the user's code only, and leave no mark."""
+"""A caller gets each error as itself, with lines of user code only; a failed call changes nothing."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def refusing(error: Exception) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("suppressed", [False, True])
-def test_each_kind_arrives_as_itself(suppressed: bool) -> None:
-    """Neither wrapped by Dynamo, nor swallowed where it is told to run what it cannot compile."""
+def test_each_error_arrives_unchanged(suppressed: bool) -> None:
+    """Dynamo neither wraps nor suppresses it."""
     for kind in KINDS:
         torch._dynamo.reset()
         error = kind("this was asked", found="that", do="something else")
@@ -52,8 +52,7 @@ def frames(error: BaseException) -> list[tuple[str, str]]:
     return [(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def test_code_between_graphs_may_catch_it() -> None:
-    """After a graph break, the error passes through the user's own frames before it reaches the compiled call."""
+def test_user_code_may_catch_an_error_after_a_graph_break() -> None:
 
     def outer(x: Tensor) -> Tensor:
         try:
@@ -73,7 +72,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception]]] = [
 ]
 
 
-def test_errors_of_a_compilation_leave_nothing() -> None:
+def test_a_failed_compilation_changes_nothing() -> None:
     class Cumulative(Causal):
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
             loss: Tensor = super().forward(ids, labels) + self.embed(ids).sort(1)[0].square().mean()
@@ -85,7 +84,7 @@ def test_errors_of_a_compilation_leave_nothing() -> None:
             torch.compile(model, backend="streambp", options=options)(IDS, IDS)
         assert type(found.value) is kind
         own = [name for file, name in frames(found.value) if "/torch/" not in file]
-        assert own == ["test_errors_of_a_compilation_leave_nothing"]
+        assert own == ["test_a_failed_compilation_changes_nothing"]
     torch.compile(model, backend="streambp", options={"chunk_size": 5})(IDS, IDS).backward()
     with pytest.raises(streamfx.OptionError, match="reduce-overhead"):
         torch.compile(model, backend="streambp", mode="reduce-overhead")(IDS, IDS)
@@ -104,8 +103,8 @@ def note_of(error: BaseException) -> str:
 
 @with_notes
 @pytest.mark.parametrize("bodies", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_an_operators_error_names_the_line(bodies: str) -> None:
-    """It happens in a loop of ours: the message is eager's, and a note says where in the model that is."""
+def test_an_operators_error_names_its_line_of_the_model(bodies: str) -> None:
+    """Inside of a loop, the message is eager's. A fallback's error has a note, too."""
     model, bad = Causal().double(), IDS.clone()
     bad[0, 7] = 99
     call = torch.compile(model, backend="streambp", options={"chunk_size": 5, "loss_chunk_size": 5, "bodies": bodies})
@@ -118,24 +117,16 @@ def test_an_operators_error_names_the_line(bodies: str) -> None:
                 call(*given).backward()
         assert str(found.value) == str(wanted.value)
         assert line in note_of(found.value) and "small.py" in note_of(found.value)
-
-
-@with_notes
-def test_an_error_of_what_runs_whole_names_the_line() -> None:
-    def look_up(table: Tensor, rows: Tensor) -> Tensor:
-        picked = table[rows]
-        return picked.sort()[0].sum()
-
     table = torch.randn(5, requires_grad=True)
-    call = torch.compile(look_up, backend="streambp")
-    call(table, torch.tensor([1, 2])).backward()
+    look_up = torch.compile(lambda table, rows: table[rows].sort()[0].sum(), backend="streambp")
+    look_up(table, torch.tensor([1, 2])).backward()
     with pytest.raises(IndexError) as found:
-        call(table, torch.tensor([1, 9]))
-    assert "aten.index.Tensor" in note_of(found.value) and "picked = table[rows]" in note_of(found.value)
+        look_up(table, torch.tensor([1, 9]))
+    assert "aten.index.Tensor" in note_of(found.value) and "table[rows]" in note_of(found.value)
 
 
-def test_the_log_says_in_short_what_becomes_of_a_graph(caplog: pytest.LogCaptureFixture) -> None:
-    """As `TORCH_LOGS="streamfx"` shows it; a graph that runs as it stands has a reason."""
+def test_the_log_has_a_summary_of_each_graph(caplog: pytest.LogCaptureFixture) -> None:
+    """With `TORCH_LOGS="streamfx"`; a graph that runs unchunked has a reason."""
     for level in ("WARNING", "INFO"):
         assert not [record for record in caplog.records if record.name == "streamfx"]  # of the first level
         torch._dynamo.reset()
@@ -149,7 +140,7 @@ def test_the_log_says_in_short_what_becomes_of_a_graph(caplog: pytest.LogCapture
     assert whole.startswith("a graph runs as it stands: no dimension of this graph can be streamed")
 
 
-# -- input that cannot be: a training run goes on as if it had not been given
+# -- wrong input: training continues as if the call had not happened
 
 BATCH = tokens(2, 12)
 SHORT = BATCH[:, :-3]
@@ -172,7 +163,7 @@ class Trained:
         return loss.item()
 
     def state(self) -> list[Tensor]:
-        """All that a step may change: weights, buffers, gradients, what the optimizer keeps, the generator."""
+        """All that a step may change: weights, buffers, gradients, optimizer state, the generator."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         kept = [value for state in self.optimizer.state.values() for value in state.values()]
         values = [*self.model.state_dict().values(), *gradients, *kept, torch.get_rng_state()]
@@ -180,7 +171,7 @@ class Trained:
 
 
 class Decoder(nn.Module):
-    """Fused attention, a hook, a buffer that is written to, and all that a forward can do wrong."""
+    """Fused attention, a hook, a buffer that is written to, and errors in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,11 +185,9 @@ class Decoder(nn.Module):
         if self.mode == "error":
             raise KeyError("in forward")
         loss: Tensor = self.inner(ids, labels)
-        if not self.mode:
-            self.seen += 1
-            return loss
         if self.mode == "late" and loss > 0:
             raise KeyError("in forward")
+        self.seen += not self.mode
         return loss
 
 
@@ -228,8 +217,7 @@ def fails(trained: Trained, kind: str) -> None:
         assert any("small.py" in note for note in getattr(found.value, "__notes__", ["small.py"]))  # Python 3.11
 
 
-def test_calls_that_fail_leave_no_mark() -> None:
-    """Good steps with bad ones between them: the same as the good ones alone."""
+def test_failed_calls_between_steps_change_nothing() -> None:
     clean, disturbed = Trained(), Trained()
     torch.manual_seed(1)
     with enable(clean.model, **OPTIONS):
@@ -254,9 +242,9 @@ def test_calls_that_fail_leave_no_mark() -> None:
     assert disturbed.model.training and len(inner._forward_hooks) == 1 and inner.gradient_checkpointing is True
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo of 2.11 refuses such a call before it asks any backend")
-def test_ids_without_data_beside_a_model_with_data(caplog: pytest.LogCaptureFixture) -> None:
-    """Eager looks up rows that nobody has written. AOTAutograd cannot trace the gradient of the table."""
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo of 2.11 refuses such a call before it calls a backend")
+def test_ids_on_the_meta_device_run_in_eager(caplog: pytest.LogCaptureFixture) -> None:
+    """Eager looks up uninitialized rows; AOTAutograd cannot trace the gradient of the table."""
     model = Causal()
     compiled = torch.compile(model, backend="streambp", options={"bodies": "eager", "chunk_size": 4})
     for call in (model, compiled):
