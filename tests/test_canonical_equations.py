@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.rewrite.driver import simplify
-from streamfx.passes.rewrite.pattern import equation
-from streamfx.passes.rewrite.views.constant_writes import constants_that_were_written
+from streamfx.passes.rewrite.pattern import rewrite_rule
+from streamfx.passes.rewrite.views.constant_writes import constant_writes_to_where
 from tests.support.canonical import INF, NAN, Case, Function, cases, check, graphs, plain, same, scores, special
 
 aten = torch.ops.aten
@@ -330,15 +330,15 @@ def test_a_size_that_is_no_input() -> None:
     x = plain(5, 2)
     before = make_fx(function, tracing_mode="symbolic")(x)
     graph = copy.deepcopy(before.graph)
-    assert simplify(graph, [constants_that_were_written])
+    assert simplify(graph, [constant_writes_to_where])
     graph.lint()
     same(fx.GraphModule(before, graph)(x)[0], before(x)[0], bits=True)
 
 
 def test_an_equation_that_makes_a_value_of_itself() -> None:
-    @equation(aten.sin.default)
+    @rewrite_rule(aten.sin.default)
     def of_itself(node: fx.Node, writer: GraphWriter) -> fx.Node:
         return writer.call(aten.cos.default, node)
 
-    with pytest.raises(AssertionError, match="makes a value out of itself"):
+    with pytest.raises(AssertionError, match="depends on the node that it replaces"):
         simplify(make_fx(lambda x: [torch.sin(x)], tracing_mode="fake")(plain(2)).graph, [of_itself])

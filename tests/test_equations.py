@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.joint import is_tensor
-from streamfx.passes.rewrite.canonicalize import LATE_TABLE, TABLE
+from streamfx.passes.rewrite.canonicalize import LATE_RULES, RULES
 from streamfx.passes.rewrite.driver import simplify
-from streamfx.passes.rewrite.pattern import Equation
+from streamfx.passes.rewrite.pattern import RewriteRule
 from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.runtime.segment_sum import BACKWARD, DECAYED_SUMS
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 all_reduce, wait_tensor = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
 LABELS = test_canonical_equations.LABELS
 CASES = test_canonical.CASES | test_canonical_equations.CASES | test_canonical_blocks.CASES
-ROWS = {row.name: row for row in (*TABLE, *LATE_TABLE)}
+ROWS = {row.name: row for row in (*RULES, *LATE_RULES)}
 
 
 def pair(one: Callable[..., object], other: Callable[..., object], *inputs: Tensor) -> tuple[Case, Case]:
@@ -123,122 +123,122 @@ def likelihood_back(reduction: int, known: bool = False) -> Case:
 
 
 SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and one that only looks like it
-    "alias": (CASES["alias"], Case(lambda x: x.clone(), (plain(4, 3),))),
-    "reduced over ranks": pair(
+    "remove_alias": (CASES["alias"], Case(lambda x: x.clone(), (plain(4, 3),))),
+    "fuse_all_reduce_with_wait": pair(
         lambda x: wait_tensor(all_reduce(x, "sum", "0")),
         lambda x: (wait_tensor(begun := all_reduce(x, "sum", "0")), wait_tensor(begun)),
         plain(4, 3),
     ),
-    "copied over": (CASES["copied over"], CASES["a row copied over"]),
-    "marked conjugate": (CASES["a marked conjugate"], CASES["a conjugate of its own"]),
-    "marked negative": (CASES["a conjugate's imaginary part"], Case(lambda x: -x + 1, (plain(4, 3),))),
-    "view of the same shape": (CASES["view"], CASES["another view"]),
-    "transposed twice": (CASES["turned twice"], Case(lambda x: aten.t(aten.transpose(x, 0, 1)), (plain(4, 3),))),
-    "flipped twice": (CASES["flipped twice"], CASES["flipped twice, otherwise"]),
-    "slice without padding": (
+    "remove_copy": (CASES["copied over"], CASES["a row copied over"]),
+    "conj_to_conj_physical": (CASES["a marked conjugate"], CASES["a conjugate of its own"]),
+    "neg_view_to_neg": (CASES["a conjugate's imaginary part"], Case(lambda x: -x + 1, (plain(4, 3),))),
+    "remove_view": (CASES["view"], CASES["another view"]),
+    "remove_double_transpose": (CASES["turned twice"], Case(lambda x: aten.t(aten.transpose(x, 0, 1)), (plain(4, 3),))),
+    "remove_double_flip": (CASES["flipped twice"], CASES["flipped twice, otherwise"]),
+    "remove_sliced_pad": (
         Case(lambda x: aten.slice(aten.constant_pad_nd(x, [0, 5]), 1, 0, 3), (plain(4, 3),)),
         CASES["padded in front"],
     ),
-    "slice of everything": (CASES["sliced"], CASES["every other"]),
-    "padding by nothing": (CASES["padded by nothing"], CASES["moved by padding"]),
-    "constant like another": pair(lambda x: x.new_full((2,), 0.5), lambda x: torch.full_like(x, 0.5), plain(4)),
-    "constant like a row": pair(lambda x: torch.zeros_like(x.sin()[:, 0]), lambda x: torch.zeros_like(x.sin()), plain(4, 3)),
-    "turned repetition": pair(
+    "remove_full_slice": (CASES["sliced"], CASES["every other"]),
+    "remove_empty_pad": (CASES["padded by nothing"], CASES["moved by padding"]),
+    "new_full_to_full": pair(lambda x: x.new_full((2,), 0.5), lambda x: torch.full_like(x, 0.5), plain(4)),
+    "full_like_of_row_to_full": pair(lambda x: torch.zeros_like(x.sin()[:, 0]), lambda x: torch.zeros_like(x.sin()), plain(4, 3)),
+    "remove_flip_of_expand": pair(
         lambda x: x.sin().unsqueeze(0).expand(4, 3).flip(0), lambda x: x.sin().unsqueeze(0).expand(4, 3).flip(1), plain(3)
     ),
-    "filled": (CASES["filled"], Case(lambda x: aten.fill(x, x[0]), (plain(4),))),
-    "join with nothing": (CASES["with nothing"], CASES["with nothing of a wider type"]),
-    "join with constants": (CASES["fills 0.0 0.0 True"], CASES["fills of two signs"]),
-    "token shift": (CASES["a row in front"], CASES["two rows"]),
-    "rows written into a constant": (CASES["written 0.0 1 3"], CASES["written over rows"]),
-    "rows of a matrix": (CASES["gathered rows"], CASES["gathered elements"]),
-    "rows put back": (CASES["put back"], CASES["put in order again"]),
-    "gradient of rows put back": (CASES["gradients put back"], CASES["gradients added to others"]),
-    "gradient of rows in order": (CASES["gradients in order"], CASES["gradients in an order along another dimension"]),
-    "block of a view": (CASES["a block of a view"], CASES["a block of another size"]),
-    "gradient of a block": (CASES["a gradient of a block"], CASES["a gradient between blocks"]),
-    "sum of joined blocks": (CASES["blocks that are added"], CASES["blocks that are repeated and added"]),
-    "block of joined blocks": (CASES["a block of joined ones"], CASES["blocks that are joined otherwise"]),
-    "constants that were written": (CASES["constants in rows of a list"], CASES["constants in three dimensions"]),
-    "rows of what was written": (CASES["all rows but the last block's"], CASES["rows from within a block on"]),
-    "all that was written": (CASES["all that was written"], CASES["all but a gap that was written"]),
-    "blocks that were written": (CASES["blocks that are joined"], CASES["blocks of two sizes that are joined"]),
-    "rows of a sum of paddings": (CASES["rows of a sum of paddings"], CASES["rows of both paddings"]),
-    "first rows by number": pair(
+    "fill_to_full_like": (CASES["filled"], Case(lambda x: aten.fill(x, x[0]), (plain(4),))),
+    "remove_cat_with_empty": (CASES["with nothing"], CASES["with nothing of a wider type"]),
+    "cat_with_constant_to_pad": (CASES["fills 0.0 0.0 True"], CASES["fills of two signs"]),
+    "token_shift_to_where": (CASES["a row in front"], CASES["two rows"]),
+    "slice_scatter_to_pad": (CASES["written 0.0 1 3"], CASES["written over rows"]),
+    "gather_rows_to_index": (CASES["gathered rows"], CASES["gathered elements"]),
+    "gather_by_inverse_to_scatter": (CASES["put back"], CASES["put in order again"]),
+    "scatter_add_by_inverse_to_gather": (CASES["gradients put back"], CASES["gradients added to others"]),
+    "scatter_add_by_order_to_scatter": (CASES["gradients in order"], CASES["gradients in an order along another dimension"]),
+    "slice_to_select_of_view": (CASES["a block of a view"], CASES["a block of another size"]),
+    "slice_backward_to_select_backward": (CASES["a gradient of a block"], CASES["a gradient between blocks"]),
+    "add_of_views_to_view_of_add": (CASES["blocks that are added"], CASES["blocks that are repeated and added"]),
+    "slice_of_view_to_select": (CASES["a block of joined ones"], CASES["blocks that are joined otherwise"]),
+    "constant_writes_to_where": (CASES["constants in rows of a list"], CASES["constants in three dimensions"]),
+    "slice_of_writes_to_cat": (CASES["all rows but the last block's"], CASES["rows from within a block on"]),
+    "writes_to_cat": (CASES["all that was written"], CASES["all but a gap that was written"]),
+    "view_of_cat_to_stack": (CASES["blocks that are joined"], CASES["blocks of two sizes that are joined"]),
+    "slice_of_padded_sum_to_slice": (CASES["rows of a sum of paddings"], CASES["rows of both paddings"]),
+    "index_by_arange_to_slice": pair(
         lambda x: x.index_select(1, torch.arange(2)), lambda x: x.index_select(1, torch.arange(1, 3)), plain(4, 3)
     ),
-    "shifted rows": pair(
+    "reshapes_to_relative_shift": pair(
         lambda x: x.reshape(2, 8, 4)[:, 1:].reshape(2, -1, 7)[..., :7],
         lambda x: x.reshape(2, 8, 4)[:, 2:].reshape(2, 4, 6),
         plain(2, 4, 8),
     ),
-    "gradient of shifted rows": (
+    "reshapes_to_relative_shift_backward": (
         Case(put_behind(4), (plain(2, 4, 7),)),
         Case(put_behind(2), (plain(2, 2, 14),)),
     ),
-    "columns of shifted rows": pair(
+    "merge_slice_into_relative_shift": pair(
         lambda x: RELATIVE_SHIFT(x, 1, 4, 7)[..., :4], lambda x: RELATIVE_SHIFT(x, 1, 4, 7)[..., 1:4], plain(2, 4, 8)
     ),
-    "gradient of columns": pair(put_back(0), put_back(1), plain(2, 4, 3)),
-    "one of each": (CASES["one of each"], CASES["one of each by other rows"]),
-    "put into each": (
+    "merge_slice_backward_into_relative_shift": pair(put_back(0), put_back(1), plain(2, 4, 3)),
+    "index_per_row_to_masked_sum": (CASES["one of each"], CASES["one of each by other rows"]),
+    "index_put_per_row_to_where": (
         CASES["put"],
         Case(lambda x, i: aten.index_put(torch.ones_like(x), [i, i], x[:, 0]), (plain(3, 3), torch.tensor([1, 2, 0]))),
     ),
-    "sum of a bag": (test_bags.forward(0), test_bags.forward(0, step=2)),
-    "gradient of a bag": (test_bags.backward(1), test_bags.backward(1, step=2)),
-    "gradient of weights in a bag": (test_bags.backward(0), test_bags.backward(0, step=2)),
-    "rows put by a mask": (CASES["scattered before"], CASES["scattered of elements"]),
-    "number put by a mask": (CASES["put by a mask of rows"], CASES["put by a mask added"]),
-    "gradient of rows put by a mask": (CASES["added back before"], CASES["added back of elements"]),
-    "windows": (CASES["unfolded"], CASES["unfolded in steps"]),
-    "gradient of windows": (
+    "embedding_bag_to_embedding": (test_bags.forward(0), test_bags.forward(0, step=2)),
+    "embedding_bag_backward_to_embedding_backward": (test_bags.backward(1), test_bags.backward(1, step=2)),
+    "embedding_bag_weights_backward_to_product": (test_bags.backward(0), test_bags.backward(0, step=2)),
+    "masked_scatter_to_where": (CASES["scattered before"], CASES["scattered of elements"]),
+    "index_put_by_mask_to_where": (CASES["put by a mask of rows"], CASES["put by a mask added"]),
+    "masked_scatter_backward_to_index_put": (CASES["added back before"], CASES["added back of elements"]),
+    "unfold_to_stack": (CASES["unfolded"], CASES["unfolded in steps"]),
+    "unfold_backward_to_slice_backward": (
         CASES["windows"],
         Case(lambda x: aten.unfold_backward(x, [4, 3], 0, 2, 2), (plain(2, 3, 2),)),
     ),
-    "reversed scan": (CASES["cumsum from behind"], CASES["half turned"]),
-    "gradients of a convolution": (CASES["causal"], CASES["in steps"]),
-    "mean loss": (likelihood(1), likelihood(2)),
-    "mean loss gradient": (likelihood_back(1), likelihood_back(2)),
-    "total weight of a sum": (likelihood_back(2), likelihood_back(2, known=True)),
-    "softmax of shifted scores": (CASES["less the largest"], CASES["less the least"]),
-    "gradient of the largest score": (CASES["at the largest"], CASES["of no softmax"]),
-    "softmax without a column": pair(
+    "flipped_cumsum_to_reverse_cumsum": (CASES["cumsum from behind"], CASES["half turned"]),
+    "split_convolution_backward": (CASES["causal"], CASES["in steps"]),
+    "mean_loss_to_sum": (likelihood(1), likelihood(2)),
+    "mean_loss_backward_to_sum": (likelihood_back(1), likelihood_back(2)),
+    "remove_total_weight_of_sum": (likelihood_back(2), likelihood_back(2, known=True)),
+    "remove_max_before_softmax": (CASES["less the largest"], CASES["less the least"]),
+    "remove_gradient_of_max": (CASES["at the largest"], CASES["of no softmax"]),
+    "softmax_with_sink_to_softmax": pair(
         lambda x, k: torch.softmax(torch.cat([x, k], -1), -1)[..., :-1],
         lambda x, k: torch.softmax(torch.cat([x, k], -1), -1)[..., :-2],
         plain(2, 5),
         plain(2, 1),
     ),
-    "attention with a sink": (
+    "softmax_with_sink_to_attention": (
         test_attention_with_sink.CASES["beside"],
         test_attention_with_sink.CASES["probabilities are shown"],
     ),
-    "attention of a device": (fused(0.0), fused(0.1)),
-    "attention of the flash package": (of_the_flash_package(0.0), of_the_flash_package(30.0)),
-    "packed attention of the flash package": (of_documents(0.0), of_documents(30.0)),
-    "operator with a state": (
+    "sdpa_to_attention": (fused(0.0), fused(0.1)),
+    "flash_attn_to_attention": (of_the_flash_package(0.0), of_the_flash_package(30.0)),
+    "flash_attn_varlen_to_attention": (of_documents(0.0), of_documents(30.0)),
+    "stateful_operator_to_recurrence": (
         Case(scanned, (plain(2, 5, 3), plain(3, 4), plain(2, 5, 4), plain(2, 3, 4))),
         Case(read_by_others, (plain(2, 6, 1, 3), plain(2, 6, 1))),
     ),
-    "rows of a tree": pair(combined, of_other_rows, plain(5, 3), plain(5, 3), plain(5, 3), plain(3)),
-    "sums that decay": (
+    "associative_scan_to_recurrence": pair(combined, of_other_rows, plain(5, 3), plain(5, 3), plain(5, 3), plain(3)),
+    "decayed_sums_to_recurrence": (
         Case(decayed, (plain(2, 5), plain(2, 5, 3), plain(2, 3))),
         Case(that_may_grow, (plain(2, 5), plain(2, 5, 3))),
     ),
-    "heads repeated for groups": (
+    "remove_repeated_heads": (
         heads(test_canonical_equations.GROUPS["groups"][0]),
         heads(test_canonical_equations.GROUPS["other groups"][0]),
     ),
 }
 if not IS_STAND_IN:  # the package itself traces for GPUs alone
-    SEEN = {name: cases for name, cases in SEEN.items() if "flash package" not in name}
+    SEEN = {name: cases for name, cases in SEEN.items() if "flash_attn" not in name}
 OTHERWISE = {
-    "flex attention",
-    "result within a result",
-    "scan over rows",
-    "convolution of the package",
-    "rows of a list",
-    "gradient of rows of a list",
+    "decompose_flex_attention",
+    "nested_getitem_to_part_of",
+    "scan_to_recurrence",
+    "causal_conv1d_to_recurrence",
+    "index_by_list_to_slices",
+    "index_put_by_list_to_slice_backward",
 }  # of functions: test_flex, test_whole, test_scan_operators, test_causal_conv_package, test_constant_places
 
 
@@ -251,17 +251,17 @@ def listing(graph: fx.Graph) -> str:
     )
 
 
-def prepared(case: Case, row: Equation) -> fx.Graph:
+def prepared(case: Case, row: RewriteRule) -> fx.Graph:
     """A traced graph, simplified by all other rows."""
     before, _ = graphs(case)
     graph = copy.deepcopy(before.graph)
     graph.output_node().args = (tuple(graph.output_node().args[0]),)  # type: ignore[arg-type]
-    simplify(graph, [other for other in TABLE if other is not row])
+    simplify(graph, [other for other in RULES if other is not row])
     return graph
 
 
 def test_every_row_is_seen() -> None:
-    assert SEEN.keys() | OTHERWISE == {name for name in ROWS if IS_STAND_IN or "flash package" not in name}
+    assert SEEN.keys() | OTHERWISE == {name for name in ROWS if IS_STAND_IN or "flash_attn" not in name}
     assert all(" -> " in row.text for row in ROWS.values())
 
 

@@ -19,7 +19,7 @@ from streamfx.passes.ops.aliasing import memories
 from streamfx.passes.ops.hub_kernels import name_of
 from streamfx.passes.ops.opaque import may_be_merged
 from streamfx.passes.ops.traits import is_random
-from streamfx.passes.rewrite.pattern import Equals, Equation
+from streamfx.passes.rewrite.pattern import Replacement, RewriteRule
 
 aten = torch.ops.aten
 MAKES_AXES = frozenset(
@@ -36,13 +36,13 @@ MAKES_AXES = frozenset(
 )
 
 
-def simplify(graph: fx.Graph, table: Iterable[Equation], results: int | None = None) -> bool:
+def simplify(graph: fx.Graph, table: Iterable[RewriteRule], results: int | None = None) -> bool:
     """Apply a table of rules to a graph in place, and return whether it changed. The graph keeps its inputs and outputs.
 
     The first `results` outputs (all, if None) belong to the caller, who may write to them: no merged operator reads their
     memory.
     """
-    rules_by_target: dict[Any, list[Equation]] = defaultdict(list)
+    rules_by_target: dict[Any, list[RewriteRule]] = defaultdict(list)
     for rule in table:
         for target in rule.targets:
             rules_by_target[target].append(rule)
@@ -54,7 +54,7 @@ def simplify(graph: fx.Graph, table: Iterable[Equation], results: int | None = N
     return is_changed
 
 
-def _sweep(graph: fx.Graph, rules_by_target: Mapping[Any, list[Equation]], result_count: int | None) -> bool:
+def _sweep(graph: fx.Graph, rules_by_target: Mapping[Any, list[RewriteRule]], result_count: int | None) -> bool:
     """Apply the rules and merge equal operators once, in graph order, and return whether the graph changed."""
     writer, first_by_key, is_changed = GraphWriter(graph), dict[Any, fx.Node](), False
     outputs: Any = graph.output_node().args[0]
@@ -66,18 +66,18 @@ def _sweep(graph: fx.Graph, rules_by_target: Mapping[Any, list[Equation]], resul
     return is_changed
 
 
-def _rules_for(node: fx.Node, rules_by_target: Mapping[Any, list[Equation]]) -> list[Equation]:
+def _rules_for(node: fx.Node, rules_by_target: Mapping[Any, list[RewriteRule]]) -> list[RewriteRule]:
     """Return the rules for an operator: by its target, or by name if another package defines it."""
     return rules_by_target.get(node.target) or rules_by_target.get(name_of(node.target)) or []
 
 
-def _apply_rule(rule: Equation, node: fx.Node, writer: GraphWriter) -> bool:
+def _apply_rule(rule: RewriteRule, node: fx.Node, writer: GraphWriter) -> bool:
     """Apply one rule to a node, and return whether it replaced a value; raise an error if a replacement reads its own node."""
     first_new = len(writer.new_nodes)
     result = rule.rewrite(node, writer.before(node))
     new_nodes, replacements = {*writer.new_nodes[first_new:]}, _replacements(node, result)
     if any(_reads(new, old, new_nodes) for old, new in replacements.items() if old is not new):  # the graph would have a cycle
-        raise AssertionError(f"'{rule.name}' makes a value out of itself")
+        raise AssertionError(f"rule {rule.name}: a replacement depends on the node that it replaces")
     changes = [replace(old, new, is_new=new in new_nodes) for old, new in replacements.items()]
     return any(changes)
 
@@ -94,7 +94,7 @@ def _reads(new: fx.Node, old: fx.Node, new_nodes: Collection[fx.Node]) -> bool:
     return False
 
 
-def _replacements(node: fx.Node, result: Equals) -> Mapping[fx.Node, fx.Node]:
+def _replacements(node: fx.Node, result: Replacement) -> Mapping[fx.Node, fx.Node]:
     """Return a rule's result as a map from replaced nodes to replacements, empty if the rule did not apply."""
     if result is None:
         return {}

@@ -18,11 +18,11 @@ from streamfx.ir.joint import int_argument
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 
-Equals: TypeAlias = "fx.Node | Mapping[fx.Node, fx.Node] | None"
+Replacement: TypeAlias = "fx.Node | Mapping[fx.Node, fx.Node] | None"
 
 
 @dataclass(frozen=True)
-class Equation:
+class RewriteRule:
     """A rewrite rule: `rewrite` gets a node whose operator is among `targets`, and a writer placed before this node.
 
     `targets` are operators, or names of operators that other packages define (the collection may grow later). `rewrite`
@@ -32,7 +32,7 @@ class Equation:
 
     name: str
     targets: Collection[Any]
-    rewrite: Callable[[fx.Node, GraphWriter], Equals]
+    rewrite: Callable[[fx.Node, GraphWriter], Replacement]
 
     @property
     def text(self) -> str:
@@ -56,6 +56,6 @@ def results_in_use(node: fx.Node) -> dict[int, list[fx.Node]] | None:
     return getitems
 
 
-def equation(*targets: Any) -> Callable[[Callable[[fx.Node, GraphWriter], Equals]], Equation]:
+def rewrite_rule(*targets: Any) -> Callable[[Callable[[fx.Node, GraphWriter], Replacement]], RewriteRule]:
     """Make a rewrite rule of a function, which is tried on each operator among `targets`."""
-    return lambda rewrite: Equation(rewrite.__name__.replace("_", " "), targets, rewrite)
+    return lambda rewrite: RewriteRule(rewrite.__name__, targets, rewrite)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from streamfx.passes.rewrite.canonicalize import LATE_TABLE, TABLE
-from streamfx.passes.rewrite.pattern import Equation
+from streamfx.passes.rewrite.canonicalize import LATE_RULES, RULES
+from streamfx.passes.rewrite.pattern import RewriteRule
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewrites.md"
 HEAD = """\
@@ -31,12 +31,12 @@ SUBJECTS = {
 
 def page() -> str:
     """Return the text of the page: a section per subject, in the order of `SUBJECTS`."""
-    rules = sorted((*TABLE, *LATE_TABLE), key=lambda rule: (list(SUBJECTS).index(_subject(rule)), _file(rule)))
+    rules = sorted((*RULES, *LATE_RULES), key=lambda rule: (list(SUBJECTS).index(_subject(rule)), _file(rule)))
     sections = (_section(SUBJECTS[subject], list(own)) for subject, own in groupby(rules, _subject))
     return "\n".join([HEAD, *sections])
 
 
-def _section(title: str, rules: list[Equation]) -> str:
+def _section(title: str, rules: list[RewriteRule]) -> str:
     rows = (f"| {rule.name} | `{_file(rule)}` | {'<br>'.join(_lines(rule.text))} |" for rule in rules)
     return "\n".join([f"## {title}", "", "| rule | file | before -> after |", "|---|---|---|", *rows, ""])
 
@@ -48,9 +48,9 @@ def _lines(text: str) -> Iterator[str]:
     yield from (" ".join(other.split()) for other in others)
 
 
-def _subject(rule: Equation) -> str:
+def _subject(rule: RewriteRule) -> str:
     return rule.rewrite.__module__.split(".")[-2]
 
 
-def _file(rule: Equation) -> str:
+def _file(rule: RewriteRule) -> str:
     return f"{rule.rewrite.__module__.split('.')[-1]}.py"

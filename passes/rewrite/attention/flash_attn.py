@@ -22,7 +22,7 @@ from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.hub_kernels import name_of
 from streamfx.passes.rewrite.attention.varlen_mask import WindowSize, bias, in_documents
-from streamfx.passes.rewrite.pattern import equation, results_in_use
+from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
 from streamfx.torch_private import AUTO_FUNCTIONALIZED
 
 aten = torch.ops.aten
@@ -61,8 +61,8 @@ class PackageLayout:
     options: Callable[[Mapping[str, Any], GraphWriter], dict[str, Any]]
 
 
-@equation("flash_attn::_flash_attn_forward")
-def attention_of_the_flash_package(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+@rewrite_rule("flash_attn::_flash_attn_forward")
+def flash_attn_to_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """flash(q [b m h d], k, v, causal=True) -> out, lse           ->   attention(q [b h m d], k, v, is_causal=True) -> out, lse
     flash_backward(d, q, k, v, out, lse, dq=empty, dk, dv)   ->   attention_backward(d, q, k, v, out, lse, is_causal=True)
 
@@ -72,8 +72,8 @@ def attention_of_the_flash_package(node: fx.Node, writer: GraphWriter) -> dict[f
     return _replace_calls(node, DENSE, writer)
 
 
-@equation("flash_attn::_flash_attn_varlen_forward")
-def packed_attention_of_the_flash_package(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+@rewrite_rule("flash_attn::_flash_attn_varlen_forward")
+def flash_attn_varlen_to_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """flash_varlen(q [m h d], k, v, ends, ends, causal=True) -> out, lse   ->   attention(q [1 h m d], k, v, mask of documents)
 
     The index of row m's document is the number of ends that are at most m. The package leaves rows without a document

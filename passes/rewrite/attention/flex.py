@@ -20,15 +20,15 @@ from streamfx.ir.writer import GraphWriter, find_size_input
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.node_meta import GRAPH, VALUE
 from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, sum_over_scores, vectorize_graph
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.torch_private import FLEX_ATTENTION, FLEX_ATTENTION_BACKWARD
 
 aten = torch.ops.aten
 LN_2 = math.log(2)
 
 
-@equation(FLEX_ATTENTION)
-def flex_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+@rewrite_rule(FLEX_ATTENTION)
+def decompose_flex_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """flex(q, k, v, score, mask) -> attention(q, k, v, where(mask(b, h, m, n), bias, -inf))    if score = s + bias
     softmax(where(mask, score(q @ k), -inf)) @ v               otherwise
     """

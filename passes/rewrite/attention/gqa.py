@@ -17,15 +17,15 @@ from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import equation, results_of_another
+from streamfx.passes.rewrite.pattern import results_of_another, rewrite_rule
 
 aten = torch.ops.aten
 
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-@equation(ATTENTION)
-def heads_repeated_for_groups(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+@rewrite_rule(ATTENTION)
+def remove_repeated_heads(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """attention(q, view(expand(unsqueeze(k, 2)))) -> attention(q, k)
     sum(view(dk, [b g r n d]), 2)               -> dk
 

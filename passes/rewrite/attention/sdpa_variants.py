@@ -15,7 +15,7 @@ from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import equation, results_in_use, results_of_another
+from streamfx.passes.rewrite.pattern import results_in_use, results_of_another, rewrite_rule
 
 aten = torch.ops.aten
 
@@ -29,8 +29,8 @@ NAMES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "attn_bias": "attn_
 GRADIENTS = (0, 1, 2)
 
 
-@equation(*BACKWARD_OF)
-def attention_of_a_device(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+@rewrite_rule(*BACKWARD_OF)
+def sdpa_to_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """flash(q, k, v, 0.0, True) -> out, lse, seeds ...        ->   attention(q, k, v, is_causal=True) -> out, lse
     flash_backward(d, q, k, v, out, lse, seeds ..., True)   ->   attention_backward(d, q, k, v, out, lse, is_causal=True)
 

@@ -18,7 +18,7 @@ from streamfx.ir.sizes import Size, is_at_least, product, size_of
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.iota_index import NUMBERS, VIEWS, counts_up
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
@@ -26,8 +26,8 @@ aten = torch.ops.aten
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 
 
-@equation(aten.index_select.default, aten.index_add.default)
-def first_rows_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.index_select.default, aten.index_add.default)
+def index_by_arange_to_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """index_select(x, dim, arange(n)) -> x[:n],  index_add(zeros, dim, arange(n), y) -> pad(y + 0.0, after)
 
     Applies along any dimension that has at least n rows.
@@ -50,8 +50,8 @@ def first_rows_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.slice_backward.default, added, size_arguments(base, writer), dim, *ends, 1)
 
 
-@equation(*VIEWS, aten.slice.Tensor)
-def shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(*VIEWS, aten.slice.Tensor)
+def reshapes_to_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """view(view(x [t w], [w t])[1:], [t, w - 1]) -> relative_shift(x, t, w - 1)
 
     The last view is the identity if there are as many columns as rows.
@@ -67,8 +67,8 @@ def shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(RELATIVE_SHIFT, x, dim, rows, _plus(width, -1, writer))
 
 
-@equation(*VIEWS)
-def gradient_of_shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(*VIEWS)
+def reshapes_to_relative_shift_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """view(slice_backward(view(dy [t, w - 1], [w - 1, t]), [w t], 1), [t w]) -> relative_shift_backward(dy, t, w)"""
     padded = _before_copies(node_argument(node))
     if padded.target is not aten.slice_backward.default:
@@ -114,8 +114,8 @@ def _is_shift(slice_arguments: dict[str, Any], x: tuple[Size, ...], reshaped: tu
     )
 
 
-@equation(aten.slice.Tensor)
-def columns_of_shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.slice.Tensor)
+def merge_slice_into_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """relative_shift(x, first, w)[:, :n] -> relative_shift(x, first, n)"""
     arguments, shift = bound_arguments(node), node_argument(node)
     if shift.target is not RELATIVE_SHIFT or (ends := _first_columns(arguments, shift, shape_of_node(node))) is None:
@@ -124,8 +124,8 @@ def columns_of_shifted_rows(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
     return writer.call(RELATIVE_SHIFT, x, dim, first, ends)
 
 
-@equation(RELATIVE_SHIFT_BACKWARD)
-def gradient_of_columns(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(RELATIVE_SHIFT_BACKWARD)
+def merge_slice_backward_into_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """relative_shift_backward(slice_backward(dy, :n), first, w) -> relative_shift_backward(dy, first, w)"""
     padded = _before_copies(node_argument(node))
     if padded.target is not aten.slice_backward.default:

@@ -29,13 +29,13 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.analysis import ValueRanges
 from streamfx.passes.rewrite.attention.softmax_sink import SinkColumn, all_uses_match, column_of, converted, is_slice_of
 from streamfx.passes.rewrite.attention.unfused_attention import SAME_NUMBERS, Scores, UnfusedAttention, through_views
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 
 
-@equation(aten._softmax.default)
-def attention_with_a_sink(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+@rewrite_rule(aten._softmax.default)
+def softmax_with_sink_to_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """softmax(cat([c q k^T + m, s]))[..., :-1] v -> attention(q, k, v, m, scale=c), scaled by the share of the keys
 
     Also replaces the gradients of q, k, v and s. Applies if nothing else uses the probabilities or the gradients of

@@ -17,13 +17,13 @@ from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 
 
-@equation(aten._softmax.default)
-def softmax_of_shifted_scores(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten._softmax.default)
+def remove_max_before_softmax(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """softmax(x - max(x)) -> softmax(x)"""
     arguments = bound_arguments(node)
     shifted, dim = arguments["self"], arguments["dim"]
@@ -47,8 +47,8 @@ def _is_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
     return bool(rank and arguments["keepdim"]) and [item % rank for item in dims] == [dim % rank]
 
 
-@equation(aten.add.Tensor)
-def gradient_of_the_largest_score(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.add.Tensor)
+def remove_gradient_of_max(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """d + (minus the sum of d, put where x is largest) -> d, if d is the gradient of the scores of softmax(x)"""
     left, right, scale = bound_arguments(node).values()
     if scale != 1 or not is_tensor(left) or not is_tensor(right):

@@ -21,7 +21,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 
@@ -50,8 +50,8 @@ class SinkColumn:
         return (end, end + 1) if self.first == 0 else (0, 1)
 
 
-@equation(aten._softmax.default)
-def softmax_without_a_column(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+@rewrite_rule(aten._softmax.default)
+def softmax_with_sink_to_softmax(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """softmax(cat([s, k]))[..., :-1] -> softmax(s) * w,  w, u = softmax([logsumexp(s - k), 0])"""
     match = column_of(node)
     return _emit_without_column(match, writer) if match is not None and all_uses_match(match) else None

@@ -12,14 +12,14 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import has_same_type, joint_graph, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.ops.collectives import ELEMENTWISE, LINEAR_REDUCTIONS, WAIT, is_all_reduce, is_reduced_over_ranks
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.runtime.collective_calls import ALL_REDUCE
 
 aten = torch.ops.aten
 
 
-@equation(WAIT)
-def reduced_over_ranks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(WAIT)
+def fuse_all_reduce_with_wait(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """wait(all_reduce(x, op, group)) -> all_reduce(x, op, group) with its wait
 
     A pending value must stay private: no stage may keep it, and no loop may slice it. Applies only to reductions that

@@ -12,14 +12,14 @@ from streamfx.ir.joint import bound_arguments, node_argument
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.rules.loss import MEAN, SUM
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
-@equation(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-def mean_loss(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+@rewrite_rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def mean_loss_to_sum(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """mean loss, total weight -> summed loss / count, count"""
     arguments = bound_arguments(node)
     if arguments["reduction"] != MEAN:
@@ -34,8 +34,8 @@ def mean_loss(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | No
     return {user: writer.call(aten._to_copy.default, results[user.args[1]], dtype=_dtype(user)) for user in used_results}  # type: ignore[index]
 
 
-@equation(*BACKWARD)
-def mean_loss_gradient(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(*BACKWARD)
+def mean_loss_backward_to_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gradient of a mean loss -> gradient of the summed loss, if the incoming gradient is divided by the total weight"""
     arguments = bound_arguments(node)
     if arguments["reduction"] != MEAN:
@@ -47,8 +47,8 @@ def mean_loss_gradient(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(node.target, *{**arguments, "grad_output": scaled, "reduction": SUM}.values())
 
 
-@equation(*BACKWARD)
-def total_weight_of_a_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(*BACKWARD)
+def remove_total_weight_of_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gradient of a summed loss for a total weight -> the same for any weight
 
     Only the gradient of a mean reads the total weight. Without this operand, other gradients need not wait for the count

@@ -10,13 +10,13 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, has_same_type, is_tensor, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 
 
-@equation(aten.masked_scatter.default)
-def rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.masked_scatter.default)
+def masked_scatter_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """masked_scatter(x, mask, source) -> where(mask, source[cumsum(mask) - 1], x)
 
     Applies to static shapes and masks that select complete rows. The source must not be empty: rows that are not masked
@@ -34,8 +34,8 @@ def rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [row_numbers]), node_argument(node))
 
 
-@equation(aten.index_put.default)
-def number_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.index_put.default)
+def index_put_by_mask_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """index_put(x, [mask], number) -> where(mask, number, x)
 
     All elements get the same number, so their order does not matter.
@@ -53,8 +53,8 @@ def number_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.where.self, mask, number, x)
 
 
-@equation(aten.masked_scatter_backward.default)
-def gradient_of_rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.masked_scatter_backward.default)
+def masked_scatter_backward_to_index_put(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gradient of the source -> zeros, with the masked rows added at cumsum(mask) - 1"""
     gradient, mask, sizes = node_argument(node), node_argument(node, 1), node.args[2]
     row_mask, value = _mask_of_rows(mask), node.meta[VALUE]

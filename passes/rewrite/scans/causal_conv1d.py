@@ -16,7 +16,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.kernels import causal_conv
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.constants import is_zero
-from streamfx.passes.rewrite.pattern import equation, results_in_use
+from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
 from streamfx.passes.rewrite.scans.custom_scan import TOGETHER, ScanCall, emit_recurrences, strip_aliases, users_through_aliases
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 
@@ -39,8 +39,8 @@ CONVOLUTION = Stateful(
 )
 
 
-@equation(AUTO_FUNCTIONALIZED)
-def convolution_of_the_package(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
+@rewrite_rule(AUTO_FUNCTIONALIZED)
+def causal_conv1d_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """causal_conv1d(x, weight, out=empty) -> out         ->   recurrence(x, weight) -> out
     causal_conv1d_backward(d, x, weight, dx=empty, dweight=0) -> dx, dweight   ->   recurrence(d, x, weight) -> dx, dweight
 

@@ -12,13 +12,13 @@ from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.rules.convolution import is_of_one_tap, window_of
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 
 
-@equation(aten.convolution_backward.default)
-def gradients_of_a_convolution(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+@rewrite_rule(aten.convolution_backward.default)
+def split_convolution_backward(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """convolution_backward(dy, x, w) -> dx = convolution(dy, w, transposed)      reads rows of dy up to one window ahead
     dw = convolution_backward(only dw)       a sum over rows
     db = sum(dy)                             a sum over rows

@@ -19,8 +19,8 @@ from streamfx.ir.sizes import shape_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE, WHY_WHOLE
 from streamfx.passes.ops.rules.stateful import STATEFUL
-from streamfx.passes.rewrite.pattern import Equation, results_in_use
-from streamfx.passes.rewrite.views.no_ops import alias
+from streamfx.passes.rewrite.pattern import RewriteRule, results_in_use
+from streamfx.passes.rewrite.views.no_ops import remove_alias
 from streamfx.runtime.custom_scan import Backward, Forward
 from streamfx.torch_private import OpOverload
 
@@ -51,7 +51,7 @@ class ScanCall:
         return [self.arguments[name] for name in names]
 
 
-def operator_with_a_state(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
+def stateful_operator_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """scan(x, first) -> y, last                       ->   recurrence(x, first) -> y, last
     scan_backward(dy, dlast, x, first) -> dx, dfirst   ->   recurrence(dy, dlast, x, first) -> dx, dfirst, in reverse
     """
@@ -68,7 +68,7 @@ def operator_with_a_state(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node
         return None
 
 
-OPERATOR_WITH_A_STATE = Equation("operator with a state", STATEFUL.keys(), operator_with_a_state)
+STATEFUL_OPERATOR_TO_RECURRENCE = RewriteRule("stateful_operator_to_recurrence", STATEFUL.keys(), stateful_operator_to_recurrence)
 
 
 # -- reading calls
@@ -94,7 +94,7 @@ def read_call(node: fx.Node, declared: Stateful) -> ScanCall:
 
 def strip_aliases(value: Any) -> Any:
     """Return the value that an argument is an alias of: autograd may save an alias instead of the argument."""
-    while isinstance(value, fx.Node) and value.target in alias.targets:
+    while isinstance(value, fx.Node) and value.target in remove_alias.targets:
         value = node_argument(value)
     return value
 
@@ -102,7 +102,7 @@ def strip_aliases(value: Any) -> Any:
 def users_through_aliases(value: fx.Node) -> Iterator[fx.Node]:
     """Yield the users of a value and of its aliases."""
     for user in value.users:
-        if user.target in alias.targets:
+        if user.target in remove_alias.targets:
             yield from users_through_aliases(user)
         else:
             yield user

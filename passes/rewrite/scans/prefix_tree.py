@@ -13,7 +13,7 @@ from streamfx.ir.joint import shape_of_node
 from streamfx.ir.recurrence import TreePlan, separate_axes
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE
-from streamfx.passes.rewrite.pattern import equation, results_in_use
+from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
 from streamfx.passes.rewrite.scans.custom_scan import strip_aliases, users_through_aliases
 from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, Associative, AssociativeBackward, bytes_of_blocks
 
@@ -33,8 +33,8 @@ class TreeScan:
         return cls(tuple(map(strip_aliases, rows)), tuple(map(strip_aliases, shared)), combine)
 
 
-@equation(TREE_SCAN)
-def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
+@rewrite_rule(TREE_SCAN)
+def associative_scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """associative_scan(rows) -> y                     ->   recurrence(rows) -> y
     associative_scan_backward(dy, rows) -> drows    ->   recurrence(dy, rows) -> drows, in reverse
     """

@@ -9,13 +9,13 @@ from streamfx.ir.joint import bound_arguments, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.rules.scans import FORWARD
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 
 
-@equation(aten.flip.default)
-def reversed_scan(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.flip.default)
+def flipped_cumsum_to_reverse_cumsum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """flip(cumsum(flip(x))) -> reverse_cumsum(x)"""
     scanned = node_argument(node)
     if scanned.target not in FORWARD:

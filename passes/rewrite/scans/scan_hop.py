@@ -23,7 +23,7 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import GRAPH, VALUE
 from streamfx.passes.ops.aliasing import is_view
 from streamfx.passes.ops.traits import READS_LAYOUT, is_random
-from streamfx.passes.rewrite.pattern import equation, results_in_use
+from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.scan import ChunkedScan
 from streamfx.torch_private import SCAN, OpOverload
@@ -88,8 +88,8 @@ class ScanOperator:
         return (*self.first, *self.rows, *self.shared)
 
 
-@equation(SCAN)
-def scan_over_rows(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
+@rewrite_rule(SCAN)
+def scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """scan(step, first, rows, given) -> scan(first, rows, given), in reverse if the rows were flipped"""
     call, users_by_result = _read_call(node), results_in_use(node)
     if call is None or users_by_result is None:
@@ -101,8 +101,8 @@ def scan_over_rows(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
     return {user: results[number] for number, users in users_by_result.items() for user in users}
 
 
-@equation(aten.flip.default)
-def turned_repetition(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.flip.default)
+def remove_flip_of_expand(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """flip(expand(x)) -> expand(x), if one row is repeated"""
     inner = node_argument(node)
     return inner if _flipped_dims(node) == {0} and _repeated_row(inner) is not None else None

@@ -10,7 +10,7 @@ from streamfx.ir.scan_schema import NotStatefulError
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import WHY_WHOLE
 from streamfx.passes.ops.ranges import ValueRanges
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.scans.custom_scan import ScanCall, backwards_of, emit_recurrences, read_call
 from streamfx.runtime.segment_sum import BEHIND, DECAYED_SUMS, IN_FRONT, SUMS_BEHIND
 
@@ -18,8 +18,8 @@ MAY_GROW = "decays that are not proven to be at most zero, as those of clamp(max
 DECLARED = {DECAYED_SUMS: IN_FRONT, SUMS_BEHIND: BEHIND}
 
 
-@equation(DECAYED_SUMS, SUMS_BEHIND)
-def sums_that_decay(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
+@rewrite_rule(DECAYED_SUMS, SUMS_BEHIND)
+def decayed_sums_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """decayed_sums(decays, rows) -> sums, last                   ->   recurrence(decays, rows) -> sums, last
     decayed_sums_backward(dsums, decays, rows) -> ddecays, drows   ->   recurrence(dsums, decays, rows) -> ddecays, drows
 

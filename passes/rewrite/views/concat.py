@@ -13,7 +13,7 @@ from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, sha
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import fill_of
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 
@@ -43,8 +43,8 @@ def _match_concat(node: fx.Node) -> _Concat:
     return _Concat(nonempty, bound_arguments(node)["dim"] % rank if rank else 0, rank, is_float)
 
 
-@equation(aten.cat.default)
-def join_with_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.cat.default)
+def remove_cat_with_empty(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """cat([empty, x]) -> clone(x)
 
     Keys are concatenated with an empty cache in this way.
@@ -54,8 +54,8 @@ def join_with_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.clone.default, operands[0]) if is_copy else None
 
 
-@equation(aten.cat.default)
-def join_with_constants(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.cat.default)
+def cat_with_constant_to_pad(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """cat([zeros, x]) -> pad(x, before)"""
     concat = _match_concat(node)
     fills = [fill_of(piece) for piece in concat.operands]
@@ -72,8 +72,8 @@ def join_with_constants(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.constant_pad_nd.default, concat.operands[i], pad, values.pop()[0])
 
 
-@equation(aten.cat.default)
-def token_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.cat.default)
+def token_shift_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """cat([row, x[:-1]]) -> where(arange == 0, row padded to index 0, pad(x[:-1], before))
 
     If one row comes before or after the others, both operands are padded and `where` selects one of them.
@@ -99,8 +99,8 @@ def _is_slice(piece: fx.Node, dim: int) -> bool:
     return piece.target is aten.slice.Tensor and bound_arguments(piece)["dim"] % len(shape_of_node(piece)) == dim
 
 
-@equation(aten.slice_scatter.default)
-def rows_written_into_a_constant(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.slice_scatter.default)
+def slice_scatter_to_pad(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """slice_scatter(zeros, x, 0, 1, 3) -> pad(x, before and after)"""
     arguments, rows = bound_arguments(node), node_argument(node, 1)
     value, dim = fill_of(node.args[0]), arguments["dim"] % len(shape_of_node(node))

@@ -11,7 +11,7 @@ from streamfx.ir.joint import bound_arguments, is_size, node_argument
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import fill_of
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 FILLED_WITH: dict[Any, Any] = {  # uninitialized memory: any value is valid, so use 0
@@ -22,8 +22,8 @@ FILLED_WITH: dict[Any, Any] = {  # uninitialized memory: any value is valid, so 
 }
 
 
-@equation(*FILLED_WITH, aten.new_full.default)
-def constant_like_another(node: fx.Node, writer: GraphWriter) -> fx.Node:
+@rewrite_rule(*FILLED_WITH, aten.new_full.default)
+def new_full_to_full(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """new_zeros(x, shape) -> full(shape, 0)"""
     arguments, value = bound_arguments(node), node.meta[VALUE]
     fill = FILLED_WITH.get(node.target, arguments.get("fill_value"))
@@ -31,14 +31,14 @@ def constant_like_another(node: fx.Node, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.full.default, arguments["size"], fill, dtype=value.dtype, device=value.device)
 
 
-@equation(aten.fill.Scalar, aten.zero.default)
-def filled(node: fx.Node, writer: GraphWriter) -> fx.Node:
+@rewrite_rule(aten.fill.Scalar, aten.zero.default)
+def fill_to_full_like(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """fill(x, value) -> full_like(x, value), zero(x) -> full_like(x, 0)"""
     return writer.call(aten.full_like.default, *node.args, *(() if node.target is aten.fill.Scalar else (0,)))
 
 
-@equation(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
-def constant_like_a_row(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+def full_like_of_row_to_full(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """zeros_like(x[:, 0]) -> full(shape, 0), so that the constant does not depend on x: recurrences start like this"""
     row, value = node_argument(node), node.meta[VALUE]
     fill = fill_of(node)

@@ -20,7 +20,7 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import fill_of, number_in
 from streamfx.passes.ops.traits import MOVES_ELEMENTS
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.column_strips import (
     END,
     MOST,
@@ -42,8 +42,8 @@ FEW = 2  # up to so many writes, each is a strip of its own
 Box: TypeAlias = tuple[Interval, ...]
 
 
-@equation(*WRITES)
-def constants_that_were_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(*WRITES)
+def constant_writes_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[0, :1] = c; x[1, :2] = c; ... -> where(arange(n) < arange(n)[:, None] + 1, c, x)
 
     Applies to the last of any number of constant writes that cover parts of at most two dimensions. If there are few, and

@@ -17,7 +17,7 @@ from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.sizes import quotient
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE, WHY_WHOLE
-from streamfx.passes.rewrite.pattern import equation, results_in_use
+from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
 from streamfx.passes.rewrite.views.constant_indices import counts_in_steps
 
 aten = torch.ops.aten
@@ -69,8 +69,8 @@ class _Bags:
         return self.writer.call(aten.mul.Tensor, values, self.writer.call(aten.unsqueeze.default, self.weights, 2))
 
 
-@equation(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
-def sum_of_a_bag(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
+@rewrite_rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def embedding_bag_to_embedding(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """embedding_bag(table, i.view(n * k), arange(0, n * k, k)) -> embedding(table, i).sum(1)"""
     users_by_result = results_in_use(node)
     if not users_by_result or not any(getitem.users for getitem in users_by_result.get(0, [])):
@@ -84,8 +84,8 @@ def sum_of_a_bag(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node
     return dict.fromkeys(users_by_result[0], total)
 
 
-@equation(aten._embedding_bag_backward.default)
-def gradient_of_a_bag(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten._embedding_bag_backward.default)
+def embedding_bag_backward_to_embedding_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """embedding_bag_backward(d, i.view(n * k), arange(0, n * k, k)) -> embedding_dense_backward(expand(d[:, None], k), i)"""
     bags, arguments = _match_bags(node, writer), bound_arguments(node)
     if bags is None:
@@ -97,8 +97,8 @@ def gradient_of_a_bag(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.embedding_dense_backward.default, expanded, bags.indices, *options)
 
 
-@equation(aten._embedding_bag_per_sample_weights_backward.default)
-def gradient_of_weights_in_a_bag(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten._embedding_bag_per_sample_weights_backward.default)
+def embedding_bag_weights_backward_to_product(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """embedding_bag_per_sample_weights_backward(d, table, i, arange(0, n * k, k)) -> (d[:, None] * embedding(table, i)).sum(2)"""
     bags, arguments = _match_bags(node, writer), bound_arguments(node)
     if bags is None:

@@ -18,7 +18,7 @@ from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.constant_indices import are_row_numbers
 from streamfx.passes.rewrite.views.iota_index import NUMBERS, VIEWS, repeats
 
@@ -59,8 +59,8 @@ class _OneHotIndex:
         return writer.call(aten.reshape.default, value, size_arguments(self.source, writer)) if self.is_viewed else value
 
 
-@equation(aten.index.Tensor)
-def one_of_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.index.Tensor)
+def index_per_row_to_masked_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[arange(b), last] -> where(arange(t) == last[:, None], x, 0).sum(1)
 
     Also if a view has flattened the rows: x[arange(b * t).view(b, t), last] is then taken from x.view(b, t, v).
@@ -79,8 +79,8 @@ def _emit_sum_of_hits(hit: fx.Node, values: fx.Node, dim: int, writer: GraphWrit
     return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, hit, values, _emit_scalar(0.0, values, writer)), [dim])
 
 
-@equation(aten.index_put.default)
-def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.index_put.default)
+def index_put_per_row_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """index_put(x, [arange(b), last], d) -> where(arange(t) == last[:, None], d[:, None], x)
 
     Each index names a different element, so nothing is added twice; if `accumulate` is set, the selected value is x + d.

@@ -19,15 +19,15 @@ from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_o
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import EACH_ONCE, VALUE
 from streamfx.passes.ops.constants import is_zero
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.iota_index import ORDERS, VIEWS, counts_up
 
 aten = torch.ops.aten
 SORTS = (aten.sort.default, aten.sort.stable)
 
 
-@equation(aten.gather.default)
-def rows_put_back(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.gather.default)
+def gather_by_inverse_to_scatter(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gather(x, d, inverse of an order) -> scatter(zeros, d, order, x)"""
     arguments = bound_arguments(node)
     rows = arguments["self"]
@@ -39,8 +39,8 @@ def rows_put_back(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return _emit_scatter(zeros, arguments["dim"], _for_all_columns(order, rows, writer), rows, writer)
 
 
-@equation(aten.scatter_add.default)
-def gradient_of_rows_put_back(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.scatter_add.default)
+def scatter_add_by_inverse_to_gather(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """scatter_add(zeros, d, inverse of an order, g) -> gather(g, d, order) + 0
 
     The addition matters because 0 + -0 is 0.
@@ -53,8 +53,8 @@ def gradient_of_rows_put_back(node: fx.Node, writer: GraphWriter) -> fx.Node | N
     return writer.call(aten.add.Tensor, gathered, 0.0)
 
 
-@equation(aten.scatter_add.default)
-def gradient_of_rows_in_order(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.scatter_add.default)
+def scatter_add_by_order_to_scatter(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """scatter_add(zeros, d, order, g) -> scatter(zeros, d, order, g + 0)"""
     arguments = bound_arguments(node)
     order, dim = _index_before_expand(arguments["index"]), arguments["dim"] % max(len(shape_of_node(node)), 1)

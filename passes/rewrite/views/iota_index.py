@@ -20,7 +20,7 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import CONSTANT, VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges.transfer import longest
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 SAME_NUMBERS = (aten._to_copy.default, aten.clone.default)
@@ -75,8 +75,8 @@ def _emit_sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.sum.dim_IntList, grouped, [1], dtype=node.meta[VALUE].dtype)  # a sum of small integers would be int64
 
 
-@equation(aten.gather.default, aten.scatter_add.default)
-def rows_of_a_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.gather.default, aten.scatter_add.default)
+def gather_rows_to_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gather(x, 0, expand(i)) -> x[i],  scatter_add(x, 0, expand(i), y) -> index_add(x, 0, i, y)
 
     Applies if the index is a vector expanded to all columns. gather rejects negative indices, so an assertion is added
@@ -96,8 +96,8 @@ def rows_of_a_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.index_add.default, arguments["self"], 0, index, arguments["src"])
 
 
-@equation(aten.index.Tensor)
-def rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.index.Tensor)
+def index_by_list_to_slices(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[:, [0, 1, -1]] -> cat([x[:, 0:2], x[:, -1:]], 1)
 
     Applies to a short constant index whose rows exist.
@@ -110,8 +110,8 @@ def rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.cat.default, parts, dim) if len(parts) > 1 else writer.call(aten.clone.default, parts[0])
 
 
-@equation(aten.index_put.default)
-def gradient_of_rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.index_put.default)
+def index_put_by_list_to_slice_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """index_put(zeros, [None, [0, 1, -1]], d, accumulate) -> slice_backward(d[:, :2], 0, 2) + slice_backward(d[:, 2:], -1)"""
     arguments, runs_of_index = bound_arguments(node), _constant_runs(node)
     base, rows = arguments["self"], arguments["values"]

@@ -14,7 +14,7 @@ from torch import fx
 from streamfx.ir.joint import is_tensor, node_argument, tensor_operands
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.strided_access import reads_memory, shown_by
 from streamfx.runtime.restride import is_marked
 from streamfx.torch_private.lines import source_line
@@ -46,8 +46,8 @@ def _is_lazy(node: fx.Node) -> bool:
     return is_tensor(node) and is_marked(node.meta[VALUE])
 
 
-@equation(aten._conj.default)
-def marked_conjugate(node: fx.Node, writer: GraphWriter) -> fx.Node:
+@rewrite_rule(aten._conj.default)
+def conj_to_conj_physical(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """_conj(x) -> conj_physical(x); a number's conjugate -> the constant"""
     if isinstance(number := node.args[0], (int, float, complex)):
         value = node.meta[VALUE]
@@ -55,7 +55,7 @@ def marked_conjugate(node: fx.Node, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.conj_physical.default, node_argument(node))
 
 
-@equation(aten._neg_view.default)
-def marked_negative(node: fx.Node, writer: GraphWriter) -> fx.Node:
+@rewrite_rule(aten._neg_view.default)
+def neg_view_to_neg(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """_neg_view(x) -> neg(x)"""
     return writer.call(aten.neg.default, node_argument(node))

@@ -8,31 +8,31 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, has_same_type, int_argument, is_tensor, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 
 
-@equation(aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
-def alias(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
+def remove_alias(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """detach(x) -> x"""
     return node_argument(node)
 
 
-@equation(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-def view_of_the_same_shape(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+def remove_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """view(x, shape of x) -> x"""
     return _operand_of_same_shape(node)
 
 
-@equation(aten.slice.Tensor, aten.slice_backward.default)
-def slice_of_everything(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.slice.Tensor, aten.slice_backward.default)
+def remove_full_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[:] -> x"""
     return _operand_of_same_shape(node) if bound_arguments(node)["step"] == 1 else None
 
 
-@equation(aten.slice.Tensor)
-def slice_without_padding(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.slice.Tensor)
+def remove_sliced_pad(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """pad(x, after)[: length of x] -> x
 
     Some kernels need an aligned bias, which models build like this.
@@ -46,16 +46,16 @@ def slice_without_padding(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return operand if only_after and shape_of_node(operand) == shape_of_node(node) else None
 
 
-@equation(aten.constant_pad_nd.default)
-def padding_by_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.constant_pad_nd.default)
+def remove_empty_pad(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """pad(x, [0, 0]) -> clone(x)"""
     operand = _operand_of_same_shape(node)
     is_moved = any(pad != 0 for pad in node.args[1])  # type: ignore[union-attr]
     return None if operand is None or is_moved else writer.call(aten.clone.default, operand)
 
 
-@equation(aten.t.default, aten.transpose.int)
-def transposed_twice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.t.default, aten.transpose.int)
+def remove_double_transpose(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """t(t(x)) -> x, transpose(transpose(x, i, j), i, j) -> x"""
     inner = node_argument(node)
     return node_argument(inner) if inner.target is node.target and _swapped_dims(inner) == _swapped_dims(node) else None
@@ -67,15 +67,15 @@ def _swapped_dims(node: fx.Node) -> set[int]:
     return {int_argument(node, i) % rank for i in range(1, len(node.args))}
 
 
-@equation(aten.flip.default)
-def flipped_twice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.flip.default)
+def remove_double_flip(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """flip(flip(x, dims), dims) -> x"""
     inner = node_argument(node)
     return node_argument(inner) if inner.target is aten.flip.default and inner.args[1] == node.args[1] else None
 
 
-@equation(aten.copy.default)
-def copied_over(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.copy.default)
+def remove_copy(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """copy(y, x) -> x, if both have one shape; x is converted to the dtype of y"""
     overwritten, value = node.args[:2]
     if not isinstance(value, fx.Node) or not is_tensor(value) or shape_of_node(value) != shape_of_node(node):

@@ -22,7 +22,7 @@ from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, sha
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import fill_of
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.iota_index import VIEWS
 from streamfx.passes.rewrite.views.tile_views import is_fixed, sliced_rows
 
@@ -54,8 +54,8 @@ class _Piece:
         return isinstance(self.value, fx.Node) and self.count == shape_of_node(self.value)[dim]
 
 
-@equation(aten.slice.Tensor)
-def rows_of_what_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.slice.Tensor)
+def slice_of_writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """y[0:9] -> cat([a, b, c]), if a, b and c were written into y at 0, 3 and 6
 
     Also y[3:5], which is b[0:2], and rows that were never written; but no concatenation of partial pieces.
@@ -70,8 +70,8 @@ def rows_of_what_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     return _emit_concat(pieces, interval[0], node, writer)
 
 
-@equation(aten.slice_scatter.default)
-def all_that_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.slice_scatter.default)
+def writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """y -> cat([a, b, c]), if a, b and c were written into y of nine rows at 0, 3 and 6
 
     Applies if y has a user other than a further write or a slice.
@@ -84,8 +84,8 @@ def all_that_was_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return _emit_concat(pieces, dim, node, writer) if len(pieces) > 1 else None
 
 
-@equation(*VIEWS)
-def blocks_that_were_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(*VIEWS)
+def view_of_cat_to_stack(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """cat([a, b, c]).view(3, k) -> stack([a, b, c])
 
     Applies if the three values have k rows each.

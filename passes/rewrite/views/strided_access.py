@@ -20,7 +20,7 @@ from streamfx.node_meta import LAYOUTS, MEMORIES, RESULT_VIEWS, VALUE
 from streamfx.passes.ops.aliasing import MemoryPlace, OtherMemory, is_view, memories
 from streamfx.passes.ops.opaque import is_opaque
 from streamfx.passes.ops.traits import READS_STRIDES
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.runtime.restride import RestridedOperator, part_of, strided, strided_scatter
 from streamfx.torch_private import OpOverload
 
@@ -213,8 +213,8 @@ def _root(node: fx.Node) -> fx.Node:
     return node
 
 
-@equation(operator.getitem)
-def result_within_a_result(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(operator.getitem)
+def nested_getitem_to_part_of(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """getitem(getitem(cond, 1), 0) -> part_of(cond, 1, 0)
 
     Also if results have names.

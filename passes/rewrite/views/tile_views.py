@@ -19,14 +19,14 @@ from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, sha
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.iota_index import VIEWS
 
 aten = torch.ops.aten
 
 
-@equation(aten.slice.Tensor)
-def block_of_a_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.slice.Tensor)
+def slice_to_select_of_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[2 * k : 3 * k] -> x.view(n, k)[2]
 
     Applies if a view of x has the same blocks.
@@ -42,8 +42,8 @@ def block_of_a_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.select.int, writer.call(aten.view.default, source, list(blocks)), dim, block_index)
 
 
-@equation(aten.slice_backward.default)
-def gradient_of_a_block(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.slice_backward.default)
+def slice_backward_to_select_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """slice_backward(g, 2 * k, 3 * k) -> select_backward(g, 2).view(n * k)
 
     Applies if it is added to a view that flattens such blocks.
@@ -61,8 +61,8 @@ def gradient_of_a_block(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.view.default, padded, list(shape))
 
 
-@equation(aten.add.Tensor)
-def sum_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.add.Tensor)
+def add_of_views_to_view_of_add(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x.view(n * k) + select_backward(g, 2).view(n * k) -> (x + select_backward(g, 2)).view(n * k)
 
     Also if x, or the gradient, is itself such a sum.
@@ -84,8 +84,8 @@ def sum_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.view.default, writer.call(aten.add.Tensor, left, right), list(shape_of_node(node)))
 
 
-@equation(aten.slice.Tensor)
-def block_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.slice.Tensor)
+def slice_of_view_to_select(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x.view(n * k)[2 * k : 3 * k] -> x[2]
 
     Applies if x has the blocks in a dimension of their own.
@@ -100,8 +100,8 @@ def block_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None
     return writer.call(aten.select.int, blocks, dim, block_index) if is_joined else None
 
 
-@equation(aten.slice.Tensor)
-def rows_of_a_sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.slice.Tensor)
+def slice_of_padded_sum_to_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """(slice_backward(a, 0, 0, 3) + slice_backward(b, 0, 3, 5))[1:3] -> a[1:3] + 0
 
     The addition matters because 0 + -0 is 0.

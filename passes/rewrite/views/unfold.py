@@ -9,13 +9,13 @@ from streamfx.ir.joint import bound_arguments, node_argument
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.rules.decompositions import WIDEST
-from streamfx.passes.rewrite.pattern import equation
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 
 
-@equation(aten.unfold.default)
-def windows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.unfold.default)
+def unfold_to_stack(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """unfold(x, dim, 3, 1) -> stack([x[0 : n - 2], x[1 : n - 1], x[2 : n]])"""
     arguments, value = bound_arguments(node), node.args[0].meta[VALUE]  # type: ignore[union-attr]
     dim, size = arguments["dimension"] % max(value.dim(), 1), arguments["size"]
@@ -27,8 +27,8 @@ def windows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.stack.default, rows, value.dim())
 
 
-@equation(aten.unfold_backward.default)
-def gradient_of_windows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(aten.unfold_backward.default)
+def unfold_backward_to_slice_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """unfold_backward(d) -> the sum over window positions of the gradient, padded to that position's rows"""
     arguments = bound_arguments(node)
     sizes, dim, size = arguments["input_sizes"], arguments["dim"] % max(len(arguments["input_sizes"]), 1), arguments["size"]
