@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from streamfx.integrations import enable
-from tests.support.allocations import Allocations
 from tests.support.collectives import PRODUCTS, data_of, one_process, worst
 from tests.support.engines import (
     OPTIONS,
@@ -40,7 +39,7 @@ from tests.support.engines import (
     twins,
     wrapped,
 )
-from tests.support.profiled import names_of
+from tests.support.profiled import Allocations, names_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
 from tests.support.spread import only

@@ -34,7 +34,6 @@ from tests.support.engines import (
     Masked,
     Nested,
     all_ranks,
-    cut_layers,
     graphs_seen,
     layers_of,
     loss_of,
@@ -155,26 +154,23 @@ def mixed_precision(rank: int) -> float:
     return max(0.0, mine - 2 * other)
 
 
-def cut_head(model: nn.Module, layers: bool) -> nn.Module:
-    """A head that is cut by words; layers are cut, too, or the head is wrapped by itself."""
+def cut_head(model: nn.Module) -> nn.Module:
+    """A head that is cut by words, and wrapped by itself."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     words = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh["tensor"], {"head": words})
-    if layers:
-        cut_layers(model, mesh["tensor"])
-    else:
-        fully_shard(model.get_submodule("head"), mesh=mesh["data"], reshard_after_forward=False)
+    fully_shard(model.get_submodule("head"), mesh=mesh["data"], reshard_after_forward=False)
     enabled(wrapped(model, mesh["data"]))
     return model
 
 
-def with_loss_parallel(rank: int, layers: bool) -> float:
+def with_loss_parallel(rank: int) -> float:
     with loss_parallel():
-        return trained(partial(Nested, vocabulary=18), partial(cut_head, layers=layers), rank, groups=1)
+        return trained(partial(Nested, vocabulary=18), cut_head, rank, groups=1)
 
 
-def stepped(rank: int, make: Callable[[], nn.Module] = Nested, micro: int = 1, engine: Any = fsdp2, **how: Any) -> float:
-    return trained(make, partial(engine, **how), rank, micro, kind=torch.optim.AdamW)
+def stepped(rank: int, engine: Any = fsdp2, **how: Any) -> float:
+    return trained(Nested, partial(engine, **how), rank, kind=torch.optim.AdamW)
 
 
 WAYS: dict[str, Callable[[int], float]] = {
@@ -182,18 +178,14 @@ WAYS: dict[str, Callable[[int], float]] = {
     "unequal layers": partial(of_layers, layer=Masked, graphs_of_layers=3),
     "labels outside, weights are freed": partial(labels_outside, reshard=True),
     "under checkpoints": under_checkpoints,
-    "accumulated": partial(stepped, micro=3),
     "enabled before": partial(stepped, before=True),
-    "whole weights are kept": partial(stepped, reshard_after_forward=False),
-    "whole weights are freed": partial(stepped, reshard_after_forward=True),
+    "full weights are freed": partial(stepped, reshard_after_forward=True),
     "offloaded": partial(stepped, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "a tied weight": partial(stepped, make=partial(Nested, tied=True)),
     "a head by itself": partial(stepped, engine=head_by_itself, reshard=None),
     "a head by itself, kept": head_that_is_kept,
     "mixed precision": mixed_precision,
     "labels outside": partial(labels_outside, reshard=None),
-    "a cut head, layers too": partial(with_loss_parallel, layers=True),
-    "a cut head by itself": partial(with_loss_parallel, layers=False),
+    "a cut head by itself": with_loss_parallel,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
@@ -47,3 +48,20 @@ def _all_events(roots: Iterable[Any]) -> Iterator[Any]:
 def _sizes_of_first(event: Any) -> Any:
     first = next(iter(getattr(event.extra_fields, "inputs", ())), None)
     return [item.sizes for item in first] if isinstance(first, list) else getattr(first, "sizes", None)
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """Bytes that were alive at the most, beyond those before, and those of the largest allocation."""
+
+    peak: int
+    largest: int
+
+    @staticmethod
+    def of(call: Callable[[], Any]) -> Allocations:
+        sizes = [record.nbytes() for record in records_of(call, profile_memory=True) if record.name() == "[memory]"]
+        alive = peak = 0
+        for size in sizes:
+            alive += size
+            peak = max(peak, alive)
+        return Allocations(peak, max(sizes, default=0))

@@ -99,12 +99,12 @@ class Staged:
 
 
 @contextmanager
-def noted_loops(into: list[Any], note: Callable[[str], Any] = str) -> Iterator[None]:
-    """The names of the loops that run, as they begin, or what `note` makes of them then."""
-    runner = Loop.runner  # which each run asks for once
+def noted_loops(into: list[str]) -> Iterator[None]:
+    """Append the names of loops as they begin."""
+    runner = Loop.runner  # called once per run
 
     def noted(self: Loop, bounds: Any) -> Any:
-        into.append(note(self.spec.name))
+        into.append(self.spec.name)
         return runner(self, bounds)
 
     with mock.patch.object(Loop, "runner", noted):

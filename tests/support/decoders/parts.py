@@ -69,16 +69,13 @@ class Decoder(nn.Module):
 class Heads(nn.Module):
     """Projections to [B, H, T, D] and back; `mix` is the attention proper, causal where a subclass does not say otherwise."""
 
-    def __init__(self, width: int = WIDTH, key_heads: int = HEADS) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.key_heads = key_heads
-        self.q, self.o = nn.Linear(width, WIDTH), nn.Linear(WIDTH, width)
-        self.k, self.v = nn.Linear(width, key_heads * HEAD), nn.Linear(width, key_heads * HEAD)
+        self.q, self.o, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
-        q = self.q(x).view(b, t, HEADS, HEAD).transpose(1, 2)
-        k, v = (p(x).view(b, t, self.key_heads, HEAD).transpose(1, 2) for p in (self.k, self.v))
+        q, k, v = (project(x).view(b, t, HEADS, HEAD).transpose(1, 2) for project in (self.q, self.k, self.v))
         out: Tensor = self.o(self.mix(q, k, v).transpose(1, 2).reshape(b, t, WIDTH))
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,10 +56,10 @@ def causal_model(seed: int = 0, **more: Any) -> nn.Module:
     return louder(LlamaForCausalLM(config(**more)))
 
 
-def reward_model(seed: int = 0) -> nn.Module:
+def reward_model() -> nn.Module:
     from transformers import LlamaForSequenceClassification
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return louder(LlamaForSequenceClassification(config(num_labels=1)))
 
 
@@ -76,42 +77,40 @@ def sentence(words: int, seed: int) -> str:
     return " ".join(WORDS[int(i)] for i in torch.randint(0, len(WORDS), (words,), generator=generator))
 
 
-def texts(count: int = 8, words: int = 24) -> Any:
-    return _dataset([{"text": sentence(words, i)} for i in range(count)])
+def texts() -> Any:
+    return eight_rows(lambda i: {"text": sentence(24, i)})
 
 
-def prompts_and_completions(count: int = 8, words: int = 16) -> Any:
-    return _dataset([{"prompt": sentence(6, i), "completion": " " + sentence(words, 100 + i)} for i in range(count)])
+def prompts() -> Any:
+    return eight_rows(lambda i: {"prompt": sentence(6, i)})
 
 
-def conversations(count: int = 8, words: int = 10) -> Any:
-    def turns(i: int) -> list[dict[str, str]]:
-        roles = ("user", "assistant", "user", "assistant")
-        return [{"role": role, "content": sentence(words, 10 * i + k)} for k, role in enumerate(roles)]
-
-    return _dataset([{"messages": turns(i)} for i in range(count)])
+def prompts_and_completions() -> Any:
+    return eight_rows(completed)
 
 
-def pairs(count: int = 8, words: int = 16) -> Any:
-    return _dataset(
-        [
-            {"prompt": sentence(6, i), "chosen": " " + sentence(words, 100 + i), "rejected": " " + sentence(words, 200 + i)}
-            for i in range(count)
-        ]
+def completed(i: int) -> dict[str, str]:
+    return {"prompt": sentence(6, i), "completion": " " + sentence(16, 100 + i)}
+
+
+def liked() -> Any:
+    return eight_rows(lambda i: {**completed(i), "label": i % 2 == 0})
+
+
+def pairs() -> Any:
+    return eight_rows(
+        lambda i: {"prompt": sentence(6, i), "chosen": " " + sentence(16, 100 + i), "rejected": " " + sentence(16, 200 + i)}
     )
 
 
-def liked(count: int = 8, words: int = 16) -> Any:
-    return _dataset(
-        [{"prompt": sentence(6, i), "completion": " " + sentence(words, 100 + i), "label": i % 2 == 0} for i in range(count)]
+def conversations() -> Any:
+    roles = ("user", "assistant") * 2
+    return eight_rows(
+        lambda i: {"messages": [{"role": role, "content": sentence(10, 10 * i + k)} for k, role in enumerate(roles)]}
     )
 
 
-def prompts(count: int = 8) -> Any:
-    return _dataset([{"prompt": sentence(6, i)} for i in range(count)])
-
-
-def _dataset(rows: list[dict[str, Any]]) -> Any:
+def eight_rows(row: Callable[[int], dict[str, Any]]) -> Any:
     from datasets import Dataset
 
-    return Dataset.from_list(rows)
+    return Dataset.from_list([row(i) for i in range(8)])
